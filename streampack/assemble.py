@@ -1,0 +1,122 @@
+"""Samples become the arrays of a pack."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from streampack.types import IGNORE_INDEX, IntArray, Sample
+
+
+def as_sample(row: Mapping[str, Any], *, tokens: str = "tokens", labels: str | None = "labels") -> Sample:
+    """Check a row of ready tokens and make it a `Sample`. Accepts lists, numpy arrays and tensors.
+
+    ``labels=None`` trains on every token: the labels are the tokens themselves.
+
+    >>> as_sample({"tokens": [1, 5, 2], "labels": [-100, 5, 2]}).labels.tolist()
+    [-100, 5, 2]
+
+    Raises:
+        ValueError: for a missing column, anything but a flat sequence of whole numbers, or tokens and
+            labels of different length.
+    """
+    ids = _integers(row, tokens)
+    if labels is None:
+        return Sample(ids, ids)
+    targets = _integers(row, labels)
+    if ids.size != targets.size:
+        raise ValueError(
+            f"{tokens!r} has {ids.size} entries and {labels!r} has {targets.size}; "
+            f"labels are unshifted, one per token, {IGNORE_INDEX} where nothing is trained"
+        )
+    return Sample(ids, targets)
+
+
+def _integers(row: Mapping[str, Any], column: str) -> IntArray:
+    try:
+        values = row[column]
+    except KeyError:
+        raise missing_column(row, column) from None
+    array = np.asarray(values)
+    if array.size == 0 and array.ndim == 1:
+        return array.astype(np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ValueError(
+            f"column {column!r} has shape {list(array.shape)} and type {array.dtype}; "
+            "it must be a flat sequence of whole numbers"
+        )
+    return array.astype(np.int64, copy=False)
+
+
+def missing_column(row: Mapping[str, Any], column: str) -> ValueError:
+    """The error for a row without ``column``: names the columns that are there."""
+    there = ", ".join(repr(name) for name in row) or "none"
+    return ValueError(f"column {column!r} is missing; the row's columns are {there}")
+
+
+def check_vocabulary(sample: Sample, vocab_size: int | None) -> None:
+    """Raise if a token id is below 0 or not below ``vocab_size``, or a label is neither an id nor ignored.
+
+    An id past the embedding's end is a device-side assert on CUDA, far from the sample that caused it.
+    """
+    limit = 2**63 if vocab_size is None else vocab_size
+    # As unsigned numbers, negative ids are huge: one pass finds both ends.
+    if int(sample.tokens.view(np.uint64).max(initial=0)) >= limit:
+        bad = sample.tokens[(sample.tokens < 0) | (sample.tokens >= limit)][0]
+        raise ValueError(f"token id {bad} is outside the vocabulary of {_bounds(vocab_size)}")
+    if vocab_size is not None and sample.labels is not sample.tokens:
+        outside = (sample.labels < 0) & (sample.labels != IGNORE_INDEX) | (sample.labels >= limit)
+        if outside.any():
+            bad = sample.labels[outside][0]
+            raise ValueError(
+                f"label {bad} is neither {IGNORE_INDEX} nor in the vocabulary of {_bounds(vocab_size)}"
+            )
+
+
+def _bounds(vocab_size: int | None) -> str:
+    return "ids from 0" if vocab_size is None else f"{vocab_size} ids (0 to {vocab_size - 1})"
+
+
+def with_eos(sample: Sample, eos: int) -> Sample:
+    """A truncated sample whose last token is replaced by ``eos``, its label too if it was trained."""
+    tokens, labels = sample.tokens.copy(), sample.labels.copy()
+    tokens[-1] = eos
+    if labels[-1] != IGNORE_INDEX:
+        labels[-1] = eos
+    return Sample(tokens, labels)
+
+
+def assemble(
+    sequences: Sequence[Sample], *, max_seq_len: int, padding_idx: int = 0
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Lay sequences end to end and pad: ``(tokens, labels, input_pos)``, each ``[max_seq_len]``, fresh memory.
+
+    The first label of every sequence is ``IGNORE_INDEX`` (recipes shift labels by one, so it would be
+    predicted from the previous sequence's last token), positions restart at 0 for every sequence, and
+    the padding is a segment of its own. No sequences at all make a null pack, which trains nothing.
+
+    >>> a, b = Sample(np.array([7, 8, 9]), np.array([7, 8, 9])), Sample(np.array([4, 5]), np.array([-100, 5]))
+    >>> for row in assemble([a, b], max_seq_len=6):
+    ...     print(row.tolist())
+    [7, 8, 9, 4, 5, 0]
+    [-100, 8, 9, -100, 5, -100]
+    [0, 1, 2, 0, 1, 0]
+    """
+    lengths = [sequence.tokens.size for sequence in sequences]
+    used = sum(lengths)
+    assert used <= max_seq_len, f"{used} tokens planned into a pack of {max_seq_len}"
+    tokens = np.empty(max_seq_len, np.int64)
+    labels = np.empty(max_seq_len, np.int64)
+    input_pos = np.empty(max_seq_len, np.int64)
+    count = np.arange(max_seq_len)
+    if sequences:
+        np.concatenate([sequence.tokens for sequence in sequences], out=tokens[:used])
+        np.concatenate([sequence.labels for sequence in sequences], out=labels[:used])
+        np.concatenate([count[:length] for length in lengths], out=input_pos[:used])
+        labels[np.cumsum([0, *lengths[:-1]])] = IGNORE_INDEX
+    tokens[used:] = padding_idx
+    labels[used:] = IGNORE_INDEX
+    input_pos[used:] = count[: max_seq_len - used]
+    return tokens, labels, input_pos

@@ -1,0 +1,92 @@
+"""Packs become tensors: torchtune's dict for one pack, a `Batch` for several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from streampack.assemble import assemble
+from streampack.types import IGNORE_INDEX, Fragment, Pack
+
+
+def to_torchtune(pack: Pack) -> dict[str, Any]:
+    """A pack as ``torchtune.datasets.PackedDataset`` gives it, and what else is known of it. Shares memory.
+
+    ``seq_lens`` ends with the padding's length where there is padding, because torchtune's collate needs
+    the sum to be ``max_seq_len``; ``num_seqs`` counts the real sequences.
+    """
+    padding = pack.tokens.size - sum(pack.seq_lens)
+    return {
+        "tokens": torch.from_numpy(pack.tokens),  # [max_seq_len]
+        "labels": torch.from_numpy(pack.labels),  # [max_seq_len]
+        "input_pos": torch.from_numpy(pack.input_pos),  # [max_seq_len]
+        "seq_lens": torch.tensor(pack.seq_lens + (padding,) * (padding > 0)),  # [num_seqs (+ 1)]
+        "num_seqs": len(pack.seq_lens),
+        "fragments": pack.fragments,
+        "epoch": pack.epoch,
+        "lane": pack.lane,
+    }
+
+
+def null_pack(max_seq_len: int, *, padding_idx: int = 0) -> Pack:
+    """A pack of nothing but padding. It trains no token; it keeps shapes and ranks in step."""
+    tokens, labels, input_pos = assemble([], max_seq_len=max_seq_len, padding_idx=padding_idx)
+    return Pack(tokens, labels, input_pos, (), (), epoch=-1, index=-1, lane=-1, receipt=b"")
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Packs stacked. Masks are made from it on the device, by ``streampack.attention``."""
+
+    tokens: torch.Tensor  # [batch, max_seq_len] int64
+    labels: torch.Tensor  # [batch, max_seq_len] int64, unshifted
+    input_pos: torch.Tensor  # [batch, max_seq_len] int64
+    seq_lens: torch.Tensor  # [batch, most segments] int32, padding's segment included, then zeros
+    fragments: tuple[tuple[Fragment, ...], ...]  # per pack, where its sequences came from
+
+    def to(self, device: torch.device | str) -> Batch:
+        """A copy on another device."""
+        tokens, labels, input_pos, seq_lens = (
+            tensor.to(device, non_blocking=True)
+            for tensor in (self.tokens, self.labels, self.input_pos, self.seq_lens)
+        )
+        return Batch(tokens, labels, input_pos, seq_lens, self.fragments)
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens, padding excluded."""
+        return sum(f.stop - f.start for pack in self.fragments for f in pack)
+
+    @property
+    def num_seqs(self) -> int:
+        """Real sequences."""
+        return sum(map(len, self.fragments))
+
+    @property
+    def num_trained(self) -> torch.Tensor:
+        """Tokens that the loss counts, as a 0-d tensor on the batch's device."""
+        return (self.labels != IGNORE_INDEX).sum()
+
+
+def collate_packed(packs: Sequence[Mapping[str, Any]]) -> Batch:
+    """Stack dicts from an `IterablePackedDataset` or a `PackedDataset`; a ``collate_fn`` for any DataLoader.
+
+    >>> import numpy as np
+    >>> from streampack import IterablePackedDataset
+    >>> rows = [{"tokens": [7, 8, 9], "labels": [7, 8, 9]}, {"tokens": [4, 5], "labels": [4, 5]}]
+    >>> batch = collate_packed(list(IterablePackedDataset(rows, max_seq_len=6)))
+    >>> batch.tokens.tolist(), batch.seq_lens.tolist()
+    ([[7, 8, 9, 4, 5, 0]], [[3, 2, 1]])
+    """
+    return Batch(
+        tokens=torch.stack([pack["tokens"] for pack in packs]),
+        labels=torch.stack([pack["labels"] for pack in packs]),
+        input_pos=torch.stack([pack["input_pos"] for pack in packs]),
+        seq_lens=torch.nn.utils.rnn.pad_sequence(
+            [pack["seq_lens"] for pack in packs], batch_first=True
+        ).int(),
+        fragments=tuple(tuple(pack["fragments"]) for pack in packs),
+    )

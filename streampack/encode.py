@@ -1,0 +1,131 @@
+"""Rows become samples: ready tokens, plain text, and messages through torchtune's transforms.
+
+An encoder is a callable ``row -> Sample`` with a ``fingerprint()``. Any tokenizer of torchtune will do;
+its own ``max_seq_len`` is put out of force, because a tokenizer cuts in silence, where no ledger sees it:
+what becomes of a long sample is said by ``overlong``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from streampack.assemble import as_sample, missing_column
+from streampack.sources.base import digest
+from streampack.types import IGNORE_INDEX, Sample
+
+PROBE = "The quick brown fox: 0123456789, naïve 漢字, def f(x): return x\n"
+
+
+class Encoder(Protocol):
+    """What makes a `Sample` of a row."""
+
+    def __call__(self, row: Mapping[str, Any], /) -> Sample:
+        """Raise ValueError for a row that makes no sample; the caller adds its place."""
+
+    def fingerprint(self) -> str:
+        """A digest of all that decides the tokens; a state made with another one is refused."""
+
+
+class TokensEncoder:
+    """Rows that are tokens already. ``labels=None`` trains on every token.
+
+    >>> TokensEncoder(tokens="input_ids", labels=None)({"input_ids": [4, 5]}).labels.tolist()
+    [4, 5]
+    """
+
+    def __init__(self, *, tokens: str = "tokens", labels: str | None = "labels") -> None:
+        self.tokens = tokens
+        self.labels = labels
+
+    def __call__(self, row: Mapping[str, Any], /) -> Sample:
+        """See `Encoder`."""
+        return as_sample(row, tokens=self.tokens, labels=self.labels)
+
+    def fingerprint(self) -> str:
+        """The columns' names."""
+        return digest("tokens", self.tokens, self.labels)
+
+
+class TextEncoder:
+    """Plain text for pretraining: every token is trained.
+
+    ``tokenizer`` is one of torchtune's, or anything with ``encode(text, add_bos=, add_eos=)``.
+    """
+
+    def __init__(
+        self, tokenizer: Any, *, column: str = "text", add_bos: bool = True, add_eos: bool = True
+    ) -> None:
+        self.tokenizer = without_truncation(tokenizer)
+        self.column = column
+        self.add_bos = add_bos
+        self.add_eos = add_eos
+
+    def __call__(self, row: Mapping[str, Any], /) -> Sample:
+        """See `Encoder`."""
+        text = row.get(self.column)
+        if text is None:
+            raise missing_column(row, self.column)
+        if not isinstance(text, str):
+            raise ValueError(f"column {self.column!r} holds a {type(text).__name__}; it must be text")
+        return as_sample({"tokens": self._encode(text)}, labels=None)
+
+    def _encode(self, text: str) -> list[int]:
+        tokens: list[int] = self.tokenizer.encode(text, add_bos=self.add_bos, add_eos=self.add_eos)
+        return tokens
+
+    def fingerprint(self) -> str:
+        """The settings, and how a sentence comes out."""
+        return digest("text", self.column, self.add_bos, self.add_eos, self._encode(PROBE))
+
+
+class MessagesEncoder:
+    """Chat and instruct rows, as torchtune's ``SFTDataset`` makes them: row -> messages -> tokens and mask.
+
+    ``message_transform`` is one of torchtune's (``InputOutputToMessages``, ``ShareGPTToMessages``,
+    ``OpenAIToMessages``, ...) or any callable that returns ``{"messages": [...]}``; ``tokenizer`` one of
+    its model tokenizers. Masked tokens get the label ``IGNORE_INDEX``.
+    """
+
+    def __init__(self, tokenizer: Any, *, message_transform: Callable[[Mapping[str, Any]], Any]) -> None:
+        self.tokenizer = without_truncation(tokenizer)
+        self.message_transform = message_transform
+
+    def __call__(self, row: Mapping[str, Any], /) -> Sample:
+        """See `Encoder`."""
+        try:
+            messages = self.message_transform(row)["messages"]
+        except KeyError as error:
+            raise missing_column(row, str(error.args[0])) from error
+        _validate(messages)
+        encoded = self.tokenizer({"messages": messages})
+        tokens = np.asarray(encoded["tokens"], np.int64)
+        return Sample(tokens, np.where(encoded["mask"], IGNORE_INDEX, tokens))
+
+    def fingerprint(self) -> str:
+        """The transform's settings, and how a sentence comes out of the tokenizer."""
+        transform = self.message_transform
+        settings = (
+            {k: str(v) for k, v in sorted(vars(transform).items())} if hasattr(transform, "__dict__") else ""
+        )
+        template = type(getattr(self.tokenizer, "prompt_template", None)).__qualname__
+        probe = self.tokenizer.encode(PROBE, add_bos=True, add_eos=True)
+        return digest("messages", type(transform).__qualname__, settings, template, probe)
+
+
+def _validate(messages: Any) -> None:
+    from torchtune.data import validate_messages  # nine seconds to import, so not at the top
+
+    validate_messages(messages)
+
+
+def without_truncation(tokenizer: Any) -> Any:
+    """A copy of a torchtune tokenizer that does not cut."""
+    if getattr(tokenizer, "max_seq_len", None) is None:
+        return tokenizer
+    whole = copy.copy(tokenizer)
+    whole.max_seq_len = None
+    return whole

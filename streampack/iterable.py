@@ -1,0 +1,314 @@
+"""`IterablePackedDataset`: a stream of samples in, a stream of packs out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import IterableDataset, get_worker_info
+
+from streampack.collate import to_torchtune
+from streampack.encode import TokensEncoder
+from streampack.lane import Lane, LaneConfig
+from streampack.metrics import Ledger
+from streampack.plan import Packing, require, require_positive
+from streampack.receipt import Receipt
+from streampack.sources import as_source
+from streampack.sources.base import digest
+from streampack.types import Fragment, Pack, Sample
+
+STATE_VERSION = 1
+DEFAULT_LANES = 8
+
+
+class IterablePackedDataset(IterableDataset[dict[str, Any]]):
+    """Packs of ``max_seq_len`` tokens, made while they are consumed, from samples of any lengths.
+
+    >>> rows = [{"tokens": [i] * n, "labels": [i] * n} for i, n in enumerate([5, 4, 2, 3, 4])]
+    >>> for pack in IterablePackedDataset(rows, max_seq_len=8):
+    ...     print(pack["tokens"].tolist(), pack["seq_lens"].tolist())
+    [0, 0, 0, 0, 0, 3, 3, 3] [5, 3]
+    [1, 1, 1, 1, 4, 4, 4, 4] [4, 4]
+    [2, 2, 0, 0, 0, 0, 0, 0] [2, 6]
+
+    Yields dicts in torchtune's format: ``tokens``, ``labels``, ``input_pos`` (int64, ``[max_seq_len]``) and
+    ``seq_lens``, whose last entry is the padding where there is any; ``num_seqs`` counts the real
+    sequences, and `trace` leads from ``fragments`` back to the rows. Labels are unshifted, the first of
+    every sequence is -100, positions restart at 0.
+
+    Args:
+        source: a `Source`; or a path or glob of JSONL files; or any map-style dataset of
+            ``{"tokens", "labels"}``; or any deterministic iterable of such rows.
+        max_seq_len: tokens in a pack.
+        encoder: makes a `Sample` of a row; rows of ready tokens need none.
+        strategy: ``"exact_fit"`` (default), ``"best_fit"``, ``"first_fit"``, ``"next_fit"``, ``"wrap"``.
+        split_across_pack: packs are always full, and the sample that crosses a pack's end continues in
+            the next. For pretraining.
+        buffer_size: how many samples may wait, per lane; no sample waits for more packs than that.
+        overlong: what becomes of a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``,
+            ``"truncate"`` or ``"split"``. Default ``"error"``, with ``split_across_pack`` ``"split"``.
+        truncate_side: the side that ``"truncate"`` cuts off.
+        truncate_eos: a token id that replaces the last token of a sample cut on the right.
+        empty: ``"error"`` or ``"drop"``, for samples without a token.
+        shuffle: read in an order that is a function of (seed, epoch, lane). Files are shuffled within
+            windows of ``shuffle_window`` rows, their parts among one another; map-style data entirely.
+        epochs: how often the data is read; None reads on for ever and never flushes a part-empty pack.
+        num_lanes: the streams the data is divided into, fixed for the life of a run. Default: the
+            smallest multiple of the consumers (ranks x workers) that is at least 8, or less on data so
+            small that each lane's last, part-empty pack would matter.
+        padding_idx: the token that fills a pack's end.
+        vocab_size: if given, token ids must be below it.
+
+    Raises:
+        ValueError: for a bad setting, at construction; for a bad row, with its place, when it is read.
+            The row is not consumed by the error.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        *,
+        max_seq_len: int,
+        encoder: Callable[[Mapping[str, Any]], Sample] | None = None,
+        strategy: str = "exact_fit",
+        split_across_pack: bool = False,
+        buffer_size: int = 128,
+        overlong: str | None = None,
+        truncate_side: str = "right",
+        truncate_eos: int | None = None,
+        empty: str = "error",
+        shuffle: bool = False,
+        shuffle_window: int = 2048,
+        seed: int = 0,
+        epochs: int | None = 1,
+        num_lanes: int | None = None,
+        padding_idx: int = 0,
+        vocab_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        require(empty, "empty", ("error", "drop"))
+        require_positive(shuffle_window, "shuffle_window")
+        for value, name in ((epochs, "epochs"), (num_lanes, "num_lanes"), (vocab_size, "vocab_size")):
+            if value is not None:
+                require_positive(value, name)
+        if seed < 0:
+            raise ValueError(f"seed={seed} is below 0; give a whole number of at least 0")
+        self.lane_config = LaneConfig(
+            source=as_source(source),
+            encode=encoder or TokensEncoder(),
+            packing=Packing(max_seq_len, strategy, buffer_size, split_across_pack, overlong, truncate_side),
+            seed=seed,
+            shuffle_window=shuffle_window if shuffle else 0,
+            endless=epochs is None,
+            empty=empty,
+            truncate_eos=truncate_eos,
+            padding_idx=padding_idx,
+            vocab_size=vocab_size,
+        )
+        self.epochs = epochs
+        self.epoch = 0  # where an iteration without a state begins
+        self.num_lanes = num_lanes
+        self._receipts: dict[int, bytes] = {}  # a loaded state, until the next iteration takes it up
+        self._stream: PackStream | None = None  # the newest iteration
+        self._identity: dict[str, Any] | None = None
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        if world_size > 1 and self.epochs is not None:
+            raise ValueError(
+                f"{world_size} ranks reading {self.epochs} epoch(s) each end at a different step and would hang; "
+                "use PackedDataLoader, or epochs=None"
+            )
+        worker = get_worker_info()
+        worker_id, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        self._stream = self.stream(rank + world_size * worker_id, world_size * num_workers)
+        self._receipts = {}
+        return map(to_torchtune, self._stream)
+
+    def stream(self, consumer: int = 0, consumers: int = 1) -> PackStream:
+        """The packs of one consumer of several, from the loaded state on.
+
+        Consumer c owns lanes c, c + consumers, and so on.
+        """
+        self.num_lanes = num_lanes = self.lanes_for(consumers)
+        lanes = [
+            Lane(self.lane_config, lane=lane, num_lanes=num_lanes, receipt=self._receipts.get(lane))
+            for lane in range(consumer, num_lanes, consumers)
+        ]
+        return PackStream(lanes, first_epoch=self.epoch, epochs=self.epochs)
+
+    def lanes_for(self, consumers: int) -> int:
+        """The number of lanes: as set or loaded, otherwise a multiple of ``consumers``."""
+        source = self.lane_config.source
+        wanted = self.num_lanes
+        if wanted is None:
+            at_least = min(DEFAULT_LANES, source.natural_lanes())
+            wanted = -(-at_least // consumers) * consumers
+        if wanted < consumers:
+            raise ValueError(
+                f"{wanted} lanes cannot feed {consumers} consumers (ranks x workers): some would get nothing; "
+                "use fewer workers, or start a new run with more num_lanes"
+            )
+        if source.max_lanes is not None and wanted > source.max_lanes:
+            raise ValueError(
+                f"{type(source).__name__} can be read as {source.max_lanes} lane(s) and {wanted} are needed for "
+                f"{consumers} consumers (ranks x workers): each would read everything; use one consumer, or "
+                "IterableSource(..., stride=True) to let each read everything and keep its share"
+            )
+        return wanted
+
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch, from 0, that the next iteration begins with; it decides the order when shuffling."""
+        self.epoch = epoch
+
+    def identity(self) -> dict[str, Any]:
+        """What decides which tokens share a pack; a state made under another identity is refused."""
+        if self._identity is None:
+            config, packing = self.lane_config, self.lane_config.packing
+            encode = config.encode
+            self._identity = {
+                "corpus": config.source.fingerprint(),
+                "encoder": encode.fingerprint() if hasattr(encode, "fingerprint") else _name(encode),
+                "max_seq_len": packing.max_seq_len,
+                "strategy": packing.strategy,
+                "buffer_size": packing.buffer_size,
+                "overlong": packing.overlong,
+                "truncate_side": packing.truncate_side,
+                "truncate_eos": config.truncate_eos,
+                "empty": config.empty,
+                "shuffle_window": config.shuffle_window,
+                "seed": config.seed,
+            }
+        return self._identity
+
+    def state_dict(self) -> dict[str, Any]:
+        """After the last pack yielded: ``{"lanes": {lane: receipt}, ...}``, plain values, fresh at every call.
+
+        A lane that has yielded nothing has no entry. The states of several consumers are merged by
+        merging ``lanes``.
+        """
+        receipts = self._stream.receipts() if self._stream else self._receipts
+        return self.state_of(receipts)
+
+    def state_of(self, receipts: Mapping[int, bytes]) -> dict[str, Any]:
+        """A state that holds these receipts."""
+        return {
+            "version": STATE_VERSION,
+            "identity": dict(self.identity()),
+            "num_lanes": self.num_lanes,
+            "lanes": dict(receipts),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The next iteration goes on after the last pack that was yielded when ``state`` was taken.
+
+        Raises:
+            ValueError: if the state is from another corpus, encoder or config, or is no state.
+        """
+        if not isinstance(state, Mapping) or state.get("version") != STATE_VERSION:
+            raise ValueError(f"this is no state of an IterablePackedDataset (version {STATE_VERSION})")
+        for name, ours in self.identity().items():
+            theirs = state["identity"].get(name)
+            if theirs != ours:
+                raise ValueError(
+                    f"the state was made with {name}={theirs!r} and this dataset has {name}={ours!r}; "
+                    "resume with what the run began with, or start a new run"
+                )
+        receipts = dict(state["lanes"])
+        for receipt in receipts.values():
+            Receipt.from_bytes(receipt)
+        self.num_lanes = state["num_lanes"]
+        self._receipts = receipts
+        self._stream = None
+
+    def ledger(self) -> Ledger:
+        """Where every token went that this process has read, as of the last pack."""
+        if self._stream is not None:
+            return Ledger.total(lane.ledger for lane in self._stream.lanes)
+        return ledger_of(self._receipts)
+
+    def trace(self, fragment: Fragment) -> dict[str, Any]:
+        """From a sequence in a pack back to its text: the row's place, its data, and the fragment's tokens.
+
+        >>> data = IterablePackedDataset([{"tokens": [7, 8], "labels": [7, 8]}], max_seq_len=4)
+        >>> [pack] = data
+        >>> data.trace(pack["fragments"][0])
+        {'place': 'sample 0', 'row': {'tokens': [7, 8], 'labels': [7, 8]}, 'tokens': [7, 8]}
+        """
+        config = self.lane_config
+        row = config.source.fetch(fragment.origin)
+        tokens = config.encode(row).tokens[fragment.start : fragment.stop]
+        return {"place": config.source.locate(fragment.origin), "row": row, "tokens": tokens.tolist()}
+
+    def estimate_packs(self, *, rows: int = 256) -> int:
+        """About how many packs one epoch makes, from ``rows`` rows all over the corpus. Padding is left out.
+
+        Raises:
+            ValueError: if the source cannot tell its size.
+        """
+        config, packing = self.lane_config, self.lane_config.packing
+        sampled, scale = config.source.probe(rows)
+        tokens = 0
+        for row in sampled:
+            length = config.encode(row).tokens.size
+            if length <= packing.max_seq_len or packing.overlong != "error":
+                tokens += sum(stop - start for start, stop in packing.pieces_of(length)) if length else 0
+        return max(1, round(tokens * scale / packing.max_seq_len))
+
+
+class PackStream:
+    """The packs of some lanes, one of each lane in turn, epoch after epoch.
+
+    Whose turn it is follows from the lanes alone (the fewest packs in this epoch, then the lowest number),
+    so it needs no state of its own.
+    """
+
+    def __init__(self, lanes: list[Lane], *, first_epoch: int = 0, epochs: int | None = 1) -> None:
+        self.lanes = lanes
+        self.epochs = epochs
+        self.last_epoch = None if epochs is None else first_epoch + epochs - 1
+        self._receipts: dict[int, bytes] = {}
+        for lane in lanes:
+            if lane.ledger.samples or lane.epoch:
+                self._receipts[lane.lane] = lane.receipt()
+            elif first_epoch:
+                lane.start_epoch(first_epoch)
+
+    def __iter__(self) -> PackStream:
+        return self
+
+    def __next__(self) -> Pack:
+        while True:
+            epoch = min((lane.epoch for lane in self.lanes), default=0)
+            ready = [
+                lane for lane in self.lanes if not lane.done and (self.epochs is None or lane.epoch == epoch)
+            ]
+            if not ready:
+                if self.last_epoch is None or epoch >= self.last_epoch:
+                    raise StopIteration
+                for lane in self.lanes:
+                    if lane.epoch == epoch:
+                        lane.start_epoch(epoch + 1)
+                continue
+            lane = min(ready, key=lambda lane: (lane.packs, lane.lane))
+            pack = lane.next_pack()
+            if pack is not None:
+                self._receipts[lane.lane] = pack.receipt
+                return pack
+            self._receipts[lane.lane] = lane.receipt()
+
+    def receipts(self) -> dict[int, bytes]:
+        """Of every lane that has yielded a pack or ended an epoch; a fresh dict of immutable bytes."""
+        return dict(self._receipts)
+
+
+def ledger_of(receipts: Mapping[int, bytes]) -> Ledger:
+    """The ledgers of all lanes in a state, added up."""
+    return Ledger.total(Receipt.from_bytes(receipt).ledger for receipt in receipts.values())
+
+
+def _name(encode: Any) -> str:
+    return digest(
+        getattr(encode, "__module__", ""), getattr(encode, "__qualname__", type(encode).__qualname__)
+    )

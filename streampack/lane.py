@@ -1,0 +1,259 @@
+"""A lane: one stream of rows, encoded, planned and assembled into packs, that can go on from a receipt.
+
+What a lane yields is a function of (config, seed, lane, receipt) alone. All its state is in attributes,
+and an error (a broken row, a failing disk) consumes nothing: asked again, it tries the same row again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from streampack.assemble import assemble, check_vocabulary, with_eos
+from streampack.metrics import Ledger
+from streampack.plan import Packing, Planner
+from streampack.receipt import Receipt
+from streampack.sources.base import Reader, Source
+from streampack.types import Fragment, Origin, Pack, Position, Row, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class LaneConfig:
+    """All that is the same for every lane of a run."""
+
+    source: Source
+    encode: Callable[[Mapping[str, Any]], Sample]
+    packing: Packing
+    seed: int = 0
+    shuffle_window: int = 0
+    endless: bool = False  # an epoch's end rolls into the next without a flush
+    empty: str = "error"  # or "drop"
+    truncate_eos: int | None = None
+    padding_idx: int = 0
+    vocab_size: int | None = None
+
+
+class Piece(NamedTuple):
+    """A sample, or a part of one that was too long, that waits to be packed."""
+
+    sample: Sample
+    origin: Origin
+    start: int  # where the piece starts in its row's sample, in tokens
+    epoch: int
+    position: Position  # of its row
+    first: int  # the number of its row's first piece
+
+
+class Lane:
+    """Packs of one lane, from its beginning or from a receipt.
+
+    `next_pack` returns None when the epoch's rows and the buffer are used up; `start_epoch` then begins
+    the next one. With ``endless`` it never returns None.
+    """
+
+    def __init__(
+        self, config: LaneConfig, *, lane: int = 0, num_lanes: int = 1, receipt: bytes | None = None
+    ) -> None:
+        self.config = config
+        self.lane = lane
+        self.num_lanes = num_lanes
+        self.planner = Planner(config.packing)
+        self.ledger = Ledger()
+        self.held: dict[int, Piece] = {}  # pieces pulled and not wholly packed, by number
+        self.pending: list[Piece] = []  # pieces of the newest row that were not pulled yet
+        self.row: Row | None = None  # read and not yet encoded; stays when encoding fails
+        self.done = False  # this epoch is used up
+        self.packs = 0  # in this epoch (endless: since the beginning)
+        self.epoch = 0
+        self.rows_in_epoch = 0
+        if receipt is None:
+            self.reader = self._open(0, None)
+        else:
+            self._restore(Receipt.from_bytes(receipt))
+
+    def start_epoch(self, epoch: int) -> None:
+        """Begin an epoch. The one before must be used up."""
+        assert self.planner.buffered == 0, "an epoch begins with an empty buffer"
+        self.epoch, self.packs, self.done, self.rows_in_epoch = epoch, 0, False, 0
+        self.reader = self._open(epoch, None)
+
+    def next_pack(self) -> Pack | None:
+        """Plan and assemble one pack.
+
+        Raises:
+            ValueError: for a bad row, with its place. Nothing is consumed.
+        """
+        if self.done:
+            return None
+        spans = self.planner.next_pack(self._pull)
+        if not spans:
+            self.done = True
+            return None
+        sequences, fragments = [], []
+        for number, start, stop in spans:
+            piece = self.held[number]
+            sequences.append(Sample(piece.sample.tokens[start:stop], piece.sample.labels[start:stop]))
+            fragments.append(Fragment(piece.origin, piece.start + start, piece.start + stop))
+            if stop == piece.sample.tokens.size:
+                del self.held[number]
+        packing = self.config.packing
+        tokens, labels, input_pos = assemble(
+            sequences, max_seq_len=packing.max_seq_len, padding_idx=self.config.padding_idx
+        )
+        seq_lens = tuple(span.stop - span.start for span in spans)
+        self.packs += 1
+        self.ledger.packs += 1
+        self.ledger.slots += packing.max_seq_len
+        self.ledger.packed += sum(seq_lens)
+        return Pack(
+            tokens=tokens,
+            labels=labels,
+            input_pos=input_pos,
+            seq_lens=seq_lens,
+            fragments=tuple(fragments),
+            epoch=0 if self.config.endless else self.epoch,
+            index=self.packs - 1,
+            lane=self.lane,
+            receipt=self.receipt(),
+        )
+
+    def receipt(self) -> bytes:
+        """The bytes from which a lane of the same config goes on. Taken between packs."""
+        if self.ledger.buffered != self.planner.buffered:
+            raise RuntimeError(
+                f"lane {self.lane} lost tokens: {self.ledger.buffered} should be buffered by the ledger "
+                f"and {self.planner.buffered} are; this is a bug in streampack, do not trust this run"
+            )
+        waiting = self.planner.pieces
+        if oldest := self.held[waiting[0]] if waiting else self.pending[0] if self.pending else None:
+            epoch, position, first = oldest.epoch, oldest.position, oldest.first
+        else:
+            position = self.row.position if self.row else self.reader.position
+            epoch, first = self.epoch, self.planner.next_piece
+        waits = set(waiting)
+        gone = sum(
+            1 << i for i, piece in enumerate(range(first, self.planner.next_piece)) if piece not in waits
+        )
+        return Receipt(
+            self.packs,
+            self.done,
+            epoch,
+            position,
+            first,
+            self.planner.offset,
+            self.planner.next_piece,
+            gone,
+            self.ledger,
+        ).to_bytes()
+
+    def _open(self, epoch: int, start: Position | None) -> Reader:
+        config = self.config
+        return config.source.read(
+            self.lane,
+            num_lanes=self.num_lanes,
+            epoch=epoch,
+            seed=config.seed,
+            shuffle_window=config.shuffle_window,
+            start=start,
+        )
+
+    def _restore(self, receipt: Receipt) -> None:
+        """Read again from the oldest waiting piece's row, and skip what is gone."""
+        self.packs, self.done, self.epoch = receipt.packs, receipt.done, receipt.epoch
+        self.rows_in_epoch = 1  # only an epoch read from its beginning can show that a lane has no rows
+        self.ledger = receipt.ledger
+        self.reader = self._open(receipt.epoch, receipt.position)
+        planner = self.planner
+        planner.next_piece = receipt.first
+        while planner.next_piece < receipt.next_piece:
+            row = self._read()
+            if row is None:
+                raise ValueError(
+                    f"lane {self.lane}: the state says {receipt.next_piece} pieces were read and the "
+                    f"corpus ends after {planner.next_piece}; the data or the encoder changed"
+                )
+            gone = receipt.gone >> (planner.next_piece - receipt.first)
+            skip = gone & 1 and self.config.packing.keeps_one_piece_per_sample
+            pieces = [] if skip else self._pieces(row, replay=True)
+            self.row = None
+            for piece in pieces:
+                if planner.next_piece == receipt.next_piece:
+                    self.pending.append(piece)
+                    continue
+                if not gone & 1:
+                    planner.hold(planner.next_piece, piece.sample.tokens.size)
+                    self.held[planner.next_piece] = piece
+                planner.next_piece += 1
+                gone >>= 1
+            if not pieces:  # packed or dropped: it had one number
+                planner.next_piece += 1
+        planner.offset = receipt.offset
+        if planner.buffered != self.ledger.buffered:
+            raise ValueError(
+                f"lane {self.lane}: {planner.buffered} tokens wait after reading again, the state says "
+                f"{self.ledger.buffered}; the data or the encoder changed since it was written"
+            )
+
+    def _pull(self) -> int | None:
+        """Number the next piece, hold it and return its length; None at the end of the epoch."""
+        while not self.pending:
+            row = self._read()
+            if row is None:
+                return None
+            self.pending = self._pieces(row, replay=False)
+            self.row = None
+        piece = self.pending.pop(0)
+        self.held[self.planner.next_piece] = piece
+        self.ledger.tokens_in += piece.sample.tokens.size
+        return piece.sample.tokens.size
+
+    def _read(self) -> Row | None:
+        while self.row is None:
+            self.row = next(self.reader, None)
+            if self.row is None:
+                if not self.config.endless:
+                    return None
+                if not self.rows_in_epoch:
+                    raise ValueError(f"lane {self.lane} of {self.num_lanes} has no rows; use fewer lanes")
+                self.epoch, self.rows_in_epoch = self.epoch + 1, 0
+                self.reader = self._open(self.epoch, None)
+            else:
+                self.rows_in_epoch += 1
+        return self.row
+
+    def _pieces(self, row: Row, *, replay: bool) -> list[Piece]:
+        """Encode a row and cut it to pieces; none if it is dropped. A replay books nothing a second time."""
+        config, packing, first = self.config, self.config.packing, self.planner.next_piece
+        try:
+            sample = config.encode(row.data)
+            check_vocabulary(sample, config.vocab_size)
+        except ValueError as error:
+            raise ValueError(f"{self._place(row)}: {error}") from error
+        except Exception as error:
+            error.add_note(f"while encoding {self._place(row)}")
+            raise
+        length = sample.tokens.size
+        try:
+            bounds = [] if length == 0 and config.empty == "drop" else packing.pieces_of(length)
+        except ValueError as error:
+            raise ValueError(f"{self._place(row)} {error}") from None
+        kept = sum(stop - start for start, stop in bounds)
+        cut = 0 < kept < length
+        pieces = []
+        for start, stop in bounds:
+            part = Sample(sample.tokens[start:stop], sample.labels[start:stop])
+            if cut and config.truncate_eos is not None and packing.truncate_side == "right":
+                part = with_eos(part, config.truncate_eos)
+            pieces.append(Piece(part, row.origin, start, self.epoch, row.position, first))
+        if not replay:
+            self.ledger.samples += 1
+            if cut or not bounds:
+                self.ledger.tokens_in += length - kept
+                self.ledger.drop("truncated" if cut else "overlong" if length else "empty", length - kept)
+            if not bounds:
+                self.planner.next_piece += 1  # a dropped row has a number too, so that a replay can count
+        return pieces
+
+    def _place(self, row: Row) -> str:
+        return self.config.source.locate(row.origin)

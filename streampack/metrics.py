@@ -1,0 +1,80 @@
+"""The ledger: where every token went."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+DROP_REASONS = ("overlong", "truncated", "empty")
+"""Why tokens or samples are left out. ``overlong`` counts whole samples, ``truncated`` what was cut off."""
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Counts of one lane, or of several added up. All in tokens unless named otherwise.
+
+    The law, checked whenever a receipt is written: ``tokens_in == packed + buffered + sum(dropped)``.
+
+    >>> ledger = Ledger(samples=2, tokens_in=12, packed=9, packs=1, slots=10)
+    >>> ledger.drop("truncated", 1)
+    >>> ledger.buffered, f"{ledger.padding:.0%}"
+    (2, '10%')
+    """
+
+    samples: int = 0  # rows encoded
+    tokens_in: int = 0  # tokens the encoder made
+    packs: int = 0
+    slots: int = 0  # packs * max_seq_len
+    packed: int = 0  # real tokens in packs
+    dropped: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DROP_REASONS, 0))
+    dropped_samples: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DROP_REASONS, 0))
+
+    def drop(self, reason: str, tokens: int) -> None:
+        """Book one sample's loss of ``tokens`` tokens under a name."""
+        self.dropped[reason] += tokens
+        self.dropped_samples[reason] += 1
+
+    @property
+    def buffered(self) -> int:
+        """Tokens that came in and are in no pack yet."""
+        return self.tokens_in - self.packed - sum(self.dropped.values())
+
+    @property
+    def padding(self) -> float:
+        """Share of the packs' slots that holds no token, 0 to 1; 0 before the first pack."""
+        return 1 - self.packed / self.slots if self.slots else 0.0
+
+    def numbers(self) -> list[int]:
+        """All counts as a flat list, for a receipt."""
+        return [
+            *(getattr(self, name) for name in _COUNTS),
+            *self.dropped.values(),
+            *self.dropped_samples.values(),
+        ]
+
+    @classmethod
+    def from_numbers(cls, numbers: list[int]) -> Ledger:
+        """The inverse of `numbers`."""
+        counts, drops = numbers[: len(_COUNTS)], numbers[len(_COUNTS) :]
+        reasons = len(DROP_REASONS)
+        return cls(
+            **dict(zip(_COUNTS, counts, strict=True)),
+            dropped=dict(zip(DROP_REASONS, drops[:reasons], strict=True)),
+            dropped_samples=dict(zip(DROP_REASONS, drops[reasons:], strict=True)),
+        )
+
+    @classmethod
+    def total(cls, ledgers: Iterable[Ledger]) -> Ledger:
+        """The sum over lanes."""
+        columns = zip(*(ledger.numbers() for ledger in ledgers), strict=True)
+        return cls.from_numbers([sum(column) for column in columns] or cls().numbers())
+
+    def as_dict(self) -> dict[str, Any]:
+        """For metric loggers: flat, with the reasons spelled out and the padding as a share."""
+        counts = {name: getattr(self, name) for name in _COUNTS}
+        drops = {f"dropped_{reason}": tokens for reason, tokens in self.dropped.items()}
+        return {**counts, **drops, "buffered": self.buffered, "padding": self.padding}
+
+
+_COUNTS = tuple(f.name for f in fields(Ledger) if not f.name.startswith("dropped"))

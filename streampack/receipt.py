@@ -1,0 +1,99 @@
+"""The few bytes from which a lane continues after a given pack."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+from streampack.metrics import Ledger
+from streampack.types import Position
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """State of a lane between two packs; no tokens, only where to read them again.
+
+    A resume opens the source at ``position`` of ``epoch``, the row of the oldest waiting piece, numbers
+    pieces from ``first`` on, skips those whose bit in ``gone`` is set, and is where it was when it reaches
+    ``next_piece``.
+
+    >>> receipt = Receipt(3, False, 0, (2, 512, 0), 40, 0, 42, 0b10, Ledger())
+    >>> Receipt.from_bytes(receipt.to_bytes()) == receipt
+    True
+    """
+
+    packs: int  # so far in this epoch
+    done: bool  # the epoch is used up
+    epoch: int
+    position: Position
+    first: int  # number of the first piece of the row at position
+    offset: int  # tokens of the oldest waiting piece that are packed (splitting only)
+    next_piece: int  # the number that the next piece pulled will get
+    gone: int  # bit i: piece first + i is packed or dropped
+    ledger: Ledger  # as of next_piece
+
+    def to_bytes(self) -> bytes:
+        """Variable-length integers and a checksum."""
+        numbers = [self.packs, int(self.done), self.epoch, len(self.position), *self.position]
+        numbers += [self.first, self.offset, self.next_piece - self.first, *self.ledger.numbers()]
+        body = b"".join(map(_varint, [VERSION, *numbers]))
+        body += self.gone.to_bytes((self.gone.bit_length() + 7) // 8, "little")
+        return body + zlib.crc32(body).to_bytes(4, "little")
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Receipt:
+        """The inverse of `to_bytes`.
+
+        Raises:
+            ValueError: if the bytes are not a receipt, or not a whole one.
+        """
+        if (
+            not isinstance(data, bytes)
+            or len(data) < 5
+            or zlib.crc32(data[:-4]) != int.from_bytes(data[-4:], "little")
+        ):
+            raise ValueError("this is no receipt of a lane, or a damaged one; resume from another checkpoint")
+        numbers = _Numbers(data[:-4])
+        if (version := numbers.next()) != VERSION:
+            raise ValueError(f"the receipt has format {version}, this streampack reads {VERSION}")
+        packs, done, epoch = numbers.next(), bool(numbers.next()), numbers.next()
+        position = tuple(numbers.next() for _ in range(numbers.next()))
+        first, offset, span = numbers.next(), numbers.next(), numbers.next()
+        ledger = Ledger.from_numbers([numbers.next() for _ in Ledger().numbers()])
+        gone = int.from_bytes(numbers.rest(), "little")
+        if gone.bit_length() > span:
+            raise ValueError(f"the receipt marks {gone.bit_length()} pieces of {span}; it is damaged")
+        return cls(packs, done, epoch, position, first, offset, first + span, gone, ledger)
+
+
+def _varint(number: int) -> bytes:
+    """LEB128: seven bits a byte, lowest first, the high bit set on all but the last."""
+    out = bytearray()
+    while number >= 0x80:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    out.append(number)
+    return bytes(out)
+
+
+class _Numbers:
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.at = 0
+
+    def next(self) -> int:
+        number = shift = 0
+        while True:
+            if self.at >= len(self.data) or shift > 63:
+                raise ValueError("the receipt ends in the middle of a number; it is damaged")
+            byte = self.data[self.at]
+            self.at += 1
+            number |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                return number
+            shift += 7
+
+    def rest(self) -> bytes:
+        return self.data[self.at :]

@@ -1,0 +1,108 @@
+"""Any deterministic Python iterable: it cannot seek, so it is slower to resume, and never wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from streampack.sources.base import Part, Record, WindowReader, digest
+from streampack.types import Origin, Position
+
+Rows = Iterable[Mapping[str, Any]]
+
+
+class IterableSource:
+    """Rows of an iterable that gives the same rows each time it is iterated, or a function that returns one.
+
+    It is one lane: a resume reads it again from its start. ``stride=True`` allows several lanes, each of
+    which reads everything and keeps its share.
+
+    >>> source = IterableSource(lambda: ({"tokens": [i], "labels": [i]} for i in range(3)))
+    >>> [row.data["tokens"] for row in source.read(0, num_lanes=1, start=(0, 1, 0))]
+    [[1], [2]]
+
+    Raises:
+        ValueError: for an iterator or generator, which could be read only once.
+    """
+
+    def __init__(self, rows: Rows | Callable[[], Rows], *, stride: bool = False) -> None:
+        if isinstance(rows, Iterator):
+            raise ValueError(
+                f"a {type(rows).__name__} can be read only once, so neither a second epoch nor a resume is "
+                "possible; pass a function that makes it: IterableSource(lambda: ...)"
+            )
+        self.rows = rows
+        self.max_lanes: int | None = None if stride else 1
+        self.rows_read = 0  # by this copy of the source
+
+    def fingerprint(self) -> str:
+        """A digest of the first row: all that can be known without reading everything."""
+        first = next(self._iterate(), None)
+        return digest(None if first is None else sorted((k, str(v)) for k, v in first.items()))
+
+    def read(
+        self,
+        lane: int,
+        *,
+        num_lanes: int,
+        epoch: int = 0,
+        seed: int = 0,
+        shuffle_window: int = 0,
+        start: Position | None = None,
+    ) -> WindowReader:
+        """See `Source.read`."""
+        return WindowReader(
+            [Part(0, lane)],
+            open_part=lambda part, offset: _Strided(self, offset, num_lanes),
+            decode=lambda part, offset, raw: raw,
+            key=(seed, epoch, lane),
+            shuffle_window=shuffle_window,
+            start=start,
+        )
+
+    def locate(self, origin: Origin) -> str:
+        """``row N`` of the iterable, from 0."""
+        return f"row {origin[1]}"
+
+    def fetch(self, origin: Origin) -> Mapping[str, Any]:
+        """Iterates up to the row."""
+        return next(islice(self._iterate(), origin[1], None))
+
+    def natural_lanes(self) -> int:
+        """One: every further lane reads everything again."""
+        return 1
+
+    def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
+        """Unknown: an iterable does not say how long it is."""
+        raise ValueError("the length of an iterable is unknown; set max_steps")
+
+    def _iterate(self) -> Iterator[Mapping[str, Any]]:
+        return iter(self.rows() if callable(self.rows) else self.rows)
+
+
+class _Strided:
+    """Every ``step``-th row, from row ``offset`` on."""
+
+    def __init__(self, source: IterableSource, offset: int, step: int) -> None:
+        self.source = source
+        self.iterator: Iterator[Mapping[str, Any]] | None = None
+        self.at = 0  # rows taken from the iterator
+        self.offset = offset
+        self.step = step
+
+    def __next__(self) -> Record:
+        if self.iterator is None:
+            self.iterator, self.at = self.source._iterate(), 0
+        try:
+            while self.at <= self.offset:
+                row = next(self.iterator)
+                self.at += 1
+                self.source.rows_read += 1
+        except Exception as error:
+            # A generator that raised is finished: asked again, it would end the stream in silence.
+            if not isinstance(error, StopIteration):
+                self.iterator = None
+            raise
+        self.offset += self.step
+        return self.offset - self.step, row

@@ -1,0 +1,122 @@
+"""Any dataset with ``__len__`` and ``__getitem__``: torchtune's builders, HF datasets, a plain list."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from streampack.sources.base import digest, permutation
+from streampack.types import Origin, Position, Row
+
+PROBES = 8  # rows that the fingerprint looks at
+
+
+class MapDataset(Protocol):
+    """What torch calls a map-style dataset."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class MapSource:
+    """Rows by number. Lane ``l`` owns rows ``l, l + num_lanes, ...`` and permutes all of its own when shuffling.
+
+    Memory when shuffling: 8 bytes a row of the lanes that this process reads.
+
+    >>> rows = [{"tokens": [i], "labels": [i]} for i in range(4)]
+    >>> [row.data["tokens"] for row in MapSource(rows).read(1, num_lanes=2)]
+    [[1], [3]]
+
+    Raises:
+        ValueError: if the dataset is empty.
+    """
+
+    max_lanes: int | None = None
+
+    def __init__(self, dataset: MapDataset) -> None:
+        if len(dataset) == 0:
+            raise ValueError(
+                f"the dataset ({type(dataset).__name__}) is empty; it must have at least one row"
+            )
+        self.dataset = dataset
+        self._fingerprint: str | None = None
+
+    def fingerprint(self) -> str:
+        """The number of rows and the content of eight of them."""
+        if self._fingerprint is None:
+            rows = [_plain(self.dataset[i]) for i in self._spread(PROBES)]
+            self._fingerprint = digest(len(self.dataset), rows)
+        return self._fingerprint
+
+    def read(
+        self,
+        lane: int,
+        *,
+        num_lanes: int,
+        epoch: int = 0,
+        seed: int = 0,
+        shuffle_window: int = 0,
+        start: Position | None = None,
+    ) -> _Rows:
+        """See `Source.read`. Random access needs no window: any ``shuffle_window`` but 0 permutes the lane."""
+        numbers = range(lane, len(self.dataset), num_lanes)
+        order = permutation(len(numbers), seed, epoch, lane) if shuffle_window else None
+        return _Rows(self.dataset, numbers, order, start[0] if start else 0)
+
+    def locate(self, origin: Origin) -> str:
+        """``sample N``, its index in the dataset."""
+        return f"sample {origin[0]}"
+
+    def fetch(self, origin: Origin) -> Mapping[str, Any]:
+        """See `Source.fetch`."""
+        row: Mapping[str, Any] = self.dataset[origin[0]]
+        return row
+
+    def natural_lanes(self) -> int:
+        """One per 512 rows."""
+        return max(1, len(self.dataset) // 512)
+
+    def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
+        """See `Source.probe`."""
+        numbers = self._spread(count)
+        return [self.dataset[i] for i in numbers], len(self.dataset) / len(numbers)
+
+    def _spread(self, count: int) -> list[int]:
+        rows = len(self.dataset)
+        return sorted({rows * i // count for i in range(count)} | {rows - 1})
+
+
+class _Rows:
+    def __init__(
+        self, dataset: MapDataset, numbers: range, order: np.ndarray[Any, Any] | None, index: int
+    ) -> None:
+        self.dataset = dataset
+        self.numbers = numbers
+        self.order = order
+        self.index = index
+
+    @property
+    def position(self) -> Position:
+        return (self.index,)
+
+    def __iter__(self) -> Iterator[Row]:
+        return self
+
+    def __next__(self) -> Row:
+        if self.index >= len(self.numbers):
+            raise StopIteration
+        number = self.numbers[self.index if self.order is None else int(self.order[self.index])]
+        row = Row(self.dataset[number], (self.index,), (number,))
+        self.index += 1
+        return row
+
+
+def _plain(value: Any) -> Any:
+    """Rows of equal content get equal digests, be they lists, arrays or tensors."""
+    if isinstance(value, Mapping):
+        return sorted((str(key), _plain(item)) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value.tolist() if hasattr(value, "tolist") else repr(value)

@@ -1,0 +1,65 @@
+"""The nouns that travel through the house: rows, samples, packs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+IGNORE_INDEX = -100
+"""The label that no loss counts, as in torch's ``cross_entropy`` and torchtune."""
+
+IntArray = npt.NDArray[np.int64]
+
+Position = tuple[int, ...]
+"""A place in one lane's reading of one epoch. Only the source that made it can read it."""
+
+Origin = tuple[int, ...]
+"""Where a row stands in the corpus. ``source.locate(origin)`` turns it into words."""
+
+
+class Row(NamedTuple):
+    """What a source yields: the data, where it stands, and from where reading can start again AT it."""
+
+    data: Mapping[str, Any]
+    position: Position
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One tokenized sequence. Labels are unshifted: ``labels[i]`` is ``tokens[i]`` or ``IGNORE_INDEX``.
+
+    >>> Sample(np.array([1, 5, 2]), np.array([-100, 5, 2])).tokens.size
+    3
+    """
+
+    tokens: IntArray  # [length]
+    labels: IntArray  # [length]
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """Provenance of one sequence of a pack: tokens ``[start, stop)`` of the sample that row ``origin`` became."""
+
+    origin: Origin
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """A row of ``max_seq_len`` tokens made of whole sequences, padded at the end."""
+
+    tokens: IntArray  # [max_seq_len]
+    labels: IntArray  # [max_seq_len], IGNORE_INDEX at the first token of every sequence and in the padding
+    input_pos: IntArray  # [max_seq_len], restarts at 0 for every sequence and for the padding
+    seq_lens: tuple[int, ...]  # lengths of the real sequences; their sum is at most max_seq_len
+    fragments: tuple[Fragment, ...]  # one per real sequence, in the same order
+    epoch: int  # 0 throughout when epochs roll into one another
+    index: int  # of this pack in its lane's epoch
+    lane: int
+    receipt: bytes  # from which the lane goes on after this pack
