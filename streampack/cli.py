@@ -234,4 +234,6 @@ def _unknown(kind: str, value: str, known: Iterable[str], *, rule: str) -> str:
     "unknown config 'quikstart': `streampack ls` lists them; did you mean 'quickstart'?"
     """
     close = difflib.get_close_matches(value, list(known), n=1)
-    return f"unknown {kind} {value!r}: {rule}" + (f"; did you mean {close[0]!r}?" if close else "")
+    return f"unknown {kind} {value!r}: {rule}" + (
+        f"; did you mean {close[0]!r}?" if close and close[0] != value else ""
+    )

@@ -34,7 +34,7 @@ def to_torchtune(pack: Pack) -> dict[str, Any]:
 def null_pack(max_seq_len: int, *, padding_idx: int = 0) -> Pack:
     """A pack of nothing but padding. It trains no token; it keeps shapes and ranks in step."""
     tokens, labels, input_pos = assemble([], max_seq_len=max_seq_len, padding_idx=padding_idx)
-    return Pack(tokens, labels, input_pos, (), (), epoch=-1, index=-1, lane=-1, receipt=b"")
+    return Pack(tokens, labels, input_pos, (), (), epoch=-1, number=-1, lane=-1, receipt=b"")
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ class Lane:
         sequences, fragments = [], []
         for number, start, stop in spans:
             piece = self.held[number]
-            sequences.append(Sample(piece.sample.tokens[start:stop], piece.sample.labels[start:stop]))
+            sequences.append(piece.sample.cut(start, stop))
             fragments.append(Fragment(piece.origin, piece.start + start, piece.start + stop))
             if stop == piece.sample.tokens.size:
                 del self.held[number]
@@ -113,7 +113,7 @@ class Lane:
             seq_lens=seq_lens,
             fragments=tuple(fragments),
             epoch=0 if self.config.endless else self.epoch,
-            index=self.packs - 1,
+            number=self.packs - 1,
             lane=self.lane,
             receipt=self.receipt(),
         )
@@ -242,7 +242,7 @@ class Lane:
         cut = 0 < kept < length
         pieces = []
         for start, stop in bounds:
-            part = Sample(sample.tokens[start:stop], sample.labels[start:stop])
+            part = sample.cut(start, stop)
             if cut and config.truncate_eos is not None and packing.truncate_side == "right":
                 part = with_eos(part, config.truncate_eos)
             pieces.append(Piece(part, row.origin, start, self.epoch, row.position, first))

@@ -11,6 +11,7 @@ from streampack.collate import Batch, collate_packed, null_pack, to_torchtune
 from streampack.iterable import IterablePackedDataset, PackStream, ledger_of
 from streampack.metrics import Ledger
 from streampack.plan import require_positive
+from streampack.receipt import Receipt
 from streampack.types import Pack
 
 
@@ -32,6 +33,8 @@ class PackedDataLoader:
         batch_size: packs in a batch.
         num_workers: processes that read, encode and pack. 0 does it in this one.
         prefetch_factor: packs that each worker makes ahead.
+        batches_per_step: an epoch is filled up with null packs to a multiple of so many batches, so that
+            no optimizer step mixes two epochs.
     """
 
     def __init__(
@@ -41,15 +44,18 @@ class PackedDataLoader:
         batch_size: int = 1,
         num_workers: int = 0,
         prefetch_factor: int = 8,
+        batches_per_step: int = 1,
     ) -> None:
         require_positive(batch_size, "batch_size")
         require_positive(prefetch_factor, "prefetch_factor")
+        require_positive(batches_per_step, "batches_per_step")
         if num_workers < 0:
             raise ValueError(f"num_workers={num_workers} is below 0; give 0 to read in this process")
         self.dataset = dataset
         self.batch_size = batch_size
         self.num_workers = num_workers
         self.prefetch_factor = prefetch_factor
+        self.batches_per_step = batches_per_step
         self.receipts: dict[int, bytes] = {}  # of the last pack of each lane that was handed over
 
     def __iter__(self) -> Iterator[Batch]:
@@ -58,9 +64,14 @@ class PackedDataLoader:
         streams: list[Iterator[Pack]] = []
         for worker in range(self.num_workers):
             share = _Share(self.dataset, worker, self.num_workers)
-            streams.append(
-                iter(DataLoader(share, batch_size=None, num_workers=1, prefetch_factor=self.prefetch_factor))
+            processes = DataLoader(
+                share,
+                batch_size=None,
+                num_workers=1,
+                prefetch_factor=self.prefetch_factor,
+                collate_fn=_as_it_is,
             )
+            streams.append(iter(processes))
         return _Batches(self, streams)
 
     def state_dict(self) -> dict[str, Any]:
@@ -71,6 +82,11 @@ class PackedDataLoader:
         """The next iteration goes on after the batch at which ``state`` was taken, with any ``num_workers``."""
         self.dataset.load_state_dict(state)
         self.receipts = dict(state["lanes"])
+
+    @property
+    def epoch(self) -> int:
+        """That the slowest lane is in, from 0, as of the last batch handed over."""
+        return min((Receipt.from_bytes(receipt).epoch for receipt in self.receipts.values()), default=0)
 
     def ledger(self) -> Ledger:
         """Where every token went, as of the last batch handed over."""
@@ -91,8 +107,12 @@ class _Share(IterableDataset[Pack]):
         return self.dataset.stream(self.worker, self.num_workers)
 
 
+def _as_it_is(pack: Any) -> Any:
+    return pack  # torch's default would make tensors of the arrays
+
+
 class _Batches:
-    """Merges the workers' packs by (epoch, index in the lane, lane): the order in which one process makes them."""
+    """Merges the workers' packs by (epoch, number in the lane, lane): the order in which one process makes them."""
 
     def __init__(self, loader: PackedDataLoader, streams: list[Iterator[Pack]]) -> None:
         self.loader = loader
@@ -100,6 +120,8 @@ class _Batches:
         self.heads: list[Pack | None] = [None] * len(streams)  # the next pack of each, once it is asked for
         self.ended = [False] * len(streams)
         self.packs: list[Pack] = []  # the batch in the making
+        self.epoch = -1
+        self.batches = 0  # handed over in this epoch
 
     def __iter__(self) -> _Batches:
         return self
@@ -108,12 +130,15 @@ class _Batches:
         size = self.loader.batch_size
         while len(self.packs) < size:
             pack = self._peek()
-            if pack is None or (self.packs and pack.epoch != self.packs[0].epoch):
-                break
+            if pack is None or pack.epoch != self.epoch:
+                if self.packs or self.batches % self.loader.batches_per_step:
+                    break  # the epoch is over and its last step is not complete
+                if pack is None:
+                    raise StopIteration
+                self.epoch, self.batches = pack.epoch, 0
             self.packs.append(pack)
             self.heads = [None if head is pack else head for head in self.heads]
-        if not self.packs:
-            raise StopIteration
+        self.batches += 1
         packs, self.packs = self.packs, []
         self.loader.receipts.update({pack.lane: pack.receipt for pack in packs})
         config = self.loader.dataset.lane_config
@@ -127,4 +152,4 @@ class _Batches:
                 self.heads[i] = next(stream, None)
                 self.ended[i] = self.heads[i] is None
         waiting = [head for head in self.heads if head is not None]
-        return min(waiting, key=lambda pack: (pack.epoch, pack.index, pack.lane), default=None)
+        return min(waiting, key=lambda pack: (pack.epoch, pack.number, pack.lane), default=None)

@@ -281,13 +281,13 @@ def plan_packs(
             ``overlong="error"``. Settings are checked at the call, lengths as they are read.
     """
     packing = Packing(max_seq_len, strategy, buffer_size, split_across_pack, overlong, truncate_side)
-    return _plan_samples(iter(lengths), packing)
+    return plan_samples(enumerate(lengths), packing)
 
 
-def _plan_samples(lengths: Iterator[int], packing: Packing) -> Iterator[list[Span]]:
+def plan_samples(numbered: Iterator[tuple[int, int]], packing: Packing) -> Iterator[list[Span]]:
+    """`plan_packs` over ``(sample number, length)``, for a caller that leaves samples out."""
     planner = Planner(packing)
     held: dict[int, Span] = {}  # piece number -> the span of the sample that it is
-    numbered = enumerate(lengths)
     pending: list[Span] = []  # pieces of the newest sample that were not pulled yet
 
     def pull() -> int | None:

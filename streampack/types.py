@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,8 +28,7 @@ class Row(NamedTuple):
     origin: Origin
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(NamedTuple):
     """One tokenized sequence. Labels are unshifted: ``labels[i]`` is ``tokens[i]`` or ``IGNORE_INDEX``.
 
     >>> Sample(np.array([1, 5, 2]), np.array([-100, 5, 2])).tokens.size
@@ -40,9 +38,13 @@ class Sample:
     tokens: IntArray  # [length]
     labels: IntArray  # [length]
 
+    def cut(self, start: int, stop: int) -> Sample:
+        """Tokens ``[start, stop)``, as a view."""
+        whole = start == 0 and stop == self.tokens.size
+        return self if whole else Sample(self.tokens[start:stop], self.labels[start:stop])
 
-@dataclass(frozen=True, slots=True)
-class Fragment:
+
+class Fragment(NamedTuple):
     """Provenance of one sequence of a pack: tokens ``[start, stop)`` of the sample that row ``origin`` became."""
 
     origin: Origin
@@ -50,8 +52,7 @@ class Fragment:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class Pack:
+class Pack(NamedTuple):
     """A row of ``max_seq_len`` tokens made of whole sequences, padded at the end."""
 
     tokens: IntArray  # [max_seq_len]
@@ -60,6 +61,6 @@ class Pack:
     seq_lens: tuple[int, ...]  # lengths of the real sequences; their sum is at most max_seq_len
     fragments: tuple[Fragment, ...]  # one per real sequence, in the same order
     epoch: int  # 0 throughout when epochs roll into one another
-    index: int  # of this pack in its lane's epoch
+    number: int  # of this pack in its lane's epoch
     lane: int
     receipt: bytes  # from which the lane goes on after this pack

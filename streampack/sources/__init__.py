@@ -7,11 +7,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from streampack.sources.base import Source
+from streampack.sources.holdout import Holdout
 from streampack.sources.iterable import IterableSource
 from streampack.sources.jsonl import JSONLSource
 from streampack.sources.mapstyle import MapSource
 
-__all__ = ["IterableSource", "JSONLSource", "MapSource", "Source", "as_source"]
+__all__ = ["Holdout", "IterableSource", "JSONLSource", "MapSource", "Source", "as_source"]
 
 
 def as_source(data: Any) -> Source:

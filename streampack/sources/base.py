@@ -61,6 +61,15 @@ def digest(*parts: object) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
+def plain(value: Any) -> Any:
+    """A row's content as plain values: equal content compares equal, be it lists, arrays or tensors."""
+    if isinstance(value, Mapping):
+        return sorted((str(key), plain(item)) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def permutation(count: int, *key: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     """The permutation of ``range(count)`` that belongs to ``key``; touches no global state."""
     return np.random.default_rng(key).permutation(count)

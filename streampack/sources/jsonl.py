@@ -189,6 +189,10 @@ class _Lines:
         self.stream.close()
         raise StopIteration
 
+    def __del__(self) -> None:
+        if hasattr(self, "stream"):  # not if opening failed
+            self.stream.close()
+
     @property
     def bytes_on_disk(self) -> int:
         """How far the file itself was read; all of it once the lines have ended."""

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from streampack.sources.base import digest, permutation
+from streampack.sources.base import digest, permutation, plain
 from streampack.types import Origin, Position, Row
 
 PROBES = 8  # rows that the fingerprint looks at
@@ -46,7 +46,7 @@ class MapSource:
     def fingerprint(self) -> str:
         """The number of rows and the content of eight of them."""
         if self._fingerprint is None:
-            rows = [_plain(self.dataset[i]) for i in self._spread(PROBES)]
+            rows = [plain(self.dataset[i]) for i in self._spread(PROBES)]
             self._fingerprint = digest(len(self.dataset), rows)
         return self._fingerprint
 
@@ -111,12 +111,3 @@ class _Rows:
         row = Row(self.dataset[number], (self.index,), (number,))
         self.index += 1
         return row
-
-
-def _plain(value: Any) -> Any:
-    """Rows of equal content get equal digests, be they lists, arrays or tensors."""
-    if isinstance(value, Mapping):
-        return sorted((str(key), _plain(item)) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value.tolist() if hasattr(value, "tolist") else repr(value)

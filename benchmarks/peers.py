@@ -1,0 +1,159 @@
+"""Other packers on the same samples: one function each, and the copying floor.
+
+Every function takes samples and returns what runs the packer once, so that imports, and conversion to the
+form that this packer likes best, stay outside the clock. A peer that is not installed raises
+``ModuleNotFoundError`` there, before anything is measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from benchmarks.lengths import PADDING, as_lists
+
+Samples = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one packer made of the samples."""
+
+    packs: int
+    tokens: int  # real ones, counted in the packs
+    checksum: int  # the sum of all token ids in the packs
+    seconds: float
+
+
+def stream(make: Callable[[], Iterable[dict[str, Any]]]) -> Run:
+    """Take every pack that ``make()`` yields and drop it, as training does; counting stays off the clock."""
+    packs = tokens = checksum = 0
+    start = time.perf_counter()
+    iterator = iter(make())
+    seconds = time.perf_counter() - start
+    while True:
+        start = time.perf_counter()
+        pack = next(iterator, None)
+        seconds += time.perf_counter() - start
+        if pack is None:
+            return Run(packs, tokens, checksum, seconds)
+        values = np.asarray(pack["tokens"])
+        packs += 1
+        tokens += int(np.count_nonzero(values != PADDING))
+        checksum += int(values.sum())
+
+
+def torchtune(samples: Samples, *, max_seq_len: int) -> Callable[[], Run]:
+    """``torchtune.datasets.PackedDataset``: everything packed before the first step, all held in memory.
+
+    Gets Python lists: with arrays its ``list += tokens`` makes a scalar object of every token.
+    """
+    from torchtune.datasets import PackedDataset
+
+    lists = as_lists(samples) if not isinstance(samples[0]["tokens"], list) else list(samples)
+
+    def run() -> Run:
+        with contextlib.redirect_stderr(io.StringIO()):  # its own progress bar
+            start = time.perf_counter()
+            packed = PackedDataset(lists, max_seq_len=max_seq_len, padding_idx=PADDING)
+            seconds = time.perf_counter() - start
+        counted = stream(lambda: packed.packs)
+        return Run(counted.packs, counted.tokens, counted.checksum, seconds)
+
+    return run
+
+
+def trl(samples: Samples, *, max_seq_len: int, batch: int | None) -> Callable[[], Run]:
+    """TRL's ``pack_dataset(strategy="bfd")`` in batches of ``batch`` samples; ``None``: all at once.
+
+    Arrow in, Arrow out, in memory: the clock stops before anything is padded or a tensor. It cuts samples
+    longer than ``max_seq_len`` without a word, which is one reason why what comes out is counted.
+    """
+    import pyarrow as pa
+    from datasets import Dataset, disable_progress_bars, enable_progress_bars
+    from trl import pack_dataset
+
+    offsets = np.cumsum([0, *(len(sample["tokens"]) for sample in samples)], dtype=np.int32)
+
+    def column(key: str) -> pa.ListArray:
+        return pa.ListArray.from_arrays(offsets, np.concatenate([sample[key] for sample in samples]))
+
+    dataset = Dataset(pa.table({"input_ids": column("tokens"), "labels": column("labels")}))
+    # Without the last setting, a second round would be answered from the cache of the first.
+    settings = {"batch_size": batch or len(samples), "keep_in_memory": True, "load_from_cache_file": False}
+
+    def run() -> Run:
+        disable_progress_bars()
+        start = time.perf_counter()
+        packed = pack_dataset(dataset, max_seq_len, strategy="bfd", map_kwargs=settings)
+        seconds = time.perf_counter() - start
+        enable_progress_bars()
+        tokens = checksum = 0
+        for chunk in packed.data.column("input_ids").chunks:
+            values = chunk.flatten().to_numpy()
+            tokens += len(values)
+            checksum += int(values.sum())
+        return Run(len(packed), tokens, checksum, seconds)
+
+    return run
+
+
+def grain(samples: Samples, *, max_seq_len: int, bins: int = 64) -> Callable[[], Run]:
+    """Grain's ``BestFitPackIterDataset`` with ``bins`` open bins, NumPy arrays out."""
+    absl = logging.getLogger(
+        "absl"
+    )  # grain warns through it that jax is missing, which packing does not need
+    level = absl.level
+    absl.setLevel(logging.ERROR)
+    import grain.python as pygrain
+
+    absl.setLevel(level)
+    # No threads: Grain's own advice for data that is in memory already.
+    options = pygrain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    keys = ("tokens", "labels")
+
+    def packs() -> Iterator[dict[str, Any]]:
+        rows = pygrain.MapDataset.source(samples).to_iter_dataset(read_options=options)
+        return iter(
+            pygrain.experimental.BestFitPackIterDataset(
+                rows,
+                length_struct=dict.fromkeys(keys, max_seq_len),
+                num_packing_bins=bins,
+                padding_struct={"tokens": PADDING, "labels": -100},
+            )
+        )
+
+    return lambda: stream(packs)
+
+
+def copy_floor(samples: Samples, *, max_seq_len: int, keep: bool) -> Callable[[], Run]:
+    """No packer at all: three int64 arrays copied, pack by pack, the least that any packer of tensors does.
+
+    ``keep=True`` holds all packs, so every copy goes to memory fresh from the system (page faults included),
+    as an offline packer's must; ``keep=False`` drops each, so that the allocator hands out warm memory.
+    """
+    tokens = np.concatenate([sample["tokens"] for sample in samples])
+    labels = np.concatenate([sample["labels"] for sample in samples])
+    positions = np.arange(len(tokens), dtype=np.int64)
+
+    def packs() -> Iterator[dict[str, Any]]:
+        kept = []
+        for start in range(0, len(tokens), max_seq_len):
+            part = slice(start, start + max_seq_len)
+            pack = {
+                "tokens": tokens[part].copy(),
+                "labels": labels[part].copy(),
+                "input_pos": positions[part].copy(),
+            }
+            if keep:
+                kept.append(pack)
+            yield pack
+
+    return lambda: stream(packs)

@@ -1,0 +1,87 @@
+"""A first run: train a small llama from scratch on the standard library's docstrings, streamed and packed.
+
+    python -m streampack_recipes.quickstart [KEY=VALUE ...]
+
+Runs the ``full_finetune`` recipe on ``configs/quickstart.yaml``, each time in a new folder under its
+``output_dir``. A run that was interrupted goes on from its last checkpoint when this is started again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from streampack_recipes import stdlib_corpus
+
+if TYPE_CHECKING:
+    from torch import nn
+
+NEXT = """
+What to try next:
+  pack as torchtune does     make quickstart ARGS="data.strategy=next_fit", and compare the padding
+  never cut a long sample    make quickstart ARGS="data.overlong=split"
+  your own data              streampack cp quickstart my.yaml, edit it, and
+                             tune run streampack_recipes/full_finetune --config my.yaml
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Train; ``argv`` are overrides of the config."""
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # says at import that it has no C++ extensions
+    stdlib_corpus.prepare()
+
+    import streampack_configs
+    from omegaconf import OmegaConf
+    from streampack_recipes.full_finetune import train
+
+    overrides = OmegaConf.from_dotlist(argv)
+    written = OmegaConf.load(Path(streampack_configs.__path__[0]) / "quickstart.yaml")
+    config = OmegaConf.merge(written, overrides)
+    if "output_dir" not in overrides:
+        config.output_dir, config.resume = _run_folder(Path(config.output_dir))
+    train(config)
+    print(NEXT)
+    return 0
+
+
+def _run_folder(base: Path) -> tuple[str, bool]:
+    """The newest run if it was interrupted, otherwise a new one."""
+    runs = sorted(base.glob("run-*"))
+    if runs and (runs[-1] / "checkpoints").is_dir() and not (runs[-1] / "epoch_0").is_dir():
+        print(f"going on with {runs[-1]}, which was interrupted")
+        return str(runs[-1]), True
+    return str(base / f"run-{len(runs) + 1:03d}"), False
+
+
+def corpus_file(name: str) -> str:
+    """The path of ``pairs.jsonl`` or ``tokenizer.model``, made first if need be; for configs to name."""
+    return str(stdlib_corpus.prepare().folder / name)
+
+
+def random_weights(model: nn.Module) -> str:
+    """A folder with ``model``'s initial weights, for a checkpointer to begin from, and the tokenizer beside them.
+
+    Named by a config as ``checkpoint_dir``, because torchtune's checkpointers only begin from files.
+    """
+    import torch
+
+    paths = stdlib_corpus.prepare()
+    part = Path(tempfile.mkdtemp(dir=paths.folder))
+    torch.save(model.state_dict(), part / "model.bin")
+    content = hashlib.sha256((part / "model.bin").read_bytes()).hexdigest()[:12]
+    shutil.copy(paths.tokenizer, part)  # torchtune copies what lies beside the weights to the trained ones
+    folder = paths.folder / f"init-{content}"
+    if folder.is_dir():
+        shutil.rmtree(part)
+    else:
+        part.rename(folder)
+    return str(folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

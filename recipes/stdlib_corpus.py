@@ -1,0 +1,196 @@
+"""Real text that every machine has: the standard library of the Python that runs this file.
+
+Its docstrings make question-answer pairs (about 6,700 of them, half a million tokens, lengths as skewed as those of
+instruction data), its sources make documents for pretraining. Nothing is downloaded, and nothing is imported: the
+files are parsed with `ast`. `python -m streampack_recipes.stdlib_corpus` prepares both files and prints their folder.
+"""
+
+import ast
+import hashlib
+import io
+import json
+import os
+import sys
+import sysconfig
+import time
+import tokenize
+import uuid
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import sentencepiece
+
+VOCAB_SIZE = 2048  # small enough to learn in a few hundred steps: the output layer is a quarter of the quickstart's model
+
+# Tests hold fixtures rather than prose, `encodings` and `pydoc_data` are generated tables, `idlelib` and `turtledemo`
+# are programs that many distributions leave out.
+SKIPPED_FOLDERS = {
+    "__pycache__", "dist-packages", "encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "site-packages",
+    "test", "testmock", "tests", "turtledemo",
+}  # fmt: skip
+# Generated, or written by the machine's owner: they differ between machines and name its folders.
+SKIPPED_FILES = ("_sysconfigdata", "sitecustomize.py", "usercustomize.py")
+
+
+class Paths(NamedTuple):
+    """What `prepare` made: all files lie in `folder`."""
+
+    folder: Path
+    pairs: Path  # JSONL, one {"input": ..., "output": ...} a line
+    tokenizer: Path  # SentencePiece model, for torchtune.models.llama2.llama2_tokenizer
+
+
+def source_files() -> Iterator[dict[str, str]]:
+    """The sources of the standard library, in a fixed order: {"path": "json/decoder.py", "text": ...}.
+
+    Files that are not valid Python are left out.
+
+    >>> next(source_files())["path"]
+    '__future__.py'
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    found = False
+    for path in _walk(root):
+        try:
+            with tokenize.open(path) as file:  # honours a file's own `coding:` line
+                text = file.read()
+        except (SyntaxError, UnicodeDecodeError):
+            continue
+        found = True
+        yield {"path": path.relative_to(root).as_posix(), "text": text}
+    if not found:
+        raise FileNotFoundError(
+            f"no .py files under {root}: this Python comes without the sources of its standard library;"
+            " use one from python.org, your distribution, conda or uv"
+        )
+
+
+def docstring_pairs() -> Iterator[dict[str, str]]:
+    """One question-answer row for every documented module, class and function, in a fixed order, without duplicates.
+
+    Neither a question nor an answer comes twice, so a held-out split shares no row with the rest.
+
+    >>> next(pair for pair in docstring_pairs() if "bisect.insort_left" in pair["input"])["input"]
+    'What does `bisect.insort_left` do?'
+    """
+    seen: set[str] = set()
+    for source in source_files():
+        with warnings.catch_warnings():  # invalid escapes in old files are not ours to report
+            warnings.simplefilter("ignore")
+            try:
+                tree = ast.parse(source["text"])
+            except SyntaxError:
+                continue
+        module = source["path"].removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for name, answer in _docstrings(tree, module):
+            question = f"What does `{name}` do?"
+            if answer and question not in seen and answer not in seen:
+                seen |= {question, answer}
+                yield {"input": question, "output": answer}
+
+
+def prepare(cache_dir: Path | None = None) -> Paths:
+    """Writes `pairs.jsonl` and `tokenizer.model` if they are not there yet, and says where they are.
+
+    They go to `cache_dir`, by default $STREAMPACK_CACHE or ~/.cache/streampack, in a folder named after the Python
+    version and a hash of everything that determines their content. Both are deterministic. Files appear whole or not
+    at all: two processes may prepare at once (each does the work, the bytes are equal), and one that is killed leaves
+    nothing that a later call would take for a finished file.
+    """
+    base = cache_dir or os.environ.get("STREAMPACK_CACHE") or Path.home() / ".cache" / "streampack"
+    folder = Path(base) / f"stdlib-py{sys.version_info.major}.{sys.version_info.minor}-{_fingerprint()}"
+    paths = Paths(folder, folder / "pairs.jsonl", folder / "tokenizer.model")
+    folder.mkdir(parents=True, exist_ok=True)
+    if not paths.pairs.exists():
+        rows = _counted(docstring_pairs(), "question-answer pairs from the standard library's docstrings")
+        _write(paths.pairs, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+    if not paths.tokenizer.exists():
+        lines = paths.pairs.read_text(encoding="utf-8").split("\n")[:-1]
+        texts = [text for line in lines for text in json.loads(line).values()]
+        print(f"training a tokenizer of {VOCAB_SIZE} tokens, some seconds", file=sys.stderr)
+        _write(paths.tokenizer, _train_tokenizer(texts))
+    return paths
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = sorted(
+            name for name in subfolders if name not in SKIPPED_FOLDERS and not name.startswith("config-")
+        )
+        for name in sorted(names):
+            if name.endswith(".py") and not name.startswith(SKIPPED_FILES):
+                yield Path(folder, name)
+
+
+def _docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
+    """(qualified name, cleaned docstring) of `node` and of every definition in it, whatever `if` or `try` it is in."""
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        yield name, (ast.get_docstring(node) or "").strip()
+    for child in ast.iter_child_nodes(node):
+        defines = isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        yield from _docstrings(child, f"{name}.{child.name}" if defines else name)
+
+
+def _train_tokenizer(texts: Iterable[str]) -> bytes:
+    """A BPE model with Llama 2's ids (unk 0, bos 1, eos 2) that gives back every text as it was.
+
+    Text is taken line by line, so a newline is never part of a longer token: torchtune's tokenizers cut messages apart
+    there. It falls back to the byte token, as in Llama 2; so does every character too rare for a token of its own.
+    """
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=(line for text in texts for line in text.splitlines() if line),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=VOCAB_SIZE,
+        byte_fallback=True,
+        character_coverage=0.9995,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True,  # indentation is one token
+        split_digits=True,
+        max_sentence_length=1 << 16,
+        num_threads=1,
+        minloglevel=2,
+    )
+    return model.getvalue()
+
+
+def _fingerprint() -> str:
+    digest = hashlib.sha256(f"{sys.version_info[:3]} {sentencepiece.__version__}".encode())
+    digest.update(Path(__file__).read_bytes())
+    root = Path(sysconfig.get_path("stdlib"))
+    for path in _walk(root):
+        digest.update(f"\0{path.relative_to(root).as_posix()}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _write(path: Path, data: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with temporary.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _counted(rows: Iterable[dict[str, str]], what: str) -> Iterator[dict[str, str]]:
+    """Passes rows on, and from the second second on shows on stderr how many came."""
+    shown = time.monotonic() + 1
+    count = 0
+    for count, row in enumerate(rows, 1):
+        if time.monotonic() > shown:
+            shown = time.monotonic() + 0.2
+            print(f"\r{count:,} {what}", end="", file=sys.stderr, flush=True)
+        yield row
+    print(f"\r{count:,} {what}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    print(prepare().folder)

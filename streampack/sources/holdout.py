@@ -1,0 +1,106 @@
+"""A held-out share of any source, fixed by the content of the rows."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from streampack.plan import require
+from streampack.sources.base import Reader, Source, digest, plain
+from streampack.types import Origin, Position, Row
+
+PARTS = ("train", "validation")
+
+
+class Holdout:
+    """One part of a source: the rows held out, or the others. Which is which is a function of a row's content.
+
+    So the split is the same on any topology, in any order and after rows are added, and equal rows never
+    stand on both sides. Every lane of either part reads past the rows of the other.
+
+    >>> from streampack.sources import MapSource
+    >>> rows = MapSource([{"tokens": [i], "labels": [i]} for i in range(1000)])
+    >>> train, held_out = (Holdout(rows, share=0.1, part=part) for part in PARTS)
+    >>> len(list(train.read(0, num_lanes=1))), len(list(held_out.read(0, num_lanes=1)))
+    (896, 104)
+
+    Args:
+        source: any source.
+        share: of the rows that is held out, between 0 and 1, both excluded.
+        part: ``"train"`` or ``"validation"``.
+
+    Raises:
+        ValueError: for a share or part out of range.
+    """
+
+    def __init__(self, source: Source, *, share: float, part: str) -> None:
+        if not 0 < share < 1:
+            raise ValueError(f"share={share} of the rows cannot be held out; give a number between 0 and 1")
+        require(part, "part", PARTS)
+        self.source = source
+        self.share = share
+        self.part = part
+        self.max_lanes = source.max_lanes
+
+    def fingerprint(self) -> str:
+        """The source's, the share and the part."""
+        return digest(self.source.fingerprint(), self.share, self.part)
+
+    def natural_lanes(self) -> int:
+        """The source's."""
+        return self.source.natural_lanes()
+
+    def read(
+        self,
+        lane: int,
+        *,
+        num_lanes: int,
+        epoch: int = 0,
+        seed: int = 0,
+        shuffle_window: int = 0,
+        start: Position | None = None,
+    ) -> Reader:
+        """See `Source.read`."""
+        reader = self.source.read(
+            lane, num_lanes=num_lanes, epoch=epoch, seed=seed, shuffle_window=shuffle_window, start=start
+        )
+        return _Kept(reader, self)
+
+    def locate(self, origin: Origin) -> str:
+        """See `Source.locate`."""
+        return self.source.locate(origin)
+
+    def fetch(self, origin: Origin) -> Mapping[str, Any]:
+        """See `Source.fetch`."""
+        return self.source.fetch(origin)
+
+    def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
+        """See `Source.probe`."""
+        rows, scale = self.source.probe(count)
+        return [row for row in rows if self.keeps(row)], scale
+
+    def keeps(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row belongs to this part."""
+        content = hashlib.blake2b(repr(plain(row)).encode(), digest_size=8).digest()
+        held_out = int.from_bytes(content, "big") < self.share * 2**64
+        return held_out == (self.part == "validation")
+
+
+class _Kept:
+    def __init__(self, reader: Reader, part: Holdout) -> None:
+        self.reader = reader
+        self.part = part
+
+    @property
+    def position(self) -> Position:
+        return self.reader.position
+
+    def __iter__(self) -> Iterator[Row]:
+        return self
+
+    def __next__(self) -> Row:
+        while True:
+            row = next(self.reader)
+            if self.part.keeps(row.data):
+                return row

@@ -1,0 +1,1 @@
+"""What recipes call: plain functions and objects that never call the loop back."""

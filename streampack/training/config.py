@@ -1,0 +1,144 @@
+"""What a recipe can be told, as typed fields; a misspelt key is an error and not a silent default."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
+
+from streampack.components import COMPONENT, resolve
+from streampack.plan import require_positive
+
+Node = dict[str, Any]
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """One run, as its YAML says it. Nodes with a ``_component_`` stay plain dicts until the recipe builds them."""
+
+    output_dir: str  # checkpoints, weights and logs
+    tokenizer: Node
+    model: Node
+    checkpointer: Node  # torchtune's: where the weights come from, and the format in which they are saved
+    optimizer: Node
+    data: Node  # source, encoder, and the arguments of IterablePackedDataset
+    metric_logger: Node
+    seed: int = 0
+    device: str = "auto"
+    dtype: str = "bf16"
+    validation: Node | None = None  # share of the rows or source, max_packs, every
+    lr_scheduler: Node | None = None
+    epochs: int | None = None  # None with max_steps: read on as long as it takes
+    max_steps: int | None = None
+    batch_size: int = 1  # packs in a forward pass
+    packs_per_step: int | None = None  # packs in an optimizer step; default: one batch
+    num_workers: int = 0  # processes that read, encode and pack
+    clip_grad_norm: float | None = None
+    attention: str = "auto"
+    activation_checkpointing: bool = False
+    compile: bool = False
+    checkpoint_every: int | None = None  # steps; None: only the final weights
+    keep_checkpoints: int = 2
+    resume: bool = False  # go on from the newest checkpoint in output_dir, if there is one
+    log_every: int = 1  # steps
+    profiler: Node | None = None
+    trusted_packages: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for name in (
+            "batch_size", "packs_per_step", "epochs", "max_steps", "checkpoint_every", "keep_checkpoints", "log_every"
+        ):  # fmt: skip
+            if getattr(self, name) is not None:
+                require_positive(getattr(self, name), name)
+        if self.epochs is None and self.max_steps is None:
+            raise ValueError("neither epochs nor max_steps is set; say when the run ends")
+        if self.packs_per_step is None:
+            self.packs_per_step = self.batch_size
+        if self.packs_per_step % self.batch_size:
+            raise ValueError(
+                f"packs_per_step={self.packs_per_step} is no multiple of batch_size={self.batch_size}; gradients "
+                "accumulate over whole batches"
+            )
+
+    @property
+    def accumulation(self) -> int:
+        """Batches in an optimizer step."""
+        assert self.packs_per_step is not None
+        return self.packs_per_step // self.batch_size
+
+
+def read_config(config: Any) -> RunConfig:
+    """A `RunConfig` from what torchtune's ``config.parse`` gives, or from a plain mapping.
+
+    Raises:
+        ValueError: for an unknown or a missing key, or a value out of range.
+    """
+    values = to_plain(config)
+    if problems := _keys(values):
+        raise ValueError("; ".join(problems))
+    return RunConfig(**values)
+
+
+def validate(config: Any) -> list[str]:
+    """What is wrong with a config, without building anything: keys, values, and every component's arguments."""
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        values = to_plain(config)
+    except OmegaConfBaseException as error:
+        return [str(error).splitlines()[0]]
+    problems = []
+    if "data" in values:  # one of ours; for torchtune's own, only the components can be checked
+        problems = _keys(values)
+        if not problems:
+            try:
+                RunConfig(**values)
+            except ValueError as error:
+                problems.append(str(error))
+    trusted = values.get("trusted_packages") or []
+    return problems + [problem for key, node in values.items() for problem in _components(node, key, trusted)]
+
+
+def to_plain(config: Any) -> dict[str, Any]:
+    """OmegaConf's containers, interpolations resolved, as plain dicts and lists."""
+    from omegaconf import OmegaConf
+
+    plain = OmegaConf.to_container(OmegaConf.create(config), resolve=True)
+    if not isinstance(plain, dict):
+        raise ValueError(f"a config is a mapping of keys to values, this is a {type(plain).__name__}")
+    return {str(key): value for key, value in plain.items()}
+
+
+def _keys(values: Mapping[str, Any]) -> list[str]:
+    known = {f.name for f in fields(RunConfig)}
+    required = {f.name for f in fields(RunConfig) if f.default is MISSING and f.default_factory is MISSING}
+    problems = []
+    for key in values:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"the keys are {', '.join(sorted(known))}"
+            problems.append(f"unknown key {key!r}: {hint}")
+    problems += [f"missing key {key!r}" for key in sorted(required - set(values))]
+    return problems
+
+
+def _components(node: Any, where: str, trusted: list[str]) -> list[str]:
+    if isinstance(node, list):
+        return [p for i, item in enumerate(node) for p in _components(item, f"{where}[{i}]", trusted)]
+    if not isinstance(node, dict):
+        return []
+    problems = []
+    if COMPONENT in node:
+        try:
+            component = resolve(node[COMPONENT], trusted=trusted)
+            # Partly: the recipe gives tokenizers, optimizers and the like.
+            inspect.signature(component).bind_partial(**{k: v for k, v in node.items() if k != COMPONENT})
+        except (ValueError, ImportError) as error:
+            problems.append(f"{where}: {error}")
+        except TypeError as error:
+            problems.append(f"{where}: {node[COMPONENT]}: {error}")
+    return problems + [
+        p for key, value in node.items() for p in _components(value, f"{where}.{key}", trusted)
+    ]

@@ -1,0 +1,89 @@
+"""The training stream and the held-out packs of a run."""
+
+from __future__ import annotations
+
+import math
+from itertools import islice
+from typing import Any
+
+from streampack.collate import Batch, collate_packed
+from streampack.components import build
+from streampack.encode import without_truncation
+from streampack.iterable import IterablePackedDataset
+from streampack.sources import Holdout, as_source
+from streampack.training.config import RunConfig
+
+VALIDATION_KEYS = ("share", "source", "max_packs", "every")
+
+
+def build_data(
+    config: RunConfig, *, tokenizer: Any, vocab_size: int
+) -> tuple[IterablePackedDataset, list[Batch]]:
+    """The training dataset, and the validation batches (none without a ``validation`` section).
+
+    The held-out rows are defined once, by their content (``share``) or as a ``source`` of their own, and
+    packed in one lane without shuffling: the same batches in every run and on any topology.
+
+    Raises:
+        ValueError: for a data or validation section that does not fit.
+    """
+    inject = {"tokenizer": without_truncation(tokenizer), "model_transform": without_truncation(tokenizer)}
+    trusted = config.trusted_packages
+    settings = dict(config.data)
+    if "source" not in settings:
+        raise ValueError("data.source is missing; name where the rows come from")
+    source = as_source(build(settings.pop("source"), trusted=trusted, inject=inject))
+    encoder = build(settings.pop("encoder", None), trusted=trusted, inject=inject)
+    common: dict[str, Any] = {
+        "encoder": encoder,
+        "padding_idx": tokenizer.pad_id,
+        "vocab_size": vocab_size,
+        "seed": config.seed,
+        **settings,
+    }
+    held_out = None
+    validation = config.validation or {}
+    if unknown := sorted(set(validation) - set(VALIDATION_KEYS)):
+        raise ValueError(f"validation has no {unknown[0]!r}; its keys are {', '.join(VALIDATION_KEYS)}")
+    if "source" in validation:
+        held_out = as_source(build(validation["source"], trusted=trusted, inject=inject))
+    elif "share" in validation:
+        held_out = Holdout(source, share=validation["share"], part="validation")
+        source = Holdout(source, share=validation["share"], part="train")
+    elif validation:
+        raise ValueError("validation needs a share of the rows, or a source of its own")
+    epochs = None if config.max_steps is not None and config.epochs is None else config.epochs
+    train = _dataset(source, epochs=epochs, **common)
+    if held_out is None:
+        return train, []
+    fixed = {**common, "shuffle": False, "num_lanes": 1}
+    packs = list(islice(_dataset(held_out, **fixed), validation.get("max_packs", 32)))
+    if not packs:
+        raise ValueError("the validation rows make no pack; hold out a larger share")
+    size = config.batch_size
+    return train, [collate_packed(packs[i : i + size]) for i in range(0, len(packs), size)]
+
+
+def _dataset(source: Any, **settings: Any) -> IterablePackedDataset:
+    try:
+        return IterablePackedDataset(source, **settings)
+    except TypeError as error:
+        raise ValueError(f"data: {error}") from None
+
+
+def total_steps(config: RunConfig, train: IterablePackedDataset) -> int:
+    """Optimizer steps of the run: ``max_steps``, or an estimate from a sample of the rows.
+
+    For schedules and progress bars; a run by epochs ends when the data does, not at this number.
+    """
+    if config.epochs is None:
+        assert config.max_steps is not None
+        return config.max_steps
+    try:
+        assert config.packs_per_step is not None
+        by_epochs = math.ceil(config.epochs * train.estimate_packs() / config.packs_per_step)
+    except ValueError:
+        if config.max_steps is None:
+            raise
+        return config.max_steps
+    return min(by_epochs, config.max_steps or by_epochs)

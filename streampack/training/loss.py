@@ -1,0 +1,116 @@
+"""The one loss: chunked, weighted, summed cross-entropy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from streampack.plan import require_positive
+from streampack.types import IGNORE_INDEX
+
+
+def summed_cross_entropy(
+    logits: torch.Tensor | Sequence[torch.Tensor],
+    labels: torch.Tensor,
+    *,
+    weights: torch.Tensor | None = None,
+    chunk_size: int = 512,
+) -> torch.Tensor:
+    """The cross-entropy of every trained token, in nats, added up; a 0-d tensor. Shifts the labels by itself.
+
+    Divide it once, by the weight of all trained tokens of the step (all ranks, all micro-batches): means
+    of batches that hold different numbers of trained tokens cannot be averaged.
+
+    >>> logits, labels = torch.zeros(1, 3, 10), torch.tensor([[-100, 4, 7]])
+    >>> summed_cross_entropy(logits, labels)  # two trained tokens, each ln(10)
+    tensor(4.6052)
+    >>> summed_cross_entropy(logits, labels, weights=torch.tensor([[1.0, 1.0, 0.5]]))
+    tensor(3.4539)
+    >>> summed_cross_entropy(logits, torch.full((1, 3), -100))  # nothing to train is 0, not NaN
+    tensor(0.)
+
+    The sum and its gradients are computed in fp32 (in fp64 for fp64 logits), ``chunk_size`` tokens at a
+    time, and for the backward pass one number per token is kept: besides the logits and their gradient,
+    both in the logits' own type, memory for about ``2 * chunk_size * vocab`` fp32 numbers is needed. A
+    torchtune model makes an fp32 copy of its own unless ``model.set_num_output_chunks(n)`` was called.
+
+    Args:
+        logits: ``[batch, seq, vocab]``, or a list of ``[batch, part, vocab]`` that follow each other along
+            ``seq``, as a torchtune model with output chunks returns it.
+        labels: ``[batch, seq]``, unshifted: the logits at token i are held against label i + 1. -100 is
+            not trained.
+        weights: ``[batch, seq]``, the weight of each label (by default 1); 0 is not trained.
+        chunk_size: tokens.
+
+    Raises:
+        ValueError: if the shapes do not agree, or for a ``chunk_size`` below 1.
+    """
+    require_positive(chunk_size, "chunk_size")
+    parts = [logits] if isinstance(logits, torch.Tensor) else list(logits)
+    sizes = [part.shape[1] for part in parts]
+    if labels.shape != (parts[0].shape[0], sum(sizes)):
+        raise ValueError(
+            f"labels have shape {list(labels.shape)} and the logits are for "
+            f"{[parts[0].shape[0], sum(sizes)]}; labels are unshifted, one per token"
+        )
+    if weights is not None and weights.shape != labels.shape:
+        raise ValueError(
+            f"weights have shape {list(weights.shape)} and labels {list(labels.shape)}; give one weight per label"
+        )
+    dtype = torch.promote_types(parts[0].dtype, torch.float32)
+    trained = labels != IGNORE_INDEX
+    # From here on, "not trained" is weight 0, and the last token of a row has nothing to predict.
+    weight = trained.to(dtype) if weights is None else torch.where(trained, weights.to(dtype), 0)
+    weight = F.pad(weight[:, 1:], (0, 1))
+    target = F.pad(torch.where(trained, labels, 0)[:, 1:], (0, 1))
+    total = torch.zeros((), dtype=dtype, device=labels.device)
+    for part, targets, counts in zip(
+        parts, torch.split(target, sizes, 1), torch.split(weight, sizes, 1), strict=True
+    ):
+        total = total + _SummedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+            part.flatten(0, 1), targets.flatten(), counts.flatten(), chunk_size
+        )
+    return total
+
+
+class _SummedCrossEntropy(torch.autograd.Function):
+    """Autograd would keep an fp32 softmax of every chunk. From logsumexp, the backward pass makes it anew."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,  # [tokens, vocab]
+        targets: torch.Tensor,  # [tokens], in the vocabulary
+        weights: torch.Tensor,  # [tokens], 0 where not trained
+        chunk_size: int,
+    ) -> torch.Tensor:
+        normalizers = torch.empty_like(weights)
+        for chunk in _slices(len(logits), chunk_size):
+            normalizers[chunk] = logits[chunk].to(weights.dtype).logsumexp(1)
+        picked = logits.gather(1, targets[:, None])[:, 0]
+        ctx.save_for_backward(logits, targets, weights, normalizers)
+        ctx.chunk_size = chunk_size
+        # Not a product alone: an untrained token counts nothing, even where its logits are not finite.
+        return torch.where(weights != 0, weights * (normalizers - picked), 0).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        logits, targets, weights, normalizers = ctx.saved_tensors
+        scale = weights * grad
+        result = torch.empty_like(logits)
+        for chunk in _slices(len(logits), ctx.chunk_size):
+            # bf16 minus fp32 is fp32: softmax, less 1 at the target, times the token's weight
+            part = (logits[chunk] - normalizers[chunk, None]).exp_()
+            part[torch.arange(len(part), device=part.device), targets[chunk]] -= 1
+            part *= scale[chunk, None]
+            result[chunk] = part.masked_fill_((weights[chunk] == 0)[:, None], 0)
+        return result, None, None, None
+
+
+def _slices(length: int, size: int) -> list[slice]:
+    return [slice(start, start + size) for start in range(0, length, size)]

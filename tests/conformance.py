@@ -1,0 +1,87 @@
+"""The state law as functions: whatever keeps a state must continue from every one of its states.
+
+`check_positions` is for readers of sources, `check_resume_everywhere` for streams of packs with ``state_dict()``.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from typing import Any, Protocol
+
+from streampack.sources.base import Reader
+from streampack.types import Position
+
+
+class Stream(Protocol):
+    """An `IterablePackedDataset`, or what behaves like one."""
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any], /) -> None: ...
+
+
+def check_positions(read: Callable[[Position | None], Reader], *, announced: bool = True) -> list[Any]:
+    """Reading from the position of row k yields exactly the rows from k on. Returns the rows' data.
+
+    ``read(start)`` opens a new reader. The position between two rows is as good as that of the next one (if
+    ``announced``, it is the same), and the one at the end yields nothing.
+    """
+    reader = read(None)
+    rows, positions = [], [reader.position]
+    for row in reader:
+        assert row.position == positions[-1] or not announced, "reader.position announces the next row's"
+        rows.append(row)
+        positions.append(reader.position)
+    for k, position in enumerate(positions):
+        assert all(isinstance(number, int) and number >= 0 for number in position)
+        assert list(read(position)) == rows[k:], f"from row {k}"
+    for k, row in enumerate(rows):
+        assert list(islice(read(row.position), 2)) == rows[k : k + 2]
+    return [row.data for row in rows]
+
+
+def content(pack: Mapping[str, Any]) -> tuple[Any, ...]:
+    """All of a pack, comparable: every array, the boundaries, the provenance."""
+    arrays = (pack["tokens"], pack["labels"], pack["input_pos"], pack["seq_lens"])
+    plain = (pack["num_seqs"], pack["fragments"], pack["epoch"], pack["lane"])
+    return (*(array.numpy().tobytes() for array in arrays), *plain)
+
+
+def check_resume_everywhere(
+    make: Callable[[], Stream], *, packs: int, ahead: int = 3, whole_every: int = 60
+) -> list[Mapping[str, Any]]:
+    """Stop after each of the first ``packs`` packs, go on elsewhere, stop again, go on again: all identical.
+
+    ``make()`` builds the stream anew, as another process would. After k packs, a second stream takes the
+    state and yields 1 to ``ahead`` packs; a third takes *its* state and yields ``ahead`` more, or, every
+    ``whole_every`` steps, all there are. Every pack is compared in all its arrays. Where the run ends, the
+    others must end too. Returns the packs.
+    """
+    stream = make()
+    iterator = iter(stream)
+    states = [stream.state_dict()]
+    frozen = [pickle.dumps(states[0])]
+    kept: list[Mapping[str, Any]] = []
+    for pack in islice(iterator, packs + 2 * ahead):
+        kept.append(pack)
+        states.append(stream.state_dict())
+        frozen.append(pickle.dumps(states[-1]))
+    expected = [content(pack) for pack in kept]
+    finite = len(kept) < packs + 2 * ahead
+    for k, state in enumerate(states[: packs + 1]):
+        assert pickle.dumps(state) == frozen[k], f"the state after {k} packs changed while the stream went on"
+        second = make()
+        second.load_state_dict(state)
+        middle = k + 1 + k % ahead
+        got = [content(pack) for pack in islice(second, middle - k)]
+        assert got == expected[k:middle], f"from the state after {k} packs"
+        middle = k + len(got)
+        assert second.state_dict() == states[middle], f"after {k} packs and {middle - k} more"
+        end = len(kept) + finite if k % whole_every == 0 else middle + ahead
+        third = make()
+        third.load_state_dict(second.state_dict())
+        got = [content(pack) for pack in islice(third, end - middle)]
+        assert got == expected[middle:end], f"from the state after {k} packs and {middle - k} more"
+    return kept

@@ -1,0 +1,24 @@
+import pytest
+
+# A machine lent for the GPU tests may have a bare pytest; the property tests are not among those.
+try:
+    from hypothesis import settings
+except ImportError:
+    pass
+else:
+    # The same examples on every run, so that a red CI is a change's doing; new ones are looked for with
+    # `--hypothesis-profile=explore`. No deadline: a first call pays for imports, and a CI machine is slow at times.
+    settings.register_profile("fixed", derandomize=True, deadline=None)
+    settings.register_profile("explore", deadline=None, max_examples=1000)
+    settings.load_profile("fixed")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_tests:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in gpu_tests:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -1,0 +1,89 @@
+"""Small corpora for tests of streams: every token of every sample is different, so a pack says what it holds."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zstandard
+
+from streampack import IGNORE_INDEX, IterableSource, JSONLSource, MapSource, Sample
+
+STRIDE = 1000  # sample i has the tokens 1000 i + 1, 1000 i + 2, ...
+
+
+def rows(count: int, *, longest: int = 12, overlong: int = 0, seed: int = 0) -> list[dict[str, int]]:
+    """Rows for `Numbers`: mostly short, up to ``longest`` tokens, every twelfth up to ``overlong``."""
+    rng = np.random.default_rng(seed)
+    lengths = np.minimum(rng.integers(1, longest + 1, count), rng.integers(1, longest + 1, count))
+    if overlong:
+        lengths[::12] = rng.integers(longest, overlong + 1, len(lengths[::12]))
+    return [{"i": i, "n": n} for i, n in enumerate(lengths.tolist())]
+
+
+class Numbers:
+    """Encodes ``{"i": 3, "n": 4}`` as the tokens 3001 to 3004, the first third of them not trained."""
+
+    def __init__(self, name: str = "numbers") -> None:
+        self.name = name
+        self.calls = 0
+        self.bad: int | None = None  # the row that cannot be encoded
+        self.error: Exception = ValueError("is out of order")
+
+    def __call__(self, row: Mapping[str, Any], /) -> Sample:
+        self.calls += 1
+        if row["i"] == self.bad:
+            raise self.error
+        tokens = STRIDE * row["i"] + 1 + np.arange(row["n"])
+        labels = tokens.copy()
+        labels[: row["n"] // 3] = IGNORE_INDEX
+        return Sample(tokens, labels)
+
+    def fingerprint(self) -> str:
+        return self.name
+
+
+def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
+    """JSON lines; compressed as the name says."""
+    data = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    if path.suffix == ".gz":
+        data = gzip.compress(data)
+    elif path.suffix == ".zst":
+        data = zstandard.compress(data)
+    path.write_bytes(data)
+    return path
+
+
+def make_source(kind: str, folder: Path, rows: list[dict[str, int]]) -> Any:
+    """A source of that kind over the rows; files are written once per folder."""
+    if kind == "map":
+        return MapSource(rows)
+    if kind == "iterable":
+        return IterableSource(rows)
+    if kind == "stride":
+        return IterableSource(rows, stride=True)
+    paths = [folder / f"{number}.jsonl{'' if kind == 'jsonl' else '.' + kind}" for number in range(3)]
+    step = -(-len(rows) // 3)
+    for number, path in enumerate(paths):
+        if not path.exists():
+            write(path, rows[number * step : (number + 1) * step])
+    return JSONLSource(paths)
+
+
+def samples_in(packs: Iterable[Mapping[str, Any]]) -> dict[int, list[int]]:
+    """Every real token of the packs, by sample: ``{3: [1, 2, 3, 4]}`` for the tokens 3001 to 3004, sorted."""
+    found: dict[int, list[int]] = {}
+    for pack in packs:
+        used = int(pack["seq_lens"][: pack["num_seqs"]].sum())
+        for token in pack["tokens"][:used].tolist():
+            found.setdefault(token // STRIDE, []).append(token % STRIDE)
+    return {i: sorted(places) for i, places in sorted(found.items())}
+
+
+def all_of(rows: Iterable[Mapping[str, int]], times: int = 1) -> dict[int, list[int]]:
+    """What `samples_in` gives where every sample came exactly ``times`` times."""
+    return {row["i"]: sorted(list(range(1, row["n"] + 1)) * times) for row in rows}

@@ -1,0 +1,273 @@
+"""The shape of the house: which module may import which, what is public, which test belongs to what."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "streampack"
+
+# Imports point downward only: a unit (a module of streampack, or a subpackage with all in it) imports from layers
+# above its own in this table, or from its own subpackage. `streampack` stands for the package's own __init__.
+LAYERS = (
+    {"types", "plan", "metrics", "components"},
+    {"assemble", "sources", "receipt", "parity"},
+    {"encode", "collate", "attention"},
+    {"mix", "lane"},
+    {"iterable"},
+    {"loader", "dataset", "samplers"},
+    {"streampack"},
+    {"training"},
+    {"recipes", "cli"},
+)
+LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
+
+# What `import streampack` must not need: the extras.
+EXTRAS = [
+    *(
+        "torchtune",
+        "torchao",
+        "torchdata",
+        "omegaconf",
+        "tqdm",
+        "yaml",
+        "sentencepiece",
+        "tokenizers",
+    ),  # tune
+    *("transformers", "datasets", "pyarrow"),  # hf
+    *("flash_attn", "fsspec", "s3fs", "zstandard", "rich", "matplotlib", "trl", "grain"),  # the others
+]
+
+# Tests of no single module.
+FREE_TESTS = {
+    "test_architecture.py": "the house as a whole",
+    "test_isolation.py": "packed equals alone, through the model and the loss",
+    "test_stock_recipe.py": "torchtune's own recipe on our PackedDataset",
+}
+
+
+def unit_of(path: Path) -> str:
+    """The unit that a file belongs to: streampack/sources/jsonl.py -> sources, recipes/pretrain.py -> recipes."""
+    place = path.relative_to(ROOT).with_suffix("").parts
+    if place[0] != "streampack":
+        return place[0]
+    return "streampack" if place[1] == "__init__" else place[1]
+
+
+def imported(source: str, package: str) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import in a source text, those in functions and under TYPE_CHECKING too."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def target_unit(name: str) -> str | None:
+    """The unit that an imported name lives in, None for other people's."""
+    root, *rest = name.split(".")
+    if root in ("streampack_recipes", "streampack_configs", "recipes", "configs", "benchmarks", "tests"):
+        return "recipes"  # nothing is above it, so nobody else may
+    if root != "streampack":
+        return None
+    return rest[0] if rest and (rest[0] in LEVEL or (PACKAGE / f"{rest[0]}.py").exists()) else "streampack"
+
+
+def violations(source: str, *, unit: str, package: str) -> list[str]:
+    found = []
+    for line, name in imported(source, package):
+        target = target_unit(name)
+        if target is None or target == unit:
+            continue
+        if LEVEL.get(target, len(LAYERS)) >= LEVEL.get(unit, -1):
+            found.append(f"line {line}: {unit} imports {name}, of {target}")
+    return found
+
+
+def house_files() -> list[Path]:
+    return sorted([*PACKAGE.rglob("*.py"), *(ROOT / "recipes").rglob("*.py")])
+
+
+def run_python(code: str) -> str:
+    """What a fresh interpreter prints."""
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def test_every_module_has_a_layer() -> None:
+    homeless = [str(path.relative_to(ROOT)) for path in house_files() if unit_of(path) not in LEVEL]
+    assert not homeless, f"in no layer of LAYERS: {homeless}"
+    assert sum(map(len, LAYERS)) == len(LEVEL), "a unit stands in two layers"
+
+
+@pytest.mark.parametrize("path", house_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_downward(path: Path) -> None:
+    package = ".".join(path.relative_to(ROOT).parent.parts)
+    assert violations(path.read_text(encoding="utf-8"), unit=unit_of(path), package=package) == []
+
+
+@pytest.mark.parametrize(
+    ("unit", "package", "source"),
+    [
+        ("plan", "streampack", "from streampack.lane import Lane"),
+        ("plan", "streampack", "import streampack.lane"),
+        ("plan", "streampack", "from .lane import Lane"),
+        ("plan", "streampack", "from . import lane"),
+        ("plan", "streampack", "def f():\n    from streampack import lane"),
+        ("plan", "streampack", "if TYPE_CHECKING:\n    from streampack.types import Pack"),  # its own layer
+        ("lane", "streampack", "from streampack import IterablePackedDataset"),
+        ("sources", "streampack.sources", "from ..encode import Encoder"),
+        ("training", "streampack.training", "import streampack.cli"),
+        ("cli", "streampack", "import streampack_recipes.full_finetune"),
+        ("types", "streampack", "from benchmarks import lengths"),
+    ],
+)
+def test_an_import_upward_is_seen(unit: str, package: str, source: str) -> None:
+    assert len(violations(source, unit=unit, package=package)) == 1
+
+
+@pytest.mark.parametrize(
+    ("unit", "package", "source"),
+    [
+        ("lane", "streampack", "from streampack.plan import plan_packs"),
+        (
+            "sources",
+            "streampack.sources",
+            "from .base import Source\nfrom streampack.sources.base import digest",
+        ),
+        ("training", "streampack.training", "from streampack import IterablePackedDataset"),
+        ("recipes", "recipes", "from streampack import training\nimport streampack_recipes.stdlib_corpus"),
+        ("plan", "streampack", "import torch, numpy as np"),
+    ],
+)
+def test_an_import_downward_is_free(unit: str, package: str, source: str) -> None:
+    assert violations(source, unit=unit, package=package) == []
+
+
+def test_nobody_imports_the_name_recipes() -> None:
+    """torchtune installs a package of that name whose import raises: ours would be found from this folder only.
+
+    Nor relatively: a recipe runs as a file, which has no package.
+    """
+    for path in house_files():
+        package = ".".join(path.relative_to(ROOT).parent.parts)
+        names = [name for _, name in imported(path.read_text(encoding="utf-8"), package)]
+        assert not [name for name in names if name.split(".")[0] == "recipes"], path
+
+
+def test_the_core_imports_without_any_extra() -> None:
+    core = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if unit_of(path) != "training"
+    ]
+    code = f"""
+import importlib, sys
+for name in {EXTRAS}:
+    sys.modules[name] = None  # importing it raises ImportError
+for name in {core}:
+    importlib.import_module(name)
+print("imported")
+"""
+    assert run_python(code) == "imported\n"
+
+
+def test_import_streampack_loads_no_extra() -> None:
+    code = f"""
+import sys
+import streampack
+for name in streampack.__all__:
+    getattr(streampack, name)
+print([name for name in {EXTRAS} if name in sys.modules])
+"""
+    loaded = set(ast.literal_eval(run_python(code)))
+    assert not loaded & {"torchtune", "transformers", "datasets"}
+
+
+def test_all_is_sorted_and_documented() -> None:
+    import streampack
+
+    names = streampack.__all__
+    assert names, "nothing is public"
+    # The order that ruff keeps: CONSTANTS, Classes, functions.
+    assert names == sorted(names, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
+    assert len(names) == len(set(names))
+    undocumented = [name for name in names if not is_documented(name, getattr(streampack, name))]
+    assert not undocumented, f"public and without a docstring of their own: {undocumented}"
+
+
+def is_documented(name: str, value: object) -> bool:
+    if inspect.isclass(value) or inspect.isroutine(value):
+        doc = value.__doc__ or ""
+        return bool(doc) and not doc.startswith(f"{name}(")  # what a dataclass writes for itself
+    # A constant cannot carry one: a string or a comment stands beside its definition.
+    beside = re.compile(rf"^{name}\b[^\n]* = [^\n]*(#|\n\"\"\")", re.MULTILINE)
+    return any(beside.search(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py"))
+
+
+def test_a_missing_docstring_is_seen() -> None:
+    from dataclasses import dataclass
+
+    @dataclass
+    class Bare:
+        x: int
+
+    def bare() -> None: ...
+
+    assert not is_documented("Bare", Bare)
+    assert not is_documented("bare", bare)
+    assert not is_documented("NO_SUCH_CONSTANT", 3)
+    assert is_documented("unit_of", unit_of)
+
+
+def test_every_test_file_mirrors_a_module() -> None:
+    strays = []
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        place = path.relative_to(ROOT / "tests")
+        if place.name not in FREE_TESTS and not mirrors(place):
+            strays.append(str(place))
+    assert not strays, f"named after no module, and not in FREE_TESTS: {strays}"
+
+
+def mirrors(place: Path) -> bool:
+    """tests/test_plan.py, test_loss.py, test_sources_jsonl.py and sources/test_jsonl.py all have their modules."""
+    stem = place.stem.removeprefix("test_")
+    for root in (PACKAGE, ROOT / "recipes", ROOT / "benchmarks"):
+        modules = [p.relative_to(root).with_suffix("") for p in root.rglob("*.py")]
+        modules += [m.parent for m in modules if m.name == "__init__"]
+        if place.with_name(stem) in [*modules, *(root.name / m for m in modules)]:
+            return True
+        if len(place.parts) == 1 and stem in [n for m in modules for n in (m.name, "_".join(m.parts))]:
+            return True
+    return False
+
+
+def test_a_stray_test_file_is_seen() -> None:
+    assert mirrors(Path("test_plan.py"))
+    assert mirrors(Path("sources/test_base.py"))
+    assert mirrors(Path("test_sources_base.py"))
+    assert mirrors(Path("test_base.py"))
+    assert not mirrors(Path("test_misc.py"))
+    assert not mirrors(Path("sources/test_plan.py"))
+
+
+def test_every_package_is_installed() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"][
+        "packages"
+    ]
+    folders = {".".join(path.parent.relative_to(ROOT).parts) for path in PACKAGE.rglob("__init__.py")}
+    assert set(listed) == folders | {"streampack_recipes", "streampack_configs"}

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streampack import IGNORE_INDEX, Sample
+from streampack.assemble import as_sample, assemble, check_vocabulary, missing_column, with_eos
+from tests import oracle
+
+ids = st.integers(0, 99)
+labels = st.one_of(st.just(IGNORE_INDEX), ids)
+sequences = st.lists(st.lists(st.tuples(ids, labels), min_size=1, max_size=8), max_size=6)
+
+
+def sample(tokens: list[int], labels: list[int] | None = None) -> Sample:
+    tokens_array = np.array(tokens, np.int64)
+    return Sample(tokens_array, tokens_array if labels is None else np.array(labels, np.int64))
+
+
+@given(sequences=sequences, spare=st.integers(0, 5), padding_idx=st.sampled_from([0, 7]))
+def test_a_pack_is_the_oracles(sequences: list[list[tuple[int, int]]], spare: int, padding_idx: int) -> None:
+    pairs = [([t for t, _ in sequence], [y for _, y in sequence]) for sequence in sequences]
+    limit = sum(map(len, sequences)) + spare or 1
+    ours = assemble([sample(*pair) for pair in pairs], max_seq_len=limit, padding_idx=padding_idx)
+    assert tuple(row.tolist() for row in ours) == oracle.assemble(pairs, limit, padding_idx)
+    assert all(row.dtype == np.int64 and row.shape == (limit,) for row in ours)
+
+
+def test_a_pack_by_hand() -> None:
+    tokens, labels, input_pos = assemble(
+        [sample([5, 6, 7]), sample([8]), sample([9, 10], [IGNORE_INDEX, 10])], max_seq_len=9, padding_idx=1
+    )
+    assert tokens.tolist() == [5, 6, 7, 8, 9, 10, 1, 1, 1]
+    assert labels.tolist() == [-100, 6, 7, -100, -100, 10, -100, -100, -100]
+    assert input_pos.tolist() == [0, 1, 2, 0, 0, 1, 0, 1, 2]
+
+
+def test_nothing_makes_a_null_pack() -> None:
+    tokens, labels, input_pos = assemble([], max_seq_len=3, padding_idx=4)
+    assert (tokens.tolist(), labels.tolist(), input_pos.tolist()) == ([4] * 3, [-100] * 3, [0, 1, 2])
+
+
+def test_a_pack_shares_no_memory() -> None:
+    """The sample that fills a pack alone, too: what a trainer writes into a batch stays in the batch."""
+    whole = sample([1, 2, 3])
+    for sequences in ([whole], [whole, sample([4])]):
+        rows = assemble(sequences, max_seq_len=sum(s.tokens.size for s in sequences))
+        for row in rows:
+            row[:] = 50
+        assert not any(np.shares_memory(a, b) for a in rows for b in rows if a is not b)
+    assert (whole.tokens.tolist(), whole.labels.tolist()) == ([1, 2, 3], [1, 2, 3])
+
+
+def test_too_many_tokens_are_a_bug_of_the_planner() -> None:
+    with pytest.raises(AssertionError, match="4 tokens planned into a pack of 3"):
+        assemble([sample([1, 2]), sample([3, 4])], max_seq_len=3)
+
+
+# Rows of ready tokens.
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        list,
+        tuple,
+        np.array,
+        torch.tensor,
+        lambda v: np.array(v, np.int32),
+        lambda v: np.array(v, np.uint8),
+        lambda v: torch.tensor(v, dtype=torch.int16),
+        lambda v: [np.int64(x) for x in v],
+    ],
+)
+def test_columns_may_be_lists_arrays_or_tensors(convert: Any) -> None:
+    made = as_sample({"tokens": convert([1, 5, 2]), "labels": convert([1, 5, 2])})
+    for column in (made.tokens, made.labels):
+        assert column.dtype == np.int64
+        assert column.tolist() == [1, 5, 2]
+
+
+def test_labels_may_be_left_to_the_tokens() -> None:
+    made = as_sample({"ids": [1, 5]}, tokens="ids", labels=None)
+    assert made.labels.tolist() == [1, 5]
+    assert as_sample({"tokens": [], "labels": []}).tokens.dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"labels": [1], "text": "a"},
+            "column 'tokens' is missing; the row's columns are 'labels', 'text'",
+        ),
+        ({"tokens": [1]}, "column 'labels' is missing; the row's columns are 'tokens'"),
+        ({}, "column 'tokens' is missing; the row's columns are none"),
+        (
+            {"tokens": [1, 2], "labels": [1]},
+            "'tokens' has 2 entries and 'labels' has 1; labels are unshifted, one per token, -100 where nothing is trained",
+        ),
+        (
+            {"tokens": [1.0, 2.5], "labels": [1, 2]},
+            "column 'tokens' has shape [2] and type float64; it must be a flat sequence of whole numbers",
+        ),
+        ({"tokens": [1, 2], "labels": [1.0, 2.0]}, "column 'labels' has shape [2] and type float64"),
+        ({"tokens": [[1, 2]], "labels": [1, 2]}, "column 'tokens' has shape [1, 2]"),
+        ({"tokens": [True, False], "labels": [1, 2]}, "column 'tokens' has shape [2] and type bool"),
+        ({"tokens": "text", "labels": [1]}, "column 'tokens' has shape []"),
+        ({"tokens": ["a", "b"], "labels": [1, 2]}, "column 'tokens' has shape [2] and type <U1"),
+        ({"tokens": None, "labels": [1]}, "column 'tokens' has shape []"),
+        ({"tokens": 3, "labels": [1]}, "column 'tokens' has shape []"),
+        ({"tokens": [1, None], "labels": [1, 2]}, "column 'tokens' has shape [2] and type object"),
+        ({"tokens": [2**70], "labels": [1]}, "column 'tokens' has shape [1] and type object"),
+        ({"tokens": [[1, 2], [3]], "labels": [1, 2]}, "column 'tokens'"),  # ragged
+        ({"tokens": [[]], "labels": []}, "column 'tokens' has shape [1, 0]"),
+    ],
+)
+def test_bad_columns(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        as_sample(row)
+    assert str(error.value).startswith(message)
+
+
+def test_missing_column_names_those_that_are_there() -> None:
+    assert str(missing_column({"a": 1, "b": 2}, "c")) == "column 'c' is missing; the row's columns are 'a', 'b'"
+
+
+# The vocabulary.
+
+
+@pytest.mark.parametrize(
+    ("tokens", "labels", "vocab_size", "message"),
+    [
+        ([3, 10], None, 10, "token id 10 is outside the vocabulary of 10 ids (0 to 9)"),
+        ([3, -1], None, 10, "token id -1 is outside the vocabulary of 10 ids (0 to 9)"),
+        ([3, -1], None, None, "token id -1 is outside the vocabulary of ids from 0"),
+        ([-(2**63), 3], None, None, f"token id {-(2**63)} is outside the vocabulary of ids from 0"),
+        ([3, -100], [3, 3], 10, "token id -100 is outside the vocabulary of 10 ids (0 to 9)"),
+        ([3, 4], [10, 4], 10, "label 10 is neither -100 nor in the vocabulary of 10 ids (0 to 9)"),
+        ([3, 4], [-100, -1], 10, "label -1 is neither -100 nor in the vocabulary of 10 ids (0 to 9)"),
+    ],
+)
+def test_ids_outside_the_vocabulary(
+    tokens: list[int], labels: list[int] | None, vocab_size: int | None, message: str
+) -> None:
+    with pytest.raises(ValueError) as error:
+        check_vocabulary(sample(tokens, labels), vocab_size)
+    assert str(error.value) == message
+
+
+@given(st.lists(st.integers(-3, 12), max_size=6), st.integers(1, 12))
+def test_vocabulary_is_checked_id_by_id(tokens: list[int], vocab_size: int) -> None:
+    inside = all(0 <= token < vocab_size for token in tokens)
+    try:
+        check_vocabulary(sample(tokens), vocab_size)
+    except ValueError:
+        assert not inside
+    else:
+        assert inside
+
+
+def test_what_the_vocabulary_allows() -> None:
+    check_vocabulary(sample([0, 9], [IGNORE_INDEX, 9]), 10)
+    check_vocabulary(sample([0, 2**62]), None)
+    check_vocabulary(sample([]), 1)
+
+
+# A truncated sample's end.
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected"), [([1, 2, 3], [1, 2, 9]), ([1, 2, IGNORE_INDEX], [1, 2, IGNORE_INDEX])]
+)
+def test_eos_replaces_the_last_token_and_its_label_where_trained(labels: list[int], expected: list[int]) -> None:
+    before = sample([1, 2, 3], labels)
+    after = with_eos(before, 9)
+    assert (after.tokens.tolist(), after.labels.tolist()) == ([1, 2, 9], expected)
+    assert (before.tokens.tolist(), before.labels.tolist()) == ([1, 2, 3], labels), "the row keeps its own"

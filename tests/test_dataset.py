@@ -1,0 +1,610 @@
+"""`PackedDataset` and its builder. Its packs beside torchtune's own are in test_parity.py."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+import sys
+import tracemalloc
+import types
+import weakref
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset
+
+import streampack
+from streampack.collate import collate_packed
+from streampack.dataset import PackedDataset, packed_dataset
+from streampack.iterable import IterablePackedDataset
+from streampack.plan import OVERLONG, STRATEGIES, plan_packs
+from streampack.types import IGNORE_INDEX, Fragment
+
+
+def rows_of(lengths: list[int]) -> list[dict[str, list[int]]]:
+    """Token ``1000 * (sample + 1) + place``; every third label is masked."""
+    rows = []
+    for i, length in enumerate(lengths):
+        tokens = [1000 * (i + 1) + j for j in range(length)]
+        rows.append({"tokens": tokens, "labels": [IGNORE_INDEX if t % 3 == 0 else t for t in tokens]})
+    return rows
+
+
+class Counted(Dataset[Any]):
+    """Samples made when asked for, each asking counted, and the living ones too."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+        self.reads: Counter[int] = Counter()
+        self.alive = self.most_alive = 0
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.reads[index] += 1
+        tokens = np.full(self.lengths[index], index)
+        weakref.finalize(tokens, self.buried)
+        self.alive += 1
+        self.most_alive = max(self.most_alive, self.alive)
+        return {"tokens": tokens, "labels": tokens}
+
+    def buried(self) -> None:
+        self.alive -= 1
+
+
+settings_of_all_kinds = st.fixed_dictionaries(
+    {
+        "max_seq_len": st.integers(1, 12),
+        "strategy": st.sampled_from(sorted(STRATEGIES)),
+        "buffer_size": st.integers(1, 6),
+        "split_across_pack": st.booleans(),
+        "overlong": st.sampled_from(["drop", "truncate", "split"]),
+        "truncate_side": st.sampled_from(["right", "left"]),
+    }
+)
+some_lengths = st.lists(st.integers(1, 20), min_size=1, max_size=30)
+
+
+# What is in the packs
+
+
+@given(some_lengths, settings_of_all_kinds)
+def test_packs_are_the_plans_and_nothing_else(lengths: list[int], settings: Any) -> None:
+    rows = rows_of(lengths)
+    packed = PackedDataset(rows, **settings, padding_idx=7)
+    plan = list(plan_packs(lengths, **settings))
+    assert len(packed) == len(plan)
+    for pack, spans in zip(packed, plan, strict=True):
+        assert pack["fragments"] == tuple(Fragment((i,), start, stop) for i, start, stop in spans)
+        tokens, labels, positions = [], [], []
+        for i, start, stop in spans:
+            tokens += rows[i]["tokens"][start:stop]
+            labels += [IGNORE_INDEX, *rows[i]["labels"][start + 1 : stop]]
+            positions += range(stop - start)
+        padding = settings["max_seq_len"] - len(tokens)
+        assert pack["tokens"].tolist() == tokens + [7] * padding
+        assert pack["labels"].tolist() == labels + [IGNORE_INDEX] * padding
+        assert pack["input_pos"].tolist() == [*positions, *range(padding)]
+        assert pack["seq_lens"].tolist() == [s.stop - s.start for s in spans] + [padding] * (padding > 0)
+        assert pack["num_seqs"] == len(spans)
+
+
+@given(some_lengths, settings_of_all_kinds)
+def test_the_same_packs_as_the_stream_of_one_lane(lengths: list[int], settings: Any) -> None:
+    rows = rows_of(lengths)
+    mapped = list(PackedDataset(rows, **settings, truncate_eos=5))
+    streamed = list(IterablePackedDataset(rows, **settings, truncate_eos=5, num_lanes=1))
+    assert len(mapped) == len(streamed)
+    for ours, theirs in zip(mapped, streamed, strict=True):
+        assert ours.keys() == theirs.keys()
+        for key in ("tokens", "labels", "input_pos", "seq_lens"):
+            assert torch.equal(ours[key], theirs[key])
+        assert ours["fragments"] == theirs["fragments"]
+
+
+def test_truncate_eos_replaces_the_last_token_of_a_sample_cut_on_the_right() -> None:
+    rows = [{"tokens": [1, 2, 3, 4, 5, 6], "labels": [1, 2, 3, 4, 5, 6]}]
+    settings: Any = {"max_seq_len": 4, "overlong": "truncate", "truncate_eos": 9}
+    right = PackedDataset(rows, **settings)[0]
+    assert (right["tokens"].tolist(), right["labels"].tolist()) == ([1, 2, 3, 9], [-100, 2, 3, 9])
+    left = PackedDataset(rows, **settings, truncate_side="left")[0]
+    assert left["tokens"].tolist() == [3, 4, 5, 6]
+
+
+# The ledger
+
+
+@given(some_lengths, settings_of_all_kinds, st.none() | st.integers(0, 6), st.booleans())
+def test_every_token_is_packed_buffered_or_dropped(
+    lengths: list[int], settings: Any, max_packs: int | None, some_empty: bool
+) -> None:
+    lengths = [0, *lengths, 0] if some_empty else lengths
+    data = Counted(lengths)
+    packed = PackedDataset(data, **settings, max_packs=max_packs, empty="drop")
+    ledger, limit = packed.ledger(), settings["max_seq_len"]
+    read = [lengths[i] for i in data.reads]
+    assert list(data.reads) == list(range(len(read)))
+    assert (ledger.samples, ledger.tokens_in) == (len(read), sum(read))
+    # Counted from the packs themselves, token by token: none twice.
+    places = [(f.origin, i) for pack in packed for f in pack["fragments"] for i in range(f.start, f.stop)]
+    assert len(places) == len(set(places)) == ledger.packed
+    assert (ledger.packs, ledger.slots) == (len(packed), len(packed) * limit)
+    overlong = [n for n in read if n > limit]
+    lost = {"drop": sum(overlong), "truncate": sum(overlong) - limit * len(overlong), "split": 0}
+    reason = {"drop": "overlong", "truncate": "truncated"}.get(settings["overlong"])
+    for name, tokens in ledger.dropped.items():
+        assert tokens == (lost[settings["overlong"]] if name == reason else 0)
+    assert ledger.dropped_samples["empty"] == read.count(0)
+    assert ledger.dropped_samples[reason or "overlong"] == (len(overlong) if reason else 0)
+    # What is buffered is what was read and is neither in a pack nor dropped.
+    assert ledger.buffered == sum(read) - len(places) - lost[settings["overlong"]] >= 0
+    if max_packs is None:
+        assert len(read) == len(lengths)
+        assert ledger.buffered == 0
+
+
+# max_packs
+
+
+@given(some_lengths, settings_of_all_kinds, st.integers(0, 6))
+def test_max_packs_makes_the_first_of_all_packs(lengths: list[int], settings: Any, max_packs: int) -> None:
+    rows = rows_of(lengths)
+    every, some = PackedDataset(rows, **settings), PackedDataset(rows, **settings, max_packs=max_packs)
+    assert len(some) == min(max_packs, len(every))
+    assert [p["tokens"].tolist() for p in some] == [p["tokens"].tolist() for p in every][:max_packs]
+
+
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+def test_max_packs_stops_the_reading(strategy: str) -> None:
+    data = Counted([3, 5] * 500)
+    PackedDataset(data, max_seq_len=8, strategy=strategy, max_packs=5, buffer_size=32)
+    assert len(data.reads) <= 5 * 2 + 32
+    assert set(data.reads.values()) == {1}
+
+
+# Indexing
+
+
+def test_indexing_is_a_lists() -> None:
+    packed = PackedDataset(rows_of([5, 4, 2, 3, 4]), max_seq_len=8)
+    firsts = [pack["tokens"][0].item() for pack in packed]
+    assert firsts == [1000, 2000, 3000]
+    for index in (-3, -1, np.int64(2), torch.tensor(1)):
+        assert packed[index]["tokens"][0] == firsts[index]
+    for index in (3, -4):
+        with pytest.raises(IndexError, match=f"there is no pack {index}: the dataset has 3 packs"):
+            packed[index]
+    with pytest.raises(TypeError, match=r"not by a slice; for a part use torch\.utils\.data\.Subset"):
+        packed[0:2]
+    with pytest.raises(TypeError):
+        packed["0"]
+
+
+def test_a_pack_has_memory_of_its_own() -> None:
+    packed = PackedDataset(rows_of([8]), max_seq_len=8)
+    packed[0]["tokens"].zero_()
+    assert packed[0]["tokens"][0] == 1000
+
+
+def test_a_sample_is_read_once_to_plan_and_once_per_pack() -> None:
+    data = Counted([20, 4])
+    packed = PackedDataset(data, max_seq_len=8, overlong="split", strategy="first_fit")
+    assert [pack["seq_lens"].tolist() for pack in packed] == [[8], [8], [4, 4]]
+    assert data.reads == {0: 1 + 3, 1: 1 + 1}
+    data = Counted([4, 4])
+    assert len(PackedDataset(data, max_seq_len=2, overlong="split", strategy="wrap")) == 4
+    data = Counted([6])
+    whole = PackedDataset(data, max_seq_len=8, overlong="split")
+    whole[0]
+    assert data.reads == {0: 2}
+
+
+def test_trace_leads_back_to_the_sample() -> None:
+    rows = rows_of([5, 7])
+    packed = PackedDataset(rows, max_seq_len=8, split_across_pack=True)
+    pack = packed[1]
+    [fragment] = pack["fragments"]
+    assert packed.trace(fragment) == {"place": "sample 1", "row": rows[1], "tokens": [2003, 2004, 2005, 2006]}
+    assert packed.trace(fragment)["tokens"] == pack["tokens"][: pack["seq_lens"][0]].tolist()
+
+
+# Memory
+
+
+def test_samples_do_not_stay() -> None:
+    data = Counted([5, 3] * 100)
+    packed = PackedDataset(data, max_seq_len=16)
+    assert data.most_alive <= 2  # the one being read and the one before
+    assert data.alive == 0
+    pack = packed[0]
+    assert pack["num_seqs"] == 4
+    assert data.most_alive <= 4
+    del pack
+    assert data.alive == 0
+
+
+def test_memory_is_the_plan() -> None:
+    data = Ones(np.random.default_rng(0).integers(1, 400, 20_000))
+    tracemalloc.start()
+    try:
+        packed = PackedDataset(data, max_seq_len=4096)
+        kept, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    plan = 20_000 * 32 + len(packed) * 8  # bytes; torchtune keeps 3 x 8 for each of the 4 million tokens
+    assert kept < 1.1 * plan + 100_000
+    assert peak < 3 * plan + 500_000
+    assert len(pickle.dumps(packed)) - len(pickle.dumps(data)) < 1.1 * plan
+
+
+class Ones(Counted):
+    """As many ones as asked for, uncounted."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        tokens = np.full(self.lengths[index], 1)
+        return {"tokens": tokens, "labels": tokens}
+
+
+# Among others
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    return all(
+        torch.equal(a["tokens"], b["tokens"]) and a["fragments"] == b["fragments"]
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def test_pickles_and_copies() -> None:
+    packed = PackedDataset(rows_of([5, 4, 2, 3, 4]), max_seq_len=8)
+    copies = [pickle.loads(pickle.dumps(packed, n)) for n in range(2, pickle.HIGHEST_PROTOCOL + 1)]
+    for other in (*copies, copy.copy(packed), copy.deepcopy(packed)):
+        assert type(other) is PackedDataset
+        assert same(other, packed)
+        assert other.ledger() == packed.ledger()
+
+
+@pytest.mark.parametrize("collate", ["ours", "torchtune's"])
+def test_collates(collate: str) -> None:
+    packed = PackedDataset(rows_of([5, 4, 2, 3, 4]), max_seq_len=8)
+    if collate == "ours":
+        batch = collate_packed([packed[0], packed[2]])
+        assert batch.seq_lens.tolist() == [[5, 3], [2, 6]]
+        assert (batch.num_seqs, batch.num_tokens) == (3, 10)
+        return
+    torchtune_data = pytest.importorskip("torchtune.data")
+    mask = torchtune_data.padded_collate_packed([packed[0], packed[2]])["mask"]
+    for row, documents in zip(mask, ([0] * 5 + [1] * 3, [0] * 2 + [1] * 6), strict=True):
+        ids = torch.tensor(documents)
+        expected = (ids[:, None] == ids[None, :]) & torch.ones(8, 8, dtype=torch.bool).tril()
+        assert torch.equal(row, expected)
+
+
+def test_spawned_workers_make_the_same_packs() -> None:
+    packed = PackedDataset(rows_of([5, 4, 2, 3, 4]), max_seq_len=8)
+    loader = DataLoader(
+        packed, batch_size=1, num_workers=1, multiprocessing_context="spawn", collate_fn=collate_packed
+    )
+    batches = list(loader)
+    assert [batch.tokens[0].tolist() for batch in batches] == [pack["tokens"].tolist() for pack in packed]
+
+
+@pytest.fixture(scope="module")
+def torchtune_datasets() -> Any:
+    return pytest.importorskip("torchtune.datasets")
+
+
+def test_is_a_torchtune_packed_dataset(torchtune_datasets: Any) -> None:
+    packed = PackedDataset(rows_of([3, 4]), max_seq_len=8)
+    assert isinstance(packed, torchtune_datasets.PackedDataset)
+    assert isinstance(packed, PackedDataset)
+    assert isinstance(packed, Dataset)
+    assert not isinstance(packed, torchtune_datasets.ConcatDataset)
+    assert isinstance(pickle.loads(pickle.dumps(packed)), torchtune_datasets.PackedDataset)
+    assert type(packed) is PackedDataset
+    assert packed.__class__ is packed.__class__
+    assert issubclass(packed.__class__, PackedDataset)
+    assert packed.__class__.__name__ == "PackedDataset"
+    assert repr(packed) == "<PackedDataset: 1 packs of 8 tokens from 2 samples, 12.5% padding, exact_fit>"
+
+
+def test_is_one_even_if_torchtune_comes_later(torchtune_datasets: Any, monkeypatch: Any) -> None:
+    with monkeypatch.context() as patch:
+        patch.delitem(sys.modules, "torchtune.datasets")
+        packed = PackedDataset(rows_of([3, 4]), max_seq_len=8)
+        assert packed.__class__ is PackedDataset
+        assert not isinstance(packed, torchtune_datasets.PackedDataset)
+    assert isinstance(packed, torchtune_datasets.PackedDataset)
+
+
+def test_a_subclass_is_one_too(torchtune_datasets: Any) -> None:
+    class Mine(PackedDataset):
+        pass
+
+    mine = Mine(rows_of([3, 4]), max_seq_len=8)
+    assert isinstance(mine, Mine)
+    assert isinstance(mine, torchtune_datasets.PackedDataset)
+    assert repr(mine).startswith("<Mine: 1 packs")
+    again = mine.__class__(rows_of([3, 4]), max_seq_len=8)
+    assert again.__class__ is mine.__class__
+    assert isinstance(again, Mine)
+    assert same(again, mine)
+
+
+def test_a_list_of_datasets_is_packed(torchtune_datasets: Any) -> None:
+    ours = [PackedDataset(rows_of(lengths), max_seq_len=8) for lengths in ([5, 4], [8, 3, 6])]
+    both = torchtune_datasets.ConcatDataset(ours)
+    assert both.packed
+    assert len(both) == len(ours[0]) + len(ours[1]) == 5
+    assert torch.equal(both[2]["tokens"], ours[1][0]["tokens"])
+    theirs = torchtune_datasets.PackedDataset(rows_of([3]), max_seq_len=8)
+    assert torchtune_datasets.ConcatDataset([*ours, theirs]).packed
+
+
+def test_a_mix_with_a_dataset_that_is_not_packed_is_refused(torchtune_datasets: Any) -> None:
+    packed = PackedDataset(rows_of([5, 4]), max_seq_len=8)
+    with pytest.raises(ValueError, match="mix of packed and non-packed"):
+        torchtune_datasets.ConcatDataset([packed, rows_of([5])])
+
+
+def test_is_public() -> None:
+    assert streampack.PackedDataset is PackedDataset
+    assert streampack.packed_dataset is packed_dataset
+
+
+# Bad input
+
+GOOD: Any = {"tokens": [1, 2], "labels": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "the dataset (list) is empty; it must have at least one sample"),
+        (
+            iter([GOOD]),
+            "a list_iterator has no samples by number (it needs __len__ and __getitem__); pack a stream",
+        ),
+        ([GOOD, [1, 2]], "sample 1 is a list; it must be a dict with 'tokens' and 'labels'"),
+        ([GOOD, {"labels": [1]}], "sample 1: column 'tokens' is missing; the row's columns are 'labels'"),
+        ([GOOD, {"tokens": [1]}], "sample 1: column 'labels' is missing; the row's columns are 'tokens'"),
+        ([{"tokens": [], "labels": []}], "sample 0 has 0 tokens; remove it"),
+        ([GOOD, {"tokens": [1, 2], "labels": [1]}], "sample 1: 'tokens' has 2 entries and 'labels' has 1"),
+        ([{"tokens": [0.5], "labels": [1]}], "sample 0: column 'tokens' has shape [1] and type float64"),
+        ([{"tokens": 5, "labels": [1]}], "sample 0: column 'tokens' has shape [] and type int64"),
+        ([{"tokens": [-1], "labels": [1]}], "sample 0: token id -1 is outside the vocabulary"),
+        ([{"tokens": [100], "labels": [1]}], "sample 0: token id 100 is outside the vocabulary of 100 ids"),
+        (
+            [GOOD, {"tokens": [1] * 9, "labels": [1] * 9}],
+            "sample 1 has 9 tokens, max_seq_len is 8; set overlong",
+        ),
+        ([GOOD | {"seq_lens": [2]}], "sample 0 has a column 'seq_lens': it is a pack already"),
+        ([GOOD | {"encoder_input": {}}], "sample 0 has a column 'encoder_input': it has images"),
+    ],
+)
+def test_bad_rows_are_refused_at_once(rows: Any, message: str) -> None:
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        PackedDataset(rows, max_seq_len=8, vocab_size=100)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_seq_len": 0}, "max_seq_len=0 is below 1"),
+        ({"max_seq_len": 8.0}, "max_seq_len=8.0 is not a whole number"),
+        ({"buffer_size": 0}, "buffer_size=0 is below 1"),
+        ({"strategy": "worst_fit"}, "strategy='worst_fit' is unknown; choose one of"),
+        (
+            {"overlong": "ignore"},
+            f"overlong='ignore' is unknown; choose one of {', '.join(map(repr, OVERLONG))}",
+        ),
+        ({"truncate_side": "middle"}, "truncate_side='middle' is unknown"),
+        ({"empty": "keep"}, "empty='keep' is unknown; choose one of 'error', 'drop'"),
+        ({"max_packs": -1}, "max_packs=-1 is no number of packs; give at least 0, or None for all"),
+        ({"max_packs": True}, "max_packs=True is no number of packs"),
+        ({"max_packs": "3"}, "max_packs='3' is no number of packs"),
+        ({"parity": "trl"}, "parity='trl' is unknown; choose one of 'torchtune'"),
+        *(
+            ({"parity": "torchtune", **setting}, "parity='torchtune' packs as torchtune does, so strategy, ")
+            for setting in (
+                {"strategy": "best_fit"},
+                {"buffer_size": 64},
+                {"overlong": "drop"},
+                {"truncate_side": "left"},
+                {"truncate_eos": 2},
+                {"empty": "drop"},
+            )
+        ),
+    ],
+)
+def test_bad_settings_are_refused(settings: Any, message: str) -> None:
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        PackedDataset([GOOD], **{"max_seq_len": 8, **settings})
+
+
+def test_a_sample_that_changed_is_noticed() -> None:
+    rows = rows_of([3, 4])
+    packed = PackedDataset(rows, max_seq_len=8)
+    rows[1] = rows_of([0, 5])[1]
+    with pytest.raises(
+        ValueError, match=r"^sample 1 has 5 tokens and had 4 when the packs were planned; make"
+    ):
+        packed[0]
+
+
+def test_an_error_of_the_dataset_tells_the_sample() -> None:
+    class Broken(Counted):
+        def __getitem__(self, index: int) -> Any:
+            if index == 2:
+                raise OSError("disk on fire")
+            return super().__getitem__(index)
+
+    with pytest.raises(OSError, match="disk on fire") as caught:
+        PackedDataset(Broken([3, 4, 5]), max_seq_len=8)
+    assert caught.value.__notes__ == ["while reading sample 2"]
+
+
+# The builder
+
+
+class Tokenizer:
+    """Cuts like torchtune's: a sample is as long as asked for, or ``max_seq_len``."""
+
+    pad_id = 77
+
+    def __init__(self, max_seq_len: int | None = None) -> None:
+        self.max_seq_len = max_seq_len
+
+
+def provide(monkeypatch: pytest.MonkeyPatch, build: Any) -> None:
+    """Let ``my_data.build`` be this function."""
+    build.__module__ = "my_data"
+    monkeypatch.setitem(sys.modules, "my_data", types.SimpleNamespace(build=build))
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    def build(tokenizer: Tokenizer, *, lengths: list[int], **_: Any) -> list[Any]:
+        return rows_of([min(length, tokenizer.max_seq_len or length) for length in lengths])
+
+    provide(monkeypatch, build)
+    return {"_component_": "my_data.build", "lengths": [5, 3, 12]}
+
+
+def test_the_builder_packs_what_the_node_builds(node: Any) -> None:
+    packed = packed_dataset(
+        Tokenizer(8), dataset=node, packed=True, overlong="drop", buffer_size=3, trusted_packages=["my_data"]
+    )
+    assert (packed.max_seq_len, packed.padding_idx, packed.packing.buffer_size) == (8, 77, 3)
+    assert packed.ledger().dropped["overlong"] == 12  # the tokenizer did not cut it to 8
+    assert packed[0]["tokens"].tolist() == [1000, 1001, 1002, 1003, 1004, 2000, 2001, 2002]
+
+
+def test_the_builders_own_settings_come_first(node: Any) -> None:
+    packed = packed_dataset(
+        Tokenizer(8),
+        dataset=node,
+        packed=True,
+        max_seq_len=16,
+        padding_idx=5,
+        max_packs=1,
+        split_across_pack=True,
+        trusted_packages=["my_data"],
+    )
+    assert len(packed) == 1
+    assert packed[0]["seq_lens"].tolist() == [5, 3, 8]
+    assert packed.padding_idx == 5
+
+
+def test_the_builder_leaves_the_recipes_tokenizer_alone(node: Any) -> None:
+    tokenizer = Tokenizer(8)
+    packed_dataset(tokenizer, dataset=node, packed=True, overlong="truncate", trusted_packages=["my_data"])
+    assert tokenizer.max_seq_len == 8
+
+
+def test_under_parity_the_tokenizer_cuts_and_the_padding_is_0(node: Any) -> None:
+    packed = packed_dataset(
+        Tokenizer(7), dataset=node, packed=True, parity="torchtune", trusted_packages=["my_data"]
+    )
+    assert [pack["seq_lens"].tolist() for pack in packed] == [[5, 2], [3, 4], [7]]
+    assert packed.padding_idx == 0
+
+
+@pytest.mark.parametrize("packed", [False, None, "False", 1])
+def test_the_builder_insists_on_packed_true(node: Any, packed: Any) -> None:
+    message = (
+        f"packed={packed!r}: write `packed: True` beside `_component_: streampack.packed_dataset`. The recipe"
+    )
+    with pytest.raises(ValueError, match="^" + re.escape(message)) as caught:
+        packed_dataset(Tokenizer(8), dataset=node, packed=packed, trusted_packages=["my_data"])
+    assert "boundaries between samples would be dropped in silence" in str(caught.value)
+
+
+def test_packed_left_out_is_refused_too(node: Any) -> None:
+    with pytest.raises(ValueError, match=r"^packed=False: write `packed: True`"):
+        packed_dataset(Tokenizer(8), dataset=node, trusted_packages=["my_data"])
+
+
+@pytest.mark.parametrize(
+    ("inner", "message"),
+    [
+        ({"packed": True}, "packed=True in the inner dataset node: packing is the outer node's"),
+        (
+            {"split_across_pack": True},
+            "split_across_pack=True in the inner dataset node: packing is the outer",
+        ),
+        ({"max_packs": 4}, "max_packs=4 in the inner dataset node: packing is the outer node's"),
+        ({"_component_": "os.system"}, "_component_ 'os.system' is outside the trusted packages"),
+        ({"_component_": "my_data.nothing"}, "_component_ 'my_data.nothing' leads to nothing"),
+    ],
+)
+def test_bad_inner_nodes_are_refused(node: Any, inner: Any, message: str) -> None:
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        packed_dataset(Tokenizer(8), dataset={**node, **inner}, packed=True, trusted_packages=["my_data"])
+
+
+def test_packed_false_in_the_inner_node_is_fine(node: Any) -> None:
+    settings: Any = {"packed": True, "overlong": "drop", "trusted_packages": ["my_data"]}
+    assert len(packed_dataset(Tokenizer(8), dataset={**node, "packed": False}, **settings)) == 1
+
+
+@pytest.mark.parametrize("dataset", [{"lengths": [3]}, "torchtune.datasets.alpaca_dataset", [GOOD], None])
+def test_what_is_no_node_is_refused(dataset: Any) -> None:
+    with pytest.raises(ValueError, match=r"must be a node with a _component_, such as .*PackedDataset\(ds"):
+        packed_dataset(Tokenizer(8), dataset=dataset, packed=True)
+
+
+def test_no_max_seq_len_anywhere_is_refused(node: Any) -> None:
+    for tokenizer in (Tokenizer(None), object()):
+        with pytest.raises(
+            ValueError, match=r"^max_seq_len is None here and in the tokenizer; set max_seq_len"
+        ):
+            packed_dataset(tokenizer, dataset=node, packed=True)
+
+
+def test_no_pad_id_is_refused(node: Any) -> None:
+    tokenizer = types.SimpleNamespace(max_seq_len=8, pad_id=None)
+    with pytest.raises(
+        ValueError, match=r"^the tokenizer \(SimpleNamespace\) has no pad_id; set padding_idx"
+    ):
+        packed_dataset(tokenizer, dataset=node, packed=True)
+
+
+def test_an_inner_dataset_that_packs_by_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(_: Any) -> PackedDataset:
+        return PackedDataset(rows_of([3, 4]), max_seq_len=8)
+
+    provide(monkeypatch, build)
+    with pytest.raises(ValueError, match=r"^sample 0 has a column 'seq_lens': it is a pack already"):
+        packed_dataset(
+            Tokenizer(8), dataset={"_component_": "my_data.build"}, packed=True, trusted_packages=["my_data"]
+        )
+
+
+# The progress bar
+
+
+def test_a_bar_on_rank_0_only_and_none_without_tqdm(monkeypatch: pytest.MonkeyPatch) -> None:
+    tqdm = pytest.importorskip("tqdm")
+    bars: list[Any] = []
+
+    def fake(numbers: Any, **settings: Any) -> Any:
+        bars.append(settings)
+        return numbers
+
+    monkeypatch.setattr(tqdm, "tqdm", fake)
+    PackedDataset(rows_of([3]), max_seq_len=8)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
+    PackedDataset(rows_of([3]), max_seq_len=8)
+    assert [bar["disable"] for bar in bars] == [False, True]
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    assert len(PackedDataset(rows_of([3]), max_seq_len=8)) == 1
+    assert len(bars) == 2

@@ -1,0 +1,309 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streampack import IGNORE_INDEX, IterablePackedDataset, MessagesEncoder, TextEncoder, TokensEncoder
+from streampack.encode import without_truncation
+
+
+class WordTokenizer:
+    """A tokenizer with torchtune's interface: a word is a token, a role a token of its own, cut at max_seq_len."""
+
+    bos_id, eos_id, pad_id = 1, 2, 0
+
+    def __init__(self, *, max_seq_len: int | None = None, shift: int = 0, header: int = 7) -> None:
+        self.max_seq_len = max_seq_len
+        self.shift = shift
+        self.header = header
+        self.calls = 0
+
+    def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
+        self.calls += 1
+        words = [10 + self.shift + sum(word.encode()) % 80 for word in text.split()]
+        tokens = [self.bos_id] * add_bos + words + [self.eos_id] * add_eos
+        return tokens if self.max_seq_len is None else tokens[: self.max_seq_len]
+
+    def tokenize_messages(self, messages: list[Any]) -> tuple[list[int], list[bool]]:
+        tokens, mask = [self.bos_id], [True]
+        for message in messages:
+            content = [self.header, *self.encode(message.text_content, add_bos=False, add_eos=False)]
+            if message.role == "assistant":
+                content.append(self.eos_id)
+            tokens += content
+            mask += [message.masked] * len(content)
+        end = self.max_seq_len
+        return tokens[:end], mask[:end]
+
+    def __call__(self, sample: dict[str, Any], inference: bool = False) -> dict[str, Any]:
+        sample["tokens"], sample["mask"] = self.tokenize_messages(sample.pop("messages"))
+        return sample
+
+
+# Ready tokens.
+
+
+def test_tokens() -> None:
+    assert TokensEncoder()({"tokens": [1, 2], "labels": [-100, 2]}).labels.tolist() == [-100, 2]
+    named = TokensEncoder(tokens="input_ids", labels="targets")
+    assert named({"input_ids": [1, 2], "targets": [-100, 2]}).labels.tolist() == [-100, 2]
+    with pytest.raises(ValueError, match="column 'targets' is missing; the row's columns are 'input_ids'"):
+        named({"input_ids": [1]})
+
+
+def test_tokens_fingerprint_says_the_columns() -> None:
+    encoders = [TokensEncoder(), TokensEncoder(labels=None), TokensEncoder(tokens="input_ids")]
+    assert len({encoder.fingerprint() for encoder in encoders}) == 3
+    assert TokensEncoder().fingerprint() == TokensEncoder().fingerprint()
+
+
+# Plain text.
+
+
+def test_text_is_trained_whole() -> None:
+    encode = TextEncoder(WordTokenizer())
+    sample = encode({"text": "a b c"})
+    assert sample.tokens.tolist() == WordTokenizer().encode("a b c")
+    assert sample.labels.tolist() == sample.tokens.tolist()
+    assert sample.tokens.dtype == np.int64
+
+
+@pytest.mark.parametrize(("add_bos", "add_eos"), [(True, False), (False, True), (False, False)])
+def test_text_ends_as_told(add_bos: bool, add_eos: bool) -> None:
+    encode = TextEncoder(WordTokenizer(), add_bos=add_bos, add_eos=add_eos, column="body")
+    expected = WordTokenizer().encode("a b", add_bos=add_bos, add_eos=add_eos)
+    assert encode({"body": "a b", "text": "no"}).tokens.tolist() == expected
+
+
+def test_empty_text_without_bos_and_eos_is_an_empty_sample() -> None:
+    assert TextEncoder(WordTokenizer(), add_bos=False, add_eos=False)({"text": ""}).tokens.size == 0
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"body": "a"}, "column 'text' is missing; the row's columns are 'body'"),
+        ({}, "column 'text' is missing; the row's columns are none"),
+        ({"text": 3}, "column 'text' holds a int; it must be text"),
+        ({"text": ["a"]}, "column 'text' holds a list; it must be text"),
+        ({"text": None}, "column 'text' holds a NoneType; it must be text"),
+    ],
+)
+def test_bad_text(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        TextEncoder(WordTokenizer())(row)
+    assert str(error.value) == message
+
+
+def test_text_fingerprint_says_tokenizer_and_settings() -> None:
+    def fingerprint(tokenizer: WordTokenizer | None = None, **settings: Any) -> str:
+        return TextEncoder(tokenizer or WordTokenizer(), **settings).fingerprint()
+
+    assert fingerprint() == fingerprint()
+    others = [
+        fingerprint(WordTokenizer(shift=1)),
+        fingerprint(column="body"),
+        fingerprint(add_bos=False),
+        fingerprint(add_eos=False),
+    ]
+    assert len({fingerprint(), *others}) == 5
+    assert fingerprint(WordTokenizer(max_seq_len=3)) == fingerprint(), "its limit is out of force"
+
+
+# Truncation by the tokenizer.
+
+
+def test_a_tokenizers_own_limit_is_out_of_force() -> None:
+    tokenizer = WordTokenizer(max_seq_len=4)
+    assert len(tokenizer.encode("a b c d e f")) == 4
+    assert TextEncoder(tokenizer)({"text": "a b c d e f"}).tokens.size == 8
+    assert tokenizer.max_seq_len == 4, "the caller's tokenizer is as it was"
+
+
+def test_a_tokenizer_without_a_limit_is_not_copied() -> None:
+    tokenizer = WordTokenizer()
+    assert without_truncation(tokenizer) is tokenizer
+    assert without_truncation(bare := object()) is bare
+
+
+def test_what_a_tokenizer_would_have_cut_is_in_the_ledger() -> None:
+    data = IterablePackedDataset(
+        [{"text": "a b c d e f"}, {"text": "a b"}],
+        encoder=TextEncoder(WordTokenizer(max_seq_len=5)),
+        max_seq_len=5,
+        overlong="truncate",
+    )
+    packs = list(data)
+    assert [pack["num_seqs"] for pack in packs] == [1, 1]
+    assert data.ledger().dropped["truncated"] == 3
+    assert data.ledger().tokens_in == 8 + 4
+
+
+# Messages, by torchtune's transforms.
+
+CONVERSATION = [("user", "how are you"), ("assistant", "fine thank you"), ("user", "bye"), ("assistant", "so long")]
+ROWS: dict[str, dict[str, Any]] = {
+    "InputOutputToMessages": {"input": "how are you", "output": "fine thank you"},
+    "AlpacaToMessages": {"instruction": "add one", "input": "three", "output": "four"},
+    "ShareGPTToMessages": {
+        "conversations": [
+            {"from": {"user": "human", "assistant": "gpt"}[role], "value": text} for role, text in CONVERSATION
+        ]
+    },
+    "OpenAIToMessages": {"messages": [{"role": role, "content": text} for role, text in CONVERSATION]},
+}
+
+
+@pytest.fixture(scope="module")
+def tune_data() -> Any:
+    return pytest.importorskip("torchtune.data")
+
+
+@pytest.mark.parametrize("name", sorted(ROWS))
+@pytest.mark.parametrize("train_on_input", [False, True])
+def test_messages_are_as_torchtunes_dataset_makes_them(tune_data: Any, name: str, train_on_input: bool) -> None:
+    from torchtune.datasets._sft import SFTTransform
+
+    transform = getattr(tune_data, name)(train_on_input=train_on_input)
+    theirs = SFTTransform(message_transform=transform, model_transform=WordTokenizer())(dict(ROWS[name]))
+    ours = MessagesEncoder(WordTokenizer(), message_transform=transform)(ROWS[name])
+    assert ours.tokens.tolist() == list(theirs["tokens"])
+    assert ours.labels.tolist() == list(theirs["labels"])
+    trained = int((ours.labels != IGNORE_INDEX).sum())
+    assert 0 < trained < ours.tokens.size
+    assert ours.tokens.dtype == ours.labels.dtype == np.int64
+
+
+def test_messages_are_not_cut_by_the_tokenizer(tune_data: Any) -> None:
+    transform = tune_data.InputOutputToMessages()
+    row = ROWS["InputOutputToMessages"]
+    whole = MessagesEncoder(WordTokenizer(), message_transform=transform)(row)
+    limited = MessagesEncoder(WordTokenizer(max_seq_len=3), message_transform=transform)(row)
+    assert limited.tokens.tolist() == whole.tokens.tolist()
+
+
+def test_the_row_is_left_as_it_was(tune_data: Any) -> None:
+    row = {"messages": [{"role": role, "content": text} for role, text in CONVERSATION]}
+    encode = MessagesEncoder(WordTokenizer(), message_transform=tune_data.OpenAIToMessages())
+    assert encode(row).tokens.tolist() == encode(row).tokens.tolist()
+    assert list(row) == ["messages"]
+
+
+def test_a_transform_of_ones_own(tune_data: Any) -> None:
+    def transform(row: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "messages": [
+                tune_data.Message(role="user", content=row["q"], masked=True),
+                tune_data.Message(role="assistant", content=row["a"]),
+            ]
+        }
+
+    sample = MessagesEncoder(WordTokenizer(), message_transform=transform)({"q": "one two", "a": "three"})
+    assert sample.labels.tolist() == [IGNORE_INDEX] * 4 + sample.tokens.tolist()[4:]
+
+
+def test_bad_messages_name_the_column_or_the_fault(tune_data: Any) -> None:
+    encode = MessagesEncoder(WordTokenizer(), message_transform=tune_data.InputOutputToMessages())
+    with pytest.raises(ValueError) as error:
+        encode({"input": "a", "answer": "b"})
+    assert str(error.value) == "column 'output' is missing; the row's columns are 'input', 'answer'"
+
+    encode = MessagesEncoder(WordTokenizer(), message_transform=tune_data.OpenAIToMessages())
+    with pytest.raises(ValueError, match="Two consecutive user messages at index 1"):
+        encode({"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]})
+    with pytest.raises(ValueError, match="at least length 2"):
+        encode({"messages": [{"role": "user", "content": "a"}]})
+
+
+def test_a_bad_row_of_messages_is_named_by_its_place(tune_data: Any) -> None:
+    rows = [{"input": "a", "output": "b"}, {"input": "a"}]
+    encode = MessagesEncoder(WordTokenizer(), message_transform=tune_data.InputOutputToMessages())
+    data = IterablePackedDataset(rows, max_seq_len=16, encoder=encode)
+    with pytest.raises(ValueError) as error:
+        list(data)
+    assert str(error.value) == "sample 1: column 'output' is missing; the row's columns are 'input'"
+
+
+def test_tokens_and_mask_that_differ_in_length_are_an_error(tune_data: Any) -> None:
+    class Broken(WordTokenizer):
+        def tokenize_messages(self, messages: list[Any]) -> tuple[list[int], list[bool]]:
+            tokens, _ = super().tokenize_messages(messages)
+            return tokens, [False]
+
+    encode = MessagesEncoder(Broken(), message_transform=tune_data.InputOutputToMessages())
+    with pytest.raises(ValueError, match="1"):
+        encode({"input": "a", "output": "b"})
+
+
+def test_messages_fingerprint_says_transform_and_tokenizer(tune_data: Any) -> None:
+    transform = tune_data.InputOutputToMessages
+
+    def fingerprint(made: Any, tokenizer: WordTokenizer | None = None) -> str:
+        return MessagesEncoder(tokenizer or WordTokenizer(), message_transform=made).fingerprint()
+
+    assert fingerprint(transform()) == fingerprint(transform())
+    assert fingerprint(transform(), WordTokenizer(max_seq_len=3)) == fingerprint(transform())
+    others = {
+        fingerprint(transform()),
+        fingerprint(transform(train_on_input=True)),
+        fingerprint(transform(column_map={"input": "q", "output": "a"})),
+        fingerprint(transform(new_system_prompt="be kind")),
+        fingerprint(tune_data.AlpacaToMessages()),
+        fingerprint(transform(), WordTokenizer(shift=1)),
+    }
+    assert len(others) == 6
+
+
+def test_functions_as_transforms_are_told_apart() -> None:
+    def one(row: Mapping[str, Any]) -> dict[str, Any]:
+        return {"messages": []}
+
+    def other(row: Mapping[str, Any]) -> dict[str, Any]:
+        return {"messages": []}
+
+    prints = {MessagesEncoder(WordTokenizer(), message_transform=f).fingerprint() for f in (one, other)}
+    assert len(prints) == 2
+
+
+def test_chat_templates_are_told_apart(tune_data: Any) -> None:
+    """The same words and ids, another header before each message: another tokenizer, so another fingerprint."""
+    transform = tune_data.InputOutputToMessages()
+    prints = {
+        MessagesEncoder(WordTokenizer(header=header), message_transform=transform).fingerprint()
+        for header in (7, 8)
+    }
+    assert len(prints) == 2
+
+
+class Transform:
+    """A transform with settings, as torchtune's are written."""
+
+    def __init__(self) -> None:
+        self.column_map = {"input": "q", "output": "a"}
+        self.train_on_input = False
+
+
+FINGERPRINT_ELSEWHERE = """
+from tests.test_encode import *
+print(MessagesEncoder(WordTokenizer(), message_transform=Transform()).fingerprint())
+"""
+
+
+def test_fingerprints_hold_in_another_process() -> None:
+    """No memory address and no hash gets into them: a resume is always in another process."""
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FINGERPRINT_ELSEWHERE],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parent.parent,
+        env={"PYTHONHASHSEED": "77"},
+    )
+    here = MessagesEncoder(WordTokenizer(), message_transform=Transform()).fingerprint()
+    assert run.stdout.split() == [here]

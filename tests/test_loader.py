@@ -1,0 +1,140 @@
+import pytest
+import torch
+
+from streampack import IterablePackedDataset, PackedDataLoader
+from streampack.collate import Batch
+
+
+def rows(count=300):
+    return [{"tokens": [i] * (i * 7 % 13 + 1), "labels": [i] * (i * 7 % 13 + 1)} for i in range(1, count + 1)]
+
+
+def dataset(**kwargs):
+    settings = {"max_seq_len": 16, "buffer_size": 8, "num_lanes": 4, "shuffle": True, "epochs": 2} | kwargs
+    return IterablePackedDataset(rows(), **settings)
+
+
+def same(left: Batch, right: Batch) -> bool:
+    return all(
+        torch.equal(getattr(left, name), getattr(right, name))
+        for name in ("tokens", "labels", "input_pos", "seq_lens")
+    ) and left.fragments == right.fragments
+
+
+def samples(batches):
+    """Every whole sample that came, by its token."""
+    return sorted(
+        int(batch.tokens[i, 0 if j == 0 else int(batch.seq_lens[i, :j].sum())])
+        for batch in batches
+        for i, fragments in enumerate(batch.fragments)
+        for j in range(len(fragments))
+    )
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_the_order_does_not_depend_on_the_number_of_workers(num_workers):
+    alone = list(PackedDataLoader(dataset(), batch_size=3))
+    together = list(PackedDataLoader(dataset(), batch_size=3, num_workers=num_workers))
+    assert len(alone) == len(together)
+    assert all(map(same, alone, together))
+
+
+def test_every_sample_once_an_epoch_and_no_batch_mixes_epochs():
+    batches = list(PackedDataLoader(dataset(), batch_size=7, batches_per_step=3))
+    assert len(batches) % 3 == 0
+    assert all(batch.tokens.shape == (7, 16) for batch in batches)
+    half = len(batches) // 2
+    assert samples(batches[:half]) == samples(batches[half:]) == list(range(1, 301))
+
+
+def test_an_epoch_is_filled_with_null_packs_that_train_nothing():
+    [last] = PackedDataLoader(IterablePackedDataset(rows(3), max_seq_len=64), batch_size=4)
+    assert [len(f) for f in last.fragments] == [3, 0, 0, 0]
+    assert (last.labels[1:] == -100).all()
+    assert last.seq_lens[1:, 0].tolist() == [64, 64, 64]
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 0), (0, 2), (2, 0), (2, 3)])
+def test_resumes_at_every_batch_with_any_number_of_workers(before, after):
+    whole = list(PackedDataLoader(dataset(), batch_size=3))
+    stops = range(1, len(whole), 1 if before == after == 0 else 23)
+    for stop in stops:
+        first = PackedDataLoader(dataset(), batch_size=3, num_workers=before)
+        iterator = iter(first)
+        for _ in range(stop):
+            next(iterator)
+        second = PackedDataLoader(dataset(), batch_size=3, num_workers=after)
+        second.load_state_dict(first.state_dict())
+        rest = list(second)
+        assert len(rest) == len(whole) - stop
+        assert all(map(same, rest, whole[stop:]))
+
+
+def test_the_state_is_of_what_was_handed_over_not_of_what_workers_made():
+    loader = PackedDataLoader(dataset(), batch_size=2, num_workers=2, prefetch_factor=8)
+    batch = next(iter(loader))
+    assert loader.ledger().packs == 2
+    assert loader.ledger().packed == batch.num_tokens
+
+
+def test_the_ledger_at_the_end_of_an_epoch():
+    loader = PackedDataLoader(dataset(epochs=1), batch_size=3, num_workers=2)
+    batches = list(loader)
+    ledger = loader.ledger()
+    assert ledger.tokens_in == sum(len(row["tokens"]) for row in rows())
+    assert ledger.packed == ledger.tokens_in == sum(batch.num_tokens for batch in batches)
+    assert ledger.buffered == 0
+    assert ledger.samples == 300
+
+
+def test_epoch_counts_up():
+    loader = PackedDataLoader(dataset(), batch_size=3)
+    seen = [loader.epoch for _ in loader]
+    assert seen == sorted(seen)
+    assert set(seen) == {0, 1}
+
+
+def test_a_bad_row_in_a_worker_names_its_place():
+    data = [*rows(40), {"tokens": [1], "labels": [1, 2]}]
+    loader = PackedDataLoader(IterablePackedDataset(data, max_seq_len=16, num_lanes=1), num_workers=1)
+    with pytest.raises(ValueError, match="sample 40: 'tokens' has 1 entries and 'labels' has 2"):
+        list(loader)
+
+
+def test_a_bad_row_does_not_end_the_stream_in_silence():
+    data = [*rows(10), {"tokens": [1], "labels": [1, 2]}, *rows(10)]
+    iterator = iter(PackedDataLoader(IterablePackedDataset(data, max_seq_len=16, num_lanes=1)))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="sample 10"):
+            for _ in range(30):
+                next(iterator)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"batch_size": 0}, "batch_size=0 is below 1"),
+        ({"num_workers": -1}, "num_workers=-1 is below 0"),
+        ({"prefetch_factor": 0}, "prefetch_factor=0"),
+        ({"batches_per_step": 0}, "batches_per_step=0"),
+    ],
+)
+def test_settings_are_checked(setting, message):
+    with pytest.raises(ValueError, match=message):
+        PackedDataLoader(dataset(), **setting)
+
+
+def test_more_workers_than_lanes_is_refused():
+    with pytest.raises(ValueError, match="4 lanes cannot feed 5 consumers"):
+        iter(PackedDataLoader(dataset(), num_workers=5))
+
+
+def test_an_iterable_feeds_one_worker_unless_strided():
+    from streampack import IterableSource
+
+    plain = IterablePackedDataset(IterableSource(rows), max_seq_len=16)
+    assert len(samples(PackedDataLoader(plain, num_workers=1))) == 300
+    with pytest.raises(ValueError, match="can be read as 1 lane"):
+        iter(PackedDataLoader(IterablePackedDataset(IterableSource(rows), max_seq_len=16), num_workers=2))
+    strided = IterablePackedDataset(IterableSource(rows, stride=True), max_seq_len=16)
+    assert samples(PackedDataLoader(strided, num_workers=2)) == list(range(1, 301))

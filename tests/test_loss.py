@@ -1,0 +1,206 @@
+"""The loss against torch's cross_entropy: the plain shifted sum, whole and in fp32, is the oracle."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from streampack.training.loss import summed_cross_entropy
+from streampack.types import IGNORE_INDEX
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+# Ours sums in another order; in bf16 both round the gradient, once, from fp32.
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 4e-3}
+
+
+def naive_loss(
+    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    losses = F.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE_INDEX, reduction="none"
+    )
+    return (losses if weights is None else losses * weights[:, 1:].flatten()).sum()
+
+
+def example(
+    batch: int, seq: int, vocab: int, *, dtype: torch.dtype = torch.float32, ignored: float = 0.4
+) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(batch * 10_000 + seq * 100 + vocab)
+    logits = (3 * torch.randn(batch, seq, vocab, generator=generator)).to(dtype).requires_grad_()
+    labels = torch.randint(vocab, (batch, seq), generator=generator)
+    labels[torch.rand(batch, seq, generator=generator) < ignored] = IGNORE_INDEX
+    return logits, labels
+
+
+def grad_of(loss: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    (grad,) = torch.autograd.grad(loss, logits)
+    return grad
+
+
+def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    ours, theirs = ours.detach().double(), theirs.detach().double()
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 7, 512])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 9, 11), (3, 5, 2), (2, 16, 130)], ids=str)
+def test_it_is_the_shifted_sum(shape: tuple[int, int, int], dtype: torch.dtype, chunk_size: int) -> None:
+    logits, labels = example(*shape, dtype=dtype)
+    ours, theirs = summed_cross_entropy(logits, labels, chunk_size=chunk_size), naive_loss(logits, labels)
+    assert ours.shape == ()
+    assert ours.dtype == theirs.dtype
+    assert difference(ours, theirs) < TOLERANCE[torch.float32 if dtype == torch.bfloat16 else dtype]
+    assert difference(grad_of(ours, logits), grad_of(theirs, logits)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 4, 7])  # 7 of 10 tokens: torch.chunk makes 5 of 2
+def test_a_list_of_chunks_is_the_whole(num_chunks: int) -> None:
+    logits, labels = example(2, 10, 17)
+    whole = summed_cross_entropy(logits, labels)
+    parts = summed_cross_entropy(logits.chunk(num_chunks, dim=1), labels, chunk_size=3)
+    assert difference(parts, whole) < 1e-6
+    assert difference(grad_of(parts, logits), grad_of(whole, logits)) < 1e-6
+
+
+def test_chunks_of_unequal_length_find_their_labels() -> None:
+    logits, labels = example(2, 10, 17, ignored=0)
+    whole, parts = naive_loss(logits, labels), summed_cross_entropy(logits.split([1, 6, 0, 3], 1), labels)
+    assert difference(grad_of(parts, logits), grad_of(whole, logits)) < 1e-6
+
+
+@pytest.mark.parametrize("chunk_size", [4, 512])
+def test_weights_multiply_each_tokens_loss(chunk_size: int) -> None:
+    logits, labels = example(2, 13, 19)
+    weights = torch.rand(2, 13, generator=torch.Generator().manual_seed(1))
+    weights[0, 5:9] = 0
+    ours = summed_cross_entropy(logits, labels, weights=weights, chunk_size=chunk_size)
+    theirs = naive_loss(logits, labels, weights)
+    assert difference(ours, theirs) < 1e-6
+    expected = grad_of(theirs, logits)
+    assert difference(grad_of(ours, logits), expected) < 1e-6
+    # The weight of token i goes with label i, not with the logits at i.
+    shifted_once_more = naive_loss(logits, labels, weights.roll(1, 1))
+    assert difference(grad_of(shifted_once_more, logits), expected) > 0.1
+
+
+def test_the_gradient_is_the_slope() -> None:
+    logits, labels = example(2, 4, 5, dtype=torch.float64)
+    weights = torch.tensor([[0.5, 1, 2, 0], [1, 0, 3, 1]], dtype=torch.float64)
+    torch.autograd.gradcheck(
+        lambda x: 2.5 * summed_cross_entropy(x, labels, weights=weights, chunk_size=3), (logits,)
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_batch_without_trained_tokens_is_exactly_zero(dtype: torch.dtype) -> None:
+    logits, labels = example(2, 9, 11, dtype=dtype, ignored=1)
+    loss = summed_cross_entropy(logits, labels)
+    assert loss.item() == 0
+    assert not grad_of(loss, logits).any()
+    # Nor does a label count that nothing predicts: the first of a row.
+    labels[:, 0] = 3
+    loss = summed_cross_entropy(logits, labels)
+    assert loss.item() == 0
+    assert not grad_of(loss, logits).any()
+
+
+def test_untrained_tokens_count_nothing_even_where_logits_are_not_finite() -> None:
+    logits, labels = example(1, 6, 11, ignored=0)
+    labels[0, 3:] = IGNORE_INDEX
+    clean = summed_cross_entropy(logits, labels)
+    broken = logits.detach().clone()
+    broken[0, 2, 4], broken[0, 3], broken[0, 4, 1], broken[0, 5] = 50.0, torch.nan, torch.inf, -torch.inf
+    loss = summed_cross_entropy(broken.requires_grad_(), labels)
+    assert loss.item() == clean.item()
+    assert torch.equal(grad_of(loss, broken), grad_of(clean, logits))
+
+
+def test_logits_of_any_size_are_finite() -> None:
+    logits = torch.tensor([[[1e4, -1e4, 0.0], [-torch.inf, 2.0, 2.0], [0.0, 0.0, 0.0]]], requires_grad=True)
+    labels = torch.tensor([[-100, 1, 2]])
+    loss = summed_cross_entropy(logits, labels)
+    assert loss.item() == pytest.approx(2e4 + torch.log(torch.tensor(2.0)).item())
+    assert grad_of(loss, logits)[0].tolist() == [[1, -1, 0], [0, 0.5, -0.5], [0, 0, 0]]
+
+
+def test_logits_are_left_as_they_were() -> None:
+    logits, labels = example(2, 9, 11)
+    before = logits.detach().clone()
+    summed_cross_entropy(logits, labels).backward()
+    assert torch.equal(logits, before)
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that new fp32 tensors of more than ``over`` elements held at a time."""
+
+    def __init__(self, *, over: int) -> None:
+        super().__init__()
+        self.over, self.live, self.peak = over, 0, 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype == torch.float32:
+            storage = result.untyped_storage()
+            address, size = storage.data_ptr(), storage.nbytes()
+            if size > 4 * self.over and address not in self.known:
+                self.known.add(address)
+                self.live += size
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(storage, self.free, address, size)
+        return result
+
+    def free(self, address: int, size: int) -> None:
+        self.known.discard(address)
+        self.live -= size
+
+
+def fp32_peak(loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> float:
+    """In fp32 copies of the logits."""
+    logits, labels = example(2, 256, 64, dtype=torch.bfloat16)
+    with LiveBytes(over=512) as mode:  # a number or two per token is nobody's concern
+        loss(logits, labels).backward()
+    return mode.peak / (4 * logits.numel())
+
+
+def test_no_fp32_copy_of_the_logits_exists_whole() -> None:
+    assert fp32_peak(lambda x, y: summed_cross_entropy(x, y, chunk_size=32)) <= 3 * 32 / 512
+    assert fp32_peak(naive_loss) >= 2  # the copy and its log-softmax; the gauge works
+
+
+# torch's own tracer instantiates the Function that it warns not to.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_it_compiles_without_a_graph_break() -> None:
+    logits, labels = example(2, 9, 11)
+    compiled = torch.compile(summed_cross_entropy, fullgraph=True, backend="aot_eager")
+    ours, plain = compiled(logits, labels, chunk_size=5), summed_cross_entropy(logits, labels, chunk_size=5)
+    assert difference(ours, plain) < 1e-6
+    assert difference(grad_of(ours, logits), grad_of(plain, logits)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"labels": torch.zeros(2, 8).long()}, r"labels have shape \[2, 8\] .* \[2, 9\]; .* one per token"),
+        ({"labels": torch.zeros(18).long()}, r"labels have shape \[18\] and the logits are for \[2, 9\]"),
+        (
+            {"weights": torch.ones(2, 8)},
+            r"weights have shape \[2, 8\] .* \[2, 9\]; give one weight per label",
+        ),
+        ({"chunk_size": 0}, "chunk_size=0 is below 1; give at least 1"),
+    ],
+)
+def test_bad_arguments(change: dict[str, Any], message: str) -> None:
+    logits, labels = example(2, 9, 11)
+    with pytest.raises(ValueError, match=message):
+        summed_cross_entropy(**{"logits": logits, "labels": labels, **change})

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streampack import Ledger
+from streampack.metrics import DROP_REASONS
+
+counts = st.integers(0, 10**9)
+
+
+@st.composite
+def ledgers(draw: st.DrawFn) -> Ledger:
+    return Ledger(
+        *(draw(counts) for _ in range(5)),
+        {reason: draw(counts) for reason in DROP_REASONS},
+        {reason: draw(counts) for reason in DROP_REASONS},
+    )
+
+
+@given(ledgers())
+def test_the_law(ledger: Ledger) -> None:
+    assert ledger.tokens_in == ledger.packed + ledger.buffered + sum(ledger.dropped.values())
+
+
+@given(ledgers())
+def test_numbers_round_trip(ledger: Ledger) -> None:
+    assert Ledger.from_numbers(ledger.numbers()) == ledger
+    assert len(ledger.numbers()) == 5 + 2 * len(DROP_REASONS)
+
+
+@given(st.lists(ledgers(), max_size=4))
+def test_total_adds_every_count(parts: list[Ledger]) -> None:
+    total = Ledger.total(parts)
+    for name in ("samples", "tokens_in", "packs", "slots", "packed", "buffered"):
+        assert getattr(total, name) == sum(getattr(part, name) for part in parts)
+    for reason in DROP_REASONS:
+        assert total.dropped[reason] == sum(part.dropped[reason] for part in parts)
+        assert total.dropped_samples[reason] == sum(part.dropped_samples[reason] for part in parts)
+
+
+def test_total_of_a_generator_and_of_nothing() -> None:
+    assert Ledger.total(Ledger(samples=n) for n in (1, 2)).samples == 3
+    assert Ledger.total([]) == Ledger()
+
+
+def test_ledgers_share_nothing() -> None:
+    a, b = Ledger(), Ledger()
+    a.drop("overlong", 5)
+    assert sum(b.dropped.values()) == 0
+    total = Ledger.total([a])
+    total.drop("overlong", 1)
+    assert (a.dropped["overlong"], a.dropped_samples["overlong"]) == (5, 1)
+
+
+def test_drops_are_booked_by_name() -> None:
+    ledger = Ledger(samples=3, tokens_in=20)
+    ledger.drop("truncated", 4)
+    ledger.drop("truncated", 2)
+    ledger.drop("empty", 0)
+    assert ledger.dropped == {"overlong": 0, "truncated": 6, "empty": 0}
+    assert ledger.dropped_samples == {"overlong": 0, "truncated": 2, "empty": 1}
+    assert ledger.buffered == 14
+    with pytest.raises(KeyError):
+        ledger.drop("bad luck", 1)
+
+
+def test_padding() -> None:
+    assert Ledger().padding == 0.0
+    assert Ledger(packs=2, slots=20, packed=15).padding == 0.25
+    assert Ledger(packs=2, slots=20, packed=20).padding == 0.0
+
+
+def test_as_dict_is_flat_numbers() -> None:
+    ledger = Ledger(samples=2, tokens_in=12, packs=1, slots=10, packed=9)
+    ledger.drop("overlong", 1)
+    assert ledger.as_dict() == {
+        "samples": 2,
+        "tokens_in": 12,
+        "packs": 1,
+        "slots": 10,
+        "packed": 9,
+        "dropped_overlong": 1,
+        "dropped_truncated": 0,
+        "dropped_empty": 0,
+        "buffered": 2,
+        "padding": pytest.approx(0.1),
+    }
