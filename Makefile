@@ -37,8 +37,9 @@ format: setup  ## let ruff fix what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.installed-bench  ## packing density and speed beside the peers'; writes benchmarks/results/
+bench: $(VENV)/.installed-bench  ## density and speed beside the peers', time to the first batch; writes benchmarks/results/
 	$(BIN)/python -m benchmarks.density $(ARGS)
+	$(BIN)/python -m benchmarks.start
 
 clean:  ## remove .venv, builds and caches
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

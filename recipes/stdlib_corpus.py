@@ -22,7 +22,9 @@ from typing import NamedTuple
 
 import sentencepiece
 
-VOCAB_SIZE = 2048  # small enough to learn in a few hundred steps: the output layer is a quarter of the quickstart's model
+VOCAB_SIZE = (
+    2048  # the two embedding layers are a third of the quickstart's model; 32,000 would make them nine tenths
+)
 
 # Tests hold fixtures rather than prose, `encodings` and `pydoc_data` are generated tables, `idlelib` and `turtledemo`
 # are programs that many distributions leave out.
@@ -72,8 +74,11 @@ def docstring_pairs() -> Iterator[dict[str, str]]:
 
     Neither a question nor an answer comes twice, so a held-out split shares no row with the rest.
 
-    >>> next(pair for pair in docstring_pairs() if "bisect.insort_left" in pair["input"])["input"]
+    >>> pair = next(pair for pair in docstring_pairs() if "bisect.insort_left" in pair["input"])
+    >>> pair["input"]
     'What does `bisect.insort_left` do?'
+    >>> pair["output"].splitlines()[0]
+    'Insert item x in list a, and keep it sorted assuming a is sorted.'
     """
     seen: set[str] = set()
     for source in source_files():
@@ -94,6 +99,9 @@ def docstring_pairs() -> Iterator[dict[str, str]]:
 def prepare(cache_dir: Path | None = None) -> Paths:
     """Writes `pairs.jsonl` and `tokenizer.model` if they are not there yet, and says where they are.
 
+    The tokenizer loads in `torchtune.models.llama2.llama2_tokenizer`. It has 2,048 tokens: 1 is bos, 2 is eos, and 0
+    is unknown, which no text becomes and torchtune pads with.
+
     They go to `cache_dir`, by default $STREAMPACK_CACHE or ~/.cache/streampack, in a folder named after the Python
     version and a hash of everything that determines their content. Both are deterministic. Files appear whole or not
     at all: two processes may prepare at once (each does the work, the bytes are equal), and one that is killed leaves
@@ -109,7 +117,11 @@ def prepare(cache_dir: Path | None = None) -> Paths:
     if not paths.tokenizer.exists():
         lines = paths.pairs.read_text(encoding="utf-8").split("\n")[:-1]
         texts = [text for line in lines for text in json.loads(line).values()]
-        print(f"training a tokenizer of {VOCAB_SIZE} tokens, some seconds", file=sys.stderr)
+        print(
+            f"training a tokenizer of {VOCAB_SIZE:,} tokens on them, a few seconds",
+            file=sys.stderr,
+            flush=True,
+        )
         _write(paths.tokenizer, _train_tokenizer(texts))
     return paths
 
@@ -129,15 +141,17 @@ def _docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
     if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         yield name, (ast.get_docstring(node) or "").strip()
     for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.expr):  # defines nothing, and is most of the tree
+            continue
         defines = isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         yield from _docstrings(child, f"{name}.{child.name}" if defines else name)
 
 
 def _train_tokenizer(texts: Iterable[str]) -> bytes:
-    """A BPE model with Llama 2's ids (unk 0, bos 1, eos 2) that gives back every text as it was.
+    """A BPE model with Llama 2's ids that gives back every text as it was, but for U+2581, its sign for a space.
 
-    Text is taken line by line, so a newline is never part of a longer token: torchtune's tokenizers cut messages apart
-    there. It falls back to the byte token, as in Llama 2; so does every character too rare for a token of its own.
+    It learns line by line, so a newline is never part of a longer token, as in Llama 2: torchtune's tokenizers cut
+    messages apart there. Newlines, and characters too rare for a token of their own, become byte tokens.
     """
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -149,6 +163,7 @@ def _train_tokenizer(texts: Iterable[str]) -> bytes:
         character_coverage=0.9995,
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
+        add_dummy_prefix=False,  # no space that the text does not have: a message may begin in the middle of a line
         allow_whitespace_only_pieces=True,  # indentation is one token
         split_digits=True,
         max_sentence_length=1 << 16,
@@ -175,17 +190,17 @@ def _write(path: Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def _counted(rows: Iterable[dict[str, str]], what: str) -> Iterator[dict[str, str]]:
-    """Passes rows on, and from the second second on shows on stderr how many came."""
+    """Passes rows on and tells on stderr how many came, on a terminal while they come, after the first second."""
     shown = time.monotonic() + 1
     count = 0
     for count, row in enumerate(rows, 1):
-        if time.monotonic() > shown:
+        if sys.stderr.isatty() and time.monotonic() > shown:
             shown = time.monotonic() + 0.2
             print(f"\r{count:,} {what}", end="", file=sys.stderr, flush=True)
         yield row

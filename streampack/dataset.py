@@ -336,8 +336,9 @@ def packed_dataset(
     does not cut, so that ``overlong`` decides what becomes of a long sample. ``trusted_packages`` adds names
     to the packages that the inner ``_component_`` may come from.
 
-    With ``parity="torchtune"`` the packs are those of the inner builder's own ``packed: True``: the tokenizer cuts,
-    and the padding is 0, whatever the ``pad_id``.
+    With ``parity="torchtune"`` the packs are those of the inner builder's own ``packed: True``: the tokenizer
+    cuts, and the padding is 0, whatever the ``pad_id``. (``text_completion_dataset`` then splits by default:
+    write ``split_across_pack: True`` here.)
 
     The other arguments are those of `PackedDataset`.
 

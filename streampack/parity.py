@@ -31,15 +31,15 @@ def plan(
     [[(0, 0, 5), (1, 0, 3)], [(1, 3, 6)]]
 
     Raises:
-        ValueError: with torchtune's words, for a sample that is too long and may not be split.
+        ValueError: as torchtune does, for a sample that is too long and may not be split.
     """
     spans: list[Span] = []
     used = made = 0
     for index, length in enumerate(lengths):
         if length > max_seq_len and not split_across_pack:
             raise ValueError(
-                f"sample {index}: Dataset sample is too long ({length} > {max_seq_len}). "
-                "Please set `split_across_pack=True` or increase `max_seq_len`."
+                f"sample {index} has {length} tokens, max_seq_len is {max_seq_len}; "
+                "set split_across_pack=True or raise max_seq_len"
             )
         spans.append(Span(index, 0, length))
         used += length

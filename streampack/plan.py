@@ -12,6 +12,7 @@ a planner that was interrupted by an error in ``pull`` goes on to the same pack.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -296,7 +297,10 @@ def plan_samples(numbered: Iterator[tuple[int, int]], packing: Packing) -> Itera
             if index < 0:
                 return None
             try:
-                pending.extend(Span(index, *bounds) for bounds in packing.pieces_of(length))
+                whole = operator.index(length)  # a numpy integer would overflow in `exact_fit`'s shifts
+                pending.extend(Span(index, *bounds) for bounds in packing.pieces_of(whole))
+            except TypeError:
+                raise ValueError(f"sample {index} has {length!r} tokens; give a whole number") from None
             except ValueError as error:
                 raise ValueError(f"sample {index} {error}") from None
         span = held[planner.next_piece] = pending.pop(0)

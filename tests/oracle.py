@@ -166,7 +166,9 @@ def assemble(
 def block_causal_mask(seq_lens: Iterable[int]) -> list[list[bool]]:
     """Who sees whom: ``mask[query][key]``. Give the padding's length too if the row is padded."""
     document = [number for number, length in enumerate(seq_lens) for _ in range(length)]
-    return [[document[k] == document[q] and k <= q for k in range(len(document))] for q in range(len(document))]
+    return [
+        [document[k] == document[q] and k <= q for k in range(len(document))] for q in range(len(document))
+    ]
 
 
 def ledger(

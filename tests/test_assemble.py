@@ -127,7 +127,9 @@ def test_bad_columns(row: dict[str, Any], message: str) -> None:
 
 
 def test_missing_column_names_those_that_are_there() -> None:
-    assert str(missing_column({"a": 1, "b": 2}, "c")) == "column 'c' is missing; the row's columns are 'a', 'b'"
+    assert (
+        str(missing_column({"a": 1, "b": 2}, "c")) == "column 'c' is missing; the row's columns are 'a', 'b'"
+    )
 
 
 # The vocabulary.
@@ -176,7 +178,9 @@ def test_what_the_vocabulary_allows() -> None:
 @pytest.mark.parametrize(
     ("labels", "expected"), [([1, 2, 3], [1, 2, 9]), ([1, 2, IGNORE_INDEX], [1, 2, IGNORE_INDEX])]
 )
-def test_eos_replaces_the_last_token_and_its_label_where_trained(labels: list[int], expected: list[int]) -> None:
+def test_eos_replaces_the_last_token_and_its_label_where_trained(
+    labels: list[int], expected: list[int]
+) -> None:
     before = sample([1, 2, 3], labels)
     after = with_eos(before, 9)
     assert (after.tokens.tolist(), after.labels.tolist()) == ([1, 2, 9], expected)

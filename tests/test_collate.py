@@ -105,7 +105,9 @@ def test_any_dataloader_takes_it() -> None:
     loader = DataLoader(IterablePackedDataset(rows, max_seq_len=10), batch_size=3, collate_fn=collate_packed)
     batches = list(loader)
     assert [tuple(batch.tokens.shape) for batch in batches] == [(3, 10), (1, 10)]
-    assert sorted(t for batch in batches for t in batch.tokens.flatten().tolist()) == sorted(list(range(1, 9)) * 5)
+    assert sorted(t for batch in batches for t in batch.tokens.flatten().tolist()) == sorted(
+        list(range(1, 9)) * 5
+    )
 
 
 @pytest.mark.parametrize("packs", [[[3, 4]], [[12], [1] * 12, [5, 5]]])

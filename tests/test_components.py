@@ -13,7 +13,12 @@ def test_builds_the_whole_tree(tmp_path):
 
 
 def test_a_nested_node_is_an_argument():
-    built = build({"_component_": "streampack.TokensEncoder", "tokens": {"_component_": "streampack.Ledger", "packs": 3}})
+    built = build(
+        {
+            "_component_": "streampack.TokensEncoder",
+            "tokens": {"_component_": "streampack.Ledger", "packs": 3},
+        }
+    )
     assert isinstance(built, TokensEncoder)
     assert built.tokens == Ledger(packs=3)
 

@@ -1,9 +1,9 @@
 from pathlib import Path
 
 import pytest
+import streampack_configs
 from omegaconf import OmegaConf
 
-import streampack_configs
 from streampack.training.config import read_config, validate
 
 QUICKSTART = Path(streampack_configs.__path__[0]) / "quickstart.yaml"

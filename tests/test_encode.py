@@ -147,13 +147,19 @@ def test_what_a_tokenizer_would_have_cut_is_in_the_ledger() -> None:
 
 # Messages, by torchtune's transforms.
 
-CONVERSATION = [("user", "how are you"), ("assistant", "fine thank you"), ("user", "bye"), ("assistant", "so long")]
+CONVERSATION = [
+    ("user", "how are you"),
+    ("assistant", "fine thank you"),
+    ("user", "bye"),
+    ("assistant", "so long"),
+]
 ROWS: dict[str, dict[str, Any]] = {
     "InputOutputToMessages": {"input": "how are you", "output": "fine thank you"},
     "AlpacaToMessages": {"instruction": "add one", "input": "three", "output": "four"},
     "ShareGPTToMessages": {
         "conversations": [
-            {"from": {"user": "human", "assistant": "gpt"}[role], "value": text} for role, text in CONVERSATION
+            {"from": {"user": "human", "assistant": "gpt"}[role], "value": text}
+            for role, text in CONVERSATION
         ]
     },
     "OpenAIToMessages": {"messages": [{"role": role, "content": text} for role, text in CONVERSATION]},
@@ -167,7 +173,9 @@ def tune_data() -> Any:
 
 @pytest.mark.parametrize("name", sorted(ROWS))
 @pytest.mark.parametrize("train_on_input", [False, True])
-def test_messages_are_as_torchtunes_dataset_makes_them(tune_data: Any, name: str, train_on_input: bool) -> None:
+def test_messages_are_as_torchtunes_dataset_makes_them(
+    tune_data: Any, name: str, train_on_input: bool
+) -> None:
     from torchtune.datasets._sft import SFTTransform
 
     transform = getattr(tune_data, name)(train_on_input=train_on_input)

@@ -9,8 +9,8 @@ import time
 import pytest
 import torch
 from omegaconf import OmegaConf
-
 from streampack_recipes.full_finetune import train
+
 from tests.tiny import losses, tiny_config
 
 
@@ -59,9 +59,13 @@ def uninterrupted(tmp_path_factory):
 )
 def test_what_must_not_change_the_losses(tmp_path, uninterrupted, changes):
     train(tiny_config(tmp_path, **changes))
-    for left, right in zip(uninterrupted, (losses(tmp_path), losses(tmp_path, "validation_loss")), strict=True):
+    for left, right in zip(
+        uninterrupted, (losses(tmp_path), losses(tmp_path, "validation_loss")), strict=True
+    ):
         assert left.keys() == right.keys()
-        assert [float(right[step]) for step in right] == pytest.approx([float(left[step]) for step in left], 1e-5)
+        assert [float(right[step]) for step in right] == pytest.approx(
+            [float(left[step]) for step in left], 1e-5
+        )
 
 
 def test_killed_in_mid_epoch_it_goes_on_with_the_same_losses(tmp_path, uninterrupted):
@@ -161,4 +165,6 @@ def test_bad_configs(tmp_path, changes, message):
 def test_compiled_it_has_the_same_losses(tmp_path, uninterrupted):
     train(tiny_config(tmp_path, compile=True))
     ours = losses(tmp_path)
-    assert [float(v) for v in ours.values()] == pytest.approx([float(v) for v in uninterrupted[0].values()], 1e-4)
+    assert [float(v) for v in ours.values()] == pytest.approx(
+        [float(v) for v in uninterrupted[0].values()], 1e-4
+    )

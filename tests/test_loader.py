@@ -15,10 +15,13 @@ def dataset(**kwargs):
 
 
 def same(left: Batch, right: Batch) -> bool:
-    return all(
-        torch.equal(getattr(left, name), getattr(right, name))
-        for name in ("tokens", "labels", "input_pos", "seq_lens")
-    ) and left.fragments == right.fragments
+    return (
+        all(
+            torch.equal(getattr(left, name), getattr(right, name))
+            for name in ("tokens", "labels", "input_pos", "seq_lens")
+        )
+        and left.fragments == right.fragments
+    )
 
 
 def samples(batches):

@@ -152,13 +152,17 @@ def test_waiting_is_bounded(strategy: str, corpus: tuple[list[int], int], buffer
 
 
 @given(corpus=corpora(), buffer_size=st.integers(1, 12))
-def test_exact_fit_pulls_only_while_no_exact_sum_exists(corpus: tuple[list[int], int], buffer_size: int) -> None:
+def test_exact_fit_pulls_only_while_no_exact_sum_exists(
+    corpus: tuple[list[int], int], buffer_size: int
+) -> None:
     lengths, limit = corpus
     planner = Planner(Packing(limit, "exact_fit", buffer_size))
     rest = iter(lengths)
     before = 0
     while spans := planner.next_pack(lambda: next(rest, None)):
-        if sum(stop - start for _, start, stop in spans) == limit:  # an exact sum: its last member ended the search
+        if (
+            sum(stop - start for _, start, stop in spans) == limit
+        ):  # an exact sum: its last member ended the search
             assert planner.next_piece == max(before, max(span.index for span in spans) + 1)
         before = planner.next_piece
 
@@ -229,12 +233,16 @@ def test_lengths_are_read_as_needed(strategy: str) -> None:
     assert next(read) <= 33  # the first piece, and a buffer of 32
 
 
-@pytest.mark.parametrize(("name", "extra", "bound"), [("flan", 0, 2124), ("orca", 0, 1945), ("stack", 2, 5933)])
+@pytest.mark.parametrize(
+    ("name", "extra", "bound"), [("flan", 0, 2124), ("orca", 0, 1945), ("stack", 2, 5933)]
+)
 def test_the_three_distributions(name: str, extra: int, bound: int) -> None:
     """20,000 samples into 4,096 with 128 waiting: the lower bound, but for two packs on the heavy tail."""
     lengths = benchmark_lengths(name).tolist()
     assert oracle.lower_bound(lengths, 4096) == bound
-    counts = {s: sum(1 for _ in plan_packs(lengths, 4096, strategy=s)) for s in ("exact_fit", "wrap", "next_fit")}
+    counts = {
+        s: sum(1 for _ in plan_packs(lengths, 4096, strategy=s)) for s in ("exact_fit", "wrap", "next_fit")
+    }
     assert bound <= counts["exact_fit"] <= bound + extra
     assert counts["wrap"] == bound
     assert counts["next_fit"] == oracle.greedy_count(lengths, 4096)

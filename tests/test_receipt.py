@@ -65,7 +65,9 @@ def test_every_truncation_is_seen(receipt: Receipt) -> None:
     data = receipt.to_bytes()
     for length in range(len(data)):
         for part in (data[:length], data[len(data) - length :]):
-            with pytest.raises(ValueError, match="this is no receipt of a lane, or a damaged one; resume from another"):
+            with pytest.raises(
+                ValueError, match="this is no receipt of a lane, or a damaged one; resume from another"
+            ):
                 Receipt.from_bytes(part)
 
 

@@ -26,7 +26,9 @@ WINDOWS = (0, 1, 3, 1000)
 
 def read_all(source: Any, *, num_lanes: int = 1, **settings: Any) -> list[Mapping[str, Any]]:
     """The rows of all lanes, lane after lane."""
-    return [row.data for lane in range(num_lanes) for row in source.read(lane, num_lanes=num_lanes, **settings)]
+    return [
+        row.data for lane in range(num_lanes) for row in source.read(lane, num_lanes=num_lanes, **settings)
+    ]
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -130,7 +132,9 @@ def test_every_row_of_several_files_exactly_once(
     sizes=st.lists(st.tuples(st.integers(1, 5000), st.booleans()), min_size=1, max_size=5),
     num_lanes=st.integers(1, 9),
 )
-def test_the_division_covers_every_byte_once_and_evenly(sizes: list[tuple[int, bool]], num_lanes: int) -> None:
+def test_the_division_covers_every_byte_once_and_evenly(
+    sizes: list[tuple[int, bool]], num_lanes: int
+) -> None:
     from streampack.sources.jsonl import File
 
     manifest = [File(f"/{i}.jsonl" + ".gz" * z, f"{i}", size) for i, (size, z) in enumerate(sizes)]
@@ -174,7 +178,9 @@ def test_positions_of_jsonl(tmp_path: Path, suffix: str, window: int, num_lanes:
     ],
     ids=["gz", "zst"],
 )
-def test_compressed_files_of_several_members(tmp_path: Path, pack: Any, request: pytest.FixtureRequest) -> None:
+def test_compressed_files_of_several_members(
+    tmp_path: Path, pack: Any, request: pytest.FixtureRequest
+) -> None:
     rows = numbered(3000)
     lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
     chunks = [lines[:1000], lines[1000:1001], b"", lines[1001:]]  # cut within a line
@@ -223,7 +229,9 @@ def test_one_many_glob_and_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return [file.name for file in JSONLSource(paths).files]
 
     assert names(a) == names(str(a)) == names([str(a)]) == ["a.jsonl"]
-    assert names([b, a]) == names((a, str(b))) == names(path for path in (a, b)) == ["a.jsonl", "deep/b.jsonl"]
+    assert (
+        names([b, a]) == names((a, str(b))) == names(path for path in (a, b)) == ["a.jsonl", "deep/b.jsonl"]
+    )
     assert names(str(tmp_path / "**" / "*.jsonl")) == ["a.jsonl", "deep/b.jsonl", "deep/er/c.jsonl"]
     assert names([str(tmp_path / "*.jsonl"), c]) == ["a.jsonl", "deep/er/c.jsonl"]
     monkeypatch.chdir(tmp_path)
@@ -242,7 +250,10 @@ def test_a_name_with_glob_characters_is_a_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda d: d / "none.jsonl", "no file matches '{d}/none.jsonl' (looked in {cwd}); check the path or the glob"),
+        (
+            lambda d: d / "none.jsonl",
+            "no file matches '{d}/none.jsonl' (looked in {cwd}); check the path or the glob",
+        ),
         (lambda d: str(d / "*.txt"), "no file matches '{d}/*.txt'"),
         (lambda d: d, "no file matches '{d}'"),  # a folder
         (lambda d: [d / "a.jsonl", d / "none.jsonl"], "no file matches '{d}/none.jsonl'"),
@@ -330,7 +341,10 @@ def next_error(reader: Iterator[Row]) -> str:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b"{'i': 1}", "not a line of JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1))"),
+        (
+            b"{'i': 1}",
+            "not a line of JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1))",
+        ),
         (b'{"i": 1', "not a line of JSON (Expecting ',' delimiter"),
         (b'{"i": 1} {"i": 2}', "not a line of JSON (Extra data"),
         (b'{"i": "\xff\xfe"}', "not a line of JSON ('utf-8' codec can't decode byte 0xff in position 7"),
@@ -566,7 +580,9 @@ def test_a_window_is_shuffled_as_a_whole() -> None:
     parts = [n // 100 for n in numbers]
     assert parts != sorted(parts), "parts too"
     # Every window holds the records of its stretch of the permuted parts, and no others.
-    order = list(dict.fromkeys(n // 100 for n in [row.data["n"] for row in window_reader([10] * 10, window=1)]))
+    order = list(
+        dict.fromkeys(n // 100 for n in [row.data["n"] for row in window_reader([10] * 10, window=1)])
+    )
     stretch = [100 * f + i for f in order for i in range(10)]
     for begin in range(0, 100, 25):
         assert sorted(numbers[begin : begin + 25]) == sorted(stretch[begin : begin + 25])
@@ -614,7 +630,9 @@ def test_shuffling(tmp_path: Path, kind: str) -> None:
 
 def test_lanes_shuffle_differently() -> None:
     source = MapSource(numbered(60))
-    lanes = [[row.data["i"] // 2 for row in source.read(lane, num_lanes=2, shuffle_window=1)] for lane in (0, 1)]
+    lanes = [
+        [row.data["i"] // 2 for row in source.read(lane, num_lanes=2, shuffle_window=1)] for lane in (0, 1)
+    ]
     assert sorted(lanes[0]) == sorted(lanes[1])
     assert lanes[0] != lanes[1]
 
@@ -739,7 +757,9 @@ def test_strides_share_the_rows_out(count: int, num_lanes: int) -> None:
     source = IterableSource(numbered(count), stride=True)
     assert source.max_lanes is None
     for lane in range(num_lanes):
-        assert [row.data for row in source.read(lane, num_lanes=num_lanes)] == numbered(count)[lane::num_lanes]
+        assert [row.data for row in source.read(lane, num_lanes=num_lanes)] == numbered(count)[
+            lane::num_lanes
+        ]
 
 
 @pytest.mark.parametrize("window", [0, 4])
@@ -788,7 +808,9 @@ def texts_of(count: int) -> list[dict[str, Any]]:
 def test_probe_of_plain_files(tmp_path: Path, files: int) -> None:
     rows = texts_of(20_000)
     step = len(rows) // files
-    source = JSONLSource([write(tmp_path / f"{i}.jsonl", rows[i * step : (i + 1) * step]) for i in range(files)])
+    source = JSONLSource(
+        [write(tmp_path / f"{i}.jsonl", rows[i * step : (i + 1) * step]) for i in range(files)]
+    )
     probed, scale = source.probe(256)
     assert 200 <= len(probed) <= 260
     true = sum(len(row["text"]) for row in rows)
@@ -856,7 +878,9 @@ def test_as_source(tmp_path: Path) -> None:
     source = MapSource(numbered(3))
     assert as_source(source) is source
     for nothing in (3, None, object()):
-        with pytest.raises(ValueError, match=f"a {type(nothing).__name__} holds no rows; give a source, a path"):
+        with pytest.raises(
+            ValueError, match=f"a {type(nothing).__name__} holds no rows; give a source, a path"
+        ):
             as_source(nothing)
     with pytest.raises(ValueError, match="empty"):
         as_source([])
@@ -904,7 +928,10 @@ def test_holdout_is_by_content(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"share": 0.0, "part": "train"}, "share=0.0 of the rows cannot be held out; give a number between 0 and 1"),
+        (
+            {"share": 0.0, "part": "train"},
+            "share=0.0 of the rows cannot be held out; give a number between 0 and 1",
+        ),
         ({"share": 1, "part": "train"}, "share=1 of the rows"),
         ({"share": 0.1, "part": "test"}, "part='test' is unknown; choose one of 'train', 'validation'"),
     ],

@@ -4,10 +4,9 @@ import json
 import re
 from pathlib import Path
 
+import streampack_configs
 import torch
 from omegaconf import OmegaConf
-
-import streampack_configs
 
 WORDS = ["red", "green", "blue", "one", "two", "three", "cat", "dog"]
 
@@ -19,7 +18,11 @@ class WordTokenizer:
     max_seq_len = None
 
     def encode(self, text, add_bos=True, add_eos=True):
-        return [1] * add_bos + [3 + WORDS.index(word) if word in WORDS else 15 for word in text.split()] + [2] * add_eos
+        return (
+            [1] * add_bos
+            + [3 + WORDS.index(word) if word in WORDS else 15 for word in text.split()]
+            + [2] * add_eos
+        )
 
     def decode(self, tokens):
         return " ".join(WORDS[token - 3] for token in tokens if token >= 3)
