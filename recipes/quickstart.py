@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import shutil
 import sys
 import tempfile
@@ -33,6 +34,8 @@ What to try next:
 def main(argv: list[str]) -> int:
     """Train; ``argv`` are overrides of the config."""
     logging.getLogger("torchao").setLevel(logging.ERROR)  # says at import that it has no C++ extensions
+    # On a busy machine, threads that spin while they wait make a step of two threads several times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     stdlib_corpus.prepare()
 
     import streampack_configs

@@ -22,9 +22,7 @@ from typing import NamedTuple
 
 import sentencepiece
 
-VOCAB_SIZE = (
-    2048  # the two embedding layers are a third of the quickstart's model; 32,000 would make them nine tenths
-)
+VOCAB_SIZE = 2048  # a third of the quickstart model's parameters; 32,000 tokens would make it nine tenths
 
 # Tests hold fixtures rather than prose, `encodings` and `pydoc_data` are generated tables, `idlelib` and `turtledemo`
 # are programs that many distributions leave out.
@@ -53,20 +51,19 @@ def source_files() -> Iterator[dict[str, str]]:
     '__future__.py'
     """
     root = Path(sysconfig.get_path("stdlib"))
-    found = False
-    for path in _walk(root):
+    paths = list(_walk(root))
+    if not paths:
+        raise FileNotFoundError(
+            f"no .py files under {root}: this Python comes without the sources of its standard library;"
+            " use one from python.org, your distribution, conda or uv"
+        )
+    for path in paths:
         try:
             with tokenize.open(path) as file:  # honours a file's own `coding:` line
                 text = file.read()
         except (SyntaxError, UnicodeDecodeError):
             continue
-        found = True
         yield {"path": path.relative_to(root).as_posix(), "text": text}
-    if not found:
-        raise FileNotFoundError(
-            f"no .py files under {root}: this Python comes without the sources of its standard library;"
-            " use one from python.org, your distribution, conda or uv"
-        )
 
 
 def docstring_pairs() -> Iterator[dict[str, str]]:
@@ -117,11 +114,7 @@ def prepare(cache_dir: Path | None = None) -> Paths:
     if not paths.tokenizer.exists():
         lines = paths.pairs.read_text(encoding="utf-8").split("\n")[:-1]
         texts = [text for line in lines for text in json.loads(line).values()]
-        print(
-            f"training a tokenizer of {VOCAB_SIZE:,} tokens on them, a few seconds",
-            file=sys.stderr,
-            flush=True,
-        )
+        print(f"training a tokenizer of {VOCAB_SIZE:,} tokens on them, some seconds", file=sys.stderr)
         _write(paths.tokenizer, _train_tokenizer(texts))
     return paths
 

@@ -39,7 +39,12 @@ def _integers(row: Mapping[str, Any], column: str) -> IntArray:
         values = row[column]
     except KeyError:
         raise missing_column(row, column) from None
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except ValueError:  # sequences of several lengths
+        raise ValueError(
+            f"column {column!r} is nested; it must be a flat sequence of whole numbers"
+        ) from None
     if array.size == 0 and array.ndim == 1:
         return array.astype(np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
@@ -56,11 +61,22 @@ def missing_column(row: Mapping[str, Any], column: str) -> ValueError:
     return ValueError(f"column {column!r} is missing; the row's columns are {there}")
 
 
-def check_vocabulary(sample: Sample, vocab_size: int | None) -> None:
-    """Raise if a token id is below 0 or not below ``vocab_size``, or a label is neither an id nor ignored.
+def check_sample(sample: Sample, vocab_size: int | None = None) -> None:
+    """Raise if it is no sample: two flat int64 arrays of equal length, ids from 0 and below ``vocab_size``.
 
-    An id past the embedding's end is a device-side assert on CUDA, far from the sample that caused it.
+    Encoders are users' code, and an id past the embedding's end is a device-side assert on CUDA, far from
+    the sample that caused it.
     """
+    if not isinstance(sample, Sample):
+        raise ValueError(f"the encoder gave a {type(sample).__name__}; it must give a streampack.Sample")
+    for array in sample:
+        if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype != np.int64:
+            kind = f"of shape {list(array.shape)} and type {array.dtype}" if hasattr(array, "dtype") else ""
+            raise ValueError(f"a sample holds a {type(array).__name__} {kind}; it must be a flat int64 array")
+    if sample.tokens.size != sample.labels.size:
+        raise ValueError(
+            f"a sample has {sample.tokens.size} tokens and {sample.labels.size} labels; give one label per token"
+        )
     limit = 2**63 if vocab_size is None else vocab_size
     # As unsigned numbers, negative ids are huge: one pass finds both ends.
     if int(sample.tokens.view(np.uint64).max(initial=0)) >= limit:
@@ -77,6 +93,17 @@ def check_vocabulary(sample: Sample, vocab_size: int | None) -> None:
 
 def _bounds(vocab_size: int | None) -> str:
     return "ids from 0" if vocab_size is None else f"{vocab_size} ids (0 to {vocab_size - 1})"
+
+
+def trained_tokens(labels: IntArray, cuts: Sequence[int] = ()) -> int:
+    """How many labels of a sample are trained when it is cut at ``cuts``: the first of each part is not.
+
+    >>> trained_tokens(np.array([5, 6, -100, 7, 8]), cuts=[3])
+    2
+    """
+    trained = labels != IGNORE_INDEX
+    trained[[0, *cuts]] = False
+    return int(np.count_nonzero(trained))
 
 
 def with_eos(sample: Sample, eos: int) -> Sample:

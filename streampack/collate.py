@@ -55,6 +55,16 @@ class Batch:
         )
         return Batch(tokens, labels, input_pos, seq_lens, self.fragments)
 
+    def pin_memory(self) -> Batch:
+        """A copy in page-locked memory."""
+        return Batch(
+            self.tokens.pin_memory(),
+            self.labels.pin_memory(),
+            self.input_pos.pin_memory(),
+            self.seq_lens.pin_memory(),
+            self.fragments,
+        )
+
     @property
     def num_tokens(self) -> int:
         """Real tokens, padding excluded."""

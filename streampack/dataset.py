@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from streampack import parity as torchtune_parity
-from streampack.assemble import as_sample, assemble, check_vocabulary, with_eos
+from streampack.assemble import as_sample, assemble, check_sample, trained_tokens, with_eos
 from streampack.collate import to_torchtune
 from streampack.components import COMPONENT, build
 from streampack.encode import without_truncation
@@ -191,7 +191,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
                 raise ValueError(f"sample {index} has a column {column!r}: {why}")
         try:
             sample = as_sample(row)
-            check_vocabulary(sample, self.vocab_size)
+            check_sample(sample, self.vocab_size)
         except ValueError as error:
             raise ValueError(f"sample {index}: {error}") from None
         return sample
@@ -237,13 +237,25 @@ class PackedDataset(Dataset[dict[str, Any]]):
             Pack(
                 *arrays,
                 seq_lens=tuple(stop - start for _, start, stop in spans),
-                fragments=tuple(Fragment((sample,), start, stop) for sample, start, stop in spans),
+                fragments=tuple(
+                    Fragment((sample,), start, stop, self._trained(sample, samples[sample], start, stop))
+                    for sample, start, stop in spans
+                ),
                 epoch=0,
                 number=number,
                 lane=0,
                 receipt=b"",
             )
         )
+
+    def _trained(self, index: int, sample: Sample, start: int, stop: int) -> int | None:
+        """Trained tokens of the whole sample, if it is split; see `Fragment`."""
+        if self.parity:
+            return None
+        bounds = self.packing.pieces_of(int(self._lengths[index]))
+        base, end = bounds[0][0], bounds[-1][1]
+        cuts = self.packing.cuts(end - base, start - base, stop - base)
+        return trained_tokens(sample.labels[base:end], cuts) if cuts else None
 
     def ledger(self) -> Ledger:
         """Where every token went that was read for the plan."""

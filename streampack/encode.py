@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from streampack.assemble import as_sample, missing_column
-from streampack.sources.base import digest
+from streampack.sources.base import digest, plain
 from streampack.types import IGNORE_INDEX, Sample
 
 PROBE = "The quick brown fox: 0123456789, naïve 漢字, def f(x): return x\n"
@@ -66,9 +66,9 @@ class TextEncoder:
 
     def __call__(self, row: Mapping[str, Any], /) -> Sample:
         """See `Encoder`."""
-        text = row.get(self.column)
-        if text is None:
+        if self.column not in row:
             raise missing_column(row, self.column)
+        text = row[self.column]
         if not isinstance(text, str):
             raise ValueError(f"column {self.column!r} holds a {type(text).__name__}; it must be text")
         return as_sample({"tokens": self._encode(text)}, labels=None)
@@ -103,17 +103,28 @@ class MessagesEncoder:
         _validate(messages)
         encoded = self.tokenizer({"messages": messages})
         tokens = np.asarray(encoded["tokens"], np.int64)
+        if tokens.size != len(encoded["mask"]):
+            raise ValueError(f"the tokenizer gave {tokens.size} tokens and a mask of {len(encoded['mask'])}")
         return Sample(tokens, np.where(encoded["mask"], IGNORE_INDEX, tokens))
 
     def fingerprint(self) -> str:
-        """The transform's settings, and how a sentence comes out of the tokenizer."""
+        """The transform's name and settings, and how a short conversation comes out of the tokenizer."""
+        from torchtune.data import Message
+
         transform = self.message_transform
-        settings = (
-            {k: str(v) for k, v in sorted(vars(transform).items())} if hasattr(transform, "__dict__") else ""
+        settings = sorted((k, str(v)) for k, v in getattr(transform, "__dict__", {}).items())
+        probe = self.tokenizer(
+            {"messages": [Message("user", PROBE, masked=True), Message("assistant", PROBE, eot=True)]}
         )
-        template = type(getattr(self.tokenizer, "prompt_template", None)).__qualname__
-        probe = self.tokenizer.encode(PROBE, add_bos=True, add_eos=True)
-        return digest("messages", type(transform).__qualname__, settings, template, probe)
+        return digest(
+            "messages", qualified_name(transform), settings, plain(probe["tokens"]), plain(probe["mask"])
+        )
+
+
+def qualified_name(thing: Any) -> str:
+    """Of a function or class, or of an object's class."""
+    named = thing if hasattr(thing, "__qualname__") else type(thing)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def _validate(messages: Any) -> None:

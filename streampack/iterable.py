@@ -9,15 +9,15 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
 from streampack.collate import to_torchtune
-from streampack.encode import TokensEncoder
+from streampack.encode import TokensEncoder, qualified_name
 from streampack.lane import Lane, LaneConfig
 from streampack.metrics import Ledger
 from streampack.plan import Packing, require, require_positive
 from streampack.receipt import Receipt
 from streampack.sources import as_source
-from streampack.sources.base import digest
-from streampack.types import Fragment, Pack, Sample
+from streampack.types import Fragment, LaneEnd, Pack, Sample
 
+Event = Pack | LaneEnd
 STATE_VERSION = 1
 DEFAULT_LANES = 8
 
@@ -92,8 +92,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         for value, name in ((epochs, "epochs"), (num_lanes, "num_lanes"), (vocab_size, "vocab_size")):
             if value is not None:
                 require_positive(value, name)
-        if seed < 0:
-            raise ValueError(f"seed={seed} is below 0; give a whole number of at least 0")
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            raise ValueError(f"seed={seed!r} is no seed; give a whole number of at least 0")
         self.lane_config = LaneConfig(
             source=as_source(source),
             encode=encoder or TokensEncoder(),
@@ -126,17 +126,38 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self._receipts = {}
         return map(to_torchtune, self._stream)
 
-    def stream(self, consumer: int = 0, consumers: int = 1) -> PackStream:
-        """The packs of one consumer of several, from the loaded state on.
+    def stream(
+        self,
+        consumer: int = 0,
+        consumers: int = 1,
+        *,
+        receipts: Mapping[int, bytes] | None = None,
+        first_epoch: int | None = None,
+    ) -> PackStream:
+        """The packs of one consumer of several. Consumer c owns lanes c, c + consumers, and so on.
 
-        Consumer c owns lanes c, c + consumers, and so on.
+        It goes on from ``receipts``, by default those of the loaded state. Lanes behind ``first_epoch`` have
+        ended theirs and begin it.
         """
+        if not 0 <= consumer < consumers:
+            raise ValueError(f"consumer={consumer} of consumers={consumers} cannot be; count from 0")
+        receipts = self._receipts if receipts is None else receipts
         self.num_lanes = num_lanes = self.lanes_for(consumers)
         lanes = [
-            Lane(self.lane_config, lane=lane, num_lanes=num_lanes, receipt=self._receipts.get(lane))
+            Lane(self.lane_config, lane=lane, num_lanes=num_lanes, receipt=receipts.get(lane))
             for lane in range(consumer, num_lanes, consumers)
         ]
-        return PackStream(lanes, first_epoch=self.epoch, epochs=self.epochs)
+        for lane in lanes:
+            begin = first_epoch if first_epoch is not None else 0 if lane.lane in receipts else self.epoch
+            if lane.epoch < begin:
+                lane.start_epoch(begin)
+        mine = {lane.lane: receipts[lane.lane] for lane in lanes if lane.lane in receipts}
+        return PackStream(lanes, mine, last_epoch=self.last_epoch)
+
+    @property
+    def last_epoch(self) -> int | None:
+        """The number, from 0, of the epoch that ends an iteration; None if it never ends."""
+        return None if self.epochs is None else self.epoch + self.epochs - 1
 
     def lanes_for(self, consumers: int) -> int:
         """The number of lanes: as set or loaded, otherwise a multiple of ``consumers``."""
@@ -159,8 +180,12 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         return wanted
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch, from 0, that the next iteration begins with; it decides the order when shuffling."""
-        self.epoch = epoch
+        """The epoch, from 0, that the next iteration begins with; it decides the order when shuffling.
+
+        Another one than that of a loaded state puts the state aside.
+        """
+        if epoch != self.epoch:
+            self.epoch, self._receipts = epoch, {}
 
     def identity(self) -> dict[str, Any]:
         """What decides which tokens share a pack; a state made under another identity is refused."""
@@ -169,7 +194,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             encode = config.encode
             self._identity = {
                 "corpus": config.source.fingerprint(),
-                "encoder": encode.fingerprint() if hasattr(encode, "fingerprint") else _name(encode),
+                "encoder": encode.fingerprint() if hasattr(encode, "fingerprint") else qualified_name(encode),
                 "max_seq_len": packing.max_seq_len,
                 "strategy": packing.strategy,
                 "buffer_size": packing.buffer_size,
@@ -196,6 +221,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         return {
             "version": STATE_VERSION,
             "identity": dict(self.identity()),
+            "epoch": self.epoch,
             "num_lanes": self.num_lanes,
             "lanes": dict(receipts),
         }
@@ -206,21 +232,22 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         Raises:
             ValueError: if the state is from another corpus, encoder or config, or is no state.
         """
-        if not isinstance(state, Mapping) or state.get("version") != STATE_VERSION:
-            raise ValueError(f"this is no state of an IterablePackedDataset (version {STATE_VERSION})")
+        identity, num_lanes, receipts = _checked(state)
         for name, ours in self.identity().items():
-            theirs = state["identity"].get(name)
+            theirs = identity.get(name)
             if theirs != ours:
                 raise ValueError(
                     f"the state was made with {name}={theirs!r} and this dataset has {name}={ours!r}; "
                     "resume with what the run began with, or start a new run"
                 )
-        receipts = dict(state["lanes"])
-        for receipt in receipts.values():
-            Receipt.from_bytes(receipt)
-        self.num_lanes = state["num_lanes"]
+        self.epoch = state["epoch"]
+        self.num_lanes = num_lanes
         self._receipts = receipts
         self._stream = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What iterates has files open; it stays in its process.
+        return {**self.__dict__, "_stream": None}
 
     def ledger(self) -> Ledger:
         """Where every token went that this process has read, as of the last pack."""
@@ -238,7 +265,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         """
         config = self.lane_config
         row = config.source.fetch(fragment.origin)
-        tokens = config.encode(row).tokens[fragment.start : fragment.stop]
+        start, piece = [p for p in config.cut(config.encode(row)) if p[0] <= fragment.start][-1]
+        tokens = piece.tokens[fragment.start - start : fragment.stop - start]
         return {"place": config.source.locate(fragment.origin), "row": row, "tokens": tokens.tolist()}
 
     def estimate_packs(self, *, rows: int = 256) -> int:
@@ -264,26 +292,25 @@ class PackStream:
     so it needs no state of its own.
     """
 
-    def __init__(self, lanes: list[Lane], *, first_epoch: int = 0, epochs: int | None = 1) -> None:
+    def __init__(self, lanes: list[Lane], receipts: dict[int, bytes], *, last_epoch: int | None) -> None:
         self.lanes = lanes
-        self.epochs = epochs
-        self.last_epoch = None if epochs is None else first_epoch + epochs - 1
-        self._receipts: dict[int, bytes] = {}
-        for lane in lanes:
-            if lane.ledger.samples or lane.epoch:
-                self._receipts[lane.lane] = lane.receipt()
-            elif first_epoch:
-                lane.start_epoch(first_epoch)
+        self.last_epoch = last_epoch
+        self._receipts = receipts
 
     def __iter__(self) -> PackStream:
         return self
 
     def __next__(self) -> Pack:
+        while not isinstance(event := self.next_event(), Pack):
+            pass
+        return event
+
+    def next_event(self) -> Event:
+        """The next pack, or the end of a lane's epoch, whose receipt books what was dropped after its last pack."""
         while True:
             epoch = min((lane.epoch for lane in self.lanes), default=0)
-            ready = [
-                lane for lane in self.lanes if not lane.done and (self.epochs is None or lane.epoch == epoch)
-            ]
+            endless = self.last_epoch is None
+            ready = [lane for lane in self.lanes if not lane.done and (endless or lane.epoch == epoch)]
             if not ready:
                 if self.last_epoch is None or epoch >= self.last_epoch:
                     raise StopIteration
@@ -292,11 +319,9 @@ class PackStream:
                         lane.start_epoch(epoch + 1)
                 continue
             lane = min(ready, key=lambda lane: (lane.packs, lane.lane))
-            pack = lane.next_pack()
-            if pack is not None:
-                self._receipts[lane.lane] = pack.receipt
-                return pack
-            self._receipts[lane.lane] = lane.receipt()
+            event = lane.next_pack() or LaneEnd(lane.lane, lane.epoch, lane.receipt())
+            self._receipts[lane.lane] = event.receipt
+            return event
 
     def receipts(self) -> dict[int, bytes]:
         """Of every lane that has yielded a pack or ended an epoch; a fresh dict of immutable bytes."""
@@ -308,7 +333,16 @@ def ledger_of(receipts: Mapping[int, bytes]) -> Ledger:
     return Ledger.total(Receipt.from_bytes(receipt).ledger for receipt in receipts.values())
 
 
-def _name(encode: Any) -> str:
-    return digest(
-        getattr(encode, "__module__", ""), getattr(encode, "__qualname__", type(encode).__qualname__)
-    )
+def _checked(state: Any) -> tuple[Mapping[str, Any], int | None, dict[int, bytes]]:
+    """Identity, number of lanes and receipts of a state that is whole."""
+    if not isinstance(state, Mapping) or state.get("version") != STATE_VERSION:
+        raise ValueError(f"this is no state of an IterablePackedDataset (version {STATE_VERSION})")
+    identity, num_lanes, lanes = state.get("identity"), state.get("num_lanes"), state.get("lanes")
+    counts = type(state.get("epoch")) is int and (num_lanes is None or type(num_lanes) is int)
+    if not (isinstance(identity, Mapping) and isinstance(lanes, Mapping) and counts):
+        raise ValueError("the state is damaged: it lacks identity, epoch, num_lanes or lanes")
+    for lane, receipt in lanes.items():
+        if type(lane) is not int or not 0 <= lane < (num_lanes or 0):
+            raise ValueError(f"the state is damaged: lane {lane!r} is none of its {num_lanes} lanes")
+        Receipt.from_bytes(receipt)
+    return identity, num_lanes, dict(lanes)

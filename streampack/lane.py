@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from streampack.assemble import assemble, check_vocabulary, with_eos
+from streampack.assemble import assemble, check_sample, trained_tokens, with_eos
 from streampack.metrics import Ledger
 from streampack.plan import Packing, Planner
 from streampack.receipt import Receipt
@@ -33,6 +33,21 @@ class LaneConfig:
     padding_idx: int = 0
     vocab_size: int | None = None
 
+    def cut(self, sample: Sample) -> list[tuple[int, Sample]]:
+        """The pieces that a sample becomes, each with its start in it; none if it is dropped.
+
+        Raises:
+            ValueError: as `Packing.pieces_of`.
+        """
+        length = sample.tokens.size
+        if length == 0 and self.empty == "drop":
+            return []
+        bounds = self.packing.pieces_of(length)
+        pieces = [(start, sample.cut(start, stop)) for start, stop in bounds]
+        if self.truncate_eos is not None and bounds and 0 < bounds[-1][1] < length:
+            pieces = [(start, with_eos(piece, self.truncate_eos)) for start, piece in pieces]
+        return pieces
+
 
 class Piece(NamedTuple):
     """A sample, or a part of one that was too long, that waits to be packed."""
@@ -43,6 +58,7 @@ class Piece(NamedTuple):
     epoch: int
     position: Position  # of its row
     first: int  # the number of its row's first piece
+    trained: int | None  # see Fragment
 
 
 class Lane:
@@ -66,7 +82,7 @@ class Lane:
         self.done = False  # this epoch is used up
         self.packs = 0  # in this epoch (endless: since the beginning)
         self.epoch = 0
-        self.rows_in_epoch = 0
+        self.rows_in_epoch = self.pieces_in_epoch = 0
         if receipt is None:
             self.reader = self._open(0, None)
         else:
@@ -74,8 +90,13 @@ class Lane:
 
     def start_epoch(self, epoch: int) -> None:
         """Begin an epoch. The one before must be used up."""
-        assert self.planner.buffered == 0, "an epoch begins with an empty buffer"
-        self.epoch, self.packs, self.done, self.rows_in_epoch = epoch, 0, False, 0
+        if self.planner.buffered:
+            raise ValueError(
+                f"lane {self.lane} cannot begin epoch {epoch}: {self.planner.buffered} tokens of epoch {self.epoch} "
+                "wait to be packed; the state it came from does not fit together"
+            )
+        self.epoch, self.packs, self.done = epoch, 0, False
+        self.rows_in_epoch = self.pieces_in_epoch = 0
         self.reader = self._open(epoch, None)
 
     def next_pack(self) -> Pack | None:
@@ -94,7 +115,11 @@ class Lane:
         for number, start, stop in spans:
             piece = self.held[number]
             sequences.append(piece.sample.cut(start, stop))
-            fragments.append(Fragment(piece.origin, piece.start + start, piece.start + stop))
+            fragments.append(
+                Fragment(
+                    piece.origin, piece.start + start, piece.start + stop, self._trained(piece, start, stop)
+                )
+            )
             if stop == piece.sample.tokens.size:
                 del self.held[number]
         packing = self.config.packing
@@ -160,8 +185,9 @@ class Lane:
 
     def _restore(self, receipt: Receipt) -> None:
         """Read again from the oldest waiting piece's row, and skip what is gone."""
-        self.packs, self.done, self.epoch = receipt.packs, receipt.done, receipt.epoch
-        self.rows_in_epoch = 1  # only an epoch read from its beginning can show that a lane has no rows
+        self.packs, self.epoch = receipt.packs, receipt.epoch
+        self.done = receipt.done and not self.config.endless
+        self.rows_in_epoch = self.pieces_in_epoch = 1  # only an epoch read from its beginning tells
         self.ledger = receipt.ledger
         self.reader = self._open(receipt.epoch, receipt.position)
         planner = self.planner
@@ -205,6 +231,7 @@ class Lane:
             self.row = None
         piece = self.pending.pop(0)
         self.held[self.planner.next_piece] = piece
+        self.pieces_in_epoch += 1
         self.ledger.tokens_in += piece.sample.tokens.size
         return piece.sample.tokens.size
 
@@ -214,9 +241,13 @@ class Lane:
             if self.row is None:
                 if not self.config.endless:
                     return None
-                if not self.rows_in_epoch:
-                    raise ValueError(f"lane {self.lane} of {self.num_lanes} has no rows; use fewer lanes")
-                self.epoch, self.rows_in_epoch = self.epoch + 1, 0
+                if not self.pieces_in_epoch:
+                    rows = f"{self.rows_in_epoch} rows, all dropped" if self.rows_in_epoch else "no rows"
+                    raise ValueError(
+                        f"lane {self.lane} of {self.num_lanes} has {rows}; an endless stream needs some in "
+                        "every lane: use fewer lanes, or look at what is dropped"
+                    )
+                self.epoch, self.rows_in_epoch, self.pieces_in_epoch = self.epoch + 1, 0, 0
                 self.reader = self._open(self.epoch, None)
             else:
                 self.rows_in_epoch += 1
@@ -224,36 +255,41 @@ class Lane:
 
     def _pieces(self, row: Row, *, replay: bool) -> list[Piece]:
         """Encode a row and cut it to pieces; none if it is dropped. A replay books nothing a second time."""
-        config, packing, first = self.config, self.config.packing, self.planner.next_piece
+        config, first = self.config, self.planner.next_piece
         try:
             sample = config.encode(row.data)
-            check_vocabulary(sample, config.vocab_size)
+            check_sample(sample, config.vocab_size)
         except ValueError as error:
             raise ValueError(f"{self._place(row)}: {error}") from error
+        except StopIteration as error:  # would end the stream in silence
+            raise RuntimeError(f"{self._place(row)}: the encoder raised StopIteration") from error
         except Exception as error:
             error.add_note(f"while encoding {self._place(row)}")
             raise
-        length = sample.tokens.size
         try:
-            bounds = [] if length == 0 and config.empty == "drop" else packing.pieces_of(length)
+            parts = config.cut(sample)
         except ValueError as error:
             raise ValueError(f"{self._place(row)} {error}") from None
-        kept = sum(stop - start for start, stop in bounds)
-        cut = 0 < kept < length
-        pieces = []
-        for start, stop in bounds:
-            part = sample.cut(start, stop)
-            if cut and config.truncate_eos is not None and packing.truncate_side == "right":
-                part = with_eos(part, config.truncate_eos)
-            pieces.append(Piece(part, row.origin, start, self.epoch, row.position, first))
+        length, kept = sample.tokens.size, sum(part.tokens.size for _, part in parts)
+        trained = None
+        if len(parts) > 1:
+            trained = trained_tokens(sample.labels, [start for start, _ in parts[1:]])
+        pieces = [
+            Piece(part, row.origin, start, self.epoch, row.position, first, trained) for start, part in parts
+        ]
         if not replay:
             self.ledger.samples += 1
-            if cut or not bounds:
+            if kept < length or not parts:
                 self.ledger.tokens_in += length - kept
-                self.ledger.drop("truncated" if cut else "overlong" if length else "empty", length - kept)
-            if not bounds:
+                self.ledger.drop("truncated" if kept else "overlong" if length else "empty", length - kept)
+            if not parts:
                 self.planner.next_piece += 1  # a dropped row has a number too, so that a replay can count
         return pieces
+
+    def _trained(self, piece: Piece, start: int, stop: int) -> int | None:
+        """Of the whole sample, if it is split."""
+        cuts = self.config.packing.cuts(piece.sample.tokens.size, start, stop)
+        return trained_tokens(piece.sample.labels, cuts) if cuts else piece.trained
 
     def _place(self, row: Row) -> str:
         return self.config.source.locate(row.origin)

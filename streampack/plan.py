@@ -164,6 +164,16 @@ class Packing:
             "set overlong to 'split', 'truncate' or 'drop', or raise max_seq_len"
         )
 
+    def cuts(self, length: int, start: int, stop: int) -> range:
+        """Where a sample of ``length`` tokens is cut, given that ``[start, stop)`` is one of its fragments."""
+        limit = self.max_seq_len
+        if start == 0 and stop == length:
+            return range(0)
+        if not self.split_across_pack:
+            return range(limit, length, limit)
+        # At the end of its first pack, then at every pack's end.
+        return range(stop if start == 0 else (start - 1) % limit + 1, length, limit)
+
     @property
     def keeps_one_piece_per_sample(self) -> bool:
         """Whether a sample's number of pieces is known (one) without its length."""

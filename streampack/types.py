@@ -50,6 +50,7 @@ class Fragment(NamedTuple):
     origin: Origin
     start: int
     stop: int
+    trained: int | None = None  # of a split sample: trained tokens in all its fragments; None if it is whole
 
 
 class Pack(NamedTuple):
@@ -64,3 +65,11 @@ class Pack(NamedTuple):
     number: int  # of this pack in its lane's epoch
     lane: int
     receipt: bytes  # from which the lane goes on after this pack
+
+
+class LaneEnd(NamedTuple):
+    """What a lane gives in the place of a pack when its epoch is used up."""
+
+    lane: int
+    epoch: int
+    receipt: bytes

@@ -16,12 +16,16 @@ from streampack import IGNORE_INDEX, IterableSource, JSONLSource, MapSource, Sam
 STRIDE = 1000  # sample i has the tokens 1000 i + 1, 1000 i + 2, ...
 
 
-def rows(count: int, *, longest: int = 12, overlong: int = 0, seed: int = 0) -> list[dict[str, int]]:
-    """Rows for `Numbers`: mostly short, up to ``longest`` tokens, every twelfth up to ``overlong``."""
+def rows(
+    count: int, *, longest: int = 12, overlong: int = 0, empty: bool = False, seed: int = 0
+) -> list[dict[str, int]]:
+    """Rows for `Numbers`: mostly short, up to ``longest`` tokens, every twelfth up to ``overlong``, or some empty."""
     rng = np.random.default_rng(seed)
     lengths = np.minimum(rng.integers(1, longest + 1, count), rng.integers(1, longest + 1, count))
     if overlong:
         lengths[::12] = rng.integers(longest, overlong + 1, len(lengths[::12]))
+    if empty:
+        lengths[rng.random(count) < 0.1] = 0
     return [{"i": i, "n": n} for i, n in enumerate(lengths.tolist())]
 
 
@@ -86,4 +90,4 @@ def samples_in(packs: Iterable[Mapping[str, Any]]) -> dict[int, list[int]]:
 
 def all_of(rows: Iterable[Mapping[str, int]], times: int = 1) -> dict[int, list[int]]:
     """What `samples_in` gives where every sample came exactly ``times`` times."""
-    return {row["i"]: sorted(list(range(1, row["n"] + 1)) * times) for row in rows}
+    return {row["i"]: sorted(list(range(1, row["n"] + 1)) * times) for row in rows if row["n"]}

@@ -24,6 +24,7 @@ LAYERS = (
     {"encode", "collate", "attention"},
     {"mix", "lane"},
     {"iterable"},
+    {"workers", "lockstep"},
     {"loader", "dataset", "samplers"},
     {"streampack"},
     {"training"},

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streampack import IGNORE_INDEX, Sample
-from streampack.assemble import as_sample, assemble, check_vocabulary, missing_column, with_eos
+from streampack.assemble import as_sample, assemble, check_sample, missing_column, with_eos
 from tests import oracle
 
 ids = st.integers(0, 99)
@@ -101,7 +101,8 @@ def test_labels_may_be_left_to_the_tokens() -> None:
         ({}, "column 'tokens' is missing; the row's columns are none"),
         (
             {"tokens": [1, 2], "labels": [1]},
-            "'tokens' has 2 entries and 'labels' has 1; labels are unshifted, one per token, -100 where nothing is trained",
+            "'tokens' has 2 entries and 'labels' has 1; labels are unshifted, one per token, "
+            "-100 where nothing is trained",
         ),
         (
             {"tokens": [1.0, 2.5], "labels": [1, 2]},
@@ -151,7 +152,7 @@ def test_ids_outside_the_vocabulary(
     tokens: list[int], labels: list[int] | None, vocab_size: int | None, message: str
 ) -> None:
     with pytest.raises(ValueError) as error:
-        check_vocabulary(sample(tokens, labels), vocab_size)
+        check_sample(sample(tokens, labels), vocab_size)
     assert str(error.value) == message
 
 
@@ -159,7 +160,7 @@ def test_ids_outside_the_vocabulary(
 def test_vocabulary_is_checked_id_by_id(tokens: list[int], vocab_size: int) -> None:
     inside = all(0 <= token < vocab_size for token in tokens)
     try:
-        check_vocabulary(sample(tokens), vocab_size)
+        check_sample(sample(tokens), vocab_size)
     except ValueError:
         assert not inside
     else:
@@ -167,9 +168,9 @@ def test_vocabulary_is_checked_id_by_id(tokens: list[int], vocab_size: int) -> N
 
 
 def test_what_the_vocabulary_allows() -> None:
-    check_vocabulary(sample([0, 9], [IGNORE_INDEX, 9]), 10)
-    check_vocabulary(sample([0, 2**62]), None)
-    check_vocabulary(sample([]), 1)
+    check_sample(sample([0, 9], [IGNORE_INDEX, 9]), 10)
+    check_sample(sample([0, 2**62]), None)
+    check_sample(sample([]), 1)
 
 
 # A truncated sample's end.

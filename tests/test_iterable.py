@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -63,6 +62,11 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("buffer-of-one", "map", {"buffer_size": 1, **THRICE, **FOUR}),
     ("buffer-of-many", "jsonl", {"buffer_size": 1000, **THRICE, **SHUFFLED, "num_lanes": 1}),
     ("window-of-all", "jsonl", {**THRICE, "shuffle": True, "shuffle_window": 10_000, "num_lanes": 2}),
+    *(
+        (f"empty-{policy}", "map", {"empty": "drop", "overlong": policy, **THRICE, **SHUFFLED, "num_lanes": 2})
+        for policy in ("split", "drop")
+    ),
+    ("empty-wrap", "jsonl", {"empty": "drop", "strategy": "wrap", **ENDLESS, **SHUFFLED}),
     ("gz", "gz", {**THRICE, **SHUFFLED, "num_lanes": 2}),
     ("zst", "zst", {**THRICE, **SHUFFLED, "num_lanes": 2}),
     ("more-lanes-than-files", "gz", {**ONCE, **SHUFFLED, "num_lanes": 5}),
@@ -74,7 +78,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 def test_resume_at_every_step(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
     """300 packs; stopped after every one; and stopped once more after the resume."""
     too_long = "overlong" in settings or "split_across_pack" in settings or settings.get("strategy") == "wrap"
-    data = rows(1400 // (settings["epochs"] or 4), overlong=70 if too_long else 0)
+    data = rows(1400 // (settings["epochs"] or 4), overlong=70 if too_long else 0, empty="empty" in settings)
     if settings.get("max_seq_len") == 1:
         data = data[:22]
     packs = check_resume_everywhere(
@@ -160,6 +164,17 @@ def test_a_state_does_not_change_while_the_stream_goes_on() -> None:
     state["identity"].clear()
     assert dataset.state_dict()["lanes"], "nor does the stream when the state is changed"
     assert dataset.state_dict()["identity"]
+
+
+def test_receipts_do_not_change_while_the_stream_goes_on() -> None:
+    stream = make(MapSource(rows(200)), num_lanes=3).stream()
+    next(stream)
+    receipts = stream.receipts()
+    frozen = dict(receipts)
+    list(stream)
+    assert receipts == frozen
+    receipts.clear()
+    assert len(stream.receipts()) == 3
 
 
 def test_a_state_can_be_loaded_and_taken_without_a_pack() -> None:
@@ -342,9 +357,10 @@ def test_epochs_are_shuffled_anew_and_known_by_number(tmp_path: Path, kind: str)
     assert packs[: len(packs) // 2] == packs[len(packs) // 2 :]
 
 
+@pytest.mark.parametrize("told", [False, True])
 @pytest.mark.parametrize("stop", [1, 5, 30])
-def test_an_epoch_that_was_set_is_in_the_state(stop: int) -> None:
-    """Stopped when not every lane has yielded, and resumed by someone who does not know the epoch."""
+def test_an_epoch_that_was_set_is_in_the_state(stop: int, told: bool) -> None:
+    """Stopped when not every lane has yielded, and resumed by someone who may not know the epoch."""
     settings = {"shuffle": True, "num_lanes": 4}
     before = make(MapSource(rows(200)), **settings)
     before.set_epoch(2)
@@ -352,6 +368,8 @@ def test_an_epoch_that_was_set_is_in_the_state(stop: int) -> None:
     list(islice(iterator, stop))
     after = make(MapSource(rows(200)), **settings)
     after.load_state_dict(before.state_dict())
+    if told:
+        after.set_epoch(2)
     assert [content(pack) for pack in after] == [content(pack) for pack in iterator]
 
 
@@ -405,8 +423,6 @@ def test_a_run_that_ended_goes_on_when_it_is_given_more_epochs(first: int) -> No
 
 
 def test_no_endless_search_through_samples_that_are_all_dropped() -> None:
-    encoder = Numbers()
-
     class Impatient(Numbers):
         def __call__(self, row: Any, /) -> Any:
             if self.calls > 1000:
@@ -423,7 +439,7 @@ def test_no_endless_search_through_samples_that_are_all_dropped() -> None:
 
 def test_an_endless_stream_needs_rows_in_every_lane(tmp_path: Path) -> None:
     dataset = make(MapSource(rows(3)), epochs=None, num_lanes=4)
-    with pytest.raises(ValueError, match=r"lane 3 of 4 has no rows; use fewer lanes"):
+    with pytest.raises(ValueError, match=r"lane 3 of 4 has no rows.* use fewer lanes"):
         list(islice(dataset, 10))
     # The default number of lanes is never one that fails: a compressed file is one lane's, however large.
     noise = np.random.default_rng(0).integers(0, 2**62, 60_000).tolist()
@@ -478,7 +494,7 @@ def test_consumers_resume_in_another_number() -> None:
 
 
 def test_a_stream_is_its_lanes_in_turn() -> None:
-    """One pack of each lane, in the lanes' order, until a lane runs dry; each lane's packs do not depend on the others."""
+    """One pack of each lane, in the lanes' order, until one runs dry; a lane's packs do not depend on the others."""
     dataset = make(MapSource(rows(200)), num_lanes=4)
     packs = list(dataset)
     assert [pack["lane"] for pack in packs[:32]] == [0, 1, 2, 3] * 8
@@ -534,8 +550,8 @@ def test_torchs_dataloader_gives_every_sample_once(tmp_path: Path, kind: str, wo
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@pytest.mark.parametrize(("workers", "steps"), [(0, range(28)), (2, (0, 1, 8, 17))])
-def test_torchdatas_stateful_dataloader_resumes(workers: int, steps: Any) -> None:
+@pytest.mark.parametrize(("workers", "every"), [(0, 1), (2, 7)])
+def test_torchdatas_stateful_dataloader_resumes(workers: int, every: int) -> None:
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")
     data = rows(200)
 
@@ -550,7 +566,7 @@ def test_torchdatas_stateful_dataloader_resumes(workers: int, steps: Any) -> Non
 
     whole = [said(batch) for batch in loader()]
     assert len(whole) > 20
-    for step in steps:
+    for step in range(0, len(whole) + 1, every):
         first = loader()
         iterator = iter(first)
         got = [said(batch) for batch in islice(iterator, step)]
@@ -608,7 +624,7 @@ def test_the_encoder_meets_each_sample_as_late_as_it_can() -> None:
 def test_an_estimate_of_the_packs(tmp_path: Path, kind: str, overlong: str) -> None:
     data = rows(4000, overlong=70)
     dataset = make(make_source(kind, tmp_path, data), overlong=overlong, num_lanes=1)
-    estimate = dataset.estimate_packs(rows=1000)
+    estimate = dataset.estimate_packs(rows=999)  # not every fourth row: each twelfth is a long one
     assert estimate == pytest.approx(len(list(dataset)), rel=0.1)
 
 
@@ -760,11 +776,3 @@ def test_unknown_words(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         make(MapSource(rows(3)), **settings)
     assert str(error.value).startswith(message)
-
-
-def test_a_corpus_without_rows_is_an_error() -> None:
-    def nothing() -> Iterator[Any]:
-        return iter(())
-
-    with pytest.raises(ValueError, match="no rows|empty"):
-        list(make(IterableSource(nothing)))

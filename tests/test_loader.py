@@ -10,7 +10,7 @@ def rows(count=300):
 
 
 def dataset(**kwargs):
-    settings = {"max_seq_len": 16, "buffer_size": 8, "num_lanes": 4, "shuffle": True, "epochs": 2} | kwargs
+    settings = {"max_seq_len": 16, "buffer_size": 8, "num_lanes": 12, "shuffle": True, "epochs": 2} | kwargs
     return IterablePackedDataset(rows(), **settings)
 
 
@@ -129,7 +129,13 @@ def test_settings_are_checked(setting, message):
 
 def test_more_workers_than_lanes_is_refused():
     with pytest.raises(ValueError, match="4 lanes cannot feed 5 consumers"):
-        iter(PackedDataLoader(dataset(), num_workers=5))
+        iter(PackedDataLoader(dataset(num_lanes=4), num_workers=5))
+
+
+def test_lanes_that_do_not_divide_evenly_warn_and_lose_nothing():
+    with pytest.warns(UserWarning, match="5 lanes do not divide evenly among 2 consumers"):
+        batches = list(PackedDataLoader(dataset(num_lanes=5, epochs=1), num_workers=2))
+    assert samples(batches) == list(range(1, 301))
 
 
 def test_an_iterable_feeds_one_worker_unless_strided():

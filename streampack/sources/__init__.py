@@ -25,7 +25,9 @@ def as_source(data: Any) -> Source:
         return data
     if isinstance(data, str | os.PathLike):
         return JSONLSource(data)
-    if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+    # torch's IterableDataset inherits a __getitem__ that only raises, and may have a length.
+    streams = any(base.__name__ == "IterableDataset" for base in type(data).__mro__)
+    if hasattr(data, "__len__") and hasattr(data, "__getitem__") and not streams:
         return MapSource(data)
     if isinstance(data, Iterable) or callable(data):
         return IterableSource(data)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from streampack.sources.retry import Retries
 from streampack.types import Origin, Position, Row
+
+NO_RETRIES = Retries(attempts=0)
 
 
 class Reader(Protocol):
@@ -113,17 +117,19 @@ class WindowReader:
         key: tuple[int, int, int],
         shuffle_window: int = 0,
         start: Position | None = None,
+        retries: Retries = NO_RETRIES,
     ) -> None:
         order = permutation(len(parts), *key) if shuffle_window else range(len(parts))
         self.parts = [parts[i] for i in order]
         self.open_part = open_part
         self.decode = decode
         self.key = key
+        self.retries = retries
         self.shuffle_window = shuffle_window
         self.part = 0  # the part being read, an index into self.parts
         self.reader: PartReader | None = None  # opened at the first read, in the process that reads
         self.offset = self.parts[0].start if self.parts else 0  # of the next record in that part
-        self.filling: list[tuple[Part, int, Any]] = []  # the next window, until it is complete
+        self.filling: list[tuple[Part, int, Any]] | None = None  # the next window, until it is complete
         self.window: list[tuple[Part, int, Any]] = []  # records in the order of yielding
         self.index = 0  # records of the window that were yielded
         if start is not None:
@@ -137,19 +143,16 @@ class WindowReader:
         """The position of the row that comes next."""
         if self.index < len(self.window):
             return (*self.window_start, self.index)
-        return (*self._next_window_start, 0)
-
-    @property
-    def _next_window_start(self) -> tuple[int, int]:
         # While a window is being filled (an error came in between), it starts where filling began.
-        return self.window_start if self.filling else (self.part, self.offset)
+        return (*(self.window_start if self.filling is not None else (self.part, self.offset)), 0)
 
     def __iter__(self) -> Iterator[Row]:
         return self
 
     def __next__(self) -> Row:
         if self.index >= len(self.window):
-            self.window_start, self.window, self.index = self._next_window_start, [], 0
+            if self.filling is None:
+                self.window_start, self.window, self.index = (self.part, self.offset), [], 0
             self._fill()
             if not self.window:
                 raise StopIteration
@@ -159,19 +162,32 @@ class WindowReader:
         return row
 
     def _fill(self) -> None:
+        if self.filling is None:
+            self.filling = []
         while self.part < len(self.parts) and len(self.filling) < max(1, self.shuffle_window):
             part = self.parts[self.part]
-            if self.reader is None:
-                self.reader = self.open_part(part, self.offset)
-            record = next(self.reader, None)
+            record = self.retries.call(partial(self._next_record, part), f"part {part}")
             if record is not None:
                 self.filling.append((part, *record))
-                self.offset = self.reader.offset
             else:
                 self.part += 1
                 self.offset = self.parts[self.part].start if self.part < len(self.parts) else 0
                 self.reader = None
-        self.window, self.filling = self.filling, []
+        self.window, self.filling = self.filling, None
         if self.shuffle_window:
             order = permutation(len(self.window), *self.key, *self.window_start)
             self.window = [self.window[i] for i in order]
+
+    def _next_record(self, part: Part) -> Record | None:
+        try:
+            if self.reader is None:
+                self.reader = self.open_part(part, self.offset)
+            record = next(self.reader, None)
+        except Exception:
+            # Half a line may be lost in its buffer, and a generator that raised is finished: asked again,
+            # either would shorten the corpus in silence. Open it anew, at the record that failed.
+            self.reader = None
+            raise
+        if record is not None:
+            self.offset = self.reader.offset
+        return record

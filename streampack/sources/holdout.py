@@ -23,7 +23,7 @@ class Holdout:
     >>> rows = MapSource([{"tokens": [i], "labels": [i]} for i in range(1000)])
     >>> train, held_out = (Holdout(rows, share=0.1, part=part) for part in PARTS)
     >>> len(list(train.read(0, num_lanes=1))), len(list(held_out.read(0, num_lanes=1)))
-    (896, 104)
+    (898, 102)
 
     Args:
         source: any source.
@@ -46,6 +46,11 @@ class Holdout:
     def fingerprint(self) -> str:
         """The source's, the share and the part."""
         return digest(self.source.fingerprint(), self.share, self.part)
+
+    @property
+    def retry_budget(self) -> float:
+        """The source's."""
+        return float(getattr(self.source, "retry_budget", 0.0))
 
     def natural_lanes(self) -> int:
         """The source's."""

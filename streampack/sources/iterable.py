@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from streampack.sources.base import Part, Record, WindowReader, digest
+from streampack.sources.base import Part, Record, WindowReader, digest, plain
 from streampack.types import Origin, Position
 
 Rows = Iterable[Mapping[str, Any]]
@@ -39,7 +39,7 @@ class IterableSource:
     def fingerprint(self) -> str:
         """A digest of the first row: all that can be known without reading everything."""
         first = next(self._iterate(), None)
-        return digest(None if first is None else sorted((k, str(v)) for k, v in first.items()))
+        return digest(plain(first))
 
     def read(
         self,
@@ -86,23 +86,15 @@ class _Strided:
 
     def __init__(self, source: IterableSource, offset: int, step: int) -> None:
         self.source = source
-        self.iterator: Iterator[Mapping[str, Any]] | None = None
+        self.iterator = source._iterate()
         self.at = 0  # rows taken from the iterator
         self.offset = offset
         self.step = step
 
     def __next__(self) -> Record:
-        if self.iterator is None:
-            self.iterator, self.at = self.source._iterate(), 0
-        try:
-            while self.at <= self.offset:
-                row = next(self.iterator)
-                self.at += 1
-                self.source.rows_read += 1
-        except Exception as error:
-            # A generator that raised is finished: asked again, it would end the stream in silence.
-            if not isinstance(error, StopIteration):
-                self.iterator = None
-            raise
+        while self.at <= self.offset:
+            row = next(self.iterator)
+            self.at += 1
+            self.source.rows_read += 1
         self.offset += self.step
         return self.offset - self.step, row

@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-import glob
 import gzip
-import io
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
-from pathlib import Path
-from typing import IO, Any, NamedTuple
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from streampack.sources.base import Part, Record, WindowReader, digest
+from streampack.sources.files import ArchiveError, File, ends, manifest, open_file
+from streampack.sources.retry import Retries
 from streampack.types import Origin, Position
 
-COMPRESSED = (".gz", ".zst")
 PARTS_PER_LANE = 16  # enough for shuffling parts to mix a sorted file, few enough to keep reads long
 MAX_PART_BYTES = 1 << 30
-HASHED_BYTES = 1 << 16  # of each file's head and of its tail
-
-
-class File(NamedTuple):
-    """An entry of the manifest."""
-
-    path: str
-    name: str  # relative to the files' common folder, so that a corpus may move
-    size: int  # bytes, as they lie on the disk
-
-    @property
-    def seekable(self) -> bool:
-        """Whether reading can start anywhere."""
-        return not self.path.endswith(COMPRESSED)
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+PROBED_BYTES = 1 << 22  # of a compressed file's content, to learn how well it compresses
 
 
 class JSONLSource:
@@ -47,6 +33,9 @@ class JSONLSource:
     >>> [row.data["text"] for row in JSONLSource(path).read(0, num_lanes=1)]
     ['a', 'b']
 
+    A read that fails (not for want of the file or of permission) is tried again ``retries`` times, with growing
+    waits.
+
     Raises:
         ValueError: if nothing matches, a file is empty, or one is named twice. Rows that are no JSON
             objects raise when they are read, with file and line.
@@ -54,8 +43,11 @@ class JSONLSource:
 
     max_lanes: int | None = None
 
-    def __init__(self, paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> None:
-        self.files = _manifest([paths] if isinstance(paths, str | os.PathLike) else list(paths))
+    def __init__(
+        self, paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], *, retries: int = 5
+    ) -> None:
+        self.retries = Retries(attempts=retries)
+        self.files = manifest([paths] if isinstance(paths, str | os.PathLike) else list(paths))
         self._size = sum(file.size for file in self.files)  # bytes on the disk, compressed where they are
         self.bytes_read = 0  # by this copy of the source, decompressed
         self._fingerprint: str | None = None
@@ -63,7 +55,7 @@ class JSONLSource:
     def fingerprint(self) -> str:
         """Names, sizes and a hash of each file's first and last 64 KiB; never a modification time."""
         if self._fingerprint is None:
-            self._fingerprint = digest(*((file.name, file.size, _ends(file)) for file in self.files))
+            self._fingerprint = digest(*((file.name, file.size, ends(file)) for file in self.files))
         return self._fingerprint
 
     def read(
@@ -84,13 +76,15 @@ class JSONLSource:
             key=(seed, epoch, lane),
             shuffle_window=shuffle_window,
             start=start,
+            retries=self.retries,
         )
 
     def locate(self, origin: Origin) -> str:
         """``file:line``; counts the lines before the row, so it reads that much of the file."""
         file, offset = origin
         line, left = 1, offset
-        with _open(self.files[file]) as stream:
+        raw, stream = open_file(self.files[file])
+        with raw, stream:
             while left and (chunk := stream.read(min(left, 1 << 20))):
                 line += chunk.count(b"\n")
                 left -= len(chunk)
@@ -102,32 +96,41 @@ class JSONLSource:
         _, raw = next(_Lines(self, Part(file), offset))
         return self._decode(Part(file), offset, raw)
 
+    @property
+    def retry_budget(self) -> float:
+        """Seconds that one read may take in waits."""
+        return self.retries.budget
+
     def natural_lanes(self) -> int:
-        """One per 256 KiB on the disk."""
-        return max(1, self._size >> 18)
+        """One per 256 KiB of what can be divided, one per compressed file."""
+        plain = sum(file.size for file in self.files if file.seekable)
+        return max(1, (plain >> 18) + sum(not file.seekable for file in self.files))
 
     def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
         """Rows at evenly spaced places (the first rows of compressed files), and the corpus's size over theirs."""
-        rows: dict[tuple[int, int], Mapping[str, Any]] = {}
-        used = 0
+        rows: dict[tuple[int, int], bytes] = {}
+        total = 0.0  # bytes of content
         for number, file in enumerate(self.files):
             share = max(1, round(count * file.size / self._size))
             if file.seekable:
+                total += file.size
                 for i in range(share):
-                    offset, raw = next(_Lines(self, Part(number), file.size * i // share), (0, b""))
-                    if raw and (number, offset) not in rows:
-                        rows[number, offset] = self._decode(Part(number), offset, raw)
-                        used += len(raw)
+                    if record := next(_Lines(self, Part(number), file.size * i // share), None):
+                        rows[number, record[0]] = record[1]
             else:
                 lines = _Lines(self, Part(number), 0)
-                for offset, raw in (record for record, _ in zip(lines, range(share), strict=False)):
-                    rows[number, offset] = self._decode(Part(number), offset, raw)
-                used += min(file.size, lines.bytes_on_disk)
-        return list(rows.values()), self._size / max(1, used)
+                for i, (offset, raw) in enumerate(lines):
+                    if i < share:
+                        rows[number, offset] = raw
+                    elif lines.offset > PROBED_BYTES:
+                        break
+                total += lines.offset * file.size / max(1, lines.below.tell())
+        decoded = [self._decode(Part(file), offset, raw) for (file, offset), raw in rows.items()]
+        return decoded, total / max(1, sum(map(len, rows.values())))
 
     def _decode(self, part: Part, offset: int, raw: bytes) -> Mapping[str, Any]:
         try:
-            row = json.loads(raw.removeprefix(b"\xef\xbb\xbf"))
+            row = json.loads(raw)
         except ValueError as error:  # JSONDecodeError and UnicodeDecodeError alike
             raise ValueError(f"{self.locate((part.file, offset))}: not a line of JSON ({error})") from None
         if not isinstance(row, dict):
@@ -160,109 +163,45 @@ class _Lines:
         self.source = source
         self.file = source.files[part.file]
         self.stop = part.stop
-        self.stream = _open(self.file)
+        self.below, self.stream = open_file(self.file)
         self.offset = offset
         if offset and self.file.seekable:
             # A row that starts exactly at `offset` is ours, one that started before is not.
             self.stream.seek(offset - 1)
             self.offset = offset - 1 + len(self.stream.readline())
-        elif offset:
-            self.stream.seek(offset)  # decompresses and throws away all that comes before
+        left = 0 if self.file.seekable else offset
+        while left and (skipped := self._read(self.stream.read, min(left, 1 << 20))):
+            left -= len(skipped)  # decompressed again, and thrown away
 
     def __iter__(self) -> _Lines:
         return self
 
     def __next__(self) -> Record:
         while self.stop is None or self.offset < self.stop:
-            try:
-                line = self.stream.readline()
-            except (OSError, EOFError) as error:
-                raise ValueError(f"{self.file.path}: broken after byte {self.offset}: {error}") from error
+            line = self._read(self.stream.readline)
             if not line:
                 break
             offset, self.offset = self.offset, self.offset + len(line)
             self.source.bytes_read += len(line)
-            if not line.isspace():
+            if offset == 0:
+                line = line.removeprefix(BYTE_ORDER_MARK)
+            if not line.isspace() and line:
                 return offset, line
         if self.offset == 0:
             raise ValueError(f"{self.file.path} holds no rows; remove it from the corpus")
-        self.stream.close()
         raise StopIteration
+
+    def _read(self, read: Callable[..., bytes], *size: int) -> bytes:
+        if self.file.seekable:
+            return read(*size)
+        try:
+            return read(*size)
+        except (gzip.BadGzipFile, zlib.error, EOFError, ArchiveError) as error:
+            raise ValueError(
+                f"{self.file.path} is damaged after byte {self.offset} of its content: {error}"
+            ) from error
 
     def __del__(self) -> None:
         if hasattr(self, "stream"):  # not if opening failed
             self.stream.close()
-
-    @property
-    def bytes_on_disk(self) -> int:
-        """How far the file itself was read; all of it once the lines have ended."""
-        return self.file.size if self.stream.closed else self.stream.raw_tell()
-
-
-class _Stream(io.BufferedReader):
-    """Decompressed bytes, with the place in the file below."""
-
-    def __init__(self, raw: IO[bytes], decompressed: Any) -> None:
-        super().__init__(decompressed, 1 << 18)
-        self.below = raw
-
-    def raw_tell(self) -> int:
-        return self.below.tell()
-
-    def close(self) -> None:
-        super().close()
-        self.below.close()
-
-
-def _open(file: File) -> _Stream:
-    raw = Path(file.path).open("rb", buffering=0)  # noqa: SIM115 - the stream that is returned closes it
-    if (size := os.fstat(raw.fileno()).st_size) != file.size:
-        raw.close()
-        raise ValueError(
-            f"{file.path} has {size} bytes and had {file.size} when the run began; a corpus must not change "
-            "during a run: restore the file, or start anew"
-        )
-    if file.path.endswith(".gz"):
-        return _Stream(raw, gzip.GzipFile(fileobj=raw))
-    if file.path.endswith(".zst"):
-        return _Stream(raw, _zstd_reader(raw))
-    return _Stream(raw, raw)
-
-
-def _zstd_reader(raw: IO[bytes]) -> Any:
-    try:
-        import zstandard
-    except ImportError as error:
-        raise ImportError("reading .zst files needs zstandard: pip install 'streampack[zstd]'") from error
-    return zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-
-
-def _manifest(patterns: list[str | os.PathLike[str]]) -> tuple[File, ...]:
-    found: list[str] = []
-    for pattern in (os.fspath(pattern) for pattern in patterns):
-        matches = [pattern] if Path(pattern).is_file() else glob.glob(pattern, recursive=True)
-        matches = sorted(match for match in matches if Path(match).is_file())
-        if not matches:
-            raise ValueError(
-                f"no file matches {pattern!r} (looked in {Path.cwd()}); check the path or the glob"
-            )
-        found += matches
-    if not found:
-        raise ValueError("no files given; name at least one .jsonl file")
-    paths = sorted(str(Path(path).absolute()) for path in found)
-    for path, following in pairwise(paths):
-        if path == following:
-            raise ValueError(f"{path} is named twice; name every file once (a mixture can weight it)")
-    folder = os.path.commonpath([Path(path).parent for path in paths])
-    files = tuple(File(path, os.path.relpath(path, folder), Path(path).stat().st_size) for path in paths)
-    for file in files:
-        if file.size == 0 or (file.size <= 4096 and Path(file.path).read_bytes().isspace()):
-            raise ValueError(f"{file.path} is empty; remove it from the corpus")
-    return files
-
-
-def _ends(file: File) -> str:
-    with Path(file.path).open("rb") as stream:
-        head = stream.read(HASHED_BYTES)
-        stream.seek(max(0, file.size - HASHED_BYTES))
-        return digest(head, stream.read(HASHED_BYTES))
+            self.below.close()

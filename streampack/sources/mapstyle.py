@@ -108,6 +108,13 @@ class _Rows:
         if self.index >= len(self.numbers):
             raise StopIteration
         number = self.numbers[self.index if self.order is None else int(self.order[self.index])]
-        row = Row(self.dataset[number], (self.index,), (number,))
+        try:
+            data = self.dataset[number]
+        except StopIteration as error:
+            raise RuntimeError(f"sample {number}: the dataset raised StopIteration") from error
+        except Exception as error:
+            error.add_note(f"while reading sample {number}")
+            raise
+        row = Row(data, (self.index,), (number,))
         self.index += 1
         return row

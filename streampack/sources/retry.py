@@ -1,0 +1,52 @@
+"""Trying again when storage fails for a moment."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+"""Errors of the system that waiting does not mend."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retries:
+    """How often, and after which waits: doubling from ``first`` seconds up to ``longest``, each times 0.5 to 1.
+
+    The jitter keeps a thousand ranks from coming back to a server in the same moment.
+
+    >>> Retries(attempts=3, first=1.0).budget
+    7.0
+    """
+
+    attempts: int = 5
+    first: float = 0.5
+    longest: float = 30.0
+
+    @property
+    def budget(self) -> float:
+        """Seconds that all waits together take at most."""
+        return sum(self._waits())
+
+    def _waits(self) -> Iterator[float]:
+        return (min(self.longest, self.first * 2**attempt) for attempt in range(self.attempts))
+
+    def call(self, read: Callable[[], Result], what: str) -> Result:
+        """``read()``, tried again after every `OSError` that may pass; the last one is raised."""
+        for wait in self._waits():
+            try:
+                return read()
+            except PERMANENT:
+                raise
+            except OSError as error:
+                pause = wait * random.Random().uniform(0.5, 1)
+                log.warning("%s: %s; trying again in %.1f s", what, error, pause)
+                time.sleep(pause)
+        return read()
