@@ -24,7 +24,7 @@ from streampack.collate import collate_packed
 from streampack.dataset import PackedDataset, packed_dataset
 from streampack.iterable import IterablePackedDataset
 from streampack.plan import OVERLONG, STRATEGIES, plan_packs
-from streampack.types import IGNORE_INDEX, Fragment
+from streampack.types import IGNORE_INDEX
 
 
 def rows_of(lengths: list[int]) -> list[dict[str, list[int]]]:

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -77,7 +78,7 @@ def test_killed_in_mid_epoch_it_goes_on_with_the_same_losses(tmp_path, uninterru
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code, tmp_path / "run.yaml"],
-        env=os.environ | {"PYTHONPATH": os.getcwd()},
+        env=os.environ | {"PYTHONPATH": str(Path.cwd())},
         start_new_session=True,
         stderr=subprocess.PIPE,
     )
