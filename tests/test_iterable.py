@@ -63,7 +63,11 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("buffer-of-many", "jsonl", {"buffer_size": 1000, **THRICE, **SHUFFLED, "num_lanes": 1}),
     ("window-of-all", "jsonl", {**THRICE, "shuffle": True, "shuffle_window": 10_000, "num_lanes": 2}),
     *(
-        (f"empty-{policy}", "map", {"empty": "drop", "overlong": policy, **THRICE, **SHUFFLED, "num_lanes": 2})
+        (
+            f"empty-{policy}",
+            "map",
+            {"empty": "drop", "overlong": policy, **THRICE, **SHUFFLED, "num_lanes": 2},
+        )
         for policy in ("split", "drop")
     ),
     ("empty-wrap", "jsonl", {"empty": "drop", "strategy": "wrap", **ENDLESS, **SHUFFLED}),

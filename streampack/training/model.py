@@ -11,7 +11,6 @@ from torchtune import modules, training, utils
 
 from streampack.components import build
 
-
 OUTPUT_CHUNKS = 8  # torchtune makes an fp32 copy of the logits; in chunks it is made and freed piece by piece
 
 
