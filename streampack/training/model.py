@@ -37,7 +37,7 @@ def build_model(
     with training.set_default_dtype(torch_dtype), device:
         model: nn.Module = build(node, trusted=trusted)
     if hasattr(model, "set_num_output_chunks"):
-        model.set_num_output_chunks(OUTPUT_CHUNKS)
+        model.set_num_output_chunks(OUTPUT_CHUNKS)  # type: ignore[operator]
     model.load_state_dict(weights)
     training.validate_expected_param_dtype(model.named_parameters(), dtype=torch_dtype)
     if compile_layers:
