@@ -203,6 +203,7 @@ class Lane:
             skip = gone & 1 and self.config.packing.keeps_one_piece_per_sample
             pieces = [] if skip else self._pieces(row, replay=True)
             self.row = None
+            self.pieces_in_epoch += 1  # a replay may span whole epochs, which must not look empty
             for piece in pieces:
                 if planner.next_piece == receipt.next_piece:
                     self.pending.append(piece)

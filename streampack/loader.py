@@ -10,11 +10,12 @@ from datetime import timedelta
 from typing import Any
 
 from streampack.collate import Batch, collate_packed, null_pack, to_torchtune
-from streampack.iterable import Event, IterablePackedDataset, ledger_of
+from streampack.iterable import IterablePackedDataset
 from streampack.lockstep import DATA, FAILED, NOTHING, Answer, Lockstep
 from streampack.metrics import Ledger
 from streampack.plan import require_positive
 from streampack.receipt import Receipt
+from streampack.stream import Event, ledger_of
 from streampack.types import LaneEnd, Pack
 from streampack.workers import Worker
 
@@ -178,7 +179,7 @@ class _Batches:
         self.share = _Share()  # in the making; an error in the middle leaves it as it is
         self.agreed: deque[tuple[_Share, Answer]] = deque()  # shares made, and what all ranks say of them
         self.batches = 0  # handed over in this epoch
-        self.failed = False
+        self.failed: Exception | None = None
 
     def __iter__(self) -> _Batches:
         return self
@@ -186,7 +187,7 @@ class _Batches:
     def __next__(self) -> Batch:
         while True:
             ahead = 0 if self.lockstep.alone else AHEAD
-            while len(self.agreed) <= ahead and not self.failed:
+            while len(self.agreed) <= ahead:
                 self._prepare()
             share, answer = self.agreed.popleft()
             word = answer.wait()
@@ -211,11 +212,17 @@ class _Batches:
     def _prepare(self) -> None:
         """Make this rank's share of one more batch, and tell the others whether there is any."""
         try:
-            while len(self.share.packs) < self.loader.batch_size and (event := self._take()) is not None:
+            # After an error it only repeats the word: each rank must have asked as many questions as the others.
+            while (
+                self.failed is None
+                and len(self.share.packs) < self.loader.batch_size
+                and (event := self._take()) is not None
+            ):
                 (self.share.packs if isinstance(event, Pack) else self.share.ends).append(event)  # type: ignore[arg-type]
         except Exception as error:
-            self.failed = True
-            self.agreed.append((_Share(error=error), self.lockstep.say(FAILED)))
+            self.failed = error
+        if self.failed is not None:
+            self.agreed.append((_Share(error=self.failed), self.lockstep.say(FAILED)))
             return
         share, self.share = self.share, _Share()
         self.agreed.append((share, self.lockstep.say(DATA if share.packs else NOTHING)))
@@ -239,7 +246,7 @@ class _Batches:
     def _fail(self, share: _Share) -> None:
         """Raise a rank's error on all ranks; asked again, this rank tries again."""
         if self.lockstep.alone:
-            self.failed = False
+            self.failed = None
             assert share.error is not None
             raise share.error
         said = self.lockstep.gather(share.error and f"{type(share.error).__name__}: {share.error}")

@@ -14,7 +14,8 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from streampack.iterable import Event, IterablePackedDataset
+from streampack.iterable import IterablePackedDataset
+from streampack.stream import Event
 
 log = logging.getLogger(__name__)
 

@@ -23,6 +23,7 @@ LAYERS = (
     {"assemble", "sources", "receipt", "parity"},
     {"encode", "collate", "attention"},
     {"mix", "lane"},
+    {"stream"},
     {"iterable"},
     {"workers", "lockstep"},
     {"loader", "dataset", "samplers"},

@@ -20,8 +20,8 @@ from streampack import (
     TokensEncoder,
     collate_packed,
 )
-from streampack.iterable import ledger_of
 from streampack.receipt import Receipt
+from streampack.stream import ledger_of
 from tests.conformance import check_resume_everywhere, content
 from tests.corpus import Numbers, all_of, make_source, rows, samples_in, write
 
@@ -74,6 +74,11 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("gz", "gz", {**THRICE, **SHUFFLED, "num_lanes": 2}),
     ("zst", "zst", {**THRICE, **SHUFFLED, "num_lanes": 2}),
     ("more-lanes-than-files", "gz", {**ONCE, **SHUFFLED, "num_lanes": 5}),
+    (
+        "buffer-of-epochs",
+        "map",
+        {"buffer_size": 64, "strategy": "best_fit", **ENDLESS, **SHUFFLED, "num_lanes": 2},
+    ),
     ("one-token-packs", "map", {"max_seq_len": 1, "overlong": "split", **THRICE, **FOUR}),
 ]
 
@@ -83,8 +88,8 @@ def test_resume_at_every_step(tmp_path: Path, kind: str, settings: dict[str, Any
     """300 packs; stopped after every one; and stopped once more after the resume."""
     too_long = "overlong" in settings or "split_across_pack" in settings or settings.get("strategy") == "wrap"
     data = rows(1400 // (settings["epochs"] or 4), overlong=70 if too_long else 0, empty="empty" in settings)
-    if settings.get("max_seq_len") == 1:
-        data = data[:22]
+    if settings.get("max_seq_len") == 1 or settings.get("buffer_size") == 64:
+        data = data[:22]  # three epochs of one-token packs; six epochs in a buffer
     packs = check_resume_everywhere(
         lambda: make(make_source(kind, tmp_path, data), **settings), packs=600 if settings["epochs"] else 300
     )
@@ -196,6 +201,8 @@ def test_a_state_can_be_loaded_and_taken_without_a_pack() -> None:
         assert between.state_dict() == state
         assert between.ledger() == again.ledger()
         iter(between)
+        assert between.state_dict() == state
+        between.state_dict()["lanes"].clear()
         assert between.state_dict() == state
         state = between.state_dict()
     last = make(MapSource(rows(200)))
@@ -728,22 +735,27 @@ def test_a_source_is_whatever_holds_rows(tmp_path: Path) -> None:
 
 
 def test_the_ledger_adds_up_over_lanes_and_epochs() -> None:
-    data = rows(200, overlong=70)
+    data = rows(200, overlong=70) + [
+        {"i": i, "n": 30} for i in range(200, 206)
+    ]  # dropped after the last pack
     tokens = sum(row["n"] for row in data)
-    dataset = make(MapSource(data), overlong="drop", epochs=2, num_lanes=3, shuffle=True)
+    dataset = make(MapSource(data), overlong="drop", epochs=2, num_lanes=3)
     packed = 0
     for pack in dataset:
         packed += int(pack["seq_lens"][: pack["num_seqs"]].sum())
         ledger = dataset.ledger()
         assert ledger.packed == packed
         assert ledger.buffered >= 0
+    ledger = dataset.ledger()
     too_long = [row["n"] for row in data if row["n"] > 24]
-    assert ledger.samples == 400
+    assert ledger.samples == 412
     assert ledger.tokens_in == 2 * tokens
     assert ledger.dropped == {"overlong": 2 * sum(too_long), "truncated": 0, "empty": 0}
     assert ledger.dropped_samples["overlong"] == 2 * len(too_long)
     assert ledger.buffered == 0
-    assert ledger_of(dataset.state_dict()["lanes"]) == ledger
+    assert ledger_of(dataset.state_dict()["lanes"]) == ledger, (
+        "the state knows what was dropped at the very end"
+    )
 
 
 # Settings.

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streampack import Pack, Sample, TokensEncoder
+from streampack import IGNORE_INDEX, Pack, Sample, TokensEncoder
 from streampack.lane import Lane, LaneConfig
 from streampack.plan import Packing
 from streampack.receipt import Receipt
@@ -94,7 +94,22 @@ def test_packs_are_the_oracles(strategy: str, overlong: str, side: str) -> None:
         ]
         assert Receipt.from_bytes(pack.receipt).ledger == ledger
     assert len(packs) == len(expected)
+    check_trained(packs)
     assert (lane.ledger.samples, lane.ledger.tokens_in, lane.ledger.buffered) == (150, sum(lengths), 0)
+
+
+def check_trained(packs: list[Pack]) -> None:
+    """A fragment of a split sample says how many tokens all of that sample's fragments train."""
+    trained: dict[int, list[int]] = {}
+    for pack in packs:
+        begin = 0
+        for fragment, length in zip(pack.fragments, pack.seq_lens, strict=True):
+            labels = pack.labels[begin : begin + length]
+            trained.setdefault(fragment.origin[0], []).append(int((labels != IGNORE_INDEX).sum()))
+            begin += length
+    for fragment in (fragment for pack in packs for fragment in pack.fragments):
+        counts = trained[fragment.origin[0]]
+        assert fragment.trained == (sum(counts) if len(counts) > 1 else None)
 
 
 @pytest.mark.parametrize("labels", [[5, 6, 7, 8], [5, 6, 7, -100]])
