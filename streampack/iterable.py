@@ -20,6 +20,7 @@ from streampack.types import Fragment, Sample
 
 STATE_VERSION = 1
 DEFAULT_LANES = 8
+MAX_LANES = 1 << 16  # a lane costs kilobytes, and a damaged state may ask for any number
 
 
 class IterablePackedDataset(IterableDataset[dict[str, Any]]):
@@ -49,7 +50,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         overlong: what becomes of a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``,
             ``"truncate"`` or ``"split"``. Default ``"error"``, with ``split_across_pack`` ``"split"``.
         truncate_side: the side that ``"truncate"`` cuts off.
-        truncate_eos: a token id that replaces the last token of a sample cut on the right.
+        truncate_eos: a token id that replaces the last token of a sample that ``"truncate"`` cut on the right.
         empty: ``"error"`` or ``"drop"``, for samples without a token.
         shuffle: read in an order that is a function of (seed, epoch, lane). Files are shuffled within
             windows of ``shuffle_window`` rows, their parts among one another; map-style data entirely.
@@ -92,12 +93,13 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         for value, name in ((epochs, "epochs"), (num_lanes, "num_lanes"), (vocab_size, "vocab_size")):
             if value is not None:
                 require_positive(value, name)
-        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise ValueError(f"seed={seed!r} is no seed; give a whole number of at least 0")
+        seed = require_positive(seed, "seed", least=0)
+        padding_idx = require_positive(padding_idx, "padding_idx", least=0)
+        packing = Packing(max_seq_len, strategy, buffer_size, split_across_pack, overlong, truncate_side)
         self.lane_config = LaneConfig(
             source=as_source(source),
-            encode=encoder or TokensEncoder(),
-            packing=Packing(max_seq_len, strategy, buffer_size, split_across_pack, overlong, truncate_side),
+            encode=TokensEncoder() if encoder is None else encoder,
+            packing=packing,
             seed=seed,
             shuffle_window=shuffle_window if shuffle else 0,
             endless=epochs is None,
@@ -152,7 +154,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             if lane.epoch < begin:
                 lane.start_epoch(begin)
         mine = {lane.lane: receipts[lane.lane] for lane in lanes if lane.lane in receipts}
-        return PackStream(lanes, mine, last_epoch=self.last_epoch)
+        return PackStream(lanes, mine, last_epoch=self.last_epoch, alone=consumers == 1)
 
     @property
     def last_epoch(self) -> int | None:
@@ -184,7 +186,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
 
         Another one than that of a loaded state puts the state aside.
         """
-        if epoch != self.epoch:
+        if require_positive(epoch, "epoch", least=0) != self.epoch:
             self.epoch, self._receipts = epoch, {}
 
     def identity(self) -> dict[str, Any]:
@@ -235,7 +237,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         identity, num_lanes, receipts = _checked(state)
         for name, ours in self.identity().items():
             theirs = identity.get(name)
-            if theirs != ours:
+            if type(theirs) is not type(ours) or theirs != ours:
                 raise ValueError(
                     f"the state was made with {name}={theirs!r} and this dataset has {name}={ours!r}; "
                     "resume with what the run began with, or start a new run"
@@ -287,12 +289,15 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
 
 def _checked(state: Any) -> tuple[Mapping[str, Any], int | None, dict[int, bytes]]:
     """Identity, number of lanes and receipts of a state that is whole."""
-    if not isinstance(state, Mapping) or state.get("version") != STATE_VERSION:
+    version = state.get("version") if isinstance(state, Mapping) else None
+    if type(version) is not int or version != STATE_VERSION:
         raise ValueError(f"this is no state of an IterablePackedDataset (version {STATE_VERSION})")
     identity, num_lanes, lanes = state.get("identity"), state.get("num_lanes"), state.get("lanes")
     counts = type(state.get("epoch")) is int and (num_lanes is None or type(num_lanes) is int)
     if not (isinstance(identity, Mapping) and isinstance(lanes, Mapping) and counts):
         raise ValueError("the state is damaged: it lacks identity, epoch, num_lanes or lanes")
+    if num_lanes is not None and not 0 < num_lanes <= MAX_LANES:
+        raise ValueError(f"the state is damaged: it has {num_lanes} lanes, and 1 to {MAX_LANES} are possible")
     for lane, receipt in lanes.items():
         if type(lane) is not int or not 0 <= lane < (num_lanes or 0):
             raise ValueError(f"the state is damaged: lane {lane!r} is none of its {num_lanes} lanes")

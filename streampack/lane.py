@@ -145,6 +145,7 @@ class Lane:
 
     def receipt(self) -> bytes:
         """The bytes from which a lane of the same config goes on. Taken between packs."""
+        assert not self.planner.spans, "a receipt is taken between packs"
         if self.ledger.buffered != self.planner.buffered:
             raise RuntimeError(
                 f"lane {self.lane} lost tokens: {self.ledger.buffered} should be buffered by the ledger "
@@ -185,6 +186,13 @@ class Lane:
 
     def _restore(self, receipt: Receipt) -> None:
         """Read again from the oldest waiting piece's row, and skip what is gone."""
+        # All pieces behind the last that is gone wait, and no more can. A damaged state must not read on for ever.
+        waiting = receipt.next_piece - receipt.first - receipt.gone.bit_length()
+        if waiting > (limit := self.config.packing.buffer_size):
+            raise ValueError(
+                f"lane {self.lane}: {waiting} pieces wait at the end of the state's, and buffer_size={limit} lets "
+                f"{limit} wait; it is damaged, resume from another checkpoint"
+            )
         self.packs, self.epoch = receipt.packs, receipt.epoch
         self.done = receipt.done and not self.config.endless
         self.rows_in_epoch = self.pieces_in_epoch = 1  # only an epoch read from its beginning tells

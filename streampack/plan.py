@@ -15,7 +15,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 
 Strategy = Callable[[list[int], int, Callable[[], bool]], list[int]]
 
@@ -101,12 +101,14 @@ def require(value: object, name: str, allowed: Iterable[str]) -> None:
         raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(map(repr, words))}")
 
 
-def require_positive(value: object, name: str) -> None:
-    """Raise if ``value`` is not a whole number of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name}={value!r} is not a whole number; give one of at least 1")
-    if value < 1:
-        raise ValueError(f"{name}={value} is below 1; give at least 1")
+def require_positive(value: object, name: str, *, least: int = 1) -> int:
+    """``value`` as an int; raise if it is not a whole number of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise ValueError(f"{name}={value!r} is not a whole number; give one of at least {least}")
+    number = operator.index(value)
+    if number < least:
+        raise ValueError(f"{name}={number} is below {least}; give at least {least}")
+    return number
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +132,8 @@ class Packing:
     truncate_side: str = "right"
 
     def __post_init__(self) -> None:
-        require_positive(self.max_seq_len, "max_seq_len")
-        require_positive(self.buffer_size, "buffer_size")
+        object.__setattr__(self, "max_seq_len", require_positive(self.max_seq_len, "max_seq_len"))
+        object.__setattr__(self, "buffer_size", require_positive(self.buffer_size, "buffer_size"))
         require(self.strategy, "strategy", STRATEGIES)
         require(self.truncate_side, "truncate_side", ("right", "left"))
         wraps = self.split_across_pack or self.strategy == "wrap"

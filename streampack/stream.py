@@ -19,8 +19,11 @@ class PackStream:
     so it needs no state of its own.
     """
 
-    def __init__(self, lanes: list[Lane], receipts: dict[int, bytes], *, last_epoch: int | None) -> None:
+    def __init__(
+        self, lanes: list[Lane], receipts: dict[int, bytes], *, last_epoch: int | None, alone: bool = False
+    ) -> None:
         self.lanes = lanes
+        self.alone = alone  # these are all the lanes there are
         self.last_epoch = last_epoch
         self._receipts = receipts
 
@@ -39,6 +42,8 @@ class PackStream:
             endless = self.last_epoch is None
             ready = [lane for lane in self.lanes if not lane.done and (endless or lane.epoch == epoch)]
             if not ready:
+                if self.alone and not any(lane.ledger.samples for lane in self.lanes):
+                    raise ValueError("the source has no rows at all; check what it reads")
                 if self.last_epoch is None or epoch >= self.last_epoch:
                     raise StopIteration
                 for lane in self.lanes:

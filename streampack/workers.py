@@ -7,6 +7,7 @@ import multiprocessing as mp
 import os
 import queue
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
@@ -120,7 +121,8 @@ class Worker:
         self.process.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "receiver") and not self.pipe.closed:
+        # At the interpreter's end the modules that `close` needs are gone, and daemons are ended anyway.
+        if hasattr(self, "receiver") and not self.pipe.closed and not sys.is_finalizing():
             self.close()
 
 

@@ -79,6 +79,17 @@ def permutation(count: int, *key: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.random.default_rng(key).permutation(count)
 
 
+def spread(size: int, count: int) -> list[int]:
+    """About ``count`` numbers below ``size``, one at random from each of as many equal stretches; always the same.
+
+    Evenly spaced ones would see only one row of every period of a periodic corpus.
+    """
+    if count >= size:
+        return list(range(size))
+    places = (np.arange(count) + np.random.default_rng(count).random(count)) * size / count
+    return sorted({int(place) for place in places})
+
+
 Record = tuple[int, Any]  # (offset in its file, raw data)
 
 

@@ -35,6 +35,10 @@ class IterableSource:
         self.rows = rows
         self.max_lanes: int | None = None if stride else 1
         self.rows_read = 0  # by this copy of the source
+        self._newest: Iterator[Any] | None = None  # that a function made
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_newest": None}
 
     def fingerprint(self) -> str:
         """A digest of the first row: all that can be known without reading everything."""
@@ -78,7 +82,14 @@ class IterableSource:
         raise ValueError("the length of an iterable is unknown; set max_steps")
 
     def _iterate(self) -> Iterator[Mapping[str, Any]]:
-        return iter(self.rows() if callable(self.rows) else self.rows)
+        rows = self.rows() if callable(self.rows) else self.rows
+        if isinstance(rows, Iterator):
+            if rows is self._newest:
+                raise ValueError(
+                    "the function returned the same iterator twice; it must make a new one each time"
+                )
+            self._newest = rows
+        return iter(rows)
 
 
 class _Strided:

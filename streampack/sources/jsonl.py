@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gzip
+import heapq
 import json
 import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from streampack.sources.base import Part, Record, WindowReader, digest
+from streampack.sources.base import Part, Record, WindowReader, digest, spread
 from streampack.sources.files import ArchiveError, File, ends, manifest, open_file
 from streampack.sources.retry import Retries
 from streampack.types import Origin, Position
@@ -51,6 +52,7 @@ class JSONLSource:
         self._size = sum(file.size for file in self.files)  # bytes on the disk, compressed where they are
         self.bytes_read = 0  # by this copy of the source, decompressed
         self._fingerprint: str | None = None
+        self._divided: list[list[Part]] | None = None  # for the last number of lanes asked for
 
     def fingerprint(self) -> str:
         """Names, sizes and a hash of each file's first and last 64 KiB; never a modification time."""
@@ -69,8 +71,10 @@ class JSONLSource:
         start: Position | None = None,
     ) -> WindowReader:
         """See `Source.read`."""
+        if self._divided is None or len(self._divided) != num_lanes:
+            self._divided = divide(self.files, num_lanes)
         return WindowReader(
-            divide(self.files, num_lanes)[lane],
+            self._divided[lane],
             open_part=lambda part, offset: _Lines(self, part, offset),
             decode=self._decode,
             key=(seed, epoch, lane),
@@ -107,15 +111,15 @@ class JSONLSource:
         return max(1, (plain >> 18) + sum(not file.seekable for file in self.files))
 
     def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
-        """Rows at evenly spaced places (the first rows of compressed files), and the corpus's size over theirs."""
+        """Rows at places all over the files (the first rows of compressed files), and the corpus's size over theirs."""
         rows: dict[tuple[int, int], bytes] = {}
         total = 0.0  # bytes of content
         for number, file in enumerate(self.files):
             share = max(1, round(count * file.size / self._size))
             if file.seekable:
                 total += file.size
-                for i in range(share):
-                    if record := next(_Lines(self, Part(number), file.size * i // share), None):
+                for place in spread(file.size, share):
+                    if record := next(_Lines(self, Part(number), place), None):
                         rows[number, record[0]] = record[1]
             else:
                 lines = _Lines(self, Part(number), 0)
@@ -145,14 +149,14 @@ def divide(files: Sequence[File], num_lanes: int) -> list[list[Part]]:
     total = sum(file.size for file in files if file.seekable)
     length = min(MAX_PART_BYTES, max(1, -(-total // (num_lanes * PARTS_PER_LANE))))
     lanes: list[list[Part]] = [[] for _ in range(num_lanes)]
-    load = [0] * num_lanes
+    load = [(0, lane) for lane in range(num_lanes)]  # a heap: bytes so far, lane
     for number, file in enumerate(files):
         step = length if file.seekable else file.size
         for start in range(0, file.size, step):
-            lane = load.index(min(load))
+            least, lane = load[0]
             stop = min(start + step, file.size)
             lanes[lane].append(Part(number, start, stop) if file.seekable else Part(number))
-            load[lane] += stop - start
+            heapq.heapreplace(load, (least + stop - start, lane))
     return lanes
 
 
@@ -165,6 +169,11 @@ class _Lines:
         self.stop = part.stop
         self.below, self.stream = open_file(self.file)
         self.offset = offset
+        if self.file.seekable and offset > self.file.size:
+            raise ValueError(
+                f"{self.file.path} has {self.file.size} bytes and cannot be read from byte {offset} on; the state "
+                "or the file is damaged"
+            )
         if offset and self.file.seekable:
             # A row that starts exactly at `offset` is ours, one that started before is not.
             self.stream.seek(offset - 1)

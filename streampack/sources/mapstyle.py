@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from streampack.sources.base import digest, permutation, plain
+from streampack.sources.base import digest, permutation, plain, spread
 from streampack.types import Origin, Position, Row
 
 PROBES = 8  # rows that the fingerprint looks at
@@ -44,9 +44,10 @@ class MapSource:
         self._fingerprint: str | None = None
 
     def fingerprint(self) -> str:
-        """The number of rows and the content of eight of them."""
+        """The number of rows and the content of ten of them."""
         if self._fingerprint is None:
-            rows = [plain(self.dataset[i]) for i in self._spread(PROBES)]
+            numbers = sorted({0, *spread(len(self.dataset), PROBES), len(self.dataset) - 1})
+            rows = [plain(self.dataset[i]) for i in numbers]
             self._fingerprint = digest(len(self.dataset), rows)
         return self._fingerprint
 
@@ -80,12 +81,8 @@ class MapSource:
 
     def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
         """See `Source.probe`."""
-        numbers = self._spread(count)
+        numbers = spread(len(self.dataset), count)
         return [self.dataset[i] for i in numbers], len(self.dataset) / len(numbers)
-
-    def _spread(self, count: int) -> list[int]:
-        rows = len(self.dataset)
-        return sorted({rows * i // count for i in range(count)} | {rows - 1})
 
 
 class _Rows:
