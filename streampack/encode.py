@@ -73,6 +73,10 @@ class TextEncoder:
             raise ValueError(f"column {self.column!r} holds a {type(text).__name__}; it must be text")
         return as_sample({"tokens": self._encode(text)}, labels=None)
 
+    def decode(self, tokens: list[int]) -> str:
+        """What the tokens say, as the tokenizer decodes them."""
+        return str(self.tokenizer.decode(tokens))
+
     def _encode(self, text: str) -> list[int]:
         tokens: list[int] = self.tokenizer.encode(text, add_bos=self.add_bos, add_eos=self.add_eos)
         return tokens
@@ -106,6 +110,10 @@ class MessagesEncoder:
         if tokens.size != len(encoded["mask"]):
             raise ValueError(f"the tokenizer gave {tokens.size} tokens and a mask of {len(encoded['mask'])}")
         return Sample(tokens, np.where(encoded["mask"], IGNORE_INDEX, tokens))
+
+    def decode(self, tokens: list[int]) -> str:
+        """What the tokens say, as the tokenizer decodes them."""
+        return str(self.tokenizer.decode(tokens))
 
     def fingerprint(self) -> str:
         """The transform's name and settings, and how a short conversation comes out of the tokenizer."""

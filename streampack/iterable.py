@@ -260,6 +260,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
     def trace(self, fragment: Fragment) -> dict[str, Any]:
         """From a sequence in a pack back to its text: the row's place, its data, and the fragment's tokens.
 
+        Where the encoder can decode (those with a tokenizer can), ``text`` is what the tokens say.
+
         >>> data = IterablePackedDataset([{"tokens": [7, 8], "labels": [7, 8]}], max_seq_len=4)
         >>> [pack] = data
         >>> data.trace(pack["fragments"][0])
@@ -269,7 +271,10 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         row = config.source.fetch(fragment.origin)
         start, piece = [p for p in config.cut(config.encode(row)) if p[0] <= fragment.start][-1]
         tokens = piece.tokens[fragment.start - start : fragment.stop - start]
-        return {"place": config.source.locate(fragment.origin), "row": row, "tokens": tokens.tolist()}
+        found = {"place": config.source.locate(fragment.origin), "row": row, "tokens": tokens.tolist()}
+        if hasattr(config.encode, "decode"):
+            found["text"] = config.encode.decode(found["tokens"])
+        return found
 
     def estimate_packs(self, *, rows: int = 256) -> int:
         """About how many packs one epoch makes, from ``rows`` rows all over the corpus. Padding is left out.

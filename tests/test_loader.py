@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import torch
 
@@ -147,3 +149,22 @@ def test_an_iterable_feeds_one_worker_unless_strided():
         iter(PackedDataLoader(IterablePackedDataset(IterableSource(rows), max_seq_len=16), num_workers=2))
     strided = IterablePackedDataset(IterableSource(rows, stride=True), max_seq_len=16)
     assert samples(PackedDataLoader(strided, num_workers=2)) == list(range(1, 301))
+
+
+def test_from_a_batch_back_to_file_row_and_text(tmp_path):
+    from streampack import JSONLSource, TextEncoder
+    from tests.tiny import WordTokenizer, write_rows
+
+    source = JSONLSource(write_rows(tmp_path / "rows.jsonl", 50))
+    data = IterablePackedDataset(source, max_seq_len=24, encoder=TextEncoder(WordTokenizer()), shuffle=True)
+    lines = (tmp_path / "rows.jsonl").read_text().splitlines()
+    traced = 0
+    for batch in PackedDataLoader(data, batch_size=2, num_workers=2):
+        for fragments in batch.fragments:
+            for found in map(data.trace, fragments):
+                path, line = found["place"].rsplit(":", 1)
+                assert path == str(tmp_path / "rows.jsonl")
+                assert json.loads(lines[int(line) - 1]) == found["row"]
+                assert found["text"] == found["row"]["text"]
+                traced += 1
+    assert traced == 50
