@@ -11,7 +11,7 @@ JOBS ?= 2
 ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: help setup quickstart test test-slow lint format bench clean
+.PHONY: help setup quickstart test test-slow stress lint format bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -27,6 +27,9 @@ test: lint  ## lint, then every test that needs neither a GPU nor minutes; PYTES
 
 test-slow: setup  ## the tests that take minutes, and those for a GPU where there is one
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow or gpu" $(PYTEST_ARGS)
+
+stress: setup  ## the reliability table: kills, elastic resumes, a million packs; writes docs/reliability.md; ARGS="--list"
+	$(BIN)/python -m stress $(ARGS)
 
 lint: setup  ## ruff (lint, format) and mypy
 	$(BIN)/ruff check .

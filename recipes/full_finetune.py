@@ -1,9 +1,11 @@
 """Train all weights of a torchtune model on a streamed, packed corpus. One file, one run, top to bottom.
 
     tune run streampack_recipes/full_finetune --config my.yaml max_steps=100
+    tune run --nproc_per_node 2 streampack_recipes/full_finetune --config my.yaml
 
-Everything the YAML may say is a field of `streampack.training.config.RunConfig`. The loop is in plain
-sight in `train`; it calls `streampack.training`, which never calls back.
+On one device or on many; with several processes the model is sharded over them (FSDP2). Everything the
+YAML may say is a field of `streampack.training.config.RunConfig`. The loop is in plain sight in `train`; it
+calls `streampack.training`, which never calls back.
 """
 
 from __future__ import annotations
@@ -24,11 +26,20 @@ from streampack.collate import Batch
 from streampack.components import build
 from streampack.loader import PackedDataLoader
 from streampack.training.checkpoint import Checkpoints
-from streampack.training.config import read_config
+from streampack.training.config import RunConfig, read_config
 from streampack.training.data import build_data, total_steps
-from streampack.training.loss import summed_cross_entropy
-from streampack.training.model import build_model, pick_device, seed_step, vocabulary
-from streampack.training.progress import StepMeter, bar, summary
+from streampack.training.distributed import World, join_world
+from streampack.training.loss import label_weights, summed_cross_entropy
+from streampack.training.model import (
+    build_model,
+    clip_gradients,
+    evaluating,
+    full_weights,
+    pick_device,
+    seed_step,
+    vocabulary,
+)
+from streampack.training.progress import MetricLogger, StepMeter, bar, memory_metrics, stream_totals, summary
 from streampack.training.schedule import restore_schedule
 
 
@@ -39,44 +50,63 @@ def recipe_main(raw: DictConfig) -> None:
 
 
 def train(raw: Any) -> dict[str, Any]:
-    """Run from a config to final weights. Returns what the run was: steps, losses, the ledger, where things are."""
+    """Run from a config to final weights, with the other ranks if torchrun started several.
+
+    Returns what the run was: steps, losses, the ledger, where things are. The same on all ranks.
+    """
     cfg = read_config(raw)
-    trusted = cfg.trusted_packages
     device = pick_device(cfg.device)
-    checkpoints = Checkpoints(Path(cfg.output_dir) / "checkpoints", keep=cfg.keep_checkpoints)
-    if checkpoints.steps() and not cfg.resume:
+    with join_world(device, timeout=cfg.collective_timeout) as world:
+        return _train(raw, cfg, device, world)
+
+
+def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict[str, Any]:
+    trusted, accumulation = cfg.trusted_packages, cfg.accumulation(world.size)
+    checkpoints = Checkpoints(
+        Path(cfg.output_dir) / "checkpoints",
+        keep=cfg.keep_checkpoints,
+        world=world,
+        in_background=cfg.async_checkpoint,
+    )
+    newest = checkpoints.newest()
+    if newest is not None and not cfg.resume:
         raise ValueError(
-            f"{checkpoints.folder} holds checkpoints up to step {checkpoints.steps()[-1]} of an earlier run; "
+            f"{checkpoints.folder} holds checkpoints up to step {newest} of an earlier run; "
             "set resume=True to go on from there, or choose another output_dir"
         )
     seed_step(cfg.seed, 0)
 
     # What is trained.
-    tokenizer = build(cfg.tokenizer, trusted=trusted)
-    checkpointer = build(cfg.checkpointer, trusted=trusted)
+    with world.main_first():
+        tokenizer = build(cfg.tokenizer, trusted=trusted)
+        checkpointer = build(cfg.checkpointer, trusted=trusted)
     model = build_model(
         cfg.model,
         weights=checkpointer.load_checkpoint()[training.MODEL_KEY],
         device=device,
         dtype=cfg.dtype,
+        world=world,
         activation_checkpointing=cfg.activation_checkpointing,
         compile_layers=cfg.compile,
+        shard_also=cfg.custom_sharded_layers,
+        reshard_after_forward=cfg.fsdp_reshard_after_forward,
         trusted=trusted,
     )
     optimizer = build(cfg.optimizer, model.parameters(), trusted=trusted)
 
     # What it is trained on.
-    dataset, validation = build_data(cfg, tokenizer=tokenizer, vocab_size=vocabulary(model))
+    dataset, validation = build_data(cfg, tokenizer=tokenizer, vocab_size=vocabulary(model), world=world)
     loader = PackedDataLoader(
         dataset,
         batch_size=cfg.batch_size,
         num_workers=cfg.num_workers,
-        batches_per_step=cfg.accumulation,
+        batches_per_step=accumulation,
+        pin_memory=device.type == "cuda",
+        timeout=cfg.collective_timeout,
     )
 
     # Where it stands: a new run, or one to go on with.
     step, steps, tokens, seconds, held_out = 0, 0, 0, 0.0, []
-    newest = checkpoints.steps()[-1] if checkpoints.steps() else None
     if newest is not None:
         run = checkpoints.load(newest, model=model, optimizer=optimizer)
         step, steps, tokens, seconds, held_out = (
@@ -84,23 +114,25 @@ def train(raw: Any) -> dict[str, Any]:
         )
         loader.load_state_dict(run["stream"])
     if not steps or cfg.epochs is None:
-        steps = total_steps(cfg, dataset)
+        steps = total_steps(cfg, dataset, ranks=world.size)
     scheduler = build(
         cfg.lr_scheduler, trusted=trusted, inject={"optimizer": optimizer, "num_training_steps": steps}
     )
     if newest is not None and scheduler is not None:
         restore_schedule(scheduler, run["scheduler"])
 
-    logger = build(cfg.metric_logger, trusted=trusted)
+    logger = MetricLogger(cfg.metric_logger, world=world, trusted=trusted)
     logger.log_config(raw)
     profiler = build(cfg.profiler, trusted=trusted)[0] if cfg.profiler else training.DummyProfiler()
     every = (cfg.validation or {}).get("every")
+    meter = StepMeter(world, device)
+    started = time.perf_counter()
 
     def save() -> None:
         run = {
             "step": step,
             "steps": steps,
-            "tokens": tokens,
+            "tokens": tokens + meter.tokens,
             "seconds": seconds + time.perf_counter() - started,
             "held_out": held_out,
             "stream": loader.state_dict(),
@@ -108,85 +140,90 @@ def train(raw: Any) -> dict[str, Any]:
         }
         checkpoints.save(step, model=model, optimizer=optimizer, run=run)
 
-    started = time.perf_counter()
-    if validation and step == 0:
-        held_out.append((0, evaluate(model, validation, device=device, attention=cfg.attention)))
-        logger.log_dict({"validation_loss": held_out[-1][1]}, step=0)
+    def validate() -> None:
+        held_out.append((step, evaluate(model, validation, cfg=cfg, device=device, world=world)))
+        logger.log({"validation_loss": held_out[-1][1]}, step=step)
 
+    if validation and step == 0:
+        validate()
     batches = iter(loader)
     profiler.start()
-    with bar(steps, done=step) as progress:
+    with bar(steps, done=step, enabled=world.is_main) as progress:
         while cfg.max_steps is None or step < cfg.max_steps:
-            meter = StepMeter()
-            seed_step(cfg.seed, step)
+            meter.start()
+            seed_step(cfg.seed, step, world.rank)
             optimizer.zero_grad(set_to_none=True)
-            for batch in islice(batches, cfg.accumulation):
-                trained = int(batch.num_trained)  # counted before the transfer, so that the GPU need not wait
+            for batch in islice(batches, accumulation):
+                weights = label_weights(batch, loss_norm=cfg.loss_norm)
                 batch = batch.to(device)
                 mask = make_mask(batch, attention=cfg.attention)
                 logits = model(batch.tokens, mask=mask, input_pos=batch.input_pos)
-                loss = summed_cross_entropy(logits, batch.labels)
+                loss = summed_cross_entropy(
+                    logits, batch.labels, weights=weights.to(device, non_blocking=True)
+                )
                 del logits  # or they would stay through the backward pass
                 loss.backward()
-                meter.add(batch, loss, trained)
-            if not meter.slots:
-                break  # the last epoch is over
-            training.scale_grads(model, torch.tensor(1 / max(1, meter.trained), device=device))
-            grad_norm = None
-            if cfg.clip_grad_norm is not None:
-                grad_norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm=cfg.clip_grad_norm)
+                meter.add(batch, loss, weights)
+            if not meter.batches:
+                break  # the last epoch is over, on every rank
+            training.scale_grads(model, meter.reduce())
+            norm = None if cfg.clip_grad_norm is None else clip_gradients(model, cfg.clip_grad_norm)
             rate = optimizer.param_groups[0]["lr"]
             optimizer.step()
             if scheduler is not None:
                 scheduler.step()
+            meter.stop()
             step += 1
-            tokens += meter.tokens
             profiler.step()
             progress.update()
             if step % cfg.log_every == 0:
-                metrics = meter.metrics() | {"lr": rate, "epoch": loader.epoch}
-                metrics |= {"grad_norm": grad_norm} if grad_norm is not None else {}
-                metrics |= {f"ledger_{name}": value for name, value in loader.ledger().as_dict().items()}
-                if device.type == "cuda":
-                    metrics |= training.get_memory_stats(device=device)
-                logger.log_dict(metrics, step=step)
+                ledger, epoch = stream_totals(loader, world)
+                metrics = meter.metrics() | {"lr": rate, "epoch": epoch} | memory_metrics(world, device)
+                metrics |= {"grad_norm": norm} if norm is not None else {}
+                metrics |= {f"ledger_{name}": value for name, value in ledger.as_dict().items()}
+                logger.log(metrics, step=step)
                 progress.set_postfix_str(
                     f"loss {metrics['loss']:.3f}, {metrics['tokens_per_second']:,.0f} tokens/s, "
                     f"padding {metrics['padding']:.1%}"
                 )
             if every and step % every == 0 and validation:
-                held_out.append((step, evaluate(model, validation, device=device, attention=cfg.attention)))
-                logger.log_dict({"validation_loss": held_out[-1][1]}, step=step)
+                validate()
             if cfg.checkpoint_every and step % cfg.checkpoint_every == 0:
                 save()
+                newest = step
     profiler.stop()
 
     if validation and held_out[-1][0] != step:
-        held_out.append((step, evaluate(model, validation, device=device, attention=cfg.attention)))
-        logger.log_dict({"validation_loss": held_out[-1][1]}, step=step)
-    if cfg.checkpoint_every and step not in checkpoints.steps():
+        validate()
+    if cfg.checkpoint_every and newest != step:
         save()  # so that a longer run can go on from here
-    seconds += time.perf_counter() - started
-    checkpointer.save_checkpoint({training.MODEL_KEY: model.state_dict()}, epoch=0)
-    logger.close()
-    ledger = loader.ledger()
-    print(summary(ledger, seconds=seconds, tokens=tokens, validation=held_out))
-    print(f"weights      {Path(cfg.output_dir) / 'epoch_0'}")
+    checkpoints.wait()
+    seconds, tokens = seconds + time.perf_counter() - started, tokens + meter.tokens
+    ledger, _ = stream_totals(loader, world)
+    final = full_weights(model, device=device, world=world)
+    if world.is_main:
+        checkpointer.save_checkpoint({training.MODEL_KEY: final}, epoch=0)
+        logger.close()
+        print(summary(ledger, seconds=seconds, tokens=tokens, validation=held_out))
+        print(f"weights      {Path(cfg.output_dir) / 'epoch_0'}")
     return {"step": step, "tokens": tokens, "seconds": seconds, "held_out": held_out, "ledger": ledger}
 
 
-@torch.no_grad()
-def evaluate(model: nn.Module, batches: list[Batch], *, device: torch.device, attention: str) -> float:
-    """The loss per trained token over the held-out packs."""
-    model.eval()
-    total, trained = 0.0, 0
-    for batch in batches:
-        trained += int(batch.num_trained)
-        batch = batch.to(device)
-        logits = model(batch.tokens, mask=make_mask(batch, attention=attention), input_pos=batch.input_pos)
-        total += float(summed_cross_entropy(logits, batch.labels))
-    model.train()
-    return total / max(1, trained)
+def evaluate(
+    model: nn.Module, batches: list[Batch], *, cfg: RunConfig, device: torch.device, world: World
+) -> float:
+    """The loss over the held-out packs of all ranks, weighted as in training."""
+    total = torch.zeros(2, dtype=torch.float64, device=device)
+    with evaluating(model):
+        for batch in batches:
+            weights = label_weights(batch, loss_norm=cfg.loss_norm)
+            batch = batch.to(device)
+            mask = make_mask(batch, attention=cfg.attention)
+            logits = model(batch.tokens, mask=mask, input_pos=batch.input_pos)
+            total[0] += summed_cross_entropy(logits, batch.labels, weights=weights.to(device))
+            total[1] += weights.sum()
+    loss, weight = world.add_up(total).tolist()
+    return loss / weight if weight else 0.0
 
 
 if __name__ == "__main__":

@@ -16,7 +16,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-RECIPES: dict[str, tuple[str, ...]] = {"full_finetune": ("quickstart",)}
+RECIPES: dict[str, tuple[str, ...]] = {
+    "full_finetune": ("quickstart", "llama3_2/1B_full_streamed"),
+    "lora_finetune": ("lora_quickstart", "llama3_2/1B_lora_streamed"),
+}
 """Every recipe, and the configs made for it. Written out: finding them would mean importing recipes.
 `tests/test_cli.py` holds the table against the folders."""
 

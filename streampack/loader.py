@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from streampack.collate import Batch, collate_packed, null_pack, to_torchtune
@@ -15,7 +16,7 @@ from streampack.lockstep import DATA, FAILED, NOTHING, Answer, Lockstep
 from streampack.metrics import Ledger
 from streampack.plan import require_positive
 from streampack.receipt import Receipt
-from streampack.stream import Event, ledger_of
+from streampack.stream import Event, PackStream, ledger_of
 from streampack.types import LaneEnd, Pack
 from streampack.workers import Worker
 
@@ -78,13 +79,13 @@ class PackedDataLoader:
         self.pin_memory = pin_memory
         self.lockstep = Lockstep(timeout=timedelta(seconds=timeout))
         self.receipts: dict[int, bytes] = {}  # as of the last batch; after a load of all lanes, then of ours
-        self._resume = False  # a state was loaded and not taken up yet
+        self._resume: int | None = None  # a state was loaded and not taken up yet: the epoch its run began in
 
     def __iter__(self) -> Iterator[Batch]:
         """From the loaded state on; without one, from the dataset's epoch on."""
-        if not self._resume:
+        if self._resume != self.dataset.epoch:  # as in the dataset, `set_epoch` may have put the state aside
             self.receipts = {}
-        self._resume = False
+        self._resume = None
         return _Batches(self)
 
     def state_dict(self) -> dict[str, Any]:
@@ -102,7 +103,7 @@ class PackedDataLoader:
         """
         self.dataset.load_state_dict(state)
         self.receipts = dict(state["lanes"])
-        self._resume = True
+        self._resume = self.dataset.epoch
 
     @property
     def epoch(self) -> int:
@@ -150,16 +151,19 @@ class _Batches:
         self.epoch = max(
             (Receipt.from_bytes(receipt).epoch for receipt in receipts.values()), default=dataset.epoch
         )
-        self.endless = dataset.last_epoch is None
-        if self.endless:
+        self.last_epoch = dataset.last_epoch
+        if self.last_epoch is None:
             self.epoch = 0
-        first_epoch = None if self.endless else self.epoch
-        loader.receipts = {lane: r for lane, r in receipts.items() if lane % world_size == rank}
+        first_epoch = None if self.last_epoch is None else self.epoch
+        # Ours, should the loader be iterated once more meanwhile: its state is of the newest iteration.
+        self.receipts = loader.receipts = {
+            lane: receipt for lane, receipt in receipts.items() if lane % world_size == rank
+        }
         self.streams: list[Iterator[Event]] = []
         for worker in range(workers):
             consumer = rank + world_size * worker
+            share = {lane: r for lane, r in receipts.items() if lane % consumers == consumer}
             if loader.num_workers:
-                share = {lane: r for lane, r in receipts.items() if lane % consumers == consumer}
                 self.streams.append(
                     Worker(
                         dataset,
@@ -172,20 +176,24 @@ class _Batches:
                     )
                 )
             else:
-                stream = dataset.stream(consumer, consumers, receipts=receipts, first_epoch=first_epoch)
-                self.streams.append(iter(stream.next_event, None))
+                self.streams.append(
+                    _Here(
+                        partial(dataset.stream, consumer, consumers, receipts=share, first_epoch=first_epoch)
+                    )
+                )
         self.heads: list[Event | None] = [None] * workers  # the next event of each, once it is asked for
         self.ended = [False] * workers
         self.share = _Share()  # in the making; an error in the middle leaves it as it is
         self.agreed: deque[tuple[_Share, Answer]] = deque()  # shares made, and what all ranks say of them
         self.batches = 0  # handed over in this epoch
         self.failed: Exception | None = None
+        self.over = False
 
     def __iter__(self) -> _Batches:
         return self
 
     def __next__(self) -> Batch:
-        while True:
+        while not self.over:
             ahead = 0 if self.lockstep.alone else AHEAD
             while len(self.agreed) <= ahead:
                 self._prepare()
@@ -205,9 +213,11 @@ class _Batches:
             if self.batches % self.loader.batches_per_step:
                 self.batches += 1
                 return self._collate([])
-            if self.endless or self.epoch >= (self.loader.dataset.last_epoch or 0):
+            if self.last_epoch is None or self.epoch >= self.last_epoch:
+                self.over = True
                 raise StopIteration
             self.epoch, self.batches = self.epoch + 1, 0
+        raise StopIteration
 
     def _prepare(self) -> None:
         """Make this rank's share of one more batch, and tell the others whether there is any."""
@@ -241,19 +251,24 @@ class _Batches:
     def _file(self, share: _Share) -> None:
         """From now on, the state says that these were handed over."""
         events: list[Event] = [*share.packs, *share.ends]
-        self.loader.receipts.update({event.lane: event.receipt for event in events})
+        self.receipts.update({event.lane: event.receipt for event in events})
 
     def _fail(self, share: _Share) -> None:
-        """Raise a rank's error on all ranks; asked again, this rank tries again."""
-        if self.lockstep.alone:
-            self.failed = None
-            assert share.error is not None
-            raise share.error
-        said = self.lockstep.gather(share.error and f"{type(share.error).__name__}: {share.error}")
-        rank, message = next((rank, text) for rank, text in enumerate(said) if text)
-        if share.error is not None:
-            raise share.error
-        raise RuntimeError(f"rank {rank} failed while making packs: {message}")
+        """Raise a rank's error on all ranks, for good; alone, asked again, this rank tries again."""
+        error, share.error = share.error, None
+        try:
+            if self.lockstep.alone:
+                self.failed = None
+                assert error is not None
+                raise error
+            self.streams.clear()  # ends the workers
+            said = self.lockstep.gather(error and f"{type(error).__name__}: {error}")
+            if error is not None:
+                raise error
+            rank, message = next((rank, text) for rank, text in enumerate(said) if text)
+            raise RuntimeError(f"rank {rank} failed while making packs: {message}")
+        finally:
+            del error  # the traceback holds this frame: a cycle would keep the workers alive
 
     def _collate(self, packs: list[Pack]) -> Batch:
         config = self.loader.dataset.lane_config
@@ -261,6 +276,22 @@ class _Batches:
         packs = packs + [filler] * (self.loader.batch_size - len(packs))
         batch = collate_packed([to_torchtune(pack) for pack in packs])
         return batch.pin_memory() if self.loader.pin_memory else batch
+
+
+class _Here:
+    """The events of this process, as `Worker` gives those of another: it begins, and fails, when it is asked."""
+
+    def __init__(self, begin: Callable[[], PackStream]) -> None:
+        self.begin = begin
+        self.stream: PackStream | None = None
+
+    def __iter__(self) -> _Here:
+        return self
+
+    def __next__(self) -> Event:
+        if self.stream is None:
+            self.stream = self.begin()
+        return self.stream.next_event()
 
 
 def _turn(event: Event) -> tuple[float, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing as mp
 import os
+import pickle
 import queue
 import signal
 import sys
@@ -30,7 +31,8 @@ class Worker:
     pipe of its own, so that a process that dies in the middle of writing is seen as dead at once and
     harms no other. torch's DataLoader raises a worker's death wherever the trainer happens to be; here it is
     noticed when its next pack is asked for, and mended there: a new process goes on after the last pack
-    that arrived. An error in the stream is raised here, and asking again tries again.
+    that arrived. An error in the stream is raised here, and asking again tries again; an error of a kind that
+    cannot travel between processes arrives as a RuntimeError that says the same.
 
     Args:
         dataset: as it stands in this process; forked, or pickled where processes are spawned.
@@ -61,9 +63,11 @@ class Worker:
         self.max_restarts = max_restarts
         self.restarts = 0
         self.ended = False
+        self.erred = False  # its last word was an error; it tries again when asked
         self._start()
 
     def _start(self) -> None:
+        self.home = os.getpid()
         self.pipe, theirs = mp.Pipe()
         arguments = (theirs, self.dataset, self.consumer, self.consumers, self.receipts, self.first_epoch)
         self.process = mp.Process(target=_serve, args=arguments, daemon=True)
@@ -79,6 +83,10 @@ class Worker:
     def __next__(self) -> Event:
         if self.ended:
             raise StopIteration
+        if self.erred:
+            self.erred = False
+            with suppress(OSError):  # if it died since, the inbox says so
+                self.pipe.send(None)
         while True:
             kind, value = self.inbox.get()
             if kind == EVENT:
@@ -90,17 +98,22 @@ class Worker:
                 self.close()
                 raise StopIteration
             if kind == ERROR:
-                self.pipe.send(None)  # it waits for this before it tries again
-                raise value
+                self.erred = True
+                error, error.__notes__ = value
+                try:
+                    raise error
+                finally:
+                    del error, value  # the traceback holds this frame: a cycle would keep the process alive
             self._mend()
 
     def _mend(self) -> None:
         self.process.kill()  # if it only closed its pipe
         self.process.join()
         what = f"worker {self.consumer} of {self.consumers} (pid {self.process.pid}) died"
-        if self.process.exitcode is not None and self.process.exitcode < 0:
-            what += f" of signal {signal.Signals(-self.process.exitcode).name}"
+        code = self.process.exitcode or 0
+        what += f" of signal {signal.Signals(-code).name}" if code < 0 else f" with exit code {code}"
         if self.restarts >= self.max_restarts:
+            self.inbox.put((DIED, None))  # to say so again when asked again
             raise RuntimeError(
                 f"{what}, after {self.restarts} restart(s); if the system killed it, it may lack memory: use "
                 "fewer workers or a smaller buffer_size"
@@ -112,17 +125,23 @@ class Worker:
 
     def close(self) -> None:
         """End the process, and the thread that listens to it."""
+        if self.pipe.closed:
+            return
         self.process.kill()
         self.process.join()
-        while self.receiver.is_alive():
-            with suppress(queue.Empty):  # it may wait for room to say that the process died
-                self.inbox.get(timeout=0.01)
+        if threading.current_thread() is self.receiver:  # the garbage collector may run in any thread
+            self.inbox.maxsize = 0
+        else:
+            while self.receiver.is_alive():
+                with suppress(queue.Empty):  # it may wait for room to say that the process died
+                    self.inbox.get(timeout=0.01)
         self.pipe.close()
         self.process.close()
 
     def __del__(self) -> None:
-        # At the interpreter's end the modules that `close` needs are gone, and daemons are ended anyway.
-        if hasattr(self, "receiver") and not self.pipe.closed and not sys.is_finalizing():
+        # At the interpreter's end the modules that `close` needs are gone, and daemons are ended anyway. A copy
+        # that some process forked along is not the one to end anything.
+        if hasattr(self, "receiver") and not sys.is_finalizing() and self.home == os.getpid():
             self.close()
 
 
@@ -131,10 +150,12 @@ def _receive(pipe: Connection, inbox: queue.Queue[tuple[str, Any]]) -> None:
     try:
         while True:
             message = pipe.recv()
+            ends = message[0] == END
             inbox.put(message)
-            if message[0] == END:
+            del message  # or an error in it stays, with its traceback, and all that the trainer's frames hold
+            if ends:
                 return
-    except (EOFError, OSError):
+    except Exception:  # EOFError or OSError; whatever else it were, silence would be waited for without end
         inbox.put((DIED, None))
 
 
@@ -148,6 +169,7 @@ def _serve(
 ) -> None:
     """In the worker's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not by a handler of the trainer's that was forked along
     threading.Thread(target=_die_with_parent, daemon=True).start()
     stream = None
     while True:
@@ -159,21 +181,27 @@ def _serve(
         except StopIteration:
             message = (END, None)
         except Exception as error:
-            error.add_note(f"in worker {consumer} of {consumers}:\n{traceback.format_exc()}")
-            message = (ERROR, error)
+            where = f"in worker {consumer} of {consumers}:\n{traceback.format_exc()}"
+            # Apart from the error: not every class of errors pickles its notes.
+            message = (ERROR, (_portable(error), [*getattr(error, "__notes__", ()), where]))
         try:
             pipe.send(message)
-        except (BrokenPipeError, ConnectionError):
-            return
-        except Exception:  # an error that does not pickle
-            pipe.send((ERROR, RuntimeError(f"{type(message[1]).__name__}: {message[1]}")))
-        if message[0] == END:
-            return
-        if message[0] == ERROR:
-            try:
-                pipe.recv()
-            except (EOFError, OSError):
+            if message[0] == END:
                 return
+            if message[0] == ERROR:
+                pipe.recv()
+        except (EOFError, OSError):
+            return
+
+
+def _portable(error: Exception) -> Exception:
+    """The error, if its class survives the way through a pipe: many that take several arguments fail at its end."""
+    try:
+        if type(pickle.loads(pickle.dumps(error))) is type(error):
+            return error
+    except Exception:
+        log.debug("%s cannot be sent between processes", type(error), exc_info=True)
+    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def _die_with_parent() -> None:

@@ -54,6 +54,7 @@ FREE_TESTS = {
     "test_architecture.py": "the house as a whole",
     "test_isolation.py": "packed equals alone, through the model and the loss",
     "test_stock_recipe.py": "torchtune's own recipe on our PackedDataset",
+    "test_stress.py": "the long lines of `make stress`, with small counts",
 }
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
 
-from streampack.training.loss import summed_cross_entropy
+from streampack import IterablePackedDataset, collate_packed
+from streampack.training.loss import LOSS_NORMS, label_weights, summed_cross_entropy
 from streampack.types import IGNORE_INDEX
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -204,3 +209,57 @@ def test_bad_arguments(change: dict[str, Any], message: str) -> None:
     logits, labels = example(2, 9, 11)
     with pytest.raises(ValueError, match=message):
         summed_cross_entropy(**{"logits": logits, "labels": labels, **change})
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=20),
+    masked=st.integers(0, 5),
+    settings=st.sampled_from(
+        [
+            {"split_across_pack": True},
+            {"overlong": "split"},
+            {"overlong": "truncate"},
+            {"overlong": "drop"},
+            {"overlong": "split", "strategy": "next_fit", "num_lanes": 3},
+        ]
+    ),
+)
+def test_the_weights_of_a_sample_add_up_to_1(
+    lengths: list[int], masked: int, settings: dict[str, Any]
+) -> None:
+    rows = [
+        {
+            "tokens": [1] * length,
+            "labels": [1 if (i * 7 + length) % 6 >= masked else -100 for i in range(length)],
+        }
+        for length in lengths
+    ]
+    dataset = IterablePackedDataset(rows, max_seq_len=9, **({"num_lanes": 1} | settings))
+    weights, tokens = defaultdict(list), defaultdict(list)
+    batches = DataLoader(dataset, batch_size=2, collate_fn=collate_packed)
+    for batch in batches:
+        counts = {norm: label_weights(batch, loss_norm=norm) for norm in LOSS_NORMS}
+        for norm in LOSS_NORMS:
+            assert ((counts[norm] > 0) == (batch.labels != IGNORE_INDEX)).all()
+        for row, fragments in enumerate(batch.fragments):
+            start = 0
+            for fragment in fragments:
+                stop = start + fragment.stop - fragment.start
+                weights[fragment.origin] += counts["sample"][row, start:stop].tolist()
+                tokens[fragment.origin] += counts["token"][row, start:stop].tolist()
+                start = stop
+            assert not counts["sample"][row, start:].any()
+    for origin in weights:
+        assert set(tokens[origin]) <= {0, 1}
+        trained = sum(tokens[origin])
+        assert sum(weights[origin]) == pytest.approx(1 if trained else 0)
+        assert len(set(weights[origin]) - {0}) <= 1, "tokens of one sample weigh the same"
+
+
+def test_an_unknown_norm_is_refused() -> None:
+    [batch] = DataLoader(
+        IterablePackedDataset([{"tokens": [1, 2], "labels": [1, 2]}], max_seq_len=4),
+        collate_fn=collate_packed,
+    )
+    with pytest.raises(ValueError, match="loss_norm='pack' is unknown; choose one of 'token', 'sample'"):
+        label_weights(batch, loss_norm="pack")

@@ -1,24 +1,93 @@
+import pytest
 import torch
 
 from streampack import IterablePackedDataset, PackedDataLoader
 from streampack.metrics import Ledger
-from streampack.training.progress import StepMeter, summary
+from streampack.training.distributed import World
+from streampack.training.loss import label_weights
+from streampack.training.progress import MetricLogger, StepMeter, memory_metrics, stream_totals, summary
+
+CPU = torch.device("cpu")
+ROWS = [{"tokens": [1, 2, 3], "labels": [-100, 2, 3]} for _ in range(3)]
 
 
-def test_a_step_is_counted_over_its_batches():
-    rows = [{"tokens": [1, 2, 3], "labels": [-100, 2, 3]} for _ in range(3)]
-    meter = StepMeter()
-    for batch in PackedDataLoader(IterablePackedDataset(rows, max_seq_len=4), batch_size=2):
-        meter.add(batch, torch.tensor(6.0), int(batch.num_trained))
+def batches():
+    return PackedDataLoader(IterablePackedDataset(ROWS, max_seq_len=4, num_lanes=1), batch_size=2)
+
+
+@pytest.mark.parametrize(("loss_norm", "weight"), [("token", 6), ("sample", 3)])
+def test_a_step_is_counted_over_its_batches(loss_norm, weight):
+    meter = StepMeter(World(), CPU)
+    meter.start()
+    for batch in batches():
+        meter.add(batch, torch.tensor(6.0), label_weights(batch, loss_norm=loss_norm))
+    assert meter.batches == 2
+    assert float(meter.reduce()) == pytest.approx(1 / weight)
+    meter.stop()
+    assert meter.tokens == 9
     metrics = meter.metrics()
-    assert metrics["loss"] == 12.0 / 6
+    assert metrics["loss"] == pytest.approx(12.0 / weight)
     assert metrics["trained_tokens"] == 6
     assert metrics["samples_per_step"] == 3
     assert metrics["padding"] == 1 - 9 / 16
 
 
-def test_a_step_without_trained_tokens_has_loss_0():
-    assert StepMeter().metrics()["loss"] == 0
+def test_a_report_is_the_loss_of_its_step_and_the_rates_since_the_one_before(monkeypatch):
+    clock = iter(range(100))
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
+    meter = StepMeter(World(), CPU)
+    [batch, _] = batches()
+    for loss in 4.0, 8.0, 2.0:
+        meter.start()
+        meter.add(batch, torch.tensor(loss), label_weights(batch, loss_norm="token"))
+        meter.reduce()
+        meter.stop()
+        next(clock)  # a validation, say: not counted
+        if loss == 8.0:
+            first = meter.metrics()
+    assert (first["loss"], first["samples_per_step"], first["trained_tokens"]) == (2.0, 2, 4)
+    assert first["tokens_per_second"] == 12 / 3  # two steps of a second, and one to read the numbers
+    second = meter.metrics()
+    assert (second["loss"], second["samples_per_step"]) == (0.5, 2)
+    assert second["tokens_per_second"] == 6 / 2
+    assert meter.tokens == 18
+
+
+def test_a_step_without_trained_tokens_has_loss_0_and_no_gradients():
+    meter = StepMeter(World(), CPU)
+    meter.start()
+    assert float(meter.reduce()) == 0
+    meter.stop()
+    assert meter.metrics()["loss"] == 0
+
+
+def test_totals_of_a_stream():
+    loader = batches()
+    for _ in loader:
+        pass
+    ledger, epoch = stream_totals(loader, World())
+    assert (ledger.samples, ledger.packed, epoch) == (3, 9, 0)
+
+
+def test_only_rank_0_logs(tmp_path):
+    node = {
+        "_component_": "torchtune.training.metric_logging.DiskLogger",
+        "log_dir": str(tmp_path),
+        "filename": "log.txt",
+    }
+    silent = MetricLogger(node, world=World(rank=1, size=2))
+    silent.log({"loss": 1.0}, step=3)
+    silent.log_config({})
+    silent.close()
+    assert list(tmp_path.iterdir()) == []
+    logger = MetricLogger(node, world=World())
+    logger.log({"loss": 1.5}, step=3)
+    logger.close()
+    assert "Step 3 | loss:1.5" in (tmp_path / "log.txt").read_text()
+
+
+def test_no_gpu_no_memory_to_report():
+    assert memory_metrics(World(), CPU) == {}
 
 
 def test_the_summary_balances_the_tokens():

@@ -116,7 +116,8 @@ class WindowReader:
     so a position ``(part, offset, index)`` says all: the window starts at ``offset`` of the ``part``-th
     part of the permuted order, and ``index`` of its records have been read. Starting there reads at most
     one window again. Records are held raw and decoded one at a time. ``open_part(part, offset)`` reads a
-    part from ``offset`` on, ``decode(part, offset, raw)`` makes a row's data.
+    part from ``offset`` on, ``decode(part, offset, raw)`` makes a row's data, ``place(part, offset)`` says in
+    words where reading failed.
     """
 
     def __init__(
@@ -128,12 +129,14 @@ class WindowReader:
         key: tuple[int, int, int],
         shuffle_window: int = 0,
         start: Position | None = None,
+        place: Callable[[Part, int], str] = "{}, offset {}".format,
         retries: Retries = NO_RETRIES,
     ) -> None:
         order = permutation(len(parts), *key) if shuffle_window else range(len(parts))
         self.parts = [parts[i] for i in order]
         self.open_part = open_part
         self.decode = decode
+        self.place = place
         self.key = key
         self.retries = retries
         self.shuffle_window = shuffle_window
@@ -177,7 +180,7 @@ class WindowReader:
             self.filling = []
         while self.part < len(self.parts) and len(self.filling) < max(1, self.shuffle_window):
             part = self.parts[self.part]
-            record = self.retries.call(partial(self._next_record, part), f"part {part}")
+            record = self.retries.call(partial(self._next_record, part))
             if record is not None:
                 self.filling.append((part, *record))
             else:
@@ -194,10 +197,11 @@ class WindowReader:
             if self.reader is None:
                 self.reader = self.open_part(part, self.offset)
             record = next(self.reader, None)
-        except Exception:
+        except Exception as error:
             # Half a line may be lost in its buffer, and a generator that raised is finished: asked again,
             # either would shorten the corpus in silence. Open it anew, at the record that failed.
             self.reader = None
+            error.add_note(f"while reading {self.place(part, self.offset)}")
             raise
         if record is not None:
             self.offset = self.reader.offset

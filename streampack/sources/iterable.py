@@ -60,6 +60,7 @@ class IterableSource:
             [Part(0, lane)],
             open_part=lambda part, offset: _Strided(self, offset, num_lanes),
             decode=lambda part, offset, raw: raw,
+            place=lambda part, offset: f"row {offset}",
             key=(seed, epoch, lane),
             shuffle_window=shuffle_window,
             start=start,

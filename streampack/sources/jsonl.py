@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from streampack.plan import require_positive
 from streampack.sources.base import Part, Record, WindowReader, digest, spread
 from streampack.sources.files import ArchiveError, File, ends, manifest, open_file
 from streampack.sources.retry import Retries
@@ -47,7 +48,7 @@ class JSONLSource:
     def __init__(
         self, paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], *, retries: int = 5
     ) -> None:
-        self.retries = Retries(attempts=retries)
+        self.retries = Retries(attempts=require_positive(retries, "retries", least=0))
         self.files = manifest([paths] if isinstance(paths, str | os.PathLike) else list(paths))
         self._size = sum(file.size for file in self.files)  # bytes on the disk, compressed where they are
         self.bytes_read = 0  # by this copy of the source, decompressed
@@ -77,6 +78,7 @@ class JSONLSource:
             self._divided[lane],
             open_part=lambda part, offset: _Lines(self, part, offset),
             decode=self._decode,
+            place=lambda part, offset: f"{self.files[part.file].path} from byte {offset} on",
             key=(seed, epoch, lane),
             shuffle_window=shuffle_window,
             start=start,

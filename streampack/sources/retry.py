@@ -38,7 +38,7 @@ class Retries:
     def _waits(self) -> Iterator[float]:
         return (min(self.longest, self.first * 2**attempt) for attempt in range(self.attempts))
 
-    def call(self, read: Callable[[], Result], what: str) -> Result:
+    def call(self, read: Callable[[], Result]) -> Result:
         """``read()``, tried again after every `OSError` that may pass; the last one is raised."""
         for wait in self._waits():
             try:
@@ -47,6 +47,7 @@ class Retries:
                 raise
             except OSError as error:
                 pause = wait * random.Random().uniform(0.5, 1)
-                log.warning("%s: %s; trying again in %.1f s", what, error, pause)
+                what = " ".join([str(error), *getattr(error, "__notes__", ())])
+                log.warning("%s; trying again in %.1f s", what, pause)
                 time.sleep(pause)
         return read()

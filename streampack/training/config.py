@@ -9,7 +9,8 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from streampack.components import COMPONENT, resolve
-from streampack.plan import require_positive
+from streampack.plan import require, require_positive
+from streampack.training.loss import LOSS_NORMS
 
 Node = dict[str, Any]
 
@@ -32,15 +33,27 @@ class RunConfig:
     lr_scheduler: Node | None = None
     epochs: int | None = None  # None with max_steps: read on as long as it takes
     max_steps: int | None = None
-    batch_size: int = 1  # packs in a forward pass
-    packs_per_step: int | None = None  # packs in an optimizer step; default: one batch
-    num_workers: int = 0  # processes that read, encode and pack
+    batch_size: int = 1  # packs in a forward pass of one rank
+    packs_per_step: int | None = (
+        None  # packs in an optimizer step, over all ranks; default: a batch of each rank
+    )
+    num_workers: int = 0  # processes that read, encode and pack, for each rank
+    loss_norm: str = "token"  # or "sample": every sample counts the same, however long it is
     clip_grad_norm: float | None = None
     attention: str = "auto"
     activation_checkpointing: bool = False
     compile: bool = False
+    custom_sharded_layers: list[str] = field(
+        default_factory=list
+    )  # sharded by themselves, besides the layers
+    fsdp_reshard_after_forward: bool = (
+        True  # False keeps layers whole until the backward pass: memory for speed
+    )
+    collective_timeout: float = 600  # seconds that ranks wait for the slowest one
     checkpoint_every: int | None = None  # steps; None: only the final weights
     keep_checkpoints: int = 2
+    async_checkpoint: bool = False  # write while training goes on, from a copy in memory
+    save_adapter_weights_only: bool = False  # LoRA: leave the merged weights out
     resume: bool = False  # go on from the newest checkpoint in output_dir, if there is one
     log_every: int = 1  # steps
     profiler: Node | None = None
@@ -54,19 +67,34 @@ class RunConfig:
                 require_positive(getattr(self, name), name)
         if self.epochs is None and self.max_steps is None:
             raise ValueError("neither epochs nor max_steps is set; say when the run ends")
-        if self.packs_per_step is None:
-            self.packs_per_step = self.batch_size
-        if self.packs_per_step % self.batch_size:
+        require(self.loss_norm, "loss_norm", LOSS_NORMS)
+        if not self.collective_timeout > 0:
+            raise ValueError(
+                f"collective_timeout={self.collective_timeout} is no time to wait; give seconds, at least as many as "
+                "the slowest rank may need for a step and a checkpoint"
+            )
+        if self.packs_per_step is not None and self.packs_per_step % self.batch_size:
             raise ValueError(
                 f"packs_per_step={self.packs_per_step} is no multiple of batch_size={self.batch_size}; gradients "
                 "accumulate over whole batches"
             )
 
-    @property
-    def accumulation(self) -> int:
-        """Batches in an optimizer step."""
-        assert self.packs_per_step is not None
-        return self.packs_per_step // self.batch_size
+    def accumulation(self, ranks: int = 1) -> int:
+        """Batches that each rank contributes to an optimizer step.
+
+        Raises:
+            ValueError: if ``packs_per_step`` cannot be shared out evenly.
+        """
+        if self.packs_per_step is None:
+            return 1
+        batches, rest = divmod(self.packs_per_step, ranks * self.batch_size)
+        if rest:
+            raise ValueError(
+                f"packs_per_step={self.packs_per_step} cannot be shared out over {ranks} ranks in batches of "
+                f"{self.batch_size}; make it a multiple of {ranks * self.batch_size}, lower batch_size, or use "
+                "another number of ranks"
+            )
+        return batches
 
 
 def read_config(config: Any) -> RunConfig:

@@ -6,23 +6,25 @@ import math
 from itertools import islice
 from typing import Any
 
-from streampack.collate import Batch, collate_packed
+from streampack.collate import Batch, collate_packed, null_pack, to_torchtune
 from streampack.components import build
 from streampack.encode import without_truncation
 from streampack.iterable import IterablePackedDataset
 from streampack.sources import Holdout, as_source
 from streampack.training.config import RunConfig
+from streampack.training.distributed import World
 
 VALIDATION_KEYS = ("share", "source", "max_packs", "every")
 
 
 def build_data(
-    config: RunConfig, *, tokenizer: Any, vocab_size: int
+    config: RunConfig, *, tokenizer: Any, vocab_size: int, world: World | None = None
 ) -> tuple[IterablePackedDataset, list[Batch]]:
-    """The training dataset, and the validation batches (none without a ``validation`` section).
+    """The training dataset, and this rank's validation batches (none without a ``validation`` section).
 
     The held-out rows are defined once, by their content (``share``) or as a ``source`` of their own, and
-    packed in one lane without shuffling: the same batches in every run and on any topology.
+    packed in one lane without shuffling: the same packs in every run and on any topology. They are shared
+    out over the ranks, and null packs fill up, so that every rank has as many batches as the others.
 
     Raises:
         ValueError: for a data or validation section that does not fit.
@@ -56,12 +58,17 @@ def build_data(
     train = _dataset(source, epochs=epochs, **common)
     if held_out is None:
         return train, []
-    fixed = {**common, "shuffle": False, "num_lanes": 1}
-    packs = list(islice(_dataset(held_out, **fixed), validation.get("max_packs", 32)))
+    fixed = _dataset(held_out, **{**common, "shuffle": False, "num_lanes": 1})
+    packs = list(islice(fixed.stream(), validation.get("max_packs", 32)))
     if not packs:
         raise ValueError("the validation rows make no pack; hold out a larger share")
-    size = config.batch_size
-    return train, [collate_packed(packs[i : i + size]) for i in range(0, len(packs), size)]
+    world = world or World()
+    batches = math.ceil(len(packs) / (world.size * config.batch_size))
+    mine = packs[world.rank :: world.size]
+    filler = null_pack(fixed.lane_config.packing.max_seq_len, padding_idx=tokenizer.pad_id)
+    mine += [filler] * (batches * config.batch_size - len(mine))
+    shares = [mine[i : i + config.batch_size] for i in range(0, len(mine), config.batch_size)]
+    return train, [collate_packed([to_torchtune(pack) for pack in share]) for share in shares]
 
 
 def _dataset(source: Any, **settings: Any) -> IterablePackedDataset:
@@ -71,7 +78,7 @@ def _dataset(source: Any, **settings: Any) -> IterablePackedDataset:
         raise ValueError(f"data: {error}") from None
 
 
-def total_steps(config: RunConfig, train: IterablePackedDataset) -> int:
+def total_steps(config: RunConfig, train: IterablePackedDataset, *, ranks: int = 1) -> int:
     """Optimizer steps of the run: ``max_steps``, or an estimate from a sample of the rows.
 
     For schedules and progress bars; a run by epochs ends when the data does, not at this number.
@@ -79,9 +86,9 @@ def total_steps(config: RunConfig, train: IterablePackedDataset) -> int:
     if config.epochs is None:
         assert config.max_steps is not None
         return config.max_steps
+    packs_per_step = config.accumulation(ranks) * ranks * config.batch_size
     try:
-        assert config.packs_per_step is not None
-        by_epochs = math.ceil(config.epochs * train.estimate_packs() / config.packs_per_step)
+        by_epochs = math.ceil(config.epochs * train.estimate_packs() / packs_per_step)
     except ValueError:
         if config.max_steps is None:
             raise

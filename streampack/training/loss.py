@@ -1,4 +1,4 @@
-"""The one loss: chunked, weighted, summed cross-entropy."""
+"""The one loss: chunked, weighted, summed cross-entropy, and the weights that make it a mean of one's choice."""
 
 from __future__ import annotations
 
@@ -9,8 +9,37 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from streampack.plan import require_positive
+from streampack.collate import Batch
+from streampack.plan import require, require_positive
 from streampack.types import IGNORE_INDEX
+
+LOSS_NORMS = ("token", "sample")
+
+
+def label_weights(batch: Batch, *, loss_norm: str) -> torch.Tensor:
+    """What each label counts in the loss, ``[batch, max_seq_len]`` float64; 0 where nothing is trained.
+
+    ``"token"`` weighs every trained label 1; ``"sample"`` 1 / (trained labels of its sample), so that those
+    of a sample add up to 1, however long it is and over however many packs it was split. The loss of a step
+    is the weighted sum over all batches and ranks, divided by the sum of these weights.
+
+    >>> from streampack import IterablePackedDataset, collate_packed
+    >>> rows = [{"tokens": [7, 8, 9], "labels": [7, 8, 9]}, {"tokens": [4, 5], "labels": [4, 5]}]
+    >>> batch = collate_packed(list(IterablePackedDataset(rows, max_seq_len=6)))
+    >>> label_weights(batch, loss_norm="sample").tolist()
+    [[0.0, 0.5, 0.5, 0.0, 1.0, 0.0]]
+    """
+    require(loss_norm, "loss_norm", LOSS_NORMS)
+    weights = (batch.labels != IGNORE_INDEX).double()
+    if loss_norm == "token":
+        return weights
+    for row, fragments in zip(weights, batch.fragments, strict=True):
+        lengths = [fragment.stop - fragment.start for fragment in fragments]
+        spans = torch.split(row, [*lengths, len(row) - sum(lengths)])
+        for span, fragment in zip(spans, fragments, strict=False):
+            trained = float(span.sum()) if fragment.trained is None else fragment.trained
+            span /= max(1, trained)  # in place, through the view
+    return weights
 
 
 def summed_cross_entropy(

@@ -1,21 +1,28 @@
-"""Devices, dtypes, and a torchtune model with its weights."""
+"""Devices, dtypes, and a torchtune model with its weights, whole or sharded over the ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torchtune import modules, training, utils
 
 from streampack.components import build
+from streampack.training.distributed import World
 
 OUTPUT_CHUNKS = 8  # torchtune makes an fp32 copy of the logits; in chunks it is made and freed piece by piece
 
+Weights = Mapping[str, Any]
+
 
 def pick_device(name: str) -> torch.device:
-    """``auto`` is the GPU where there is one; anything else is torch's name for a device."""
+    """``auto`` is the GPU where there is one (this rank's, of several); anything else is torch's name for a device."""
     device: torch.device = utils.get_device(None if name == "auto" else name)
     return device
 
@@ -23,34 +30,105 @@ def pick_device(name: str) -> torch.device:
 def build_model(
     node: Mapping[str, Any],
     *,
-    weights: Mapping[str, Any],
+    weights: Weights,
     device: torch.device,
     dtype: str,
+    world: World | None = None,
+    add_weights: Callable[[nn.Module], Weights] | None = None,
     activation_checkpointing: bool = False,
     compile_layers: bool = False,
+    shard_also: Collection[str] = (),
+    reshard_after_forward: bool = True,
     trusted: Collection[str] = (),
 ) -> nn.Module:
-    """The model that a config names, with ``weights``, on ``device``, in training mode."""
+    """The model that a config names, with ``weights``, on ``device``, in training mode.
+
+    With several ranks it is sharded by FSDP2, each layer by itself: a rank holds its share of the weights,
+    gradients and optimizer states, and has a layer whole only while it computes with it.
+
+    Args:
+        node: a builder of torchtune's, or of whatever builds a model with ``layers``.
+        weights: all of them, under the names the model has before it is sharded.
+        device: this rank's.
+        dtype: ``bf16`` or ``fp32``, as torchtune names them.
+        world: the ranks over which it is sharded.
+        add_weights: what else to load, known only once the model is there; may freeze parameters.
+        activation_checkpointing: keep the inputs of every layer only, and compute it again for the gradients.
+        compile_layers: let ``torch.compile`` make one kernel graph of every layer.
+        shard_also: names of modules that are sharded by themselves besides the layers.
+        reshard_after_forward: free a layer between its forward and backward pass; False trades memory for speed.
+        trusted: packages besides the usual that ``node`` may name.
+    """
+    world = world or World()
     torch_dtype = training.get_dtype(dtype, device=device)
     if torch_dtype == torch.float16:
         raise ValueError("dtype fp16 needs loss scaling, which no recipe does; use bf16 or fp32")
-    with training.set_default_dtype(torch_dtype), device:
+    with training.set_default_dtype(torch_dtype), torch.device("meta") if world.size > 1 else device:
         model: nn.Module = build(node, trusted=trusted)
     if hasattr(model, "set_num_output_chunks"):
         model.set_num_output_chunks(OUTPUT_CHUNKS)  # type: ignore[operator]
-    model.load_state_dict(weights)
-    training.validate_expected_param_dtype(model.named_parameters(), dtype=torch_dtype)
+    if add_weights is not None:
+        weights = {**weights, **add_weights(model)}
     if compile_layers:
         training.compile_model(model, verbose=False)
     if activation_checkpointing:
         training.set_activation_checkpointing(model, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
+    if world.size > 1:
+        try:
+            training.shard_model(
+                model,
+                [partial(training.get_shard_conditions, names_to_match=list(shard_also))],
+                cpu_offload=False,
+                reshard_after_forward=reshard_after_forward,
+                dp_mesh=init_device_mesh(device.type, (world.size,)),
+            )
+        except AssertionError as error:  # torchao's: a rank needs whole groups of 64 * 256 quantized numbers
+            raise ValueError(
+                f"the model cannot be sharded over {world.size} ranks: {error}; use a number of ranks that "
+                "divides its quantized weights (powers of 2 usually do), or do not quantize"
+            ) from error
+        with training.set_default_dtype(torch_dtype), device:
+            for module in model.modules():
+                if hasattr(module, "rope_init"):  # a buffer that no checkpoint holds
+                    module.rope_init()  # type: ignore[operator]
+        training.load_from_full_model_state_dict(model, weights, device, strict=True)
+        training.validate_no_params_on_meta_device(model)
+    else:
+        model.load_state_dict(weights)
+    training.validate_expected_param_dtype(model.named_parameters(), dtype=torch_dtype)
     return model.train()
+
+
+def full_weights(model: nn.Module, *, device: torch.device, world: World) -> dict[str, torch.Tensor]:
+    """All weights on the CPU, under the names they were loaded by; empty on all ranks but 0. A collective."""
+    if world.size > 1:
+        weights: dict[str, torch.Tensor] = training.gather_cpu_state_dict(model, world.is_main, device=device)
+        return weights
+    return {name: value.cpu() for name, value in model.state_dict().items()}
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Without dropout and gradients in the block, and as for training after it."""
+    model.eval()
+    with torch.no_grad():
+        yield
+    model.train()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # else the backward pass would, and with reshard_after_forward=False nothing before
 
 
 def vocabulary(model: nn.Module) -> int:
     """Rows of the embedding: token ids must be below it."""
     size: int = model.tok_embeddings.num_embeddings  # type: ignore[union-attr, assignment]
     return size
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
+    """Scale the gradients so that their norm, over all shards, is at most ``max_norm``; the norm before."""
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm=max_norm)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
 def seed_step(seed: int, step: int, rank: int = 0) -> None:

@@ -3,44 +3,130 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 
 from streampack.collate import Batch
+from streampack.components import build
+from streampack.loader import PackedDataLoader
 from streampack.metrics import Ledger
+from streampack.training.distributed import World
+
+COUNTS = ("loss", "weight", "trained", "tokens", "slots", "samples")
 
 
-@dataclass
 class StepMeter:
-    """Counts over the batches of one optimizer step."""
+    """Counts over the batches of a step and over all ranks, and how fast they went by.
 
-    loss: torch.Tensor | float = 0.0  # summed over the trained tokens; stays on the device until it is read
-    trained: int = 0  # tokens that the loss counts
-    tokens: int = 0  # real tokens
-    slots: int = 0  # tokens and padding
-    samples: int = 0  # sequences
-    started: float = field(default_factory=time.perf_counter)
+    The sums stay on the device until `metrics` reads them, so that nothing waits for a GPU in between.
+    """
 
-    def add(self, batch: Batch, loss: torch.Tensor, trained: int) -> None:
-        """Count one batch and its summed loss."""
+    def __init__(self, world: World, device: torch.device) -> None:
+        self.world = world
+        self.device = device
+        self.window = self._zeros()  # all ranks', since the last report
+        self.total = self._zeros()  # all ranks', since the beginning
+        self.steps, self.seconds = 0, 0.0  # in the window
+        self.start()
+
+    def start(self) -> None:
+        """Begin a step."""
+        self.started = time.perf_counter()
+        self.batches = 0
+        self.loss: torch.Tensor | float = 0.0
+        self.counts = [0.0] * len(COUNTS)
+
+    def add(self, batch: Batch, loss: torch.Tensor, weights: torch.Tensor) -> None:
+        """Count one batch of this rank's, its summed loss, and its labels' weights (on the CPU)."""
+        self.batches += 1
         self.loss = self.loss + loss.detach()
-        self.trained += trained
-        self.tokens += batch.num_tokens
-        self.slots += batch.tokens.numel()
-        self.samples += batch.num_seqs
+        weight, trained = float(weights.sum()), float(weights.count_nonzero())
+        counts = (0.0, weight, trained, batch.num_tokens, batch.tokens.numel(), batch.num_seqs)
+        self.counts = [a + b for a, b in zip(self.counts, counts, strict=True)]
+
+    def reduce(self) -> torch.Tensor:
+        """Add up over the ranks, once a step; the factor for gradients that every rank summed and FSDP averaged.
+
+        That is ranks / weight, or 0 for a step in which nothing is trained.
+        """
+        sums = torch.tensor(self.counts, dtype=torch.float64).to(self.device, non_blocking=True)
+        sums[0] += self.loss
+        self.world.add_up(sums)
+        self.step = sums
+        self.window += sums
+        self.total += sums
+        weight = sums[1]
+        return torch.where(weight > 0, self.world.size / weight, 0.0)
+
+    def stop(self) -> None:
+        """End the step."""
+        self.steps += 1
+        self.seconds += time.perf_counter() - self.started
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens of all ranks so far."""
+        return int(self.total[COUNTS.index("tokens")])
 
     def metrics(self) -> dict[str, float]:
-        """For the metric logger. ``loss`` is per trained token, ``padding`` a share of 1."""
-        seconds = time.perf_counter() - self.started
-        return {
-            "loss": float(self.loss) / max(1, self.trained),
-            "tokens_per_second": self.tokens / seconds,
-            "padding": 1 - self.tokens / max(1, self.slots),
-            "samples_per_step": self.samples,
-            "trained_tokens": self.trained,
+        """For the metric logger: the loss of the last step, the rest over the steps since the last report.
+
+        ``loss`` is per trained token (or per sample, by the weights), ``padding`` a share of 1.
+        """
+        before = time.perf_counter()
+        loss, weight = self.step[:2].tolist()  # waits for the GPU
+        sums = dict(zip(COUNTS, self.window.tolist(), strict=True))
+        seconds = self.seconds + time.perf_counter() - before
+        metrics = {
+            "loss": loss / weight if weight else 0.0,
+            "tokens_per_second": sums["tokens"] / max(seconds, 1e-9),
+            "padding": 1 - sums["tokens"] / max(1, sums["slots"]),
+            "samples_per_step": sums["samples"] / max(1, self.steps),
+            "trained_tokens": sums["trained"] / max(1, self.steps),
         }
+        self.window, self.steps, self.seconds = self._zeros(), 0, 0.0
+        return metrics
+
+    def _zeros(self) -> torch.Tensor:
+        return torch.zeros(len(COUNTS), dtype=torch.float64, device=self.device)
+
+
+def stream_totals(loader: PackedDataLoader, world: World) -> tuple[Ledger, int]:
+    """Where every token of all ranks went, and the epoch that the slowest is in. A collective."""
+    ledgers, epochs = zip(*world.gather((loader.ledger(), loader.epoch)), strict=True)
+    return Ledger.total(ledgers), min(epochs)
+
+
+def memory_metrics(world: World, device: torch.device) -> dict[str, float]:
+    """For the metric logger: the most GPU memory that each rank has had in use, in GiB. A collective."""
+    if device.type != "cuda":
+        return {}
+    peaks = world.gather(torch.cuda.max_memory_allocated(device) / 2**30)
+    return {f"peak_memory_gib_rank_{rank}": peak for rank, peak in enumerate(peaks)}
+
+
+class MetricLogger:
+    """The config's metric logger on rank 0; on the others, nothing."""
+
+    def __init__(self, node: Mapping[str, Any], *, world: World, trusted: Collection[str] = ()) -> None:
+        self.logger = build(node, trusted=trusted) if world.is_main else None
+
+    def log_config(self, config: Any) -> None:
+        """The run's config, once."""
+        if self.logger is not None:
+            self.logger.log_config(config)
+
+    def log(self, values: Mapping[str, Any], *, step: int) -> None:
+        """Numbers by name."""
+        if self.logger is not None:
+            self.logger.log_dict(values, step=step)
+
+    def close(self) -> None:
+        """Flush what is not written yet."""
+        if self.logger is not None:
+            self.logger.close()
 
 
 def summary(ledger: Ledger, *, seconds: float, tokens: int, validation: list[tuple[int, float]]) -> str:

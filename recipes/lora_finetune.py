@@ -1,0 +1,239 @@
+"""Train low-rank adapters of a torchtune model on a streamed, packed corpus. One file, one run, top to bottom.
+
+    tune run streampack_recipes/lora_finetune --config my.yaml max_steps=100
+    tune run --nproc_per_node 2 streampack_recipes/lora_finetune --config my.yaml
+
+LoRA, DoRA or, where the model's base is quantized, QLoRA: whatever torchtune builder the config names. The base
+is frozen; running checkpoints hold the adapters only, and at the end the adapters are saved and the base with
+them merged in. On one device or on many; with several processes the model is sharded over them (FSDP2).
+
+The loop is `full_finetune`'s. What differs: which weights train, how they begin, and what is saved.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import nn
+from torchtune import config, training
+
+from streampack.attention import make_mask
+from streampack.collate import Batch
+from streampack.components import build
+from streampack.loader import PackedDataLoader
+from streampack.training.checkpoint import Checkpoints
+from streampack.training.config import RunConfig, read_config
+from streampack.training.data import build_data, total_steps
+from streampack.training.distributed import World, join_world
+from streampack.training.lora import adapter_config, split_and_merge, start_adapters, start_magnitudes
+from streampack.training.loss import label_weights, summed_cross_entropy
+from streampack.training.model import (
+    build_model,
+    clip_gradients,
+    evaluating,
+    full_weights,
+    pick_device,
+    seed_step,
+    vocabulary,
+)
+from streampack.training.progress import MetricLogger, StepMeter, bar, memory_metrics, stream_totals, summary
+from streampack.training.schedule import restore_schedule
+
+
+@config.parse
+def recipe_main(raw: DictConfig) -> None:
+    """Entry point for ``tune run``: a config file, then ``key=value`` overrides."""
+    train(raw)
+
+
+def train(raw: Any) -> dict[str, Any]:
+    """Run from a config to final weights, with the other ranks if torchrun started several.
+
+    Returns what the run was: steps, losses, the ledger, where things are. The same on all ranks.
+    """
+    cfg = read_config(raw)
+    device = pick_device(cfg.device)
+    with join_world(device, timeout=cfg.collective_timeout) as world:
+        return _train(raw, cfg, device, world)
+
+
+def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict[str, Any]:
+    trusted, accumulation = cfg.trusted_packages, cfg.accumulation(world.size)
+    checkpoints = Checkpoints(
+        Path(cfg.output_dir) / "checkpoints",
+        keep=cfg.keep_checkpoints,
+        world=world,
+        in_background=cfg.async_checkpoint,
+    )
+    newest = checkpoints.newest()
+    if newest is not None and not cfg.resume:
+        raise ValueError(
+            f"{checkpoints.folder} holds checkpoints up to step {newest} of an earlier run; "
+            "set resume=True to go on from there, or choose another output_dir"
+        )
+    seed_step(cfg.seed, 0)
+
+    # What is trained.
+    with world.main_first():
+        tokenizer = build(cfg.tokenizer, trusted=trusted)
+        checkpointer = build(cfg.checkpointer, trusted=trusted)
+    model = build_model(
+        cfg.model,
+        weights=checkpointer.load_checkpoint()[training.MODEL_KEY],
+        device=device,
+        dtype=cfg.dtype,
+        world=world,
+        add_weights=partial(start_adapters, seed=cfg.seed),
+        activation_checkpointing=cfg.activation_checkpointing,
+        compile_layers=cfg.compile,
+        shard_also=cfg.custom_sharded_layers,
+        reshard_after_forward=cfg.fsdp_reshard_after_forward,
+        trusted=trusted,
+    )
+    start_magnitudes(model)
+    adapters = [value for value in model.parameters() if value.requires_grad]
+    optimizer = build(cfg.optimizer, adapters, trusted=trusted)
+
+    # What it is trained on.
+    dataset, validation = build_data(cfg, tokenizer=tokenizer, vocab_size=vocabulary(model), world=world)
+    loader = PackedDataLoader(
+        dataset,
+        batch_size=cfg.batch_size,
+        num_workers=cfg.num_workers,
+        batches_per_step=accumulation,
+        pin_memory=device.type == "cuda",
+        timeout=cfg.collective_timeout,
+    )
+
+    # Where it stands: a new run, or one to go on with.
+    step, steps, tokens, seconds, held_out = 0, 0, 0, 0.0, []
+    if newest is not None:
+        run = checkpoints.load(newest, model=model, optimizer=optimizer)
+        step, steps, tokens, seconds, held_out = (
+            run[key] for key in ("step", "steps", "tokens", "seconds", "held_out")
+        )
+        loader.load_state_dict(run["stream"])
+    if not steps or cfg.epochs is None:
+        steps = total_steps(cfg, dataset, ranks=world.size)
+    scheduler = build(
+        cfg.lr_scheduler, trusted=trusted, inject={"optimizer": optimizer, "num_training_steps": steps}
+    )
+    if newest is not None and scheduler is not None:
+        restore_schedule(scheduler, run["scheduler"])
+
+    logger = MetricLogger(cfg.metric_logger, world=world, trusted=trusted)
+    logger.log_config(raw)
+    profiler = build(cfg.profiler, trusted=trusted)[0] if cfg.profiler else training.DummyProfiler()
+    every = (cfg.validation or {}).get("every")
+    meter = StepMeter(world, device)
+    started = time.perf_counter()
+
+    def save() -> None:
+        run = {
+            "step": step,
+            "steps": steps,
+            "tokens": tokens + meter.tokens,
+            "seconds": seconds + time.perf_counter() - started,
+            "held_out": held_out,
+            "stream": loader.state_dict(),
+            "scheduler": scheduler.state_dict() if scheduler is not None else None,
+        }
+        checkpoints.save(step, model=model, optimizer=optimizer, run=run)
+
+    def validate() -> None:
+        held_out.append((step, evaluate(model, validation, cfg=cfg, device=device, world=world)))
+        logger.log({"validation_loss": held_out[-1][1]}, step=step)
+
+    if validation and step == 0:
+        validate()
+    batches = iter(loader)
+    profiler.start()
+    with bar(steps, done=step, enabled=world.is_main) as progress:
+        while cfg.max_steps is None or step < cfg.max_steps:
+            meter.start()
+            seed_step(cfg.seed, step, world.rank)
+            optimizer.zero_grad(set_to_none=True)
+            for batch in islice(batches, accumulation):
+                weights = label_weights(batch, loss_norm=cfg.loss_norm)
+                batch = batch.to(device)
+                mask = make_mask(batch, attention=cfg.attention)
+                logits = model(batch.tokens, mask=mask, input_pos=batch.input_pos)
+                loss = summed_cross_entropy(
+                    logits, batch.labels, weights=weights.to(device, non_blocking=True)
+                )
+                del logits  # or they would stay through the backward pass
+                loss.backward()
+                meter.add(batch, loss, weights)
+            if not meter.batches:
+                break  # the last epoch is over, on every rank
+            training.scale_grads(model, meter.reduce())
+            norm = None if cfg.clip_grad_norm is None else clip_gradients(model, cfg.clip_grad_norm)
+            rate = optimizer.param_groups[0]["lr"]
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+            meter.stop()
+            step += 1
+            profiler.step()
+            progress.update()
+            if step % cfg.log_every == 0:
+                ledger, epoch = stream_totals(loader, world)
+                metrics = meter.metrics() | {"lr": rate, "epoch": epoch} | memory_metrics(world, device)
+                metrics |= {"grad_norm": norm} if norm is not None else {}
+                metrics |= {f"ledger_{name}": value for name, value in ledger.as_dict().items()}
+                logger.log(metrics, step=step)
+                progress.set_postfix_str(
+                    f"loss {metrics['loss']:.3f}, {metrics['tokens_per_second']:,.0f} tokens/s, "
+                    f"padding {metrics['padding']:.1%}"
+                )
+            if every and step % every == 0 and validation:
+                validate()
+            if cfg.checkpoint_every and step % cfg.checkpoint_every == 0:
+                save()
+                newest = step
+    profiler.stop()
+
+    if validation and held_out[-1][0] != step:
+        validate()
+    if cfg.checkpoint_every and newest != step:
+        save()  # so that a longer run can go on from here
+    checkpoints.wait()
+    seconds, tokens = seconds + time.perf_counter() - started, tokens + meter.tokens
+    ledger, _ = stream_totals(loader, world)
+    final = full_weights(model, device=device, world=world)
+    if world.is_main:
+        only = cfg.save_adapter_weights_only
+        state = split_and_merge(final, config=adapter_config(model), adapters_only=only)
+        checkpointer.save_checkpoint(state, epoch=0, adapter_only=only)
+        logger.close()
+        print(summary(ledger, seconds=seconds, tokens=tokens, validation=held_out))
+        print(f"adapters     {Path(cfg.output_dir) / 'epoch_0'}")
+    return {"step": step, "tokens": tokens, "seconds": seconds, "held_out": held_out, "ledger": ledger}
+
+
+def evaluate(
+    model: nn.Module, batches: list[Batch], *, cfg: RunConfig, device: torch.device, world: World
+) -> float:
+    """The loss over the held-out packs of all ranks, weighted as in training."""
+    total = torch.zeros(2, dtype=torch.float64, device=device)
+    with evaluating(model):
+        for batch in batches:
+            weights = label_weights(batch, loss_norm=cfg.loss_norm)
+            batch = batch.to(device)
+            mask = make_mask(batch, attention=cfg.attention)
+            logits = model(batch.tokens, mask=mask, input_pos=batch.input_pos)
+            total[0] += summed_cross_entropy(logits, batch.labels, weights=weights.to(device))
+            total[1] += weights.sum()
+    loss, weight = world.add_up(total).tolist()
+    return loss / weight if weight else 0.0
+
+
+if __name__ == "__main__":
+    sys.exit(recipe_main())

@@ -1,0 +1,157 @@
+"""``python -m stress``: every line after the other, each in processes of its own and with a limit of time.
+
+Results are written after each line, to results.json in this folder and as a table to docs/reliability.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from contextlib import suppress
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from stress.line import LINES, Run, load_lines
+from stress.report import RESULTS, read, render, where, write
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def say(text: str) -> None:
+    """A line on stdout, at once."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command; 0 if every line holds."""
+    parser = argparse.ArgumentParser(prog="python -m stress", description=__doc__)
+    parser.add_argument("--list", action="store_true", help="name the lines and stop")
+    parser.add_argument(
+        "--only", action="append", metavar="NAME", help="this line; may be given several times"
+    )
+    parser.add_argument("--quick", action="store_true", help="small counts; writes no results")
+    parser.add_argument(
+        "--continue",
+        dest="go_on",
+        action="store_true",
+        help="run what the last call did not finish, or what failed",
+    )
+    parser.add_argument("--child", metavar="FILE", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    lines = load_lines()
+    if unknown := [name for name in options.only or [] if name not in lines]:
+        parser.error(f"no line is called {', '.join(unknown)}; choose of {', '.join(lines)}")
+    if options.list:
+        for known in lines.values():
+            say(f"{known.name:20} {known.shows}")
+        return 0
+    if options.child:
+        return child(options.only[0], Path(options.child), quick=options.quick)
+
+    results = read() if options.only or options.go_on else {}
+    names = options.only or [
+        name for name in lines if not (options.go_on and results.get(name, {}).get("holds"))
+    ]
+    failed = []
+    begun = time.monotonic()
+    for number, name in enumerate(names, start=1):
+        result = run_line(name, quick=options.quick)
+        if not result["holds"]:
+            failed.append(name)
+        verdict = "holds" if result["holds"] else "FAILED"
+        say(f"[{number}/{len(names)}] {name:20} {verdict:6} {result['seconds']:7.1f} s  {result['counts']}")
+        if not options.quick:
+            results[name] = result
+            results = {known: results[known] for known in lines if known in results}
+            write(results)
+            render(results, lines)
+    say(
+        f"{len(names) - len(failed)} of {len(names)} lines hold, in {time.monotonic() - begun:.0f} s"
+        + (f"; failed: {', '.join(failed)}" if failed else "")
+    )
+    if not options.quick:
+        say(f"written to {RESULTS.relative_to(ROOT)} and docs/reliability.md")
+    return 1 if failed else 0
+
+
+def run_line(name: str, *, quick: bool) -> dict[str, Any]:
+    """One line in a session of its own, so that whatever it leaves behind can be found and ended."""
+    limit = LINES[name].limit
+    with tempfile.TemporaryDirectory(prefix="stress-") as folder:
+        outcome = Path(folder) / "outcome.json"
+        command = [sys.executable, "-m", "stress", "--only", name, "--child", str(outcome)]
+        # One thread each: thread pools on few cores only wait for one another.
+        env = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TMPDIR": folder}
+        begun = time.monotonic()
+        process = subprocess.Popen(
+            command + ["--quick"] * quick, cwd=ROOT, env=env, start_new_session=True, text=True
+        )
+        try:
+            process.wait(limit)
+            counts = f"ended with exit code {process.returncode}"
+        except subprocess.TimeoutExpired:
+            counts = f"still ran after {limit} s"
+        except BaseException:  # Ctrl-C goes to this process only
+            end_session(process.pid)
+            process.wait()
+            raise
+        seconds = time.monotonic() - begun
+        left = end_session(process.pid)
+        process.wait()
+        holds = False
+        if outcome.exists():
+            said = json.loads(outcome.read_text())
+            holds, counts = said["holds"], said["counts"]
+            if holds and left:
+                holds, counts = False, f"{counts}; left {left} process(es) behind"
+    return {
+        "holds": holds,
+        "counts": counts,
+        "seconds": round(seconds, 1),
+        "date": str(date.today()),
+        **where(),
+    }
+
+
+def child(name: str, outcome: Path, *, quick: bool) -> int:
+    """In the line's own process."""
+    try:
+        counts, holds = LINES[name].body(Run(name, quick=quick)), True
+    except BaseException as error:
+        traceback.print_exc()
+        said = f"{type(error).__name__}: {error}".strip().splitlines()
+        counts, holds = said[0] if len(said) == 1 else f"{said[0]} … {said[-1]}", False
+    outcome.write_text(json.dumps({"holds": holds, "counts": counts}))
+    return 0 if holds else 1
+
+
+def end_session(session: int) -> int:
+    """Kill whatever of a session still lives; how many that were."""
+    from stress.ranks import processes
+
+    ended = set()
+    for _ in range(50):
+        living = [
+            pid for pid, (_, _, theirs, state) in processes().items() if theirs == session and state != "Z"
+        ]
+        if not living:
+            break
+        for pid in living:
+            ended.add(pid)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.1)
+    return len(ended)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

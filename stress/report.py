@@ -1,0 +1,57 @@
+"""Results, and the table that docs/reliability.md shows of them."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import cpu_count, cpu_model, versions
+from stress.line import Line
+
+RESULTS = Path(__file__).parent / "results.json"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reliability.md"
+BEGIN, END = "<!-- stress: begin -->", "<!-- stress: end -->"
+
+
+def where() -> dict[str, str]:
+    """The machine and the versions, in words."""
+    return {
+        "machine": f"{cpu_model()}, {cpu_count()} cores, {platform.system()}",
+        "versions": f"Python {platform.python_version()}, {versions('torch', 'numpy')}",
+    }
+
+
+def read() -> dict[str, dict[str, Any]]:
+    """The results of the last call, by line."""
+    found: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    return found
+
+
+def write(results: Mapping[str, Mapping[str, Any]]) -> None:
+    """Keep them."""
+    RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+
+
+def table(results: Mapping[str, Mapping[str, Any]], lines: Mapping[str, Line]) -> str:
+    """Markdown: what is shown, what was done, how long it took, whether it holds."""
+    rows = ["| what it shows | what was done | time | result |", "|---|---|--:|---|"]
+    for name, result in results.items():
+        verdict = "holds" if result["holds"] else "**fails**"
+        done = str(result["counts"]).replace("|", "/")
+        shows = f"{lines[name].shows} (`{name}`)"
+        rows.append(f"| {shows} | {done} | {result['seconds']:.0f} s | {verdict} |")
+    origins = sorted({f"{r['date']} · {r['machine']} · {r['versions']}" for r in results.values()})
+    missing = [f"`{name}`" for name in lines if name not in results]
+    notes = [*origins, *([f"Not run yet: {', '.join(missing)}."] if missing else [])]
+    return "\n\n".join([*notes, "\n".join(rows)])
+
+
+def render(results: Mapping[str, Mapping[str, Any]], lines: Mapping[str, Line]) -> None:
+    """Put the table between the two markers of the page."""
+    text = PAGE.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    PAGE.write_text(f"{before}{BEGIN}\n\n{table(results, lines)}\n\n{END}{after}", encoding="utf-8")

@@ -1,0 +1,400 @@
+"""Resumes: at every step, many in a row, on other ranks and workers, at the edges of epochs, of odd corpora."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from torch.utils.data import IterableDataset
+
+from streampack import IterablePackedDataset, PackedDataLoader
+from stress.corpus import (
+    Corpus,
+    Numbers,
+    Ride,
+    Step,
+    check_exactly,
+    digests,
+    pack,
+    ride,
+    seen,
+    together,
+    unpack,
+)
+from stress.line import Run, line
+from stress.ranks import Pools, Ranks
+
+Stage = tuple[int, int, int | None]  # ranks, workers, steps (None: to the end)
+
+
+def relay(
+    pools: Pools, corpus: Corpus, stages: Sequence[Stage], *, per_step: int, state: bytes | None = None
+) -> tuple[list[Step], list[bool], bytes]:
+    """A run handed on from stage to stage: its steps, for each stage whether it warned, and the last state."""
+    steps: list[Step] = []
+    warned = []
+    for ranks, workers, count in stages:
+        rides = pools[ranks].run(_ride, corpus, state, workers, per_step // ranks, count)
+        steps += together(rides)
+        warned.append(any(one.warned for one in rides))
+        states = {one.states[-1] for one in rides}
+        assert len(states) == 1, "the ranks' states differ"
+        [state] = states
+    assert state is not None
+    return steps, warned, state
+
+
+def _ride(corpus: Corpus, state: bytes | None, workers: int, batch_size: int, steps: int | None) -> Ride:
+    return ride(corpus, state, workers=workers, batch_size=batch_size, steps=steps)
+
+
+def common_steps(corpus: Corpus, per_step: int) -> int:
+    """The steps of the first epoch before any lane runs dry."""
+    dataset = corpus.dataset()
+    num_lanes = dataset.lanes_for(1)
+    counts = Counter(dict.fromkeys(range(num_lanes), 0))
+    counts.update(item["lane"] for item in dataset if item["epoch"] == 0)
+    return min(counts.values()) * num_lanes // per_step
+
+
+@line("every-step", "restored at every step of a 500-pack run, and 20 times in a row: identical", limit=240)
+def every_step(run: Run) -> str:
+    """2 ranks x 2 workers. A state is bytes that do not change, the same however often the run was resumed."""
+    packs = run.count(500, 60)
+    with tempfile.TemporaryDirectory() as name:
+        corpus = Corpus.make(packs * 3, folder=Path(name), epochs=2)
+        with Ranks(2) as ranks:
+            whole = ranks.run(_every_state, corpus)
+            steps = together(whole)
+            check_exactly(steps, corpus, times=2)
+            assert sum(map(len, steps)) >= packs
+            restored = ranks.run(_restore_everywhere, corpus, whole[0].states, 3, timeout=220)
+            for rank, found in enumerate(restored):
+                for k, (rest, after) in enumerate(found):
+                    assert rest == whole[rank].steps[k : k + 3], f"rank {rank}: other packs after step {k}"
+                    if k + 3 <= len(steps):
+                        assert after == whole[0].states[k + 3], f"another state 3 steps after {k}"
+            # 20 in a row, each in processes of its own.
+            done, state = 0, None
+            leap = max(1, len(steps) // 20)
+            for number in range(20):
+                run.tell(number, 20, "resumes in a row")
+                with Ranks(2) as fresh:
+                    rides = fresh.run(_leap, corpus, state, leap)
+                assert together(rides) == steps[done : done + leap]
+                done, state = done + leap, rides[0].states[-1]
+                assert state == whole[0].states[done], f"the state grew or changed by resume {number}"
+    size = max(len(receipt) for state in whole[0].states for receipt in unpack(state)["lanes"].values())
+    return (
+        f"{len(steps)} steps of {sum(map(len, steps))} packs, restored after each; 20 resumes in a row, each state "
+        f"byte for byte that of the run without; the largest receipt {size} bytes"
+    )
+
+
+def _every_state(corpus: Corpus) -> Ride:
+    return ride(corpus, workers=2, every_state=True)
+
+
+def _leap(corpus: Corpus, state: bytes | None, steps: int) -> Ride:
+    return ride(corpus, state, workers=2, steps=steps)
+
+
+def _restore_everywhere(corpus: Corpus, states: list[bytes], ahead: int) -> list[tuple[list[Step], bytes]]:
+    found = []
+    loader = PackedDataLoader(corpus.dataset(), batch_size=2, num_workers=2)
+    for state in states:
+        loader.load_state_dict(unpack(state))
+        iterator = iter(loader)
+        rest = [seen(batch) for _ in range(ahead) if (batch := next(iterator, None)) is not None]
+        live = loader.state_dict()
+        frozen = pack(live)
+        next(iterator, None)
+        assert pack(live) == frozen, "a state changed while the loader went on"
+        found.append((rest, frozen))
+        del iterator
+    return found
+
+
+@line(
+    "elastic",
+    "4 -> 2 -> 3 -> 1 ranks, 0 to 4 workers: the same packs in every step, every sample once",
+    limit=240,
+)
+def elastic(run: Run) -> str:
+    """The lanes are a multiple of all ranks x workers, and 12 packs make a step on any of them."""
+    lanes, per_step, stages = 144, 12, 0
+    with tempfile.TemporaryDirectory() as name, Pools() as pools:
+        for shuffle_seed in range(run.count(3, 1)):
+            size = lanes * 30
+            corpus = Corpus.make(size, folder=Path(name), epochs=2, num_lanes=lanes, seed=shuffle_seed)
+            reference, _, end = relay(pools, corpus, [(1, 0, None)], per_step=per_step)
+            check_exactly(reference, corpus, times=2)
+            same = common_steps(corpus, per_step)
+            assert same > 10, f"only {same} steps before a lane is dry"
+            for first in range(5 if not run.quick else 2):
+                workers = [(first + i) % 5 for i in range(4)]
+                counts = [same // 4 + 1, same // 4, same // 3, None]
+                chain = list(zip((4, 2, 3, 1), workers, counts, strict=True))
+                steps, warned, state = relay(pools, corpus, chain, per_step=per_step)
+                stages += len(chain)
+                run.tell(stages, 60, "stages")
+                assert not any(warned)
+                for step in range(same):
+                    assert digests([steps[step]]) == digests([reference[step]]), f"other packs in step {step}"
+                assert digests(steps) == digests(reference)
+                assert unpack(state) == unpack(end)
+                check_exactly(steps, corpus, times=2)
+    return (
+        f"{stages} stages of {stages // 4} runs, {lanes} lanes; the first {same} steps of "
+        f"{len(reference)} hold the same packs; every sample once in each of 2 epochs"
+    )
+
+
+@line(
+    "same-order",
+    "the same topology, batch sizes that do not divide the workers, cut anywhere: the same order",
+    limit=240,
+)
+def same_order(run: Run) -> str:
+    """2 ranks x 3 workers, 7 packs a batch and others."""
+    cuts = 0
+    rng = random.Random(4)
+    with tempfile.TemporaryDirectory() as name, Ranks(2) as ranks:
+        corpus = Corpus.make(1500, folder=Path(name), epochs=2)
+        for workers, batch_size in [(3, 7), (2, 5), (2, 1), (3, 2)][: run.count(4, 2)]:
+            whole = ranks.run(_anything, corpus, None, workers, batch_size, None, True)
+            check_exactly(together(whole), corpus, times=2)
+            total = len(whole[0].steps)
+            wanted = [one.steps for one in whole]
+            for cut in rng.sample(range(total), min(total, run.count(40, 4))):
+                rides = ranks.run(_anything, corpus, whole[0].states[cut], workers, batch_size, None, False)
+                assert [one.steps for one in rides] == [steps[cut:] for steps in wanted], f"after step {cut}"
+                cuts += 1
+                run.tell(cuts, 160, "cuts")
+    return (
+        f"{cuts} cuts at random steps, run to the end: every rank is handed the same packs in the same order"
+    )
+
+
+def _anything(
+    corpus: Corpus, state: bytes | None, workers: int, batch_size: int, steps: int | None, every_state: bool
+) -> Ride:
+    return ride(corpus, state, workers=workers, batch_size=batch_size, steps=steps, every_state=every_state)
+
+
+@line("uneven", "lanes that do not divide evenly: warned, every sample exactly once", limit=180)
+def uneven(run: Run) -> str:
+    """7, 5 and 13 lanes on 2 x 2, 3 x 1, 3 x 2 and 1 x 2."""
+    stages = 0
+    with tempfile.TemporaryDirectory() as name, Pools() as pools:
+        for lanes in (7, 13, 19)[: run.count(3, 1)]:
+            for seed in range(run.count(5, 1)):
+                corpus = Corpus.make(900, folder=Path(name), epochs=2, num_lanes=lanes, seed=seed)
+                chain: list[Stage] = [(2, 2, 9), (3, 0, 11), (3, 2, 13), (1, 2, 8), (2, 2, None)]
+                steps, warned, _ = relay(pools, corpus, chain, per_step=6)
+                assert all(warned), warned
+                check_exactly(steps, corpus, times=2)
+                reference, _, _ = relay(pools, corpus, [(1, 0, None)], per_step=6)
+                assert digests(steps) == digests(reference)
+                stages += len(chain)
+    return f"{stages} stages, each warned; every sample once in each of 2 epochs, in the packs of one process"
+
+
+@line(
+    "epoch-edges",
+    "resumed at the end of an epoch, after a lane ran dry, on the first pack of epoch 2",
+    limit=240,
+)
+def epoch_edges(run: Run) -> str:
+    """Every step from the first dry lane to some steps into the next epoch, on the same and other topologies."""
+    resumes = 0
+    with Pools() as pools:
+        for seed in range(run.count(2, 1)):
+            corpus = Corpus.make(360, epochs=3, num_lanes=12, seed=seed)
+            per_step = 6
+            whole = pools[2].run(_anything, corpus, None, 2, per_step // 2, None, True)
+            steps = together(whole)
+            check_exactly(steps, corpus, times=3)
+            one_epoch = len(relay(pools, replaced(corpus, epochs=1), [(2, 2, None)], per_step=per_step)[0])
+            dry = common_steps(corpus, per_step)
+            assert dry < one_epoch
+            for epoch in (1, 2, 3):
+                end = epoch * one_epoch
+                for k in range(end - one_epoch + dry - 1, min(end + 4, len(steps)) + 1):
+                    for ranks, workers in ((2, 2), (1, 0), (3, 2))[: run.count(3, 2)]:
+                        rest, _, _ = relay(
+                            pools,
+                            corpus,
+                            [(ranks, workers, None)],
+                            per_step=per_step,
+                            state=whole[0].states[k],
+                        )
+                        assert digests(steps[:k] + rest) == digests(steps), f"step {k} to {ranks} x {workers}"
+                        if ranks == 2:
+                            assert rest == steps[k:]
+                        resumes += 1
+                        run.tell(resumes, 300, "resumes")
+    return f"{resumes} resumes around the ends of 3 epochs: 0 lost, 0 twice"
+
+
+def replaced(corpus: Corpus, **settings: object) -> Corpus:
+    """The same samples under other settings."""
+    return Corpus(corpus.lengths, corpus.folder, {**corpus.settings, **settings}, bad=corpus.bad)
+
+
+@line("generated", "1,000 generated cases (lengths, lanes, buffer, policies, cuts, topologies)", limit=420)
+def generated(run: Run) -> str:
+    """Three stages each; the states travel as a checkpoint keeps them."""
+    cases = run.count(1000, 25)
+    kinds: Counter[str] = Counter()
+    packs = 0
+    with Pools() as pools:
+        for number in range(cases):
+            run.tell(number, cases, "cases")
+            rng = random.Random(number)
+            corpus, chain = generate(rng)
+            try:
+                steps, warned, state = relay(pools, corpus, chain, per_step=6)
+                reference, _, end = relay(pools, corpus, [(1, 0, None)], per_step=6)
+                times = corpus.settings["epochs"]
+                check_exactly(reference, corpus, times=times)
+                assert digests(steps) == digests(reference), "other packs than one process makes"
+                ours, theirs = unpack(state), unpack(end)
+                assert ours["lanes"] == theirs["lanes"], "the lanes end in another state"
+                lanes = corpus.settings["num_lanes"]
+                even = all(lanes % (ranks * max(1, workers)) == 0 for ranks, workers, _ in chain)
+                assert even == (not any(warned))
+                if even:
+                    for step in range(common_steps(corpus, 6)):
+                        assert digests([steps[step]]) == digests([reference[step]]), f"step {step}"
+            except AssertionError as error:
+                raise AssertionError(f"case {number}: {error}; {corpus}; {chain}") from error
+            kinds[corpus.settings["strategy"]] += 1
+            kinds["even" if even else "uneven"] += 1
+            packs += sum(map(len, steps))
+    counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    return f"{cases:,} cases ({counts}), {packs:,} packs; 0 counterexamples"
+
+
+def generate(rng: random.Random) -> tuple[Corpus, list[Stage]]:
+    """A small corpus of any shape, and a run over it on three topologies."""
+    limit = rng.choice([1, 4, 16, 24, 64])
+    overlong = rng.choice(["split", "drop", "truncate"])
+    longest = rng.choice([limit, 2 * limit, 4 * limit])
+    count = rng.choice([1, 2, 3, 7, 20, 60, 150])
+    shape = rng.choice(["uniform", "short", "skewed", "equal"])
+    lengths = {
+        "uniform": lambda: rng.randint(1, longest),
+        "short": lambda: min(rng.randint(1, longest), rng.randint(1, longest), rng.randint(1, longest)),
+        "skewed": lambda: longest if rng.random() < 0.1 else 1,
+        "equal": lambda: max(1, limit // 2),
+    }[shape]
+    stages: list[Stage] = []
+    for last in (False, False, True):
+        workers = rng.choice([0, 0, 0, 1, 2])
+        stages.append((rng.choice([1, 2, 3]), workers, None if last else rng.randint(0, 12)))
+    most = max(ranks * max(1, workers) for ranks, workers, _ in stages)
+    settings = {
+        "max_seq_len": limit,
+        "strategy": rng.choice(["exact_fit", "exact_fit", "best_fit", "first_fit", "next_fit", "wrap"]),
+        "overlong": overlong,
+        "buffer_size": rng.choice([1, 2, 5, 16, 128]),
+        "shuffle": rng.random() < 0.8,
+        "shuffle_window": rng.choice([1, 3, 32]),
+        "seed": rng.randrange(1000),
+        "epochs": rng.choice([1, 1, 2, 3]),
+        "num_lanes": rng.choice([most, most + 1, 6, 12, 13]) if most <= 6 else most,
+    }
+    settings["num_lanes"] = max(most, settings["num_lanes"])
+    return Corpus([lengths() for _ in range(count)], None, settings), stages
+
+
+@line(
+    "skewed",
+    "lanes skewed 100:1, finite epoch, 4 ranks, 50 runs: equal steps, no hang, every sample once",
+    limit=300,
+)
+def skewed(run: Run) -> str:
+    """One lane has 100 packs and the others one each; every lane is the heavy one in turn."""
+    runs = run.count(50, 4)
+    with Ranks(4) as ranks:
+        for number in range(runs):
+            run.tell(number, runs, "runs")
+            lanes, workers = ((4, 0), (8, 2))[number % 2]
+            heavy = number // 2 % lanes
+            # Map-style rows: lane l owns l, l + lanes, ...; 100 samples of one token make one pack.
+            lengths = [100 if i % lanes == heavy else 1 for i in range(lanes * 100)]
+            epochs = 1 + number // 2 % 2
+            settings = {
+                "max_seq_len": 100,
+                "num_lanes": lanes,
+                "shuffle": True,
+                "seed": number,
+                "epochs": epochs,
+            }
+            corpus = Corpus(lengths, None, settings)
+            rides = ranks.run(_ride, corpus, None, workers, 2, None, timeout=60)
+            check_exactly(together(rides), corpus, times=epochs)
+            packs = [sum(map(len, one.steps)) for one in rides]
+            assert max(packs) == epochs * (99 + lanes // 4)
+            assert min(packs) == epochs * lanes // 4
+    return (
+        f"{runs} runs with 1 and 2 lanes a rank, 1 and 2 epochs; equal steps on all ranks, every sample once"
+    )
+
+
+@line(
+    "odd-corpora",
+    "an empty lane, fewer documents than lanes, a one-document corpus: equal steps, every sample once",
+    limit=180,
+)
+def odd_corpora(run: Run) -> str:
+    """On 4 x 2 and 3 x 1, and handed on in the middle."""
+    cases = 0
+    with tempfile.TemporaryDirectory() as name, Pools() as pools:
+        shapes: dict[str, list[int]] = {
+            "one document": [5],
+            "one document of several packs": [100],
+            "fewer documents than lanes": [7, 3, 20],
+            "a document as large as all others": [900, *[2] * 40],
+        }
+        for lengths in shapes.values():
+            for folder in (None, name):
+                for strategy in ("exact_fit", "wrap")[: run.count(2, 1)]:
+                    settings = {
+                        "max_seq_len": 24, "num_lanes": 24, "shuffle": True, "overlong": "split", "epochs": 2,
+                        "strategy": strategy,
+                    }  # fmt: skip
+                    corpus = Corpus(lengths, folder, settings)
+                    if folder:
+                        corpus.write()
+                    for chain in ([(4, 2, None)], [(3, 0, 1), (4, 0, 1), (2, 2, None)], [(1, 0, None)]):
+                        steps, _, _ = relay(pools, corpus, chain, per_step=12)  # type: ignore[arg-type]
+                        check_exactly(steps, corpus, times=2)
+                        cases += 1
+        for ranks, workers in ((2, 2), (2, 0), (1, 2)):
+            refused = pools[ranks].run(_all_to_everyone, workers)
+            assert all("can be read as 1 lane(s)" in said for said in refused), refused
+    return (
+        f"{cases} runs of {len(shapes)} corpora, map-style and JSONL; equal steps on all ranks, every sample once; a "
+        "dataset that gives every worker everything is refused"
+    )
+
+
+class Everything(IterableDataset[dict[str, int]]):
+    """A user's dataset that does not ask which worker it is in."""
+
+    def __iter__(self) -> Iterator[dict[str, int]]:
+        return ({"i": i, "n": 3} for i in range(100))
+
+
+def _all_to_everyone(workers: int) -> str:
+    try:
+        dataset = IterablePackedDataset(Everything(), encoder=Numbers(), max_seq_len=24)
+        iter(PackedDataLoader(dataset, num_workers=workers))
+    except ValueError as error:
+        return str(error)
+    return "it was not refused"

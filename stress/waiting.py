@@ -1,0 +1,77 @@
+"""What the agreement among ranks costs."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch.distributed as dist
+
+from streampack import PackedDataLoader
+from streampack.lockstep import Answer
+from stress.corpus import Corpus
+from stress.line import Run, line
+from stress.ranks import Ranks
+
+STEP = 0.020  # seconds
+NOTICEABLE = 0.02  # of a step
+
+
+class Silent:
+    """In the place of `Lockstep`: says nothing to nobody."""
+
+    def __init__(self, word: int) -> None:
+        self.word = word
+
+    def wait(self) -> int:
+        """What this rank said."""
+        return self.word
+
+
+@line("agreement", "the agreement costs no measurable step time, with steps of 20 ms", limit=180)
+def agreement(run: Run) -> str:
+    """2 ranks x 2 workers; blocks of steps with and without it, in turn."""
+    blocks, steps = run.count(12, 2), run.count(60, 20)
+    times: dict[bool, list[float]] = {True: [], False: []}
+    waits: dict[bool, list[float]] = {True: [], False: []}
+    corpus = Corpus.make(20_000, num_lanes=12, epochs=None)
+    with Ranks(2) as ranks:
+        for block in range(2 * blocks):
+            run.tell(block, 2 * blocks, "blocks")
+            agreed = block % 2 == 0
+            for whole, waited in ranks.run(steps_of, corpus, agreed, steps):
+                times[agreed] += whole
+                waits[agreed] += waited
+    with_it, without = (statistics.median(times[agreed]) for agreed in (True, False))
+    cost = statistics.median(waits[True]) - statistics.median(waits[False])
+    if not run.quick:
+        assert cost < NOTICEABLE * STEP, f"{with_it * 1e3:.2f} ms against {without * 1e3:.2f} ms"
+    return (
+        f"{len(times[True])} steps with it, {len(times[False])} without: medians {with_it * 1e3:.2f} and "
+        f"{without * 1e3:.2f} ms a step; in the loader "
+        f"{cost * 1e3:+.2f} ms ({cost / STEP:+.1%}), the work of starting a collective on cores that others use too"
+    )
+
+
+def steps_of(corpus: Corpus, agreed: bool, steps: int) -> tuple[list[float], list[float]]:
+    """In a rank: the seconds of every step, and those of them spent in the loader."""
+    loader = PackedDataLoader(corpus.dataset(), batch_size=4, num_workers=2)
+    if not agreed:
+        loader.lockstep.say = _silent  # type: ignore[method-assign]
+    iterator = iter(loader)
+    whole, waited = [], []
+    next(iterator)
+    dist.barrier()
+    for _ in range(steps):
+        begun = time.perf_counter()
+        next(iterator)
+        waited.append(time.perf_counter() - begun)
+        time.sleep(STEP)
+        whole.append(time.perf_counter() - begun)
+    for stream in iterator.streams:  # type: ignore[attr-defined]
+        stream.close()
+    return whole, waited
+
+
+def _silent(word: int) -> Answer:
+    return Silent(word)
