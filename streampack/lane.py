@@ -90,10 +90,11 @@ class Lane:
 
     def start_epoch(self, epoch: int) -> None:
         """Begin an epoch. The one before must be used up."""
-        if self.planner.buffered:
+        if self.planner.buffered or (self.rows_in_epoch and not self.done):
             raise ValueError(
-                f"lane {self.lane} cannot begin epoch {epoch}: {self.planner.buffered} tokens of epoch {self.epoch} "
-                "wait to be packed; the state it came from does not fit together"
+                f"lane {self.lane} cannot begin epoch {epoch}: it is in the middle of epoch {self.epoch}, and "
+                f"{self.planner.buffered} tokens of it wait to be packed; the state does not fit together, or is of a "
+                "run without an end (epochs=None)"
             )
         self.epoch, self.packs, self.done = epoch, 0, False
         self.rows_in_epoch = self.pieces_in_epoch = 0

@@ -297,7 +297,7 @@ def test_a_merge_takes_each_lane_from_its_owner(size: int) -> None:
         thread.start()
     for thread in threads:
         thread.join(20)
-    assert merged == [{lane: b"new" for lane in range(10)}] * size
+    assert merged == [dict.fromkeys(range(10), b"new")] * size
 
 
 # Ranks in step.
@@ -493,7 +493,7 @@ def test_lanes_that_do_not_divide_evenly_lose_nothing(num_lanes: int) -> None:
 def test_lanes_that_do_not_divide_evenly_are_warned_of() -> None:
     loader = PackedDataLoader(make(rows(50), num_lanes=5)())
     loader.lockstep = OnBoard(Board(2), 0)
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match="5 lanes") as caught:
         iter(loader)
     assert str(caught[0].message) == (
         "5 lanes do not divide evenly among 2 consumers (ranks x workers): every sample still comes exactly once, "
@@ -515,7 +515,7 @@ def test_a_lane_is_not_skipped_by_a_state_that_does_not_fit() -> None:
         assert (receipt.epoch, receipt.done) == (1 - lane, False)
     loader = PackedDataLoader(make(data, num_lanes=2, epochs=3)())
     loader.load_state_dict(mixed)
-    with pytest.raises(ValueError, match="lane 1 .*epoch"):
+    with pytest.raises(ValueError, match="lane 1 cannot begin epoch 1: it is in the middle of epoch 0"):
         list(loader)
 
 
@@ -707,7 +707,7 @@ def test_generated_cases(case: tuple[Any, ...]) -> None:
 
 @pytest.mark.slow
 @UNEVEN
-@settings(max_examples=1000, derandomize=False)
+@settings(max_examples=1000)
 @given(cases())
 def test_more_generated_cases(case: tuple[Any, ...]) -> None:
     check_case(case)
