@@ -159,7 +159,7 @@ class _Batches:
         self.receipts = loader.receipts = {
             lane: receipt for lane, receipt in receipts.items() if lane % world_size == rank
         }
-        self.streams: list[Iterator[Event]] = []
+        self.streams: list[Worker | _Here] = []
         for worker in range(workers):
             consumer = rank + world_size * worker
             share = {lane: r for lane, r in receipts.items() if lane % consumers == consumer}
@@ -198,7 +198,12 @@ class _Batches:
             while len(self.agreed) <= ahead:
                 self._prepare()
             share, answer = self.agreed.popleft()
-            word = answer.wait()
+            try:
+                word = answer.wait()
+            except Exception:  # a rank is gone: no more batches, so no more packs
+                for stream in self.streams:
+                    stream.close()
+                raise
             if word == FAILED:
                 self._fail(share)
             self._file(share)
@@ -261,7 +266,9 @@ class _Batches:
                 self.failed = None
                 assert error is not None
                 raise error
-            self.streams.clear()  # ends the workers
+            for stream in self.streams:
+                stream.close()  # an error's traceback may keep it alive
+            self.streams.clear()
             said = self.lockstep.gather(error and f"{type(error).__name__}: {error}")
             if error is not None:
                 raise error
@@ -287,6 +294,10 @@ class _Here:
 
     def __iter__(self) -> _Here:
         return self
+
+    def close(self) -> None:
+        """Let go of the lanes and their files."""
+        self.stream = None
 
     def __next__(self) -> Event:
         if self.stream is None:

@@ -1,4 +1,4 @@
-"""Agreement among ranks: on every step one small MAX-reduce, sent steps ahead, so that nobody waits for it.
+"""Agreement among ranks: one word of each on every batch, sent batches ahead, so that nobody waits for it.
 
 Ranks hold different numbers of packs. A rank that made one optimizer step more than another would wait in
 its gradient all-reduce for ever. So each says, for every batch it is going to hand out, whether it has one;
@@ -7,6 +7,7 @@ the batch exists if any rank has, and the others hand out null packs.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Protocol
@@ -29,7 +30,9 @@ class Lockstep:
     """What the ranks of a process group say to each other. Without a process group, a rank alone.
 
     Control messages go over gloo whatever the gradients use, so they neither wait for the GPU nor make it
-    wait. A rank that dies breaks its connections, and the others' `Answer.wait` raises at once.
+    wait. Every rank tells every other one directly: a rank that dies breaks its connections, so whatever the
+    others have asked or ask then raises at once, on all of them. In a reduction, which goes round in a ring, only a
+    neighbour would notice; the others would wait for the neighbour, and it, at its end, for them.
     """
 
     def __init__(self, *, timeout: timedelta) -> None:
@@ -43,21 +46,32 @@ class Lockstep:
         """Tell the others; every rank asks the same questions in the same order."""
         if self.alone:
             return _Alone(word)
-        said = torch.tensor(word)
-        return _Pending(said, dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self.group, async_op=True))
+        return _Pending(*self._tell(torch.tensor([word], device="cpu")))
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, by rank. All ranks must call it, and it waits for all."""
         if self.alone:
             return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        heard, work = self._tell(torch.tensor([mine.numel()], device="cpu"))
+        work.wait()
+        sizes: list[int] = heard.tolist()
+        heard, work = self._tell(mine, sizes)
+        work.wait()
+        return [pickle.loads(theirs.numpy().tobytes()) for theirs in torch.split(heard, sizes)]
 
     def merge(self, receipts: Mapping[int, bytes]) -> dict[int, bytes]:
         """The receipts of all lanes, each from the rank that owns it. A collective, as `gather`."""
         mine = {lane: receipt for lane, receipt in receipts.items() if lane % self.world_size == self.rank}
         return {lane: receipt for theirs in self.gather(mine) for lane, receipt in sorted(theirs.items())}
+
+    def _tell(self, said: torch.Tensor, sizes: list[int] | None = None) -> tuple[torch.Tensor, Any]:
+        """What every rank said, by rank, once the work is done; ``sizes`` of it, if they differ."""
+        heard = said.new_empty(self.world_size * said.numel() if sizes is None else sum(sizes))
+        own = None if sizes is None else [said.numel()] * self.world_size
+        return heard, dist.all_to_all_single(
+            heard, said.repeat(self.world_size), sizes, own, group=self.group, async_op=True
+        )
 
 
 class _Alone:
@@ -69,10 +83,10 @@ class _Alone:
 
 
 class _Pending:
-    def __init__(self, said: torch.Tensor, work: Any) -> None:
-        self.said = said
+    def __init__(self, heard: torch.Tensor, work: Any) -> None:
+        self.heard = heard
         self.work = work
 
     def wait(self) -> int:
         self.work.wait()
-        return int(self.said)
+        return int(self.heard.max())

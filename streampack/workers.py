@@ -81,7 +81,7 @@ class Worker:
         return self
 
     def __next__(self) -> Event:
-        if self.ended:
+        if self.ended or self.pipe.closed:
             raise StopIteration
         if self.erred:
             self.erred = False

@@ -52,6 +52,7 @@ EXTRAS = [
 # Tests of no single module.
 FREE_TESTS = {
     "test_architecture.py": "the house as a whole",
+    "test_ranks.py": "several processes, loader and lockstep together",
     "test_isolation.py": "packed equals alone, through the model and the loss",
     "test_stock_recipe.py": "torchtune's own recipe on our PackedDataset",
     "test_stress.py": "the long lines of `make stress`, with small counts",
