@@ -61,7 +61,7 @@ def train(raw: Any) -> dict[str, Any]:
 
 
 def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict[str, Any]:
-    trusted, accumulation = cfg.trusted_packages, cfg.accumulation(world.size)
+    trusted = cfg.trusted_packages
     checkpoints = Checkpoints(
         Path(cfg.output_dir) / "checkpoints",
         keep=cfg.keep_checkpoints,
@@ -100,7 +100,7 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
         dataset,
         batch_size=cfg.batch_size,
         num_workers=cfg.num_workers,
-        batches_per_step=accumulation,
+        packs_per_step=cfg.packs_per_step,
         pin_memory=device.type == "cuda",
         timeout=cfg.collective_timeout,
     )
@@ -153,7 +153,7 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
             meter.start()
             seed_step(cfg.seed, step, world.rank)
             optimizer.zero_grad(set_to_none=True)
-            for batch in islice(batches, accumulation):
+            for batch in islice(batches, loader.batches_per_step):
                 weights = label_weights(batch, loss_norm=cfg.loss_norm)
                 batch = batch.to(device)
                 mask = make_mask(batch, attention=cfg.attention)

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 from streampack.collate import Batch, collate_packed, null_pack, to_torchtune
 from streampack.iterable import IterablePackedDataset
-from streampack.lockstep import DATA, FAILED, NOTHING, Answer, Lockstep
+from streampack.lockstep import Answer, Lockstep
 from streampack.metrics import Ledger
 from streampack.plan import require_positive
 from streampack.receipt import Receipt
-from streampack.stream import Event, PackStream, ledger_of
-from streampack.types import LaneEnd, Pack
-from streampack.workers import Worker
+from streampack.shares import Share, Shares
+from streampack.stream import Event, ledger_of
+from streampack.types import Pack
 
-AHEAD = 4  # batches for which ranks have agreed before the first of them is handed out
+log = logging.getLogger(__name__)
+
+ROUND = 8
+"""Batches on which ranks agree at once. The agreement on a round is under way while the one before is handed out."""
 
 
 class PackedDataLoader:
@@ -33,7 +35,9 @@ class PackedDataLoader:
 
     Every rank hands out the same number of batches, each of ``batch_size`` packs of one epoch. A rank
     whose data ends before the others' fills up with null packs, which train nothing, until all are done;
-    an error on one rank is raised on all. The order does not depend on ``num_workers``: each worker makes the
+    an error on one rank is raised on all. An optimizer step takes ``packs_per_step`` packs over all ranks,
+    the next ones of the stream: on every topology the same. Where they cannot be shared out evenly, null
+    packs fill up as well. The order does not depend on ``num_workers``: each worker makes the
     packs of some lanes, and they are merged as one process would have made them. A worker that dies is made
     again and nothing is lost.
 
@@ -45,8 +49,8 @@ class PackedDataLoader:
         batch_size: packs in a batch.
         num_workers: processes that read, encode and pack, for each rank. 0 does it in this one.
         prefetch_factor: packs that each worker makes ahead.
-        batches_per_step: an epoch is filled up with null packs to a multiple of so many batches, so that
-            no optimizer step mixes two epochs.
+        packs_per_step: packs in an optimizer step, over all ranks; default: one batch of each rank. A step is
+            `batches_per_step` batches on every rank, and none mixes two epochs.
         max_worker_restarts: deaths of each worker process to mend before giving up.
         pin_memory: put batches into page-locked memory, for faster copies to a GPU.
         timeout: seconds that ranks wait for one another before they give up.
@@ -59,14 +63,15 @@ class PackedDataLoader:
         batch_size: int = 1,
         num_workers: int = 0,
         prefetch_factor: int = 8,
-        batches_per_step: int = 1,
+        packs_per_step: int | None = None,
         max_worker_restarts: int = 3,
         pin_memory: bool = False,
         timeout: float = 1800.0,
     ) -> None:
         require_positive(batch_size, "batch_size")
         require_positive(prefetch_factor, "prefetch_factor")
-        require_positive(batches_per_step, "batches_per_step")
+        if packs_per_step is not None:
+            require_positive(packs_per_step, "packs_per_step")
         for value, name in ((num_workers, "num_workers"), (max_worker_restarts, "max_worker_restarts")):
             if value < 0:
                 raise ValueError(f"{name}={value} is below 0; give at least 0")
@@ -74,17 +79,18 @@ class PackedDataLoader:
         self.batch_size = batch_size
         self.num_workers = num_workers
         self.prefetch_factor = prefetch_factor
-        self.batches_per_step = batches_per_step
         self.max_worker_restarts = max_worker_restarts
         self.pin_memory = pin_memory
         self.lockstep = Lockstep(timeout=timedelta(seconds=timeout))
+        self._packs_per_step = packs_per_step
         self.receipts: dict[int, bytes] = {}  # as of the last batch; after a load of all lanes, then of ours
+        self.slot = 0  # of the epoch's slots, one for each pack of a step, those of the steps handed over
         self._resume: int | None = None  # a state was loaded and not taken up yet: the epoch its run began in
 
     def __iter__(self) -> Iterator[Batch]:
         """From the loaded state on; without one, from the dataset's epoch on."""
         if self._resume != self.dataset.epoch:  # as in the dataset, `set_epoch` may have put the state aside
-            self.receipts = {}
+            self.receipts, self.slot = {}, 0
         self._resume = None
         return _Batches(self)
 
@@ -93,7 +99,7 @@ class PackedDataLoader:
 
         A collective: with several ranks, all must call it, after the same number of batches.
         """
-        return self.dataset.state_of(self.lockstep.merge(self.receipts))
+        return {**self.dataset.state_of(self.lockstep.merge(self.receipts)), "slot": self.slot}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next iteration goes on after the batch at which ``state`` was taken, on any topology.
@@ -101,9 +107,23 @@ class PackedDataLoader:
         Raises:
             ValueError: if the state is from another corpus, encoder or config, or is no state.
         """
+        slot = state.get("slot", 0) if isinstance(state, Mapping) else 0
+        if type(slot) is not int or not 0 <= slot < 2**63:
+            raise ValueError(f"the state is damaged: slot {slot!r} is no number of packs")
         self.dataset.load_state_dict(state)
-        self.receipts = dict(state["lanes"])
+        self.receipts, self.slot = dict(state["lanes"]), slot
         self._resume = self.dataset.epoch
+
+    @property
+    def packs_per_step(self) -> int:
+        """Packs in an optimizer step, over all ranks."""
+        return self._packs_per_step or self.lockstep.world_size * self.batch_size
+
+    @property
+    def batches_per_step(self) -> int:
+        """Batches that every rank contributes to an optimizer step: what gradients accumulate over."""
+        share = -(-self.packs_per_step // self.lockstep.world_size)
+        return -(-share // self.batch_size)
 
     @property
     def epoch(self) -> int:
@@ -115,25 +135,14 @@ class PackedDataLoader:
         return ledger_of(self.receipts)
 
 
-@dataclass
-class _Share:
-    """One rank's part of one batch, on its way from the workers to the trainer."""
-
-    packs: list[Pack] = field(default_factory=list)
-    ends: list[LaneEnd] = field(default_factory=list)  # of lanes that ran dry before or among the packs
-    error: Exception | None = None
-
-
 class _Batches:
-    """Merges the workers' events by (epoch, number in the lane, lane): the order in which one process makes them."""
+    """One iteration: makes this rank's share of every batch, and agrees with the others which batches there are."""
 
     def __init__(self, loader: PackedDataLoader) -> None:
         self.loader = loader
-        self.lockstep = loader.lockstep
+        self.lockstep = lockstep = loader.lockstep
         dataset, receipts = loader.dataset, loader.receipts
-        workers = max(1, loader.num_workers)
-        world_size, rank = self.lockstep.world_size, self.lockstep.rank
-        consumers = world_size * workers
+        consumers = lockstep.world_size * max(1, loader.num_workers)
         dataset.num_lanes = num_lanes = dataset.lanes_for(consumers)
         if num_lanes % consumers:
             warnings.warn(
@@ -142,133 +151,151 @@ class _Batches:
                 stacklevel=3,
             )
         budget = getattr(dataset.lane_config.source, "retry_budget", 0.0)
-        if not self.lockstep.alone and budget >= self.lockstep.timeout.total_seconds():
+        if not lockstep.alone and budget >= lockstep.timeout.total_seconds():
             raise ValueError(
-                f"reading may be tried again for {budget:.0f} s and the other ranks wait {self.lockstep.timeout} at "
+                f"reading may be tried again for {budget:.0f} s and the other ranks wait {lockstep.timeout} at "
                 "most; lower the source's retries or raise the loader's timeout"
             )
+        step = loader.packs_per_step
+        whole = loader.batches_per_step * lockstep.world_size * loader.batch_size
+        if whole != step and lockstep.rank == 0:
+            log.warning(
+                "packs_per_step=%d cannot be shared out evenly over %d rank(s) in batches of %d: every step holds %d "
+                "null packs, which cost time and train nothing; a multiple of %d holds none",
+                step, lockstep.world_size, loader.batch_size, whole - step, lockstep.world_size * loader.batch_size,
+            )  # fmt: skip
         # All ranks begin in the same epoch, also one whose lanes have made no pack in it yet.
-        self.epoch = max(
-            (Receipt.from_bytes(receipt).epoch for receipt in receipts.values()), default=dataset.epoch
-        )
         self.last_epoch = dataset.last_epoch
-        if self.last_epoch is None:
-            self.epoch = 0
-        first_epoch = None if self.last_epoch is None else self.epoch
+        self.epoch = 0
+        if self.last_epoch is not None:
+            epochs = (Receipt.from_bytes(receipt).epoch for receipt in receipts.values())
+            self.epoch = max(epochs, default=dataset.epoch)
+        self.shares = Shares(
+            dataset,
+            receipts=receipts,
+            epoch=None if self.last_epoch is None else self.epoch,
+            rank=lockstep.rank,
+            world_size=lockstep.world_size,
+            workers=loader.num_workers,
+            prefetch=loader.prefetch_factor,
+            max_restarts=loader.max_worker_restarts,
+        )
         # Ours, should the loader be iterated once more meanwhile: its state is of the newest iteration.
         self.receipts = loader.receipts = {
-            lane: receipt for lane, receipt in receipts.items() if lane % world_size == rank
+            lane: receipt for lane, receipt in receipts.items() if lane % lockstep.world_size == lockstep.rank
         }
-        self.streams: list[Worker | _Here] = []
-        for worker in range(workers):
-            consumer = rank + world_size * worker
-            share = {lane: r for lane, r in receipts.items() if lane % consumers == consumer}
-            if loader.num_workers:
-                self.streams.append(
-                    Worker(
-                        dataset,
-                        consumer=consumer,
-                        consumers=consumers,
-                        receipts=share,
-                        first_epoch=first_epoch,
-                        prefetch=loader.prefetch_factor,
-                        max_restarts=loader.max_worker_restarts,
-                    )
-                )
-            else:
-                self.streams.append(
-                    _Here(
-                        partial(dataset.stream, consumer, consumers, receipts=share, first_epoch=first_epoch)
-                    )
-                )
-        self.heads: list[Event | None] = [None] * workers  # the next event of each, once it is asked for
-        self.ended = [False] * workers
-        self.share = _Share()  # in the making; an error in the middle leaves it as it is
-        self.agreed: deque[tuple[_Share, Answer]] = deque()  # shares made, and what all ranks say of them
-        self.batches = 0  # handed over in this epoch
-        self.failed: Exception | None = None
+        self.slot = loader.slot  # where this iteration began to make steps of this epoch
+        self.prepared = 0  # shares made in this epoch
+        self.batches = 0  # of them, handed over
+        self.making: list[Share] = []  # of the round that is not asked about yet
+        self.asked: deque[tuple[list[Share], Answer]] = deque()  # rounds, and what all ranks say of them
+        self.rounds = 0  # asked about
+        self.round: deque[Share] = deque()  # agreed on, to be handed out
+        self.rest: list[Share] | None = None  # of the round, where it was cut short: by the epoch's end, ...
+        self.failing = False  # ... or by an error on some rank
+        self.failed: Exception | None = None  # our own
         self.over = False
 
     def __iter__(self) -> _Batches:
         return self
 
     def __next__(self) -> Batch:
+        per_step = self.loader.batches_per_step
         while not self.over:
-            ahead = 0 if self.lockstep.alone else AHEAD
-            while len(self.agreed) <= ahead:
-                self._prepare()
-            share, answer = self.agreed.popleft()
-            try:
-                word = answer.wait()
-            except Exception:  # a rank is gone: no more batches, so no more packs
-                for stream in self.streams:
-                    stream.close()
-                raise
-            if word == FAILED:
-                self._fail(share)
-            self._file(share)
-            if word == DATA:
+            share = self._take()
+            if share is not None or self.batches % per_step:
+                self._file([share] if share else [])
                 self.batches += 1
-                return self._collate(share.packs)
-            # The epoch is over on every rank, so whatever else was agreed on is nothing too.
-            for later, answer in self.agreed:
-                answer.wait()
-                self._file(later)
-            self.agreed.clear()
-            if self.batches % self.loader.batches_per_step:
-                self.batches += 1
-                return self._collate([])
+                self.loader.slot = self.slot + self.batches // per_step * self.loader.packs_per_step
+                return self._collate(share.packs if share else [])
             if self.last_epoch is None or self.epoch >= self.last_epoch:
                 self.over = True
-                raise StopIteration
-            self.epoch, self.batches = self.epoch + 1, 0
+            else:
+                self._turn_over()
         raise StopIteration
 
+    def _take(self) -> Share | None:
+        """Our share of the next batch; None when no rank has anything left in this epoch."""
+        if self.rounds and self.rest is None and not self.lockstep.alone:
+            for _ in range(2):  # one for the one that is handed over, one to gain a lead
+                if self.prepared - self.batches < 2 * ROUND:
+                    self._prepare()
+        while not self.round:
+            if self.failing:
+                self._fail()
+            if self.rest is not None:
+                self._settle(self.rest)
+                return None
+            while not self.asked:
+                self._prepare()
+            shares, answer = self.asked.popleft()
+            try:
+                count, self.failing = answer.wait()
+            except Exception:  # a rank is gone: no more batches, so no more packs
+                self.shares.close()
+                raise
+            self.round.extend(shares[:count])
+            if count < len(shares):
+                self.rest = shares[count:]
+        return self.round.popleft()
+
     def _prepare(self) -> None:
-        """Make this rank's share of one more batch, and tell the others whether there is any."""
-        try:
-            # After an error it only repeats the word: each rank must have asked as many questions as the others.
-            while (
-                self.failed is None
-                and len(self.share.packs) < self.loader.batch_size
-                and (event := self._take()) is not None
-            ):
-                (self.share.packs if isinstance(event, Pack) else self.share.ends).append(event)  # type: ignore[arg-type]
-        except Exception as error:
-            self.failed = error
-        if self.failed is not None:
-            self.agreed.append((_Share(error=self.failed), self.lockstep.say(FAILED)))
-            return
-        share, self.share = self.share, _Share()
-        self.agreed.append((share, self.lockstep.say(DATA if share.packs else NOTHING)))
+        """Make our share of one more batch; when a round is complete, tell the others how much of it there is."""
+        share = Share(error=self.failed)
+        if self.failed is None:
+            try:
+                share = self.shares.make(self._room())
+            except Exception as error:
+                self.failed = share.error = error
+        self.making.append(share)
+        self.prepared += 1
+        # The first rounds are short, so that the first batch comes at once.
+        if len(self.making) == (1 if self.lockstep.alone else min(2**self.rounds, ROUND)):
+            count = next((i for i, share in enumerate(self.making) if not share.counts), len(self.making))
+            failed = count < len(self.making) and self.making[count].error is not None
+            self.asked.append((self.making, self.lockstep.say(count, failed=failed)))
+            self.making = []
+            self.rounds += 1
 
-    def _take(self) -> Event | None:
-        """The next event of this epoch, in the order of one process; None if this rank has no more."""
-        for i, stream in enumerate(self.streams):
-            if self.heads[i] is None and not self.ended[i]:
-                self.heads[i] = next(stream, None)
-                self.ended[i] = self.heads[i] is None
-        waiting = [head for head in self.heads if head is not None and head.epoch == self.epoch]
-        first = min(waiting, key=_turn, default=None)
-        self.heads = [None if head is first else head for head in self.heads]
-        return first
+    def _room(self) -> int:
+        """Packs of ours in the batch that is prepared: of its step's slots, those of this rank that are left."""
+        rank, world_size, size = self.lockstep.rank, self.lockstep.world_size, self.loader.packs_per_step
+        step, batch = divmod(self.prepared, self.loader.batches_per_step)
+        begin = self.slot + step * size
+        ours = (rank - begin) // world_size - (rank - begin - size) // world_size
+        return max(0, min(self.loader.batch_size, ours - batch * self.loader.batch_size))
 
-    def _file(self, share: _Share) -> None:
+    def _settle(self, shares: list[Share]) -> None:
+        """The epoch is over on every rank: what was prepared beyond its last batch holds ends of lanes at most."""
+        for later, answer in self.asked:
+            answer.wait()
+            shares = shares + later
+        self._file(shares + self.making)
+        self.asked.clear()
+        self.making = []
+
+    def _turn_over(self) -> None:
+        """To the next epoch."""
+        self.epoch = self.shares.epoch = self.epoch + 1
+        self.prepared = self.batches = self.slot = 0
+        self.rest = None
+
+    def _file(self, shares: list[Share]) -> None:
         """From now on, the state says that these were handed over."""
-        events: list[Event] = [*share.packs, *share.ends]
-        self.receipts.update({event.lane: event.receipt for event in events})
+        for share in shares:
+            events: list[Event] = [*share.packs, *share.ends]
+            self.receipts.update({event.lane: event.receipt for event in events})
 
-    def _fail(self, share: _Share) -> None:
+    def _fail(self) -> None:
         """Raise a rank's error on all ranks, for good; alone, asked again, this rank tries again."""
-        error, share.error = share.error, None
+        error = self.failed
         try:
             if self.lockstep.alone:
-                self.failed = None
                 assert error is not None
+                self.failed, self.failing, self.rest = None, False, None
+                self.prepared = self.batches
                 raise error
-            for stream in self.streams:
-                stream.close()  # an error's traceback may keep it alive
-            self.streams.clear()
+            self.shares.close()
             said = self.lockstep.gather(error and f"{type(error).__name__}: {error}")
             if error is not None:
                 raise error
@@ -283,28 +310,3 @@ class _Batches:
         packs = packs + [filler] * (self.loader.batch_size - len(packs))
         batch = collate_packed([to_torchtune(pack) for pack in packs])
         return batch.pin_memory() if self.loader.pin_memory else batch
-
-
-class _Here:
-    """The events of this process, as `Worker` gives those of another: it begins, and fails, when it is asked."""
-
-    def __init__(self, begin: Callable[[], PackStream]) -> None:
-        self.begin = begin
-        self.stream: PackStream | None = None
-
-    def __iter__(self) -> _Here:
-        return self
-
-    def close(self) -> None:
-        """Let go of the lanes and their files."""
-        self.stream = None
-
-    def __next__(self) -> Event:
-        if self.stream is None:
-            self.stream = self.begin()
-        return self.stream.next_event()
-
-
-def _turn(event: Event) -> tuple[float, int]:
-    # A lane's end comes after all its packs, and may come as soon as it is known.
-    return (event.number if isinstance(event, Pack) else -1, event.lane)

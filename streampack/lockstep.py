@@ -1,29 +1,26 @@
-"""Agreement among ranks: one word of each on every batch, sent batches ahead, so that nobody waits for it.
+"""Agreement among ranks: one number of each on every few batches, sent ahead, so that nobody waits for it.
 
 Ranks hold different numbers of packs. A rank that made one optimizer step more than another would wait in
-its gradient all-reduce for ever. So each says, for every batch it is going to hand out, whether it has one;
-the batch exists if any rank has, and the others hand out null packs.
+its gradient all-reduce for ever. So each says how many of the next batches it has a share of, and whether it
+failed then; a batch exists if any rank has, and the others hand out null packs.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-NOTHING, DATA, FAILED = 0, 1, 2
-"""What a rank says of its next batch. The greatest word wins."""
-
 
 class Answer(Protocol):
     """To one question, once all ranks have spoken."""
 
-    def wait(self) -> int:
-        """The greatest word that any rank said."""
+    def wait(self) -> tuple[int, bool]:
+        """How many batches there are, over all ranks, and whether a rank failed after them."""
 
 
 class Lockstep:
@@ -42,8 +39,9 @@ class Lockstep:
         self.world_size = 1 if self.alone else dist.get_world_size()
         self.group = None if self.alone else dist.new_group(backend="gloo", timeout=timeout)
 
-    def say(self, word: int) -> Answer:
-        """Tell the others; every rank asks the same questions in the same order."""
+    def say(self, count: int, *, failed: bool = False) -> Answer:
+        """Of the next batches, so many are ours too, and then we failed; every rank asks as often as the others."""
+        word = ~count if failed else count
         if self.alone:
             return _Alone(word)
         return _Pending(*self._tell(torch.tensor([word], device="cpu")))
@@ -78,8 +76,8 @@ class _Alone:
     def __init__(self, word: int) -> None:
         self.word = word
 
-    def wait(self) -> int:
-        return self.word
+    def wait(self) -> tuple[int, bool]:
+        return verdict([self.word])
 
 
 class _Pending:
@@ -87,6 +85,16 @@ class _Pending:
         self.heard = heard
         self.work = work
 
-    def wait(self) -> int:
+    def wait(self) -> tuple[int, bool]:
         self.work.wait()
-        return int(self.heard.max())
+        return verdict(self.heard.tolist())
+
+
+def verdict(words: Sequence[int]) -> tuple[int, bool]:
+    """What follows from what all ranks said: ``count``, or ``~count`` of one that failed after so many.
+
+    >>> verdict([3, 5, 0]), verdict([3, ~2, 5])
+    ((5, False), (2, True))
+    """
+    failed = [~word for word in words if word < 0]
+    return (min(failed), True) if failed else (max(words), False)

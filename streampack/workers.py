@@ -81,8 +81,12 @@ class Worker:
         return self
 
     def __next__(self) -> Event:
-        if self.ended or self.pipe.closed:
+        if self.ended:
             raise StopIteration
+        if self.pipe.closed:
+            raise RuntimeError(
+                f"worker {self.consumer} of {self.consumers} was closed; iterate the loader anew"
+            )
         if self.erred:
             self.erred = False
             with suppress(OSError):  # if it died since, the inbox says so

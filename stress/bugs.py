@@ -191,7 +191,7 @@ def mended() -> None:
             assert steps == wanted.steps, "other packs after a worker's death"
 
 
-@line("bugs-suite", "the same 20 bugs: the test suite sees them", limit=1500)
+@line("bugs-suite", "the same 20 bugs: the test suite sees them", limit=3600)
 def bugs_suite(run: Run) -> str:
     """Each in a pytest of its own, over the tests that could see it, until the first that fails."""
     files = [path for stem in SUITE if (path := ROOT / "tests" / f"test_{stem}.py").exists()]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from streampack import IterablePackedDataset, PackedDataLoader, collate, loader, lockstep, workers
+from streampack import IterablePackedDataset, PackedDataLoader, collate, loader, lockstep, shares, workers
 from streampack.iterable import STATE_VERSION
 from streampack.lane import Lane
 from streampack.lockstep import Lockstep
@@ -195,37 +195,39 @@ def epoch_not_in_key() -> None:
 @bug
 def merged_in_arrival_order() -> None:
     """Workers' packs come in the order of the workers, not of the lanes."""
-    _set(loader, "_turn", lambda event: 0)
+    _set(shares, "_turn", lambda event: (0, 0))
 
 
 @bug
 def lane_end_filed_too_early() -> None:
     """A lane is booked as ended while its last packs wait to be handed over."""
-    good = loader._Batches._take
+    good = loader._Batches._prepare
 
-    def take(self: Any) -> Any:
-        event = good(self)
-        for head in (event, *self.heads):
-            if isinstance(head, LaneEnd):
-                self.loader.receipts[head.lane] = head.receipt
-        return event
+    def prepare(self: Any) -> None:
+        good(self)
+        for event in (*_newest(self).ends, *self.shares.heads):
+            if isinstance(event, LaneEnd):
+                self.loader.receipts[event.lane] = event.receipt
 
-    _set(loader._Batches, "_take", take)
+    _set(loader._Batches, "_prepare", prepare)
 
 
 @bug
 def receipts_filed_when_made() -> None:
     """A state knows of packs that are not handed over yet."""
-    good = loader._Batches._take
+    good = loader._Batches._prepare
 
-    def take(self: Any) -> Any:
-        event = good(self)
-        if event is not None:
-            self.loader.receipts[event.lane] = event.receipt
-        return event
+    def prepare(self: Any) -> None:
+        good(self)
+        share = _newest(self)
+        self.loader.receipts.update({event.lane: event.receipt for event in (*share.packs, *share.ends)})
 
-    _set(loader._Batches, "_take", take)
-    _set(loader._Batches, "_file", lambda self, share: None)
+    _set(loader._Batches, "_prepare", prepare)
+    _set(loader._Batches, "_file", lambda self, shares: None)
+
+
+def _newest(batches: Any) -> Any:
+    return (batches.making or batches.asked[-1][0])[-1]
 
 
 @bug
@@ -315,7 +317,11 @@ def mended_from_the_start() -> None:
 @bug
 def ranks_do_not_agree() -> None:
     """A rank that has no more data stops, whatever the others have."""
-    _set(Lockstep, "say", lambda self, word: lockstep._Alone(word))
+
+    def say(self: Lockstep, count: int, *, failed: bool = False) -> lockstep.Answer:
+        return lockstep._Alone(~count if failed else count)
+
+    _set(Lockstep, "say", say)
 
 
 plant_from_environment()

@@ -16,12 +16,8 @@ def written(**changes):
 
 def test_reads_a_config_and_resolves_interpolations():
     config = read_config(written(batch_size=4, packs_per_step=12))
-    assert config.accumulation() == 3
+    assert (config.batch_size, config.packs_per_step) == (4, 12)
     assert config.checkpointer["output_dir"] == config.output_dir
-
-
-def test_one_batch_a_step_unless_said_otherwise():
-    assert read_config(written(batch_size=3, packs_per_step=...)).accumulation(ranks=2) == 1
 
 
 @pytest.mark.parametrize(
@@ -36,7 +32,7 @@ def test_one_batch_a_step_unless_said_otherwise():
         ({"max_steps": None, "epochs": None}, "neither epochs nor max_steps is set"),
         ({"loss_norm": "pack"}, "loss_norm='pack' is unknown; choose one of 'token', 'sample'"),
         ({"collective_timeout": 0}, "collective_timeout=0 is no time to wait"),
-        ({"batch_size": 4, "packs_per_step": 6}, "packs_per_step=6 is no multiple of batch_size=4"),
+        ({"packs_per_step": 0}, "packs_per_step=0 is below 1"),
     ],
 )
 def test_a_bad_config_says_what_is_wrong(changes, message):
@@ -73,16 +69,3 @@ def test_trusted_packages_widen_the_roots():
     node = {"_component_": "json.loads"}
     assert validate(written(profiler=node))
     assert validate(written(profiler=node, trusted_packages=["json"])) == []
-
-
-@pytest.mark.parametrize(("ranks", "batch_size", "batches"), [(1, 4, 6), (2, 4, 3), (3, 8, 1), (4, 1, 6)])
-def test_a_step_is_shared_out_over_the_ranks(ranks, batch_size, batches):
-    config = read_config(written(batch_size=batch_size, packs_per_step=24))
-    assert config.accumulation(ranks) == batches
-
-
-def test_a_step_that_cannot_be_shared_out_evenly():
-    config = read_config(written(batch_size=4, packs_per_step=8))
-    message = "packs_per_step=8 cannot be shared out over 3 ranks in batches of 4; make it a multiple of 12"
-    with pytest.raises(ValueError, match=message):
-        config.accumulation(3)

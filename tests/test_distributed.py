@@ -415,6 +415,11 @@ def test_a_rank_is_killed_and_torchrun_restarts_all(tmp_path):
     assert log.read_text().count("Step 20 |") == 1, "it began anew"
 
 
-def test_packs_that_cannot_be_shared_out_evenly(tmp_path):
-    with pytest.raises(RankError, match="packs_per_step=6 cannot be shared out over 2 ranks in batches of 2"):
-        run_ranks(run, 2, tiny_config(tmp_path, packs_per_step=6))
+def test_a_step_that_cannot_be_shared_out_evenly(tmp_path):
+    """5 packs over 2 ranks in batches of 2: null packs fill up, and the losses are those of one rank."""
+    settings = RUN | {"packs_per_step": 5, "max_steps": 8}
+    for ranks in (1, 2):
+        run_ranks(run, ranks, constant(tiny_config(tmp_path / str(ranks), **settings)))
+    losses = numbers(tmp_path / "1")
+    assert len(losses) == 8
+    assert numbers(tmp_path / "2") == pytest.approx(losses, rel=1e-5)

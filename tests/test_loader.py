@@ -1,4 +1,5 @@
 import json
+from itertools import islice
 
 import pytest
 import torch
@@ -45,7 +46,7 @@ def test_the_order_does_not_depend_on_the_number_of_workers(num_workers):
 
 
 def test_every_sample_once_an_epoch_and_no_batch_mixes_epochs():
-    batches = list(PackedDataLoader(dataset(), batch_size=7, batches_per_step=3))
+    batches = list(PackedDataLoader(dataset(), batch_size=7, packs_per_step=21))
     assert len(batches) % 3 == 0
     assert all(batch.tokens.shape == (7, 16) for batch in batches)
     half = len(batches) // 2
@@ -121,7 +122,7 @@ def test_a_bad_row_does_not_end_the_stream_in_silence():
         ({"batch_size": 0}, "batch_size=0 is below 1"),
         ({"num_workers": -1}, "num_workers=-1 is below 0"),
         ({"prefetch_factor": 0}, "prefetch_factor=0"),
-        ({"batches_per_step": 0}, "batches_per_step=0"),
+        ({"packs_per_step": 0}, "packs_per_step=0"),
     ],
 )
 def test_settings_are_checked(setting, message):
@@ -168,3 +169,26 @@ def test_from_a_batch_back_to_file_row_and_text(tmp_path):
                 assert found["text"] == found["row"]["text"]
                 traced += 1
     assert traced == 50
+
+
+def test_what_fills_a_step_up_is_said(caplog):
+    loader = PackedDataLoader(dataset(), batch_size=4, packs_per_step=6)
+    assert (loader.packs_per_step, loader.batches_per_step) == (6, 2)
+    first = list(islice(loader, 2))
+    assert [sum(map(bool, batch.fragments)) for batch in first] == [4, 2]
+    assert [record.getMessage() for record in caplog.records] == [
+        "packs_per_step=6 cannot be shared out evenly over 1 rank(s) in batches of 4: every step holds 2 null packs, "
+        "which cost time and train nothing; a multiple of 4 holds none"
+    ]
+
+
+def test_a_batch_of_each_rank_is_a_step_unless_said_otherwise():
+    loader = PackedDataLoader(dataset(), batch_size=3)
+    assert (loader.packs_per_step, loader.batches_per_step) == (3, 1)
+
+
+@pytest.mark.parametrize("slot", [-1, 2**63, 1.0, "1", True, None])
+def test_a_damaged_slot_is_refused(slot):
+    loader = PackedDataLoader(dataset())
+    with pytest.raises(ValueError, match="the state is damaged: slot .* is no number of packs"):
+        loader.load_state_dict({**loader.state_dict(), "slot": slot})

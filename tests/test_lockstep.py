@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from streampack import IterablePackedDataset, IterableSource, MapSource, PackedDataLoader, Sample
 from streampack.collate import Batch
-from streampack.loader import AHEAD
-from streampack.lockstep import DATA, FAILED, NOTHING, Lockstep
+from streampack.loader import ROUND
+from streampack.lockstep import Lockstep, verdict
 from streampack.receipt import Receipt
 from streampack.stream import Event, PackStream
 from tests.corpus import Numbers, rows
@@ -82,9 +82,9 @@ class OnBoard(Lockstep):
         self.group = None
         self.words: list[int] = []
 
-    def say(self, word: int) -> Any:
-        self.words.append(word)
-        return _Read(self.board, self.board.write(self.rank, "say", word))
+    def say(self, count: int, *, failed: bool = False) -> Any:
+        self.words.append(~count if failed else count)
+        return _Read(self.board, self.board.write(self.rank, "say", self.words[-1]))
 
     def gather(self, value: Any) -> list[Any]:
         return self.board.read(self.board.write(self.rank, "gather", pickle.loads(pickle.dumps(value))))
@@ -94,8 +94,8 @@ class _Read:
     def __init__(self, board: Board, index: int) -> None:
         self.board, self.index = board, index
 
-    def wait(self) -> int:
-        return int(max(self.board.read(self.index)))
+    def wait(self) -> tuple[int, bool]:
+        return verdict(self.board.read(self.index))
 
 
 def together(size: int, rank: Callable[[int], None]) -> None:
@@ -143,7 +143,7 @@ class Here:
 
 @pytest.fixture(autouse=True)
 def _no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streampack.loader.Worker", Here)
+    monkeypatch.setattr("streampack.shares.Worker", Here)
 
 
 @dataclass(frozen=True)
@@ -152,6 +152,10 @@ class Topology:
     workers: int = 0
     batch_size: int = 1
     batches_per_step: int = 1
+
+    @property
+    def packs_per_step(self) -> int:
+        return self.ranks * self.batch_size * self.batches_per_step
 
     @property
     def consumers(self) -> int:
@@ -173,6 +177,7 @@ def run(
     *,
     state: dict[str, Any] | None = None,
     limit: int | None = None,
+    packs_per_step: int | None = None,
 ) -> Run:
     """At most ``limit`` batches on every rank, then the state."""
     board = Board(topology.ranks)
@@ -186,7 +191,7 @@ def run(
                 make(),
                 batch_size=topology.batch_size,
                 num_workers=topology.workers,
-                batches_per_step=topology.batches_per_step,
+                packs_per_step=packs_per_step or topology.packs_per_step,
             )
             loader.lockstep = OnBoard(board, number)
             if state is not None:
@@ -268,12 +273,12 @@ def test_a_board_hands_on_what_all_said() -> None:
     answers = [
         [rank.say(word) for rank, word in zip(ranks, words, strict=True)] for words in ((0, 0, 0), (0, 2, 1))
     ]
-    assert [[answer.wait() for answer in of] for of in answers] == [[0, 0, 0], [2, 2, 2]]
+    assert [[answer.wait() for answer in of] for of in answers] == [[(0, False)] * 3, [(2, False)] * 3]
 
 
 def test_a_board_sees_ranks_that_are_out_of_step() -> None:
     board = Board(2)
-    OnBoard(board, 0).say(DATA)
+    OnBoard(board, 0).say(1)
     with pytest.raises(OutOfStep):
         OnBoard(board, 1).gather("x")
 
@@ -284,13 +289,18 @@ def test_a_board_sees_ranks_that_are_out_of_step() -> None:
 def test_alone_it_answers_itself() -> None:
     lockstep = Lockstep(timeout=timedelta(seconds=1))
     assert (lockstep.alone, lockstep.rank, lockstep.world_size, lockstep.group) == (True, 0, 1, None)
-    assert [lockstep.say(word).wait() for word in (NOTHING, DATA, FAILED)] == [0, 1, 2]
+    assert [lockstep.say(count).wait() for count in (0, 1)] == [(0, False), (1, False)]
+    assert lockstep.say(0, failed=True).wait() == (0, True)
     assert lockstep.gather("x") == ["x"]
     assert lockstep.merge({3: b"c", 0: b"a"}) == {0: b"a", 3: b"c"}
 
 
-def test_the_greatest_word_wins() -> None:
-    assert NOTHING < DATA < FAILED, "an error beats data, data beats nothing: the reduction is a maximum"
+def test_an_error_beats_data_and_data_beats_nothing() -> None:
+    """The batches before the first error are handed out, whoever has them."""
+    assert verdict([0, 0]) == (0, False)
+    assert verdict([3, 8, 0]) == (8, False)
+    assert verdict([3, 8, ~5, ~4]) == (4, True)
+    assert verdict([8, ~0]) == (0, True)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -416,19 +426,59 @@ def test_the_order_does_not_depend_on_the_workers() -> None:
 
 
 def test_a_rank_speaks_ahead_of_what_it_hands_out() -> None:
-    """So that the answer is there when it is needed: after k batches, k + AHEAD questions have been asked."""
+    """So that the answer is there when it is needed, one for many batches; but the first batch comes at once."""
     board = Board(2)
-    loaders = [PackedDataLoader(make(rows(200))()) for _ in range(2)]
+    loaders = [PackedDataLoader(make(rows(600))()) for _ in range(2)]
     for rank, loader in enumerate(loaders):
         loader.lockstep = OnBoard(board, rank)
     iterators = [iter(loader) for loader in loaders]
-    helper = threading.Thread(target=lambda: list(islice(iterators[1], 10)), daemon=True)
+    helper = threading.Thread(target=lambda: list(islice(iterators[1], 60)), daemon=True)
     helper.start()
-    for taken in range(1, 11):
+    asked, ahead = [], []
+    for taken in range(1, 61):
         next(iterators[0])
-        assert len(loaders[0].lockstep.words) == taken + AHEAD  # type: ignore[attr-defined]
+        words = loaders[0].lockstep.words  # type: ignore[attr-defined]
+        asked.append(len(words))
+        ahead.append(sum(words) - taken)
         assert loaders[0].ledger().packs == taken, "the state is of what was handed out"
+    assert (asked[0], ahead[0]) == (1, 0)
+    assert words[:5] == [1, 2, 4, 8, 8]
+    assert asked[-1] - asked[-1 - 3 * ROUND] == 3, "one question for each round"
+    assert min(ahead[20:]) >= ROUND - 1, "a whole round is agreed on before it is needed"
+    assert max(ahead) <= 2 * ROUND
     helper.join(20)
+
+
+# Steps that cannot be shared out evenly.
+
+
+@pytest.mark.parametrize("packs_per_step", [1, 5, 6, 7, 24])
+@pytest.mark.parametrize(("ranks", "batch_size"), [(1, 4), (2, 1), (3, 1), (3, 2), (4, 1), (4, 3)])
+def test_null_packs_fill_what_cannot_be_shared_out(packs_per_step: int, ranks: int, batch_size: int) -> None:
+    """Step s trains the slots [s P, (s + 1) P) on every topology, resumed there too, until a lane runs dry."""
+    data = rows(400, longest=10)
+    built = make(data, num_lanes=12, epochs=2)
+    lanes = by_lane(built, 12)
+    order = in_turn(lanes[0])
+    even = 12 * min(map(len, lanes[0]))  # slots before the first lane is dry
+    made: list[PackKey] = []
+    state: dict[str, Any] | None = None
+    step = 0
+    for size, steps in ((ranks, 3), (1, 2), (ranks, 1), (4, 2), (ranks, None)):
+        each = math.ceil(math.ceil(packs_per_step / size) / batch_size)
+        topology = Topology(size, 0, batch_size, each)
+        limit = steps and steps * each
+        result = run(built, topology, state=state, limit=limit, packs_per_step=packs_per_step)
+        assert result.states == [result.states[0]] * size
+        state = result.states[0]
+        for packs in steps_of(result, topology):
+            assert len(packs) <= packs_per_step
+            expected = order[step * packs_per_step : (step + 1) * packs_per_step]
+            if (step + 1) * packs_per_step <= even:
+                assert sorted(packs) == sorted(expected), f"step {step} on {size} ranks"
+            step += 1
+            made += packs
+    check_whole(made, data, 2)
 
 
 # Another topology.

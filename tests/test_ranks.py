@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from streampack import IterablePackedDataset, JSONLSource, MapSource, PackedDataLoader
-from streampack.lockstep import DATA, FAILED, NOTHING, Lockstep
+from streampack.lockstep import Lockstep, verdict
 from tests.corpus import Numbers, rows, write
 from tests.test_lockstep import (
     CORPORA,
@@ -111,7 +111,7 @@ def loader_of(
         built(),
         batch_size=topology.batch_size,
         num_workers=topology.workers,
-        batches_per_step=topology.batches_per_step,
+        packs_per_step=topology.packs_per_step,
         **{"timeout": 60, **settings},
     )
 
@@ -247,10 +247,10 @@ def test_the_same_topology_goes_on_in_the_same_order(
     built = make(rows(60) + [{"i": i, "n": 12} for i in range(60, 120, 12)], overlong="split")
     topology = Topology(2, workers, batch_size)
     outcomes = run_ranks(2, resume_at_every_batch, built, topology, every, folder=tmp_path, timeout=120)
-    for _, verdicts in outcomes:
-        assert len(verdicts) > 2
-        for verdict in verdicts:
-            assert verdict[1:] == (True, True, True), f"cut after batch {verdict[0]}"
+    for _, cuts in outcomes:
+        assert len(cuts) > 2
+        for stop, *same in cuts:
+            assert same == [True, True, True], f"cut after batch {stop}"
 
 
 def epochs_turn(built: Callable[[], IterablePackedDataset]) -> list[Any]:
@@ -312,21 +312,21 @@ def test_lanes_that_do_not_divide_evenly_are_warned_of_and_lose_nothing(tmp_path
 def speak() -> Any:
     rank = dist.get_rank()
     lockstep = Lockstep(timeout=timedelta(seconds=60))
-    words = [[NOTHING, DATA, DATA, NOTHING, FAILED][(n + rank) % 5] if n % 7 else NOTHING for n in range(50)]
+    words = [[0, 3, 5, 0, ~2][(n + rank) % 5] if n % 7 else 0 for n in range(50)]
     if rank == 0:
         time.sleep(0.3)
     begin = time.monotonic()
-    answers = [lockstep.say(word) for word in words]
+    answers = [lockstep.say(max(word, ~word), failed=word < 0) for word in words]
     took = time.monotonic() - begin
     merged = lockstep.merge(dict.fromkeys(range(7), b"%d" % rank))  # while the answers are under way
     return words, [answer.wait() for answer in answers], took, merged, lockstep.gather(rank)
 
 
-def test_the_greatest_word_comes_back_and_nobody_waits_to_speak(tmp_path: Path) -> None:
+def test_the_verdict_comes_back_and_nobody_waits_to_speak(tmp_path: Path) -> None:
     outcomes = run_ranks(3, speak, folder=tmp_path)
     said = [outcome[0] for outcome in outcomes]
     for _, heard, took, merged, gathered in outcomes:
-        assert heard == [max(words) for words in zip(*said, strict=True)]
+        assert heard == [verdict(words) for words in zip(*said, strict=True)]
         assert took < 0.25, "saying does not wait for the rank that sleeps"
         assert merged == {lane: b"%d" % (lane % 3) for lane in range(7)}
         assert gathered == [0, 1, 2]
@@ -389,7 +389,7 @@ def one_fails(kind: str, workers: int, folder: Path) -> Any:
             count += 1
             if kind == "worker killed" and guilty and count == 5:
                 begin = time.monotonic()
-                os.kill(iterator.streams[0].process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+                os.kill(iterator.shares.streams[0].process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
     except Exception as error:
         told = type(error).__name__, str(error)
     took = time.monotonic() - begin
@@ -444,11 +444,11 @@ def heal(kills: int) -> Any:
     for number, batch in enumerate(iterator):
         batches.append(packs_of(batch))
         turn = number % 2
-        worker = iterator.streams[turn]
+        worker = iterator.shares.streams[turn]
         if killed[turn] < kills and worker.restarts == killed[turn] and not worker.ended:
             os.kill(worker.process.pid, signal.SIGKILL)
             killed[turn] += 1
-    return batches, [stream.restarts for stream in iterator.streams]
+    return batches, [stream.restarts for stream in iterator.shares.streams]
 
 
 def test_killed_workers_are_healed_on_every_rank(tmp_path: Path) -> None:
@@ -470,7 +470,7 @@ def one_dies(workers: int, at: int, pids: Path) -> Any:
     try:
         for number in range(10_000):
             if rank == 1 and number == at:
-                numbers = [str(stream.process.pid) for stream in iterator.streams if workers]
+                numbers = [str(stream.process.pid) for stream in iterator.shares.streams if workers]
                 (pids / "workers").write_text(" ".join(numbers))
                 os.kill(os.getpid(), signal.SIGKILL)
             begin = time.monotonic()

@@ -73,28 +73,6 @@ class RunConfig:
                 f"collective_timeout={self.collective_timeout} is no time to wait; give seconds, at least as many as "
                 "the slowest rank may need for a step and a checkpoint"
             )
-        if self.packs_per_step is not None and self.packs_per_step % self.batch_size:
-            raise ValueError(
-                f"packs_per_step={self.packs_per_step} is no multiple of batch_size={self.batch_size}; gradients "
-                "accumulate over whole batches"
-            )
-
-    def accumulation(self, ranks: int = 1) -> int:
-        """Batches that each rank contributes to an optimizer step.
-
-        Raises:
-            ValueError: if ``packs_per_step`` cannot be shared out evenly.
-        """
-        if self.packs_per_step is None:
-            return 1
-        batches, rest = divmod(self.packs_per_step, ranks * self.batch_size)
-        if rest:
-            raise ValueError(
-                f"packs_per_step={self.packs_per_step} cannot be shared out over {ranks} ranks in batches of "
-                f"{self.batch_size}; make it a multiple of {ranks * self.batch_size}, lower batch_size, or use "
-                "another number of ranks"
-            )
-        return batches
 
 
 def read_config(config: Any) -> RunConfig:

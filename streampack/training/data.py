@@ -86,7 +86,7 @@ def total_steps(config: RunConfig, train: IterablePackedDataset, *, ranks: int =
     if config.epochs is None:
         assert config.max_steps is not None
         return config.max_steps
-    packs_per_step = config.accumulation(ranks) * ranks * config.batch_size
+    packs_per_step = config.packs_per_step or ranks * config.batch_size
     try:
         by_epochs = math.ceil(config.epochs * train.estimate_packs() / packs_per_step)
     except ValueError:
