@@ -81,8 +81,11 @@ class Batch:
         return (self.labels != IGNORE_INDEX).sum()
 
 
-def collate_packed(packs: Sequence[Mapping[str, Any]]) -> Batch:
+def collate_packed(packs: Sequence[Mapping[str, Any]], *, segments: int | None = None) -> Batch:
     """Stack dicts from an `IterablePackedDataset` or a `PackedDataset`; a ``collate_fn`` for any DataLoader.
+
+    ``seq_lens`` is as wide as the pack with the most segments needs, or ``segments`` wide: with
+    ``max_seqs_per_pack + 1``, which counts the padding, all batches have the same shapes.
 
     >>> import numpy as np
     >>> from streampack import IterablePackedDataset
@@ -90,13 +93,22 @@ def collate_packed(packs: Sequence[Mapping[str, Any]]) -> Batch:
     >>> batch = collate_packed(list(IterablePackedDataset(rows, max_seq_len=6)))
     >>> batch.tokens.tolist(), batch.seq_lens.tolist()
     ([[7, 8, 9, 4, 5, 0]], [[3, 2, 1]])
+
+    Raises:
+        ValueError: if a pack has more than ``segments``.
     """
+    seq_lens = torch.nn.utils.rnn.pad_sequence([pack["seq_lens"] for pack in packs], batch_first=True)
+    if segments is not None:
+        if seq_lens.shape[1] > segments:
+            raise ValueError(
+                f"a pack has {seq_lens.shape[1]} segments, padding included, and segments={segments}; give "
+                "max_seqs_per_pack + 1"
+            )
+        seq_lens = torch.nn.functional.pad(seq_lens, (0, segments - seq_lens.shape[1]))
     return Batch(
         tokens=torch.stack([pack["tokens"] for pack in packs]),
         labels=torch.stack([pack["labels"] for pack in packs]),
         input_pos=torch.stack([pack["input_pos"] for pack in packs]),
-        seq_lens=torch.nn.utils.rnn.pad_sequence(
-            [pack["seq_lens"] for pack in packs], batch_first=True
-        ).int(),
+        seq_lens=seq_lens.int(),
         fragments=tuple(tuple(pack["fragments"]) for pack in packs),
     )

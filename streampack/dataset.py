@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from streampack import parity as torchtune_parity
-from streampack.assemble import as_sample, assemble, check_sample, trained_tokens, with_eos
+from streampack.assemble import assemble, read_sample, trained_tokens, with_eos
 from streampack.collate import to_torchtune
 from streampack.components import COMPONENT, build
 from streampack.encode import without_truncation
@@ -25,12 +25,6 @@ from streampack.plan import Packing, plan_samples, require
 from streampack.types import Fragment, Pack, Sample
 
 log = logging.getLogger(__name__)
-
-NOT_PACKABLE = {
-    "seq_lens": "it is a pack already; give the dataset that was packed, or leave packing to one of the two",
-    "encoder_input": "it has images, which a pack has no place for; train on it unpacked",
-}
-"""Columns that tell of what packing would lose in silence."""
 
 
 class PackedDataset(Dataset[dict[str, Any]]):
@@ -63,6 +57,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
         overlong: what becomes of a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``,
             ``"truncate"`` or ``"split"``. Default ``"error"``, with ``split_across_pack`` ``"split"``.
         truncate_side: the side that ``"truncate"`` cuts off.
+        max_seqs_per_pack: at most so many sequences in a pack; the rest is padding. For static shapes: `cu_seqlens`
+            is as long for every batch. Leave room, or short samples will not fill a pack.
         truncate_eos: a token id that replaces the last token of a sample cut on the right.
         empty: ``"error"`` or ``"drop"``, for samples without a token.
         vocab_size: if given, token ids must be below it.
@@ -86,6 +82,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         buffer_size: int = 128,
         overlong: str | None = None,
         truncate_side: str = "right",
+        max_seqs_per_pack: int | None = None,
         truncate_eos: int | None = None,
         empty: str = "error",
         vocab_size: int | None = None,
@@ -99,11 +96,11 @@ class PackedDataset(Dataset[dict[str, Any]]):
         if parity is not None:
             require(parity, "parity", ("torchtune",))
         require(empty, "empty", ("error", "drop"))
-        settings = (strategy, buffer_size, overlong, truncate_side, truncate_eos, empty)
-        if parity and settings != ("exact_fit", 128, None, "right", None, "error"):
+        settings = (strategy, buffer_size, overlong, truncate_side, max_seqs_per_pack, truncate_eos, empty)
+        if parity and settings != ("exact_fit", 128, None, "right", None, None, "error"):
             raise ValueError(
                 "parity='torchtune' packs as torchtune does, so strategy, buffer_size, overlong, truncate_side, "
-                "truncate_eos and empty have no effect; leave them out, or leave parity out"
+                "max_seqs_per_pack, truncate_eos and empty have no effect; leave them out, or leave parity out"
             )
         if max_packs is not None and (type(max_packs) is not int or max_packs < 0):
             raise ValueError(
@@ -111,7 +108,9 @@ class PackedDataset(Dataset[dict[str, Any]]):
             )
         if len(ds) == 0 and not parity:
             raise ValueError(f"the dataset ({type(ds).__name__}) is empty; it must have at least one sample")
-        self.packing = Packing(max_seq_len, strategy, buffer_size, split_across_pack, overlong, truncate_side)
+        self.packing = Packing(
+            max_seq_len, strategy, buffer_size, split_across_pack, overlong, truncate_side, max_seqs_per_pack
+        )
         self.ds = ds
         self.max_seq_len = max_seq_len
         self.padding_idx = padding_idx
@@ -177,24 +176,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
             raise ValueError(f"sample {index} {error}") from None
 
     def _read(self, index: int) -> Sample:
-        try:
-            row = self.ds[index]
-        except Exception as error:
-            error.add_note(f"while reading sample {index}")
-            raise
-        if not isinstance(row, Mapping):
-            raise ValueError(
-                f"sample {index} is a {type(row).__name__}; it must be a dict with 'tokens' and 'labels'"
-            )
-        for column, why in NOT_PACKABLE.items():
-            if column in row:
-                raise ValueError(f"sample {index} has a column {column!r}: {why}")
-        try:
-            sample = as_sample(row)
-            check_sample(sample, self.vocab_size)
-        except ValueError as error:
-            raise ValueError(f"sample {index}: {error}") from None
-        return sample
+        return read_sample(self.ds, index, vocab_size=self.vocab_size)
 
     def _read_again(self, index: int) -> Sample:
         sample, planned = self._read(index), self._lengths[index]
@@ -327,6 +309,7 @@ def packed_dataset(
     buffer_size: int = 128,
     overlong: str | None = None,
     truncate_side: str = "right",
+    max_seqs_per_pack: int | None = None,
     truncate_eos: int | None = None,
     empty: str = "error",
     vocab_size: int | None = None,
@@ -396,6 +379,7 @@ def packed_dataset(
         buffer_size=buffer_size,
         overlong=overlong,
         truncate_side=truncate_side,
+        max_seqs_per_pack=max_seqs_per_pack,
         truncate_eos=truncate_eos,
         empty=empty,
         vocab_size=vocab_size,

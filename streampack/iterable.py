@@ -50,6 +50,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         overlong: what becomes of a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``,
             ``"truncate"`` or ``"split"``. Default ``"error"``, with ``split_across_pack`` ``"split"``.
         truncate_side: the side that ``"truncate"`` cuts off.
+        max_seqs_per_pack: at most so many sequences in a pack; the rest is padding. For static shapes: `cu_seqlens`
+            is as long for every batch. Leave room, or short samples will not fill a pack.
         truncate_eos: a token id that replaces the last token of a sample that ``"truncate"`` cut on the right.
         empty: ``"error"`` or ``"drop"``, for samples without a token.
         shuffle: read in an order that is a function of (seed, epoch, lane). Files are shuffled within
@@ -77,6 +79,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         buffer_size: int = 128,
         overlong: str | None = None,
         truncate_side: str = "right",
+        max_seqs_per_pack: int | None = None,
         truncate_eos: int | None = None,
         empty: str = "error",
         shuffle: bool = False,
@@ -95,7 +98,9 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
                 require_positive(value, name)
         seed = require_positive(seed, "seed", least=0)
         padding_idx = require_positive(padding_idx, "padding_idx", least=0)
-        packing = Packing(max_seq_len, strategy, buffer_size, split_across_pack, overlong, truncate_side)
+        packing = Packing(
+            max_seq_len, strategy, buffer_size, split_across_pack, overlong, truncate_side, max_seqs_per_pack
+        )
         self.lane_config = LaneConfig(
             source=as_source(source),
             encode=TokensEncoder() if encoder is None else encoder,
@@ -202,6 +207,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
                 "buffer_size": packing.buffer_size,
                 "overlong": packing.overlong,
                 "truncate_side": packing.truncate_side,
+                "max_seqs_per_pack": packing.max_seqs_per_pack,
                 "truncate_eos": config.truncate_eos,
                 "empty": config.empty,
                 "shuffle_window": config.shuffle_window,

@@ -308,5 +308,6 @@ class _Batches:
         config = self.loader.dataset.lane_config
         filler = null_pack(config.packing.max_seq_len, padding_idx=config.padding_idx)
         packs = packs + [filler] * (self.loader.batch_size - len(packs))
-        batch = collate_packed([to_torchtune(pack) for pack in packs])
+        most = config.packing.max_seqs_per_pack
+        batch = collate_packed([to_torchtune(pack) for pack in packs], segments=most and most + 1)
         return batch.pin_memory() if self.loader.pin_memory else batch

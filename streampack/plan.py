@@ -118,7 +118,7 @@ class Packing:
     ``overlong`` says what becomes of a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``,
     ``"truncate"`` (``truncate_side`` names the side that is cut) or ``"split"`` into several pieces. Left
     out, it is ``"error"``, and with ``split_across_pack=True`` it is ``"split"``, because there every
-    sample may continue in the next pack.
+    sample may continue in the next pack. ``max_seqs_per_pack`` limits the sequences in a pack.
 
     Raises:
         ValueError: for a setting that is out of range or unknown.
@@ -130,10 +130,14 @@ class Packing:
     split_across_pack: bool = False
     overlong: str | None = None
     truncate_side: str = "right"
+    max_seqs_per_pack: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "max_seq_len", require_positive(self.max_seq_len, "max_seq_len"))
         object.__setattr__(self, "buffer_size", require_positive(self.buffer_size, "buffer_size"))
+        if self.max_seqs_per_pack is not None:
+            limit = require_positive(self.max_seqs_per_pack, "max_seqs_per_pack")
+            object.__setattr__(self, "max_seqs_per_pack", limit)
         require(self.strategy, "strategy", STRATEGIES)
         require(self.truncate_side, "truncate_side", ("right", "left"))
         wraps = self.split_across_pack or self.strategy == "wrap"
@@ -237,8 +241,14 @@ class Planner:
         spans, self.spans, self.room = self.spans, [], self.packing.max_seq_len
         return spans
 
+    @property
+    def _seats(self) -> int:
+        """Sequences that the pack in the making still takes; a token each at least."""
+        limit = self.packing.max_seqs_per_pack
+        return self.room if limit is None else min(self.room, limit - len(self.spans))
+
     def _fill_by_cutting(self, pull: Callable[[], bool]) -> None:
-        while self.room and (self.lengths or pull()):
+        while self._seats and (self.lengths or pull()):
             start, length = self.offset, self.lengths[0]
             stop = min(length, start + self.room)
             self.spans.append(Span(self.pieces[0], start, stop))
@@ -255,10 +265,22 @@ class Planner:
             self._take([0])
         # A strategy that takes all that waits (many short pieces) has not closed the pack: it is asked
         # again over a fresh buffer. Otherwise a pack could never hold more than buffer_size + 1 pieces.
-        while self.room and (self.lengths or pull()):
-            self._take(self.choose(self.lengths, self.room, pull))
+        while (seats := self._seats) and (self.lengths or pull()):
+            taken = self.choose(self.lengths, self.room, pull)
+            self._take(taken if len(taken) <= seats else self._fewer(taken, seats))
             if self.lengths:
                 break
+
+    def _fewer(self, taken: list[int], seats: int) -> list[int]:
+        """In the place of too many pieces: the first of them, or the longest that fit, which fill the pack best."""
+        if self.packing.strategy in ("next_fit", "first_fit"):
+            return taken[:seats]
+        room, longest = self.room, []
+        for i in sorted(range(len(self.lengths)), key=lambda i: -self.lengths[i]):
+            if self.lengths[i] <= room and len(longest) < seats:
+                longest.append(i)
+                room -= self.lengths[i]
+        return sorted(longest)
 
     def _take(self, taken: list[int]) -> None:
         for i in taken:
@@ -277,6 +299,7 @@ def plan_packs(
     split_across_pack: bool = False,
     overlong: str | None = None,
     truncate_side: str = "right",
+    max_seqs_per_pack: int | None = None,
 ) -> Iterator[list[Span]]:
     """Plan the packs of a stream of sample lengths; consumes ``lengths`` as it goes.
 
@@ -293,7 +316,9 @@ def plan_packs(
         ValueError: for a bad setting, a length below 1, or a sample that is too long under
             ``overlong="error"``. Settings are checked at the call, lengths as they are read.
     """
-    packing = Packing(max_seq_len, strategy, buffer_size, split_across_pack, overlong, truncate_side)
+    packing = Packing(
+        max_seq_len, strategy, buffer_size, split_across_pack, overlong, truncate_side, max_seqs_per_pack
+    )
     return plan_samples(enumerate(lengths), packing)
 
 

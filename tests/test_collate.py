@@ -118,3 +118,13 @@ def test_torchtunes_own_collate_takes_the_packs(packs: list[list[int]]) -> None:
     for i, row in enumerate(rows):
         assert batch["tokens"][i].tolist() == row["tokens"].tolist()
         assert batch["mask"][i].tolist() == oracle.block_causal_mask(row["seq_lens"].tolist())
+
+
+def test_a_batch_as_wide_as_it_is_told() -> None:
+    packs = [to_torchtune(make_pack(seq_lens)) for seq_lens in ([3, 2], [1])]
+    assert collate_packed(packs, segments=4).seq_lens.shape == (2, 4)
+    assert torch.equal(collate_packed(packs, segments=4).seq_lens[:, :3], collate_packed(packs).seq_lens)
+    with pytest.raises(
+        ValueError, match=r"a pack has 3 segments, padding included, and segments=2; give max_seqs"
+    ):
+        collate_packed(packs, segments=2)

@@ -192,3 +192,15 @@ def test_a_damaged_slot_is_refused(slot):
     loader = PackedDataLoader(dataset())
     with pytest.raises(ValueError, match="the state is damaged: slot .* is no number of packs"):
         loader.load_state_dict({**loader.state_dict(), "slot": slot})
+
+
+def test_with_a_limit_of_sequences_all_batches_have_one_shape():
+    loader = PackedDataLoader(dataset(max_seqs_per_pack=3), batch_size=4)
+    batches = list(loader)
+    assert {tuple(batch.seq_lens.shape) for batch in batches} == {(4, 4)}
+    assert max(len(pack) for batch in batches for pack in batch.fragments) == 3
+    half = len(batches) // 2
+    assert samples(batches[:half]) == samples(batches[half:]) == list(range(1, 301))
+    free = {tuple(batch.seq_lens.shape) for batch in PackedDataLoader(dataset(), batch_size=4)}
+    assert len(free) > 1
+    assert max(free)[1] > 4

@@ -96,8 +96,17 @@ def test_laws_of_a_plan(strategy: str, corpus: tuple[list[int], int], buffer_siz
     """Of every plan, without an oracle: each kept token once, in order within its sample, no pack too long."""
     lengths, limit = corpus
     overlong = data.draw(st.sampled_from(["split", "drop", "truncate"]))
-    packs = plan(lengths, limit, strategy=strategy, buffer_size=buffer_size, overlong=overlong)
+    seats = data.draw(st.none() | st.integers(1, 6))
+    packs = plan(
+        lengths,
+        limit,
+        strategy=strategy,
+        buffer_size=buffer_size,
+        overlong=overlong,
+        max_seqs_per_pack=seats,
+    )
     assert all(0 < sum(stop - start for _, start, stop in pack) <= limit for pack in packs)
+    assert seats is None or all(len(pack) <= seats for pack in packs)
     tokens = [(i, at) for pack in packs for i, start, stop in pack for at in range(start, stop)]
     if strategy == "wrap" or overlong == "split":
         expected = [(i, at) for i, length in enumerate(lengths) for at in range(length)]
@@ -114,18 +123,21 @@ def test_laws_of_a_plan(strategy: str, corpus: tuple[list[int], int], buffer_siz
     assert sorted(tokens) == expected
     if strategy == "wrap":
         assert tokens == expected, "in order"
-        assert all(sum(b - a for _, a, b in pack) == limit for pack in packs[:-1]), "full but for the last"
+        for pack in packs[:-1]:
+            assert sum(b - a for _, a, b in pack) == limit or len(pack) == seats, "full but for the last"
     else:
         firsts = [min(i for i, _, _ in pack) for pack in packs]
         assert firsts == sorted(firsts), "the oldest that waits goes with every pack"
 
 
 @pytest.mark.parametrize("strategy", ALL)
-@given(corpus=corpora(), buffer_size=st.integers(1, 12))
-def test_waiting_is_bounded(strategy: str, corpus: tuple[list[int], int], buffer_size: int) -> None:
+@given(corpus=corpora(), buffer_size=st.integers(1, 12), seats=st.none() | st.integers(1, 6))
+def test_waiting_is_bounded(
+    strategy: str, corpus: tuple[list[int], int], buffer_size: int, seats: int | None
+) -> None:
     """At most buffer_size wait; every pack takes the oldest; so a piece leaves within buffer_size packs."""
     lengths, limit = corpus
-    planner = Planner(Packing(limit, strategy, buffer_size))
+    planner = Planner(Packing(limit, strategy, buffer_size, max_seqs_per_pack=seats))
     pulled_in: dict[int, int] = {}  # piece -> the pack during which it was pulled
     rest = iter(lengths)
     packs = 0
@@ -176,12 +188,13 @@ class Hiccup(Exception):
     corpus=corpora(),
     buffer_size=st.integers(1, 12),
     hiccups=st.lists(st.integers(0, 60), max_size=30).map(set),
+    seats=st.none() | st.integers(1, 6),
 )
 def test_an_error_in_pull_changes_nothing(
-    strategy: str, corpus: tuple[list[int], int], buffer_size: int, hiccups: set[int]
+    strategy: str, corpus: tuple[list[int], int], buffer_size: int, hiccups: set[int], seats: int | None
 ) -> None:
     lengths, limit = corpus
-    packing = Packing(limit, strategy, buffer_size)
+    packing = Packing(limit, strategy, buffer_size, max_seqs_per_pack=seats)
 
     def packs_of(fails: set[int]) -> tuple[list[list[Span]], int]:
         planner, rest, calls, errors = Planner(packing), iter(lengths), itertools.count(), 0
@@ -359,3 +372,31 @@ def test_splitting_is_the_default_only_where_packs_are_cut() -> None:
     with pytest.raises(ValueError, match="sample 0 has 9 tokens"):
         list(plan_packs([9], 8, split_across_pack=True, overlong="error"))
     assert plan([9], 8, split_across_pack=True) == [[(0, 0, 8)], [(0, 8, 9)]]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        ("next_fit", [[0, 1, 2], [3, 4, 5], [6, 7, 8]]),
+        ("first_fit", [[0, 1, 2], [3, 4, 5], [6, 7, 8]]),
+        ("exact_fit", [[0, 1, 5], [2, 3, 8], [4, 6, 7]]),  # 8 was not pulled yet: an exact sum was there
+        ("best_fit", [[0, 5, 8], [1, 2, 3], [4, 6, 7]]),
+        ("wrap", [[0, 1, 2], [3, 4, 5], [6, 7, 8]]),
+    ],
+)
+def test_a_limit_of_sequences(strategy: str, expected: list[list[int]]) -> None:
+    """Where a strategy would take more, those with a choice take the longest that fit."""
+    packs = plan([1, 1, 1, 1, 1, 5, 1, 1, 4], 12, strategy=strategy, max_seqs_per_pack=3)
+    assert [[i for i, _, _ in pack] for pack in packs] == expected
+
+
+def test_a_limit_that_does_not_bind_changes_nothing() -> None:
+    lengths = [5, 4, 2, 3, 4, 8, 1, 1, 6]
+    for strategy in ALL:
+        unlimited = plan(lengths, 8, strategy=strategy)
+        assert plan(lengths, 8, strategy=strategy, max_seqs_per_pack=8) == unlimited
+
+
+def test_a_limit_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_seqs_per_pack=0 is below 1"):
+        plan([3], 8, max_seqs_per_pack=0)

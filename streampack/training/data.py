@@ -68,7 +68,11 @@ def build_data(
     filler = null_pack(fixed.lane_config.packing.max_seq_len, padding_idx=tokenizer.pad_id)
     mine += [filler] * (batches * config.batch_size - len(mine))
     shares = [mine[i : i + config.batch_size] for i in range(0, len(mine), config.batch_size)]
-    return train, [collate_packed([to_torchtune(pack) for pack in share]) for share in shares]
+    most = fixed.lane_config.packing.max_seqs_per_pack
+    segments = most and most + 1
+    return train, [
+        collate_packed([to_torchtune(pack) for pack in share], segments=segments) for share in shares
+    ]
 
 
 def _dataset(source: Any, **settings: Any) -> IterablePackedDataset:
