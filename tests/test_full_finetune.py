@@ -1,5 +1,6 @@
 """The recipe, run as a user runs it, on a toy."""
 
+import gzip
 import os
 import signal
 import subprocess
@@ -40,6 +41,21 @@ def test_by_epochs_it_ends_with_the_data(tmp_path):
     assert result["ledger"].samples == 300
     assert result["ledger"].buffered == 0
     assert result["held_out"] == []
+
+
+# torch's own remarks: of its trace's events, and of a cycle of which nothing is kept.
+@pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
+def test_torchtunes_profiler_sees_the_steps(tmp_path):
+    node = {
+        "_component_": "torchtune.training.setup_torch_profiler", "enabled": True, "cpu": True, "cuda": False,
+        "output_dir": str(tmp_path / "profile"), "profile_memory": False, "with_stack": False,
+        "record_shapes": False, "with_flops": False, "wait_steps": 1, "warmup_steps": 1, "active_steps": 2,
+        "num_cycles": 1,
+    }  # fmt: skip
+    train(tiny_config(tmp_path, max_steps=6, validation=None, profiler=node))
+    [trace] = (tmp_path / "profile").rglob("*trace.json*")
+    text = gzip.open(trace, "rt").read() if trace.suffix == ".gz" else trace.read_text()
+    assert text.count('"ProfilerStep#') >= 2
 
 
 @pytest.fixture(scope="module")
