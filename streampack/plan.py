@@ -275,7 +275,8 @@ class Planner:
         """In the place of too many pieces: the first of them, or the longest that fit, which fill the pack best."""
         if self.packing.strategy in ("next_fit", "first_fit"):
             return taken[:seats]
-        room, longest = self.room, []
+        room = self.room
+        longest: list[int] = []
         for i in sorted(range(len(self.lengths)), key=lambda i: -self.lengths[i]):
             if self.lengths[i] <= room and len(longest) < seats:
                 longest.append(i)
