@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 from torch import nn
 from torchtune import config, training
 
-from streampack.attention import make_mask
+from streampack.attention import Inputs, prepare_model_for_packing
 from streampack.collate import Batch
 from streampack.components import build
 from streampack.loader import PackedDataLoader
@@ -29,6 +29,7 @@ from streampack.training.checkpoint import Checkpoints
 from streampack.training.config import RunConfig, read_config
 from streampack.training.data import build_data, total_steps
 from streampack.training.distributed import World, join_world
+from streampack.training.isolation import verify_isolation
 from streampack.training.loss import label_weights, summed_cross_entropy
 from streampack.training.model import (
     build_model,
@@ -92,6 +93,9 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
         reshard_after_forward=cfg.fsdp_reshard_after_forward,
         trusted=trusted,
     )
+    inputs = prepare_model_for_packing(model, attention=cfg.attention)
+    if cfg.verify_isolation:
+        verify_isolation(model, inputs, max_seq_len=cfg.data["max_seq_len"], world=world)
     optimizer = build(cfg.optimizer, model.parameters(), trusted=trusted)
 
     # What it is trained on.
@@ -141,8 +145,9 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
         checkpoints.save(step, model=model, optimizer=optimizer, run=run)
 
     def validate() -> None:
-        held_out.append((step, evaluate(model, validation, cfg=cfg, device=device, world=world)))
-        logger.log({"validation_loss": held_out[-1][1]}, step=step)
+        loss = evaluate(model, validation, inputs=inputs, cfg=cfg, device=device, world=world)
+        held_out.append((step, loss))
+        logger.log({"validation_loss": loss}, step=step)
 
     if validation and step == 0:
         validate()
@@ -156,8 +161,7 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
             for batch in islice(batches, loader.batches_per_step):
                 weights = label_weights(batch, loss_norm=cfg.loss_norm)
                 batch = batch.to(device)
-                mask = make_mask(batch, attention=cfg.attention)
-                logits = model(batch.tokens, mask=mask, input_pos=batch.input_pos)
+                logits = model(**inputs(batch))
                 loss = summed_cross_entropy(
                     logits, batch.labels, weights=weights.to(device, non_blocking=True)
                 )
@@ -210,7 +214,13 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
 
 
 def evaluate(
-    model: nn.Module, batches: list[Batch], *, cfg: RunConfig, device: torch.device, world: World
+    model: nn.Module,
+    batches: list[Batch],
+    *,
+    inputs: Inputs,
+    cfg: RunConfig,
+    device: torch.device,
+    world: World,
 ) -> float:
     """The loss over the held-out packs of all ranks, weighted as in training."""
     total = torch.zeros(2, dtype=torch.float64, device=device)
@@ -218,8 +228,7 @@ def evaluate(
         for batch in batches:
             weights = label_weights(batch, loss_norm=cfg.loss_norm)
             batch = batch.to(device)
-            mask = make_mask(batch, attention=cfg.attention)
-            logits = model(batch.tokens, mask=mask, input_pos=batch.input_pos)
+            logits = model(**inputs(batch))
             total[0] += summed_cross_entropy(logits, batch.labels, weights=weights.to(device))
             total[1] += weights.sum()
     loss, weight = world.add_up(total).tolist()

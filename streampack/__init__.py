@@ -10,17 +10,23 @@ from streampack.plan import plan_packs
 from streampack.types import IGNORE_INDEX, Fragment, Pack, Sample
 
 if TYPE_CHECKING:
-    from streampack.attention import make_mask
+    from streampack.attention import make_mask, prepare_model_for_packing
+    from streampack.attention.probe import find_leaks
+    from streampack.batches import method_loader
     from streampack.collate import Batch, collate_packed
+    from streampack.collators import FlatteningCollator, PaddedCollator
     from streampack.dataset import PackedDataset, packed_dataset
     from streampack.encode import MessagesEncoder, TextEncoder, TokensEncoder
+    from streampack.flatten import flatten_batch
     from streampack.iterable import IterablePackedDataset
     from streampack.loader import PackedDataLoader
+    from streampack.samplers import MultipackBatchSampler
     from streampack.sources import Holdout, IterableSource, JSONLSource, MapSource
 
 __all__ = [
     "IGNORE_INDEX",
     "Batch",
+    "FlatteningCollator",
     "Fragment",
     "Holdout",
     "IterablePackedDataset",
@@ -29,34 +35,47 @@ __all__ = [
     "Ledger",
     "MapSource",
     "MessagesEncoder",
+    "MultipackBatchSampler",
     "Pack",
     "PackedDataLoader",
     "PackedDataset",
+    "PaddedCollator",
     "Sample",
     "TextEncoder",
     "TokensEncoder",
     "collate_packed",
+    "find_leaks",
+    "flatten_batch",
     "make_mask",
+    "method_loader",
     "packed_dataset",
     "plan_packs",
+    "prepare_model_for_packing",
 ]
 
 # Importing torch takes over a second, which `streampack --help` and a planner of lengths need not wait for.
 _MODULES = {
     "Batch": "collate",
+    "FlatteningCollator": "collators",
     "Holdout": "sources",
     "IterablePackedDataset": "iterable",
     "IterableSource": "sources",
     "JSONLSource": "sources",
     "MapSource": "sources",
     "MessagesEncoder": "encode",
+    "MultipackBatchSampler": "samplers",
     "PackedDataLoader": "loader",
     "PackedDataset": "dataset",
+    "PaddedCollator": "collators",
     "TextEncoder": "encode",
     "TokensEncoder": "encode",
     "collate_packed": "collate",
+    "flatten_batch": "flatten",
+    "find_leaks": "attention.probe",
     "make_mask": "attention",
+    "method_loader": "batches",
     "packed_dataset": "dataset",
+    "prepare_model_for_packing": "attention",
 }
 
 

@@ -7,7 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from streampack.plan import Packing
 from streampack.types import IGNORE_INDEX, IntArray, Sample
+
+NOT_PACKABLE = {
+    "seq_lens": "it is a pack already; give the dataset that was packed, or leave packing to one of the two",
+    "encoder_input": "it has images, which a pack has no place for; train on it unpacked",
+}
+"""Columns that tell of what packing would lose in silence."""
 
 
 def as_sample(row: Mapping[str, Any], *, tokens: str = "tokens", labels: str | None = "labels") -> Sample:
@@ -32,6 +39,53 @@ def as_sample(row: Mapping[str, Any], *, tokens: str = "tokens", labels: str | N
             f"labels are unshifted, one per token, {IGNORE_INDEX} where nothing is trained"
         )
     return Sample(ids, targets)
+
+
+def sample_of(row: Mapping[str, Any]) -> Sample:
+    """A row of ready tokens in either convention, as a `Sample`.
+
+    torchtune's has ``tokens`` and ``labels``; Hugging Face's has ``input_ids``, and without ``labels`` all
+    tokens are trained.
+
+    >>> sample_of({"input_ids": [1, 5, 2]}).labels.tolist()
+    [1, 5, 2]
+
+    Raises:
+        ValueError: for a row of both conventions, and all that `as_sample` refuses.
+    """
+    if "input_ids" not in row:
+        return as_sample(row)
+    if "tokens" in row:
+        raise ValueError(
+            "there are both 'tokens' and 'input_ids'; remove the one that is not to be trained on"
+        )
+    return as_sample(row, tokens="input_ids", labels="labels" if "labels" in row else None)
+
+
+def read_sample(ds: Any, index: int, *, vocab_size: int | None = None) -> Sample:
+    """Sample ``index`` of a map-style dataset, checked; errors say which one it is.
+
+    Raises:
+        ValueError: for a row that is no sample, or one that packing would take something from.
+    """
+    try:
+        row = ds[index]
+    except Exception as error:
+        error.add_note(f"while reading sample {index}")
+        raise
+    if not isinstance(row, Mapping):
+        raise ValueError(
+            f"sample {index} is a {type(row).__name__}; it must be a dict with 'tokens' and 'labels'"
+        )
+    for column, why in NOT_PACKABLE.items():
+        if column in row:
+            raise ValueError(f"sample {index} has a column {column!r}: {why}")
+    try:
+        sample = sample_of(row)
+        check_sample(sample, vocab_size)
+    except ValueError as error:
+        raise ValueError(f"sample {index}: {error}") from None
+    return sample
 
 
 def _integers(row: Mapping[str, Any], column: str) -> IntArray:
@@ -104,6 +158,19 @@ def trained_tokens(labels: IntArray, cuts: Sequence[int] = ()) -> int:
     trained = labels != IGNORE_INDEX
     trained[[0, *cuts]] = False
     return int(np.count_nonzero(trained))
+
+
+def trained_if_split(sample: Sample, start: int, stop: int, *, packing: Packing) -> int | None:
+    """What a `Fragment` of tokens ``[start, stop)`` says of its sample: None if ``packing`` leaves it whole.
+
+    >>> whole = Sample(np.arange(10), np.arange(10))
+    >>> trained_if_split(whole, 4, 8, packing=Packing(4, overlong="split"))
+    7
+    """
+    bounds = packing.pieces_of(sample.tokens.size)
+    base, end = bounds[0][0], bounds[-1][1]
+    cuts = packing.cuts(end - base, start - base, stop - base)
+    return trained_tokens(sample.labels[base:end], cuts) if cuts else None
 
 
 def with_eos(sample: Sample, eos: int) -> Sample:

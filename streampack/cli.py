@@ -30,6 +30,8 @@ usage: streampack COMMAND ...
   cat NAME                            print a config or a recipe
   cp NAME DESTINATION                 copy one, to make it yours
   validate CONFIG                     check a config: every component, nested ones too
+  verify --config CONFIG [KEY=VALUE ...]
+                                      does any sample of a pack see another in this model? needs no weights
   run RECIPE --config CONFIG [KEY=VALUE ...]
                                       train; torchrun's options go before RECIPE
 
@@ -38,7 +40,7 @@ RECIPE and CONFIG are names that `ls` shows, or paths. For example:
   streampack run full_finetune --config quickstart max_steps=3
   streampack run --nproc_per_node 2 full_finetune --config my.yaml
 """
-COMMANDS = ("ls", "cat", "cp", "validate", "run")
+COMMANDS = ("ls", "cat", "cp", "validate", "verify", "run")
 LISTED = "neither a name that `streampack ls` lists"
 
 
@@ -47,7 +49,7 @@ class UsageError(ValueError):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. The exit status is 0, 1 for a config with problems, 2 for words that make no sense."""
+    """Run one command. The exit status is 0, 1 for a config with problems or leaks, 2 for words that make no sense."""
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help", "help") or args[1:2] in (["-h"], ["--help"]):
         print(HELP, end="")
@@ -65,6 +67,8 @@ def _dispatch(args: list[str]) -> int:
         raise UsageError(_unknown("command", command, COMMANDS, rule=f"it is none of {', '.join(COMMANDS)}"))
     if command == "validate":
         return _validate(rest)
+    if command == "verify":
+        return _verify(rest)
     if command == "ls" and not rest:
         return _ls()
     if command == "cat" and len(rest) == 1 and rest[0] in our_files():
@@ -100,28 +104,56 @@ def _ls() -> int:
 def _validate(rest: list[str]) -> int:
     if len(rest) != 1:
         raise UsageError(f"validate takes one config, a name or a path; got {' '.join(rest) or 'none'}")
-    path = our_files().get(rest[0], Path(rest[0]))
-    if path.suffix not in (".yaml", ".yml") or not path.is_file():
-        names = [name for configs in RECIPES.values() for name in configs]
-        raise UsageError(_unknown("config", rest[0], names, rule=f"{LISTED} nor a YAML file"))
-
-    _require_torchtune("validate")
-    import yaml
-    from omegaconf import DictConfig, OmegaConf
-
+    path, config = _read_yaml("validate", rest[0])
     from streampack.training.config import validate
 
-    try:
-        config = OmegaConf.load(path)
-    except (yaml.YAMLError, OSError) as error:
-        raise UsageError(f"{path} cannot be read as YAML: {error}") from None
-    if not isinstance(config, DictConfig):
-        raise UsageError(f"{path} holds a list; a config is a mapping of keys to values")
     problems = validate(config)
     for problem in problems:
         print(problem, file=sys.stderr)
     print(f"{path}: {len(problems)} problem(s)" if problems else f"{path} is well-formed")
     return 1 if problems else 0
+
+
+def _verify(rest: list[str]) -> int:
+    words = [
+        part for word in rest for part in (word.split("=", 1) if word.startswith("--config=") else [word])
+    ]
+    if len(words) < 2 or words[0] != "--config" or any("=" not in word for word in words[2:]):
+        raise UsageError(
+            f"verify takes --config with a name or a path, then KEY=VALUE; got {' '.join(rest) or 'nothing'}"
+        )
+    path, config = _read_yaml("verify", words[1])
+    from omegaconf import OmegaConf
+
+    from streampack.training.isolation import probe_config
+
+    try:
+        report = probe_config(OmegaConf.merge(config, OmegaConf.from_dotlist(words[2:])))
+    except (ValueError, ImportError) as error:
+        print(f"{path}: {error}", file=sys.stderr)
+        return 1
+    print(f"{path}: {report}", file=sys.stdout if report.ok else sys.stderr)
+    return 0 if report.ok else 1
+
+
+def _read_yaml(command: str, config: str) -> tuple[Path, Any]:
+    """(path, content) of a config that is named, or the path of."""
+    path = our_files().get(config, Path(config))
+    if path.suffix not in (".yaml", ".yml") or not path.is_file():
+        names = [name for configs in RECIPES.values() for name in configs]
+        raise UsageError(_unknown("config", config, names, rule=f"{LISTED} nor a YAML file"))
+
+    _require_torchtune(command)
+    import yaml
+    from omegaconf import DictConfig, OmegaConf
+
+    try:
+        content = OmegaConf.load(path)
+    except (yaml.YAMLError, OSError) as error:
+        raise UsageError(f"{path} cannot be read as YAML: {error}") from None
+    if not isinstance(content, DictConfig):
+        raise UsageError(f"{path} holds a list; a config is a mapping of keys to values")
+    return path, content
 
 
 def _hand_over(command: str, rest: list[str]) -> int:

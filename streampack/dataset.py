@@ -8,6 +8,7 @@ import operator
 import sys
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from streampack import parity as torchtune_parity
-from streampack.assemble import assemble, read_sample, trained_tokens, with_eos
+from streampack.assemble import assemble, read_sample, trained_if_split, with_eos
 from streampack.collate import to_torchtune
 from streampack.components import COMPONENT, build
 from streampack.encode import without_truncation
@@ -215,12 +216,15 @@ class PackedDataset(Dataset[dict[str, Any]]):
             )
         else:
             arrays = assemble(sequences, max_seq_len=self.max_seq_len, padding_idx=self.padding_idx)
+        trained = partial(trained_if_split, packing=self.packing)
         return to_torchtune(
             Pack(
                 *arrays,
                 seq_lens=tuple(stop - start for _, start, stop in spans),
                 fragments=tuple(
-                    Fragment((sample,), start, stop, self._trained(sample, samples[sample], start, stop))
+                    Fragment(
+                        (sample,), start, stop, None if self.parity else trained(samples[sample], start, stop)
+                    )
                     for sample, start, stop in spans
                 ),
                 epoch=0,
@@ -229,15 +233,6 @@ class PackedDataset(Dataset[dict[str, Any]]):
                 receipt=b"",
             )
         )
-
-    def _trained(self, index: int, sample: Sample, start: int, stop: int) -> int | None:
-        """Trained tokens of the whole sample, if it is split; see `Fragment`."""
-        if self.parity:
-            return None
-        bounds = self.packing.pieces_of(int(self._lengths[index]))
-        base, end = bounds[0][0], bounds[-1][1]
-        cuts = self.packing.cuts(end - base, start - base, stop - base)
-        return trained_tokens(sample.labels[base:end], cuts) if cuts else None
 
     def ledger(self) -> Ledger:
         """Where every token went that was read for the plan."""

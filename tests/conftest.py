@@ -1,4 +1,8 @@
+from collections.abc import Callable
+
 import pytest
+
+from tests.models_table import file_record
 
 # A machine lent for the GPU tests may have a bare pytest; the property tests are not among those.
 try:
@@ -22,3 +26,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu_tests:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def record_model() -> Callable[[str, str, str, str], None]:
+    """Files what a family of models did with a backend: ``record_model("torchtune", "gemma2", "dense", outcome)``.
+
+    The outcome is what `tests.models_table.figures` makes, or ``"refused: why"``.
+    """
+    return lambda *record: file_record(record)

@@ -20,15 +20,16 @@ PACKAGE = ROOT / "streampack"
 # above its own in this table, or from its own subpackage. `streampack` stands for the package's own __init__.
 LAYERS = (
     {"types", "plan", "metrics", "components"},
-    {"assemble", "sources", "receipt", "parity"},
-    {"encode", "collate"},
+    {"assemble", "sources", "receipt", "parity", "multipack"},
+    {"encode", "collate", "collators", "methods", "samplers"},
     {"attention"},
-    {"mix", "lane"},
+    {"mix", "lane", "flatten"},
     {"stream"},
     {"iterable"},
     {"workers", "lockstep"},
     {"shares"},
-    {"loader", "dataset", "samplers"},
+    {"loader", "dataset", "batches"},
+    {"trainer"},
     {"streampack"},
     {"training"},
     {"recipes", "cli"},
@@ -47,7 +48,7 @@ EXTRAS = [
         "sentencepiece",
         "tokenizers",
     ),  # tune
-    *("transformers", "datasets", "pyarrow"),  # hf
+    *("transformers", "datasets", "accelerate", "pyarrow"),  # hf
     *("flash_attn", "fsspec", "s3fs", "zstandard", "rich", "matplotlib", "trl", "grain"),  # the others
 ]
 
@@ -57,6 +58,7 @@ FREE_TESTS = {
     "test_ranks.py": "several processes, loader and lockstep together",
     "test_isolation.py": "packed equals alone, through the model and the loss",
     "test_stock_recipe.py": "torchtune's own recipe on our PackedDataset",
+    "test_transformers_models.py": "packed equals alone, for the families of Hugging Face models",
     "test_stress.py": "the long lines of `make stress`, with small counts",
 }
 

@@ -40,9 +40,9 @@ def padded(seq_lens: list[list[int]]) -> torch.Tensor:
 
 
 @st.composite
-def packed(draw: st.DrawFn) -> tuple[list[list[int]], int]:
+def packed(draw: st.DrawFn, *, longest: int = 24) -> tuple[list[list[int]], int]:
     """The segments of one to three packs, the padding's included or not, and the packs' length."""
-    max_seq_len = draw(st.integers(1, 24))
+    max_seq_len = draw(st.integers(1, longest))
     packs = []
     for _ in range(draw(st.integers(1, 3))):
         cuts = draw(st.sets(st.integers(1, max_seq_len), min_size=1))

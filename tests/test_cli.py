@@ -185,7 +185,8 @@ def test_torchao_is_quiet(tmp_path: Path) -> None:
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["rum", "full_finetune"]) == 2
     assert capsys.readouterr().err == (
-        "streampack: error: unknown command 'rum': it is none of ls, cat, cp, validate, run; did you mean 'run'?\n"
+        "streampack: error: unknown command 'rum': it is none of ls, cat, cp, validate, verify, run; "
+        "did you mean 'run'?\n"
     )
 
 
@@ -247,6 +248,7 @@ def test_without_torchtune(
         ["run", "walk", "--config", "short"],
         ["cp", "short", "."],
         ["validate", "short"],
+        ["verify", "--config", "short"],
     ):
         assert cli.main([command, *words]) == 2
         assert capsys.readouterr().err == (

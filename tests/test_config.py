@@ -31,6 +31,10 @@ def test_reads_a_config_and_resolves_interpolations():
         ({"epochs": 1.5}, "epochs=1.5 is not a whole number"),
         ({"max_steps": None, "epochs": None}, "neither epochs nor max_steps is set"),
         ({"loss_norm": "pack"}, "loss_norm='pack' is unknown; choose one of 'token', 'sample'"),
+        (
+            {"attention": "sdpa"},
+            "attention='sdpa' is unknown; choose one of 'auto', 'dense', 'flex', 'varlen', 'flash'",
+        ),
         ({"collective_timeout": 0}, "collective_timeout=0 is no time to wait"),
         ({"packs_per_step": 0}, "packs_per_step=0 is below 1"),
     ],

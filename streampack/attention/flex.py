@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
 import torch
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from streampack.attention.dense import document_ids
 
+BLOCK = 128  # tokens on a side: flex attention's own default
 
-def flex_mask(seq_lens: torch.Tensor, *, max_seq_len: int) -> BlockMask:
+
+def flex_mask(seq_lens: torch.Tensor, *, max_seq_len: int, window: int | None = None) -> BlockMask:
     """The mask of `dense_mask` as a `BlockMask`, on the device of ``seq_lens``. torchtune models take it as it is.
+
+    It is what torch's ``create_block_mask`` makes, by other means: that one asks for every pair of tokens, where
+    the two ids at the ends of each block tell as much. For a pack of 16,384, on one core of a CPU: 2 ms and 11 MiB
+    against 2.1 s and 2.5 GiB. A block that all its tokens see whole is marked as such, and the kernel does not look
+    into it.
 
     >>> mask = flex_mask(torch.tensor([[256, 128]]), max_seq_len=512)  # blocks of 128 tokens
     >>> mask.to_dense().int()
@@ -17,12 +28,103 @@ def flex_mask(seq_lens: torch.Tensor, *, max_seq_len: int) -> BlockMask:
               [1, 1, 0, 0],
               [0, 0, 1, 0],
               [0, 0, 0, 1]]]], dtype=torch.int32)
+
+    Args:
+        seq_lens: ``[batch, segments]``, as in a `Batch`; the padding's length may be left out.
+        max_seq_len: the length of a pack.
+        window: tokens that a query sees, itself included; None: all before it in its sequence.
     """
     ids = document_ids(seq_lens, max_seq_len=max_seq_len)
 
     def sees(
         batch: torch.Tensor, _head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     ) -> torch.Tensor:
-        return (ids[batch, query] == ids[batch, key]) & (query >= key)
+        seen = (ids[batch, query] == ids[batch, key]) & (query >= key)
+        return seen if window is None else seen & (query - key < window)
 
-    return create_block_mask(sees, len(ids), None, max_seq_len, max_seq_len, device=ids.device)
+    # Ids never fall along a pack, so a block of keys before a block of queries shares a sequence with it only if its
+    # last id is their first, and lies in one sequence with it if its first id is their last. Tokens past the
+    # end of the pack are of no sequence, so a block that they fill up is never whole.
+    first = ids[:, ::BLOCK]  # [batch, blocks]
+    blocks = torch.arange(first.shape[1], device=ids.device)
+    last = ids[:, (blocks * BLOCK + BLOCK - 1).clamp(max=max_seq_len - 1)]
+    back = blocks[:, None] - blocks  # [blocks, blocks]: how far the keys' block is behind the queries'
+    filled = (blocks + 1) * BLOCK <= max_seq_len
+    partly = (first[:, :, None] == last[:, None, :]) & (back > 0) | (back == 0)
+    wholly = (last[:, :, None] == first[:, None, :]) & (back > 0) & filled[:, None]
+    if window is not None:
+        partly &= (back - 1) * BLOCK + 1 < window  # the pair of tokens that is closest
+        wholly &= (back + 1) * BLOCK - 1 < window  # and the farthest
+    return BlockMask.from_kv_blocks(
+        *_listed(partly & ~wholly),
+        *_listed(wholly),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=sees,
+        seq_lengths=(max_seq_len, max_seq_len),
+    )
+
+
+def _listed(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of ``[batch, blocks, blocks]``: how many blocks of keys a block of queries has, and which, first ones first."""
+    table = table[:, None].int()  # [batch, 1, blocks, blocks]: all heads alike
+    return table.sum(-1, dtype=torch.int32), table.argsort(stable=True, dim=-1, descending=True).int()
+
+
+def flex_attention_of(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    block_mask: BlockMask,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Attention under a block mask, compiled on CUDA, where it is fast only so, and part of the graph in compiled code.
+
+    Args:
+        q: ``[batch, heads, max_seq_len, head_dim]``.
+        k: ``[batch, kv_heads, max_seq_len, head_dim]``; ``heads`` is a multiple of ``kv_heads``.
+        v: as ``k``.
+        block_mask: of `flex_mask`.
+        scale: of the scores; None: ``head_dim ** -0.5``.
+        softcap: scores become ``softcap * tanh(score / softcap)``.
+
+    Returns:
+        ``[batch, heads, max_seq_len, head_dim]``. On a CPU, torch has no backward pass for it.
+    """
+    attend: Callable[..., Any] = flex_attention
+    if q.is_cuda and not torch.compiler.is_compiling():
+        attend = _compiled()
+    out: torch.Tensor = attend(
+        q,
+        k,
+        v,
+        score_mod=None if softcap is None else _capped(softcap),
+        block_mask=block_mask,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return out
+
+
+def flex_unfit(*, device: torch.device, head_dim: int) -> str | None:
+    """Why torch's flex attention cannot compute such an attention; None if it can.
+
+    >>> flex_unfit(device=torch.device("cuda"), head_dim=8)
+    "torch's flex attention needs a head_dim of at least 16 on CUDA, the model's is 8"
+    """
+    if device.type == "cuda" and head_dim < 16:
+        return f"torch's flex attention needs a head_dim of at least 16 on CUDA, the model's is {head_dim}"
+    return None
+
+
+@cache
+def _compiled() -> Callable[..., Any]:
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def _capped(softcap: float) -> Callable[..., torch.Tensor]:
+    def cap(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return cap

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
+from streampack.attention import ATTENTIONS
 from streampack.components import COMPONENT, resolve
 from streampack.plan import require, require_positive
 from streampack.training.loss import LOSS_NORMS
@@ -40,7 +41,8 @@ class RunConfig:
     num_workers: int = 0  # processes that read, encode and pack, for each rank
     loss_norm: str = "token"  # or "sample": every sample counts the same, however long it is
     clip_grad_norm: float | None = None
-    attention: str = "auto"
+    attention: str = "auto"  # or "dense", "flex", "varlen", "flash": see prepare_model_for_packing
+    verify_isolation: bool = True  # before the first step: does any sample of a pack see another?
     activation_checkpointing: bool = False
     compile: bool = False
     custom_sharded_layers: list[str] = field(
@@ -68,6 +70,7 @@ class RunConfig:
         if self.epochs is None and self.max_steps is None:
             raise ValueError("neither epochs nor max_steps is set; say when the run ends")
         require(self.loss_norm, "loss_norm", LOSS_NORMS)
+        require(self.attention, "attention", ATTENTIONS)
         if not self.collective_timeout > 0:
             raise ValueError(
                 f"collective_timeout={self.collective_timeout} is no time to wait; give seconds, at least as many as "

@@ -1,0 +1,213 @@
+"""How full and how even the steps of several ranks are, by ours and by the published multipack.
+
+One command: ``python -m benchmarks.multipack``. README.md in this folder says how to read the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks import report
+from benchmarks.lengths import LogNormal, draw, lower_bound
+
+# OpenChat's conversations, on which multipack reports, cut to 2,048 tokens: half of them are that long, the mean is
+# 1,550 and the 5th, 10th and 25th percentiles are 400, 561 and 974. This has a mean of 1,559 and 373, 547 and 1,034.
+CHAT = LogNormal(2100, 1.05, "conversations, cut (OpenChat): mean 1,550")
+LONGEST = 2048
+
+Step = list[list[int]]
+Planner = Callable[[list[int], int, int], list[Step]]  # lengths, tokens of a pack, ranks
+
+HEADER = (
+    "planner",
+    "steps",
+    "above bound",
+    "padding",
+    "efficiency",
+    "utilization",
+    "lag mean",
+    "lag max",
+    "left out",
+    "seconds",
+)
+
+
+def scheduled(lengths: Sequence[int], numbers: range, max_tokens: int, ranks: int) -> Step | None:
+    """Each sample, the longest first, to the rank with the fewest tokens; None if that overflows one."""
+    packs: Step = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for number in sorted(numbers, key=lambda number: -lengths[number]):
+        rank = loads.index(min(loads))
+        packs[rank].append(number)
+        loads[rank] += lengths[number]
+        if loads[rank] > max_tokens:
+            return None
+    return packs
+
+
+def first_fit_decreasing(lengths: Sequence[int], numbers: range, max_tokens: int, ranks: int) -> Step | None:
+    """Each sample, the longest first, to the first rank with room for it; None if none has."""
+    packs: Step = [[] for _ in range(ranks)]
+    rooms = [max_tokens] * ranks
+    for number in sorted(numbers, key=lambda number: -lengths[number]):
+        rank = next((rank for rank in range(ranks) if rooms[rank] >= lengths[number]), None)
+        if rank is None:
+            return None
+        packs[rank].append(number)
+        rooms[rank] -= lengths[number]
+    return packs
+
+
+def published(
+    allot: Callable[[Sequence[int], range, int, int], Step | None],
+) -> Planner:
+    """Multipack as github.com/imoneoi/multipack_sampler describes it, version 2, without its compiled code.
+
+    A step is the most of the next samples that ``allot`` can place, found by bisection: ``scheduled`` is its variant
+    for quadratic attention, ``first_fit_decreasing`` the linear one. A step that leaves a rank without a sample ends
+    the epoch, and what it holds is left out.
+    """
+
+    def plan(lengths: list[int], max_tokens: int, ranks: int) -> list[Step]:
+        steps: list[Step] = []
+        ends = np.cumsum(lengths)
+        start = 0
+        while True:
+            used = int(ends[start - 1]) if start else 0
+            fits, fails = 0, int(np.searchsorted(ends, used + max_tokens * ranks, "right")) - start + 1
+            while fails - fits > 1:
+                count = (fits + fails) // 2
+                if allot(lengths, range(start, start + count), max_tokens, ranks):
+                    fits = count
+                else:
+                    fails = count
+            step = allot(lengths, range(start, start + fits), max_tokens, ranks)
+            if step is None or not all(step):
+                return steps
+            steps.append(step)
+            start += fits
+
+    return plan
+
+
+def ours(objective: str) -> Planner:
+    """`MultipackBatchSampler`'s plan."""
+    from streampack.multipack import plan_steps
+
+    return lambda lengths, max_tokens, ranks: plan_steps(
+        lengths, max_tokens=max_tokens, packs_per_step=ranks, objective=objective
+    )
+
+
+def streamed(strategy: str) -> Planner:
+    """A stream's packs as ranks take them: one each, in the order in which they are made."""
+    from streampack import plan_packs
+
+    def plan(lengths: list[int], max_tokens: int, ranks: int) -> list[Step]:
+        packs = [[span.index for span in pack] for pack in plan_packs(lengths, max_tokens, strategy=strategy)]
+        packs += [[] for _ in range(-len(packs) % ranks)]  # null packs
+        return [packs[i : i + ranks] for i in range(0, len(packs), ranks)]
+
+    return plan
+
+
+def planners() -> dict[str, Planner]:
+    """The rows of the table."""
+    return {
+        "multipack, quadratic": ours("quadratic"),
+        "multipack, linear": ours("linear"),
+        "exact_fit, streamed": streamed("exact_fit"),
+        "next_fit, streamed": streamed("next_fit"),
+        "published multipack, quadratic": published(scheduled),
+        "published multipack, linear": published(first_fit_decreasing),
+    }
+
+
+class Measured(NamedTuple):
+    """What a plan is worth."""
+
+    steps: int
+    efficiency: float  # tokens / room for tokens
+    utilization: float  # tokens / what they would be if every rank had as many as the fullest of its step
+    lags: list[float]  # per step: root of the spread over ranks of the sum of squared lengths
+    left_out: int  # samples
+
+
+def measure(steps: list[Step], lengths: Sequence[int], max_tokens: int) -> Measured:
+    """As multipack's README defines them; every step counts, the last too."""
+    loads = [[sum(lengths[number] for number in pack) for pack in step] for step in steps]
+    costs = [[sum(lengths[number] ** 2 for number in pack) for pack in step] for step in steps]
+    tokens = sum(map(sum, loads))
+    return Measured(
+        steps=len(steps),
+        efficiency=tokens / sum(len(step) * max_tokens for step in steps),
+        utilization=tokens / sum(max(load) * len(load) for load in loads),
+        lags=[(max(cost) - min(cost)) ** 0.5 for cost in costs],
+        left_out=len(lengths) - sum(len(pack) for step in steps for pack in step),
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print and keep the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("--samples", type=int, default=100_000, help="lengths to plan (%(default)s)")
+    add("--ranks", type=int, default=8, help="packs of a step (%(default)s)")
+    add("--max-tokens", type=int, default=16 * 2048, help="tokens of a pack (%(default)s)")
+    add("--repeats", type=int, default=3, help="plans of which the fastest is told (%(default)s)")
+    add("--seed", type=int, default=0, help="decides the order of the samples (%(default)s)")
+    add("--smoke", action="store_true", help="a second, to see that it runs: 2,000 samples, no file")
+    add("--out", type=Path, help="folder of the result file (benchmarks/results)")
+    options = parser.parse_args(arguments)
+    count, repeats = (2_000, 1) if options.smoke else (options.samples, options.repeats)
+    lengths = draw(CHAT, count=count, seed=options.seed, longest=LONGEST).tolist()
+    bound = lower_bound(lengths, options.max_tokens * options.ranks)
+    rows = []
+    named = planners()
+    step = report.progress(len(named))
+    for name, plan in named.items():
+        step(name)
+        seconds = []
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            steps = plan(lengths, options.max_tokens, options.ranks)
+            seconds.append(time.perf_counter() - begin)
+        made = measure(steps, lengths, options.max_tokens)
+        rows.append(
+            [
+                name,
+                f"{made.steps:,}",
+                f"{made.steps - bound:,}",
+                f"{1 - made.efficiency:.3%}",
+                f"{made.efficiency:.3%}",
+                f"{made.utilization:.3%}",
+                f"{statistics.fmean(made.lags):,.0f}",
+                f"{max(made.lags):,.0f}",
+                f"{made.left_out:,}",
+                f"{min(seconds):.2f}",
+            ]
+        )
+    text = "\n\n".join(
+        [
+            f"# Multipack: {options.ranks} ranks, packs of {options.max_tokens:,} tokens",
+            report.origin("streampack", "numpy"),
+            f"{count:,} chat-like lengths, {sum(lengths):,} tokens: median {statistics.median(lengths):,.0f}, "
+            f"mean {statistics.fmean(lengths):,.0f}, longest {max(lengths):,}; seed {options.seed}, "
+            f"best of {repeats} plan(s). No plan has fewer than {bound:,} steps. How to read it: ../README.md.",
+            report.table(HEADER, rows),
+        ]
+    )
+    print(text)
+    if options.out or not options.smoke:
+        print(f"\nwritten to {report.save('multipack', text, options.out or report.RESULTS)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""What is known about the families of Hugging Face models: who can be packed, how, and what stands in the way.
+
+Only facts, read from a config; `tests/test_transformers_models.py` proves them and writes docs/models.md. They
+were found with transformers 5.23. A family that is not here is judged by the probe.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+PROVEN = frozenset(
+    (
+        *("dbrx", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "granite"),
+        *("llama", "llama4_text", "mistral", "mixtral", "olmo", "olmo2", "olmo3", "phi", "phi3"),
+        *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2"),
+    )
+)
+"""Packed equals alone, by test. transformers calls these words ``config.model_type``."""
+
+BLIND = frozenset({"falcon", "gpt_oss"})
+"""They make their masks without ``position_ids``, so packs need masks made for them."""
+
+_ALIBI = (
+    "adds a bias for the distance of tokens (ALiBi) counted from the start of the pack, and has no argument that says "
+    "where samples begin"
+)
+_STATE = "carries a state from token to token, over the ends of samples, and attention masks do not reach it"
+_NO_PACK = "train it on padded batches, one sample a row"
+
+_REASONS = {"bloom": _ALIBI, "mpt": _ALIBI, "lfm2": _STATE, "lfm2_moe": _STATE}
+_STATEFUL_LAYERS = frozenset({"linear_attention", "conv", "mamba", "recurrent", "hybrid", "hybrid_sliding"})
+
+
+def refusal(config: Any, *, stateful: bool = False) -> str | None:
+    """Why a model with this config cannot be packed by any means, and what to do; None where nothing is known.
+
+    ``stateful`` is what transformers says of the class, ``_is_stateful``.
+
+    >>> class Config:
+    ...     model_type, alibi = "falcon", True
+    >>> print(refusal(Config()))
+    falcon adds a bias for the distance of tokens (ALiBi) counted from the start of the pack, and has no argument that \
+says where samples begin; train it on padded batches, one sample a row
+    """
+    reason = _REASONS.get(config.model_type)
+    if getattr(config, "alibi", False):
+        reason = _ALIBI
+    elif stateful or _STATEFUL_LAYERS.intersection(getattr(config, "layer_types", None) or ()):
+        reason = _STATE
+    elif getattr(config, "is_encoder_decoder", False):
+        reason = "is an encoder-decoder model; a pack has no source and target side"
+    elif not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None):
+        reason = "sees tokens to the right; its masks do not look at where samples begin"
+    return reason and f"{config.model_type} {reason}; {_NO_PACK}"
+
+
+def missing(config: Any, attention: str) -> str | None:
+    """Why this config cannot be packed by this backend, although it can by another; None where it can.
+
+    >>> class Config:
+    ...     model_type, attention_dropout = "llama", 0.1
+    >>> missing(Config(), "varlen")
+    'the model drops out attention weights (0.1), which varlen cannot'
+    """
+    if attention not in ("varlen", "flash"):
+        return None
+    if config.model_type == "gpt_oss":
+        return f"gpt_oss has attention sinks, which {attention} does not compute"
+    dropout = getattr(config, "attention_dropout", None) or getattr(config, "attn_pdrop", None)
+    if dropout:
+        return f"the model drops out attention weights ({dropout}), which {attention} cannot"
+    return None
+
+
+def longest_pack(config: Any, attention: str) -> tuple[int, str] | None:
+    """The longest pack that keeps its samples apart, and why not more; None where there is no limit.
+
+    Nothing leaks between the tokens of these models, but what a sample becomes depends on how long the others are,
+    or where in the pack it lies.
+    """
+    limits = []
+    for rope in _ropes(getattr(config, "rope_parameters", None) or {}):
+        kind = rope.get("rope_type", "default")
+        if kind == "longrope" or "dynamic" in kind:
+            length = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+            limits.append((length, f"{kind} RoPE turns all samples by the longest one of the pack"))
+    if config.model_type == "llama4_text":
+        if config.attn_temperature_tuning and 0 in config.no_rope_layers:
+            why = "layers without RoPE scale queries by their place in the pack (attn_temperature_tuning)"
+            limits.append((config.floor_scale - 1, why))
+        if attention in ("varlen", "flash") and "chunked_attention" in config.layer_types:
+            limits.append((config.attention_chunk_size, f"{attention} does not cut samples into chunks"))
+    return min(limits, default=None)
+
+
+def _ropes(parameters: dict[str, Any]) -> list[dict[str, Any]]:
+    """The RoPE settings of a config: one set, or one for each type of layer."""
+    return [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
+
+
+def window_of(config: Any, layer: int) -> int | None:
+    """Tokens that a query of this layer sees, itself included; None where it sees all before it.
+
+    Not every family tells its attention function (qwen2_moe does not), but all tell the maker of their masks so.
+
+    >>> class Config:
+    ...     sliding_window, layer_types = 4096, ["sliding_attention", "full_attention"]
+    >>> window_of(Config(), 0), window_of(Config(), 1)
+    (4096, None)
+    """
+    window: int | None = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    return window or None if kinds is None or kinds[layer] == "sliding_attention" else None

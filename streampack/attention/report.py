@@ -1,0 +1,111 @@
+"""What the leak probe found, in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["noise", "sample", "padding", "alone"]
+
+CAUSES = {
+    "noise": (
+        "the same batch gives other logits at every pass, so nothing can be said; is there dropout in a function that "
+        "the probe cannot put into eval mode?"
+    ),
+    "backward": "a token sees what comes after it: attention is not causal, or samples share statistics",
+    "neighbour": (
+        "only neighbours see one another: a boundary is off by a token, or a sequence does not begin at position 0"
+    ),
+    "all": (
+        "attention runs over the ends of samples: no mask arrives (with a cache, use_cache, or with an attention_mask, "
+        "transformers ignores position_ids), or layers carry a state from token to token (mamba, linear attention, "
+        "convolutions)"
+    ),
+    "padding": "real tokens see the padding, or its logits are not numbers",
+    "alone": (
+        "nothing leaks, but samples are not what they are by themselves: positions do not restart, or the mask lacks "
+        "the model's sliding window"
+    ),
+}
+WAY_OUT = (
+    "way out: inputs = prepare_model_for_packing(model), then model(**inputs(batch)); if you do that, try another "
+    "attention; if none will do, train on padded batches, one sample a row"
+)
+
+
+@dataclass(frozen=True)
+class Leak:
+    """One sample that moved when it must not."""
+
+    kind: Kind
+    sample: int  # of the pack, from 0: the one that moved
+    moved: (
+        float  # the logits of its worst token (alone: of all on average), by norm, relative to the mean norm
+    )
+    source: int | None = None  # the sample that was changed
+
+    def __str__(self) -> str:
+        """In a line."""
+        cause = {
+            "noise": f"sample {self.sample} moved from one pass to the next",
+            "sample": f"changing sample {self.source} moved sample {self.sample}",
+            "padding": f"changing the padding moved sample {self.sample}",
+            "alone": f"sample {self.sample} differs from itself alone",
+        }[self.kind]
+        return f"{cause} by {self.moved:.1g}"
+
+
+@dataclass(frozen=True)
+class LeakReport:
+    """What `find_leaks` found; ``print`` it.
+
+    >>> print(LeakReport(lengths=(3, 2), leaks=(Leak("sample", 1, 0.5, source=0),), limit=1e-4, worst=0.5))
+    1 leak in a pack of 2 samples (3, 2 tokens), where logits may move by 0.0001:
+      changing sample 0 moved sample 1 by 0.5
+    likely cause: only neighbours see one another: a boundary is off by a token, or a sequence does not begin at \
+position 0
+    way out: inputs = prepare_model_for_packing(model), then model(**inputs(batch)); if you do that, try another \
+attention; if none will do, train on padded batches, one sample a row
+    """
+
+    lengths: tuple[int, ...]  # of the samples that were looked at
+    leaks: tuple[Leak, ...]
+    limit: float
+    worst: float  # the farthest that any logits moved, also where that is within the limit
+    blind: bool = (
+        False  # tokens did not move those behind them in their own sample, so leaks could not show either
+    )
+
+    @property
+    def ok(self) -> bool:
+        """Whether no sample saw another."""
+        return not self.leaks
+
+    @property
+    def cause(self) -> str | None:
+        """The likely one, from who saw whom."""
+        kinds = {leak.kind for leak in self.leaks}
+        if not kinds:
+            return None
+        if "noise" in kinds:
+            return CAUSES["noise"]
+        if "sample" in kinds:
+            steps = {leak.sample - leak.source for leak in self.leaks if leak.source is not None}
+            return CAUSES["backward" if min(steps) < 0 else "neighbour" if steps == {1} else "all"]
+        return CAUSES["padding" if "padding" in kinds else "alone"]
+
+    def __str__(self) -> str:
+        """Who saw whom, by how much, why, and what to do."""
+        lengths = ", ".join(map(str, self.lengths))
+        pack = f"a pack of {len(self.lengths)} samples ({lengths} tokens)"
+        if self.ok:
+            but = (
+                "; but tokens do not see those of their own sample either (weights that begin at zero?), so ask again "
+                "after some steps"
+            )
+            seen = f"no leak in {pack}; logits moved by {self.worst:.1g} at most, and may by {self.limit:g}"
+            return seen + but * self.blind
+        count = f"{len(self.leaks)} leak{'s' if len(self.leaks) > 1 else ''}"
+        lines = [f"{count} in {pack}, where logits may move by {self.limit:g}:"]
+        lines += [f"  {leak}" for leak in self.leaks]
+        return "\n".join([*lines, f"likely cause: {self.cause}", WAY_OUT])

@@ -1,0 +1,52 @@
+"""Whether a run keeps its samples apart, asked of its model before it trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torchtune import training
+
+from streampack.attention import Inputs, prepare_model_for_packing
+from streampack.attention.probe import find_leaks
+from streampack.attention.report import LeakReport
+from streampack.components import build
+from streampack.training.config import read_config
+from streampack.training.distributed import World
+from streampack.training.model import pick_device
+
+PROBED = 256  # tokens of the probe's pack, two blocks of a block mask; fewer where packs are shorter
+
+
+def verify_isolation(model: nn.Module, inputs: Inputs, *, max_seq_len: int, world: World) -> LeakReport:
+    """Stop the run, on all ranks, if samples of a pack see one another in this model.
+
+    Twelve forward passes of one small pack; model and random generators are afterwards as before. See `find_leaks`.
+
+    Raises:
+        ValueError: with the report.
+    """
+    with world.together():
+        report = find_leaks(model, inputs=inputs, max_seq_len=min(max_seq_len, PROBED))
+        if not report.ok:
+            raise ValueError(
+                f"{report}\nthe run was stopped before its first step; verify_isolation=False lets it train like this"
+            )
+    return report
+
+
+def probe_config(raw: Any) -> LeakReport:
+    """What the model of a config, with random weights, does to samples of a pack. Needs no weights, no data.
+
+    Raises:
+        ValueError: for a config with a mistake in it, or a model that cannot be packed.
+    """
+    cfg = read_config(raw)
+    device = pick_device(cfg.device)
+    dtype = training.get_dtype(cfg.dtype, device=device)
+    with training.set_default_dtype(dtype), device, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(cfg.seed)
+        model: nn.Module = build(cfg.model, trusted=cfg.trusted_packages)
+    inputs = prepare_model_for_packing(model, attention=cfg.attention)
+    return find_leaks(model, inputs=inputs, max_seq_len=min(cfg.data["max_seq_len"], PROBED))

@@ -1,0 +1,102 @@
+"""Tiny Hugging Face models of every family that is promised, and of some that are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+VOCAB, LAYERS, MAX_SEQ_LEN = 61, 2, 32
+SPECIAL = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SIZES: dict[str, Any] = {
+    **SPECIAL,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_SEQ_LEN,
+}
+WINDOW = {"sliding_window": 7}  # far shorter than the longest sample, so that losing it shows
+ONE_WINDOW = WINDOW | {"layer_types": ["sliding_attention", "full_attention"]}
+HEADS = {"head_dim": 16}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+GEMMA = HEADS | {"query_pre_attn_scalar": 16}
+
+PAPER: dict[str, dict[str, Any]] = {
+    "llama": SIZES,
+    "mistral": SIZES | WINDOW,
+    "mixtral": SIZES | LOCAL_EXPERTS | WINDOW,
+    "granite": SIZES | {"attention_multiplier": 0.2},
+    "dbrx": SPECIAL
+    | {
+        "d_model": 64,
+        "n_heads": 4,
+        "n_layers": LAYERS,
+        "max_seq_len": MAX_SEQ_LEN,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "falcon": SIZES | {"alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2},
+    "gemma": SIZES | HEADS,
+    "olmo": SIZES,
+    "phi": SIZES,
+    "phi3": SIZES | WINDOW,
+    "qwen2": SIZES | WINDOW | {"use_sliding_window": True, "max_window_layers": 1},
+    "qwen2_moe": SIZES
+    | EXPERTS
+    | WINDOW
+    | {"shared_expert_intermediate_size": 32, "use_sliding_window": True, "max_window_layers": 1},
+    "stablelm": SIZES,
+    "starcoder2": SIZES | WINDOW,
+}
+"""The families of Kundu et al., "Enhancing Training Efficiency Using Packing with Flash Attention", 2024."""
+
+TODAY: dict[str, dict[str, Any]] = {
+    "qwen3": SIZES | HEADS | WINDOW | {"use_sliding_window": True, "max_window_layers": 1},
+    "qwen3_moe": SIZES | HEADS | EXPERTS | WINDOW | {"use_sliding_window": True},
+    "llama4_text": SIZES
+    | HEADS
+    | LOCAL_EXPERTS
+    | {"attention_chunk_size": 8, "intermediate_size_mlp": 48, "no_rope_layers": [1, 0]},
+    "gemma2": SIZES | GEMMA | WINDOW,
+    "gemma3_text": SIZES | GEMMA | ONE_WINDOW,
+    "olmo2": SIZES,
+    "olmo3": SIZES | ONE_WINDOW,
+    "smollm3": SIZES | ONE_WINDOW | {"use_sliding_window": True, "no_rope_layers": [1, 0]},
+    "gpt_oss": SIZES
+    | HEADS
+    | LOCAL_EXPERTS
+    | ONE_WINDOW
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "gpt_neox": SIZES,
+    "gpt2": SPECIAL
+    | {"n_embd": 64, "n_layer": LAYERS, "n_head": 4, "n_positions": MAX_SEQ_LEN, "attn_pdrop": 0.0},
+}
+FAMILIES = PAPER | TODAY
+
+
+def build(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
+    """A causal language model in eval mode, the same at every call. All parameters are random, biases and sinks too."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(family, **(FAMILIES.get(family, SIZES) | changes))
+    kind = transformers.AutoModelForCausalLM
+    if config.is_encoder_decoder:
+        kind = transformers.AutoModelForSeq2SeqLM
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = kind.from_config(config, dtype=dtype)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.1, generator=generator)
+            else:  # the scale of a norm is near 1 (gemma's near 0), a bias near 0
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+    if dtype == torch.float64 and model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # the grouped kernel has no fp64
+    built: nn.Module = model.eval()
+    return built

@@ -1,0 +1,332 @@
+from __future__ import annotations
+
+import warnings
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from streampack import IGNORE_INDEX, Batch, IterablePackedDataset, method_loader, prepare_model_for_packing
+from streampack.collate import null_pack
+from streampack.methods import METHODS, plan_batches
+
+LIMIT = 32
+LENGTHS = [int(length) for length in np.random.default_rng(0).integers(1, LIMIT + 1, 50)]
+names = pytest.mark.parametrize("name", METHODS)
+isolating = pytest.mark.parametrize("name", [name for name in METHODS if METHODS[name].isolated])
+
+
+def samples_of(lengths: list[int] = LENGTHS) -> list[dict[str, Any]]:
+    """Every token is its own; each sample's first third is a prompt."""
+    made, at = [], 1
+    for length in lengths:
+        tokens = list(range(at, at + length))
+        prompt = length // 3
+        made.append({"tokens": tokens, "labels": [IGNORE_INDEX] * prompt + tokens[prompt:]})
+        at += length
+    return made
+
+
+def loader_of(name: str, data: Any = None, **settings: Any) -> Any:
+    data = samples_of() if data is None else data
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what `fixed_length` says has a test of its own
+        return method_loader(data, method=name, **{"max_seq_len": LIMIT, "batch_size": 4, **settings})
+
+
+def segments(batch: Batch) -> list[list[tuple[list[int], list[int], list[int]]]]:
+    """Per row, the (tokens, labels, positions) of every segment, the padding's too."""
+    rows = []
+    for tokens, labels, positions, lens in zip(
+        batch.tokens, batch.labels, batch.input_pos, batch.seq_lens, strict=True
+    ):
+        parts = [
+            part.split([length for length in lens.tolist() if length]) for part in (tokens, labels, positions)
+        ]
+        assert sum(lens.tolist()) == tokens.numel()
+        rows.append([tuple(part.tolist() for part in segment) for segment in zip(*parts, strict=True)])
+    return rows
+
+
+@names
+def test_a_batch_is_what_the_plan_says(name: str) -> None:
+    data = samples_of()
+    settings = {"max_seq_len": LIMIT, "batch_size": 4, "seed": 3}
+    plan = plan_batches(name, LENGTHS, **settings)
+    batches = list(loader_of(name, data, seed=3, padding_idx=0))
+    assert len(batches) == len(plan)
+    for batch, rows in zip(batches, plan, strict=True):
+        width = LIMIT if METHODS[name].packed else max(sum(b - a for _, a, b in row) for row in rows)
+        assert batch.tokens.shape == batch.labels.shape == batch.input_pos.shape == (len(rows), width)
+        assert [[(*f.origin, f.start, f.stop) for f in row] for row in batch.fragments] == rows
+        for found, row in zip(segments(batch), rows, strict=True):
+            tokens = [data[index]["tokens"][start:stop] for index, start, stop in row]
+            labels = [data[index]["labels"][start:stop] for index, start, stop in row]
+            if not METHODS[name].isolated and row:
+                tokens, labels = [list(chain(*tokens))], [list(chain(*labels))]
+            expected = [
+                (ids, [IGNORE_INDEX, *targets[1:]], list(range(len(ids))))
+                for ids, targets in zip(tokens, labels, strict=True)
+            ]
+            if padding := width - sum(map(len, tokens)):
+                expected.append(([0] * padding, [IGNORE_INDEX] * padding, list(range(padding))))
+            assert found == expected
+
+
+@names
+def test_all_methods_train_on_the_same_tokens(name: str) -> None:
+    """But for the first token of a sample, which only `fixed_length` predicts, from the sample before."""
+    trained = sorted(
+        token for batch in loader_of(name) for token in batch.tokens[batch.labels != IGNORE_INDEX].tolist()
+    )
+    whole = [token for row in samples_of() for token in row["labels"][1:] if token != IGNORE_INDEX]
+    if METHODS[name].cuts:
+        assert set(trained) - set(whole) <= {row["tokens"][0] for row in samples_of()}
+        assert len(trained) > 0.9 * len(whole)
+    else:
+        assert trained == whole
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    llama3 = pytest.importorskip("torchtune.models.llama3").llama3
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return llama3(
+            vocab_size=64,
+            num_layers=1,
+            num_heads=2,
+            num_kv_heads=1,
+            embed_dim=16,
+            max_seq_len=4 * LIMIT,  # a mini-batch in one row is so long
+            intermediate_dim=16,
+        )
+
+
+@names
+def test_one_loop_serves_all(name: str, model: Any) -> None:
+    """The loss of an epoch is that of its samples alone, by every method that keeps them apart, and by no other."""
+
+    def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> float:
+        return torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
+        ).item()
+
+    data = [
+        {key: [t % 64 if t > 0 else t for t in row[key]] for key in row} for row in samples_of(LENGTHS[:12])
+    ]
+    inputs = prepare_model_for_packing(model)
+    found = alone = 0.0
+    with torch.no_grad():
+        for batch in loader_of(name, data):
+            found += loss_of(model(**inputs(batch)), batch.labels)
+            for (index,), start, stop, _ in chain(*batch.fragments):
+                tokens, labels = (
+                    torch.tensor([data[index][key][start:stop]]) for key in ("tokens", "labels")
+                )
+                single = Batch(
+                    tokens, labels, torch.arange(stop - start)[None], torch.tensor([[stop - start]]).int(), ()
+                )
+                alone += loss_of(model(**inputs(single)), labels)
+    assert (found == pytest.approx(alone, rel=1e-5)) == METHODS[name].isolated
+
+
+def test_fixed_length_warns() -> None:
+    with pytest.warns(UserWarning, match="see one another") as warned:
+        method_loader(samples_of(), method="fixed_length", max_seq_len=LIMIT, batch_size=4)
+    assert str(warned[0].message) == (
+        "method='fixed_length' lets the samples of a row see one another, which makes a worse model; it is there to be "
+        "compared with. Train with 'fixed_length_posid', or a method that cuts no sample"
+    )
+    assert warned[0].filename == __file__
+
+
+@isolating
+def test_the_others_do_not_warn(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        method_loader(samples_of(), method=name, max_seq_len=LIMIT, batch_size=4)
+
+
+def test_exact_fit_makes_the_packs_of_a_stream() -> None:
+    loader = loader_of("exact_fit", batch_size=1)
+    order = [span for batch in loader.sampler.batches for row in batch for span in row]
+    arrival = np.random.default_rng((0, 0)).permutation(len(LENGTHS)).tolist()
+    stream = IterablePackedDataset([samples_of()[i] for i in arrival], max_seq_len=LIMIT, num_lanes=1)
+    packs = list(stream)
+    assert len(order) == len(LENGTHS)
+    for batch, pack in zip(loader, packs, strict=True):
+        assert batch.tokens[0].tolist() == pack["tokens"].tolist()
+        assert batch.labels[0].tolist() == pack["labels"].tolist()
+
+
+@names
+def test_a_split_sample_says_how_much_of_it_is_trained(name: str) -> None:
+    """What `loss_norm: sample` divides by, added up over all rows that hold a part of it."""
+    data = samples_of([100, 5, 40, 32, 7])
+    found: dict[int, list[tuple[int, int | None]]] = {}
+    for batch in loader_of(name, data, overlong="split", batch_size=2):
+        for row, labels, lens in zip(batch.fragments, batch.labels, batch.seq_lens, strict=True):
+            for fragment, part in zip(row, labels.split([n for n in lens.tolist() if n]), strict=False):
+                count = int((part != IGNORE_INDEX).sum())
+                found.setdefault(fragment.origin[0], []).append((count, fragment.trained))
+    for parts in found.values():
+        if len(parts) == 1 or not METHODS[name].isolated:
+            assert {trained for _, trained in parts} == {None}
+        else:
+            assert {trained for _, trained in parts} == {sum(count for count, _ in parts)}
+
+
+@pytest.mark.parametrize(("name", "workers"), [*((name, 0) for name in METHODS), ("multipack", 2)])
+def test_a_resume_goes_on_at_the_very_batch(name: str, workers: int) -> None:
+    def tokens(batches: Any) -> list[Any]:
+        return [batch.tokens.tolist() for batch in batches]
+
+    first = loader_of(name, num_workers=workers)
+    first.sampler.set_epoch(1)
+    whole = tokens(first)
+    second = loader_of(name)
+    second.sampler.set_epoch(1)
+    batches = iter(second)
+    for _ in range(3):
+        next(batches)
+    third = loader_of(name, num_workers=workers)
+    third.sampler.load_state_dict(second.sampler.state_dict())
+    third.sampler.set_epoch(1)
+    assert tokens(third) == whole[3:]
+    third.sampler.set_epoch(2)
+    assert len(tokens(third)) == len(third)
+
+
+@names
+def test_ranks_share_the_batches(name: str) -> None:
+    settings = {"packs_per_step": 12} if name == "multipack" else {}
+    alone = [batch.tokens.tolist() for batch in loader_of(name, **settings)]
+    loaders = [loader_of(name, num_replicas=3, rank=rank, batch_size=4, **settings) for rank in range(3)]
+    assert len({len(loader) for loader in loaders}) == 1
+    rows = sorted(row for loader in loaders for batch in loader for row in batch.tokens.tolist() if any(row))
+    assert rows == sorted(row for batch in alone for row in batch if any(row))
+
+
+def test_a_rank_without_data_gets_padding_that_trains_nothing() -> None:
+    last = list(loader_of("minibatch_packing", samples_of([3, 4, 5]), batch_size=3, num_replicas=2, rank=1))
+    assert [batch.tokens.tolist() for batch in last] == [[[0]]]
+    assert (last[0].num_trained.item(), last[0].num_tokens, last[0].fragments) == (0, 0, ((),))
+    packed = list(loader_of("exact_fit", samples_of([3]), num_replicas=2, rank=1))
+    assert packed[0].tokens[0].tolist() == null_pack(LIMIT).tokens.tolist()
+    assert packed[0].tokens.shape == (4, LIMIT)
+
+
+def test_rows_may_be_padded_to_a_multiple() -> None:
+    for name in ("random_padding", "minibatch_packing"):
+        plain, padded = list(loader_of(name)), list(loader_of(name, pad_to_multiple_of=8, padding_idx=9))
+        for a, b in zip(plain, padded, strict=True):
+            width = a.tokens.shape[1]
+            assert b.tokens.shape[1] == -(-width // 8) * 8
+            assert b.tokens[:, width:].eq(9).all()
+            assert a.num_trained == b.num_trained
+
+
+def test_hugging_faces_rows_are_fine() -> None:
+    theirs = [
+        {"input_ids": row["tokens"], "labels": row["labels"], "attention_mask": []} for row in samples_of()
+    ]
+    for ours, same in zip(loader_of("multipack"), loader_of("multipack", theirs), strict=True):
+        assert torch.equal(ours.tokens, same.tokens)
+        assert torch.equal(ours.labels, same.labels)
+
+
+def test_known_lengths_are_not_read_again() -> None:
+    class Counted(list):  # type: ignore[type-arg]
+        read = 0
+
+        def __getitem__(self, index: Any) -> Any:
+            self.read += 1
+            return super().__getitem__(index)
+
+    data = Counted(samples_of())
+    loader_of("multipack", data, lengths=LENGTHS)
+    assert data.read == 0
+    loader_of("multipack", data)
+    assert data.read == len(LENGTHS)
+
+
+def test_the_global_generators_are_left_alone() -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    list(loader_of("multipack"))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_batch_that_memory_would_not_hold_is_refused() -> None:
+    with pytest.raises(ValueError) as error:
+        loader_of("random_padding", max_batch_tokens=100)
+    assert str(error.value) == (
+        "method='random_padding' makes a batch of 4 x 32 = 128 tokens, max_batch_tokens is 100; lower batch_size or "
+        "max_seq_len, or cut long samples with overlong='truncate'"
+    )
+    loader_of("random_padding", max_batch_tokens=128)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "settings", "message"),
+    [
+        (
+            "multipack",
+            iter(samples_of()),
+            {},
+            "method='multipack' must know all lengths, and a list_iterator has no samples by number (it needs __len__ "
+            "and __getitem__); stream it with IterablePackedDataset, whose strategy 'exact_fit' needs none",
+        ),
+        (
+            "random_padding",
+            [{"tokens": [1]}],
+            {},
+            "sample 0: column 'labels' is missing; the row's columns are 'tokens'",
+        ),
+        (
+            "random_padding",
+            [{"tokens": [1], "input_ids": [1], "labels": [1]}],
+            {},
+            "sample 0: there are both 'tokens' and 'input_ids'; remove the one that is not to be trained on",
+        ),
+        (
+            "random_padding",
+            [{"tokens": [1], "labels": [1]}],
+            {"lengths": [1, 2]},
+            "there are 2 lengths and 1 samples; give one for each",
+        ),
+        (
+            "random_padding",
+            [{"tokens": [99], "labels": [99]}],
+            {"vocab_size": 50},
+            "sample 0: token id 99 is outside the vocabulary of 50 ids (0 to 49)",
+        ),
+        (
+            "random_padding",
+            [{"tokens": [1], "labels": [1]}],
+            {"pad_to_multiple_of": 0},
+            "pad_to_multiple_of=0 is below 1; give at least 1",
+        ),
+    ],
+)
+def test_bad_input_is_named(name: str, data: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        loader_of(name, data, **settings)
+    assert str(error.value) == message
+
+
+def test_a_wrong_length_is_found_when_the_sample_is_read() -> None:
+    loader = loader_of("random_padding", [{"tokens": [1, 2], "labels": [1, 2]}], lengths=[3])
+    with pytest.raises(ValueError) as error:
+        next(iter(loader))
+    assert str(error.value) == (
+        "sample 0 has 2 tokens and 3 were planned; make the dataset give the same sample each time, or correct lengths"
+    )
+
+
+def test_a_state_of_another_method_is_refused() -> None:
+    with pytest.raises(ValueError, match="the state was made with method='exact_fit', this sampler has"):
+        loader_of("random_packing").sampler.load_state_dict(loader_of("exact_fit").sampler.state_dict())

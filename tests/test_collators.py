@@ -1,0 +1,298 @@
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streampack import IGNORE_INDEX, FlatteningCollator, IterablePackedDataset, PackedDataset, PaddedCollator
+
+PAPER = [
+    [10, 11, 12, 13],
+    [20, 21, 22, 23, 24, 25, 26, 27],
+    [30, 31, 32, 33, 34],
+    [40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 410],
+]
+AXOLOTL = [11, 6, 7, 4, 8, 4, 3, 4, 3, 4, 5, 4]
+AXOLOTL_CU_SEQLENS = [0, 11, 17, 24, 28, 36, 40, 43, 47, 50, 54, 59, 63]
+
+
+def samples_of(lengths: list[int], *, ids: str = "input_ids") -> list[dict[str, list[int]]]:
+    """The second label of each sample is masked, so that labels are not the tokens."""
+    made = []
+    for i, length in enumerate(lengths, start=1):
+        tokens = [100 * i + j for j in range(length)]
+        made.append({ids: tokens, "labels": [IGNORE_INDEX if j == 1 else t for j, t in enumerate(tokens)]})
+    return made
+
+
+def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """The same names in the same order; the same types, dtypes, shapes and values."""
+    assert list(ours) == list(theirs)
+    for name, value in theirs.items():
+        assert type(ours[name]) is type(value), name
+        if isinstance(value, int):
+            assert ours[name] == value, name
+        else:
+            assert ours[name].dtype == value.dtype, name
+            assert ours[name].shape == value.shape, name
+            assert ours[name].tolist() == value.tolist(), name
+
+
+def test_the_same_as_transformers_on_a_thousand_batches() -> None:
+    transformers = pytest.importorskip("transformers")
+    rng = np.random.default_rng(0)
+    options = [
+        {
+            "return_position_ids": positions,
+            "return_flash_attn_kwargs": kwargs,
+            "return_seq_idx": seq_idx,
+            "separator_id": separator_id,
+            "position_ids_start": start,
+            "return_tensors": tensors,
+        }
+        for positions, kwargs, seq_idx, separator_id, start, tensors in itertools.product(
+            (True, False), (True, False), (True, False), (IGNORE_INDEX, 7), (0, 2), ("pt", "np")
+        )
+    ]
+    convert = (lambda values: values, np.array, torch.tensor)
+    for number in range(1000):
+        chosen = options[number % len(options)]
+        columns = convert[int(rng.integers(3))]
+        batch = [
+            {"input_ids": columns(rng.integers(0, 1000, size).tolist())}
+            for size in rng.integers(1, 40, rng.integers(1, 9)).tolist()
+        ]
+        if rng.random() < 0.7:
+            for sample in batch:
+                labels = [int(token) if rng.random() < 0.5 else IGNORE_INDEX for token in sample["input_ids"]]
+                sample["labels"] = columns(labels)
+        theirs = transformers.DataCollatorWithFlattening(**chosen)(batch)
+        assert_same(FlatteningCollator(**chosen)(batch), theirs)
+    # What was chosen for one collator can be chosen for one call.
+    theirs = transformers.DataCollatorWithFlattening()(batch, return_tensors="np", separator_id=5)
+    assert_same(FlatteningCollator()(batch, return_tensors="np", separator_id=5), theirs)
+
+
+def test_the_example_of_the_paper() -> None:
+    """Kundu et al. 2024, section 3.5."""
+    batch = FlatteningCollator()([{"input_ids": tokens} for tokens in PAPER])
+    first = {0, 4, 12, 17}
+    flat = [token for tokens in PAPER for token in tokens]
+    assert batch["input_ids"].tolist() == [flat]
+    assert batch["labels"].tolist() == [[IGNORE_INDEX if i in first else t for i, t in enumerate(flat)]]
+    assert batch["position_ids"].tolist() == [[*range(4), *range(8), *range(5), *range(11)]]
+    assert list(batch) == ["input_ids", "labels", "position_ids"]
+
+
+def test_the_example_of_axolotl() -> None:
+    """Its page prints sums that are off by one from the sixth on, and counts the padding to the last sample."""
+    samples = samples_of(AXOLOTL)
+    batch = FlatteningCollator(return_flash_attn_kwargs=True)(samples)
+    assert batch["cu_seq_lens_q"].tolist() == AXOLOTL_CU_SEQLENS
+    padded = FlatteningCollator(return_flash_attn_kwargs=True, max_tokens=64)(samples)
+    assert padded["input_ids"].shape == (1, 64)
+    assert padded["input_ids"].tolist()[0][:63] == batch["input_ids"].tolist()[0]
+    assert padded["cu_seq_lens_q"].tolist() == [*AXOLOTL_CU_SEQLENS, 64], (
+        "the slot of padding is one more sequence"
+    )
+    assert padded["max_length_q"] == 11
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    st.sampled_from([{"pad_to_multiple_of": 8}, {"max_tokens": 54}, {"max_tokens": 54, "max_seqs": 6}]),
+)
+def test_padding_is_a_sequence_of_its_own(lengths: list[int], sizes: dict[str, int]) -> None:
+    settings: dict[str, Any] = {"return_flash_attn_kwargs": True, "return_seq_idx": True}
+    plain = FlatteningCollator(**settings)(samples_of(lengths))
+    batch = FlatteningCollator(**settings, **sizes, padding_idx=9)(samples_of(lengths))
+    used = sum(lengths)
+    total = sizes.get("max_tokens") or -(-used // 8) * 8
+    padding = total - used
+    for name in ("input_ids", "labels", "position_ids", "seq_idx"):
+        assert batch[name].shape == (1, total)
+        assert batch[name][:, :used].tolist() == plain[name].tolist()
+    assert batch["input_ids"][0, used:].tolist() == [9] * padding
+    assert batch["labels"][0, used:].tolist() == [IGNORE_INDEX] * padding
+    assert batch["position_ids"][0, used:].tolist() == list(range(padding))
+    assert batch["seq_idx"][0, used:].tolist() == [len(lengths)] * padding
+    ends = [*itertools.accumulate(lengths, initial=0)] + [total] * (padding > 0)
+    if "max_seqs" in sizes:
+        ends += [total] * (6 + 2 - len(ends))
+    for side in ("q", "k"):
+        assert batch[f"cu_seq_lens_{side}"].tolist() == ends
+        assert batch[f"cu_seq_lens_{side}"].dtype == torch.int32
+        longest = total if "max_seqs" in sizes else max(*lengths, padding)
+        assert batch[f"max_length_{side}"] == longest
+
+
+@given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=6), min_size=2, max_size=4))
+def test_static_shapes_do_not_depend_on_the_data(batches: list[list[int]]) -> None:
+    collate = FlatteningCollator(
+        return_flash_attn_kwargs=True, return_seq_idx=True, max_tokens=54, max_seqs=6
+    )
+    shapes = {
+        tuple(
+            value if isinstance(value, int) else value.shape
+            for value in collate(samples_of(lengths)).values()
+        )
+        for lengths in batches
+    }
+    assert len(shapes) == 1
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=12), st.sampled_from(["stream", "map", "torchtune"]))
+def test_packs_flatten_as_their_samples_do(lengths: list[int], kind: str) -> None:
+    rows = samples_of(lengths, ids="tokens")
+    if kind == "stream":
+        packs = list(IterablePackedDataset(rows, max_seq_len=12, num_lanes=1))
+    else:
+        parity = "torchtune" if kind == "torchtune" else None
+        packs = list(PackedDataset(rows, max_seq_len=12, parity=parity))
+    order = [fragment.origin[-1] for pack in packs for fragment in pack["fragments"]]
+    assert sorted(order) == list(range(len(lengths)))
+    settings: dict[str, Any] = {"return_flash_attn_kwargs": True, "return_seq_idx": True}
+    assert_same(
+        FlatteningCollator(**settings)(packs), FlatteningCollator(**settings)([rows[i] for i in order])
+    )
+
+
+def test_neither_samples_nor_packs_are_written_to() -> None:
+    rows = [{"tokens": torch.arange(3), "labels": torch.arange(3)}]
+    FlatteningCollator()(rows)
+    PaddedCollator()(rows)
+    assert rows[0]["labels"].tolist() == [0, 1, 2]
+    packs = list(PackedDataset(rows, max_seq_len=4, parity="torchtune"))
+    FlatteningCollator()(packs)
+    assert packs[0]["labels"].tolist()[0] == 0
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.sampled_from([None, 1, 8]))
+def test_padded_rows(lengths: list[int], multiple: int | None) -> None:
+    samples = samples_of(lengths)
+    batch = PaddedCollator(padding_idx=9, pad_to_multiple_of=multiple)(samples)
+    width = -(-max(lengths) // (multiple or 1)) * (multiple or 1)
+    for i, sample in enumerate(samples):
+        padding = width - lengths[i]
+        assert batch["input_ids"][i].tolist() == sample["input_ids"] + [9] * padding
+        assert batch["labels"][i].tolist() == [IGNORE_INDEX, *sample["labels"][1:], *[IGNORE_INDEX] * padding]
+        assert batch["attention_mask"][i].tolist() == [1] * lengths[i] + [0] * padding
+    assert {value.dtype for value in batch.values()} == {torch.int64}
+    flat = FlatteningCollator()(samples)
+    assert (batch["labels"] != IGNORE_INDEX).sum() == (flat["labels"] != IGNORE_INDEX).sum()
+
+
+PACK = next(iter(IterablePackedDataset([{"tokens": [1], "labels": [1]}], max_seq_len=4)))
+OTHER_PACK = {key: value for key, value in PACK.items() if key != "num_seqs"}
+
+
+@pytest.mark.parametrize("collate", [FlatteningCollator(), PaddedCollator()])
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ([], "the batch is empty; give at least one sample"),
+        (
+            [{"tokens": [1], "input_ids": [1], "labels": [1]}],
+            "sample 0 of the batch: there are both 'tokens' and 'input_ids'; remove the one that is not to be "
+            "trained on",
+        ),
+        (
+            [{"input_ids": [1]}, {"tokens": [1], "labels": [1]}],
+            "sample 1 of the batch has 'tokens' and the first does not agree; give all samples the same columns",
+        ),
+        (
+            [{"input_ids": [1], "labels": [1]}, {"input_ids": [1]}],
+            "sample 1 of the batch lacks 'labels' and the first does not agree; give all samples the same columns",
+        ),
+        (
+            [{"tokens": [1]}],
+            "sample 0 of the batch: column 'labels' is missing; the row's columns are 'tokens'",
+        ),
+        (
+            [{"text": "hello"}],
+            "sample 0 of the batch: column 'tokens' is missing; the row's columns are 'text'",
+        ),
+        ([{"input_ids": [1, 2]}, {"input_ids": []}], "sample 1 of the batch has 0 tokens; remove it"),
+        (
+            [{"input_ids": [1, 2], "labels": [1]}],
+            "sample 0 of the batch: 'input_ids' has 2 entries and 'labels' has 1; "
+            "labels are unshifted, one per token, -100 where nothing is trained",
+        ),
+    ],
+)
+def test_a_bad_batch_is_named(collate: Any, batch: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        collate(batch)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("make", "batch", "message"),
+    [
+        (
+            lambda: FlatteningCollator(),
+            [PACK, {"input_ids": [1]}],
+            "feature 1 has no 'labels', 'num_seqs', 'seq_lens', 'tokens'; a batch holds packs of "
+            "streampack.PackedDataset or IterablePackedDataset only, or samples only",
+        ),
+        (
+            lambda: FlatteningCollator(),
+            [OTHER_PACK],
+            "feature 0 has no 'num_seqs'; a batch holds packs of "
+            "streampack.PackedDataset or IterablePackedDataset only, or samples only",
+        ),
+        (
+            lambda: FlatteningCollator(),
+            [{**PACK, "num_seqs": 0}],
+            "the packs of this batch hold no sequence; give at least one that does",
+        ),
+        (
+            lambda: PaddedCollator(),
+            [PACK],
+            "a pack came where a sample was expected: an attention_mask of rows does not keep its sequences apart; "
+            "use FlatteningCollator",
+        ),
+        (
+            lambda: FlatteningCollator(max_tokens=2),
+            [{"input_ids": [1, 2, 3]}],
+            "the batch has 3 tokens, max_tokens is 2; raise max_tokens, or give batches of fewer samples "
+            "(MultipackBatchSampler keeps to a budget)",
+        ),
+        (
+            lambda: FlatteningCollator(max_tokens=8, max_seqs=1),
+            [{"input_ids": [1]}, {"input_ids": [2]}],
+            "the batch has 2 sequences, max_seqs is 1; raise max_seqs, or give batches of fewer samples "
+            "(max_seqs_per_pack)",
+        ),
+        (
+            lambda: FlatteningCollator(max_tokens=8, pad_to_multiple_of=4),
+            [],
+            "pad_to_multiple_of=4 and max_tokens=8: give one of the two",
+        ),
+        (
+            lambda: FlatteningCollator(max_seqs=8),
+            [],
+            "max_seqs=8 without max_tokens: the row's length would still vary; give both",
+        ),
+        (
+            lambda: FlatteningCollator(return_tensors="tf"),
+            [],
+            "return_tensors='tf' is unknown; choose one of 'pt', 'np'",
+        ),
+        (lambda: FlatteningCollator(max_tokens=0), [], "max_tokens=0 is below 1; give at least 1"),
+        (
+            lambda: PaddedCollator(pad_to_multiple_of=0),
+            [],
+            "pad_to_multiple_of=0 is below 1; give at least 1",
+        ),
+    ],
+)
+def test_a_bad_setting_is_named(make: Any, batch: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        make()(batch)
+    assert str(error.value) == message

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streampack import (
+    IGNORE_INDEX,
+    Batch,
+    FlatteningCollator,
+    IterablePackedDataset,
+    PackedDataLoader,
+    collate_packed,
+    flatten_batch,
+)
+from streampack.collate import null_pack, to_torchtune
+
+lengths_of = st.lists(st.integers(1, 12), min_size=1, max_size=20)
+
+
+def rows_of(lengths: list[int]) -> list[dict[str, list[int]]]:
+    return [
+        {"tokens": [100 * i + j for j in range(length)], "labels": [100 * i + j for j in range(length)]}
+        for i, length in enumerate(lengths, start=1)
+    ]
+
+
+def stream_of(lengths: list[int], **settings: Any) -> IterablePackedDataset:
+    return IterablePackedDataset(rows_of(lengths), num_lanes=1, **settings)
+
+
+@given(lengths_of, st.integers(1, 3), st.sampled_from([1, 8]))
+def test_one_row_of_what_is_real(lengths: list[int], batch_size: int, multiple: int) -> None:
+    packs = list(stream_of(lengths, max_seq_len=16))[:batch_size]
+    flat = flatten_batch(collate_packed(packs), pad_to_multiple_of=multiple, padding_idx=9)
+    expected = FlatteningCollator(pad_to_multiple_of=multiple, padding_idx=9, return_flash_attn_kwargs=True)(
+        packs
+    )
+    assert flat.tokens.tolist() == expected["input_ids"].tolist()
+    assert flat.labels.tolist() == expected["labels"].tolist()
+    assert flat.input_pos.tolist() == expected["position_ids"].tolist()
+    assert flat.seq_lens.cumsum(1).tolist() == [expected["cu_seq_lens_q"].tolist()[1:]]
+    assert flat.seq_lens.dtype == torch.int32
+    whole = collate_packed(packs)
+    assert (flat.num_tokens, flat.num_seqs) == (whole.num_tokens, whole.num_seqs)
+    assert flat.num_trained == whole.num_trained
+
+
+@given(lengths_of, st.integers(1, 4))
+def test_a_stream_of_mini_batches(lengths: list[int], size: int) -> None:
+    """So many samples a row, in the order of arrival, and not a token of padding."""
+    stream = stream_of(lengths, max_seq_len=12 * size, strategy="next_fit", max_seqs_per_pack=size)
+    flat = [flatten_batch(batch) for batch in PackedDataLoader(stream)]
+    rows = rows_of(lengths)
+    expected = [
+        list(chain(*(row["tokens"] for row in rows[i : i + size]))) for i in range(0, len(rows), size)
+    ]
+    assert [batch.tokens.tolist() for batch in flat] == [[row] for row in expected]
+    assert [batch.seq_lens.tolist() for batch in flat] == [
+        [lengths[i : i + size]] for i in range(0, len(lengths), size)
+    ]
+
+
+def test_a_stream_of_mini_batches_resumes() -> None:
+    lengths = [i % 12 + 1 for i in range(40)]
+
+    def loader() -> PackedDataLoader:
+        return PackedDataLoader(
+            stream_of(lengths, max_seq_len=48, strategy="next_fit", max_seqs_per_pack=4, shuffle=True)
+        )
+
+    def tokens(batches: Any) -> list[Any]:
+        return [flatten_batch(batch).tokens.tolist() for batch in batches]
+
+    whole = tokens(loader())
+    first = loader()
+    batches = iter(first)
+    for _ in range(3):
+        next(batches)
+    second = loader()
+    second.load_state_dict(first.state_dict())
+    assert tokens(second) == whole[3:]
+
+
+def test_padding_alone_becomes_as_little_of_it_as_can_be() -> None:
+    nothing = collate_packed([to_torchtune(null_pack(6)), to_torchtune(null_pack(6))])
+    flat = flatten_batch(nothing, padding_idx=9)
+    assert (flat.tokens.tolist(), flat.labels.tolist(), flat.seq_lens.tolist()) == (
+        [[9]],
+        [[IGNORE_INDEX]],
+        [[1]],
+    )
+    assert flatten_batch(nothing, pad_to_multiple_of=4).tokens.shape == (1, 4)
+
+
+def test_flattening_twice_changes_nothing() -> None:
+    once = flatten_batch(collate_packed(list(stream_of([3, 4, 5], max_seq_len=8))), pad_to_multiple_of=16)
+    again = flatten_batch(once, pad_to_multiple_of=16)
+    for name in Batch.__slots__:
+        ours, theirs = getattr(again, name), getattr(once, name)
+        assert ours == theirs if isinstance(ours, tuple) else torch.equal(ours, theirs)

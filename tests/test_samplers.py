@@ -1,0 +1,355 @@
+from __future__ import annotations
+
+import io
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset
+
+from streampack import FlatteningCollator, MultipackBatchSampler
+from streampack.samplers import PlannedSampler, place
+
+LENGTHS = np.random.default_rng(0).integers(1, 40, 400).tolist()
+SETTINGS: dict[str, Any] = {"max_tokens": 64, "packs_per_step": 12, "seed": 3}
+RANKS = [1, 2, 3, 4, 6, 12]
+
+
+def sampler_of(ranks: int = 1, rank: int = 0, **changes: Any) -> MultipackBatchSampler:
+    return MultipackBatchSampler(LENGTHS, **{**SETTINGS, **changes}, num_replicas=ranks, rank=rank)
+
+
+def steps_of(samplers: list[MultipackBatchSampler]) -> list[set[tuple[int, ...]]]:
+    """What all ranks together train on, step by step. They must have as many batches each."""
+    shares = [list(sampler) for sampler in samplers]
+    assert len({len(share) for share in shares}) == 1
+    dealt = [tuple(batch) for at_once in zip(*shares, strict=True) for batch in at_once]
+    return [set(dealt[i : i + 12]) for i in range(0, len(dealt), 12)]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("objective", ["quadratic", "linear"])
+def test_ranks_share_the_same_steps(ranks: int, objective: str) -> None:
+    alone = steps_of([sampler_of(objective=objective)])
+    samplers = [sampler_of(ranks, rank, objective=objective) for rank in range(ranks)]
+    assert steps_of(samplers) == alone
+    assert sorted(chain.from_iterable(chain.from_iterable(alone))) == list(range(len(LENGTHS)))
+    assert {len(sampler) for sampler in samplers} == {len(alone) * 12 // ranks}
+    assert max(sum(LENGTHS[i] for i in batch) for step in alone for batch in step) <= 64
+    assert all(sampler.dropped == 0 for sampler in samplers)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_others_may_deal_out_the_batches_of_one(ranks: int) -> None:
+    """accelerate gives each process every n-th batch of a sampler that knows of one rank."""
+    alone = list(sampler_of())
+    for rank in range(ranks):
+        assert list(sampler_of(ranks, rank)) == alone[rank::ranks]
+
+
+def test_an_epoch_is_a_function_of_its_number_and_the_seed() -> None:
+    sampler = sampler_of()
+    first = list(sampler)
+    assert list(sampler) == first, "the same epoch again"
+    torch.manual_seed(5)
+    np.random.seed(5)  # noqa: NPY002
+    sampler.set_epoch(1)
+    second = list(sampler)
+    assert second != first
+    sampler.set_epoch(0)
+    assert list(sampler) == first
+    assert list(sampler_of(seed=4)) != first
+    again = sampler_of()
+    again.set_epoch(1)
+    assert list(again) == second
+
+
+def test_without_shuffling_the_order_is_the_datas() -> None:
+    sampler = sampler_of(shuffle=False)
+    first = list(sampler)
+    sampler.set_epoch(1)
+    assert list(sampler) == first
+    assert np.mean(first[0]) < 100 < 300 < np.mean(first[-1])
+
+
+def test_the_global_generators_are_left_alone() -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    list(sampler_of())
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1] == np.random.get_state()[1].tolist()  # noqa: NPY002
+
+
+def test_drop_last_is_counted() -> None:
+    kept = sampler_of(drop_last=True)
+    samples = list(chain.from_iterable(kept))
+    assert kept.dropped == len(LENGTHS) - len(set(samples)) > 0
+    assert len(kept) == len(sampler_of()) - 12
+
+
+@given(st.integers(0, 40), st.sampled_from(RANKS), st.sampled_from(RANKS), st.integers(0, 2))
+def test_a_resume_goes_on_at_the_very_batch(stop: int, before: int, after: int, epoch: int) -> None:
+    """On any number of ranks, if all ranks' batches so far can be shared out over them."""
+    old = [sampler_of(before, rank) for rank in range(before)]
+    whole = sampler_of()
+    whole.set_epoch(epoch)
+    stop = min(stop, len(whole) // before)
+    states = []
+    for sampler in old:
+        sampler.set_epoch(epoch)
+        batches = iter(sampler)
+        for _ in range(stop):
+            next(batches)
+        states.append(sampler.state_dict())
+    assert all(state == states[0] for state in states), "every rank saves the same"
+    new = [sampler_of(after, rank) for rank in range(after)]
+    if stop * before % after:
+        with pytest.raises(ValueError, match="ranks cannot share"):
+            new[0].load_state_dict(states[0])
+        return
+    for sampler in new:
+        sampler.load_state_dict(states[0])
+        sampler.set_epoch(epoch)  # recipes do so at the start of every epoch, the resumed one too
+    shares = [list(sampler) for sampler in new]
+    dealt = [batch for at_once in zip(*shares, strict=True) for batch in at_once]
+    assert dealt == list(whole)[stop * before :]
+    for sampler in new:
+        sampler.set_epoch(epoch + 1)
+    whole.set_epoch(epoch + 1)
+    assert [next(iter(sampler)) for sampler in new] == list(whole)[:after], (
+        "the next epoch begins at its start"
+    )
+
+
+def test_a_state_is_small_and_plain() -> None:
+    sampler = sampler_of()
+    next(iter(sampler))
+    buffer = io.BytesIO()
+    torch.save(sampler.state_dict(), buffer)
+    buffer.seek(0)
+    state = torch.load(buffer, weights_only=True)
+    assert state == sampler.state_dict()
+    assert len(repr(state)) < 250
+
+
+def test_a_state_can_say_what_was_trained_on() -> None:
+    """A DataLoader's workers ask for batches ahead of the loop."""
+    loader = DataLoader(
+        [{"input_ids": [i] * n} for i, n in enumerate(LENGTHS)],
+        batch_sampler=(sampler := sampler_of()),
+        collate_fn=FlatteningCollator(),
+        num_workers=1,
+        prefetch_factor=4,
+    )
+    batches = iter(loader)
+    seen = [next(batches) for _ in range(3)]
+    ahead = sampler.state_dict()
+    state = sampler.state_dict(consumed=3)
+    assert ahead["dealt"] > state["dealt"] == 3
+    new = sampler_of()
+    new.load_state_dict(state)
+    rest = list(new)
+    assert [sorted(set(batch["input_ids"][0].tolist())) for batch in seen] + [sorted(b) for b in rest] == [
+        sorted(batch) for batch in sampler_of()
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_torchdatas_stateful_loader_saves_it() -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def loader_of(sampler: MultipackBatchSampler, workers: int) -> Any:
+        data = [{"input_ids": [i] * n} for i, n in enumerate(LENGTHS)]
+        return stateful.StatefulDataLoader(
+            data, batch_sampler=sampler, collate_fn=FlatteningCollator(), num_workers=workers
+        )
+
+    for workers in (0, 2):
+        expected = [batch["input_ids"].tolist() for batch in loader_of(sampler_of(), workers)]
+        loader = loader_of(sampler_of(), workers)
+        batches = iter(loader)
+        for _ in range(5):
+            next(batches)
+        state = loader.state_dict()
+        resumed = loader_of(sampler_of(), workers)
+        resumed.load_state_dict(state)
+        assert [batch["input_ids"].tolist() for batch in resumed] == expected[5:]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_torchtunes_recipes_use_it_as_they_use_theirs() -> None:
+    """They ask for ``len(dataloader)``, call ``dataloader.sampler.set_epoch`` and save the loader's state."""
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    class Lists(Dataset[list[dict[str, Any]]]):
+        def __getitem__(self, numbers: list[int]) -> list[dict[str, Any]]:
+            return [{"input_ids": [i] * LENGTHS[i]} for i in numbers]
+
+    def loader_of() -> Any:
+        return stateful.StatefulDataLoader(
+            Lists(), batch_size=None, sampler=sampler_of(), collate_fn=FlatteningCollator()
+        )
+
+    loader = loader_of()
+    loader.sampler.set_epoch(1)
+    expected = [batch["input_ids"].tolist() for batch in loader]
+    assert len(expected) == len(loader)
+    loader = loader_of()
+    loader.sampler.set_epoch(1)
+    batches = iter(loader)
+    for _ in range(4):
+        next(batches)
+    resumed = loader_of()
+    resumed.load_state_dict(loader.state_dict())
+    resumed.sampler.set_epoch(1)
+    assert [batch["input_ids"].tolist() for batch in resumed] == expected[4:]
+
+
+def test_the_epoch_can_be_set_where_accelerate_sets_it() -> None:
+    sampler = sampler_of()
+    sampler.sampler.set_epoch(1)
+    expected = sampler_of()
+    expected.set_epoch(1)
+    assert list(sampler) == list(expected)
+
+
+def test_any_dataloader_takes_it() -> None:
+    data = [{"input_ids": [i] * n} for i, n in enumerate(LENGTHS)]
+    sampler = sampler_of(2, 1)
+    loader = DataLoader(data, batch_sampler=sampler, collate_fn=FlatteningCollator(max_tokens=64))
+    batches = list(loader)
+    assert len(batches) == len(loader) == len(sampler)
+    assert {tuple(batch["input_ids"].shape) for batch in batches} == {(1, 64)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"max_tokens": 65},
+            "the state was made with max_tokens=64, this sampler has max_tokens=65; go on with what the run began "
+            "with, or start anew without the state",
+        ),
+        (
+            {"seed": 4},
+            "the state was made with seed=3, this sampler has seed=4; go on with what the run began with, or start "
+            "anew without the state",
+        ),
+        (
+            {"packs_per_step": 6},
+            "the state was made with packs_per_step=12, this sampler has packs_per_step=6; go on with what the run "
+            "began with, or start anew without the state",
+        ),
+    ],
+)
+def test_a_state_of_other_settings_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        sampler_of(**changes).load_state_dict(sampler_of().state_dict())
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("change", ["length", "objective", "shuffle", "drop_last"])
+def test_a_state_of_another_plan_is_refused(change: str) -> None:
+    state = sampler_of().state_dict()
+    if change == "length":
+        other = MultipackBatchSampler([*LENGTHS[:-1], LENGTHS[-1] + 1], **SETTINGS, num_replicas=1, rank=0)
+    else:
+        value = {"objective": "linear", "shuffle": False, "drop_last": True}[change]
+        other = sampler_of(**{change: value})
+    with pytest.raises(ValueError, match=f"the state was made with {change}"):
+        other.load_state_dict(state)
+
+
+def test_a_state_in_the_middle_of_a_step_needs_ranks_that_divide_it() -> None:
+    sampler = sampler_of(2, 0)
+    batches = iter(sampler)
+    next(batches)
+    with pytest.raises(ValueError) as error:
+        sampler_of(4, 0).load_state_dict(sampler.state_dict())
+    assert str(error.value) == (
+        "the state stands after 2 batches of all ranks, which 4 ranks cannot share; save at the end of a step, or go "
+        "on with a number of ranks that divides it"
+    )
+
+
+def test_a_state_is_taken_up_once() -> None:
+    sampler = sampler_of()
+    sampler.load_state_dict({**sampler.state_dict(), "dealt": 24})
+    whole = list(sampler_of())
+    assert list(sampler) == whole[24:]
+    assert list(sampler) == whole
+
+
+def test_no_state_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"the state holds \['epoch'\]; this sampler's holds \['dealt', 'drop_last'"
+    ):
+        sampler_of().load_state_dict({"epoch": 0})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: sampler_of(5, 0),
+            "packs_per_step=12 is no multiple of 5, the packs that all ranks take at once; make it one, so that every "
+            "rank gets as many",
+        ),
+        (lambda: sampler_of(2, 2), "rank=2 is not among the num_replicas=2, which count from 0"),
+        (lambda: sampler_of(0, 0), "num_replicas=0 is below 1; give at least 1"),
+        (
+            lambda: sampler_of(max_tokens=8),
+            f"sample 0 has {LENGTHS[0]} tokens, max_tokens is 8; truncate or remove it, or raise max_tokens",
+        ),
+        (lambda: sampler_of(max_tokens=2.5), "max_tokens=2.5 is not a whole number; give one of at least 1"),
+        (lambda: sampler_of(packs_per_step=0), "packs_per_step=0 is below 1; give at least 1"),
+    ],
+)
+def test_a_bad_setting_is_named(make: Any, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        make()
+    assert str(error.value) == message
+
+
+def test_packs_per_step_is_one_for_each_rank_by_default() -> None:
+    assert MultipackBatchSampler([1] * 9, max_tokens=3, num_replicas=3, rank=0).packs_per_step == 3
+
+
+def test_the_place_is_the_process_groups_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert place(None, None) == (1, 0)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 3)
+    assert place(None, None) == (4, 3)
+    assert place(8, 5) == (8, 5)
+
+
+def test_a_plan_is_made_once_an_epoch() -> None:
+    asked: list[int] = []
+
+    def plan(epoch: int) -> list[int]:
+        asked.append(epoch)
+        return [10 * epoch, 10 * epoch + 1]
+
+    sampler = PlannedSampler(plan, settings={}, num_replicas=1, rank=0)
+    assert (len(sampler), list(sampler), list(sampler)) == (2, [0, 1], [0, 1])
+    sampler.set_epoch(0)
+    assert list(sampler) == [0, 1]
+    sampler.set_epoch(7)
+    assert list(sampler) == [70, 71]
+    assert asked == [0, 7]
+
+
+def test_after_the_last_batch_a_state_says_that_the_epoch_is_over() -> None:
+    sampler = PlannedSampler(lambda epoch: [epoch, epoch], settings={}, num_replicas=1, rank=0)
+    list(sampler)
+    state = sampler.state_dict()
+    resumed = PlannedSampler(lambda epoch: [epoch, epoch], settings={}, num_replicas=1, rank=0)
+    resumed.load_state_dict(state)
+    assert list(resumed) == []
+    resumed.set_epoch(1)
+    assert list(resumed) == [1, 1]
