@@ -10,8 +10,10 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 ARGS ?=
 PYTEST_ARGS ?=
+DEVICE ?= cuda
+GPU_PYTHON ?= python3
 
-.PHONY: help setup quickstart test test-slow stress lint format bench clean
+.PHONY: help setup quickstart test test-slow stress lint format bench models gpu wheels clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -43,9 +45,34 @@ format: setup  ## let ruff fix what it can
 bench: $(VENV)/.installed-bench  ## density and speed beside the peers', time to the first batch; writes benchmarks/results/
 	$(BIN)/python -m benchmarks.density $(ARGS)
 	$(BIN)/python -m benchmarks.start
+	$(BIN)/python -m benchmarks.multipack
+
+models: setup  ## docs/models.md: which families of models keep samples apart, as the tests see it now
+	mkdir -p build && rm -f build/models.jsonl
+	STREAMPACK_WRITE_TABLES=build/models.jsonl OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not gpu" \
+		tests/test_attention_torchtune.py tests/test_transformers_models.py
+	$(BIN)/python -m tests.models_table build/models.jsonl
+
+# A GPU machine without network brings a torch of its own, and no .venv but the wheels of `make wheels`.
+ifneq ($(wildcard wheels/*.whl),)
+ifeq ($(wildcard $(VENV)/.installed),)
+GPU_SITE := .site-gpu
+endif
+endif
+
+ifdef GPU_SITE
+gpu: $(GPU_SITE)/.installed  ## tests and benchmark on one GPU, resumable; ARGS="--minutes 9"; DEVICE=cpu shows that it runs
+	PYTHONPATH=$(CURDIR)/$(GPU_SITE) $(GPU_PYTHON) -m benchmarks.gpu --device $(DEVICE) $(ARGS)
+else
+gpu: setup
+	$(BIN)/python -m benchmarks.gpu --device $(DEVICE) $(ARGS)
+endif
+
+wheels:  ## what a GPU machine without network lacks, as a folder to copy there; ARGS="--python 3.12" names its version
+	$(PYTHON) -m benchmarks.gpu.wheels fetch $(ARGS)
 
 clean:  ## remove .venv, builds and caches
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .site-gpu build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Stamps: pip runs again only when what it reads has changed.
@@ -54,6 +81,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -c constraints.txt -e ".[tune,hf,zstd,inspect,dev]"
 	@touch $@
+
+.site-gpu/.installed: constraints.txt $(wildcard wheels/*.whl)
+	$(GPU_PYTHON) -m benchmarks.gpu.wheels install
+	@mkdir -p $(@D) && touch $@
 
 $(VENV)/.installed-bench: $(VENV)/.installed
 	$(BIN)/python -m pip install -c constraints.txt -e ".[bench]"
