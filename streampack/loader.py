@@ -33,7 +33,7 @@ class PackedDataLoader:
     >>> [tuple(batch.tokens.shape) for batch in loader]
     [(2, 10), (2, 10)]
 
-    Every rank hands out the same number of batches, each of ``batch_size`` packs of one epoch. A rank
+    Every rank hands out the same number of batches, all of the same size, each of packs of one epoch. A rank
     whose data ends before the others' fills up with null packs, which train nothing, until all are done;
     an error on one rank is raised on all. An optimizer step takes ``packs_per_step`` packs over all ranks,
     the next ones of the stream: on every topology the same. Where they cannot be shared out evenly, null
@@ -46,7 +46,7 @@ class PackedDataLoader:
 
     Args:
         dataset: where packs come from; its settings decide all but the batching.
-        batch_size: packs in a batch.
+        batch_size: packs in a batch, at most: fewer where a step's share of one rank is less, or comes out even so.
         num_workers: processes that read, encode and pack, for each rank. 0 does it in this one.
         prefetch_factor: packs that each worker makes ahead.
         packs_per_step: packs in an optimizer step, over all ranks; default: one batch of each rank. A step is
@@ -122,8 +122,17 @@ class PackedDataLoader:
     @property
     def batches_per_step(self) -> int:
         """Batches that every rank contributes to an optimizer step: what gradients accumulate over."""
-        share = -(-self.packs_per_step // self.lockstep.world_size)
-        return -(-share // self.batch_size)
+        return -(-self._share // self.batch_size)
+
+    @property
+    def packs_per_batch(self) -> int:
+        """Packs in a batch: the share of a step that each rank has, in batches as even as can be."""
+        return -(-self._share // self.batches_per_step)
+
+    @property
+    def _share(self) -> int:
+        """Packs of a step that a rank has, at most."""
+        return -(-self.packs_per_step // self.lockstep.world_size)
 
     @property
     def epoch(self) -> int:
@@ -157,7 +166,7 @@ class _Batches:
                 "most; lower the source's retries or raise the loader's timeout"
             )
         step = loader.packs_per_step
-        whole = loader.batches_per_step * lockstep.world_size * loader.batch_size
+        whole = loader.batches_per_step * lockstep.world_size * loader.packs_per_batch
         if whole != step and lockstep.rank == 0:
             log.warning(
                 "packs_per_step=%d cannot be shared out evenly over %d rank(s) in batches of %d: every step holds %d "
@@ -263,7 +272,7 @@ class _Batches:
         step, batch = divmod(self.prepared, self.loader.batches_per_step)
         begin = self.slot + step * size
         ours = (rank - begin) // world_size - (rank - begin - size) // world_size
-        return max(0, min(self.loader.batch_size, ours - batch * self.loader.batch_size))
+        return max(0, min(self.loader.packs_per_batch, ours - batch * self.loader.packs_per_batch))
 
     def _settle(self, shares: list[Share]) -> None:
         """The epoch is over on every rank: what was prepared beyond its last batch holds ends of lanes at most."""
@@ -307,7 +316,7 @@ class _Batches:
     def _collate(self, packs: list[Pack]) -> Batch:
         config = self.loader.dataset.lane_config
         filler = null_pack(config.packing.max_seq_len, padding_idx=config.padding_idx)
-        packs = packs + [filler] * (self.loader.batch_size - len(packs))
+        packs = packs + [filler] * (self.loader.packs_per_batch - len(packs))
         most = config.packing.max_seqs_per_pack
         batch = collate_packed([to_torchtune(pack) for pack in packs], segments=most and most + 1)
         return batch.pin_memory() if self.loader.pin_memory else batch

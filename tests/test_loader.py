@@ -172,14 +172,23 @@ def test_from_a_batch_back_to_file_row_and_text(tmp_path):
 
 
 def test_what_fills_a_step_up_is_said(caplog):
-    loader = PackedDataLoader(dataset(), batch_size=4, packs_per_step=6)
-    assert (loader.packs_per_step, loader.batches_per_step) == (6, 2)
+    loader = PackedDataLoader(dataset(), batch_size=4, packs_per_step=7)
+    assert (loader.packs_per_step, loader.batches_per_step, loader.packs_per_batch) == (7, 2, 4)
     first = list(islice(loader, 2))
-    assert [sum(map(bool, batch.fragments)) for batch in first] == [4, 2]
+    assert [sum(map(bool, batch.fragments)) for batch in first] == [4, 3]
     assert [record.getMessage() for record in caplog.records] == [
-        "packs_per_step=6 cannot be shared out evenly over 1 rank(s) in batches of 4: every step holds 2 null packs, "
+        "packs_per_step=7 cannot be shared out evenly over 1 rank(s) in batches of 4: every step holds 1 null packs, "
         "which cost time and train nothing; a multiple of 4 holds none"
     ]
+
+
+@pytest.mark.parametrize(("packs_per_step", "sizes"), [(6, [3, 3]), (3, [3]), (9, [3, 3, 3]), (8, [4, 4])])
+def test_batches_are_smaller_where_that_needs_no_null_packs(caplog, packs_per_step, sizes):
+    loader = PackedDataLoader(dataset(), batch_size=4, packs_per_step=packs_per_step)
+    first = list(islice(loader, len(sizes)))
+    assert [len(batch.tokens) for batch in first] == sizes
+    assert all(all(batch.fragments) for batch in first)
+    assert not caplog.records
 
 
 def test_a_batch_of_each_rank_is_a_step_unless_said_otherwise():

@@ -34,7 +34,7 @@ class RunConfig:
     lr_scheduler: Node | None = None
     epochs: int | None = None  # None with max_steps: read on as long as it takes
     max_steps: int | None = None
-    batch_size: int = 1  # packs in a forward pass of one rank
+    batch_size: int = 1  # packs in a forward pass of one rank, at most
     packs_per_step: int | None = (
         None  # packs in an optimizer step, over all ranks; default: a batch of each rank
     )
