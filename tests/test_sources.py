@@ -27,7 +27,7 @@ WINDOWS = (0, 1, 3, 1000)
 def read_all(source: Any, *, num_lanes: int = 1, **settings: Any) -> list[Mapping[str, Any]]:
     """The rows of all lanes, lane after lane."""
     return [
-        row.data for lane in range(num_lanes) for row in source.read(Reading(lane, num_lanes=num_lanes, **settings))
+        row.data for lane in range(num_lanes) for row in source.read(lane, num_lanes=num_lanes, **settings)
     ]
 
 
@@ -92,7 +92,7 @@ def test_every_row_of_a_file_exactly_once(
     found = [
         row
         for lane in range(num_lanes)
-        for row in source.read(Reading(lane, num_lanes=num_lanes, seed=seed, shuffle_window=window))
+        for row in source.read(lane, num_lanes=num_lanes, seed=seed, shuffle_window=window)
     ]
     assert sorted(row.data["t"] for row in found) == sorted(rows)
     assert sorted(row.origin for row in found) == [(0, offset) for offset in offsets]
@@ -163,7 +163,9 @@ def test_positions_of_jsonl(tmp_path: Path, suffix: str, window: int, num_lanes:
     found = []
     for lane in range(num_lanes):
         found += check_positions(
-            lambda start, lane=lane: source.read(Reading(lane, num_lanes=num_lanes, epoch=2, seed=5, shuffle_window=window, start=start))
+            lambda start, lane=lane: source.read(
+                lane, num_lanes=num_lanes, epoch=2, seed=5, shuffle_window=window, start=start
+            )
         )
     assert len(found) == 4 * 13 + 6
 
@@ -187,11 +189,11 @@ def test_compressed_files_of_several_members(
     source = JSONLSource(path)
     assert read_all(source) == rows
     assert len(read_all(source, num_lanes=3)) == 3000
-    reader = source.read(Reading(0, num_lanes=1))
+    reader = source.read(0, num_lanes=1)
     for row in itertools.islice(reader, 2000):
         last = row
     assert last.data == rows[1999]
-    assert [row.data for row in source.read(Reading(0, num_lanes=1, start=reader.position))] == rows[2000:]
+    assert [row.data for row in source.read(0, num_lanes=1, start=reader.position)] == rows[2000:]
     assert source.fetch(last.origin) == rows[1999]
     assert source.locate(last.origin) == f"{path}:2000"
 
@@ -199,7 +201,7 @@ def test_compressed_files_of_several_members(
 def test_files_are_read_as_needed(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", numbered(50_000))
     source = JSONLSource(path)
-    next(source.read(Reading(3, num_lanes=4, shuffle_window=16)))
+    next(source.read(3, num_lanes=4, shuffle_window=16))
     assert source.bytes_read < 20 * 60
 
 
@@ -209,7 +211,7 @@ def test_readers_may_be_dropped_halfway(tmp_path: Path) -> None:
 
     source = JSONLSource([write(tmp_path / f"a.jsonl{s}", numbered(50)) for s in ("", ".gz", ".zst")])
     for start in range(3):
-        next(source.read(Reading(start, num_lanes=3)))
+        next(source.read(start, num_lanes=3))
         source.fetch((start, 0))
     source.probe(10)
     gc.collect()
@@ -277,7 +279,7 @@ def test_bad_manifests(tmp_path: Path, make: Callable[[Path], Any], message: str
 
 def test_an_empty_compressed_file_is_an_error_when_it_is_read(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl.gz", [])
-    reader = JSONLSource(path).read(Reading(0, num_lanes=1))
+    reader = JSONLSource(path).read(0, num_lanes=1)
     for _ in range(2):
         with pytest.raises(ValueError) as error:
             next(reader)
@@ -363,7 +365,7 @@ def test_bad_lines_are_named_by_file_and_line(
     source = JSONLSource(path)
     rows, errors = [], []
     for lane in range(num_lanes):
-        reader = source.read(Reading(lane, num_lanes=num_lanes))
+        reader = source.read(lane, num_lanes=num_lanes)
         try:
             rows.extend(row.data["i"] for row in reader)
         except ValueError:
@@ -379,7 +381,7 @@ def test_a_file_that_changes_during_a_run(tmp_path: Path) -> None:
     size = paths[1].stat().st_size
     source = JSONLSource(paths)
     before = paths[1].read_bytes()
-    reader = source.read(Reading(0, num_lanes=1))
+    reader = source.read(0, num_lanes=1)
     assert [next(reader).data["i"] for _ in range(5)] == [0, 1, 2, 3, 4]
     paths[1].write_bytes(before + b'{"i": 5}\n')
     assert next_error(reader) == (
@@ -414,7 +416,7 @@ def test_damaged_archives_are_errors_with_their_place(tmp_path: Path, suffix: st
         packed[-6 if suffix == ".gz" else -2] ^= 0xFF
     path = tmp_path / f"a.jsonl{suffix}"
     path.write_bytes(packed)
-    reader = JSONLSource(path).read(Reading(0, num_lanes=1))
+    reader = JSONLSource(path).read(0, num_lanes=1)
     found = []
     with pytest.raises(ValueError, match=f"^{path}") as error:
         found.extend(row.data for row in reader)
@@ -616,7 +618,7 @@ def test_shuffling(tmp_path: Path, kind: str) -> None:
     state, numpy_state = random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002 - it is to stay
 
     def order(lane: int = 0, **settings: Any) -> list[int]:
-        rows = source.read(Reading(lane, num_lanes=2, **{"shuffle_window": 20, **settings}))
+        rows = source.read(lane, num_lanes=2, **{"shuffle_window": 20, **settings})
         return [row.data["i"] for row in rows]
 
     lane = 0 if order(0) else 1  # a compressed file is all in one
@@ -625,7 +627,7 @@ def test_shuffling(tmp_path: Path, kind: str) -> None:
     orders = [plain, order(lane), order(lane, epoch=1), order(lane, seed=1), order(lane, epoch=1, seed=1)]
     assert len(set(map(tuple, orders))) == 5, "epoch and seed decide"
     assert orders[1] == order(lane), "and nothing else: two readings agree"
-    one, other = (source.read(Reading(lane, num_lanes=2, shuffle_window=20)) for _ in range(2))
+    one, other = (source.read(lane, num_lanes=2, shuffle_window=20) for _ in range(2))
     interleaved = [(next(one).data["i"], next(other).data["i"]) for _ in range(10)]
     assert [a for a, _ in interleaved] == [b for _, b in interleaved] == orders[1][:10]
     assert random.getstate() == state
@@ -635,7 +637,7 @@ def test_shuffling(tmp_path: Path, kind: str) -> None:
 def test_lanes_shuffle_differently() -> None:
     source = MapSource(numbered(60))
     lanes = [
-        [row.data["i"] // 2 for row in source.read(Reading(lane, num_lanes=2, shuffle_window=1))] for lane in (0, 1)
+        [row.data["i"] // 2 for row in source.read(lane, num_lanes=2, shuffle_window=1)] for lane in (0, 1)
     ]
     assert sorted(lanes[0]) == sorted(lanes[1])
     assert lanes[0] != lanes[1]
@@ -649,7 +651,9 @@ def test_positions_of_every_source(tmp_path: Path, kind: str, num_lanes: int, wi
     found = []
     for lane in range(num_lanes):
         found += check_positions(
-            lambda start, lane=lane: source.read(Reading(lane, num_lanes=num_lanes, epoch=1, seed=2, shuffle_window=window, start=start)),
+            lambda start, lane=lane: source.read(
+                lane, num_lanes=num_lanes, epoch=1, seed=2, shuffle_window=window, start=start
+            ),
             announced=kind != "holdout",  # which learns only from a row's content that it passes it by
         )
     expected = [row for row in numbered(90) if source.keeps(row)] if kind == "holdout" else numbered(60)
@@ -660,7 +664,7 @@ def test_positions_of_every_source(tmp_path: Path, kind: str, num_lanes: int, wi
 def test_rows_are_found_again(tmp_path: Path, kind: str) -> None:
     source = make_sources(tmp_path)[kind]
     places = set()
-    for row in source.read(Reading(0, num_lanes=1, shuffle_window=7)):
+    for row in source.read(0, num_lanes=1, shuffle_window=7):
         assert source.fetch(row.origin) == row.data
         places.add(source.locate(row.origin))
         if kind in ("jsonl", "gz"):
@@ -675,7 +679,7 @@ def test_rows_are_found_again(tmp_path: Path, kind: str) -> None:
 
 def test_map_style_rows_by_number() -> None:
     source = MapSource(numbered(7))
-    assert [[row.data["i"] for row in source.read(Reading(lane, num_lanes=3))] for lane in range(3)] == [
+    assert [[row.data["i"] for row in source.read(lane, num_lanes=3)] for lane in range(3)] == [
         [0, 3, 6],
         [1, 4],
         [2, 5],
@@ -701,7 +705,7 @@ class Dataset:
 @pytest.mark.parametrize("window", [0, 1])
 def test_map_style_errors_consume_nothing(window: int) -> None:
     data = Dataset(numbered(20), 12, OSError("gone"))
-    reader = MapSource(data).read(Reading(0, num_lanes=1, shuffle_window=window))
+    reader = MapSource(data).read(0, num_lanes=1, shuffle_window=window)
     found = []
     with pytest.raises(OSError, match="gone"):
         found.extend(row.data for row in reader)
@@ -710,7 +714,7 @@ def test_map_style_errors_consume_nothing(window: int) -> None:
         next(reader)
     assert reader.position == position
     data.bad = -1
-    before = [row.data for row in MapSource(data).read(Reading(0, num_lanes=1, shuffle_window=window))]
+    before = [row.data for row in MapSource(data).read(0, num_lanes=1, shuffle_window=window)]
     assert before[position[0] :] == [row.data for row in reader]
 
 
@@ -759,7 +763,7 @@ def test_strides_share_the_rows_out(count: int, num_lanes: int) -> None:
     source = IterableSource(numbered(count), stride=True)
     assert source.max_lanes is None
     for lane in range(num_lanes):
-        assert [row.data for row in source.read(Reading(lane, num_lanes=num_lanes))] == numbered(count)[
+        assert [row.data for row in source.read(lane, num_lanes=num_lanes)] == numbered(count)[
             lane::num_lanes
         ]
 
@@ -777,7 +781,7 @@ def test_a_generator_that_raises_midway(window: int, lane: int) -> None:
             yield row
 
     source = IterableSource(rows, stride=True)
-    reader = source.read(Reading(lane, num_lanes=2, shuffle_window=window))
+    reader = source.read(lane, num_lanes=2, shuffle_window=window)
     found = []
     for _ in range(3):
         with pytest.raises(OSError, match="gone"):
