@@ -108,7 +108,9 @@ def run(arguments: Sequence[str], *, limit: float) -> tuple[int | None, str]:
 
 def end(process: subprocess.Popen[str]) -> None:
     """Kill it and what it started: torch.compile has workers, which would hold on to the pipe."""
-    for started in psutil.Process(process.pid).children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            started.kill()
+    started = psutil.Process(process.pid).children(recursive=True)
     process.kill()
+    for child in started:
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+    psutil.wait_procs(started, timeout=10)  # a kill is not at once
