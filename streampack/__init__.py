@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from streampack.loader import PackedDataLoader
     from streampack.samplers import MultipackBatchSampler
     from streampack.sources import Holdout, IterableSource, JSONLSource, MapSource
+    from streampack.trainer import prepare_trainer_for_packing
 
 __all__ = [
     "IGNORE_INDEX",
@@ -51,6 +52,7 @@ __all__ = [
     "packed_dataset",
     "plan_packs",
     "prepare_model_for_packing",
+    "prepare_trainer_for_packing",
 ]
 
 # Importing torch takes over a second, which `streampack --help` and a planner of lengths need not wait for.
@@ -76,6 +78,7 @@ _MODULES = {
     "method_loader": "batches",
     "packed_dataset": "dataset",
     "prepare_model_for_packing": "attention",
+    "prepare_trainer_for_packing": "trainer",
 }
 
 

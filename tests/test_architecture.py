@@ -59,6 +59,8 @@ FREE_TESTS = {
     "test_isolation.py": "packed equals alone, through the model and the loss",
     "test_stock_recipe.py": "torchtune's own recipe on our PackedDataset",
     "test_transformers_models.py": "packed equals alone, for the families of Hugging Face models",
+    "test_trl.py": "TRL's SFTTrainer on a stream of packs",
+    "test_examples.py": "the scripts under examples/",
     "test_stress.py": "the long lines of `make stress`, with small counts",
 }
 

@@ -1,0 +1,123 @@
+"""Packed streams under transformers' `Trainer` and the trainers made of it, such as TRL's `SFTTrainer`."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from streampack.attention import Inputs
+from streampack.iterable import IterablePackedDataset
+from streampack.trainer.hooks import Hooks
+from streampack.trainer.steps import require_end
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+__all__ = ["prepare_trainer_for_packing"]
+
+
+def prepare_trainer_for_packing(
+    trainer: Trainer,
+    *,
+    train_dataset: IterablePackedDataset | None = None,
+    eval_dataset: IterablePackedDataset | dict[str, IterablePackedDataset] | None = None,
+    attention: str = "auto",
+) -> Inputs:
+    """Let a `Trainer` train on a stream of packs: on any number of ranks, and resumed exactly.
+
+    >>> import tempfile
+    >>> from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+    >>> from streampack import IterablePackedDataset
+    >>> packs = IterablePackedDataset([{"tokens": [1, 2, 3], "labels": [1, 2, 3]}] * 9, max_seq_len=8)
+    >>> sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes))
+    >>> args = TrainingArguments(tempfile.mkdtemp(), max_steps=2, per_device_train_batch_size=2, use_cpu=True,
+    ...     report_to="none", disable_tqdm=True, log_level="error", logging_strategy="no", save_strategy="no")
+    >>> trainer = Trainer(model, args, train_dataset=packs)
+    >>> prepare_trainer_for_packing(trainer).attention
+    'varlen'
+    >>> trainer.train().global_step  # doctest: +ELLIPSIS
+    {'train_runtime': ...}
+    2
+
+    The settings are Trainer's own: ``per_device_train_batch_size`` counts packs, and a step trains that many times
+    ``gradient_accumulation_steps`` times the ranks, the next packs of the stream whatever their product is made of.
+    The loss of a step is the mean over its trained tokens on all ranks. accelerate, which would deal the packs out a
+    second time, never sees the loader. Every checkpoint holds the stream's state, and
+    ``train(resume_from_checkpoint=...)`` goes on with the next packs, on another number of ranks too; ``True`` takes
+    the newest checkpoint that was written to its end. Data that ends before ``max_steps`` ends the training.
+    Logs get ``num_tokens``, ``padding`` and ``dropped_tokens``: real tokens so far, a share of 1, tokens.
+
+    Preparing twice is harmless; the last one holds. `Trainer` over map-style data needs none of this:
+    ``data_collator=FlatteningCollator()`` will do.
+
+    Args:
+        trainer: built, not trained yet; its model is prepared as by `prepare_model_for_packing`.
+        train_dataset: packs to train on. Default: the trainer's own. `SFTTrainer` accepts only `datasets`' classes;
+            pack what it has tokenized, with ``encoder=TokensEncoder(tokens="input_ids")``.
+        eval_dataset: packs of one epoch to evaluate on, or several by name. Default: the trainer's own, which may
+            also be of another kind: then Trainer's own loader serves it.
+        attention: see `prepare_model_for_packing`.
+
+    Raises:
+        ValueError: for a model whose samples would see one another, data that is no stream of packs, and settings
+            under which the loss or the order would be wrong; each with the way out.
+    """
+    packs = trainer.train_dataset if train_dataset is None else train_dataset
+    if not isinstance(packs, IterablePackedDataset):
+        raise ValueError(
+            f"train_dataset is a {type(packs).__name__}; give an IterablePackedDataset, or leave this trainer's "
+            "loader as it is, with data_collator=FlatteningCollator()"
+        )
+    held_out = trainer.eval_dataset if eval_dataset is None else eval_dataset
+    for name, data in (held_out if isinstance(held_out, dict) else {"eval_dataset": held_out}).items():
+        if isinstance(data, IterablePackedDataset):
+            require_end(data, name)
+    _check_settings(trainer, packs)
+    earlier = getattr(trainer.train, "__self__", None)
+    if isinstance(earlier, Hooks):
+        earlier.leave()
+    hooks = Hooks(trainer, packs, attention=attention)
+    inputs = hooks.inputs
+    trainer.train_dataset, trainer.eval_dataset = packs, held_out
+    hooks.enter()
+    return inputs
+
+
+def _check_settings(trainer: Trainer, packs: IterablePackedDataset) -> None:
+    args = trainer.args
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"this process has {args.n_gpu} GPUs and DataParallel would cut packs' boundaries apart; start one process "
+            "for each (torchrun, accelerate launch), or set CUDA_VISIBLE_DEVICES to one"
+        )
+    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
+    for name in ("tp_size", "cp_size", "sp_size"):
+        if (size := getattr(parallelism, name, 1)) > 1:
+            raise ValueError(
+                f"{name} is {size}: those ranks must see the same packs, and each rank gets its own; use data "
+                "parallelism only (DDP, FSDP, ZeRO)"
+            )
+    if args.world_size > 1 and not args.average_tokens_across_devices:
+        raise ValueError(
+            "average_tokens_across_devices=False weighs each rank's tokens by how many that rank has, and a rank may "
+            "have none; leave it at True"
+        )
+    if not (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func):
+        raise ValueError(
+            f"{type(trainer.model).__name__} does not take num_items_in_batch, so each batch would weigh the same, "
+            "however few tokens it trains; give Trainer a compute_loss_func"
+        )
+    if args.max_steps <= 0:
+        try:
+            packs_per_step = (
+                args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+            )
+            steps = math.ceil(packs.estimate_packs() / packs_per_step)
+            about = f"; an epoch of this data is about {steps} steps of {packs_per_step} packs"
+        except ValueError:  # the source cannot tell its size
+            about = ""
+        raise ValueError(
+            f"max_steps is {args.max_steps}, and how many packs a stream makes is known at its end only; set max_steps "
+            f"in TrainingArguments{about}"
+        )

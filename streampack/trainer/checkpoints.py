@@ -1,0 +1,69 @@
+"""The stream's state in Trainer's checkpoint folders."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+STREAM_FILE = "stream.pt"
+"""Plain values, read with ``weights_only=True``."""
+TRAINER_FILE = "trainer_state.json"
+PREFIX = "checkpoint-"
+
+
+def write_stream(state: dict[str, Any], folder: Path) -> None:
+    """Before anything else that belongs to the checkpoint; one that was there is none any more."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / TRAINER_FILE).unlink(missing_ok=True)
+    torch.save(state, folder / STREAM_FILE)
+
+
+def read_stream(folder: Path) -> dict[str, Any]:
+    """What `write_stream` wrote.
+
+    Raises:
+        ValueError: for a checkpoint without it.
+    """
+    try:
+        state: dict[str, Any] = torch.load(folder / STREAM_FILE, weights_only=True)
+    except FileNotFoundError:
+        raise ValueError(
+            f"{folder} has no {STREAM_FILE}: it was saved without prepare_trainer_for_packing, so nobody knows which "
+            "packs were trained; load its weights into the model and call train() without resume_from_checkpoint"
+        ) from None
+    return state
+
+
+def read_trainer(folder: Path) -> dict[str, Any]:
+    """What Trainer itself writes, after all the rest."""
+    state: dict[str, Any] = json.loads((folder / TRAINER_FILE).read_text(encoding="utf-8"))
+    return state
+
+
+def newest_checkpoint(output_dir: str) -> str:
+    """Of the checkpoints there, the newest that was written to its end: a run may be killed in the middle of one.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    steps = {
+        int(number): path
+        for path in Path(output_dir).glob(f"{PREFIX}*")
+        if (number := path.name.removeprefix(PREFIX)).isdigit()
+    }
+    for _, folder in sorted(steps.items(), reverse=True):
+        try:
+            read_trainer(folder)
+        except (OSError, ValueError):
+            log.warning("%s was not written to its end; resuming from an earlier checkpoint", folder)
+            continue
+        return str(folder)
+    raise ValueError(
+        f"there is no whole checkpoint in {output_dir} to resume from; call train() to begin, or name a folder"
+    )

@@ -1,0 +1,81 @@
+"""Samples, a model and settings for tests of transformers' trainers, and what is asked of the loss curves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate")
+transformers = pytest.importorskip("transformers")
+
+VOCAB, MAX_SEQ_LEN, SAMPLES = 1024, 64, 600
+Losses = dict[int, float]
+
+
+def samples(count: int = SAMPLES, *, seed: int = 0) -> list[dict[str, list[int]]]:
+    """A number that no other sample has, a prompt, and its answer, which alone is trained and can be learned."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for i in range(count):
+        prompt, answer = torch.randint(1, 9, (2,), generator=generator).tolist()
+        question = torch.randint(700, 720, (prompt,), generator=generator).tolist()
+        tokens = [i + 1, *question, *(750 + (prompt + j) % 7 for j in range(answer))]
+        rows.append({"tokens": tokens, "labels": [-100] * (1 + prompt) + tokens[1 + prompt :]})
+    return rows
+
+
+def model(family: str = "llama", **changes: Any) -> Any:
+    sizes: dict[str, Any] = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }  # fmt: skip
+    if family == "gpt2":
+        sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "attn_pdrop": 0.0}
+    special = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
+    config = transformers.AutoConfig.for_model(family, vocab_size=VOCAB, **special, **(sizes | changes))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def settings(folder: Path, kind: Any = None, **changes: Any) -> Any:
+    given: dict[str, Any] = {
+        "output_dir": str(folder), "max_steps": 12, "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2, "learning_rate": 5e-3, "logging_steps": 1, "save_strategy": "no",
+        "report_to": "none", "disable_tqdm": True, "use_cpu": True, "dataloader_pin_memory": False,
+    }  # fmt: skip
+    return (kind or transformers.TrainingArguments)(**(given | changes))
+
+
+def losses(trainer: Any) -> Losses:
+    return {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
+
+
+def assert_same(ours: Losses, theirs: Losses, *, within: float, steps: Iterable[int]) -> None:
+    steps = list(steps)
+    assert list(ours) == list(theirs) == steps
+    worst = max(abs(ours[step] - theirs[step]) for step in steps)
+    assert worst <= within, f"{worst} apart: {ours} and {theirs}"
+
+
+class Killed(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
+    """Writes every loss down, and kills its process after a step."""
+
+    def __init__(self, file: Path, *, after: int) -> None:
+        self.file = file
+        self.after = after
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        with self.file.open("a") as file:
+            file.write(json.dumps(state.log_history[-1]) + "\n")
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.after:
+            os.kill(os.getpid(), signal.SIGKILL)
