@@ -30,7 +30,7 @@ from streampack.training.config import RunConfig, read_config
 from streampack.training.data import build_data, total_steps
 from streampack.training.distributed import World, join_world
 from streampack.training.isolation import verify_isolation
-from streampack.training.loss import label_weights, summed_cross_entropy
+from streampack.training.loss import label_weights, summed_cross_entropy, token_losses
 from streampack.training.model import (
     build_model,
     clip_gradients,
@@ -42,6 +42,7 @@ from streampack.training.model import (
 )
 from streampack.training.progress import MetricLogger, StepMeter, bar, memory_metrics, stream_totals, summary
 from streampack.training.schedule import restore_schedule
+from streampack.training.sources import SourceMeter
 
 
 @config.parse
@@ -129,7 +130,7 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
     logger.log_config(raw)
     profiler = build(cfg.profiler, trusted=trusted)[0] if cfg.profiler else training.DummyProfiler()
     every = (cfg.validation or {}).get("every")
-    meter = StepMeter(world, device)
+    meter, by_source = StepMeter(world, device), SourceMeter(loader, world, device)
     started = time.perf_counter()
 
     def save() -> None:
@@ -162,12 +163,12 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
                 weights = label_weights(batch, loss_norm=cfg.loss_norm)
                 batch = batch.to(device)
                 logits = model(**inputs(batch))
-                loss = summed_cross_entropy(
-                    logits, batch.labels, weights=weights.to(device, non_blocking=True)
-                )
+                losses = token_losses(logits, batch.labels, weights=weights.to(device, non_blocking=True))
+                loss = losses.sum()
                 del logits  # or they would stay through the backward pass
                 loss.backward()
                 meter.add(batch, loss, weights)
+                by_source.add(batch, losses, weights)
             if not meter.batches:
                 break  # the last epoch is over, on every rank
             training.scale_grads(model, meter.reduce())
@@ -185,6 +186,7 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
                 metrics = meter.metrics() | {"lr": rate, "epoch": epoch} | memory_metrics(world, device)
                 metrics |= {"grad_norm": norm} if norm is not None else {}
                 metrics |= {f"ledger_{name}": value for name, value in ledger.as_dict().items()}
+                metrics |= by_source.metrics()
                 logger.log(metrics, step=step)
                 progress.set_postfix_str(
                     f"loss {metrics['loss']:.3f}, {metrics['tokens_per_second']:,.0f} tokens/s, "

@@ -20,8 +20,18 @@ if TYPE_CHECKING:
     from streampack.flatten import flatten_batch
     from streampack.iterable import IterablePackedDataset
     from streampack.loader import PackedDataLoader
+    from streampack.mix import Mix
     from streampack.samplers import MultipackBatchSampler
-    from streampack.sources import Holdout, IterableSource, JSONLSource, MapSource
+    from streampack.sources import (
+        HFSource,
+        Holdout,
+        IterableSource,
+        JSONLSource,
+        MapSource,
+        MDSSource,
+        ParquetSource,
+        TokenShardSource,
+    )
     from streampack.trainer import prepare_trainer_for_packing
 
 __all__ = [
@@ -29,20 +39,25 @@ __all__ = [
     "Batch",
     "FlatteningCollator",
     "Fragment",
+    "HFSource",
     "Holdout",
     "IterablePackedDataset",
     "IterableSource",
     "JSONLSource",
     "Ledger",
+    "MDSSource",
     "MapSource",
     "MessagesEncoder",
+    "Mix",
     "MultipackBatchSampler",
     "Pack",
     "PackedDataLoader",
     "PackedDataset",
     "PaddedCollator",
+    "ParquetSource",
     "Sample",
     "TextEncoder",
+    "TokenShardSource",
     "TokensEncoder",
     "collate_packed",
     "find_leaks",
@@ -59,17 +74,22 @@ __all__ = [
 _MODULES = {
     "Batch": "collate",
     "FlatteningCollator": "collators",
+    "HFSource": "sources",
     "Holdout": "sources",
     "IterablePackedDataset": "iterable",
     "IterableSource": "sources",
     "JSONLSource": "sources",
+    "MDSSource": "sources",
     "MapSource": "sources",
     "MessagesEncoder": "encode",
+    "Mix": "mix",
     "MultipackBatchSampler": "samplers",
     "PackedDataLoader": "loader",
     "PackedDataset": "dataset",
     "PaddedCollator": "collators",
+    "ParquetSource": "sources",
     "TextEncoder": "encode",
+    "TokenShardSource": "sources",
     "TokensEncoder": "encode",
     "collate_packed": "collate",
     "flatten_batch": "flatten",

@@ -32,6 +32,8 @@ usage: streampack COMMAND ...
   validate CONFIG                     check a config: every component, nested ones too
   verify --config CONFIG [KEY=VALUE ...]
                                       does any sample of a pack see another in this model? needs no weights
+  tokenize --config CONFIG --out FOLDER [--workers N] [--lanes N] [--dtype TYPE] [KEY=VALUE ...]
+                                      make token shards of the config's data.source, with its tokenizer and data.encoder
   run RECIPE --config CONFIG [KEY=VALUE ...]
                                       train; torchrun's options go before RECIPE
 
@@ -40,7 +42,7 @@ RECIPE and CONFIG are names that `ls` shows, or paths. For example:
   streampack run full_finetune --config quickstart max_steps=3
   streampack run --nproc_per_node 2 full_finetune --config my.yaml
 """
-COMMANDS = ("ls", "cat", "cp", "validate", "verify", "run")
+COMMANDS = ("ls", "cat", "cp", "validate", "verify", "tokenize", "run")
 LISTED = "neither a name that `streampack ls` lists"
 
 
@@ -69,6 +71,8 @@ def _dispatch(args: list[str]) -> int:
         return _validate(rest)
     if command == "verify":
         return _verify(rest)
+    if command == "tokenize":
+        return _tokenize(rest)
     if command == "ls" and not rest:
         return _ls()
     if command == "cat" and len(rest) == 1 and rest[0] in our_files():
@@ -134,6 +138,47 @@ def _verify(rest: list[str]) -> int:
         return 1
     print(f"{path}: {report}", file=sys.stdout if report.ok else sys.stderr)
     return 0 if report.ok else 1
+
+
+def _tokenize(rest: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        "streampack tokenize", add_help=False, allow_abbrev=False, exit_on_error=False
+    )
+    parser.add_argument("--config")
+    parser.add_argument("--out")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--lanes", type=int)
+    parser.add_argument("--dtype", default="auto")
+    try:
+        options, values = parser.parse_known_args(rest)
+        sound = bool(options.config and options.out) and all(word.find("=") > 0 for word in values)
+    except (argparse.ArgumentError, SystemExit):
+        sound = False
+    if not sound or any(word.startswith("-") for word in values):
+        raise UsageError(
+            "tokenize takes --config with a name or a path and --out with a folder, then --workers and --lanes with "
+            f"numbers, --dtype with a type, and KEY=VALUE; got {' '.join(rest) or 'nothing'}"
+        )
+    path, config = _read_yaml("tokenize", options.config)
+    from omegaconf import OmegaConf
+
+    from streampack.tokenize import from_config, tokenize
+
+    try:
+        merged = OmegaConf.merge(config, OmegaConf.from_dotlist(values))
+        source, encoder = from_config(OmegaConf.to_container(merged, resolve=True))  # type: ignore[arg-type]
+        tokenize(
+            source,
+            encoder=encoder,
+            out=options.out,
+            workers=options.workers,
+            lanes=options.lanes,
+            dtype=options.dtype,
+        )
+    except (ValueError, ImportError, RuntimeError, OSError) as error:
+        print(f"{path}: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _read_yaml(command: str, config: str) -> tuple[Path, Any]:

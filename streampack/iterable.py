@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -10,12 +12,16 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from streampack.collate import to_torchtune
 from streampack.encode import TokensEncoder, qualified_name
+from streampack.estimate import estimate_packs
 from streampack.lane import Lane, LaneConfig
-from streampack.metrics import Ledger
+from streampack.metrics import Ledger, Tally
+from streampack.mix import Mix
 from streampack.plan import Packing, require, require_positive
 from streampack.receipt import Receipt
 from streampack.sources import as_source
-from streampack.stream import PackStream, ledger_of
+from streampack.sources.base import digest
+from streampack.sources.quarantine import Quarantine
+from streampack.stream import PackStream, ledger_of, tallies_of
 from streampack.types import Fragment, Sample
 
 STATE_VERSION = 1
@@ -40,9 +46,9 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
 
     Args:
         source: a `Source`; or a path or glob of JSONL files; or any map-style dataset of
-            ``{"tokens", "labels"}``; or any deterministic iterable of such rows.
+            ``{"tokens", "labels"}``; or any deterministic iterable of such rows; several, by their shares, are a `Mix`.
         max_seq_len: tokens in a pack.
-        encoder: makes a `Sample` of a row; rows of ready tokens need none.
+        encoder: makes a `Sample` of a row; rows of ready tokens need none, sources of a `Mix` may have their own.
         strategy: ``"exact_fit"`` (default), ``"best_fit"``, ``"first_fit"``, ``"next_fit"``, ``"wrap"``.
         split_across_pack: packs are always full, and the sample that crosses a pack's end continues in
             the next. For pretraining.
@@ -62,6 +68,10 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             small that each lane's last, part-empty pack would matter.
         padding_idx: the token that fills a pack's end.
         vocab_size: if given, token ids must be below it.
+        on_bad_record: ``"error"``, or ``"skip"``: records that cannot be read or encoded are passed by, as if they
+            were not there, and counted as ``bad_records``.
+        max_bad_records: of one lane; one more fails the run.
+        quarantine: a folder for lists of the records passed by; see `Quarantine`.
 
     Raises:
         ValueError: for a bad setting, at construction; for a bad row, with its place, when it is read.
@@ -89,8 +99,16 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         num_lanes: int | None = None,
         padding_idx: int = 0,
         vocab_size: int | None = None,
+        on_bad_record: str = "error",
+        max_bad_records: int = 100,
+        quarantine: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
+        require(on_bad_record, "on_bad_record", ("error", "skip"))
+        if on_bad_record == "error" and quarantine is not None:
+            raise ValueError('a quarantine lists what is skipped; set on_bad_record="skip"')
+        folder = None if quarantine is None else os.fspath(quarantine)
+        kept = Quarantine(folder, max_bad_records)
         require(empty, "empty", ("error", "drop"))
         require_positive(shuffle_window, "shuffle_window")
         for value, name in ((epochs, "epochs"), (num_lanes, "num_lanes"), (vocab_size, "vocab_size")):
@@ -112,6 +130,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             truncate_eos=truncate_eos,
             padding_idx=padding_idx,
             vocab_size=vocab_size,
+            quarantine=kept if on_bad_record == "skip" else None,
         )
         self.epochs = epochs
         self.epoch = 0  # where an iteration without a state begins
@@ -179,8 +198,9 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
                 "use fewer workers, or start a new run with more num_lanes"
             )
         if source.max_lanes is not None and wanted > source.max_lanes:
+            name = source.narrowest() if isinstance(source, Mix) else type(source).__name__
             raise ValueError(
-                f"{type(source).__name__} can be read as {source.max_lanes} lane(s) and {wanted} are needed for "
+                f"{name} can be read as {source.max_lanes} lane(s) and {wanted} are needed for "
                 f"{consumers} consumers (ranks x workers): each would read everything; use one consumer, or "
                 "IterableSource(..., stride=True) to let each read everything and keep its share"
             )
@@ -198,10 +218,12 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         """What decides which tokens share a pack; a state made under another identity is refused."""
         if self._identity is None:
             config, packing = self.lane_config, self.lane_config.packing
-            encode = config.encode
+            encoder = _fingerprint(config.encode)
+            if self.mix is not None:
+                encoder = digest(*map(_fingerprint, self.mix.encoders(config.encode)))
             self._identity = {
                 "corpus": config.source.fingerprint(),
-                "encoder": encode.fingerprint() if hasattr(encode, "fingerprint") else qualified_name(encode),
+                "encoder": encoder,
                 "max_seq_len": packing.max_seq_len,
                 "strategy": packing.strategy,
                 "buffer_size": packing.buffer_size,
@@ -226,12 +248,15 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
 
     def state_of(self, receipts: Mapping[int, bytes]) -> dict[str, Any]:
         """A state that holds these receipts."""
+        # For the warning when they change. What a replay goes by is in the receipts.
+        weights = {} if self.mix is None else {"weights": self.mix.shares}
         return {
             "version": STATE_VERSION,
             "identity": dict(self.identity()),
             "epoch": self.epoch,
             "num_lanes": self.num_lanes,
             "lanes": dict(receipts),
+            **weights,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -248,6 +273,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
                     f"the state was made with {name}={theirs!r} and this dataset has {name}={ours!r}; "
                     "resume with what the run began with, or start a new run"
                 )
+        if self.mix is not None and (changes := self.mix.changed(state.get("weights"))):
+            warnings.warn(changes, stacklevel=2)
         self.epoch = state["epoch"]
         self.num_lanes = num_lanes
         self._receipts = receipts
@@ -263,6 +290,21 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             return Ledger.total(lane.ledger for lane in self._stream.lanes)
         return ledger_of(self._receipts)
 
+    @property
+    def mix(self) -> Mix | None:
+        """The source, if it is a mixture."""
+        return self.lane_config.mix
+
+    def tallies(self) -> dict[str, Tally]:
+        """What each source of a mixture gave, as `ledger`; empty without a mixture."""
+        receipts = self._stream.receipts() if self._stream else self._receipts
+        return self.tallies_of(receipts)
+
+    def tallies_of(self, receipts: Mapping[int, bytes]) -> dict[str, Tally]:
+        """The same of the lanes of a state."""
+        names = [] if self.mix is None else self.mix.names
+        return dict(zip(names, tallies_of(receipts) or [Tally() for _ in names], strict=True))
+
     def trace(self, fragment: Fragment) -> dict[str, Any]:
         """From a sequence in a pack back to its text: the row's place, its data, and the fragment's tokens.
 
@@ -274,12 +316,14 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         {'place': 'sample 0', 'row': {'tokens': [7, 8], 'labels': [7, 8]}, 'tokens': [7, 8]}
         """
         config = self.lane_config
-        row = config.source.fetch(fragment.origin)
-        start, piece = [p for p in config.cut(config.encode(row)) if p[0] <= fragment.start][-1]
+        row, encode = config.source.fetch(fragment.origin), config.encoder(fragment.origin)
+        start, piece = [p for p in config.cut(encode(row)) if p[0] <= fragment.start][-1]
         tokens = piece.tokens[fragment.start - start : fragment.stop - start]
         found = {"place": config.source.locate(fragment.origin), "row": row, "tokens": tokens.tolist()}
-        if hasattr(config.encode, "decode"):
-            found["text"] = config.encode.decode(found["tokens"])
+        if self.mix is not None:
+            found["source"] = self.mix.names[self.mix.leaf(fragment.origin)]
+        if hasattr(encode, "decode"):
+            found["text"] = encode.decode(found["tokens"])
         return found
 
     def estimate_packs(self, *, rows: int = 256) -> int:
@@ -288,14 +332,11 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         Raises:
             ValueError: if the source cannot tell its size.
         """
-        config, packing = self.lane_config, self.lane_config.packing
-        sampled, scale = config.source.probe(rows)
-        tokens = 0
-        for row in sampled:
-            length = config.encode(row).tokens.size
-            if length <= packing.max_seq_len or packing.overlong != "error":
-                tokens += sum(stop - start for start, stop in packing.pieces_of(length)) if length else 0
-        return max(1, round(tokens * scale / packing.max_seq_len))
+        return estimate_packs(self.lane_config, rows=rows)
+
+
+def _fingerprint(encode: Callable[[Mapping[str, Any]], Sample]) -> str:
+    return encode.fingerprint() if hasattr(encode, "fingerprint") else qualified_name(encode)
 
 
 def _checked(state: Any) -> tuple[Mapping[str, Any], int | None, dict[int, bytes]]:

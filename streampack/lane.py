@@ -8,14 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from streampack.assemble import assemble, check_sample, trained_tokens, with_eos
-from streampack.metrics import Ledger
+from streampack.draws import Draws
+from streampack.metrics import Ledger, Tally
+from streampack.mix import Mix
 from streampack.plan import Packing, Planner
 from streampack.receipt import Receipt
-from streampack.sources.base import Reader, Source
+from streampack.sources.base import BadRecord, Reader, Reading, Source
+from streampack.sources.quarantine import Quarantine
 from streampack.types import Fragment, Origin, Pack, Position, Row, Sample
+
+UNENCODABLE = (ValueError, TypeError, LookupError, AttributeError)
+"""What an encoder raises for a row of other columns or types than it knows."""
+
+BROKEN: Mapping[str, Any] = MappingProxyType({})
+"""The data of a row that could not be read, and is passed by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +42,17 @@ class LaneConfig:
     truncate_eos: int | None = None
     padding_idx: int = 0
     vocab_size: int | None = None
+    quarantine: Quarantine | None = None  # None: a broken record is an error
+
+    @property
+    def mix(self) -> Mix | None:
+        """The source, if it is a mixture."""
+        return self.source if isinstance(self.source, Mix) else None
+
+    def encoder(self, origin: Origin) -> Callable[[Mapping[str, Any]], Sample]:
+        """Of the row's source."""
+        own = None if self.mix is None else self.mix.encoder(origin)
+        return self.encode if own is None else own
 
     def cut(self, sample: Sample) -> list[tuple[int, Sample]]:
         """The pieces that a sample becomes, each with its start in it; none if it is dropped.
@@ -76,9 +97,11 @@ class Lane:
         self.num_lanes = num_lanes
         self.planner = Planner(config.packing)
         self.ledger = Ledger()
+        self.tallies = [] if config.mix is None else [Tally() for _ in config.mix.names]
         self.held: dict[int, Piece] = {}  # pieces pulled and not wholly packed, by number
         self.pending: list[Piece] = []  # pieces of the newest row that were not pulled yet
         self.row: Row | None = None  # read and not yet encoded; stays when encoding fails
+        self.broken = ""  # why that row could not be read, if it could not
         self.done = False  # this epoch is used up
         self.packs = 0  # in this epoch (endless: since the beginning)
         self.epoch = 0
@@ -115,12 +138,15 @@ class Lane:
         sequences, fragments = [], []
         for number, start, stop in spans:
             piece = self.held[number]
-            sequences.append(piece.sample.cut(start, stop))
+            sequences.append(sequence := piece.sample.cut(start, stop))
             fragments.append(
                 Fragment(
                     piece.origin, piece.start + start, piece.start + stop, self._trained(piece, start, stop)
                 )
             )
+            if (tally := self._tally(piece.origin)) is not None:
+                tally.packed += stop - start
+                tally.trained += trained_tokens(sequence.labels)
             if stop == piece.sample.tokens.size:
                 del self.held[number]
         packing = self.config.packing
@@ -172,11 +198,12 @@ class Lane:
             self.planner.next_piece,
             gone,
             self.ledger,
+            tuple(self.tallies),
         ).to_bytes()
 
     def _open(self, epoch: int, start: Position | None) -> Reader:
         config = self.config
-        return config.source.read(
+        reading = Reading(
             self.lane,
             num_lanes=self.num_lanes,
             epoch=epoch,
@@ -184,6 +211,9 @@ class Lane:
             shuffle_window=config.shuffle_window,
             start=start,
         )
+        if config.mix is not None:
+            return config.mix.read(reading, stagger=config.packing.max_seq_len)
+        return config.source.read(reading)
 
     def _restore(self, receipt: Receipt) -> None:
         """Read again from the oldest waiting piece's row, and skip what is gone."""
@@ -197,8 +227,10 @@ class Lane:
         self.packs, self.epoch = receipt.packs, receipt.epoch
         self.done = receipt.done and not self.config.endless
         self.rows_in_epoch = self.pieces_in_epoch = 1  # only an epoch read from its beginning tells
-        self.ledger = receipt.ledger
+        self.ledger, self.tallies = receipt.ledger, list(receipt.tallies)
         self.reader = self._open(receipt.epoch, receipt.position)
+        if isinstance(self.reader, Draws) and (mix := self.config.mix) is not None:
+            self.reader.weighing.change(mix.weights, after=receipt.next_piece - receipt.first)
         planner = self.planner
         planner.next_piece = receipt.first
         while planner.next_piece < receipt.next_piece:
@@ -209,7 +241,8 @@ class Lane:
                     f"corpus ends after {planner.next_piece}; the data or the encoder changed"
                 )
             gone = receipt.gone >> (planner.next_piece - receipt.first)
-            skip = gone & 1 and self.config.packing.keeps_one_piece_per_sample
+            # A mixture draws by what its rows train, so it encodes those that are gone, too.
+            skip = gone & 1 and self.config.packing.keeps_one_piece_per_sample and not self.tallies
             pieces = [] if skip else self._pieces(row, replay=True)
             self.row = None
             self.pieces_in_epoch += 1  # a replay may span whole epochs, which must not look empty
@@ -243,11 +276,20 @@ class Lane:
         self.held[self.planner.next_piece] = piece
         self.pieces_in_epoch += 1
         self.ledger.tokens_in += piece.sample.tokens.size
+        if (tally := self._tally(piece.origin)) is not None:
+            tally.tokens_in += piece.sample.tokens.size
         return piece.sample.tokens.size
 
     def _read(self) -> Row | None:
         while self.row is None:
-            self.row = next(self.reader, None)
+            try:
+                self.row = next(self.reader, None)
+            except BadRecord as error:
+                if self.config.quarantine is None:
+                    raise ValueError(str(error)) from None  # a BadRecord cannot leave its process
+                self.reader.skip()
+                self.row = Row(BROKEN, error.position, error.origin)
+                self.broken = error.reason
             if self.row is None:
                 if not self.config.endless:
                     return None
@@ -258,7 +300,9 @@ class Lane:
                         "every lane: use fewer lanes, or look at what is dropped"
                     )
                 self.epoch, self.rows_in_epoch, self.pieces_in_epoch = self.epoch + 1, 0, 0
-                self.reader = self._open(self.epoch, None)
+                ended, self.reader = self.reader, self._open(self.epoch, None)
+                if isinstance(ended, Draws) and isinstance(self.reader, Draws):
+                    self.reader.succeed(ended)
             else:
                 self.rows_in_epoch += 1
         return self.row
@@ -266,14 +310,18 @@ class Lane:
     def _pieces(self, row: Row, *, replay: bool) -> list[Piece]:
         """Encode a row and cut it to pieces; none if it is dropped. A replay books nothing a second time."""
         config, first = self.config, self.planner.next_piece
+        if row.data is BROKEN:
+            return self._passed_by(row, self.broken, replay=replay)
         try:
-            sample = config.encode(row.data)
+            sample = config.encoder(row.origin)(row.data)
             check_sample(sample, config.vocab_size)
-        except ValueError as error:
-            raise ValueError(f"{self._place(row)}: {error}") from error
-        except StopIteration as error:  # would end the stream in silence
-            raise RuntimeError(f"{self._place(row)}: the encoder raised StopIteration") from error
         except Exception as error:
+            if config.quarantine is not None and isinstance(error, UNENCODABLE):
+                return self._passed_by(row, f"{type(error).__name__}: {error}", replay=replay)
+            if isinstance(error, ValueError):
+                raise ValueError(f"{self._place(row)}: {error}") from error
+            if isinstance(error, StopIteration):  # would end the stream in silence
+                raise RuntimeError(f"{self._place(row)}: the encoder raised StopIteration") from error
             error.add_note(f"while encoding {self._place(row)}")
             raise
         try:
@@ -287,8 +335,14 @@ class Lane:
         pieces = [
             Piece(part, row.origin, start, self.epoch, row.position, first, trained) for start, part in parts
         ]
+        if isinstance(self.reader, Draws):
+            trained_in_packs = sum(trained_tokens(part.labels) for _, part in parts)
+            self.reader.charge(trained_in_packs, pieces=max(1, len(parts)))
         if not replay:
             self.ledger.samples += 1
+            if (tally := self._begin_tally(row)) is not None:
+                tally.samples += 1
+                tally.tokens_in += length - kept
             if kept < length or not parts:
                 self.ledger.tokens_in += length - kept
                 self.ledger.drop("truncated" if kept else "overlong" if length else "empty", length - kept)
@@ -296,10 +350,42 @@ class Lane:
                 self.planner.next_piece += 1  # a dropped row has a number too, so that a replay can count
         return pieces
 
+    def _passed_by(self, row: Row, reason: str, *, replay: bool) -> list[Piece]:
+        """A broken record is a dropped row: it has a number, and a replay books it no second time."""
+        quarantine = self.config.quarantine
+        assert quarantine is not None
+        if not replay:
+            if self.ledger.dropped_samples["bad"] >= quarantine.limit:
+                raise ValueError(
+                    f"{self._place(row)}: {reason}; lane {self.lane} has passed by {quarantine.limit} broken records "
+                    "before this one: look at them, and raise max_bad_records if they may be left out"
+                )
+            source, offset = self.config.source, row.origin[-1]
+            shard = source.shard(row.origin) if hasattr(source, "shard") else source.locate(row.origin)
+            quarantine.keep(self.lane, shard=shard, offset=offset, reason=reason)
+            self.ledger.drop("bad", 0)
+            self._begin_tally(row)
+            self.planner.next_piece += 1
+        if row.data is not BROKEN and isinstance(self.reader, Draws):
+            self.reader.charge(0)
+        return []
+
     def _trained(self, piece: Piece, start: int, stop: int) -> int | None:
         """Of the whole sample, if it is split."""
         cuts = self.config.packing.cuts(piece.sample.tokens.size, start, stop)
         return trained_tokens(piece.sample.labels, cuts) if cuts else piece.trained
+
+    def _tally(self, origin: Origin) -> Tally | None:
+        """Of the row's source in a mixture."""
+        mix = self.config.mix
+        return None if mix is None else self.tallies[mix.leaf(origin)]
+
+    def _begin_tally(self, row: Row) -> Tally | None:
+        """The tally of the newest row's source; it counts how often the source was begun."""
+        tally = self._tally(row.origin)
+        if tally is not None and isinstance(self.reader, Draws):
+            tally.epochs += self.reader.begins
+        return tally
 
     def _place(self, row: Row) -> str:
         return self.config.source.locate(row.origin)

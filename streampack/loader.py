@@ -12,7 +12,7 @@ from typing import Any
 from streampack.collate import Batch, collate_packed, null_pack, to_torchtune
 from streampack.iterable import IterablePackedDataset
 from streampack.lockstep import Answer, Lockstep
-from streampack.metrics import Ledger
+from streampack.metrics import Ledger, Tally
 from streampack.plan import require_positive
 from streampack.receipt import Receipt
 from streampack.shares import Share, Shares
@@ -142,6 +142,10 @@ class PackedDataLoader:
     def ledger(self) -> Ledger:
         """Where every token of this rank's lanes went, as of the last batch handed over."""
         return ledger_of(self.receipts)
+
+    def tallies(self) -> dict[str, Tally]:
+        """What each source of a mixture gave in this rank's lanes, as of the last batch handed over."""
+        return self.dataset.tallies_of(self.receipts)
 
 
 class _Batches:
@@ -305,7 +309,7 @@ class _Batches:
                 self.prepared = self.batches
                 raise error
             self.shares.close()
-            said = self.lockstep.gather(error and f"{type(error).__name__}: {error}")
+            said = self.lockstep.gather(error and _told(error))
             if error is not None:
                 raise error
             rank, message = next((rank, text) for rank, text in enumerate(said) if text)
@@ -320,3 +324,9 @@ class _Batches:
         most = config.packing.max_seqs_per_pack
         batch = collate_packed([to_torchtune(pack) for pack in packs], segments=most and most + 1)
         return batch.pin_memory() if self.loader.pin_memory else batch
+
+
+def _told(error: Exception) -> str:
+    """What other ranks hear of an error: its kind, its message, and where it happened; no tracebacks."""
+    notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
+    return " ".join([f"{type(error).__name__}: {error}", *notes])

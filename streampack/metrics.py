@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-DROP_REASONS = ("overlong", "truncated", "empty")
-"""Why tokens or samples are left out. ``overlong`` counts whole samples, ``truncated`` what was cut off."""
+DROP_REASONS = ("overlong", "truncated", "empty", "bad")
+"""Why tokens or samples are left out. ``overlong`` counts whole samples, ``truncated`` what was cut off; ``bad`` are
+broken records, of whose tokens nobody knows."""
 
 
 @dataclass(slots=True)
@@ -73,8 +74,30 @@ class Ledger:
     def as_dict(self) -> dict[str, Any]:
         """For metric loggers: flat, with the reasons spelled out and the padding as a share."""
         counts = {name: getattr(self, name) for name in _COUNTS}
-        drops = {f"dropped_{reason}": tokens for reason, tokens in self.dropped.items()}
+        drops = {f"dropped_{reason}": tokens for reason, tokens in self.dropped.items() if reason != "bad"}
+        drops["bad_records"] = self.dropped_samples["bad"]
         return {**counts, **drops, "buffered": self.buffered, "padding": self.padding}
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts of one source of a mixture, in one lane or in several added up."""
+
+    epochs: int = 0  # how often it was begun; a first row that was packed or dropped counts one
+    samples: int = 0  # rows encoded
+    tokens_in: int = 0  # tokens the encoder made
+    packed: int = 0  # real tokens in packs
+    trained: int = 0  # of them, those that the loss counts
+
+    def numbers(self) -> list[int]:
+        """All counts as a flat list, for a receipt."""
+        return [getattr(self, f.name) for f in fields(self)]
+
+    @classmethod
+    def total(cls, tallies: Iterable[Tally]) -> Tally:
+        """The sum over lanes."""
+        columns = zip(*(tally.numbers() for tally in tallies), strict=True)
+        return cls(*(sum(column) for column in columns))
 
 
 _COUNTS = tuple(f.name for f in fields(Ledger) if not f.name.startswith("dropped"))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 
-from streampack.metrics import Ledger
+from streampack.metrics import Ledger, Tally
 from streampack.types import Position
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,13 @@ class Receipt:
     next_piece: int  # the number that the next piece pulled will get
     gone: int  # bit i: piece first + i is packed or dropped
     ledger: Ledger  # as of next_piece
+    tallies: tuple[Tally, ...] = ()  # the same of every source of a mixture
 
     def to_bytes(self) -> bytes:
         """Variable-length integers and a checksum."""
         numbers = [self.packs, int(self.done), self.epoch, len(self.position), *self.position]
         numbers += [self.first, self.offset, self.next_piece - self.first, *self.ledger.numbers()]
+        numbers += [len(self.tallies), *(n for tally in self.tallies for n in tally.numbers())]
         body = b"".join(map(_varint, [VERSION, *numbers]))
         body += self.gone.to_bytes((self.gone.bit_length() + 7) // 8, "little")
         return body + zlib.crc32(body).to_bytes(4, "little")
@@ -62,10 +64,11 @@ class Receipt:
         position = tuple(numbers.next() for _ in range(numbers.next()))
         first, offset, span = numbers.next(), numbers.next(), numbers.next()
         ledger = Ledger.from_numbers([numbers.next() for _ in Ledger().numbers()])
+        tallies = tuple(Tally(*(numbers.next() for _ in Tally().numbers())) for _ in range(numbers.next()))
         gone = int.from_bytes(numbers.rest(), "little")
         if gone.bit_length() > span:
             raise ValueError(f"the receipt marks {gone.bit_length()} pieces of {span}; it is damaged")
-        return cls(packs, done, epoch, position, first, offset, first + span, gone, ledger)
+        return cls(packs, done, epoch, position, first, offset, first + span, gone, ledger, tallies)
 
 
 def _varint(number: int) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from streampack.lane import Lane
-from streampack.metrics import Ledger
+from streampack.metrics import Ledger, Tally
 from streampack.receipt import Receipt
 from streampack.types import LaneEnd, Pack
 
@@ -63,3 +63,9 @@ class PackStream:
 def ledger_of(receipts: Mapping[int, bytes]) -> Ledger:
     """The ledgers of all lanes in a state, added up."""
     return Ledger.total(Receipt.from_bytes(receipt).ledger for receipt in receipts.values())
+
+
+def tallies_of(receipts: Mapping[int, bytes]) -> list[Tally]:
+    """What each source of a mixture gave in all lanes of a state; ``epochs`` are those of all lanes, added up."""
+    lanes = [Receipt.from_bytes(receipt).tallies for receipt in receipts.values()]
+    return [Tally.total(tallies) for tallies in zip(*lanes, strict=True)]

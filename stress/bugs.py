@@ -92,11 +92,12 @@ def _plant_and_check(name: str | None, pipe: object) -> None:
 def windows_differ() -> None:
     """No two windows of one lane are permuted alike."""
     from streampack import JSONLSource
+    from streampack.sources import Reading
 
     with tempfile.TemporaryDirectory() as name:
         corpus = Corpus.make(400, folder=Path(name))
         source = JSONLSource(sorted(Path(name).glob("*.jsonl")))
-        rows = [row.data["i"] for row in source.read(0, num_lanes=1, seed=3, shuffle_window=40)]
+        rows = [row.data["i"] for row in source.read(Reading(0, num_lanes=1, seed=3, shuffle_window=40))]
     assert sorted(rows) == list(range(len(corpus.lengths)))
     orders = []
     for start in range(0, 400, 40):

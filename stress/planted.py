@@ -17,7 +17,7 @@ from streampack.lockstep import Lockstep
 from streampack.metrics import Ledger
 from streampack.plan import Planner
 from streampack.receipt import Receipt
-from streampack.sources import base, mapstyle
+from streampack.sources import mapstyle, window
 from streampack.types import LaneEnd, Pack
 from streampack.workers import Worker
 
@@ -68,15 +68,15 @@ def cursor_off_by_one() -> None:
         return (self.index + 1,)
 
     _set(mapstyle._Rows, "position", property(position))
-    good = base.WindowReader.position.fget  # type: ignore[attr-defined]
-    _set(base.WindowReader, "position", property(lambda self: (*good(self)[:-1], good(self)[-1] + 1)))
-    good_next = base.WindowReader.__next__
+    good = window.WindowReader.position.fget  # type: ignore[attr-defined]
+    _set(window.WindowReader, "position", property(lambda self: (*good(self)[:-1], good(self)[-1] + 1)))
+    good_next = window.WindowReader.__next__
 
-    def following(self: base.WindowReader) -> Any:
+    def following(self: window.WindowReader) -> Any:
         row = good_next(self)
         return row._replace(position=(*row.position[:-1], row.position[-1] + 1))
 
-    _set(base.WindowReader, "__next__", following)
+    _set(window.WindowReader, "__next__", following)
 
 
 @bug
@@ -176,19 +176,19 @@ def drop_counted_twice() -> None:
 @bug
 def window_key_without_start() -> None:
     """All windows of a lane are permuted alike."""
-    good = base.permutation
-    _set(base, "permutation", lambda count, *key: good(count, *key[:3]))
+    good = window.permutation
+    _set(window, "permutation", lambda count, *key: good(count, *key[:3]))
 
 
 @bug
 def epoch_not_in_key() -> None:
     """Every epoch has the order of the first."""
-    good = base.permutation
+    good = window.permutation
 
     def permutation(count: int, seed: int, epoch: int, *key: int) -> Any:
         return good(count, seed, 0, *key)
 
-    _set(base, "permutation", permutation)
+    _set(window, "permutation", permutation)
     _set(mapstyle, "permutation", permutation)
 
 

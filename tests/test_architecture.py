@@ -22,9 +22,10 @@ LAYERS = (
     {"types", "plan", "metrics", "components"},
     {"assemble", "sources", "receipt", "parity", "multipack"},
     {"encode", "collate", "collators", "methods", "samplers"},
-    {"attention"},
-    {"mix", "lane", "flatten"},
-    {"stream"},
+    {"attention", "draws"},
+    {"mix", "flatten"},
+    {"lane"},
+    {"stream", "estimate", "tokenize"},
     {"iterable"},
     {"workers", "lockstep"},
     {"shares"},
@@ -62,6 +63,7 @@ FREE_TESTS = {
     "test_trl.py": "TRL's SFTTrainer on a stream of packs",
     "test_examples.py": "the scripts under examples/",
     "test_stress.py": "the long lines of `make stress`, with small counts",
+    "test_scale.py": "the simulation in benchmarks/scale, against real loaders",
 }
 
 

@@ -185,7 +185,7 @@ def test_torchao_is_quiet(tmp_path: Path) -> None:
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["rum", "full_finetune"]) == 2
     assert capsys.readouterr().err == (
-        "streampack: error: unknown command 'rum': it is none of ls, cat, cp, validate, verify, run; "
+        "streampack: error: unknown command 'rum': it is none of ls, cat, cp, validate, verify, tokenize, run; "
         "did you mean 'run'?\n"
     )
 

@@ -41,7 +41,7 @@ def test_injects_only_what_is_asked_for_and_not_given():
         "builtins.eval",
         "subprocess.Popen",
         "streampackx.Thing",
-        "streampack.sources.jsonl.os.system",  # trusted module, foreign function
+        "streampack.sources.files.os.system",  # trusted module, foreign function
         "streampack.cli.sys.exit",
         "system",
         "",

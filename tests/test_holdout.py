@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streampack import IterablePackedDataset
-from streampack.sources import Holdout, JSONLSource, MapSource
+from streampack.sources import Holdout, JSONLSource, MapSource, Reading
 from streampack.sources.holdout import PARTS
 from tests.conformance import check_positions
 
@@ -20,7 +20,7 @@ def read(source, num_lanes=1, **kwargs):
     return [
         row.data["tokens"][0]
         for lane in range(num_lanes)
-        for row in source.read(lane, num_lanes=num_lanes, **kwargs)
+        for row in source.read(Reading(lane, num_lanes=num_lanes, **kwargs))
     ]
 
 
@@ -55,7 +55,10 @@ def test_restarts_at_every_row(tmp_path, shuffle_window):
         for lane in (0, 1):
             settings = {"num_lanes": 2, "shuffle_window": shuffle_window}
             # The position between two rows may lie before rows of the other part.
-            found = check_positions(lambda start: part.read(lane, start=start, **settings), announced=False)  # noqa: B023
+            found = check_positions(
+                lambda start: part.read(Reading(lane, start=start, **settings)),  # noqa: B023
+                announced=False,
+            )
             assert found
 
 

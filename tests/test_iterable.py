@@ -748,7 +748,7 @@ def test_the_ledger_adds_up_over_lanes_and_epochs() -> None:
     too_long = [row["n"] for row in data if row["n"] > 24]
     assert ledger.samples == 400
     assert ledger.tokens_in == 2 * tokens
-    assert ledger.dropped == {"overlong": 2 * sum(too_long), "truncated": 0, "empty": 0}
+    assert ledger.dropped == {"overlong": 2 * sum(too_long), "truncated": 0, "empty": 0, "bad": 0}
     assert ledger.dropped_samples["overlong"] == 2 * len(too_long)
     assert ledger.buffered == 0
     assert ledger_of(dataset.state_dict()["lanes"]) == ledger

@@ -88,6 +88,7 @@ def test_packs_are_the_oracles(strategy: str, overlong: str, side: str) -> None:
             "overlong": wanted["overlong"],
             "truncated": wanted["truncated"],
             "empty": 0,
+            "bad": 0,
         }
         assert [ledger.packs, ledger.slots, ledger.packed] == [
             wanted[k] for k in ("packs", "slots", "packed")

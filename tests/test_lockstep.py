@@ -639,7 +639,9 @@ def test_an_error_on_one_rank_is_raised_on_all_and_again(size: int, at: int, wor
                 assert f"while encoding sample {at}" in error.__notes__
             else:
                 assert isinstance(error, RuntimeError)
-                assert str(error) == f"rank {guilty} failed while making packs: KeyError: 'no luck'"
+                assert str(error) == (
+                    f"rank {guilty} failed while making packs: KeyError: 'no luck' while encoding sample {at}"
+                )
 
 
 def test_an_error_at_the_start_of_one_rank_is_raised_on_all() -> None:

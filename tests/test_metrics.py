@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streampack import Ledger
-from streampack.metrics import DROP_REASONS
+from streampack.metrics import DROP_REASONS, Tally
 
 counts = st.integers(0, 10**9)
 
@@ -45,6 +45,11 @@ def test_total_of_a_generator_and_of_nothing() -> None:
     assert Ledger.total([]) == Ledger()
 
 
+def test_tallies_add_up() -> None:
+    assert Tally.total([Tally(1, 2, 3, 4, 5), Tally(10, 20, 30, 40, 50)]) == Tally(11, 22, 33, 44, 55)
+    assert Tally(1, 2, 3, 4, 5).numbers() == [1, 2, 3, 4, 5]
+
+
 def test_ledgers_share_nothing() -> None:
     a, b = Ledger(), Ledger()
     a.drop("overlong", 5)
@@ -59,8 +64,8 @@ def test_drops_are_booked_by_name() -> None:
     ledger.drop("truncated", 4)
     ledger.drop("truncated", 2)
     ledger.drop("empty", 0)
-    assert ledger.dropped == {"overlong": 0, "truncated": 6, "empty": 0}
-    assert ledger.dropped_samples == {"overlong": 0, "truncated": 2, "empty": 1}
+    assert ledger.dropped == {"overlong": 0, "truncated": 6, "empty": 0, "bad": 0}
+    assert ledger.dropped_samples == {"overlong": 0, "truncated": 2, "empty": 1, "bad": 0}
     assert ledger.buffered == 14
     with pytest.raises(KeyError):
         ledger.drop("bad luck", 1)
@@ -84,6 +89,7 @@ def test_as_dict_is_flat_numbers() -> None:
         "dropped_overlong": 1,
         "dropped_truncated": 0,
         "dropped_empty": 0,
+        "bad_records": 0,
         "buffered": 2,
         "padding": pytest.approx(0.1),
     }

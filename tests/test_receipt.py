@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streampack import Ledger
-from streampack.metrics import DROP_REASONS
+from streampack.metrics import DROP_REASONS, Tally
 from streampack.receipt import VERSION, Receipt
 
 counts = st.integers(0, 2**62)
@@ -35,6 +35,7 @@ def receipts(draw: st.DrawFn) -> Receipt:
         next_piece=first + span,
         gone=draw(st.integers(0, 2**span - 1)),
         ledger=draw(ledgers()),
+        tallies=tuple(Tally(*numbers) for numbers in draw(st.lists(st.tuples(*[counts] * 5), max_size=4))),
     )
 
 

@@ -1,18 +1,53 @@
-"""The contract of a source, and the reader that shuffles any sequential one within windows."""
+"""The contract of a source, and the small functions that all of them use."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from streampack.sources.retry import Retries
 from streampack.types import Origin, Position, Row
 
-NO_RETRIES = Retries(attempts=0)
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What one lane reads in one epoch, in which order, and from where on.
+
+    >>> Reading(2, num_lanes=8, epoch=1)
+    Reading(lane=2, num_lanes=8, epoch=1, seed=0, shuffle_window=0, start=None)
+    """
+
+    lane: int = 0
+    _: KW_ONLY
+    num_lanes: int = 1
+    epoch: int = 0
+    seed: int = 0
+    shuffle_window: int = 0  # rows among which the order is permuted; 0 keeps the order
+    start: Position | None = None  # None: the beginning
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """What the order is a function of."""
+        return (self.seed, self.epoch, self.lane)
+
+
+class BadRecord(ValueError):
+    """A row that is there and cannot be read. Asked again, it is raised again; `Reader.skip` goes on behind it."""
+
+    def __init__(
+        self, reason: str, *, position: Position, origin: Origin, locate: Callable[[Origin], str]
+    ) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.position = position
+        self.origin = origin
+        self.locate = locate  # asked only for the message: it may read a file to count lines
+
+    def __str__(self) -> str:
+        return f"{self.locate(self.origin)}: {self.reason}"
 
 
 class Reader(Protocol):
@@ -25,6 +60,9 @@ class Reader(Protocol):
     def __iter__(self) -> Iterator[Row]: ...
     def __next__(self) -> Row: ...
 
+    def skip(self) -> None:
+        """Pass by the record that `BadRecord` was raised for."""
+
 
 @runtime_checkable
 class Source(Protocol):
@@ -35,17 +73,8 @@ class Source(Protocol):
     def fingerprint(self) -> str:
         """A digest of the corpus; a state made with another one is refused."""
 
-    def read(
-        self,
-        lane: int,
-        *,
-        num_lanes: int,
-        epoch: int = 0,
-        seed: int = 0,
-        shuffle_window: int = 0,
-        start: Position | None = None,
-    ) -> Reader:
-        """The rows of one lane in one epoch, from ``start`` on. ``shuffle_window=0`` keeps the order."""
+    def read(self, reading: Reading) -> Reader:
+        """The rows of one lane in one epoch."""
 
     def locate(self, origin: Origin) -> str:
         """Where a row stands, in words for people: file and line, or row number."""
@@ -88,121 +117,3 @@ def spread(size: int, count: int) -> list[int]:
         return list(range(size))
     places = (np.arange(count) + np.random.default_rng(count).random(count)) * size / count
     return sorted({int(place) for place in places})
-
-
-Record = tuple[int, Any]  # (offset in its file, raw data)
-
-
-class Part(NamedTuple):
-    """A stretch of a file: the records whose first unit lies in ``[start, stop)``; ``None`` is the end."""
-
-    file: int
-    start: int = 0
-    stop: int | None = None
-
-
-class PartReader(Protocol):
-    """The raw records of one part, in order."""
-
-    offset: int  # of the record that comes next
-
-    def __next__(self) -> Record: ...
-
-
-class WindowReader:
-    """Reads parts one after the other; within windows of ``shuffle_window`` records, in a permuted order.
-
-    Both permutations, of the parts and within each window, are functions of (seed, epoch, lane, window),
-    so a position ``(part, offset, index)`` says all: the window starts at ``offset`` of the ``part``-th
-    part of the permuted order, and ``index`` of its records have been read. Starting there reads at most
-    one window again. Records are held raw and decoded one at a time. ``open_part(part, offset)`` reads a
-    part from ``offset`` on, ``decode(part, offset, raw)`` makes a row's data, ``place(part, offset)`` says in
-    words where reading failed.
-    """
-
-    def __init__(
-        self,
-        parts: Sequence[Part],
-        *,
-        open_part: Callable[[Part, int], PartReader],
-        decode: Callable[[Part, int, Any], Mapping[str, Any]],
-        key: tuple[int, int, int],
-        shuffle_window: int = 0,
-        start: Position | None = None,
-        place: Callable[[Part, int], str] = "{}, offset {}".format,
-        retries: Retries = NO_RETRIES,
-    ) -> None:
-        order = permutation(len(parts), *key) if shuffle_window else range(len(parts))
-        self.parts = [parts[i] for i in order]
-        self.open_part = open_part
-        self.decode = decode
-        self.place = place
-        self.key = key
-        self.retries = retries
-        self.shuffle_window = shuffle_window
-        self.part = 0  # the part being read, an index into self.parts
-        self.reader: PartReader | None = None  # opened at the first read, in the process that reads
-        self.offset = self.parts[0].start if self.parts else 0  # of the next record in that part
-        self.filling: list[tuple[Part, int, Any]] | None = None  # the next window, until it is complete
-        self.window: list[tuple[Part, int, Any]] = []  # records in the order of yielding
-        self.index = 0  # records of the window that were yielded
-        if start is not None:
-            self.part, self.offset, self.index = start
-        self.window_start = (self.part, self.offset)
-        if self.index:
-            self._fill()
-
-    @property
-    def position(self) -> Position:
-        """The position of the row that comes next."""
-        if self.index < len(self.window):
-            return (*self.window_start, self.index)
-        # While a window is being filled (an error came in between), it starts where filling began.
-        return (*(self.window_start if self.filling is not None else (self.part, self.offset)), 0)
-
-    def __iter__(self) -> Iterator[Row]:
-        return self
-
-    def __next__(self) -> Row:
-        if self.index >= len(self.window):
-            if self.filling is None:
-                self.window_start, self.window, self.index = (self.part, self.offset), [], 0
-            self._fill()
-            if not self.window:
-                raise StopIteration
-        part, offset, raw = self.window[self.index]
-        row = Row(self.decode(part, offset, raw), (*self.window_start, self.index), (part.file, offset))
-        self.index += 1
-        return row
-
-    def _fill(self) -> None:
-        if self.filling is None:
-            self.filling = []
-        while self.part < len(self.parts) and len(self.filling) < max(1, self.shuffle_window):
-            part = self.parts[self.part]
-            record = self.retries.call(partial(self._next_record, part))
-            if record is not None:
-                self.filling.append((part, *record))
-            else:
-                self.part += 1
-                self.offset = self.parts[self.part].start if self.part < len(self.parts) else 0
-                self.reader = None
-        self.window, self.filling = self.filling, None
-        if self.shuffle_window:
-            order = permutation(len(self.window), *self.key, *self.window_start)
-            self.window = [self.window[i] for i in order]
-
-    def _next_record(self, part: Part) -> Record | None:
-        try:
-            if self.reader is None:
-                self.reader = self.open_part(part, self.offset)
-            record = next(self.reader, None)
-        except Exception as error:
-            # Half a line may be lost in its buffer, and a generator that raised is finished: asked again,
-            # either would shorten the corpus in silence. Open it anew, at the record that failed.
-            self.reader = None
-            error.add_note(f"while reading {self.place(part, self.offset)}")
-            raise
-        if record is not None:
-            self.offset = self.reader.offset
-        return record

@@ -1,43 +1,90 @@
-"""The files of a corpus: which they are, what they hold, and how to read them, compressed ones too."""
+"""The files of a corpus: which they are, fixed when the source is made."""
 
 from __future__ import annotations
 
 import glob
-import gzip
-import io
 import os
+from collections.abc import Iterable, Mapping
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
+from urllib.parse import unquote, urlsplit
 
+from streampack.plan import require_positive
 from streampack.sources.base import digest
+from streampack.sources.manifest import named_in
+from streampack.sources.remote import Listed, RemoteStorage, scheme_of
+from streampack.sources.retry import Retries
+from streampack.sources.storage import File, LocalStorage, Storage, redact, together
 
-COMPRESSED = (".gz", ".zst")
-BUFFER_BYTES = 1 << 18
-HASHED_BYTES = 1 << 16  # of each file's head and of its tail
+Name = str | os.PathLike[str]
+MAGIC = "*?["
 
 
-class File(NamedTuple):
-    """An entry of the manifest."""
+class Corpus(NamedTuple):
+    """Files, and how to get at their bytes."""
 
-    path: str
-    name: str  # relative to the files' common folder, so that a corpus may move
-    size: int  # bytes, as they lie on the disk
+    files: tuple[File, ...]
+    storage: Storage
+    retries: Retries
+
+    def fingerprint(self) -> str:
+        """Names, sizes, and each file's ETag or a hash of its first and last 64 KiB; never a modification time."""
+        tags = together(lambda file: self.retries.call(partial(self.storage.tag, file)), self.files)
+        return digest(*((file.name, file.size, tag) for file, tag in zip(self.files, tags, strict=True)))
 
     @property
-    def seekable(self) -> bool:
-        """Whether reading can start anywhere."""
-        return not self.path.endswith(COMPRESSED)
+    def retry_budget(self) -> float:
+        """Seconds that one read may take, in waits and in requests that bring no answer."""
+        return self.retries.budget + (self.retries.attempts + 1) * self.storage.patience
 
 
-def manifest(patterns: list[str | os.PathLike[str]]) -> tuple[File, ...]:
-    """The files that paths and globs name, sorted.
+def find_files(
+    paths: Name | Iterable[Name] | None,
+    *,
+    manifest: Name | None,
+    storage_options: Mapping[str, Any] | None,
+    retries: int,
+    timeout: float,
+) -> Corpus:
+    """The files that paths and globs, or a manifest, name, sorted.
 
     Raises:
-        ValueError: if nothing matches, a file is empty, or one is named twice.
+        ValueError: if nothing matches, a file is empty, one is named twice, or a name leads elsewhere.
     """
+    tries = Retries(attempts=require_positive(retries, "retries", least=0))
+    if (paths is None) == (manifest is None):
+        raise ValueError("name the files, or a manifest of them: either paths or manifest")
+    if paths is None or isinstance(paths, str | os.PathLike):
+        paths = [paths or manifest or ""]
+    patterns = [os.fspath(path) for path in paths]
+    if not patterns:
+        raise ValueError("no files given; name at least one")
+    places = {(scheme_of(p) or "", urlsplit(p).netloc if scheme_of(p) else "") for p in patterns}
+    if len(places) > 1:
+        shown = sorted(redact(f"{scheme}://{host}") if scheme else "this machine" for scheme, host in places)
+        raise ValueError(f"the files lie in several places ({', '.join(shown)}); make a source of each")
+    [(scheme, _)] = places
+    if not scheme:
+        found = named_in(patterns[0], Path(patterns[0]).read_text()) if manifest else _local(patterns)
+        return Corpus(_sorted([_sized(listed) for listed in found]), LocalStorage(), tries)
+    storage = RemoteStorage(scheme, options=storage_options or {}, patience=timeout)
+    if manifest:
+        found = named_in(patterns[0], tries.call(partial(storage.whole, patterns[0])).decode())
+    else:
+        found = []
+        for pattern in patterns:
+            found += _remote(storage, pattern, tries)
+    lacking = [listed for listed in found if listed.size is None]
+    looks = together(lambda listed: tries.call(partial(storage.look, listed.path)), lacking)
+    sizes = {listed.path: listed for listed in [*found, *looks]}
+    return Corpus(_sorted([sizes[listed.path] for listed in found]), storage, tries)
+
+
+def _local(patterns: list[str]) -> list[Listed]:
     found: list[str] = []
-    for pattern in (os.fspath(pattern) for pattern in patterns):
+    for pattern in patterns:
         matches = [pattern] if Path(pattern).is_file() else glob.glob(pattern, recursive=True)
         matches = sorted(match for match in matches if Path(match).is_file())
         if not matches:
@@ -45,79 +92,39 @@ def manifest(patterns: list[str | os.PathLike[str]]) -> tuple[File, ...]:
                 f"no file matches {pattern!r} (looked in {Path.cwd()}); check the path or the glob"
             )
         found += matches
-    if not found:
-        raise ValueError("no files given; name at least one .jsonl file")
-    paths = sorted(os.path.normpath(Path(path).absolute()) for path in found)
-    for path, following in pairwise(paths):
-        if path == following:
-            raise ValueError(f"{path} is named twice; name every file once (a mixture can weight it)")
+    return [Listed(os.path.normpath(Path(path).absolute())) for path in found]
+
+
+def _sized(listed: Listed) -> Listed:
+    path = Path(listed.path)
+    size = path.stat().st_size
+    if size <= 4096 and path.read_bytes().isspace():
+        size = 0
+    return Listed(listed.path, size)
+
+
+def _remote(storage: RemoteStorage, pattern: str, tries: Retries) -> list[Listed]:
+    if not any(character in urlsplit(pattern).path for character in MAGIC):
+        return [Listed(pattern)]
+    if found := tries.call(partial(storage.find, pattern)):
+        return found
+    raise ValueError(f"no file matches {redact(pattern)!r}; check the path or the glob")
+
+
+def _sorted(found: list[Listed]) -> tuple[File, ...]:
+    """The manifest, in the order of the paths; names are relative to the common folder."""
+    found = sorted(found)
+    for listed, following in pairwise(found):
+        if listed.path == following.path:
+            raise ValueError(
+                f"{redact(listed.path)} is named twice; name every file once (a mixture can weight it)"
+            )
+    paths = [unquote(urlsplit(f.path).path) if "://" in f.path else f.path for f in found]
     folder = os.path.commonpath([Path(path).parent for path in paths])
-    files = tuple(File(path, os.path.relpath(path, folder), Path(path).stat().st_size) for path in paths)
-    for file in files:
-        if file.size == 0 or (file.size <= 4096 and Path(file.path).read_bytes().isspace()):
-            raise ValueError(f"{file.path} is empty; remove it from the corpus")
-    return files
-
-
-def open_file(file: File) -> tuple[IO[bytes], IO[bytes]]:
-    """The file, and the stream of its content."""
-    raw = Path(file.path).open("rb", buffering=0)  # noqa: SIM115 - whoever asked closes it
-    if (size := os.fstat(raw.fileno()).st_size) != file.size:
-        raw.close()
-        raise ValueError(
-            f"{file.path} has {size} bytes and had {file.size} when the run began; a corpus must not change "
-            "during a run: restore the file, or start anew"
-        )
-    if file.path.endswith(".gz"):
-        return raw, io.BufferedReader(gzip.GzipFile(fileobj=raw), BUFFER_BYTES)
-    if file.path.endswith(".zst"):
-        return raw, io.BufferedReader(_Zstd(raw), BUFFER_BYTES)
-    return raw, io.BufferedReader(raw, BUFFER_BYTES)
-
-
-def ends(file: File) -> str:
-    """A digest of the first and last 64 KiB."""
-    with Path(file.path).open("rb") as stream:
-        head = stream.read(HASHED_BYTES)
-        stream.seek(max(0, file.size - HASHED_BYTES))
-        return digest(head, stream.read(HASHED_BYTES))
-
-
-class ArchiveError(Exception):
-    """A .zst file that cannot be decompressed."""
-
-
-class _Zstd(io.RawIOBase):
-    """Decompresses frame after frame. zstandard's own reader takes a file that was cut off for one that ends."""
-
-    def __init__(self, raw: IO[bytes]) -> None:
-        try:
-            import zstandard
-        except ImportError as error:
-            raise ImportError("reading .zst files needs zstandard: pip install 'streampack[zstd]'") from error
-        self.zstandard = zstandard
-        self.raw = raw
-        self.frame: Any = None  # being decompressed
-        self.ready = b""  # decompressed
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self.ready:
-            chunk = self.frame.unused_data if self.frame is not None and self.frame.eof else b""
-            chunk = chunk or self.raw.read(1 << 16)
-            if not chunk:
-                if self.frame is not None and not self.frame.eof:
-                    raise ArchiveError("it ends in the middle")
-                return 0
-            if self.frame is None or self.frame.eof:
-                self.frame = self.zstandard.ZstdDecompressor().decompressobj()
-            try:
-                self.ready = self.frame.decompress(chunk)
-            except self.zstandard.ZstdError as error:
-                raise ArchiveError(str(error)) from error
-        count = min(len(buffer), len(self.ready))
-        buffer[:count] = self.ready[:count]
-        self.ready = self.ready[count:]
-        return count
+    for listed in found:
+        if not listed.size:
+            raise ValueError(f"{redact(listed.path)} is empty; remove it from the corpus")
+    return tuple(
+        File(listed.path, os.path.relpath(path, folder), listed.size or 0, listed.tag)
+        for listed, path in zip(found, paths, strict=True)
+    )

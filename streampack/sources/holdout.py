@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from streampack.plan import require
-from streampack.sources.base import Reader, Source, digest, plain
+from streampack.sources.base import Reader, Reading, Source, digest, plain
 from streampack.types import Origin, Position, Row
 
 PARTS = ("train", "validation")
@@ -19,10 +19,10 @@ class Holdout:
     So the split is the same on any topology, in any order and after rows are added, and equal rows never
     stand on both sides. Every lane of either part reads past the rows of the other.
 
-    >>> from streampack.sources import MapSource
+    >>> from streampack.sources import MapSource, Reading
     >>> rows = MapSource([{"tokens": [i], "labels": [i]} for i in range(1000)])
     >>> train, held_out = (Holdout(rows, share=0.1, part=part) for part in PARTS)
-    >>> len(list(train.read(0, num_lanes=1))), len(list(held_out.read(0, num_lanes=1)))
+    >>> len(list(train.read(Reading()))), len(list(held_out.read(Reading())))
     (898, 102)
 
     Args:
@@ -56,25 +56,17 @@ class Holdout:
         """The source's."""
         return self.source.natural_lanes()
 
-    def read(
-        self,
-        lane: int,
-        *,
-        num_lanes: int,
-        epoch: int = 0,
-        seed: int = 0,
-        shuffle_window: int = 0,
-        start: Position | None = None,
-    ) -> Reader:
+    def read(self, reading: Reading) -> Reader:
         """See `Source.read`."""
-        reader = self.source.read(
-            lane, num_lanes=num_lanes, epoch=epoch, seed=seed, shuffle_window=shuffle_window, start=start
-        )
-        return _Kept(reader, self)
+        return _Kept(self.source.read(reading), self)
 
     def locate(self, origin: Origin) -> str:
         """See `Source.locate`."""
         return self.source.locate(origin)
+
+    def shard(self, origin: Origin) -> str:
+        """The source's name of it."""
+        return self.source.shard(origin) if hasattr(self.source, "shard") else self.source.locate(origin)
 
     def fetch(self, origin: Origin) -> Mapping[str, Any]:
         """See `Source.fetch`."""
@@ -109,3 +101,6 @@ class _Kept:
             row = next(self.reader)
             if self.part.keeps(row.data):
                 return row
+
+    def skip(self) -> None:
+        self.reader.skip()

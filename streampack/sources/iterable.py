@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from streampack.sources.base import Part, Record, WindowReader, digest, plain
-from streampack.types import Origin, Position
+from streampack.sources.base import Reading, digest, plain
+from streampack.sources.window import Part, Record, WindowReader
+from streampack.types import Origin
 
 Rows = Iterable[Mapping[str, Any]]
 
@@ -18,8 +19,9 @@ class IterableSource:
     It is one lane: a resume reads it again from its start. ``stride=True`` allows several lanes, each of
     which reads everything and keeps its share.
 
+    >>> from streampack.sources import Reading
     >>> source = IterableSource(lambda: ({"tokens": [i], "labels": [i]} for i in range(3)))
-    >>> [row.data["tokens"] for row in source.read(0, num_lanes=1, start=(0, 1, 0))]
+    >>> [row.data["tokens"] for row in source.read(Reading(start=(0, 1, 0)))]
     [[1], [2]]
 
     Raises:
@@ -45,30 +47,24 @@ class IterableSource:
         first = next(self._iterate(), None)
         return digest(plain(first))
 
-    def read(
-        self,
-        lane: int,
-        *,
-        num_lanes: int,
-        epoch: int = 0,
-        seed: int = 0,
-        shuffle_window: int = 0,
-        start: Position | None = None,
-    ) -> WindowReader:
+    def read(self, reading: Reading) -> WindowReader:
         """See `Source.read`."""
         return WindowReader(
-            [Part(0, lane)],
-            open_part=lambda part, offset: _Strided(self, offset, num_lanes),
+            [Part(0, reading.lane)],
+            reading,
+            open_part=lambda part, offset, following: _Strided(self, offset, reading.num_lanes),
             decode=lambda part, offset, raw: raw,
             place=lambda part, offset: f"row {offset}",
-            key=(seed, epoch, lane),
-            shuffle_window=shuffle_window,
-            start=start,
+            locate=self.locate,
         )
 
     def locate(self, origin: Origin) -> str:
         """``row N`` of the iterable, from 0."""
         return f"row {origin[1]}"
+
+    def shard(self, origin: Origin) -> str:
+        """The iterable's class: there is but one shard."""
+        return type(self.rows).__name__
 
     def fetch(self, origin: Origin) -> Mapping[str, Any]:
         """Iterates up to the row."""

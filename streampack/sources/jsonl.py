@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import gzip
 import heapq
 import json
-import os
-import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from streampack.plan import require_positive
-from streampack.sources.base import Part, Record, WindowReader, digest, spread
-from streampack.sources.files import ArchiveError, File, ends, manifest, open_file
-from streampack.sources.retry import Retries
-from streampack.types import Origin, Position
+from streampack.sources.archives import BUFFER_BYTES, DAMAGED, content
+from streampack.sources.base import Reading, spread
+from streampack.sources.files import Name, find_files
+from streampack.sources.ranges import Block, Fetcher, Stretch, blocks
+from streampack.sources.storage import File, LocalStorage, together
+from streampack.sources.window import Damage, Part, Record, WindowReader
+from streampack.types import Origin
 
 PARTS_PER_LANE = 16  # enough for shuffling parts to mix a sorted file, few enough to keep reads long
 MAX_PART_BYTES = 1 << 30
@@ -30,13 +31,21 @@ class JSONLSource:
     from its start on resume. The list of files and their sizes is fixed at construction.
 
     >>> import tempfile, pathlib
+    >>> from streampack.sources import Reading
     >>> path = pathlib.Path(tempfile.mkdtemp(), "rows.jsonl")
     >>> _ = path.write_text('{"text": "a"}\n{"text": "b"}\n')
-    >>> [row.data["text"] for row in JSONLSource(path).read(0, num_lanes=1)]
+    >>> [row.data["text"] for row in JSONLSource(path).read(Reading())]
     ['a', 'b']
 
-    A read that fails (not for want of the file or of permission) is tried again ``retries`` times, with growing
-    waits.
+    Args:
+        paths: files or globs of this machine, or URLs (``http``, ``https``, ``s3``, ``hf``); globs where the
+            storage can list files.
+        manifest: instead of ``paths``, a text file that names the files, one a line, relative to its folder.
+        storage_options: for the storage behind URLs, as fsspec takes them; may hold secrets, and is never shown.
+        retries: how often a read that fails is tried again, with growing waits; not for want of the file
+            or of permission.
+        timeout: seconds that one request may take.
+        read_ahead: bytes, per lane, that are fetched behind a URL before they are needed.
 
     Raises:
         ValueError: if nothing matches, a file is empty, or one is named twice. Rows that are no JSON
@@ -46,66 +55,77 @@ class JSONLSource:
     max_lanes: int | None = None
 
     def __init__(
-        self, paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], *, retries: int = 5
+        self,
+        paths: Name | Iterable[Name] | None = None,
+        *,
+        manifest: Name | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        retries: int = 5,
+        timeout: float = 30.0,
+        read_ahead: int = 8 << 20,
     ) -> None:
-        self.retries = Retries(attempts=require_positive(retries, "retries", least=0))
-        self.files = manifest([paths] if isinstance(paths, str | os.PathLike) else list(paths))
-        self._size = sum(file.size for file in self.files)  # bytes on the disk, compressed where they are
+        self.corpus = find_files(
+            paths, manifest=manifest, storage_options=storage_options, retries=retries, timeout=timeout
+        )
+        self.files = self.corpus.files
+        self._local = isinstance(self.corpus.storage, LocalStorage)
+        # This machine's own cache reads ahead by itself.
+        self.read_ahead = 0 if self._local else require_positive(read_ahead, "read_ahead", least=0)
+        self._size = sum(file.size for file in self.files)  # bytes in the storage, compressed where they are
         self.bytes_read = 0  # by this copy of the source, decompressed
         self._fingerprint: str | None = None
         self._divided: list[list[Part]] | None = None  # for the last number of lanes asked for
 
     def fingerprint(self) -> str:
-        """Names, sizes and a hash of each file's first and last 64 KiB; never a modification time."""
+        """Names, sizes, and each file's ETag or a hash of its first and last 64 KiB; never a modification time."""
         if self._fingerprint is None:
-            self._fingerprint = digest(*((file.name, file.size, ends(file)) for file in self.files))
+            self._fingerprint = self.corpus.fingerprint()
         return self._fingerprint
 
-    def read(
-        self,
-        lane: int,
-        *,
-        num_lanes: int,
-        epoch: int = 0,
-        seed: int = 0,
-        shuffle_window: int = 0,
-        start: Position | None = None,
-    ) -> WindowReader:
+    def read(self, reading: Reading) -> WindowReader:
         """See `Source.read`."""
-        if self._divided is None or len(self._divided) != num_lanes:
-            self._divided = divide(self.files, num_lanes)
+        if self._divided is None or len(self._divided) != reading.num_lanes:
+            self._divided = divide(self.files, reading.num_lanes)
+        fetcher = Fetcher(self.corpus.storage, self.corpus.retries, ahead=self.read_ahead)
         return WindowReader(
-            self._divided[lane],
-            open_part=lambda part, offset: _Lines(self, part, offset),
+            self._divided[reading.lane],
+            reading,
+            open_part=lambda part, offset, following: _Lines(self, part, offset, fetcher, following),
             decode=self._decode,
-            place=lambda part, offset: f"{self.files[part.file].path} from byte {offset} on",
-            key=(seed, epoch, lane),
-            shuffle_window=shuffle_window,
-            start=start,
-            retries=self.retries,
+            place=lambda part, offset: f"{self.files[part.file].shown} from byte {offset} on",
+            locate=self.locate,
         )
 
     def locate(self, origin: Origin) -> str:
-        """``file:line``; counts the lines before the row, so it reads that much of the file."""
+        """``file:line``; counts the lines before the row, so it reads that much of the file. Behind a URL, the byte."""
         file, offset = origin
+        if not self._local:
+            return f"{self.files[file].shown}, byte {offset}"
         line, left = 1, offset
-        raw, stream = open_file(self.files[file])
-        with raw, stream:
+        with self._stream(self.files[file]) as stream:
             while left and (chunk := stream.read(min(left, 1 << 20))):
                 line += chunk.count(b"\n")
                 left -= len(chunk)
         return f"{self.files[file].path}:{line}"
 
+    def shard(self, origin: Origin) -> str:
+        """The file's name in the corpus."""
+        return self.files[origin[0]].name
+
     def fetch(self, origin: Origin) -> Mapping[str, Any]:
         """See `Source.fetch`."""
         file, offset = origin
-        _, raw = next(_Lines(self, Part(file), offset))
-        return self._decode(Part(file), offset, raw)
+        part = Part(file, offset, offset + 1)
+        _, raw = next(_Lines(self, part, offset, self._fetcher()))
+        try:
+            return self._decode(part, offset, raw)
+        except ValueError as error:
+            raise ValueError(f"{self.locate(origin)}: {error}") from None
 
     @property
     def retry_budget(self) -> float:
-        """Seconds that one read may take in waits."""
-        return self.retries.budget
+        """Seconds that one read may take in waits and in requests that bring no answer."""
+        return self.corpus.retry_budget
 
     def natural_lanes(self) -> int:
         """One per 256 KiB of what can be divided, one per compressed file."""
@@ -116,33 +136,48 @@ class JSONLSource:
         """Rows at places all over the files (the first rows of compressed files), and the corpus's size over theirs."""
         rows: dict[tuple[int, int], bytes] = {}
         total = 0.0  # bytes of content
+        places: list[Part] = []
         for number, file in enumerate(self.files):
             share = max(1, round(count * file.size / self._size))
             if file.seekable:
                 total += file.size
-                for place in spread(file.size, share):
-                    if record := next(_Lines(self, Part(number), place), None):
-                        rows[number, record[0]] = record[1]
+                places += [Part(number, place, place + 1) for place in spread(file.size, share)]
             else:
-                lines = _Lines(self, Part(number), 0)
+                lines = _Lines(self, Part(number), 0, self._fetcher())
                 for i, (offset, raw) in enumerate(lines):
                     if i < share:
                         rows[number, offset] = raw
                     elif lines.offset > PROBED_BYTES:
                         break
-                total += lines.offset * file.size / max(1, lines.below.tell())
-        decoded = [self._decode(Part(file), offset, raw) for (file, offset), raw in rows.items()]
+                total += lines.offset * file.size / max(1, lines.raw.tell())
+        for part, record in zip(places, together(self._first_from, places), strict=True):
+            if record:
+                rows[part.file, record[0]] = record[1]
+        decoded = []
+        for (number, offset), raw in rows.items():
+            with suppress(ValueError):  # a broken record is found when it is read
+                decoded.append(self._decode(Part(number), offset, raw))
         return decoded, total / max(1, sum(map(len, rows.values())))
+
+    def _first_from(self, place: Part) -> Record | None:
+        # A row belongs to where it begins; from here, that is wherever the next one does.
+        return next(
+            _Lines(self, Part(place.file, place.start), place.start, self._fetcher(), small=True), None
+        )
+
+    def _fetcher(self) -> Fetcher:
+        return Fetcher(self.corpus.storage, self.corpus.retries, ahead=0)
+
+    def _stream(self, file: File) -> Any:
+        return content(Stretch(self._fetcher(), file, 0, file.size), name=file.shown)
 
     def _decode(self, part: Part, offset: int, raw: bytes) -> Mapping[str, Any]:
         try:
             row = json.loads(raw)
         except ValueError as error:  # JSONDecodeError and UnicodeDecodeError alike
-            raise ValueError(f"{self.locate((part.file, offset))}: not a line of JSON ({error})") from None
+            raise ValueError(f"not a line of JSON ({error})") from None
         if not isinstance(row, dict):
-            raise ValueError(
-                f"{self.locate((part.file, offset))}: a row must be a JSON object, this is a {type(row).__name__}"
-            )
+            raise ValueError(f"a row must be a JSON object, this is a {type(row).__name__}")
         return row
 
 
@@ -165,24 +200,47 @@ def divide(files: Sequence[File], num_lanes: int) -> list[list[Part]]:
 class _Lines:
     """The lines of one part that hold anything, each with the offset of its first byte."""
 
-    def __init__(self, source: JSONLSource, part: Part, offset: int) -> None:
+    def __init__(
+        self,
+        source: JSONLSource,
+        part: Part,
+        offset: int,
+        fetcher: Fetcher,
+        following: Part | None = None,
+        *,
+        small: bool = False,  # a line or two are wanted
+    ) -> None:
         self.source = source
         self.file = source.files[part.file]
         self.stop = part.stop
-        self.below, self.stream = open_file(self.file)
         self.offset = offset
         if self.file.seekable and offset > self.file.size:
             raise ValueError(
-                f"{self.file.path} has {self.file.size} bytes and cannot be read from byte {offset} on; the state "
+                f"{self.file.shown} has {self.file.size} bytes and cannot be read from byte {offset} on; the state "
                 "or the file is damaged"
             )
+        # A row that starts exactly at `offset` is ours, one that started before is not.
+        begin = max(0, offset - 1) if self.file.seekable else 0
+        stop = self.file.size
+        if self.file.seekable and part.stop is not None:
+            stop = part.stop
+        if small:
+            stop = begin + 1
+        self.raw = Stretch(fetcher, self.file, begin, stop, self._first_blocks(fetcher, following))
+        self.stream = content(self.raw, name=self.file.shown)
         if offset and self.file.seekable:
-            # A row that starts exactly at `offset` is ours, one that started before is not.
-            self.stream.seek(offset - 1)
-            self.offset = offset - 1 + len(self.stream.readline())
+            self.offset = begin + len(self.stream.readline())
         left = 0 if self.file.seekable else offset
-        while left and (skipped := self._read(self.stream.read, min(left, 1 << 20))):
-            left -= len(skipped)  # decompressed again, and thrown away
+        # Decompressed again, and thrown away. In pieces that are below the buffer's size the stream below sees the same
+        # reads as it does from `readline`: a damaged file shows its damage at the same line.
+        while left and (skipped := self._read(self.stream.read, min(left, BUFFER_BYTES // 4))):
+            left -= len(skipped)
+
+    def _first_blocks(self, fetcher: Fetcher, part: Part | None) -> Iterator[Block]:
+        if part is not None:
+            file = self.source.files[part.file]
+            stop = file.size if part.stop is None else part.stop
+            yield from blocks(fetcher.storage, file, max(0, part.start - 1), stop)
 
     def __iter__(self) -> _Lines:
         return self
@@ -199,7 +257,7 @@ class _Lines:
             if not line.isspace() and line:
                 return offset, line
         if self.offset == 0:
-            raise ValueError(f"{self.file.path} holds no rows; remove it from the corpus")
+            raise ValueError(f"{self.file.shown} holds no rows; remove it from the corpus")
         raise StopIteration
 
     def _read(self, read: Callable[..., bytes], *size: int) -> bytes:
@@ -207,12 +265,6 @@ class _Lines:
             return read(*size)
         try:
             return read(*size)
-        except (gzip.BadGzipFile, zlib.error, EOFError, ArchiveError) as error:
-            raise ValueError(
-                f"{self.file.path} is damaged after byte {self.offset} of its content: {error}"
-            ) from error
-
-    def __del__(self) -> None:
-        if hasattr(self, "stream"):  # not if opening failed
-            self.stream.close()
-            self.below.close()
+        except DAMAGED as error:
+            what = f"the file is damaged after byte {self.offset} of its content: {error}"
+            raise Damage(what, offset=self.offset, resume=None) from error

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from streampack.sources.base import digest, permutation, plain, spread
+from streampack.sources.base import BadRecord, Reading, digest, permutation, plain, spread
 from streampack.types import Origin, Position, Row
 
 PROBES = 8  # rows that the fingerprint looks at
@@ -25,8 +25,9 @@ class MapSource:
 
     Memory when shuffling: 8 bytes a row of the lanes that this process reads.
 
+    >>> from streampack.sources import Reading
     >>> rows = [{"tokens": [i], "labels": [i]} for i in range(4)]
-    >>> [row.data["tokens"] for row in MapSource(rows).read(1, num_lanes=2)]
+    >>> [row.data["tokens"] for row in MapSource(rows).read(Reading(1, num_lanes=2))]
     [[1], [3]]
 
     Raises:
@@ -51,24 +52,19 @@ class MapSource:
             self._fingerprint = digest(len(self.dataset), rows)
         return self._fingerprint
 
-    def read(
-        self,
-        lane: int,
-        *,
-        num_lanes: int,
-        epoch: int = 0,
-        seed: int = 0,
-        shuffle_window: int = 0,
-        start: Position | None = None,
-    ) -> _Rows:
+    def read(self, reading: Reading) -> _Rows:
         """See `Source.read`. Random access needs no window: any ``shuffle_window`` but 0 permutes the lane."""
-        numbers = range(lane, len(self.dataset), num_lanes)
-        order = permutation(len(numbers), seed, epoch, lane) if shuffle_window else None
-        return _Rows(self.dataset, numbers, order, start[0] if start else 0)
+        numbers = range(reading.lane, len(self.dataset), reading.num_lanes)
+        order = permutation(len(numbers), *reading.key) if reading.shuffle_window else None
+        return _Rows(self, numbers, order, reading.start[0] if reading.start else 0)
 
     def locate(self, origin: Origin) -> str:
         """``sample N``, its index in the dataset."""
         return f"sample {origin[0]}"
+
+    def shard(self, origin: Origin) -> str:
+        """The dataset's class: there is but one shard."""
+        return type(self.dataset).__name__
 
     def fetch(self, origin: Origin) -> Mapping[str, Any]:
         """See `Source.fetch`."""
@@ -87,9 +83,9 @@ class MapSource:
 
 class _Rows:
     def __init__(
-        self, dataset: MapDataset, numbers: range, order: np.ndarray[Any, Any] | None, index: int
+        self, source: MapSource, numbers: range, order: np.ndarray[Any, Any] | None, index: int
     ) -> None:
-        self.dataset = dataset
+        self.source = source
         self.numbers = numbers
         self.order = order
         self.index = index
@@ -106,7 +102,11 @@ class _Rows:
             raise StopIteration
         number = self.numbers[self.index if self.order is None else int(self.order[self.index])]
         try:
-            data = self.dataset[number]
+            data = self.source.dataset[number]
+        except ValueError as error:
+            raise BadRecord(
+                str(error), position=(self.index,), origin=(number,), locate=self.source.locate
+            ) from error
         except StopIteration as error:
             raise RuntimeError(f"sample {number}: the dataset raised StopIteration") from error
         except Exception as error:
@@ -115,3 +115,6 @@ class _Rows:
         row = Row(data, (self.index,), (number,))
         self.index += 1
         return row
+
+    def skip(self) -> None:
+        self.index += 1

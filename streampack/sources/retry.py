@@ -12,15 +12,27 @@ from typing import TypeVar
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
-"""Errors of the system that waiting does not mend."""
+
+class Busy(OSError):
+    """A server that says when to come back."""
+
+    retry_after = 0.0  # seconds
+
+
+class Refused(OSError):
+    """A server that has said no and would say so again."""
+
+
+PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, Refused)
+"""Errors that waiting does not mend."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retries:
     """How often, and after which waits: doubling from ``first`` seconds up to ``longest``, each times 0.5 to 1.
 
-    The jitter keeps a thousand ranks from coming back to a server in the same moment.
+    The jitter keeps a thousand ranks from coming back to a server in the same moment. A server that names a
+    time itself (`Busy`) is waited for, as long as all waits together stay within the budget.
 
     >>> Retries(attempts=3, first=1.0).budget
     7.0
@@ -38,8 +50,9 @@ class Retries:
     def _waits(self) -> Iterator[float]:
         return (min(self.longest, self.first * 2**attempt) for attempt in range(self.attempts))
 
-    def call(self, read: Callable[[], Result]) -> Result:
+    def call(self, read: Callable[[], Result], *, doing: str = "") -> Result:
         """``read()``, tried again after every `OSError` that may pass; the last one is raised."""
+        left = self.budget
         for wait in self._waits():
             try:
                 return read()
@@ -47,7 +60,10 @@ class Retries:
                 raise
             except OSError as error:
                 pause = wait * random.Random().uniform(0.5, 1)
-                what = " ".join([str(error), *getattr(error, "__notes__", ())])
-                log.warning("%s; trying again in %.1f s", what, pause)
+                pause = min(left, max(pause, getattr(error, "retry_after", 0.0)))
+                left -= pause
+                log.warning("%s%s; trying again in %.1f s", error, f" while {doing}" if doing else "", pause)
                 time.sleep(pause)
+                if left <= 0:  # a server's own time used it up: one last try
+                    break
         return read()

@@ -10,7 +10,8 @@ from streampack.collate import Batch, collate_packed, null_pack, to_torchtune
 from streampack.components import build
 from streampack.encode import without_truncation
 from streampack.iterable import IterablePackedDataset
-from streampack.sources import Holdout, as_source
+from streampack.mix import hold_out
+from streampack.sources import as_source
 from streampack.training.config import RunConfig
 from streampack.training.distributed import World
 
@@ -22,7 +23,8 @@ def build_data(
 ) -> tuple[IterablePackedDataset, list[Batch]]:
     """The training dataset, and this rank's validation batches (none without a ``validation`` section).
 
-    The held-out rows are defined once, by their content (``share``) or as a ``source`` of their own, and
+    The held-out rows are defined once, by their content (``share``; of a mixture, of each source) or as a ``source``
+    of their own, and
     packed in one lane without shuffling: the same packs in every run and on any topology. They are shared
     out over the ranks, and null packs fill up, so that every rank has as many batches as the others.
 
@@ -50,8 +52,7 @@ def build_data(
     if "source" in validation:
         held_out = as_source(build(validation["source"], trusted=trusted, inject=inject))
     elif "share" in validation:
-        held_out = Holdout(source, share=validation["share"], part="validation")
-        source = Holdout(source, share=validation["share"], part="train")
+        source, held_out = hold_out(source, share=validation["share"])
     elif validation:
         raise ValueError("validation needs a share of the rows, or a source of its own")
     epochs = None if config.max_steps is not None and config.epochs is None else config.epochs

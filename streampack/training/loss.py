@@ -52,7 +52,7 @@ def summed_cross_entropy(
     """The cross-entropy of every trained token, in nats, added up; a 0-d tensor. Shifts the labels by itself.
 
     Divide it once, by the weight of all trained tokens of the step (all ranks, all micro-batches): means
-    of batches that hold different numbers of trained tokens cannot be averaged.
+    of batches that hold different numbers of trained tokens cannot be averaged. `token_losses` are its summands.
 
     >>> logits, labels = torch.zeros(1, 3, 10), torch.tensor([[-100, 4, 7]])
     >>> summed_cross_entropy(logits, labels)  # two trained tokens, each ln(10)
@@ -78,6 +78,23 @@ def summed_cross_entropy(
     Raises:
         ValueError: if the shapes do not agree, or for a ``chunk_size`` below 1.
     """
+    return token_losses(logits, labels, weights=weights, chunk_size=chunk_size).sum()
+
+
+def token_losses(
+    logits: torch.Tensor | Sequence[torch.Tensor],
+    labels: torch.Tensor,
+    *,
+    weights: torch.Tensor | None = None,
+    chunk_size: int = 512,
+) -> torch.Tensor:
+    """The summands of `summed_cross_entropy`, which says more: ``[batch, seq]``, each beside its label.
+
+    For losses by source, from the same pass.
+
+    >>> token_losses(torch.zeros(1, 3, 10), torch.tensor([[-100, 4, 7]]))
+    tensor([[0.0000, 2.3026, 2.3026]])
+    """
     require_positive(chunk_size, "chunk_size")
     parts = [logits] if isinstance(logits, torch.Tensor) else list(logits)
     sizes = [part.shape[1] for part in parts]
@@ -96,17 +113,19 @@ def summed_cross_entropy(
     weight = trained.to(dtype) if weights is None else torch.where(trained, weights.to(dtype), 0)
     weight = F.pad(weight[:, 1:], (0, 1))
     target = F.pad(torch.where(trained, labels, 0)[:, 1:], (0, 1))
-    total = torch.zeros((), dtype=dtype, device=labels.device)
-    for part, targets, counts in zip(
-        parts, torch.split(target, sizes, 1), torch.split(weight, sizes, 1), strict=True
-    ):
-        total = total + _SummedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+    losses = [
+        _CrossEntropy.apply(  # type: ignore[no-untyped-call]
             part.flatten(0, 1), targets.flatten(), counts.flatten(), chunk_size
+        ).view_as(targets)
+        for part, targets, counts in zip(
+            parts, torch.split(target, sizes, 1), torch.split(weight, sizes, 1), strict=True
         )
-    return total
+    ]
+    # The loss at token i is label i + 1's; the last token's is 0.
+    return F.pad(torch.cat(losses, 1)[:, :-1], (1, 0))
 
 
-class _SummedCrossEntropy(torch.autograd.Function):
+class _CrossEntropy(torch.autograd.Function):
     """Autograd would keep an fp32 softmax of every chunk. From logsumexp, the backward pass makes it anew."""
 
     @staticmethod
@@ -124,7 +143,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(logits, targets, weights, normalizers)
         ctx.chunk_size = chunk_size
         # Not a product alone: an untrained token counts nothing, even where its logits are not finite.
-        return torch.where(weights != 0, weights * (normalizers - picked), 0).sum()
+        return torch.where(weights != 0, weights * (normalizers - picked), 0)
 
     @staticmethod
     @once_differentiable

@@ -1,0 +1,186 @@
+"""What grows with a run, measured at one size: memory, seconds, bytes, files.
+
+Seconds are of the CPU, not of the clock: other programs on the machine do not change them much.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import os
+import pickle
+import time
+import tracemalloc
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+
+import numpy as np
+
+from benchmarks.lengths import lengths
+from benchmarks.scale.simulation import Shard
+from benchmarks.start import WordTokenizer, write_rows
+
+Result = TypeVar("Result")
+SHARD_BYTES = 250_000_000
+PROBED = 64  # rows that an estimate asks for
+
+
+def clocked(call: Callable[[], Result], *, times: int = 3) -> tuple[float, Result]:
+    """Seconds of this process's CPU, the least of ``times``, and the last result."""
+    spent = []
+    for _ in range(times):
+        gc.collect()
+        begin = time.process_time()
+        result = call()
+        spent.append(time.process_time() - begin)
+    return min(spent), result
+
+
+def kept(call: Callable[[], Any]) -> float:
+    """Bytes of Python objects and arrays that live as long as the result."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        result = call()
+        gc.collect()
+        held = tracemalloc.get_traced_memory()[0]
+        del result
+        gc.collect()
+        return held - tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+
+
+def open_files() -> int:
+    """Regular files that this process holds open."""
+    found = 0
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the one of the listing itself
+            found += entry.resolve().is_file()
+    return found
+
+
+def read_so_far() -> int:
+    """Bytes that this process has read, from the cache or the disk."""
+    return int(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])
+
+
+def manifest(shards: int) -> dict[str, float]:
+    """A source of so many files, which are not read."""
+    from streampack import JSONLSource
+
+    with TemporaryDirectory() as folder:
+        for number in range(shards):
+            path = Path(folder, f"shard-{number:06}-of-100000.jsonl")
+            path.touch()
+            os.truncate(path, SHARD_BYTES)  # takes no room
+        pattern = f"{folder}/*.jsonl"
+        return {
+            "memory": kept(lambda: JSONLSource(pattern)),
+            "seconds": clocked(lambda: JSONLSource(pattern))[0],
+            "pickled": len(pickle.dumps(JSONLSource(pattern))),
+        }
+
+
+def content(shards: int) -> dict[str, float]:
+    """What the fingerprint and an estimate read of so many files."""
+    from streampack import JSONLSource
+
+    with TemporaryDirectory() as folder:
+        first = Path(folder, "0.jsonl")
+        write_rows(first, 150_000)
+        for number in range(1, shards):
+            Path(folder, f"{number}.jsonl").write_bytes(first.read_bytes())
+        source = JSONLSource(f"{folder}/*.jsonl")
+        before = read_so_far()
+        took, _ = clocked(source.fingerprint, times=1)  # it is kept
+        read = read_so_far() - before
+        return {"seconds": took, "read": read, "probed": len(source.probe(PROBED)[0])}
+
+
+def division(shards: int, lanes: int) -> dict[str, float]:
+    """The parts of all lanes, which every process that reads makes for itself."""
+    from streampack.sources.jsonl import divide
+
+    files: Any = [Shard(SHARD_BYTES)] * shards
+    return {
+        "memory": kept(lambda: divide(files, lanes)),
+        "seconds": clocked(lambda: divide(files, lanes))[0],
+    }
+
+
+def reading(lanes: int, window: int) -> dict[str, float]:
+    """One consumer's lanes: its first pack of each, and going on from their receipts."""
+    from streampack import IterablePackedDataset, JSONLSource, TextEncoder
+
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "rows.jsonl")
+        write_rows(path, lanes * window * 3500)  # 2.6 kB a row, so each lane fills its window
+
+        def make() -> IterablePackedDataset:
+            return IterablePackedDataset(
+                JSONLSource(path),
+                encoder=TextEncoder(WordTokenizer()),
+                max_seq_len=4096,
+                num_lanes=lanes,
+                shuffle=True,
+                shuffle_window=window,
+            )
+
+        def begin() -> Any:
+            stream = make().stream()
+            for _ in range(lanes):
+                next(stream)
+            return stream
+
+        took, stream = clocked(begin)
+        opened = open_files()
+        receipts = stream.receipts()
+        del stream
+        gc.collect()
+        opened -= open_files()
+        again, _ = clocked(lambda: make().stream(receipts=receipts))
+        return {"memory": kept(begin), "seconds": took, "resume": again, "files": opened}
+
+
+def pack(max_seq_len: int) -> dict[str, float]:
+    """A pack on its way to the trainer; ``max_seq_len`` tokens in one sequence."""
+    from streampack import IterablePackedDataset
+
+    tokens = np.ones(max_seq_len, dtype=np.int64)
+    data = IterablePackedDataset([{"tokens": tokens, "labels": tokens}], max_seq_len=max_seq_len)
+    return {"memory": kept(lambda: next(data.stream()))}
+
+
+def state(lanes: int, packs: int = 12) -> dict[str, float]:
+    """A checkpoint's part of the stream, after some packs of each lane."""
+    import torch
+
+    from streampack import IterablePackedDataset, Sample
+
+    class Encoder:
+        def __call__(self, row: Mapping[str, Any], /) -> Sample:
+            tokens = np.ones(row["n"], dtype=np.int64)
+            return Sample(tokens, tokens)
+
+        def fingerprint(self) -> str:
+            return "ones"
+
+    drawn = lengths("flan", count=lanes * packs * 12).tolist()
+    rows = [{"n": n} for n in drawn]
+    data = IterablePackedDataset(rows, encoder=Encoder(), max_seq_len=4096, num_lanes=lanes)
+    stream = data.stream()
+    for _ in range(lanes * packs):
+        next(stream)
+    held = data.state_of(stream.receipts())
+    saved = io.BytesIO()
+    torch.save(held, saved)
+    own = sum(map(len, held["lanes"].values()))
+    return {
+        "saved": saved.tell(),
+        "receipts": own,
+        "check": clocked(lambda: data.load_state_dict(held))[0],
+    }

@@ -1,0 +1,272 @@
+"""Which source of a mixture the next row is drawn from: the one that is furthest behind its share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from streampack.sources.base import BadRecord, Reader, Reading
+from streampack.types import Origin, Position, Row
+
+STOPS = ("first_exhausted", "all_exhausted", "never")
+
+
+class Weighing:
+    """The weights of all sources in a tree of mixtures, and those of earlier configs that a replay still needs.
+
+    A resume with other weights reads the rows that wait once more, with the weights that chose them; so does
+    the next resume, as long as one of them waits. ``past`` holds such weights in order, each for so many pieces.
+
+    >>> weighing = Weighing((1, 3))
+    >>> _ = weighing.change((2, 2), after=5)  # five pieces are replayed, then the new weights hold
+    >>> weighing.tick(4), weighing.now, weighing.tick(1), weighing.now
+    (None, (1, 3), None, (2, 2))
+    """
+
+    def __init__(self, last: Sequence[int], past: Sequence[tuple[int, tuple[int, ...]]] = ()) -> None:
+        self.last = tuple(last)
+        self.past = list(past)  # (pieces, weights)
+
+    @property
+    def now(self) -> tuple[int, ...]:
+        """What the next row is chosen by."""
+        return self.past[0][1] if self.past else self.last
+
+    def change(self, weights: Sequence[int], *, after: int) -> None:
+        """Go over to other weights when ``after`` pieces have been read."""
+        if tuple(weights) != self.last:
+            left = after - sum(pieces for pieces, _ in self.past)
+            if left > 0:
+                self.past.append((left, self.last))
+            self.last = tuple(weights)
+
+    def tick(self, pieces: int) -> None:
+        """So many pieces were read. Those of one row beyond the change count for the weights after it."""
+        while self.past and pieces:
+            left, weights = self.past[0]
+            if pieces < left:
+                self.past[0] = (left - pieces, weights)
+                return
+            pieces -= left
+            del self.past[0]
+
+    def numbers(self) -> list[int]:
+        """All of it, for a position."""
+        past = [number for pieces, weights in self.past for number in (pieces, *weights)]
+        return [len(self.past), *past, *self.last]
+
+    @classmethod
+    def from_numbers(cls, numbers: Iterator[int], *, count: int) -> Weighing:
+        """The inverse of `numbers`, for ``count`` sources."""
+        past = [(next(numbers), _take(numbers, count)) for _ in range(next(numbers))]
+        return cls(_take(numbers, count), past)
+
+
+@dataclass(slots=True)
+class Stand:
+    """Where one source of a mixture stands in one lane's epoch."""
+
+    deficit: int  # trained tokens that it is behind its share, times the sum of the weights
+    turn: int = 0  # how often it was begun anew
+    exhausted: bool = False  # it was read to its end at least once
+    fed: bool = False  # this turn has trained something
+    cursor: Position | None = None  # of its next row; None before the turn's first
+    reader: Reader | None = None  # opened when it is due
+
+    def numbers(self) -> list[int]:
+        """All but the reader, for a position."""
+        cursor = self.cursor
+        flags = self.turn << 2 | self.exhausted << 1 | self.fed
+        zigzag = self.deficit << 1 if self.deficit >= 0 else ~self.deficit << 1 | 1
+        return [zigzag, flags, *((0,) if cursor is None else (len(cursor) + 1, *cursor))]
+
+    @classmethod
+    def from_numbers(cls, numbers: Iterator[int]) -> Stand:
+        """The inverse of `numbers`."""
+        zigzag, flags, size = next(numbers), next(numbers), next(numbers)
+        deficit = ~(zigzag >> 1) if zigzag & 1 else zigzag >> 1
+        cursor = _take(numbers, size - 1) if size else None
+        return cls(deficit, flags >> 2, bool(flags & 2), bool(flags & 1), cursor)
+
+
+class Open(Protocol):
+    """How a mixture opens one of its sources."""
+
+    def __call__(self, number: int, *, turn: int, start: Position | None, weighing: Weighing) -> Reader:
+        """Source ``number`` in its ``turn``-th turn, at the beginning or at a cursor."""
+
+
+class Draws:
+    """One lane's rows of a mixture in one epoch; the row that is due comes from the source furthest behind.
+
+    Whoever reads it says after each row, with `charge`, how many tokens the row trains. What a source then has to come,
+    ``its weight * all of these tokens - all weights * its own``, is its deficit: whole numbers, so the choice is the
+    same on every machine. The source with the largest is drawn from, of equals the first. So no deficit falls below
+    minus the longest sample, and because they add up to 0, none of S exceeds S - 1 of the longest (as deficit round
+    robin does it for packets, Shreedhar and Varghese 1996, here with the choice by deficit instead of in turns).
+
+    Lanes that all begin at 0 draw from the same sources at the same time, and each from all of them at once: far too
+    much from those with long samples. So a lane begins with deficits that add up to 0 and are up to ``stagger`` tokens
+    apart, by (seed, epoch, lane); each source is the first with the probability of its weight. In all, the share of a
+    source after T tokens is off by at most S * max(longest, stagger) / T.
+
+    Args:
+        names: of the sources, for errors.
+        opens: opens one of them.
+        locate: says where a row of the mixture stands.
+        stop: one of `STOPS`.
+        weighing: shared with the mixtures in the same tree.
+        offset: of this mixture's weights in it.
+        reading: of the lane; where it starts is said by ``start``.
+        stagger: trained tokens; the longest sample that may come is enough.
+        start: this mixture's part of a position, to be read off.
+        root: whether this is the outermost mixture, whose positions hold the weights.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        *,
+        opens: Open,
+        locate: Callable[[Origin], str],
+        stop: str,
+        weighing: Weighing,
+        offset: int,
+        reading: Reading,
+        stagger: int = 0,
+        start: Iterator[int] | None = None,
+        root: bool = True,
+    ) -> None:
+        self.names = names
+        self.opens = opens
+        self.locate = locate
+        self.stop = stop
+        self.weighing = weighing
+        self.span = slice(offset, offset + len(names))
+        self.place = f"lane {reading.lane} of {reading.num_lanes}"
+        self.root = root
+        rng = np.random.default_rng(reading.key)
+        self.delays = sorted(rng.integers(0, stagger + 1, len(names)).tolist())
+        self.waits = rng.exponential(size=len(names))
+        self.stands: list[Stand] = []
+        if start is None:
+            self._begin()
+        else:
+            self.stands = [Stand.from_numbers(start) for _ in names]
+        self.due = 0  # the source that the newest row is from
+        self.drawn = False  # and that row is not charged yet
+        self.first = False  # it is the first of this entry's turn
+
+    @property
+    def begins(self) -> bool:
+        """Whether the newest row is the first of its source's turn."""
+        stand = self.stands[self.due]
+        return stand.reader.begins if isinstance(stand.reader, Draws) else self.first
+
+    @property
+    def position(self) -> Position:
+        """Of the newest row until it is charged, then of the row that comes next."""
+        numbers = self.weighing.numbers() if self.root else []
+        for stand in self.stands:
+            numbers += stand.numbers()
+        return tuple(numbers)
+
+    def __iter__(self) -> Draws:
+        return self
+
+    def __next__(self) -> Row:
+        if self.drawn:
+            raise RuntimeError(
+                f"{self.place}: a mixture was read on before the row of source {self.names[self.due]!r} was charged; "
+                "read it by an IterablePackedDataset, and hold rows out of its sources, not of the whole"
+            )
+        while True:
+            self.due = max(range(len(self.stands)), key=lambda i: self.stands[i].deficit)
+            stand = self.stands[self.due]
+            if stand.reader is None:
+                stand.reader = self.opens(
+                    self.due, turn=stand.turn, start=stand.cursor, weighing=self.weighing
+                )
+            self.first = stand.cursor is None
+            try:
+                row = next(stand.reader, None)
+            except BadRecord as error:
+                raise BadRecord(
+                    error.reason,
+                    position=self.position,
+                    origin=(self.due, *error.origin),
+                    locate=self.locate,
+                ) from None
+            if row is not None:
+                break
+            self._turn(self.due)
+        self.drawn = True
+        return Row(row.data, self.position, (self.due, *row.origin))
+
+    def skip(self) -> None:
+        """Pass by the record that `BadRecord` was raised for; it counts as a row that trains nothing."""
+        reader = self.stands[self.due].reader
+        assert reader is not None
+        reader.skip()
+        self._count(0, pieces=1)
+
+    def charge(self, trained: int, *, pieces: int = 1) -> None:
+        """The last row trains so many tokens, and became so many numbered pieces."""
+        assert self.drawn, "every row is charged once"
+        self.drawn = False
+        reader = self.stands[self.due].reader
+        if isinstance(reader, Draws):
+            reader.charge(trained, pieces=pieces)
+        self._count(trained, pieces=pieces)
+
+    def _count(self, trained: int, *, pieces: int) -> None:
+        stand = self.stands[self.due]
+        assert stand.reader is not None
+        stand.fed |= trained > 0
+        stand.cursor = stand.reader.position
+        weights = self.weighing.now[self.span]
+        for other, weight in zip(self.stands, weights, strict=True):
+            other.deficit += weight * trained
+        stand.deficit -= sum(weights) * trained
+        if self.root:
+            self.weighing.tick(pieces)
+
+    def succeed(self, ended: Draws) -> None:
+        """Begin where another epoch ended: should it be a replay with earlier weights, it goes on."""
+        self.weighing = ended.weighing
+        self._begin()
+
+    def _begin(self) -> None:
+        # The smallest of exponential numbers with rates w_i is the i-th with probability w_i, which is how likely a
+        # token, at any time, is the i-th source's. The smallest has the shortest delay.
+        weights = self.weighing.now[self.span]
+        ranks = np.argsort(np.argsort(self.waits / np.array(weights))).tolist()
+        middle = sum(weights) * sum(self.delays) // len(weights)
+        self.stands = [Stand(middle - sum(weights) * self.delays[rank]) for rank in ranks]
+
+    def _turn(self, number: int) -> None:
+        """A source is at its end: the epoch is over, or the source begins anew. At the end, nothing changes."""
+        stand, name = self.stands[number], self.names[number]
+        if stand.cursor is None:
+            raise ValueError(
+                f"{self.place} has no rows of source {name!r}, and a mixture needs some of every source in every lane; "
+                "use fewer lanes (num_lanes), or leave the source out"
+            )
+        others = (other for other in self.stands if other is not stand)
+        if self.stop == "first_exhausted" or (
+            self.stop == "all_exhausted" and all(other.exhausted for other in others)
+        ):
+            raise StopIteration
+        if not stand.fed:
+            raise ValueError(
+                f"{self.place}: source {name!r} trains no token from its beginning to its end, so its share cannot be "
+                "reached; look at what is dropped or masked, or leave the source out"
+            )
+        self.stands[number] = Stand(stand.deficit, stand.turn + 1, exhausted=True)
+
+
+def _take(numbers: Iterator[int], count: int) -> tuple[int, ...]:
+    return tuple(next(numbers) for _ in range(count))

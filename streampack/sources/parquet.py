@@ -1,0 +1,186 @@
+"""Parquet: parts are row groups, and only the columns that are needed are read."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from streampack.plan import require_positive
+from streampack.sources.base import Reading, digest, spread
+from streampack.sources.files import Name, find_files
+from streampack.sources.ranges import Fetcher
+from streampack.sources.rowgroups import Footers, RowGroups, group_of, plain_row, starts_of
+from streampack.sources.storage import LocalStorage, together
+from streampack.sources.window import Damage, Part, WindowReader
+from streampack.types import Origin
+
+PARTS_PER_LANE = (
+    16  # with that many files a lane, whole files are the parts, and no footer is read before its turn
+)
+
+
+class ParquetSource:
+    """The rows of Parquet files as mappings of plain Python values.
+
+    >>> import tempfile, pyarrow, pyarrow.parquet
+    >>> from streampack.sources import Reading
+    >>> path = tempfile.mkdtemp() + "/rows.parquet"
+    >>> pyarrow.parquet.write_table(pyarrow.table({"text": ["a", "b"], "url": ["x", "y"]}), path)
+    >>> [row.data for row in ParquetSource(path, columns=["text"]).read(Reading())]
+    [{'text': 'a'}, {'text': 'b'}]
+
+    Row groups are shared out over the lanes; where there are many more files than lanes, whole files are, whose
+    footers are then read one by one, when their turn comes. A row group is read in one go, as it is stored,
+    and decoded 1,024 rows at a time.
+
+    Args:
+        paths: files or globs of this machine, or URLs (``http``, ``https``, ``s3``, ``hf``).
+        columns: the top-level columns to read; default: all.
+        manifest: see `JSONLSource`, as for the arguments below.
+        storage_options: for the storage behind URLs.
+        retries: how often a read that fails is tried again.
+        timeout: seconds that one request may take.
+        read_ahead: bytes, per lane, fetched ahead behind a URL.
+
+    Raises:
+        ValueError: if nothing matches, a file is empty, or one is named twice; for a column that a file lacks, and for
+            a damaged page, when it is read, with file and row group.
+        ImportError: without pyarrow.
+    """
+
+    max_lanes: int | None = None
+
+    def __init__(
+        self,
+        paths: Name | Iterable[Name] | None = None,
+        *,
+        columns: Sequence[str] | None = None,
+        manifest: Name | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        retries: int = 5,
+        timeout: float = 30.0,
+        read_ahead: int = 8 << 20,
+    ) -> None:
+        try:
+            import pyarrow.parquet  # noqa: F401 - to say at once that it is missing
+        except ImportError as error:
+            raise ImportError("reading Parquet needs pyarrow: pip install 'streampack[parquet]'") from error
+        if isinstance(columns, str) or (columns is not None and not columns):
+            raise ValueError(f"columns={columns!r} is no list of columns; give their names, or None for all")
+        self.columns = None if columns is None else list(columns)
+        self.corpus = find_files(
+            paths, manifest=manifest, storage_options=storage_options, retries=retries, timeout=timeout
+        )
+        self.files = self.corpus.files
+        local = isinstance(self.corpus.storage, LocalStorage)
+        self.read_ahead = 0 if local else require_positive(read_ahead, "read_ahead", least=0)
+        self._fingerprint: str | None = None
+        self._divided: list[list[Part]] | None = None  # for the last number of lanes asked for
+        self.footers = Footers(self.files, self.columns)
+
+    def fingerprint(self) -> str:
+        """Of the files, as for JSON lines, and the columns."""
+        if self._fingerprint is None:
+            self._fingerprint = digest(self.corpus.fingerprint(), self.columns)
+        return self._fingerprint
+
+    def read(self, reading: Reading) -> WindowReader:
+        """See `Source.read`."""
+        if self._divided is None or len(self._divided) != reading.num_lanes:
+            self._divided = self._divide(reading.num_lanes)
+        fetcher = Fetcher(self.corpus.storage, self.corpus.retries, ahead=self.read_ahead)
+        return WindowReader(
+            self._divided[reading.lane],
+            reading,
+            open_part=lambda part, offset, following: RowGroups(
+                self.footers, part, offset, fetcher, following
+            ),
+            decode=lambda part, offset, raw: plain_row(raw),
+            place=lambda part, offset: f"{self.files[part.file].shown} from row {offset} on",
+            locate=self.locate,
+        )
+
+    def locate(self, origin: Origin) -> str:
+        """``file, row N``, from 0, and its row group."""
+        file, row = origin
+        where = f"{self.files[file].shown}, row {row}"
+        if (footer := self.footers.known(file)) is not None:
+            where += f" (row group {group_of(footer, row)})"
+        return where
+
+    def shard(self, origin: Origin) -> str:
+        """The file's name in the corpus."""
+        return self.files[origin[0]].name
+
+    def fetch(self, origin: Origin) -> Mapping[str, Any]:
+        """See `Source.fetch`. Reads the row's whole row group."""
+        file, row = origin
+        _, raw = next(RowGroups(self.footers, Part(file, row, row + 1), row, self._fetcher()))
+        return plain_row(raw)
+
+    @property
+    def retry_budget(self) -> float:
+        """See `JSONLSource.retry_budget`."""
+        return self.corpus.retry_budget
+
+    def natural_lanes(self) -> int:
+        """One per 256 KiB, but no more than there are row groups, or, of eight files and more, files."""
+        few = len(self.files) < 8
+        parts = sum(len(self._groups(i)) for i in range(len(self.files))) if few else len(self.files)
+        return max(1, min(parts, sum(file.size for file in self.files) >> 18))
+
+    def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
+        """The first rows of row groups of up to 16 files all over the corpus, and its size over theirs."""
+        numbers = spread(len(self.files), PARTS_PER_LANE)
+        rows: list[Mapping[str, Any]] = []
+        wanted = -(-count // len(numbers))  # of each file
+        known = size = 0
+        for number in numbers:
+            with suppress(ValueError):  # damage is found when it is read
+                footer = self.footers.get(number, self._fetcher())
+                starts = starts_of(footer)
+                known += footer.num_rows
+                size += self.files[number].size
+                share = min(64, -(-footer.num_rows // max(1, len(starts) - 1)))  # of a group
+                for group in spread(len(starts) - 1, -(-wanted // max(1, share))):
+                    part = Part(number, starts[group], min(starts[group] + share, starts[group + 1]))
+                    rows += [
+                        plain_row(raw)
+                        for _, raw in RowGroups(self.footers, part, part.start, self._fetcher())
+                    ]
+        whole = sum(file.size for file in self.files)
+        return rows, known / max(1, len(rows)) * whole / max(1, size)
+
+    def _divide(self, num_lanes: int) -> list[list[Part]]:
+        """The parts of every lane, in corpus order: each part goes to the lane with the fewest bytes so far."""
+        parts: list[tuple[Part, int]] = []
+        if len(self.files) >= num_lanes * PARTS_PER_LANE:
+            parts = [(Part(number), file.size) for number, file in enumerate(self.files)]
+        else:
+            for found in together(self._groups, range(len(self.files))):
+                parts += found
+        lanes: list[list[Part]] = [[] for _ in range(num_lanes)]
+        load = [(0, lane) for lane in range(num_lanes)]  # a heap: bytes so far, lane
+        for part, size in parts:
+            least, lane = load[0]
+            lanes[lane].append(part)
+            heapq.heapreplace(load, (least + size, lane))
+        return lanes
+
+    def _groups(self, number: int) -> list[tuple[Part, int]]:
+        try:
+            footer = self.footers.get(number, self._fetcher())
+        except Damage:  # which is raised again where it is read
+            return [(Part(number), self.files[number].size)]
+        starts = starts_of(footer)
+        sizes = [footer.row_group(i).total_byte_size for i in range(footer.num_row_groups)]
+        return [
+            (Part(number, start, stop), size)
+            for start, stop, size in zip(starts, starts[1:], sizes, strict=False)
+            if stop > start
+        ]
+
+    def _fetcher(self) -> Fetcher:
+        return Fetcher(self.corpus.storage, self.corpus.retries, ahead=0)

@@ -1,0 +1,232 @@
+"""Token shards as a source: mapped into memory here, read by range behind a URL. `shards` has the format."""
+
+from __future__ import annotations
+
+import mmap
+import zlib
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from streampack.plan import require_positive
+from streampack.sources.base import Reading, digest
+from streampack.sources.files import Name
+from streampack.sources.indexed import divide, offsets_of, places, read_index, read_now, records
+from streampack.sources.ranges import Fetcher
+from streampack.sources.shards import HEADER_BYTES, Shard, shard_of
+from streampack.sources.storage import File, LocalStorage, changed, redact, together
+from streampack.sources.window import Damage, Part, Record, WindowReader
+from streampack.types import IGNORE_INDEX, Origin
+
+OFFSETS = (
+    1024  # read from the table at a time: one by one, they took 2 of the 5.7 us of a document of 1,000 tokens
+)
+TOKENS_PER_LANE = 1 << 18  # that a lane should have at least: 64 packs of 4,096
+
+
+class Raw(NamedTuple):
+    """A document as it is stored."""
+
+    tokens: npt.NDArray[Any]  # [length] uint16 or uint32; on this machine, a view of the mapped file
+    bits: npt.NDArray[np.uint8] | None  # that hold its mask, None if every token is trained
+    skipped: int  # of the first byte's bits: they are the document's before
+
+
+class TokenShardSource:
+    """The documents of a folder that `streampack tokenize` made: rows of ``tokens`` and ``labels``, ``[length]`` int64.
+
+    >>> import tempfile
+    >>> from streampack.sources import MapSource, Reading
+    >>> from streampack.tokenize import tokenize
+    >>> rows = [{"tokens": [5, 6, 7], "labels": [-100, 6, 7]}, {"tokens": [8, 9], "labels": [8, 9]}]
+    >>> folder = tokenize(MapSource(rows), out=tempfile.mkdtemp(), progress=False)
+    >>> for row in TokenShardSource(folder).read(Reading()):
+    ...     print(row.data["tokens"], row.data["labels"])
+    [5 6 7] [-100    6    7]
+    [8 9] [8 9]
+
+    Lanes share out slices of the documents. A document is copied once when its turn comes, from the shard's 2 or 4
+    bytes a token to 8; where all of it is trained, ``tokens`` and ``labels`` are one array.
+
+    Args:
+        folder: of this machine, or a URL.
+        storage_options: for the storage behind URLs, see `JSONLSource`, as for the arguments below.
+        retries: how often a read that fails is tried again.
+        timeout: seconds that one request may take.
+        read_ahead: bytes, per lane, fetched ahead behind a URL.
+
+    Raises:
+        ValueError: if there is no index, one of another format, or one whose names lead out of the folder; for a shard
+            that is missing or of another size than the index says.
+    """
+
+    max_lanes: int | None = None
+
+    def __init__(
+        self,
+        folder: Name,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        retries: int = 5,
+        timeout: float = 30.0,
+        read_ahead: int = 8 << 20,
+    ) -> None:
+        index = read_index(folder, storage_options=storage_options, retries=retries, timeout=timeout)
+        entries = index.content.get("shards")
+        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+            raise ValueError(f"{redact(index.path)} names no shards; is it one of `streampack tokenize`?")
+        common = {key: index.content.get(key) for key in ("format", "version", "dtype")}
+        self.shards = [shard_of(str(entry.get("name")), {**common, **entry}) for entry in entries]
+        self.corpus = index.corpus([(shard.name, shard.size) for shard in self.shards])
+        self.files = self.corpus.files
+        self.documents = sum(shard.documents for shard in self.shards)
+        self.tokens = sum(shard.tokens for shard in self.shards)
+        self._local = isinstance(self.corpus.storage, LocalStorage)
+        self.read_ahead = 0 if self._local else require_positive(read_ahead, "read_ahead", least=0)
+        self._divided: list[list[Part]] | None = None  # for the last number of lanes asked for
+
+    def fingerprint(self) -> str:
+        """The shards' names and checksums as the index has them: the same wherever the folder lies."""
+        return digest("tokens", [(shard.name, shard.tokens, shard.crc32) for shard in self.shards])
+
+    def read(self, reading: Reading) -> WindowReader:
+        """See `Source.read`."""
+        if self._divided is None or len(self._divided) != reading.num_lanes:
+            counts, sizes = [s.documents for s in self.shards], [s.tokens for s in self.shards]
+            self._divided = divide(counts, sizes, reading.num_lanes)
+        fetcher = Fetcher(self.corpus.storage, self.corpus.retries, ahead=self.read_ahead)
+        return WindowReader(
+            self._divided[reading.lane],
+            reading,
+            open_part=lambda part, offset, following: self._open(part, offset, fetcher),
+            decode=lambda part, offset, raw: row_of(raw),
+            place=lambda part, offset: self.locate((part.file, offset)),
+            locate=self.locate,
+        )
+
+    def locate(self, origin: Origin) -> str:
+        """``file, document N``, from 0."""
+        return f"{self.files[origin[0]].shown}, document {origin[1]}"
+
+    def shard(self, origin: Origin) -> str:
+        """The file's name in the corpus."""
+        return self.files[origin[0]].name
+
+    def fetch(self, origin: Origin) -> Mapping[str, Any]:
+        """See `Source.fetch`."""
+        part = Part(origin[0], origin[1], origin[1] + 1)
+        return row_of(next(self._open(part, part.start, self._fetcher()))[1])
+
+    @property
+    def retry_budget(self) -> float:
+        """See `JSONLSource.retry_budget`."""
+        return self.corpus.retry_budget
+
+    def natural_lanes(self) -> int:
+        """One per 262,144 tokens, but no more than there are documents."""
+        return max(1, min(self.documents, self.tokens // TOKENS_PER_LANE))
+
+    def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
+        """Documents from all over the shards, and how many times as many there are."""
+        rows = together(self.fetch, places([shard.documents for shard in self.shards], count))
+        return rows, self.documents / max(1, len(rows))
+
+    def verify(self) -> None:
+        """Read every shard and compare it with its checksum.
+
+        Raises:
+            ValueError: naming the first that differs.
+        """
+        fetcher = self._fetcher()
+        for shard, file in zip(self.shards, self.files, strict=True):
+            crc32, step = 0, fetcher.storage.block
+            for start in range(HEADER_BYTES, file.size, step):
+                crc32 = zlib.crc32(read_now(fetcher, file, start, min(start + step, file.size)), crc32)
+            if crc32 != shard.crc32:
+                raise ValueError(f"{file.shown} is not what its checksum was made of; copy it anew")
+
+    def _open(self, part: Part, offset: int, fetcher: Fetcher) -> _Documents:
+        shard, file = self.shards[part.file], self.files[part.file]
+        stop = shard.documents if part.stop is None else part.stop
+        if not 0 <= offset <= stop:
+            raise ValueError(f"{file.shown} has no document {offset}; the state or the index is damaged")
+        read = _mapped if self._local else _fetched
+        return _Documents(offset, read(shard, file, offset, stop, fetcher))
+
+    def _fetcher(self) -> Fetcher:
+        return Fetcher(self.corpus.storage, self.corpus.retries, ahead=0)
+
+
+def row_of(raw: Raw) -> Mapping[str, Any]:
+    """The tokens widened: the one copy before the pack's. ``labels`` are the same array where none is masked."""
+    tokens = raw.tokens.astype(np.int64)
+    if raw.bits is None:
+        return {"tokens": tokens, "labels": tokens}
+    trained = np.unpackbits(raw.bits, bitorder="little")[raw.skipped : raw.skipped + tokens.size]
+    return {"tokens": tokens, "labels": np.where(trained, tokens, IGNORE_INDEX)}
+
+
+class _Documents:
+    """The documents of one part, each with its number in the shard."""
+
+    def __init__(self, offset: int, documents: Iterator[Raw]) -> None:
+        self.offset = offset
+        self.documents = documents
+
+    def __next__(self) -> Record:
+        raw = next(self.documents)
+        self.offset += 1
+        return self.offset - 1, raw
+
+
+def _mapped(shard: Shard, file: File, first: int, stop: int, fetcher: Fetcher) -> Iterator[Raw]:
+    """Views of the mapped file, which stays mapped as long as one of them is held."""
+    with Path(file.path).open("rb") as opened:
+        data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+    if len(data) != file.size:
+        raise changed(file, f"has {len(data)} bytes and had {file.size}")
+    tokens = np.frombuffer(data, _stored(shard), shard.tokens, HEADER_BYTES)
+    offsets = np.frombuffer(data, "<i8", shard.documents + 1, shard.offsets_at)
+    bits = np.frombuffer(data, np.uint8, offset=shard.mask_at) if shard.masked else None
+    for number in range(first, stop, OFFSETS):
+        some = offsets[number : min(number + OFFSETS, stop) + 1].tolist()
+        for i, (start, end) in enumerate(pairwise(some)):
+            if not 0 <= start <= end <= shard.tokens:
+                raise _misled(number + i)
+            mask = None if bits is None else bits[start // 8 : -(-end // 8)]
+            yield Raw(tokens[start:end], mask, start % 8)
+
+
+def _fetched(shard: Shard, file: File, first: int, stop: int, fetcher: Fetcher) -> Iterator[Raw]:
+    """The same by ranges: the slice's offsets, its mask, then its tokens as they are needed."""
+    if first == stop:
+        return
+    at = shard.offsets_at + 8 * first
+    table = read_now(fetcher, file, at, shard.offsets_at + 8 * (stop + 1))
+    limits = (HEADER_BYTES, HEADER_BYTES + shard.tokens * shard.width)
+    places = offsets_of(
+        table, "<i8", file=file, first=first, limits=limits, unit=shard.width, base=HEADER_BYTES
+    )
+    starts = ((places - HEADER_BYTES) // shard.width).tolist()
+    held, base = b"", starts[0] // 8
+    if shard.masked and starts[-1] > starts[0]:
+        held = read_now(fetcher, file, shard.mask_at + base, shard.mask_at + -(-starts[-1] // 8))
+    for i, data in enumerate(records(fetcher, file, places)):
+        start, end = starts[i : i + 2]
+        mask = (
+            np.frombuffer(held, np.uint8)[start // 8 - base : -(-end // 8) - base] if shard.masked else None
+        )
+        yield Raw(np.frombuffer(data, _stored(shard)), mask, start % 8)
+
+
+def _stored(shard: Shard) -> np.dtype[Any]:
+    return np.dtype(shard.dtype).newbyteorder("<")
+
+
+def _misled(number: int) -> Damage:
+    what = f"the offsets of document {number} lead out of the shard, or backwards: it is damaged"
+    return Damage(what, offset=number, resume=number + 1)
