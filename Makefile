@@ -13,7 +13,7 @@ PYTEST_ARGS ?=
 DEVICE ?= cuda
 GPU_PYTHON ?= python3
 
-.PHONY: help setup quickstart test test-slow stress lint format bench models gpu wheels clean
+.PHONY: help setup quickstart test test-slow stress lint format bench paper models gpu wheels clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -46,6 +46,8 @@ bench: $(VENV)/.installed-bench  ## density and speed beside the peers', time to
 	$(BIN)/python -m benchmarks.density $(ARGS)
 	$(BIN)/python -m benchmarks.start
 	$(BIN)/python -m benchmarks.multipack
+	$(BIN)/python -m benchmarks.tokens
+	$(BIN)/python -m benchmarks.scale
 
 models: setup  ## docs/models.md: which families of models keep samples apart, as the tests see it now
 	mkdir -p build && rm -f build/models.jsonl
@@ -63,10 +65,16 @@ endif
 ifdef GPU_SITE
 gpu: $(GPU_SITE)/.installed  ## tests and benchmark on one GPU, resumable; ARGS="--minutes 9"; DEVICE=cpu shows that it runs
 	PYTHONPATH=$(CURDIR)/$(GPU_SITE) $(GPU_PYTHON) -m benchmarks.gpu --device $(DEVICE) $(ARGS)
+paper: $(GPU_SITE)/.installed
+	PYTHONPATH=$(CURDIR)/$(GPU_SITE) $(GPU_PYTHON) -m benchmarks.paper --device $(DEVICE) $(ARGS)
 else
 gpu: setup
 	$(BIN)/python -m benchmarks.gpu --device $(DEVICE) $(ARGS)
+paper: setup  ## an epoch by every method of batching, 3 seeds: minutes on a CPU; DEVICE=cuda for the paper's sizes
+	$(BIN)/python -m benchmarks.paper --device $(DEVICE) $(ARGS)
 endif
+# Another default than for `gpu`; the command line's DEVICE goes before both.
+paper: DEVICE = cpu
 
 wheels:  ## what a GPU machine without network lacks, as a folder to copy there; ARGS="--python 3.12" names its version
 	$(PYTHON) -m benchmarks.gpu.wheels fetch $(ARGS)

@@ -1,0 +1,108 @@
+"""Samples with something to learn: an urn of known entropy, and the standard library's docstrings."""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.lengths import DISTRIBUTIONS, LogNormal, draw
+from benchmarks.paper.settings import Settings
+
+Samples = list[dict[str, npt.NDArray[np.int64]]]
+
+PADDING, START = 0, 1  # a sample begins with START; its words follow
+WORDS = 64
+MEMORY = 8.0  # words that the language weighs; with 4, the tiny model has learned all it can in 22 steps
+
+
+class Corpus(NamedTuple):
+    """What a model is trained and held against."""
+
+    train: Samples
+    validation: Samples
+    vocab_size: int
+    floor: (
+        float | None
+    )  # nats a token of the validation samples, below which no model can go; unknown for text
+
+
+def corpus_of(settings: Settings) -> Corpus:
+    """The samples of these settings. They do not depend on the seed."""
+    if settings.data == "docstrings":
+        return docstrings(settings)
+    train, _ = urns(_lengths(settings, settings.samples, seed=0), seed=0)
+    validation, nats = urns(_lengths(settings, settings.validation, seed=1), seed=1)
+    predicted = sum(len(sample["tokens"]) - 1 for sample in validation)
+    return Corpus(train, validation, vocab_size=WORDS + 2, floor=nats / predicted)
+
+
+def _lengths(settings: Settings, count: int, *, seed: int) -> npt.NDArray[np.int64]:
+    like = DISTRIBUTIONS[settings.data]
+    shape = LogNormal(like.median / settings.shorter, like.sigma, like.like)
+    # START alone would train nothing.
+    return np.maximum(draw(shape, count=count, seed=seed, longest=settings.max_seq_len), 2)
+
+
+def urns(lengths: npt.NDArray[np.int64], *, seed: int) -> tuple[Samples, float]:
+    """A sample for each length, and the nats that the best possible model needs for their words.
+
+    A word is drawn by the language, which knows only the word before, or from the words of the sample so far:
+    ``p(word) = (MEMORY * language[before, word] + times seen in this sample) / (MEMORY + words seen)``, a Pólya
+    urn. The language is the same in all samples, so it is learned step by step; what a sample repeats must be read
+    from the sample itself, and another one's words mislead. That is what packing can spoil: too few steps for the
+    one, a leak for the other.
+    """
+    rng = np.random.default_rng([seed, 2])
+    chances = language()
+    order = np.argsort(-lengths, kind="stable")
+    ends = lengths[order]
+    tokens = np.full((lengths.size, int(lengths.max())), START, np.int64)
+    seen = np.zeros((lengths.size, WORDS))
+    nats = 0.0
+    for i in range(1, tokens.shape[1]):
+        going = int(np.searchsorted(-ends, -i, "left"))  # samples that have a token here: the first ones
+        odds = MEMORY * chances[tokens[:going, i - 1] - START] + seen[:going]
+        sums = odds.cumsum(1)
+        words = (rng.random(going)[:, None] * sums[:, -1:] >= sums).sum(1).clip(max=WORDS - 1)
+        rows = np.arange(going)
+        nats -= float(np.log(odds[rows, words] / sums[:, -1]).sum())
+        seen[rows, words] += 1
+        tokens[:going, i] = START + 1 + words
+    made = {int(number): tokens[row, : ends[row]] for row, number in enumerate(order)}
+    return [{"tokens": made[i], "labels": made[i]} for i in range(lengths.size)], nats
+
+
+def language() -> npt.NDArray[np.float64]:
+    """The chance of each word after START and after each word.  # [WORDS + 1, WORDS]"""
+    return np.random.default_rng(99).dirichlet(np.full(WORDS, 0.1), size=WORDS + 1)
+
+
+def docstrings(settings: Settings) -> Corpus:
+    """Questions and answers of the standard library. Answers are trained; what is longer than a row is cut off."""
+    from torchtune.models.llama2 import llama2_tokenizer
+
+    # By its folder's name: on a GPU machine that has only the wheels, streampack is not installed.
+    from recipes import stdlib_corpus
+
+    paths = stdlib_corpus.prepare()
+    tokenizer = llama2_tokenizer(str(paths.tokenizer))
+    pairs = [json.loads(line) for line in paths.pairs.read_text("utf-8").split("\n")[:-1]]
+    wanted = settings.samples + settings.validation
+    if wanted > len(pairs):
+        raise ValueError(
+            f"{wanted} samples are wanted and there are {len(pairs)} docstrings; lower samples or validation"
+        )
+    samples = []
+    for number in np.random.default_rng(0).permutation(len(pairs))[:wanted]:
+        prompt = tokenizer.encode(pairs[number]["input"], add_bos=True, add_eos=False)
+        answer = tokenizer.encode(pairs[number]["output"], add_bos=False, add_eos=True)
+        tokens = np.array(prompt + answer)[: settings.max_seq_len]
+        labels = tokens.copy()
+        labels[: len(prompt)] = -100
+        samples.append({"tokens": tokens, "labels": labels})
+    return Corpus(
+        samples[: settings.samples], samples[settings.samples :], stdlib_corpus.VOCAB_SIZE, floor=None
+    )
