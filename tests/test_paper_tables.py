@@ -67,9 +67,19 @@ def test_samples_are_the_same_for_all_seeds_and_the_global_generators_are_left_a
     assert json.dumps([s["tokens"].tolist() for s in one.train]) == json.dumps(
         [s["tokens"].tolist() for s in other.train]
     )
-    assert one.train[0]["tokens"].tolist() != one.validation[0]["tokens"].tolist()
+    assert len(one.train) == SMOKE.samples
     np.testing.assert_array_equal(before[0], np.random.get_state()[1])  # noqa: NPY002
     assert torch.equal(before[1], torch.random.get_rng_state())
+
+
+def test_what_is_held_out_is_not_trained() -> None:
+    corpus = data.corpus_of(replace(SMOKE, validation=SMOKE.samples))
+    long = [
+        {tuple(sample["tokens"]) for sample in samples if len(sample["tokens"]) > 8}
+        for samples in (corpus.train, corpus.validation)
+    ]
+    assert min(map(len, long)) > 20
+    assert not long[0] & long[1]
 
 
 def test_docstrings_train_the_answer_and_share_no_sample_with_the_validation() -> None:
