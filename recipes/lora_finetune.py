@@ -21,24 +21,22 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from torch import nn
 from torchtune import config, training
 
-from streampack.attention import Inputs, prepare_model_for_packing
-from streampack.collate import Batch
+from streampack.attention import prepare_model_for_packing
 from streampack.components import build
 from streampack.loader import PackedDataLoader
 from streampack.training.checkpoint import Checkpoints
 from streampack.training.config import RunConfig, read_config
 from streampack.training.data import build_data, total_steps
 from streampack.training.distributed import World, join_world
+from streampack.training.evaluation import evaluate
 from streampack.training.isolation import verify_isolation
 from streampack.training.lora import adapter_config, split_and_merge, start_adapters, start_magnitudes
-from streampack.training.loss import label_weights, summed_cross_entropy, token_losses
+from streampack.training.loss import label_weights, token_losses
 from streampack.training.model import (
     build_model,
     clip_gradients,
-    evaluating,
     full_weights,
     pick_device,
     seed_step,
@@ -153,7 +151,7 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
         checkpoints.save(step, model=model, optimizer=optimizer, run=run)
 
     def validate() -> None:
-        loss = evaluate(model, validation, inputs=inputs, cfg=cfg, device=device, world=world)
+        loss = evaluate(model, validation, inputs=inputs, loss_norm=cfg.loss_norm, device=device, world=world)
         held_out.append((step, loss))
         logger.log({"validation_loss": loss}, step=step)
 
@@ -222,28 +220,6 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
         print(summary(ledger, seconds=seconds, tokens=tokens, validation=held_out))
         print(f"adapters     {Path(cfg.output_dir) / 'epoch_0'}")
     return {"step": step, "tokens": tokens, "seconds": seconds, "held_out": held_out, "ledger": ledger}
-
-
-def evaluate(
-    model: nn.Module,
-    batches: list[Batch],
-    *,
-    inputs: Inputs,
-    cfg: RunConfig,
-    device: torch.device,
-    world: World,
-) -> float:
-    """The loss over the held-out packs of all ranks, weighted as in training."""
-    total = torch.zeros(2, dtype=torch.float64, device=device)
-    with evaluating(model):
-        for batch in batches:
-            weights = label_weights(batch, loss_norm=cfg.loss_norm)
-            batch = batch.to(device)
-            logits = model(**inputs(batch))
-            total[0] += summed_cross_entropy(logits, batch.labels, weights=weights.to(device))
-            total[1] += weights.sum()
-    loss, weight = world.add_up(total).tolist()
-    return loss / weight if weight else 0.0
 
 
 if __name__ == "__main__":

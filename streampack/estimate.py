@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from streampack.assemble import trained_tokens
-from streampack.lane import LaneConfig
+from streampack.lane_config import LaneConfig
 from streampack.sources.base import Source
 from streampack.types import Sample
 

@@ -13,7 +13,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from streampack.collate import to_torchtune
 from streampack.encode import TokensEncoder, qualified_name
 from streampack.estimate import estimate_packs
-from streampack.lane import Lane, LaneConfig
+from streampack.lane import Lane
+from streampack.lane_config import LaneConfig
 from streampack.metrics import Ledger, Tally
 from streampack.mix import Mix
 from streampack.plan import Packing, require, require_positive

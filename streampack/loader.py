@@ -319,10 +319,9 @@ class _Batches:
 
     def _collate(self, packs: list[Pack]) -> Batch:
         config = self.loader.dataset.lane_config
-        filler = null_pack(config.packing.max_seq_len, padding_idx=config.padding_idx)
-        packs = packs + [filler] * (self.loader.packs_per_batch - len(packs))
-        most = config.packing.max_seqs_per_pack
-        batch = collate_packed([to_torchtune(pack) for pack in packs], segments=most and most + 1)
+        if missing := self.loader.packs_per_batch - len(packs):
+            packs = packs + [null_pack(config.packing.max_seq_len, padding_idx=config.padding_idx)] * missing
+        batch = collate_packed([to_torchtune(pack) for pack in packs], segments=config.packing.segments)
         return batch.pin_memory() if self.loader.pin_memory else batch
 
 

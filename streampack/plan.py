@@ -181,6 +181,11 @@ class Packing:
         return range(stop if start == 0 else (start - 1) % limit + 1, length, limit)
 
     @property
+    def segments(self) -> int | None:
+        """How many a pack can have, its padding among them; None without a limit."""
+        return None if self.max_seqs_per_pack is None else self.max_seqs_per_pack + 1
+
+    @property
     def keeps_one_piece_per_sample(self) -> bool:
         """Whether a sample's number of pieces is known (one) without its length."""
         return self.split_across_pack or self.overlong != "split"

@@ -24,6 +24,7 @@ LAYERS = (
     {"encode", "collate", "collators", "methods", "samplers"},
     {"attention", "draws"},
     {"mix", "flatten"},
+    {"lane_config"},
     {"lane"},
     {"stream", "estimate", "tokenize"},
     {"iterable"},

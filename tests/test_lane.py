@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streampack import IGNORE_INDEX, Pack, Sample, TokensEncoder
-from streampack.lane import Lane, LaneConfig
+from streampack.lane import Lane
+from streampack.lane_config import LaneConfig
 from streampack.plan import Packing
 from streampack.receipt import Receipt
 from streampack.sources import IterableSource, JSONLSource, MapSource

@@ -69,8 +69,7 @@ def build_data(
     filler = null_pack(fixed.lane_config.packing.max_seq_len, padding_idx=tokenizer.pad_id)
     mine += [filler] * (batches * config.batch_size - len(mine))
     shares = [mine[i : i + config.batch_size] for i in range(0, len(mine), config.batch_size)]
-    most = fixed.lane_config.packing.max_seqs_per_pack
-    segments = most and most + 1
+    segments = fixed.lane_config.packing.segments
     return train, [
         collate_packed([to_torchtune(pack) for pack in share], segments=segments) for share in shares
     ]

@@ -1,0 +1,56 @@
+"""What is the same for every lane of a run: where rows come from, and how they become pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from streampack.assemble import with_eos
+from streampack.mix import Mix
+from streampack.plan import Packing
+from streampack.sources.base import Source
+from streampack.sources.quarantine import Quarantine
+from streampack.types import Origin, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class LaneConfig:
+    """All that is the same for every lane of a run."""
+
+    source: Source
+    encode: Callable[[Mapping[str, Any]], Sample]
+    packing: Packing
+    seed: int = 0
+    shuffle_window: int = 0
+    endless: bool = False  # an epoch's end rolls into the next without a flush
+    empty: str = "error"  # or "drop"
+    truncate_eos: int | None = None
+    padding_idx: int = 0
+    vocab_size: int | None = None
+    quarantine: Quarantine | None = None  # None: a broken record is an error
+
+    @property
+    def mix(self) -> Mix | None:
+        """The source, if it is a mixture."""
+        return self.source if isinstance(self.source, Mix) else None
+
+    def encoder(self, origin: Origin) -> Callable[[Mapping[str, Any]], Sample]:
+        """Of the row's source."""
+        own = None if self.mix is None else self.mix.encoder(origin)
+        return self.encode if own is None else own
+
+    def cut(self, sample: Sample) -> list[tuple[int, Sample]]:
+        """The pieces that a sample becomes, each with its start in it; none if it is dropped.
+
+        Raises:
+            ValueError: as `Packing.pieces_of`.
+        """
+        length = sample.tokens.size
+        if length == 0 and self.empty == "drop":
+            return []
+        bounds = self.packing.pieces_of(length)
+        pieces = [(start, sample.cut(start, stop)) for start, stop in bounds]
+        if self.truncate_eos is not None and bounds and 0 < bounds[-1][1] < length:
+            pieces = [(start, with_eos(piece, self.truncate_eos)) for start, piece in pieces]
+        return pieces
