@@ -22,15 +22,15 @@ from torchtune import config, training
 
 from streampack.attention import prepare_model_for_packing
 from streampack.components import build
-from streampack.loader import PackedDataLoader
 from streampack.training.checkpoint import Checkpoints
 from streampack.training.config import RunConfig, read_config
-from streampack.training.data import build_data, total_steps
+from streampack.training.data import build_data, build_loader, total_steps
 from streampack.training.distributed import World, join_world
 from streampack.training.evaluation import evaluate
 from streampack.training.isolation import verify_isolation
 from streampack.training.loss import label_weights, token_losses
 from streampack.training.model import (
+    allow_long_rows,
     build_model,
     clip_gradients,
     full_weights,
@@ -92,6 +92,7 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
         reshard_after_forward=cfg.fsdp_reshard_after_forward,
         trusted=trusted,
     )
+    allow_long_rows(model, max_seq_len=cfg.data["max_seq_len"], samples_in_row=cfg.samples_in_row)
     inputs = prepare_model_for_packing(model, attention=cfg.attention)
     if cfg.verify_isolation:
         verify_isolation(model, inputs, max_seq_len=cfg.data["max_seq_len"], world=world)
@@ -99,14 +100,7 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
 
     # What it is trained on.
     dataset, validation = build_data(cfg, tokenizer=tokenizer, vocab_size=vocabulary(model), world=world)
-    loader = PackedDataLoader(
-        dataset,
-        batch_size=cfg.batch_size,
-        num_workers=cfg.num_workers,
-        packs_per_step=cfg.packs_per_step,
-        pin_memory=device.type == "cuda",
-        timeout=cfg.collective_timeout,
-    )
+    loader = build_loader(cfg, dataset, device=device, world=world)
 
     # Where it stands: a new run, or one to go on with.
     step, steps, tokens, seconds, held_out = 0, 0, 0, 0.0, []
@@ -117,7 +111,7 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
         )
         loader.load_state_dict(run["stream"])
     if not steps or cfg.epochs is None:
-        steps = total_steps(cfg, dataset, ranks=world.size)
+        steps = total_steps(cfg, loader)
     scheduler = build(
         cfg.lr_scheduler, trusted=trusted, inject={"optimizer": optimizer, "num_training_steps": steps}
     )

@@ -59,10 +59,10 @@ def method_loader(
     Args:
         ds: samples with ``tokens`` and ``labels``, or ``input_ids`` and perhaps ``labels``, by number.
         method: one of `streampack.methods.METHODS`.
-        max_seq_len: see `plan_batches`, as for ``batch_size``, ``packs_per_step``, ``overlong`` and ``seed``.
+        max_seq_len: see `plan_batches`, as for ``batch_size``, ``overlong`` and ``seed``.
         batch_size: rows of a batch; for ``minibatch_packing``, samples.
         lengths: tokens of each sample. Left out, every sample is read once for it.
-        packs_per_step: for ``multipack``.
+        packs_per_step: see `plan_batches`.
         overlong: what becomes of a sample longer than ``max_seq_len``.
         padding_idx: the token that fills a row's end.
         pad_to_multiple_of: rows that are not of ``max_seq_len`` become a multiple of this.

@@ -344,7 +344,9 @@ def _checked(state: Any) -> tuple[Mapping[str, Any], int | None, dict[int, bytes
     """Identity, number of lanes and receipts of a state that is whole."""
     version = state.get("version") if isinstance(state, Mapping) else None
     if type(version) is not int or version != STATE_VERSION:
-        raise ValueError(f"this is no state of an IterablePackedDataset (version {STATE_VERSION})")
+        method = state.get("method") if isinstance(state, Mapping) else None
+        other = f"; it was made with method={method!r}, whose batches no stream makes" if method else ""
+        raise ValueError(f"this is no state of an IterablePackedDataset (version {STATE_VERSION}){other}")
     identity, num_lanes, lanes = state.get("identity"), state.get("num_lanes"), state.get("lanes")
     counts = type(state.get("epoch")) is int and (num_lanes is None or type(num_lanes) is int)
     if not (isinstance(identity, Mapping) and isinstance(lanes, Mapping) and counts):

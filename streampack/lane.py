@@ -126,6 +126,20 @@ class Lane:
             receipt=self.receipt(),
         )
 
+    def next_piece(self) -> Piece | None:
+        """The next piece as it is read, for whoever plans an epoch as a whole; None when the rows are used up.
+
+        A lane gives packs or pieces, not both.
+
+        Raises:
+            ValueError: as `next_pack`.
+        """
+        if self._pull() is None:
+            return None
+        piece = self.held.pop(self.planner.next_piece)
+        self.planner.next_piece += 1
+        return piece
+
     def receipt(self) -> bytes:
         """The bytes from which a lane of the same config goes on. Taken between packs."""
         assert not self.planner.spans, "a receipt is taken between packs"

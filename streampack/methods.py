@@ -74,9 +74,10 @@ def plan_batches(
         lengths: tokens of each sample.
         max_seq_len: the length of a packed row; for the others, the longest that a sample may be.
         batch_size: rows of a batch; for ``minibatch_packing``, samples.
-        num_replicas: ranks. Batches of padding are added, so that each has as many as the others.
-        packs_per_step: for ``multipack``, rows that are planned together, over all ranks and accumulated
-            gradients: a multiple of ``batch_size * num_replicas``, and the default.
+        num_replicas: ranks.
+        packs_per_step: rows of an optimizer step (for ``minibatch_packing``, samples), over all ranks and accumulated
+            gradients: a multiple of ``batch_size * num_replicas``, and the default. Batches of padding fill up the
+            epoch's last step. ``multipack`` plans the rows of a step together.
         overlong: what becomes of a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``, ``"truncate"`` or
             ``"split"``. Default ``"error"``; where rows cut samples anyway, ``"split"``.
         seed: of the random order, with the epoch.
@@ -108,7 +109,7 @@ def plan_batches(
     )
     batches = made.plan([pieces[i] for i in permutation(len(pieces), seed, epoch)], shape)
     filler: list[Row] = [[] for _ in range(batch_size if made.packed else 1)]
-    return batches + [filler] * (-len(batches) % num_replicas)
+    return batches + [filler] * (-len(batches) % (shape.packs_per_step // batch_size))
 
 
 def method_of(name: str) -> Method:

@@ -356,6 +356,19 @@ def test_resumed_on_another_number_of_ranks(tmp_path, alone):
     ]
 
 
+@pytest.mark.parametrize("method", ["minibatch_packing", "multipack"])
+def test_a_method_trains_the_same_steps_on_any_number_of_ranks(tmp_path, method):
+    changes = RUN | {"data.method": method, "batch_size": 1, "packs_per_step": 4, "max_steps": 8, "rows": 40}
+    train(constant(tiny_config(tmp_path / "one", **changes)))
+    config = tiny_config(tmp_path / "two", **changes, resume=True, checkpoint_every=None)
+    stop = OmegaConf.create(config)
+    stop.max_steps, stop.checkpoint_every = 5, 5
+    run_ranks(run, 2, constant(stop))
+    result = train(constant(config))
+    assert numbers(tmp_path / "two") == pytest.approx(numbers(tmp_path / "one"), rel=1e-5)
+    assert result["ledger"].packed == result["tokens"]
+
+
 def constant(config):
     config.lr_scheduler = None  # or its end would move with max_steps
     return config

@@ -10,6 +10,7 @@ from typing import Any
 
 from streampack.attention import ATTENTIONS
 from streampack.components import COMPONENT, resolve
+from streampack.methods import METHODS
 from streampack.plan import require, require_positive
 from streampack.training.loss import LOSS_NORMS
 
@@ -25,7 +26,7 @@ class RunConfig:
     model: Node
     checkpointer: Node  # torchtune's: where the weights come from, and the format in which they are saved
     optimizer: Node
-    data: Node  # source, encoder, and the arguments of IterablePackedDataset
+    data: Node  # source, encoder, the arguments of IterablePackedDataset; or a method, see MethodLoader
     metric_logger: Node
     seed: int = 0
     device: str = "auto"
@@ -71,11 +72,18 @@ class RunConfig:
             raise ValueError("neither epochs nor max_steps is set; say when the run ends")
         require(self.loss_norm, "loss_norm", LOSS_NORMS)
         require(self.attention, "attention", ATTENTIONS)
+        if self.data.get("method") is not None:
+            require(self.data["method"], "data.method", METHODS)
         if not self.collective_timeout > 0:
             raise ValueError(
                 f"collective_timeout={self.collective_timeout} is no time to wait; give seconds, at least as many as "
                 "the slowest rank may need for a step and a checkpoint"
             )
+
+    @property
+    def samples_in_row(self) -> int:
+        """How many samples of ``data.max_seq_len`` a row of a batch may hold."""
+        return self.batch_size if self.data.get("method") == "minibatch_packing" else 1
 
 
 def read_config(config: Any) -> RunConfig:

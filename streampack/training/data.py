@@ -1,4 +1,4 @@
-"""The training stream and the held-out packs of a run."""
+"""The training batches and the held-out packs of a run."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import math
 from itertools import islice
 from typing import Any
 
+import torch
+
 from streampack.collate import Batch, collate_packed, null_pack, to_torchtune
 from streampack.components import build
 from streampack.encode import without_truncation
 from streampack.iterable import IterablePackedDataset
+from streampack.loader import PackedDataLoader
 from streampack.mix import hold_out
 from streampack.sources import as_source
 from streampack.training.config import RunConfig
 from streampack.training.distributed import World
+from streampack.training.methods import Loader, MethodLoader
 
 VALIDATION_KEYS = ("share", "source", "max_packs", "every")
 
@@ -34,6 +38,7 @@ def build_data(
     inject = {"tokenizer": without_truncation(tokenizer), "model_transform": without_truncation(tokenizer)}
     trusted = config.trusted_packages
     settings = dict(config.data)
+    settings.pop("method", None)  # is `build_loader`'s
     if "source" not in settings:
         raise ValueError("data.source is missing; name where the rows come from")
     source = as_source(build(settings.pop("source"), trusted=trusted, inject=inject))
@@ -82,19 +87,50 @@ def _dataset(source: Any, **settings: Any) -> IterablePackedDataset:
         raise ValueError(f"data: {error}") from None
 
 
-def total_steps(config: RunConfig, train: IterablePackedDataset, *, ranks: int = 1) -> int:
-    """Optimizer steps of the run: ``max_steps``, or an estimate from a sample of the rows.
+def build_loader(
+    config: RunConfig, dataset: IterablePackedDataset, *, device: torch.device, world: World
+) -> Loader:
+    """The batches of this rank: packed as they stream, or by ``data.method``.
+
+    Raises:
+        ValueError: for settings that do not fit.
+    """
+    method = config.data.get("method")
+    if method is None:
+        return PackedDataLoader(
+            dataset,
+            batch_size=config.batch_size,
+            num_workers=config.num_workers,
+            packs_per_step=config.packs_per_step,
+            pin_memory=device.type == "cuda",
+            timeout=config.collective_timeout,
+        )
+    return MethodLoader(
+        dataset,
+        method=method,
+        batch_size=config.batch_size,
+        num_workers=config.num_workers,
+        packs_per_step=config.packs_per_step,
+        pin_memory=device.type == "cuda",
+        world=world,
+    )
+
+
+def total_steps(config: RunConfig, loader: Loader) -> int:
+    """Optimizer steps of the run: ``max_steps``, or, of a stream, an estimate from a sample of the rows.
 
     For schedules and progress bars; a run by epochs ends when the data does, not at this number.
     """
     if config.epochs is None:
         assert config.max_steps is not None
         return config.max_steps
-    packs_per_step = config.packs_per_step or ranks * config.batch_size
-    try:
-        by_epochs = math.ceil(config.epochs * train.estimate_packs() / packs_per_step)
-    except ValueError:
-        if config.max_steps is None:
-            raise
-        return config.max_steps
+    if isinstance(loader, MethodLoader):
+        by_epochs = config.epochs * loader.steps_per_epoch
+    else:
+        try:
+            by_epochs = math.ceil(config.epochs * loader.dataset.estimate_packs() / loader.packs_per_step)
+        except ValueError:
+            if config.max_steps is None:
+                raise
+            return config.max_steps
     return min(by_epochs, config.max_steps or by_epochs)

@@ -99,6 +99,17 @@ def build_model(
     return model.train()
 
 
+def allow_long_rows(model: nn.Module, *, max_seq_len: int, samples_in_row: int) -> None:
+    """Let a row hold several samples of up to ``max_seq_len`` tokens, where the model takes each of them.
+
+    torchtune's models refuse rows beyond the positions that they know. Positions restart in every sample, so
+    they never get there.
+    """
+    most = getattr(model, "max_seq_len", None)
+    if most is not None and max_seq_len <= most < max_seq_len * samples_in_row:
+        model.max_seq_len = max_seq_len * samples_in_row  # type: ignore[assignment]
+
+
 def full_weights(model: nn.Module, *, device: torch.device, world: World) -> dict[str, torch.Tensor]:
     """All weights on the CPU, under the names they were loaded by; empty on all ranks but 0. A collective."""
     if world.size > 1:

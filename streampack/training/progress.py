@@ -10,9 +10,9 @@ import torch
 
 from streampack.collate import Batch
 from streampack.components import build
-from streampack.loader import PackedDataLoader
 from streampack.metrics import Ledger
 from streampack.training.distributed import World
+from streampack.training.methods import Loader
 
 COUNTS = ("loss", "weight", "trained", "tokens", "slots", "samples")
 
@@ -93,7 +93,7 @@ class StepMeter:
         return torch.zeros(len(COUNTS), dtype=torch.float64, device=self.device)
 
 
-def stream_totals(loader: PackedDataLoader, world: World) -> tuple[Ledger, int]:
+def stream_totals(loader: Loader, world: World) -> tuple[Ledger, int]:
     """Where every token of all ranks went, and the epoch that the slowest is in. A collective."""
     ledgers, epochs = zip(*world.gather((loader.ledger(), loader.epoch)), strict=True)
     return Ledger.total(ledgers), min(epochs)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from streampack.collate import Batch
-from streampack.loader import PackedDataLoader
 from streampack.metrics import Tally
 from streampack.mix import Mix
 from streampack.training.distributed import World
+from streampack.training.methods import Loader
 
 
 def source_ids(batch: Batch, mix: Mix) -> torch.Tensor:
@@ -35,7 +35,7 @@ class SourceMeter:
     The losses stay on the device until `metrics` reads them.
     """
 
-    def __init__(self, loader: PackedDataLoader, world: World, device: torch.device) -> None:
+    def __init__(self, loader: Loader, world: World, device: torch.device) -> None:
         self.loader = loader
         self.mix = loader.dataset.mix
         self.world = world

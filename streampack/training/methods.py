@@ -1,0 +1,201 @@
+"""A method of the literature in a recipe: its batches, epoch after epoch, as a recipe's loop asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+from streampack.batches import method_loader
+from streampack.collate import Batch
+from streampack.iterable import IterablePackedDataset
+from streampack.lane import Lane
+from streampack.loader import PackedDataLoader
+from streampack.methods import METHODS
+from streampack.metrics import Ledger, Tally
+from streampack.plan import Packing, require
+from streampack.training.distributed import World
+from streampack.types import Sample
+
+
+class MethodLoader:
+    """Batches of one of the `METHODS`, in the shape of a `PackedDataLoader`.
+
+    All methods plan an epoch as a whole, so the corpus is read and tokenized before the first step, by every rank,
+    and kept in memory: 8 bytes a token, 16 where labels differ from the tokens. What becomes of empty, overlong and
+    broken samples is as the dataset says; its ``strategy``, buffer, lanes and shuffling do not matter, because
+    the method takes their place.
+
+    >>> rows = [{"tokens": [i] * n, "labels": [i] * n} for i, n in enumerate([5, 4, 2, 3])]
+    >>> dataset = IterablePackedDataset(rows, max_seq_len=8)
+    >>> loader = MethodLoader(dataset, method="random_padding", batch_size=1, packs_per_step=2)
+    >>> [tuple(batch.tokens.shape) for batch in loader], loader.batches_per_step
+    ([(1, 2), (1, 5), (1, 4), (1, 3)], 2)
+
+    Args:
+        dataset: says where samples come from, how long a row may be, how often the data is read, and the seed.
+        method: one of `METHODS`.
+        batch_size: rows of a batch; for ``minibatch_packing``, samples.
+        packs_per_step: rows of an optimizer step, over all ranks; a multiple of ``batch_size`` and the ranks.
+        num_workers: processes that make batches of the samples.
+        pin_memory: put batches into page-locked memory, for faster copies to a GPU.
+        world: the ranks.
+
+    Raises:
+        ValueError: for a setting that does not fit, or a row that is no sample.
+    """
+
+    def __init__(
+        self,
+        dataset: IterablePackedDataset,
+        *,
+        method: str,
+        batch_size: int = 1,
+        packs_per_step: int | None = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        world: World | None = None,
+    ) -> None:
+        require(method, "method", METHODS)
+        world = world or World()
+        packing = dataset.lane_config.packing
+        if dataset.mix is not None:
+            raise ValueError(
+                f"method={method!r} plans an epoch of one source as a whole, and a mixture is drawn as it streams; "
+                "leave method out"
+            )
+        if packing.split_across_pack and not METHODS[method].cuts:
+            raise ValueError(
+                f"method={method!r} cuts no sample at the end of a row; remove split_across_pack, or choose the "
+                "method 'fixed_length_posid'"
+            )
+        self.dataset = dataset
+        self.method = method
+        self.world = world
+        samples, self._read = read_samples(dataset, enabled=world.is_main)
+        config = dataset.lane_config
+        self.loader = method_loader(
+            [sample._asdict() for sample in samples],
+            method=method,
+            max_seq_len=packing.max_seq_len,
+            batch_size=batch_size,
+            lengths=[sample.tokens.size for sample in samples],
+            packs_per_step=packs_per_step,
+            overlong="split" if packing.overlong == "split" else None,  # the others are done with
+            padding_idx=config.padding_idx,
+            seed=config.seed,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            num_replicas=world.size,
+            rank=world.rank,
+        )
+        self.sampler: Any = self.loader.sampler
+        self.packs_per_step = packs_per_step or batch_size * world.size
+        self.batches_per_step = self.packs_per_step // (batch_size * world.size)
+        self._handed = 0  # batches of this epoch, to each rank
+        self._totals = Ledger()  # of all ranks
+
+    def __iter__(self) -> Iterator[Batch]:
+        """From the loaded state on; without one, from the first epoch's beginning."""
+        while True:
+            for batch in self.loader:
+                self._book()
+                yield batch
+            if self.dataset.epochs is not None and self.epoch + 1 >= self.dataset.epochs:
+                return
+            self.sampler.set_epoch(self.epoch + 1)
+            self._handed = 0
+
+    @property
+    def epoch(self) -> int:
+        """Of the last batch handed over, from 0."""
+        epoch: int = self.sampler.epoch
+        return epoch
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of this epoch; another may differ by a few."""
+        return len(self.sampler) // self.batches_per_step
+
+    def state_dict(self) -> dict[str, Any]:
+        """After the last batch that was handed over: plain values, the same on every rank."""
+        return {
+            "method": self.method,
+            "identity": dict(self.dataset.identity()),
+            "sampler": self.sampler.state_dict(consumed=self._handed),
+            "ledger": self._totals.numbers(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The next iteration goes on after the batch at which ``state`` was taken.
+
+        Raises:
+            ValueError: for a state of a stream, of another method, corpus or config, or one that stands where this
+                number of ranks cannot go on together.
+        """
+        theirs = state.get("method")
+        if theirs != self.method:
+            raise ValueError(
+                f"the state is of {'a stream' if theirs is None else f'method={theirs!r}'} and this run has "
+                f"method={self.method!r}; go on with what the run began with, or start a new run"
+            )
+        for name, ours in self.dataset.identity().items():
+            if (value := state["identity"].get(name)) != ours:
+                raise ValueError(
+                    f"the state was made with {name}={value!r} and this dataset has {name}={ours!r}; "
+                    "resume with what the run began with, or start a new run"
+                )
+        self.sampler.load_state_dict(state["sampler"])
+        self._handed = state["sampler"]["dealt"] // self.world.size
+        self._totals = Ledger.from_numbers(state["ledger"])
+
+    def ledger(self) -> Ledger:
+        """Where every token went, as of the last batch; rank 0 tells of all, so that it can be added up over ranks.
+
+        ``buffered`` are the tokens of the epoch that no batch has held yet.
+        """
+        return self._totals if self.world.is_main else Ledger()
+
+    def tallies(self) -> dict[str, Tally]:
+        """Of no mixture, there are none."""
+        return {}
+
+    def _book(self) -> None:
+        """One more batch of every rank."""
+        if self._handed == 0:
+            self._totals = Ledger.total([self._totals, self._read])
+        first, rows = self._handed * self.world.size, self.loader.dataset
+        for batch in self.sampler.batches[first : first + self.world.size]:
+            held = [sum(stop - start for _, start, stop in row) for row in batch if row]
+            self._totals.packs += len(held)
+            self._totals.slots += len(held) * rows.width(batch)  # type: ignore[attr-defined]
+            self._totals.packed += sum(held)
+        self._handed += 1
+
+
+Loader: TypeAlias = PackedDataLoader | MethodLoader
+
+
+def read_samples(dataset: IterablePackedDataset, *, enabled: bool = True) -> tuple[list[Sample], Ledger]:
+    """Every sample of one reading of a dataset's rows, and what was dropped on the way. With a progress bar.
+
+    A sample that is to be split is given whole.
+    """
+    from tqdm import tqdm
+
+    config = dataset.lane_config
+    own = config.packing
+    # `wrap` leaves samples whole that are to be split; the others' end is decided here.
+    whole = Packing(
+        own.max_seq_len,
+        split_across_pack=own.overlong == "split",
+        overlong=own.overlong,
+        truncate_side=own.truncate_side,
+    )
+    lane = Lane(replace(config, packing=whole, shuffle_window=0, endless=False))
+    samples = []
+    with tqdm(desc="Reading", unit=" samples", dynamic_ncols=True, delay=1, disable=not enabled) as progress:
+        while (piece := lane.next_piece()) is not None:
+            samples.append(piece.sample)
+            progress.update()
+    return samples, lane.ledger

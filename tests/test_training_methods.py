@@ -1,0 +1,236 @@
+"""``data.method`` of a config: every way of batching under the same recipe, and its exact resume."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from streampack_recipes.full_finetune import train
+from streampack_recipes.lora_finetune import train as train_lora
+
+from streampack import IterablePackedDataset, MapSource, Mix, PackedDataLoader
+from streampack.methods import METHODS
+from streampack.training.config import validate
+from streampack.training.distributed import World
+from streampack.training.methods import MethodLoader, read_samples
+from tests.test_lora_finetune import lora_config
+from tests.tiny import losses, tiny_config
+
+WHOLE = [name for name, method in METHODS.items() if not method.cuts]
+LENGTHS = [7, 3, 8, 1, 5, 2, 6, 4, 8, 3, 2, 7, 1]
+
+
+def dataset(**settings: Any) -> IterablePackedDataset:
+    rows = [{"tokens": [i + 1] * n, "labels": [i + 1] * n} for i, n in enumerate(LENGTHS)]
+    return IterablePackedDataset(MapSource(rows), **{"max_seq_len": 8, **settings})
+
+
+def seen(batches: Any) -> Counter[int]:
+    """How often each sample's tokens came, by its number."""
+    return Counter(token - 1 for batch in batches for token in batch.tokens.flatten().tolist() if token)
+
+
+@pytest.mark.filterwarnings("ignore:method='fixed_length' lets:UserWarning")
+@pytest.mark.parametrize("name", METHODS)
+def test_by_one_word_the_recipe_trains_every_sample_once_an_epoch(tmp_path: Path, name: str) -> None:
+    config = tiny_config(
+        tmp_path,
+        rows=60,
+        max_steps=None,
+        epochs=2,
+        batch_size=4,
+        checkpoint_every=None,
+        **{"data.method": name},
+    )
+    result = train(config)
+    ledger = result["ledger"]
+    assert ledger.tokens_in == ledger.packed == result["tokens"]
+    assert ledger.buffered == 0
+    assert ledger.samples % 2 == 0
+    assert result["held_out"][-1][1] < result["held_out"][0][1] - 0.1
+    by_rows = {"random_padding", "group_by_length_padding"}
+    assert ledger.packs == ledger.samples if name in by_rows else ledger.packs < ledger.samples
+
+
+def test_a_flattened_mini_batch_trains_as_a_padded_one(tmp_path: Path) -> None:
+    """Rows of four samples of up to 32 tokens go through a model for 32."""
+    for name in ("random_padding", "minibatch_packing"):
+        train(tiny_config(tmp_path / name, batch_size=4, **{"data.method": name}))
+    padded, packed = (losses(tmp_path / name) for name in ("random_padding", "minibatch_packing"))
+    assert list(padded) == list(packed) == list(range(1, 13))
+    assert [float(v) for v in packed.values()] == pytest.approx([float(v) for v in padded.values()], abs=1e-5)
+
+
+def test_the_other_recipe_takes_the_word_too(tmp_path: Path) -> None:
+    result = train_lora(lora_config(tmp_path, max_steps=2, **{"data.method": "multipack"}))
+    assert result["step"] == 2
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", ["group_by_length_padding", "multipack"])
+def test_a_run_goes_on_with_the_same_losses(tmp_path: Path, name: str, workers: int) -> None:
+    changes = {
+        "lr_scheduler": None,
+        "num_workers": workers,
+        "data.method": name,
+        "rows": 40,
+        "validation": None,
+    }
+    train(tiny_config(tmp_path / "whole", max_steps=12, **changes))
+    train(tiny_config(tmp_path / "parts", max_steps=5, **changes))
+    result = train(tiny_config(tmp_path / "parts", max_steps=12, resume=True, **changes))
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    ledger = result["ledger"]
+    assert ledger.buffered > 0
+    assert ledger.packed == result["tokens"]
+
+
+def test_a_checkpoint_of_another_method_or_corpus_is_refused(tmp_path: Path) -> None:
+    changes = {"max_steps": 4, "validation": None, "resume": True}
+    train(tiny_config(tmp_path, **changes, **{"data.method": "multipack"}))
+    with pytest.raises(ValueError, match="is of method='multipack' and this run has method='exact_fit'"):
+        train(tiny_config(tmp_path, **changes, **{"data.method": "exact_fit"}))
+    with pytest.raises(ValueError, match="made with method='multipack', whose batches no stream makes"):
+        train(tiny_config(tmp_path, **changes))
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('{"text": "cat"}\n')
+    with pytest.raises(ValueError, match="made with corpus="):
+        train(tiny_config(tmp_path, **changes, **{"data.method": "multipack"}))
+
+
+def test_a_checkpoint_of_a_stream_is_refused() -> None:
+    state = PackedDataLoader(dataset()).state_dict()
+    with pytest.raises(ValueError, match="the state is of a stream and this run has method='multipack'"):
+        MethodLoader(dataset(), method="multipack").load_state_dict(state)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.filterwarnings("ignore:method='fixed_length' lets:UserWarning")
+def test_every_batch_from_every_state(name: str) -> None:
+    def loader() -> MethodLoader:
+        return MethodLoader(dataset(epochs=2), method=name, batch_size=2, packs_per_step=4)
+
+    first = loader()
+    batches, states = [], [first.state_dict()]
+    for batch in first:
+        batches.append(batch)
+        states.append(first.state_dict())
+    assert seen(batches) == {i: 2 * n for i, n in enumerate(LENGTHS)}
+    for cut, state in enumerate(states):
+        later = loader()
+        later.load_state_dict(state)
+        rest = list(later)
+        assert [b.tokens.tolist() for b in rest] == [b.tokens.tolist() for b in batches[cut:]]
+        assert later.ledger() == first.ledger()
+        assert later.state_dict() == states[-1]
+
+
+@pytest.mark.parametrize("name", ["random_padding", "minibatch_packing", "multipack", "exact_fit"])
+def test_ranks_share_every_step_and_may_become_fewer(name: str) -> None:
+    def loader(rank: int, size: int) -> MethodLoader:
+        return MethodLoader(
+            dataset(epochs=2), method=name, packs_per_step=4, world=World(rank=rank, size=size)
+        )
+
+    alone = loader(0, 1)
+    steps = alone.batches_per_step
+    whole = list(alone)
+    two = [loader(rank, 2) for rank in range(2)]
+    streams = [iter(each) for each in two]
+    shared = [[batch for stream in streams for batch in islice(stream, 2)] for _ in range(2)]
+    for number, step in enumerate(shared):
+        assert seen(step) == seen(whole[number * steps : (number + 1) * steps])
+    assert two[1].ledger().numbers() == [0] * len(two[1].ledger().numbers())
+    later = loader(0, 1)
+    later.load_state_dict(two[0].state_dict())
+    assert two[0].state_dict() == two[1].state_dict() | {"ledger": two[0].state_dict()["ledger"]}
+    assert [seen([b]) for b in later] == [seen([b]) for b in whole[2 * steps :]]
+    assert later.ledger() == alone.ledger()
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept", "dropped"),
+    [
+        ({"overlong": "truncate"}, [5, 4, 5], {"truncated": 4}),
+        ({"overlong": "drop"}, [4, 5], {"overlong": 9}),
+        ({"overlong": "split"}, [9, 4, 5], {}),
+    ],
+)
+def test_what_is_too_long_is_treated_as_in_a_stream(
+    settings: dict[str, Any], kept: list[int], dropped: dict[str, int]
+) -> None:
+    rows = [{"tokens": [i] * n, "labels": [i] * n} for i, n in enumerate([9, 4, 5])]
+    data = IterablePackedDataset(rows, max_seq_len=5, **settings)
+    samples, ledger = read_samples(data)
+    assert [sample.tokens.size for sample in samples] == kept
+    assert {reason: count for reason, count in ledger.dropped.items() if count} == dropped
+    loader = MethodLoader(data, method="random_packing")
+    batches = list(loader)
+    assert sum(batch.num_tokens for batch in batches) == sum(kept) == loader.ledger().packed
+    streamed = IterablePackedDataset(rows, max_seq_len=5, **settings)
+    assert seen(batches) == Counter(
+        token - 1 for pack in streamed for token in pack["tokens"].tolist() if token
+    )
+
+
+def test_a_split_sample_weighs_one_over_all_its_rows() -> None:
+    from streampack.training.loss import label_weights
+
+    rows = [{"tokens": [3] * 12, "labels": [3] * 12}, {"tokens": [4] * 4, "labels": [4] * 4}]
+    data = IterablePackedDataset(rows, max_seq_len=5, overlong="split")
+    batches = list(MethodLoader(data, method="random_packing"))
+    weight = sum(
+        float(label_weights(batch, loss_norm="sample")[batch.tokens == 3].sum()) for batch in batches
+    )
+    assert weight == pytest.approx(1)
+
+
+def test_broken_rows_are_passed_by_where_the_config_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"tokens": [1, 2], "labels": [1, 2]}\n{"tok\n{"tokens": [3], "labels": [3]}\n')
+    settings = {"max_seq_len": 8, "num_lanes": 1}
+    with pytest.raises(ValueError, match=r"rows\.jsonl:2"):
+        MethodLoader(IterablePackedDataset(path, **settings), method="exact_fit")
+    data = IterablePackedDataset(path, **settings, on_bad_record="skip", quarantine=tmp_path / "bad")
+    loader = MethodLoader(data, method="exact_fit")
+    assert [batch.num_tokens for batch in loader] == [3]
+    assert loader.ledger().dropped_samples["bad"] == 1
+    assert len((tmp_path / "bad" / "lane-00000.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "message"),
+    [
+        ({}, {"method": "padding"}, "method='padding' is unknown"),
+        ({"split_across_pack": True}, {"method": "multipack"}, "cuts no sample at the end of a row"),
+        ({}, {"method": "multipack", "batch_size": 2, "packs_per_step": 3}, "is no multiple of 2"),
+        ({"max_seq_len": 6}, {"method": "random_padding"}, "sample 0 has 7 tokens, max_seq_len is 6"),
+    ],
+)
+def test_bad_settings(settings: dict[str, Any], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MethodLoader(dataset(**settings), **options)
+
+
+def test_a_mixture_is_drawn_as_it_streams() -> None:
+    rows = [{"tokens": [1] * 3, "labels": [1] * 3}]
+    mix = Mix([{"name": "a", "source": rows, "weight": 1}])
+    with pytest.raises(ValueError, match="a mixture is drawn as it streams"):
+        MethodLoader(IterablePackedDataset(mix, max_seq_len=8), method="multipack")
+
+
+def test_a_misspelt_method_is_seen_before_the_run(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, **{"data.method": "multi_pack"})
+    assert any("data.method='multi_pack' is unknown" in problem for problem in validate(config))
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_an_epochs_last_step_is_filled_up(name: str) -> None:
+    loader = MethodLoader(dataset(), method=name, packs_per_step=4)
+    batches = list(loader)
+    assert len(batches) % 4 == 0
+    assert loader.steps_per_epoch == len(batches) // 4
+    assert seen(batches) == dict(enumerate(LENGTHS))
