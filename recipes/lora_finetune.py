@@ -58,7 +58,7 @@ def train(raw: Any) -> dict[str, Any]:
 
     Returns what the run was: steps, losses, the ledger, where things are. The same on all ranks.
     """
-    cfg = read_config(raw)
+    cfg = read_config(raw, recipe="lora_finetune")
     device = pick_device(cfg.device)
     with join_world(device, timeout=cfg.collective_timeout) as world:
         return _train(raw, cfg, device, world)
@@ -145,9 +145,11 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
         checkpoints.save(step, model=model, optimizer=optimizer, run=run)
 
     def validate() -> None:
-        loss = evaluate(model, validation, inputs=inputs, loss_norm=cfg.loss_norm, device=device, world=world)
-        held_out.append((step, loss))
-        logger.log({"validation_loss": loss}, step=step)
+        losses = evaluate(
+            model, validation, inputs=inputs, loss_norm=cfg.loss_norm, device=device, world=world
+        )
+        held_out.append((step, losses["validation_loss"]))
+        logger.log(losses, step=step)
 
     if validation and step == 0:
         validate()

@@ -8,19 +8,12 @@ Runs the ``full_finetune`` recipe on ``configs/quickstart.yaml``, each time in a
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
-import shutil
 import sys
-import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from streampack_recipes import stdlib_corpus
-
-if TYPE_CHECKING:
-    from torch import nn
 
 NEXT = """
 What to try next:
@@ -62,28 +55,8 @@ def _run_folder(base: Path) -> tuple[str, bool]:
 
 
 def corpus_file(name: str) -> str:
-    """The path of ``pairs.jsonl`` or ``tokenizer.model``, made first if need be; for configs to name."""
+    """The path of one of the files that `stdlib_corpus.prepare` makes, made first if need be; for configs to name."""
     return str(stdlib_corpus.prepare().folder / name)
-
-
-def random_weights(model: nn.Module) -> str:
-    """A folder with ``model``'s initial weights, for a checkpointer to begin from, and the tokenizer beside them.
-
-    Named by a config as ``checkpoint_dir``, because torchtune's checkpointers only begin from files.
-    """
-    import torch
-
-    paths = stdlib_corpus.prepare()
-    part = Path(tempfile.mkdtemp(dir=paths.folder))
-    torch.save(model.state_dict(), part / "model.bin")
-    content = hashlib.sha256((part / "model.bin").read_bytes()).hexdigest()[:12]
-    shutil.copy(paths.tokenizer, part)  # torchtune copies what lies beside the weights to the trained ones
-    folder = paths.folder / f"init-{content}"
-    if folder.is_dir():
-        shutil.rmtree(part)
-    else:
-        part.rename(folder)
-    return str(folder)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ class Paths(NamedTuple):
 
     folder: Path
     pairs: Path  # JSONL, one {"input": ..., "output": ...} a line
+    sources: Path  # JSONL, one {"path": ..., "text": ...} a line
     tokenizer: Path  # SentencePiece model, for torchtune.models.llama2.llama2_tokenizer
 
 
@@ -94,23 +95,25 @@ def docstring_pairs() -> Iterator[dict[str, str]]:
 
 
 def prepare(cache_dir: Path | None = None) -> Paths:
-    """Writes `pairs.jsonl` and `tokenizer.model` if they are not there yet, and says where they are.
+    """Writes `pairs.jsonl`, `sources.jsonl` and `tokenizer.model` if they are not there yet, and says where they are.
 
     The tokenizer loads in `torchtune.models.llama2.llama2_tokenizer`. It has 2,048 tokens: 1 is bos, 2 is eos, and 0
     is unknown, which no text becomes and torchtune pads with.
 
     They go to `cache_dir`, by default $STREAMPACK_CACHE or ~/.cache/streampack, in a folder named after the Python
-    version and a hash of everything that determines their content. Both are deterministic. Files appear whole or not
+    version and a hash of everything that determines their content. All are deterministic. Files appear whole or not
     at all: two processes may prepare at once (each does the work, the bytes are equal), and one that is killed leaves
     nothing that a later call would take for a finished file.
     """
     base = cache_dir or os.environ.get("STREAMPACK_CACHE") or Path.home() / ".cache" / "streampack"
     folder = Path(base) / f"stdlib-py{sys.version_info.major}.{sys.version_info.minor}-{_fingerprint()}"
-    paths = Paths(folder, folder / "pairs.jsonl", folder / "tokenizer.model")
+    paths = Paths(folder, folder / "pairs.jsonl", folder / "sources.jsonl", folder / "tokenizer.model")
     folder.mkdir(parents=True, exist_ok=True)
     if not paths.pairs.exists():
         rows = _counted(docstring_pairs(), "question-answer pairs from the standard library's docstrings")
-        _write(paths.pairs, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+        _write(paths.pairs, _lines(rows))
+    if not paths.sources.exists():
+        _write(paths.sources, _lines(_counted(source_files(), "source files of the standard library")))
     if not paths.tokenizer.exists():
         lines = paths.pairs.read_text(encoding="utf-8").split("\n")[:-1]
         texts = [text for line in lines for text in json.loads(line).values()]
@@ -174,6 +177,10 @@ def _fingerprint() -> str:
         digest.update(f"\0{path.relative_to(root).as_posix()}\0".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
+
+
+def _lines(rows: Iterable[dict[str, str]]) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
 
 
 def _write(path: Path, data: bytes) -> None:

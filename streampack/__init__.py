@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from streampack.collators import FlatteningCollator, PaddedCollator
     from streampack.dataset import PackedDataset, packed_dataset
     from streampack.encode import MessagesEncoder, TextEncoder, TokensEncoder
-    from streampack.flatten import flatten_batch
+    from streampack.flatten import flatten_batch, join_documents
     from streampack.iterable import IterablePackedDataset
     from streampack.loader import PackedDataLoader
     from streampack.mix import Mix
@@ -62,6 +62,7 @@ __all__ = [
     "collate_packed",
     "find_leaks",
     "flatten_batch",
+    "join_documents",
     "make_mask",
     "method_loader",
     "packed_dataset",
@@ -93,6 +94,7 @@ _MODULES = {
     "TokensEncoder": "encode",
     "collate_packed": "collate",
     "flatten_batch": "flatten",
+    "join_documents": "flatten",
     "find_leaks": "attention.probe",
     "make_mask": "attention",
     "method_loader": "batches",

@@ -19,6 +19,7 @@ from typing import Any
 RECIPES: dict[str, tuple[str, ...]] = {
     "full_finetune": ("quickstart", "llama3_2/1B_full_streamed"),
     "lora_finetune": ("lora_quickstart", "llama3_2/1B_lora_streamed"),
+    "pretrain": ("pretrain_quickstart", "llama3_2/1B_continued_fineweb_edu", "llama3_2/1B_pretrain_bucket"),
 }
 """Every recipe, and the configs made for it. Written out: finding them would mean importing recipes.
 `tests/test_cli.py` holds the table against the folders."""

@@ -1,6 +1,8 @@
-"""A batch of padded rows becomes one row of what is real in it."""
+"""The same tokens in other rows: a batch as one row of what is real in it, or rows without bounds between samples."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 
@@ -54,4 +56,27 @@ def flatten_batch(batch: Batch, *, pad_to_multiple_of: int = 1, padding_idx: int
         input_pos=joined(batch.input_pos, filler),
         seq_lens=torch.tensor([[*seq_lens, *[size - total] * (size > total)]], dtype=torch.int32),
         fragments=(tuple(fragment for row in batch.fragments for fragment in row),),
+    )
+
+
+def join_documents(batch: Batch) -> Batch:
+    """Each row as one sequence: every token sees all before it, and positions run on. Call it before `Batch.to`.
+
+    That is how much pretraining was done: no document masking. Labels stay as they are, so the first token of a
+    document is still not trained, and ``fragments`` still say what is whose. Padding stays apart.
+
+    >>> from streampack import IterablePackedDataset, collate_packed
+    >>> rows = [{"tokens": [i] * 3, "labels": [i] * 3} for i in (7, 8)]
+    >>> batch = join_documents(collate_packed(list(IterablePackedDataset(rows, max_seq_len=7))))
+    >>> batch.seq_lens.tolist(), batch.input_pos.tolist(), batch.labels.tolist()
+    ([[6, 1]], [[0, 1, 2, 3, 4, 5, 0]], [[-100, 7, 7, -100, 8, 8, -100]])
+    """
+    size = batch.tokens.shape[1]
+    real = torch.tensor([[sum(f.stop - f.start for f in row)] for row in batch.fragments])  # [batch, 1]
+    places = torch.arange(size).expand(batch.tokens.shape)
+    return replace(
+        batch,
+        input_pos=torch.where(places < real, places, places - real),
+        # Zeros stand behind the last segment: a full row has no padding, a null pack nothing else.
+        seq_lens=torch.where(real > 0, torch.cat([real, size - real], 1), torch.tensor([size, 0])).int(),
     )

@@ -221,7 +221,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             config, packing = self.lane_config, self.lane_config.packing
             encoder = _fingerprint(config.encode)
             if self.mix is not None:
-                encoder = digest(*map(_fingerprint, self.mix.encoders(config.encode)))
+                encoder = digest(*(_fingerprint(leaf.encoder) for leaf in self.mix.leaves(config.encode)))
             self._identity = {
                 "corpus": config.source.fingerprint(),
                 "encoder": encoder,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 from streampack.draws import STOPS, Draws, Weighing
@@ -33,6 +33,15 @@ class Entry:
     source: Source
     weight: float
     encoder: Encode | None = None
+
+
+class Leaf(NamedTuple):
+    """A source that has rows, wherever it stands in a mixture of mixtures."""
+
+    name: str  # "code", or "web/en" for one within another
+    source: Source
+    encoder: Encode
+    share: float  # of the trained tokens of the whole, 0 to 1
 
 
 class Mix:
@@ -143,12 +152,19 @@ class Mix:
         own = entry.source.encoder(origin[1:]) if isinstance(entry.source, Mix) else None
         return entry.encoder if own is None else own
 
-    def encoders(self, default: Encode) -> list[Encode]:
-        """Of every source in `names`."""
-        found: list[Encode] = []
+    def leaves(self, default: Encode) -> list[Leaf]:
+        """Every source that has rows, in the order of `names`."""
+        found: list[Leaf] = []
         for entry in self.entries:
-            own = default if entry.encoder is None else entry.encoder
-            found += entry.source.encoders(own) if isinstance(entry.source, Mix) else [own]
+            encoder = default if entry.encoder is None else entry.encoder
+            share = self.shares[entry.name]
+            if isinstance(entry.source, Mix):
+                found += [
+                    Leaf(f"{entry.name}/{name}", source, own, share * part)
+                    for name, source, own, part in entry.source.leaves(encoder)
+                ]
+            else:
+                found.append(Leaf(entry.name, entry.source, encoder, share))
         return found
 
     def fingerprint(self) -> str:

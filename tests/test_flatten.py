@@ -15,6 +15,7 @@ from streampack import (
     PackedDataLoader,
     collate_packed,
     flatten_batch,
+    join_documents,
 )
 from streampack.collate import null_pack, to_torchtune
 
@@ -102,3 +103,20 @@ def test_flattening_twice_changes_nothing() -> None:
     for name in Batch.__slots__:
         ours, theirs = getattr(again, name), getattr(once, name)
         assert ours == theirs if isinstance(ours, tuple) else torch.equal(ours, theirs)
+
+
+@given(lengths_of, st.integers(1, 3), st.booleans())
+def test_joined_documents_are_one_sequence(lengths: list[int], batch_size: int, null: bool) -> None:
+    packs = list(stream_of(lengths, max_seq_len=16))[:batch_size]
+    apart = collate_packed([*packs, *[to_torchtune(null_pack(16))] * null])
+    joined = join_documents(apart)
+    for row, pack in enumerate(packs):
+        used = sum(pack["seq_lens"].tolist()[: pack["num_seqs"]])
+        assert joined.seq_lens[row].tolist() == [used, 16 - used]
+        assert joined.input_pos[row].tolist() == [*range(used), *range(16 - used)]
+    if null:
+        assert (joined.seq_lens[-1].tolist(), joined.input_pos[-1].tolist()) == ([16, 0], [*range(16)])
+    assert joined.seq_lens.dtype == torch.int32
+    assert joined.fragments == apart.fragments
+    for name in ("tokens", "labels"):
+        assert torch.equal(getattr(joined, name), getattr(apart, name))

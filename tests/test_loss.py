@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from streampack import IterablePackedDataset, collate_packed
-from streampack.training.loss import LOSS_NORMS, label_weights, summed_cross_entropy
+from streampack.training.loss import LOSS_NORMS, label_weights, loss_terms, summed_cross_entropy
 from streampack.types import IGNORE_INDEX
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -94,6 +94,22 @@ def test_weights_multiply_each_tokens_loss(chunk_size: int) -> None:
     # The weight of token i goes with label i, not with the logits at i.
     shifted_once_more = naive_loss(logits, labels, weights.roll(1, 1))
     assert difference(grad_of(shifted_once_more, logits), expected) > 0.1
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-6), (torch.float64, 1e-13)])
+def test_squares_of_the_normalizer_and_their_gradient(dtype: torch.dtype, limit: float, parts: int) -> None:
+    logits, labels = example(2, 13, 19, dtype=dtype)
+    weights = torch.rand(2, 13, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    weights[0, 5:9] = 0
+    losses, squares = loss_terms(logits.chunk(parts, 1), labels, weights=weights, chunk_size=5)
+    counted = torch.where(labels[:, 1:] == IGNORE_INDEX, 0, weights[:, 1:])
+    naive = F.pad(counted * logits[:, :-1].logsumexp(-1).square(), (1, 0))
+    assert difference(squares, naive) < limit
+    ours = grad_of(losses.sum() + 0.1 * squares.sum(), logits)
+    theirs = grad_of(naive_loss(logits, labels, weights) + 0.1 * naive.sum(), logits)
+    assert difference(ours, theirs) < limit
+    assert difference(ours, grad_of(naive_loss(logits, labels, weights), logits)) > 0.01
 
 
 def test_the_gradient_is_the_slope() -> None:

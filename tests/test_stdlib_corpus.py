@@ -53,7 +53,8 @@ def start(cache: Path, *arguments: str) -> subprocess.Popen:
 
 def same_files(one: stdlib_corpus.Paths, two: stdlib_corpus.Paths) -> bool:
     return all(
-        getattr(one, name).read_bytes() == getattr(two, name).read_bytes() for name in ("pairs", "tokenizer")
+        getattr(one, name).read_bytes() == getattr(two, name).read_bytes()
+        for name in ("pairs", "sources", "tokenizer")
     )
 
 
@@ -232,7 +233,13 @@ def test_prepared_files_hold_the_pairs(prepared, pairs):
     lines = prepared.pairs.read_text(encoding="utf-8").split("\n")
     assert [json.loads(line) for line in lines[:-1]] == pairs
     assert lines[-1] == ""
-    assert {path.name for path in prepared.folder.iterdir()} == {"pairs.jsonl", "tokenizer.model"}
+    sources = prepared.sources.read_text(encoding="utf-8").split("\n")
+    assert [json.loads(line) for line in sources[:-1]] == list(stdlib_corpus.source_files())
+    assert {path.name for path in prepared.folder.iterdir()} == {
+        "pairs.jsonl",
+        "sources.jsonl",
+        "tokenizer.model",
+    }
 
 
 def test_a_second_call_reuses_what_is_there(prepared, monkeypatch, capsys):
@@ -264,18 +271,18 @@ def test_processes_may_prepare_at_once(prepared, tmp_path):
         )
         assert paths.folder.parent == tmp_path
         assert same_files(paths, prepared), "deterministic, to the byte"
-    assert len(list(paths.folder.iterdir())) == 2, "nothing temporary stays"
+    assert len(list(paths.folder.iterdir())) == 3, "nothing temporary stays"
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
-@pytest.mark.parametrize("kill_at", [1, 2])
+@pytest.mark.parametrize("kill_at", [1, 2, 3])
 def test_a_killed_process_leaves_no_half_file(prepared, tmp_path, kill_at):
     run = start(tmp_path, "-c", PATCHED_RUN.format(kill_at=kill_at, script=stdlib_corpus.__file__))
     run.communicate()
     assert run.returncode == -signal.SIGKILL, "it did die on the way"
     (folder,) = tmp_path.iterdir()
     finished = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
-    assert finished == {1: set(), 2: {"pairs.jsonl"}}[kill_at]
+    assert finished == set(["pairs.jsonl", "sources.jsonl", "tokenizer.model"][: kill_at - 1])
     assert same_files(stdlib_corpus.prepare(tmp_path), prepared)
 
 

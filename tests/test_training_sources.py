@@ -102,7 +102,7 @@ def mixed_config(folder: Path, **changes: Any) -> Any:
     return config
 
 
-@pytest.mark.parametrize("recipe", ["full_finetune", "lora_finetune"])
+@pytest.mark.parametrize("recipe", ["full_finetune", "lora_finetune", "pretrain"])
 def test_a_recipe_logs_every_source(tmp_path: Path, recipe: str) -> None:
     from importlib import import_module
 

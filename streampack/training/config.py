@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
@@ -15,6 +16,13 @@ from streampack.plan import require, require_positive
 from streampack.training.loss import LOSS_NORMS
 
 Node = dict[str, Any]
+
+OF_ONE_RECIPE = {
+    "save_adapter_weights_only": "lora_finetune",
+    "document_masking": "pretrain",
+    "z_loss": "pretrain",
+}
+"""Keys that only one recipe heeds; the others refuse them rather than ignore them."""
 
 
 @dataclass(kw_only=True)
@@ -57,6 +65,10 @@ class RunConfig:
     keep_checkpoints: int = 2
     async_checkpoint: bool = False  # write while training goes on, from a copy in memory
     save_adapter_weights_only: bool = False  # LoRA: leave the merged weights out
+    document_masking: bool = (
+        True  # pretraining: False lets a token see all before it in its pack, whosever they are
+    )
+    z_loss: float = 0.0  # pretraining: weight of the squared log-normalizer in the loss; PaLM's was 1e-4
     resume: bool = False  # go on from the newest checkpoint in output_dir, if there is one
     log_every: int = 1  # steps
     profiler: Node | None = None
@@ -74,6 +86,8 @@ class RunConfig:
         require(self.attention, "attention", ATTENTIONS)
         if self.data.get("method") is not None:
             require(self.data["method"], "data.method", METHODS)
+        if not 0 <= self.z_loss < math.inf:
+            raise ValueError(f"z_loss={self.z_loss} is no weight; give 0, or a small number such as 1e-4")
         if not self.collective_timeout > 0:
             raise ValueError(
                 f"collective_timeout={self.collective_timeout} is no time to wait; give seconds, at least as many as "
@@ -86,14 +100,18 @@ class RunConfig:
         return self.batch_size if self.data.get("method") == "minibatch_packing" else 1
 
 
-def read_config(config: Any) -> RunConfig:
+def read_config(config: Any, *, recipe: str | None = None) -> RunConfig:
     """A `RunConfig` from what torchtune's ``config.parse`` gives, or from a plain mapping.
 
     Raises:
-        ValueError: for an unknown or a missing key, or a value out of range.
+        ValueError: for an unknown or a missing key, one that ``recipe`` does not heed, or a value out of range.
     """
     values = to_plain(config)
-    if problems := _keys(values):
+    problems = _keys(values)
+    for key, theirs in OF_ONE_RECIPE.items():
+        if key in values and recipe not in (None, theirs):
+            problems.append(f"{key} does nothing in the {recipe} recipe; remove it, or run {theirs}")
+    if problems:
         raise ValueError("; ".join(problems))
     return RunConfig(**values)
 

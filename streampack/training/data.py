@@ -13,10 +13,11 @@ from streampack.components import build
 from streampack.encode import without_truncation
 from streampack.iterable import IterablePackedDataset
 from streampack.loader import PackedDataLoader
-from streampack.mix import hold_out
+from streampack.mix import Leaf, Mix, hold_out
 from streampack.sources import as_source
 from streampack.training.config import RunConfig
 from streampack.training.distributed import World
+from streampack.training.evaluation import HeldOut
 from streampack.training.methods import Loader, MethodLoader
 
 VALIDATION_KEYS = ("share", "source", "max_packs", "every")
@@ -24,13 +25,14 @@ VALIDATION_KEYS = ("share", "source", "max_packs", "every")
 
 def build_data(
     config: RunConfig, *, tokenizer: Any, vocab_size: int, world: World | None = None
-) -> tuple[IterablePackedDataset, list[Batch]]:
-    """The training dataset, and this rank's validation batches (none without a ``validation`` section).
+) -> tuple[IterablePackedDataset, dict[str, HeldOut]]:
+    """The training dataset, and of every source of it what is held out (nothing without a ``validation`` section).
 
     The held-out rows are defined once, by their content (``share``; of a mixture, of each source) or as a ``source``
-    of their own, and
-    packed in one lane without shuffling: the same packs in every run and on any topology. They are shared
-    out over the ranks, and null packs fill up, so that every rank has as many batches as the others.
+    of their own, which may be a mixture too. Those of every source are packed by themselves, in one lane and without
+    shuffling: the same packs in every run and on any topology. They are shared out over the ranks, and
+    null packs fill up, so that every rank has as many batches as the others. Without a mixture there is one
+    source, and its name is empty.
 
     Raises:
         ValueError: for a data or validation section that does not fit.
@@ -44,7 +46,6 @@ def build_data(
     source = as_source(build(settings.pop("source"), trusted=trusted, inject=inject))
     encoder = build(settings.pop("encoder", None), trusted=trusted, inject=inject)
     common: dict[str, Any] = {
-        "encoder": encoder,
         "padding_idx": tokenizer.pad_id,
         "vocab_size": vocab_size,
         "seed": config.seed,
@@ -61,22 +62,46 @@ def build_data(
     elif validation:
         raise ValueError("validation needs a share of the rows, or a source of its own")
     epochs = None if config.max_steps is not None and config.epochs is None else config.epochs
-    train = _dataset(source, epochs=epochs, **common)
+    train = _dataset(source, encoder=encoder, epochs=epochs, **common)
     if held_out is None:
-        return train, []
-    fixed = _dataset(held_out, **{**common, "shuffle": False, "num_lanes": 1})
-    packs = list(islice(fixed.stream(), validation.get("max_packs", 32)))
+        return train, {}
+    default = train.lane_config.encode
+    leaves = held_out.leaves(default) if isinstance(held_out, Mix) else [Leaf("", held_out, default, 1.0)]
+    fixed = common | {"shuffle": False, "num_lanes": 1}
+    return train, {
+        leaf.name: HeldOut(
+            _fixed_batches(
+                _dataset(leaf.source, encoder=leaf.encoder, **fixed),
+                name=leaf.name,
+                max_packs=validation.get("max_packs", 32),
+                batch_size=config.batch_size,
+                world=world or World(),
+            ),
+            share=leaf.share,
+        )
+        for leaf in leaves
+    }
+
+
+def _fixed_batches(
+    dataset: IterablePackedDataset, *, name: str, max_packs: int, batch_size: int, world: World
+) -> list[Batch]:
+    """Of the first packs of a dataset, those of this rank."""
+    packs = list(islice(dataset.stream(), max_packs))
     if not packs:
-        raise ValueError("the validation rows make no pack; hold out a larger share")
-    world = world or World()
-    batches = math.ceil(len(packs) / (world.size * config.batch_size))
+        of = f" of source {name!r}" if name else ""
+        raise ValueError(f"the validation rows{of} make no pack; hold out a larger share")
+    batches = math.ceil(len(packs) / (world.size * batch_size))
     mine = packs[world.rank :: world.size]
-    filler = null_pack(fixed.lane_config.packing.max_seq_len, padding_idx=tokenizer.pad_id)
-    mine += [filler] * (batches * config.batch_size - len(mine))
-    shares = [mine[i : i + config.batch_size] for i in range(0, len(mine), config.batch_size)]
-    segments = fixed.lane_config.packing.segments
-    return train, [
-        collate_packed([to_torchtune(pack) for pack in share], segments=segments) for share in shares
+    config = dataset.lane_config
+    filler = null_pack(config.packing.max_seq_len, padding_idx=config.padding_idx)
+    mine += [filler] * (batches * batch_size - len(mine))
+    return [
+        collate_packed(
+            [to_torchtune(pack) for pack in mine[first : first + batch_size]],
+            segments=config.packing.segments,
+        )
+        for first in range(0, len(mine), batch_size)
     ]
 
 

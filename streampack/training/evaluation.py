@@ -1,6 +1,10 @@
-"""The loss over held-out packs."""
+"""The loss over held-out packs, of every source."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -12,23 +16,38 @@ from streampack.training.loss import label_weights, summed_cross_entropy
 from streampack.training.model import evaluating
 
 
+class HeldOut(NamedTuple):
+    """What is held out of one source."""
+
+    batches: Sequence[Batch]  # this rank's, as many as the others have
+    share: float = 1.0  # of the source in what is trained on
+
+
 def evaluate(
     model: nn.Module,
-    batches: list[Batch],
+    held_out: Mapping[str, HeldOut],
     *,
     inputs: Inputs,
     loss_norm: str,
     device: torch.device,
     world: World,
-) -> float:
-    """The loss over the packs of all ranks, weighted as in training. A collective: all ranks have as many batches."""
-    total = torch.zeros(2, dtype=torch.float64, device=device)
+) -> dict[str, float]:
+    """The losses over the packs of all ranks, weighted as in training, for the metric logger. A collective.
+
+    ``validation_loss`` is the mean of the sources' losses, by their shares: what to expect of the training loss.
+    A mixture has ``validation_loss_<name>`` besides.
+    """
+    totals = torch.zeros(len(held_out), 2, dtype=torch.float64, device=device)
     with evaluating(model):
-        for batch in batches:
-            weights = label_weights(batch, loss_norm=loss_norm)
-            batch = batch.to(device)
-            logits = model(**inputs(batch))
-            total[0] += summed_cross_entropy(logits, batch.labels, weights=weights.to(device))
-            total[1] += weights.sum()
-    loss, weight = world.add_up(total).tolist()
-    return loss / weight if weight else 0.0
+        for total, (batches, _) in zip(totals, held_out.values(), strict=True):
+            for batch in batches:
+                weights = label_weights(batch, loss_norm=loss_norm)
+                batch = batch.to(device)
+                logits = model(**inputs(batch))
+                total[0] += summed_cross_entropy(logits, batch.labels, weights=weights.to(device))
+                total[1] += weights.sum()
+    losses = [loss / weight if weight else 0.0 for loss, weight in world.add_up(totals).tolist()]
+    shares = [source.share for source in held_out.values()]
+    mean = math.fsum(share * loss for share, loss in zip(shares, losses, strict=True)) / math.fsum(shares)
+    by_source = zip(held_out, losses, strict=True)
+    return {"validation_loss": mean} | {f"validation_loss_{name}": loss for name, loss in by_source if name}

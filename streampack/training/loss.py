@@ -95,6 +95,25 @@ def token_losses(
     >>> token_losses(torch.zeros(1, 3, 10), torch.tensor([[-100, 4, 7]]))
     tensor([[0.0000, 2.3026, 2.3026]])
     """
+    return loss_terms(logits, labels, weights=weights, chunk_size=chunk_size)[0]
+
+
+def loss_terms(
+    logits: torch.Tensor | Sequence[torch.Tensor],
+    labels: torch.Tensor,
+    *,
+    weights: torch.Tensor | None = None,
+    chunk_size: int = 512,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`token_losses`, and of the same labels the weighted square of log(sum(exp(logits))): both ``[batch, seq]``.
+
+    The squares, times a small number, are the z-loss of PaLM (Chowdhery et al. 2022, arXiv 2204.02311, section 5):
+    it holds the softmax's normalizer near 1, and so the logits within what bf16 can tell apart.
+
+    >>> losses, squares = loss_terms(torch.zeros(1, 3, 10), torch.tensor([[-100, 4, 7]]))
+    >>> losses.sum() + 1e-4 * squares.sum()
+    tensor(4.6062)
+    """
     require_positive(chunk_size, "chunk_size")
     parts = [logits] if isinstance(logits, torch.Tensor) else list(logits)
     sizes = [part.shape[1] for part in parts]
@@ -113,16 +132,20 @@ def token_losses(
     weight = trained.to(dtype) if weights is None else torch.where(trained, weights.to(dtype), 0)
     weight = F.pad(weight[:, 1:], (0, 1))
     target = F.pad(torch.where(trained, labels, 0)[:, 1:], (0, 1))
-    losses = [
+    terms = [
         _CrossEntropy.apply(  # type: ignore[no-untyped-call]
             part.flatten(0, 1), targets.flatten(), counts.flatten(), chunk_size
-        ).view_as(targets)
+        )
         for part, targets, counts in zip(
             parts, torch.split(target, sizes, 1), torch.split(weight, sizes, 1), strict=True
         )
     ]
+    losses, squares = (
+        torch.cat([term.view(len(labels), size) for term, size in zip(column, sizes, strict=True)], 1)
+        for column in zip(*terms, strict=True)
+    )
     # The loss at token i is label i + 1's; the last token's is 0.
-    return F.pad(torch.cat(losses, 1)[:, :-1], (1, 0))
+    return F.pad(losses[:, :-1], (1, 0)), F.pad(squares[:, :-1], (1, 0))
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -135,7 +158,7 @@ class _CrossEntropy(torch.autograd.Function):
         targets: torch.Tensor,  # [tokens], in the vocabulary
         weights: torch.Tensor,  # [tokens], 0 where not trained
         chunk_size: int,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         normalizers = torch.empty_like(weights)
         for chunk in _slices(len(logits), chunk_size):
             normalizers[chunk] = logits[chunk].to(weights.dtype).logsumexp(1)
@@ -143,19 +166,24 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(logits, targets, weights, normalizers)
         ctx.chunk_size = chunk_size
         # Not a product alone: an untrained token counts nothing, even where its logits are not finite.
-        return torch.where(weights != 0, weights * (normalizers - picked), 0)
+        counts = weights != 0
+        losses = torch.where(counts, weights * (normalizers - picked), 0)
+        return losses, torch.where(counts, weights * normalizers.square(), 0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(
+        ctx: Any, grad: torch.Tensor, grad_square: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None, None]:
         logits, targets, weights, normalizers = ctx.saved_tensors
-        scale = weights * grad
+        at_target = weights * grad
+        everywhere = at_target + 2 * weights * normalizers * grad_square
         result = torch.empty_like(logits)
         for chunk in _slices(len(logits), ctx.chunk_size):
-            # bf16 minus fp32 is fp32: softmax, less 1 at the target, times the token's weight
+            # bf16 minus fp32 is fp32: the softmax, times its weight, less the token's own weight at the target
             part = (logits[chunk] - normalizers[chunk, None]).exp_()
-            part[torch.arange(len(part), device=part.device), targets[chunk]] -= 1
-            part *= scale[chunk, None]
+            part *= everywhere[chunk, None]
+            part[torch.arange(len(part), device=part.device), targets[chunk]] -= at_target[chunk]
             result[chunk] = part.masked_fill_((weights[chunk] == 0)[:, None], 0)
         return result, None, None, None
 

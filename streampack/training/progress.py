@@ -14,7 +14,7 @@ from streampack.metrics import Ledger
 from streampack.training.distributed import World
 from streampack.training.methods import Loader
 
-COUNTS = ("loss", "weight", "trained", "tokens", "slots", "samples")
+COUNTS = ("loss", "z_loss", "weight", "trained", "tokens", "slots", "samples")
 
 
 class StepMeter:
@@ -36,14 +36,19 @@ class StepMeter:
         self.started = time.perf_counter()
         self.batches = 0
         self.loss: torch.Tensor | float = 0.0
+        self.z_loss: torch.Tensor | float = 0.0
         self.counts = [0.0] * len(COUNTS)
 
-    def add(self, batch: Batch, loss: torch.Tensor, weights: torch.Tensor) -> None:
-        """Count one batch of this rank's, its summed loss, and its labels' weights (on the CPU)."""
+    def add(
+        self, batch: Batch, loss: torch.Tensor, weights: torch.Tensor, *, z_loss: torch.Tensor | None = None
+    ) -> None:
+        """Count one batch of this rank's, its summed loss (and z-loss), and its labels' weights (on the CPU)."""
         self.batches += 1
         self.loss = self.loss + loss.detach()
+        if z_loss is not None:
+            self.z_loss = self.z_loss + z_loss.detach()
         weight, trained = float(weights.sum()), float(weights.count_nonzero())
-        counts = (0.0, weight, trained, batch.num_tokens, batch.tokens.numel(), batch.num_seqs)
+        counts = (0.0, 0.0, weight, trained, batch.num_tokens, batch.tokens.numel(), batch.num_seqs)
         self.counts = [a + b for a, b in zip(self.counts, counts, strict=True)]
 
     def reduce(self) -> torch.Tensor:
@@ -53,11 +58,12 @@ class StepMeter:
         """
         sums = torch.tensor(self.counts, dtype=torch.float64).to(self.device, non_blocking=True)
         sums[0] += self.loss
+        sums[1] += self.z_loss
         self.world.add_up(sums)
         self.step = sums
         self.window += sums
         self.total += sums
-        weight = sums[1]
+        weight = sums[COUNTS.index("weight")]
         return torch.where(weight > 0, self.world.size / weight, 0.0)
 
     def stop(self) -> None:
@@ -73,10 +79,11 @@ class StepMeter:
     def metrics(self) -> dict[str, float]:
         """For the metric logger: the loss of the last step, the rest over the steps since the last report.
 
-        ``loss`` is per trained token (or per sample, by the weights), ``padding`` a share of 1.
+        ``loss`` is per trained token (or per sample, by the weights) and without ``z_loss``, which is there where it
+        counts; ``padding`` is a share of 1.
         """
         before = time.perf_counter()
-        loss, weight = self.step[:2].tolist()  # waits for the GPU
+        loss, z_loss, weight = self.step[:3].tolist()  # waits for the GPU
         sums = dict(zip(COUNTS, self.window.tolist(), strict=True))
         seconds = self.seconds + time.perf_counter() - before
         metrics = {
@@ -86,6 +93,8 @@ class StepMeter:
             "samples_per_step": sums["samples"] / max(1, self.steps),
             "trained_tokens": sums["trained"] / max(1, self.steps),
         }
+        if z_loss:
+            metrics["z_loss"] = z_loss / weight
         self.window, self.steps, self.seconds = self._zeros(), 0, 0.0
         return metrics
 
