@@ -137,7 +137,10 @@ def test_ranks_share_every_step_and_may_become_fewer(name: str) -> None:
 
     alone = loader(0, 1)
     steps = alone.batches_per_step
-    whole = list(alone)
+    whole, states = [], []
+    for batch in alone:
+        whole.append(batch)
+        states.append(alone.state_dict())
     two = [loader(rank, 2) for rank in range(2)]
     streams = [iter(each) for each in two]
     shared = [[batch for stream in streams for batch in islice(stream, 2)] for _ in range(2)]
@@ -149,6 +152,13 @@ def test_ranks_share_every_step_and_may_become_fewer(name: str) -> None:
     assert two[0].state_dict() == two[1].state_dict() | {"ledger": two[0].state_dict()["ledger"]}
     assert [seen([b]) for b in later] == [seen([b]) for b in whole[2 * steps :]]
     assert later.ledger() == alone.ledger()
+    more = [loader(rank, 2) for rank in range(2)]
+    for each in more:
+        each.load_state_dict(states[steps - 1])  # after the first step
+    shared = [batch for each in more for batch in each]
+    assert seen(shared) == seen(whole[steps:])
+    assert more[0].ledger() == alone.ledger()
+    assert more[0].state_dict() == alone.state_dict()
 
 
 @pytest.mark.parametrize(
