@@ -165,6 +165,8 @@ def test_ranks_share_every_step_and_may_become_fewer(name: str) -> None:
     ("settings", "kept", "dropped"),
     [
         ({"overlong": "truncate"}, [5, 4, 5], {"truncated": 4}),
+        ({"overlong": "truncate", "truncate_side": "left"}, [5, 4, 5], {"truncated": 4}),
+        ({"overlong": "truncate", "truncate_eos": 99}, [5, 4, 5], {"truncated": 4}),
         ({"overlong": "drop"}, [4, 5], {"overlong": 9}),
         ({"overlong": "split"}, [9, 4, 5], {}),
     ],
@@ -172,7 +174,8 @@ def test_ranks_share_every_step_and_may_become_fewer(name: str) -> None:
 def test_what_is_too_long_is_treated_as_in_a_stream(
     settings: dict[str, Any], kept: list[int], dropped: dict[str, int]
 ) -> None:
-    rows = [{"tokens": [i] * n, "labels": [i] * n} for i, n in enumerate([9, 4, 5])]
+    tokens = [[10 * i + j for j in range(n)] for i, n in enumerate([9, 4, 5], start=1)]
+    rows = [{"tokens": ids, "labels": ids} for ids in tokens]
     data = IterablePackedDataset(rows, max_seq_len=5, **settings)
     samples, ledger = read_samples(data)
     assert [sample.tokens.size for sample in samples] == kept
