@@ -48,6 +48,23 @@ def spans(pack: Pack) -> list[tuple[int, int, int]]:
 # What a lane makes.
 
 
+@pytest.mark.parametrize("overlong", POLICIES)
+def test_pieces_are_those_of_its_packs(overlong: str) -> None:
+    """In the order of reading, and none is kept."""
+    data, settings = rows(60, overlong=70), {"overlong": overlong, "strategy": "next_fit"}
+    packed = [
+        (fragment.origin, fragment.start, fragment.stop)
+        for pack in drain(make(MapSource(data), **settings))
+        for fragment in pack.fragments
+    ]
+    lane, pieces = make(MapSource(data), **settings), []
+    while (piece := lane.next_piece()) is not None:
+        pieces.append((piece.origin, piece.start, piece.start + piece.sample.tokens.size))
+        assert lane.held == {}
+    assert pieces == packed
+    assert lane.next_piece() is None
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("overlong", POLICIES)
 @pytest.mark.parametrize("side", ["right", "left"])

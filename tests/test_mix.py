@@ -23,6 +23,7 @@ from streampack import (
     Mix,
     PackedDataLoader,
     Sample,
+    TokensEncoder,
 )
 from streampack.draws import Draws, Stand, Weighing
 from streampack.lane import Lane
@@ -205,6 +206,12 @@ def test_nested_mixtures_have_the_product_of_their_weights_in_the_long_run() -> 
     assert nested.shares == {
         "code": 0.5, "web": 0.5, "web/en": 0.6, "web/rest": 0.4, "web/rest/de": 0.8, "web/rest/fr": 0.2
     }  # fmt: skip
+    default, own = TokensEncoder(), TokensEncoder()
+    with_own = Mix([{**entry("code", source), "encoder": own}, entry("web", web)], stop="never")
+    leaves = with_own.leaves(default)
+    assert [leaf.name for leaf in leaves] == nested.names
+    assert [leaf.encoder is own for leaf in leaves] == [True, False, False, False]
+    assert [leaf.share for leaf in leaves] == pytest.approx(list(flat.shares.values()), abs=1e-6)
     for mix in (flat, nested):
         totals = drawn(mix, {i: cycle(range(1, 8 * 3**i)) for i in range(4)}, tokens=80_000, reopened=101)
         assert np.abs(np.array(totals) / sum(totals) - shares).max() < 0.03

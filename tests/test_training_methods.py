@@ -247,3 +247,12 @@ def test_an_epochs_last_step_is_filled_up(name: str) -> None:
     assert len(batches) % 4 == 0
     assert loader.steps_per_epoch == len(batches) // 4
     assert seen(batches) == dict(enumerate(LENGTHS))
+
+
+def test_the_datasets_padding_and_seed_are_taken() -> None:
+    def rows(**settings: Any) -> list[list[int]]:
+        loader = MethodLoader(dataset(vocab_size=99, **settings), method="random_padding", batch_size=4)
+        return [row for batch in loader for row in batch.tokens.tolist()]
+
+    assert any(row[-1] == 77 for row in rows(padding_idx=77))
+    assert sorted(rows(seed=1), key=max) != rows(seed=1) != rows(seed=2)

@@ -87,9 +87,12 @@ def _fixed_batches(
     dataset: IterablePackedDataset, *, name: str, max_packs: int, batch_size: int, world: World
 ) -> list[Batch]:
     """Of the first packs of a dataset, those of this rank."""
-    packs = list(islice(dataset.stream(), max_packs))
+    of = f" of source {name!r}" if name else ""
+    try:
+        packs = list(islice(dataset.stream(), max_packs))
+    except ValueError as error:
+        raise ValueError(f"validation rows{of}: {error}") from error
     if not packs:
-        of = f" of source {name!r}" if name else ""
         raise ValueError(f"the validation rows{of} make no pack; hold out a larger share")
     batches = math.ceil(len(packs) / (world.size * batch_size))
     mine = packs[world.rank :: world.size]

@@ -1,0 +1,69 @@
+"""What a recipe's config makes of its data section: how much is held out, and who evaluates which part of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streampack.collate import Batch
+from streampack.training.config import read_config
+from streampack.training.data import build_data
+from streampack.training.distributed import World
+from tests.test_training_sources import mixed_config
+from tests.tiny import WordTokenizer, tiny_config
+
+
+def held_out_of(config: Any, world: World) -> dict[str, list[Batch]]:
+    _, held_out = build_data(read_config(config), tokenizer=WordTokenizer(), vocab_size=16, world=world)
+    return {name: list(source.batches) for name, source in held_out.items()}
+
+
+def rows_of(batches: list[Batch]) -> list[list[int]]:
+    """Of the packs that hold anything."""
+    return [
+        tokens
+        for batch in batches
+        for tokens, fragments in zip(batch.tokens.tolist(), batch.fragments, strict=True)
+        if fragments
+    ]
+
+
+@pytest.mark.parametrize("max_packs", [1, 3, 5])
+def test_every_source_has_its_packs_and_ranks_share_them_out(tmp_path: Path, max_packs: int) -> None:
+    for config, names in (
+        (tiny_config(tmp_path / "one"), [""]),
+        (mixed_config(tmp_path / "two"), ["counting", "words"]),
+    ):
+        config.validation = {"share": 0.2, "max_packs": max_packs}
+        alone = held_out_of(config, World())
+        assert list(alone) == names
+        ranks = [held_out_of(config, World(rank=rank, size=2)) for rank in range(2)]
+        for name in names:
+            whole = rows_of(alone[name])
+            assert len(whole) == max_packs
+            assert sorted(row for rank in ranks for row in rows_of(rank[name])) == sorted(whole)
+            assert {len(rank[name]) for rank in ranks} == {-(-max_packs // (2 * config.batch_size))}
+            assert all(
+                batch.tokens.shape == (config.batch_size, 32) for rank in ranks for batch in rank[name]
+            )
+
+
+def test_a_source_of_which_too_little_is_held_out_is_named(tmp_path: Path) -> None:
+    for config, of in (
+        (mixed_config(tmp_path / "two"), " of source 'counting'"),
+        (tiny_config(tmp_path / "one"), ""),
+    ):
+        config.validation = {"share": 1e-9}
+        with pytest.raises(ValueError, match=f"^validation rows{of}: the source has no rows"):
+            held_out_of(config, World())
+
+
+def test_a_validation_row_that_is_none_is_named(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": 3}\n')
+    source = {"_component_": "streampack.JSONLSource", "paths": str(bad)}
+    config = tiny_config(tmp_path / "run", validation={"source": source})
+    with pytest.raises(ValueError, match=r"^validation rows: .*bad\.jsonl:1: column 'text' holds a int"):
+        held_out_of(config, World())
