@@ -64,6 +64,7 @@ FREE_TESTS = {
     "test_trl.py": "TRL's SFTTrainer on a stream of packs",
     "test_examples.py": "the scripts under examples/",
     "test_stress.py": "the long lines of `make stress`, with small counts",
+    "test_remote_indexed.py": "token shards and MDS over the network",
     "test_scale.py": "the simulation in benchmarks/scale, against real loaders",
 }
 

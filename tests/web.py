@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from random import Random
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -14,6 +15,12 @@ from xml.sax.saxutils import escape
 
 FAULTS = ("503", "429", "reset", "stall", "short", "truncated")
 STALL = 1.5  # seconds; clients are made to give up before
+
+
+@lru_cache(256)  # made anew for every answer, it took longer than sending one of 2 MiB
+def tag_of(content: bytes) -> str:
+    """The ETag: where S3 takes a file in one piece, the MD5 of its content."""
+    return hashlib.md5(content).hexdigest()
 
 
 class Web:
@@ -106,7 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
         content = web.files.get(path)
         if content is None:
             return self._send(404, b"no")
-        tag = {"ETag": f'"{hashlib.md5(content).hexdigest()}"', "Accept-Ranges": "bytes"}
+        tag = {"ETag": f'"{tag_of(content)}"', "Accept-Ranges": "bytes"}
         ranged = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if ranged is None or not web.ranges:
             return self._send(200, content, tag)
@@ -127,7 +134,7 @@ class _Handler(BaseHTTPRequestHandler):
         prefix = query.get("prefix", [""])[0]
         entries = "".join(
             f"<Contents><Key>{escape(path[len(bucket) + 2 :])}</Key><Size>{len(content)}</Size>"
-            f'<ETag>"{hashlib.md5(content).hexdigest()}"</ETag><StorageClass>STANDARD</StorageClass></Contents>'
+            f'<ETag>"{tag_of(content)}"</ETag><StorageClass>STANDARD</StorageClass></Contents>'
             for path, content in sorted(self.web.files.items())
             if path.startswith(f"/{bucket}/{prefix}")
         )

@@ -6,7 +6,7 @@ import heapq
 import io
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from streampack.sources.archives import BUFFER_BYTES
 from streampack.sources.base import spread
 from streampack.sources.files import Corpus, Name
 from streampack.sources.manifest import named_in
-from streampack.sources.ranges import Fetcher, Stretch
+from streampack.sources.ranges import Block, Fetcher, Stretch
 from streampack.sources.remote import RemoteStorage, scheme_of
 from streampack.sources.retry import Retries
 from streampack.sources.storage import File, LocalStorage, Storage, redact
@@ -168,13 +168,10 @@ def offsets_of(
     return offsets
 
 
-def records(fetcher: Fetcher, file: File, offsets: Offsets) -> Iterator[bytes]:
-    """The bytes of one record after the other, read ahead as the fetcher allows."""
-    stream = io.BufferedReader(Stretch(fetcher, file, int(offsets[0]), int(offsets[-1])), BUFFER_BYTES)
+def records(
+    fetcher: Fetcher, file: File, offsets: Offsets, following: Iterable[Block] = ()
+) -> Iterator[bytes]:
+    """The bytes of one record after the other, read ahead as the fetcher allows, up to the ``following`` part's."""
+    stretch = Stretch(fetcher, file, int(offsets[0]), int(offsets[-1]), following)
+    stream = io.BufferedReader(stretch, BUFFER_BYTES)
     return (stream.read(size) for size in np.diff(offsets).tolist())
-
-
-def read_now(fetcher: Fetcher, file: File, start: int, stop: int) -> bytes:
-    """A range that no plan of the fetcher's has."""
-    fetch = partial(fetcher.storage.fetch, file, start, stop)
-    return fetcher.retries.call(fetch, doing=f"reading {file.name}, bytes {start} to {stop}")

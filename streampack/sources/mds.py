@@ -7,7 +7,8 @@ https://docs.mosaicml.com/projects/streaming/en/stable/preparing_datasets/datase
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -16,8 +17,8 @@ from streampack.sources.archives import DAMAGED, content
 from streampack.sources.base import Reading
 from streampack.sources.columns import Column, decoder, left_out, row_of
 from streampack.sources.files import Name
-from streampack.sources.indexed import divide, offsets_of, places, read_index, read_now, records
-from streampack.sources.ranges import Fetcher, Stretch
+from streampack.sources.indexed import Offsets, divide, offsets_of, places, read_index, records
+from streampack.sources.ranges import Ahead, Block, Fetcher, Stretch, blocks
 from streampack.sources.storage import File, LocalStorage, redact, together
 from streampack.sources.window import Damage, Part, Record, WindowReader
 from streampack.types import Origin
@@ -100,7 +101,7 @@ class MDSSource:
         return WindowReader(
             self._divided[reading.lane],
             reading,
-            open_part=lambda part, offset, following: _Samples(self, part, offset, fetcher),
+            open_part=lambda part, offset, following: _Samples(self, part, offset, fetcher, following),
             decode=self._decode,
             place=lambda part, offset: self.locate((part.file, offset)),
             locate=self.locate,
@@ -163,14 +164,20 @@ class MDSSource:
 class _Samples:
     """The samples of one part, each with its number in the shard."""
 
-    def __init__(self, source: MDSSource, part: Part, offset: int, fetcher: Fetcher) -> None:
+    def __init__(
+        self, source: MDSSource, part: Part, offset: int, fetcher: Fetcher, following: Part | None = None
+    ) -> None:
         shard, file = source.shards[part.file], source.files[part.file]
         stop = shard.samples if part.stop is None else part.stop
         if not 0 <= offset <= stop:
             raise ValueError(f"{file.shown} has no sample {offset}; the state or the index is damaged")
         self.offset = offset
+        coming: Iterable[Block] = ()
+        if following is not None:
+            coming = _ahead(source.shards[following.file], source.files[following.file], following, fetcher)
         read = _decompressed if shard.suffix else _ranged
-        self.samples = read(shard, file, offset, stop, fetcher) if offset < stop else iter(())
+        part = part._replace(start=offset, stop=stop)
+        self.samples = read(shard, file, part, fetcher, coming) if offset < stop else iter(())
 
     def __next__(self) -> Record:
         raw = next(self.samples)
@@ -178,31 +185,66 @@ class _Samples:
         return self.offset - 1, raw
 
 
-def _ranged(shard: Shard, file: File, first: int, stop: int, fetcher: Fetcher) -> Iterator[bytes]:
-    begin = 4 * (1 + first) if first else 0  # the first part looks at the count, too
-    limits = (4 * (shard.samples + 2), file.size)
-    if limits[0] > file.size:
-        raise Damage(f"{file.name} is too short for its samples", offset=first, resume=None)
-    table = read_now(fetcher, file, begin, 4 * (stop + 2))
-    if not first:
-        _check_count(table, shard, file)
-    offsets = offsets_of(table if first else table[4:], "<u4", file=file, first=first, limits=limits)
-    yield from records(fetcher, file, offsets)
+def _ranged(
+    shard: Shard, file: File, part: Part, fetcher: Fetcher, following: Iterable[Block]
+) -> Iterator[bytes]:
+    _check_length(shard, file, part, file.size)
+    offsets = _offsets(shard, file, part, fetcher.take(_table(file, part)))
+    yield from records(fetcher, file, offsets, following)
 
 
-def _decompressed(shard: Shard, file: File, first: int, stop: int, fetcher: Fetcher) -> Iterator[bytes]:
+def _ahead(shard: Shard, file: File, part: Part, fetcher: Fetcher) -> Iterator[Block]:
+    """What the samples of a part will ask for."""
+    if shard.suffix:
+        return blocks(fetcher.storage, file, 0, file.size)
     try:
-        data = content(Stretch(fetcher, file, 0, file.size), name=shard.suffix).read()
+        _check_length(shard, file, part, file.size)
+    except Damage:  # which is raised again when its turn comes
+        return iter(())
+
+    def rest(table: bytes) -> Iterator[Block]:
+        with suppress(Damage):  # raised again, as above
+            offsets = _offsets(shard, file, part, table)
+            yield from blocks(fetcher.storage, file, int(offsets[0]), int(offsets[-1]))
+
+    return Ahead(fetcher, _table(file, part), rest)
+
+
+def _table(file: File, part: Part) -> Block:
+    """Of the part's offsets; the first part looks at the count, too."""
+    assert part.stop is not None
+    return file, 4 * (1 + part.start) if part.start else 0, 4 * (part.stop + 2)
+
+
+def _offsets(shard: Shard, file: File, part: Part, table: bytes) -> Offsets:
+    """Where the part's samples begin in the file, ``[samples + 1]``."""
+    if not part.start:
+        _check_count(table, shard, file)
+        table = table[4:]
+    limits = (4 * (shard.samples + 2), file.size)
+    return offsets_of(table, "<u4", file=file, first=part.start, limits=limits)
+
+
+def _decompressed(
+    shard: Shard, file: File, part: Part, fetcher: Fetcher, following: Iterable[Block]
+) -> Iterator[bytes]:
+    try:
+        data = content(Stretch(fetcher, file, 0, file.size, following), name=shard.suffix).read()
     except DAMAGED as error:
-        raise Damage(f"{file.name} is damaged: {error}", offset=first, resume=None) from error
-    limits = (4 * (shard.samples + 2), len(data))
-    if limits[0] > len(data):
-        raise Damage(f"{file.name} is too short for its samples", offset=first, resume=None)
+        raise Damage(f"{file.name} is damaged: {error}", offset=part.start, resume=None) from error
+    _check_length(shard, file, part, len(data))
     _check_count(data, shard, file)
-    table = data[4 * (1 + first) : 4 * (stop + 2)]
-    offsets = offsets_of(table, "<u4", file=file, first=first, limits=limits).tolist()
+    assert part.stop is not None
+    table = data[4 * (1 + part.start) : 4 * (part.stop + 2)]
+    limits = (4 * (shard.samples + 2), len(data))
+    offsets = offsets_of(table, "<u4", file=file, first=part.start, limits=limits).tolist()
     for start, end in pairwise(offsets):
         yield data[start:end]
+
+
+def _check_length(shard: Shard, file: File, part: Part, size: int) -> None:
+    if 4 * (shard.samples + 2) > size:
+        raise Damage(f"{file.name} is too short for its samples", offset=part.start, resume=None)
 
 
 def _check_count(data: bytes, shard: Shard, file: File) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from itertools import chain
@@ -31,14 +31,24 @@ class Fetcher:
         self.retries = retries
         self.ahead = ahead
         self.flying: dict[Block, Future[bytes]] = {}
-        self.coming: Iterator[Block] = iter(())
+        self.coming: list[Iterator[Block]] = []
         self.held: Block | None = None  # the next one, which had no room yet
 
-    def plan(self, blocks: Iterable[Block]) -> None:
-        """What will be asked for, in order. What was fetched for an older plan and is not in this one is dropped."""
+    def plan(self, *parts: Iterable[Block]) -> None:
+        """What will be asked for, in order. What was fetched for an older plan and is not in this one is dropped.
+
+        A part that has come to its end is asked again whenever there is room: see `Ahead`.
+        """
         old, self.flying = self.flying, {}
-        self.held, self.coming = None, iter(blocks)
+        self.held, self.coming = None, [iter(blocks) for blocks in parts]
         self._top_up(old)
+
+    def peek(self, block: Block) -> bytes | None:
+        """The bytes of a block that was fetched ahead, if they are here. They stay, to be taken."""
+        future = self.flying.get(block)
+        if future is None or not future.done() or future.exception() is not None:
+            return None
+        return future.result()
 
     def take(self, block: Block) -> bytes:
         """The bytes of one block.
@@ -58,7 +68,7 @@ class Fetcher:
 
     def _top_up(self, old: dict[Block, Future[bytes]]) -> None:
         left = self.ahead - sum(stop - start for _, start, stop in self.flying)
-        while (block := self.held or next(self.coming, None)) is not None:
+        while (block := self.held or next(chain(*self.coming), None)) is not None:
             file, start, stop = block
             self.held = block
             if stop - start > left:
@@ -77,6 +87,38 @@ def _fulfil(future: Future[bytes], storage: Storage, block: Block) -> None:
         future.set_result(storage.fetch(*block))
     except BaseException as error:  # whatever it is, the reader must not wait for it
         future.set_exception(error)
+
+
+class Ahead:
+    """The blocks of a part whose table of offsets says where its records lie: the table; once it is here, the rest.
+
+    Until then it has nothing more to say, and nobody waits for it: an iterator that goes on after its end.
+
+    Args:
+        fetcher: whose plan this is a part of.
+        table: the block that is asked for first.
+        rest: makes the other blocks of the table's bytes.
+    """
+
+    def __init__(self, fetcher: Fetcher, table: Block, rest: Callable[[bytes], Iterable[Block]]) -> None:
+        self.fetcher = fetcher
+        self.table = table
+        self.rest = rest
+        self.asked = False  # for the table
+        self.blocks: Iterator[Block] | None = None
+
+    def __iter__(self) -> Iterator[Block]:
+        return self
+
+    def __next__(self) -> Block:
+        if not self.asked:
+            self.asked = True
+            return self.table
+        if self.blocks is None:
+            if (table := self.fetcher.peek(self.table)) is None:
+                raise StopIteration
+            self.blocks = iter(self.rest(table))
+        return next(self.blocks)
 
 
 def tail_of(start: int, stop: int) -> int:
@@ -109,7 +151,7 @@ class Stretch(io.RawIOBase):
         self.stop = stop
         self.tail = tail_of(start, stop)
         self.block = memoryview(b"")  # what is left of the block in hand
-        fetcher.plan(chain(blocks(fetcher.storage, file, start, stop), following))
+        fetcher.plan(blocks(fetcher.storage, file, start, stop), following)
 
     def readable(self) -> bool:
         """Yes, as `io` asks."""

@@ -51,6 +51,7 @@ class RemoteStorage:
         self.patience = patience
         self._options = dict(options)
         self._filesystem: tuple[int, Any] | None = None  # the process that made it, and it
+        self._seen: dict[str, str] = {}  # the ETag of files whose manifest has none, as it first was
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_filesystem": None}
@@ -66,8 +67,10 @@ class RemoteStorage:
         answer = self._ask(file.path, start, stop)
         if answer.size != file.size:
             raise changed(file, f"has {answer.size} bytes and had {file.size}")
-        if file.tag is not None and answer.tag is not None and answer.tag != file.tag:
-            raise changed(file, f"is version {answer.tag} and was {file.tag}")
+        if answer.tag is not None:
+            tag = file.tag or self._seen.setdefault(file.path, answer.tag)
+            if answer.tag != tag:
+                raise changed(file, f"is version {answer.tag} and was {tag}")
         if answer.start != start or len(answer.data) != stop - start:
             raise ConnectionError(
                 f"{file.shown}: {len(answer.data)} bytes of {stop - start} at byte {start} came"

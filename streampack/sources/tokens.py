@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import mmap
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,8 +16,8 @@ import numpy.typing as npt
 from streampack.plan import require_positive
 from streampack.sources.base import Reading, digest
 from streampack.sources.files import Name
-from streampack.sources.indexed import divide, offsets_of, places, read_index, read_now, records
-from streampack.sources.ranges import Fetcher
+from streampack.sources.indexed import Offsets, divide, offsets_of, places, read_index, records
+from streampack.sources.ranges import Ahead, Block, Fetcher, blocks
 from streampack.sources.shards import HEADER_BYTES, Shard, shard_of
 from streampack.sources.storage import File, LocalStorage, changed, redact, together
 from streampack.sources.window import Damage, Part, Record, WindowReader
@@ -102,7 +103,7 @@ class TokenShardSource:
         return WindowReader(
             self._divided[reading.lane],
             reading,
-            open_part=lambda part, offset, following: self._open(part, offset, fetcher),
+            open_part=lambda part, offset, following: self._open(part, offset, fetcher, following),
             decode=lambda part, offset, raw: row_of(raw),
             place=lambda part, offset: self.locate((part.file, offset)),
             locate=self.locate,
@@ -145,17 +146,23 @@ class TokenShardSource:
         for shard, file in zip(self.shards, self.files, strict=True):
             crc32, step = 0, fetcher.storage.block
             for start in range(HEADER_BYTES, file.size, step):
-                crc32 = zlib.crc32(read_now(fetcher, file, start, min(start + step, file.size)), crc32)
+                crc32 = zlib.crc32(fetcher.take((file, start, min(start + step, file.size))), crc32)
             if crc32 != shard.crc32:
                 raise ValueError(f"{file.shown} is not what its checksum was made of; copy it anew")
 
-    def _open(self, part: Part, offset: int, fetcher: Fetcher) -> _Documents:
+    def _open(self, part: Part, offset: int, fetcher: Fetcher, following: Part | None = None) -> _Documents:
         shard, file = self.shards[part.file], self.files[part.file]
         stop = shard.documents if part.stop is None else part.stop
         if not 0 <= offset <= stop:
             raise ValueError(f"{file.shown} has no document {offset}; the state or the index is damaged")
-        read = _mapped if self._local else _fetched
-        return _Documents(offset, read(shard, file, offset, stop, fetcher))
+        if self._local:
+            return _Documents(offset, _mapped(shard, file, offset, stop))
+        part = part._replace(start=offset, stop=stop)
+        coming = () if following is None else _ahead(*self._slice(following), fetcher)
+        return _Documents(offset, _fetched(*self._slice(part), fetcher, coming))
+
+    def _slice(self, part: Part) -> tuple[Shard, File, Part]:
+        return self.shards[part.file], self.files[part.file], part
 
     def _fetcher(self) -> Fetcher:
         return Fetcher(self.corpus.storage, self.corpus.retries, ahead=0)
@@ -183,7 +190,7 @@ class _Documents:
         return self.offset - 1, raw
 
 
-def _mapped(shard: Shard, file: File, first: int, stop: int, fetcher: Fetcher) -> Iterator[Raw]:
+def _mapped(shard: Shard, file: File, first: int, stop: int) -> Iterator[Raw]:
     """Views of the mapped file, which stays mapped as long as one of them is held."""
     with Path(file.path).open("rb") as opened:
         data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
@@ -201,26 +208,55 @@ def _mapped(shard: Shard, file: File, first: int, stop: int, fetcher: Fetcher) -
             yield Raw(tokens[start:end], mask, start % 8)
 
 
-def _fetched(shard: Shard, file: File, first: int, stop: int, fetcher: Fetcher) -> Iterator[Raw]:
+def _fetched(
+    shard: Shard, file: File, part: Part, fetcher: Fetcher, following: Iterable[Block]
+) -> Iterator[Raw]:
     """The same by ranges: the slice's offsets, its mask, then its tokens as they are needed."""
-    if first == stop:
+    if part.start == part.stop:
         return
-    at = shard.offsets_at + 8 * first
-    table = read_now(fetcher, file, at, shard.offsets_at + 8 * (stop + 1))
-    limits = (HEADER_BYTES, HEADER_BYTES + shard.tokens * shard.width)
-    places = offsets_of(
-        table, "<i8", file=file, first=first, limits=limits, unit=shard.width, base=HEADER_BYTES
-    )
+    places = _places(shard, file, part, fetcher.take(_table(shard, file, part)))
     starts = ((places - HEADER_BYTES) // shard.width).tolist()
-    held, base = b"", starts[0] // 8
-    if shard.masked and starts[-1] > starts[0]:
-        held = read_now(fetcher, file, shard.mask_at + base, shard.mask_at + -(-starts[-1] // 8))
-    for i, data in enumerate(records(fetcher, file, places)):
+    base = starts[0] // 8
+    held = b"".join(map(fetcher.take, _mask(shard, file, places)))
+    for i, data in enumerate(records(fetcher, file, places, following)):
         start, end = starts[i : i + 2]
         mask = (
             np.frombuffer(held, np.uint8)[start // 8 - base : -(-end // 8) - base] if shard.masked else None
         )
         yield Raw(np.frombuffer(data, _stored(shard)), mask, start % 8)
+
+
+def _ahead(shard: Shard, file: File, part: Part, fetcher: Fetcher) -> Iterator[Block]:
+    """What `_fetched` will ask for."""
+
+    def rest(table: bytes) -> Iterator[Block]:
+        with suppress(Damage):  # which is raised when its turn comes
+            places = _places(shard, file, part, table)
+            yield from _mask(shard, file, places)
+            yield from blocks(fetcher.storage, file, int(places[0]), int(places[-1]))
+
+    return Ahead(fetcher, _table(shard, file, part), rest)
+
+
+def _table(shard: Shard, file: File, part: Part) -> Block:
+    assert part.stop is not None
+    return file, shard.offsets_at + 8 * part.start, shard.offsets_at + 8 * (part.stop + 1)
+
+
+def _places(shard: Shard, file: File, part: Part, table: bytes) -> Offsets:
+    """Where the slice's documents begin in the file, ``[documents + 1]``."""
+    limits = (HEADER_BYTES, HEADER_BYTES + shard.tokens * shard.width)
+    return offsets_of(
+        table, "<i8", file=file, first=part.start, limits=limits, unit=shard.width, base=HEADER_BYTES
+    )
+
+
+def _mask(shard: Shard, file: File, places: Offsets) -> list[Block]:
+    """The bytes that hold the slice's mask: one block, or none."""
+    first, end = ((int(place) - HEADER_BYTES) // shard.width for place in (places[0], places[-1]))
+    if not shard.masked or first == end:
+        return []
+    return [(file, shard.mask_at + first // 8, shard.mask_at + -(-end // 8))]
 
 
 def _stored(shard: Shard) -> np.dtype[Any]:
