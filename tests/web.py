@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from random import Random
+from typing import NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
@@ -21,6 +22,18 @@ STALL = 1.5  # seconds; clients are made to give up before
 def tag_of(content: bytes) -> str:
     """The ETag: where S3 takes a file in one piece, the MD5 of its content."""
     return hashlib.md5(content).hexdigest()
+
+
+class Reply(NamedTuple):
+    """An answer that is no file."""
+
+    status: int
+    body: bytes = b""
+    headers: dict[str, str] = {}  # noqa: RUF012 - never changed
+
+
+Route = Callable[[str, dict[str, list[str]], dict[str, str]], Reply | str]
+"""(path, query, headers) -> an answer, or the path of the file to send."""
 
 
 class Web:
@@ -40,6 +53,7 @@ class Web:
         self.faults: list[str] = []
         self.lock = threading.Lock()
         self.ranges = True  # whether ranges are served
+        self.route: Route = lambda path, query, headers: path
 
     def __enter__(self) -> Web:
         handler = type("Handler", (_Handler,), {"web": self})
@@ -110,7 +124,10 @@ class _Handler(BaseHTTPRequestHandler):
         if fault is not None and fault.isdecimal():
             after = {"Retry-After": "0"} if fault == "429" else {}
             return self._send(int(fault), b"no", after)
-        content = web.files.get(path)
+        found = web.route(path, parse_qs(url.query), {k.lower(): v for k, v in self.headers.items()})
+        if isinstance(found, Reply):
+            return self._send(found.status, found.body, found.headers)
+        content = web.files.get(found)
         if content is None:
             return self._send(404, b"no")
         tag = {"ETag": f'"{tag_of(content)}"', "Accept-Ranges": "bytes"}

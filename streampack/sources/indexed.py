@@ -95,6 +95,7 @@ def read_index(
         parts = urlsplit(path)
         path = urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/{INDEX}"))
         storage = remote = RemoteStorage(scheme, options=storage_options or {}, patience=timeout)
+        [path] = tries.call(partial(remote.pinned, [path]))
         text = tries.call(partial(remote.whole, path))
     try:
         content = json.loads(text)

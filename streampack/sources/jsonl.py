@@ -28,7 +28,9 @@ class JSONLSource:
 
     Plain files are divided into lanes below file granularity, by byte range: a row belongs to the part in
     which its first byte lies. A compressed file cannot seek: it is one lane's part, and is read again
-    from its start on resume. The list of files and their sizes is fixed at construction.
+    from its start on resume. The list of files and their sizes is fixed at construction. Of a repository of the Hub, so
+    is the commit, which the log names: a run goes on reading it when its branch moves, and a resume after that asks for
+    it, as ``hf://datasets/org/name@<commit>/*.jsonl``.
 
     >>> import tempfile, pathlib
     >>> from streampack.sources import Reading

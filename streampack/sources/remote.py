@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
-from streampack.sources.retry import PERMANENT, Busy, Refused
+from streampack.sources import hub
+from streampack.sources.answers import Answer, Said, head_of, refusal, unquoted
+from streampack.sources.retry import PERMANENT, Refused
 from streampack.sources.storage import File, changed, ends, redact
 
 SCHEMES = ("http", "https", "s3", "hf", "memory")
-PASSING = (408, 425, 429)  # and 5xx: an HTTP status that may be another one soon
-LONGEST_NAMED_WAIT = 3600.0  # seconds; a server that names more is as good as gone
 
 Result = TypeVar("Result")
-
-
-class Answer(NamedTuple):
-    """What a server gave for a range."""
-
-    data: bytes
-    start: int  # of the range that it says it gave
-    size: int  # of the whole file, as it says
-    tag: str | None
+Ask = Callable[[Any, str, int, int, float], Answer]
 
 
 class Listed(NamedTuple):
@@ -81,15 +73,21 @@ class RemoteStorage:
         """The listing's or the server's ETag; where there is none, a digest of the first and last 64 KiB."""
         return file.tag or self._ask(file.path, 0, 1).tag or ends(self, file)
 
+    def pinned(self, paths: Sequence[str]) -> list[str]:
+        """Paths whose content stays: of the Hub, at a commit. Those of other storage, as they are."""
+        if self.scheme != "hf":
+            return list(paths)
+        return self._call(paths[0], lambda fs: hub.pinned(fs, paths, timeout=self.patience))
+
     def look(self, path: str) -> Listed:
         """Size and tag, as the answer to a request for one byte says.
 
         HEAD is refused where a URL is signed, and does not show whether ranges are served.
         """
-        if self.scheme in _RANGED:
-            answer = self._ask(path, 0, 1)
-            return Listed(path, answer.size, answer.tag)
-        return self._call(path, lambda fs: _listed(path, fs.info(path)))
+        if self.scheme in ("hf", "memory"):  # what is told of a file there is of its content
+            return self._call(path, lambda fs: _listed(path, fs.info(path)))
+        answer = self._ask(path, 0, 1)
+        return Listed(path, answer.size, answer.tag)
 
     def find(self, pattern: str) -> list[Listed]:
         """The files that a glob matches, as one listing says, without a request for each.
@@ -118,38 +116,25 @@ class RemoteStorage:
         return self.fetch(File(path, path, size), 0, size)
 
     def _ask(self, path: str, start: int, stop: int) -> Answer:
-        if self.scheme not in _RANGED:
-            return self._call(path, lambda fs: _read(fs, path, start, stop))
-        from fsspec.asyn import sync
-
-        get = _RANGED[self.scheme]
-
-        def ask(fs: Any) -> Answer:
-            answer: Answer = sync(fs.loop, get, fs, path, start, stop, timeout=self.patience)
-            return answer
-
-        return self._call(path, ask)
+        ask = _ASK[self.scheme]
+        return self._call(path, lambda fs: ask(fs, path, start, stop, self.patience))
 
     def _call(self, path: str, call: Callable[[Any], Result]) -> Result:
         """Other people's errors hold URLs and headers: what leaves here is ours."""
         shown = redact(path)
         try:
             return call(self.filesystem())
-        except (ImportError, _Said) as error:
-            raise (error.error if isinstance(error, _Said) else error) from None
+        except (ImportError, Said) as error:
+            raise (error.error if isinstance(error, Said) else error) from None
         except TimeoutError:
             raise TimeoutError(f"{shown}: no answer within {self.patience:g} s") from None
         except PERMANENT as error:
             raise type(error)(f"{shown}: {_KIND.get(type(error), 'refused')}") from None
         except Exception as error:
+            response: Any = getattr(error, "response", None)
+            if hasattr(response, "status_code"):  # the Hub's
+                raise refusal(shown, response.status_code, response.headers) from None
             raise _judged(error)(f"{shown}: {type(error).__name__}") from None
-
-
-class _Said(Exception):
-    """An error that is ours already."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
 
 
 _KIND = {FileNotFoundError: "there is no such file", PermissionError: "access is denied"}
@@ -198,29 +183,10 @@ async def _http(fs: Any, path: str, start: int, stop: int) -> Answer:
         "Accept-Encoding": "identity",
     }
     async with session.get(fs.encode_url(path), headers=headers, **options) as response:
-        tag = _unquoted(response.headers.get("ETag"))
-        said = re.fullmatch(r"bytes (?:(\d+)-\d+|\*)/(\d+)", response.headers.get("Content-Range", ""))
-        if response.status == 416 and said:
-            return Answer(b"", start, int(said[2]), tag)
-        if response.status == 206 and said and said[1]:
-            return Answer(await response.read(), int(said[1]), int(said[2]), tag)
-        raise _Said(_refusal(redact(path), response.status, response.headers))
-
-
-def _refusal(shown: str, status: int, headers: Mapping[str, str]) -> OSError:
-    what = f"{shown}: HTTP {status}"
-    if status in PASSING or status >= 500:
-        busy = Busy(what)
-        after = headers.get("Retry-After", "")
-        busy.retry_after = min(float(after), LONGEST_NAMED_WAIT) if after.isdecimal() else 0.0
-        return busy
-    if status in (404, 410):
-        return FileNotFoundError(f"{what}, there is no such file")
-    if status in (401, 403, 407):
-        return PermissionError(f"{what}, access is denied")
-    if status == 200:
-        return Refused(f"{what}: the server sends whole files only; serve them with range requests")
-    return Refused(what)
+        head = head_of(path, response.status, response.headers)
+        if head.empty:
+            return Answer(b"", start, head.size, head.tag)
+        return Answer(await response.read(), head.start, head.size, head.tag)
 
 
 async def _s3(fs: Any, path: str, start: int, stop: int) -> Answer:
@@ -233,18 +199,11 @@ async def _s3(fs: Any, path: str, start: int, stop: int) -> Answer:
         data = await body.read()
     given = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", response.get("ContentRange", ""))
     if given is None:
-        raise _Said(Refused(f"{redact(path)}: the server sends whole files only; it must serve ranges"))
-    return Answer(data, int(given[1]), int(given[2]), _unquoted(response.get("ETag")))
+        raise Said(Refused(f"{redact(path)}: the server sends whole files only; it must serve ranges"))
+    return Answer(data, int(given[1]), int(given[2]), unquoted(response.get("ETag")))
 
 
-_RANGED: dict[str, Callable[[Any, str, int, int], Awaitable[Answer]]] = {
-    "http": _http,
-    "https": _http,
-    "s3": _s3,
-}
-
-
-def _read(fs: Any, path: str, start: int, stop: int) -> Answer:
+def _read(fs: Any, path: str, start: int, stop: int, patience: float) -> Answer:
     """What a file system without ranged requests of its own gives; ``cache_type`` keeps fsspec from reading more."""
     listed = _listed(path, fs.info(path))
     with fs.open(path, "rb", cache_type="none") as stream:
@@ -252,14 +211,31 @@ def _read(fs: Any, path: str, start: int, stop: int) -> Answer:
         return Answer(stream.read(stop - start), start, listed.size or 0, listed.tag)
 
 
+def _awaited(get: Callable[[Any, str, int, int], Awaitable[Answer]]) -> Ask:
+    """Asked from another thread than that of fsspec's event loop."""
+
+    def ask(fs: Any, path: str, start: int, stop: int, patience: float) -> Answer:
+        from fsspec.asyn import sync
+
+        answer: Answer = sync(fs.loop, get, fs, path, start, stop, timeout=patience)
+        return answer
+
+    return ask
+
+
+_ASK: dict[str, Ask] = {
+    "http": _awaited(_http),
+    "https": _awaited(_http),
+    "s3": _awaited(_s3),
+    "hf": hub.fetch,
+    "memory": _read,
+}
+
+
 def _listed(path: str, info: Mapping[str, Any]) -> Listed:
     lfs = info.get("lfs") or {}
     tag = info.get("ETag") or lfs.get("sha256") or info.get("blob_id")
-    return Listed(path, info.get("size"), _unquoted(tag))
-
-
-def _unquoted(tag: str | None) -> str | None:
-    return tag.strip('"') if tag else None
+    return Listed(path, info.get("size"), unquoted(tag))
 
 
 def scheme_of(path: str) -> str | None:
