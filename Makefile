@@ -30,7 +30,7 @@ test: lint  ## lint, then every test that needs neither a GPU nor minutes; PYTES
 test-slow: setup  ## the tests that take minutes, and those for a GPU where there is one
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow or gpu" $(PYTEST_ARGS)
 
-stress: setup  ## the reliability table: kills, elastic resumes, a million packs; writes docs/reliability.md; ARGS="--list"
+stress: $(VENV)/.installed-stress  ## the reliability table: kills, elastic resumes, a million packs; writes docs/reliability.md; ARGS="--list"
 	$(BIN)/python -m stress $(ARGS)
 
 lint: setup  ## ruff (lint, format) and mypy
@@ -93,6 +93,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 .site-gpu/.installed: constraints.txt $(wildcard wheels/*.whl)
 	$(GPU_PYTHON) -m benchmarks.gpu.wheels install
 	@mkdir -p $(@D) && touch $@
+
+$(VENV)/.installed-stress: $(VENV)/.installed
+	$(BIN)/python -m pip install -c constraints.txt -e ".[stress]"
+	@touch $@
 
 $(VENV)/.installed-bench: $(VENV)/.installed
 	$(BIN)/python -m pip install -c constraints.txt -e ".[bench]"

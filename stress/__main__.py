@@ -19,7 +19,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from stress.line import LINES, Run, load_lines
+from stress.line import LINES, NotRun, Run, load_lines
 from stress.report import RESULTS, read, render, where, write
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,7 +32,7 @@ def say(text: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command; 0 if every line holds."""
+    """The command; 0 if every line holds that can be run here."""
     parser = argparse.ArgumentParser(prog="python -m stress", description=__doc__)
     parser.add_argument("--list", action="store_true", help="name the lines and stop")
     parser.add_argument(
@@ -61,22 +61,23 @@ def main(arguments: list[str] | None = None) -> int:
     names = options.only or [
         name for name in lines if not (options.go_on and results.get(name, {}).get("holds"))
     ]
-    failed = []
+    failed, not_run = [], []
     begun = time.monotonic()
     for number, name in enumerate(names, start=1):
         result = run_line(name, quick=options.quick)
         if not result["holds"]:
-            failed.append(name)
-        verdict = "holds" if result["holds"] else "FAILED"
-        say(f"[{number}/{len(names)}] {name:20} {verdict:6} {result['seconds']:7.1f} s  {result['counts']}")
+            (not_run if result["holds"] is None else failed).append(name)
+        verdict = {True: "holds", False: "FAILED", None: "not run"}[result["holds"]]
+        say(f"[{number}/{len(names)}] {name:20} {verdict:7} {result['seconds']:7.1f} s  {result['counts']}")
         if not options.quick:
             results[name] = result
             results = {known: results[known] for known in lines if known in results}
             write(results)
             render(results, lines)
     say(
-        f"{len(names) - len(failed)} of {len(names)} lines hold, in {time.monotonic() - begun:.0f} s"
+        f"{len(names) - len(failed) - len(not_run)} of {len(names)} lines hold, in {time.monotonic() - begun:.0f} s"
         + (f"; failed: {', '.join(failed)}" if failed else "")
+        + (f"; not run: {', '.join(not_run)}" if not_run else "")
     )
     if not options.quick:
         say(f"written to {RESULTS.relative_to(ROOT)} and docs/reliability.md")
@@ -107,7 +108,7 @@ def run_line(name: str, *, quick: bool) -> dict[str, Any]:
         seconds = time.monotonic() - begun
         left = end_session(process.pid)
         process.wait()
-        holds = False
+        holds: bool | None = False
         if outcome.exists():
             said = json.loads(outcome.read_text())
             holds, counts = said["holds"], said["counts"]
@@ -125,13 +126,16 @@ def run_line(name: str, *, quick: bool) -> dict[str, Any]:
 def child(name: str, outcome: Path, *, quick: bool) -> int:
     """In the line's own process."""
     try:
-        counts, holds = LINES[name].body(Run(name, quick=quick)), True
+        holds: bool | None = True
+        counts = LINES[name].body(Run(name, quick=quick))
+    except NotRun as missing:
+        counts, holds = str(missing), None
     except BaseException as error:
         traceback.print_exc()
         said = f"{type(error).__name__}: {error}".strip().splitlines()
         counts, holds = said[0] if len(said) == 1 else f"{said[0]} … {said[-1]}", False
     outcome.write_text(json.dumps({"holds": holds, "counts": counts}))
-    return 0 if holds else 1
+    return 1 if holds is False else 0
 
 
 def end_session(session: int) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 
-MODULES = ("kills", "topology", "states", "growth", "waiting", "training", "bugs")
+MODULES = ("kills", "topology", "states", "growth", "waiting", "network", "training", "bugs")
 """Where lines live, in the order in which they run."""
 
 Body = Callable[["Run"], str]
@@ -22,6 +22,10 @@ class Line:
     shows: str
     limit: int  # seconds, after which all its processes are killed
     body: Body
+
+
+class NotRun(Exception):
+    """A line cannot be run here; the message says what is missing."""
 
 
 LINES: dict[str, Line] = {}

@@ -39,7 +39,7 @@ def table(results: Mapping[str, Mapping[str, Any]], lines: Mapping[str, Line]) -
     """Markdown: what is shown, what was done, how long it took, whether it holds."""
     rows = ["| what it shows | what was done | time | result |", "|---|---|--:|---|"]
     for name, result in results.items():
-        verdict = "holds" if result["holds"] else "**fails**"
+        verdict = {True: "holds", False: "**fails**", None: "**not run**"}[result["holds"]]
         done = str(result["counts"]).replace("|", "/")
         shows = f"{lines[name].shows} (`{name}`)"
         rows.append(f"| {shows} | {done} | {result['seconds']:.0f} s | {verdict} |")

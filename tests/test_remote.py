@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import hashlib
 import io
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import time
 import traceback
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -181,6 +183,16 @@ def test_workers_read_what_this_process_has_read_before(web: Web) -> None:
     loader = PackedDataLoader(stream(data), num_workers=2)
     assert sum(len(batch.tokens) for batch in loader) == len(expected)
     assert packs(pickle.loads(pickle.dumps(data))) == expected, "and a spawned one gets its own"
+
+
+def test_a_fork_does_not_end_its_parents_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = RemoteStorage("memory", options={}, patience=1.0)
+    first = weakref.ref(storage.filesystem())
+    assert storage.filesystem() is first()
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    assert storage.filesystem() is not first()
+    gc.collect()
+    assert first() is not None, "let go of, s3fs closes its sockets, which are the parent's, too"
 
 
 def test_read_ahead_is_bounded(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,11 @@
 """The long lines of `make stress` run, resume and report: some of them, with small counts."""
 
 import json
+import shutil
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,34 @@ def test_some_lines_with_small_counts() -> None:
     assert "[1/3] kill-all" in done.stdout
     assert "3 of 3 lines hold" in done.stdout
     assert (report.PAGE.read_text(), report.read()) == before, "--quick writes nothing"
+
+
+def test_a_line_that_cannot_be_run_here_says_so(
+    lines: dict[str, Line],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    load_lines()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    lines |= {"nginx": LINES["nginx"]}
+    monkeypatch.setattr(command, "render", lambda results, known: report.render(results, lines))
+    assert command.main(["--only", "nginx"]) == 0
+    assert "0 of 1 lines hold" in (said := capsys.readouterr().out)
+    assert said.count("not run") == 2
+    assert "| nginx is not installed |" in (page := report.PAGE.read_text())
+    assert "| **not run** |" in page
+    assert "holds |" not in page
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["nginx", "s3"])
+def test_shards_behind_servers_that_are_not_ours(name: str) -> None:
+    if shutil.which("nginx") is None or (name == "s3" and find_spec("moto") is None):
+        pytest.skip("nginx or moto is not installed")
+    done = stress("--quick", "--only", name)
+    assert "1 of 1 lines hold" in done.stdout, done.stderr
+    assert "Task exception" not in done.stderr, "what a fork brought along is left alone"
 
 
 def test_lines_are_listed_and_unknown_ones_named() -> None:

@@ -15,6 +15,9 @@ from streampack.sources.storage import File, changed, ends, redact
 
 SCHEMES = ("http", "https", "s3", "hf", "memory")
 
+_INHERITED: list[Any] = []
+"""What forks brought along. Let go of, it would close connections that the parent still uses."""
+
 Result = TypeVar("Result")
 Ask = Callable[[Any, str, int, int, float], Answer]
 
@@ -51,6 +54,8 @@ class RemoteStorage:
     def filesystem(self) -> Any:
         """Of this process. What a fork brought along has lost its threads."""
         if self._filesystem is None or self._filesystem[0] != os.getpid():
+            if self._filesystem is not None:
+                _INHERITED.append(self._filesystem[1])
             self._filesystem = (os.getpid(), _make(self.scheme, self._options))
         return self._filesystem[1]
 
