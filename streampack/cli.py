@@ -34,7 +34,8 @@ usage: streampack COMMAND ...
   verify --config CONFIG [KEY=VALUE ...]
                                       does any sample of a pack see another in this model? needs no weights
   tokenize --config CONFIG --out FOLDER [--workers N] [--lanes N] [--dtype TYPE] [KEY=VALUE ...]
-                                      make token shards of the config's data.source, with its tokenizer and data.encoder
+                                      make token shards of the config's data.source, with its tokenizer and
+                                      data.encoder; data.on_bad_record holds, as in training
   run RECIPE --config CONFIG [KEY=VALUE ...]
                                       train; torchrun's options go before RECIPE
 
@@ -167,10 +168,8 @@ def _tokenize(rest: list[str]) -> int:
 
     try:
         merged = OmegaConf.merge(config, OmegaConf.from_dotlist(values))
-        source, encoder = from_config(OmegaConf.to_container(merged, resolve=True))  # type: ignore[arg-type]
         tokenize(
-            source,
-            encoder=encoder,
+            **from_config(OmegaConf.to_container(merged, resolve=True)),  # type: ignore[arg-type]
             out=options.out,
             workers=options.workers,
             lanes=options.lanes,

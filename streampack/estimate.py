@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from streampack.assemble import trained_tokens
+from streampack.assemble import check_sample, trained_tokens
 from streampack.lane_config import LaneConfig
 from streampack.sources.base import Source
+from streampack.sources.quarantine import UNENCODABLE
 from streampack.types import Sample
 
 
 def estimate_packs(config: LaneConfig, *, rows: int) -> int:
-    """About how many packs one epoch makes, from ``rows`` rows of each source. Padding is left out.
+    """About how many packs one epoch makes, from ``rows`` rows of each source.
+
+    Padding is left out, and so are rows that the run will pass by.
 
     Raises:
-        ValueError: if a source cannot tell its size, or an epoch has no end.
+        ValueError: if a source cannot tell its size, or an epoch has no end. What the encoder raises for a row is
+            raised, unless ``on_bad_record="skip"``.
     """
 
     def tokens_of(
@@ -26,7 +30,13 @@ def estimate_packs(config: LaneConfig, *, rows: int) -> int:
         sampled, scale = source.probe(rows)
         tokens = trained = 0
         for row in sampled:
-            sample = encode(row)
+            try:
+                sample = encode(row)
+                check_sample(sample, config.vocab_size)
+            except UNENCODABLE:
+                if config.quarantine is None:
+                    raise
+                continue
             length = sample.tokens.size
             if not length or (length > config.packing.max_seq_len and config.packing.overlong == "error"):
                 continue

@@ -20,8 +20,8 @@ from streampack.mix import Mix
 from streampack.plan import Packing, require, require_positive
 from streampack.receipt import Receipt
 from streampack.sources import as_source
-from streampack.sources.base import digest
-from streampack.sources.quarantine import Quarantine
+from streampack.sources.base import digest, way_out
+from streampack.sources.quarantine import quarantine_for
 from streampack.stream import PackStream, ledger_of, tallies_of
 from streampack.types import Fragment, Sample
 
@@ -105,11 +105,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         quarantine: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
-        require(on_bad_record, "on_bad_record", ("error", "skip"))
-        if on_bad_record == "error" and quarantine is not None:
-            raise ValueError('a quarantine lists what is skipped; set on_bad_record="skip"')
-        folder = None if quarantine is None else os.fspath(quarantine)
-        kept = Quarantine(folder, max_bad_records)
+        kept = quarantine_for(on_bad_record, folder=quarantine, limit=max_bad_records)
         require(empty, "empty", ("error", "drop"))
         require_positive(shuffle_window, "shuffle_window")
         for value, name in ((epochs, "epochs"), (num_lanes, "num_lanes"), (vocab_size, "vocab_size")):
@@ -131,7 +127,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             truncate_eos=truncate_eos,
             padding_idx=padding_idx,
             vocab_size=vocab_size,
-            quarantine=kept if on_bad_record == "skip" else None,
+            quarantine=kept,
         )
         self.epochs = epochs
         self.epoch = 0  # where an iteration without a state begins
@@ -202,8 +198,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             name = source.narrowest() if isinstance(source, Mix) else type(source).__name__
             raise ValueError(
                 f"{name} can be read as {source.max_lanes} lane(s) and {wanted} are needed for "
-                f"{consumers} consumers (ranks x workers): each would read everything; use one consumer, or "
-                "IterableSource(..., stride=True) to let each read everything and keep its share"
+                f"{consumers} consumers (ranks x workers): {way_out(source)}"
             )
         return wanted
 

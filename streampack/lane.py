@@ -17,10 +17,8 @@ from streampack.metrics import Ledger, Tally
 from streampack.plan import Planner
 from streampack.receipt import Receipt
 from streampack.sources.base import BadRecord, Reader, Reading
+from streampack.sources.quarantine import UNENCODABLE
 from streampack.types import Fragment, Origin, Pack, Position, Row, Sample
-
-UNENCODABLE = (ValueError, TypeError, LookupError, AttributeError)
-"""What an encoder raises for a row of other columns or types than it knows."""
 
 BROKEN: Mapping[str, Any] = MappingProxyType({})
 """The data of a row that could not be read, and is passed by."""
@@ -325,14 +323,8 @@ class Lane:
         quarantine = self.config.quarantine
         assert quarantine is not None
         if not replay:
-            if self.ledger.dropped_samples["bad"] >= quarantine.limit:
-                raise ValueError(
-                    f"{self._place(row)}: {reason}; lane {self.lane} has passed by {quarantine.limit} broken records "
-                    "before this one: look at them, and raise max_bad_records if they may be left out"
-                )
-            source, offset = self.config.source, row.origin[-1]
-            shard = source.shard(row.origin) if hasattr(source, "shard") else source.locate(row.origin)
-            quarantine.keep(self.lane, shard=shard, offset=offset, reason=reason)
+            source, before = self.config.source, self.ledger.dropped_samples["bad"]
+            quarantine.pass_by(self.lane, source=source, origin=row.origin, reason=reason, before=before)
             self.ledger.drop("bad", 0)
             self._begin_tally(row)
             self.planner.next_piece += 1

@@ -3,60 +3,35 @@
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing as mp
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from streampack.assemble import check_sample
 from streampack.components import build
 from streampack.encode import TokensEncoder, qualified_name, without_truncation
 from streampack.mix import Mix
 from streampack.plan import require, require_positive
+from streampack.sharding import Encode, Job, Progress, Tell, begun, make
 from streampack.sources import as_source
-from streampack.sources.base import BadRecord, Reading, Source
 from streampack.sources.indexed import INDEX
-from streampack.sources.shards import (
-    DTYPES,
-    FORMAT,
-    VERSION,
-    Shard,
-    ShardWriter,
-    read_header,
-    settle,
-    shard_of,
-)
-from streampack.types import IGNORE_INDEX, Position, Row, Sample
+from streampack.sources.quarantine import UNENCODABLE, quarantine_for
+from streampack.sources.shards import DTYPES, FORMAT, VERSION, settle
 
+log = logging.getLogger(__name__)
 MOST_LANES = 64  # of a source whose number of lanes was not said: the most workers that can share it out
 SHARD_TOKENS = 1 << 26  # 128 or 256 MiB
 SMALL_VOCABULARY = 1 << 16
 PROBED_ROWS = 64  # for the progress bar's total
-TOLD_EVERY = 64  # rows; how often a worker says how far it is, and looks if another one failed
-
-Encode = Callable[[Mapping[str, Any]], Sample]
-Tell = Callable[[int], object]  # how many more tokens were written
-
-
-@dataclass(frozen=True)
-class Job:
-    """What the shards are made of, and how."""
-
-    source: Source
-    encode: Encode
-    out: Path
-    plan: Mapping[str, Any]  # what decides their bytes; it stands in every header
-
-    def path(self, lane: int, number: int) -> Path:
-        """Of a lane's shard. Sorted, they are in the order of the lanes."""
-        return self.out / f"tokens-{lane:05d}-{number:05d}.bin"
+BAD_RECORDS = ("on_bad_record", "max_bad_records", "quarantine")  # what a config's data section says of them
 
 
 class Stopped(Exception):
@@ -73,6 +48,9 @@ def tokenize(
     shard_tokens: int = SHARD_TOKENS,
     dtype: str = "auto",
     progress: bool = True,
+    on_bad_record: str = "error",
+    max_bad_records: int = 100,
+    quarantine: str | os.PathLike[str] | None = None,
 ) -> Path:
     """Make a folder of token shards, for `TokenShardSource`. Returns the folder.
 
@@ -95,13 +73,18 @@ def tokenize(
         shard_tokens: a shard ends with the document that reaches so many.
         dtype: ``"uint16"``, ``"uint32"``, or ``"auto"``: what the tokenizer's ``vocab_size`` fits into.
         progress: show a bar.
+        on_bad_record: ``"error"``, or ``"skip"``: records that cannot be read or encoded are left out, as an
+            `IterablePackedDataset` passes them by. The index counts them.
+        max_bad_records: of one lane; one more is an error.
+        quarantine: a folder for lists of the records left out; see `Quarantine`.
 
     Raises:
         ValueError: for a row that cannot be read or encoded, with its place; for a folder that holds shards of another
-            source, encoder or setting; for a mixture. What was complete stays.
+            source, encoder or setting, or that leave out what is an error now; for a mixture. What was complete stays.
         RuntimeError: if a worker was killed.
     """
     require_positive(workers, "workers")
+    kept = quarantine_for(on_bad_record, folder=quarantine, limit=max_bad_records)
     source, encode = as_source(source), TokensEncoder() if encoder is None else encoder
     if isinstance(source, Mix):
         raise ValueError(
@@ -119,18 +102,20 @@ def tokenize(
         "shard_tokens": require_positive(shard_tokens, "shard_tokens"),
         "dtype": _dtype_for(encode) if dtype == "auto" else dtype,
     }
-    job = Job(source, encode, Path(out), plan)
+    job = Job(source, encode, Path(out), plan, kept)
     job.out.mkdir(parents=True, exist_ok=True)
     for leftover in job.out.glob(".tokens-*"):
         leftover.unlink(missing_ok=True)
-    begun = [_begun(job, lane) for lane in range(lanes)]
-    with _bar(job, begun, shown=progress) as tell:
-        _write_index(job, _finish(job, begun, workers, tell))
+    found = [begun(job, lane) for lane in range(lanes)]
+    with _bar(job, found, shown=progress) as tell:
+        _write_index(job, _finish(job, found, workers, tell))
     return job.out
 
 
-def from_config(config: Mapping[str, Any]) -> tuple[Source, Encode | None]:
-    """The source and encoder of a run's config: its ``tokenizer``, ``data.source`` and ``data.encoder``.
+def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `tokenize` that a run's config decides.
+
+    From its ``tokenizer``, ``data.source`` and ``data.encoder``, and what ``data`` says of broken records.
 
     Raises:
         ValueError: if there is no ``data.source``, or a component cannot be built.
@@ -142,7 +127,8 @@ def from_config(config: Mapping[str, Any]) -> tuple[Source, Encode | None]:
     if not isinstance(data, Mapping) or "source" not in data:
         raise ValueError("data.source is missing; name where the rows come from")
     source = as_source(build(data["source"], trusted=trusted, inject=inject))
-    return source, build(data.get("encoder"), trusted=trusted, inject=inject)
+    encoder = build(data.get("encoder"), trusted=trusted, inject=inject)
+    return {"source": source, "encoder": encoder, **{key: data[key] for key in BAD_RECORDS if key in data}}
 
 
 def _dtype_for(encode: Encode) -> str:
@@ -150,90 +136,15 @@ def _dtype_for(encode: Encode) -> str:
     return "uint16" if isinstance(size, int) and size <= SMALL_VOCABULARY else "uint32"
 
 
-class Progress(NamedTuple):
-    """How far a lane has come."""
-
-    lane: int
-    shards: list[Shard]  # complete
-    start: Position | None = None  # of the row behind them
-    ended: bool = False
-
-
-def _begun(job: Job, lane: int) -> Progress:
-    """What an earlier call left of a lane's shards."""
-    shards: list[Shard] = []
-    start: Position | None = None
-    while (path := job.path(lane, len(shards))).exists():
-        header = read_header(path)
-        for key, ours in job.plan.items():
-            theirs = header.get("plan", {}).get(key)
-            if theirs != ours:
-                raise ValueError(
-                    f"{path} was made with {key}={theirs!r} and this is {key}={ours!r}; give another folder, or remove "
-                    "the old shards"
-                )
-        shards.append(shard_of(path.name, header))
-        if header["next"] is None:
-            return Progress(lane, shards, ended=True)
-        start = tuple(header["next"])
-    return Progress(lane, shards, start)
-
-
-def _finish(job: Job, begun: list[Progress], workers: int, tell: Tell) -> list[Shard]:
-    """Make what is missing. The shards of all lanes, in order."""
-    missing = [progress for progress in begun if not progress.ended]
+def _finish(job: Job, found: list[Progress], workers: int, tell: Tell) -> list[Progress]:
+    """Make what is missing. All lanes, in order."""
+    missing = [progress for progress in found if not progress.ended]
     if workers == 1 or len(missing) < 2:
-        made = [_make(job, progress, tell) for progress in missing]
+        made = [make(job, progress, tell) for progress in missing]
     else:
         made = _share_out(job, missing, min(workers, len(missing)), tell)
-    shards = {progress.lane: progress.shards for progress in begun}
-    shards.update(zip((progress.lane for progress in missing), made, strict=True))
-    return [shard for lane in sorted(shards) for shard in shards[lane]]
-
-
-def _make(job: Job, begun: Progress, tell: Tell) -> list[Shard]:
-    """All shards of a lane, from where it stands to its end. ``tell`` hears how many tokens were written."""
-    lane, shards, writer, untold = begun.lane, list(begun.shards), None, 0
-    notes = {"lane": lane, "plan": job.plan}
-    reader = job.source.read(Reading(lane, num_lanes=job.plan["lanes"], start=begun.start))
-    try:
-        for count, row in enumerate(reader, 1):
-            if writer is not None and writer.tokens >= job.plan["shard_tokens"]:
-                shards.append(writer.close({**notes, "next": row.position}))
-                writer = None
-            if writer is None:
-                writer = ShardWriter(job.path(lane, len(shards)), dtype=job.plan["dtype"])
-            untold += _append(job, row, writer)
-            if count % TOLD_EVERY == 0:
-                tell(untold)
-                untold = 0
-        if writer is not None:
-            shards.append(writer.close({**notes, "next": None}))
-            writer = None
-        tell(untold)
-    except BadRecord as error:
-        raise ValueError(str(error)) from None  # a BadRecord cannot leave its process
-    finally:
-        if writer is not None:
-            writer.abandon()
-    return shards
-
-
-def _append(job: Job, row: Row, writer: ShardWriter) -> int:
-    """Encode and write a document; its length in tokens."""
-    try:
-        sample = job.encode(row.data)
-        check_sample(sample)
-        trained = sample.labels == sample.tokens
-        if not (trained | (sample.labels == IGNORE_INDEX)).all():
-            raise ValueError(f"a label is neither its token nor {IGNORE_INDEX}, and a shard keeps no other")
-        writer.append(sample.tokens, trained)
-    except ValueError as error:
-        raise ValueError(f"{job.source.locate(row.origin)}: {error}") from error
-    except Exception as error:
-        error.add_note(f"while encoding {job.source.locate(row.origin)}")
-        raise
-    return sample.tokens.size
+    done = {progress.lane: progress for progress in [*found, *made]}
+    return [done[lane] for lane in sorted(done)]
 
 
 @dataclass
@@ -268,12 +179,12 @@ def _leave_with(parent: int) -> None:
     os._exit(1)
 
 
-def _work(begun: Progress) -> list[Shard]:
+def _work(progress: Progress) -> Progress:
     assert _worker is not None
-    return _make(_worker.job, begun, _worker.tell)
+    return make(_worker.job, progress, _worker.tell)
 
 
-def _share_out(job: Job, missing: list[Progress], workers: int, tell: Tell) -> list[list[Shard]]:
+def _share_out(job: Job, missing: list[Progress], workers: int, tell: Tell) -> list[Progress]:
     counted, stop, told = mp.Value("q", 0), mp.RawValue("b", 0), 0
     with ProcessPoolExecutor(workers, initializer=_begin, initargs=(job, counted, stop, os.getpid())) as pool:
         futures = [pool.submit(_work, progress) for progress in missing]
@@ -296,7 +207,7 @@ def _share_out(job: Job, missing: list[Progress], workers: int, tell: Tell) -> l
 
 
 @contextmanager
-def _bar(job: Job, begun: list[Progress], *, shown: bool) -> Iterator[Tell]:
+def _bar(job: Job, found: list[Progress], *, shown: bool) -> Iterator[Tell]:
     if not shown:
         yield lambda tokens: None
         return
@@ -307,15 +218,26 @@ def _bar(job: Job, begun: list[Progress], *, shown: bool) -> Iterator[Tell]:
     total = None
     with suppress(Exception):  # a stream has no length, and a broken row is reported where it is read
         rows, scale = job.source.probe(PROBED_ROWS)
-        total = int(sum(job.encode(row).tokens.size for row in rows) * scale)
-    done = sum(shard.tokens for progress in begun for shard in progress.shards)
+        total = int(sum(_length(job, row) for row in rows) * scale)
+    done = sum(shard.tokens for progress in found for shard in progress.shards)
     with tqdm(total=total, initial=done, unit="tok", unit_scale=True, desc=f"tokenize {job.out}") as bar:
         yield bar.update
         bar.total = bar.n  # until here, an estimate
         bar.refresh()
 
 
-def _write_index(job: Job, shards: list[Shard]) -> None:
+def _length(job: Job, row: Mapping[str, Any]) -> int:
+    try:
+        return job.encode(row).tokens.size
+    except UNENCODABLE:
+        return 0
+
+
+def _write_index(job: Job, lanes: list[Progress]) -> None:
+    shards = [shard for progress in lanes for shard in progress.shards]
+    bad = sum(progress.bad for progress in lanes)
+    if bad:
+        log.warning("%s leaves out %d broken record(s)", job.out, bad)
     if not shards:
         raise ValueError("the source has no rows; there is nothing to write")
     index = {
@@ -323,6 +245,7 @@ def _write_index(job: Job, shards: list[Shard]) -> None:
         "version": VERSION,
         "dtype": job.plan["dtype"],
         "plan": job.plan,
+        "bad_records": bad,
         "shards": [
             {key: value for key, value in asdict(shard).items() if key != "dtype"} for shard in shards
         ],

@@ -25,7 +25,7 @@ LAYERS = (
     {"attention", "draws"},
     {"mix", "flatten"},
     {"lane_config"},
-    {"lane"},
+    {"lane", "sharding"},
     {"stream", "estimate", "tokenize"},
     {"iterable"},
     {"workers", "lockstep"},

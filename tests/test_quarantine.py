@@ -116,6 +116,17 @@ def survivors(packs: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_an_estimate_leaves_them_out(tmp_path: Path, kind: str) -> None:
+    data, expected, _ = corpus(kind, tmp_path / "data")
+    dataset = stream(data)
+    assert dataset.estimate_packs(rows=600) == pytest.approx(len(list(dataset)), rel=0.15)
+    assert expected
+    if kind in ("jsonl", "gz", "map"):
+        with pytest.raises((KeyError, TypeError)):
+            stream(data, on_bad_record="error").estimate_packs(rows=600)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_survivors_and_the_list_are_exact(tmp_path: Path, kind: str) -> None:
     data, expected, bad = corpus(kind, tmp_path / "data")
     dataset = stream(data, quarantine=tmp_path / "bad", epochs=2)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streampack import JSONLSource, Mix, TextEncoder, TokenShardSource, cli
+from streampack import IterablePackedDataset, JSONLSource, Mix, TextEncoder, TokenShardSource, cli
 from streampack.sources import Holdout, Reading
 from streampack.tokenize import from_config, tokenize
 from streampack.types import Sample
@@ -215,6 +215,116 @@ def test_errors_name_file_and_row(tmp_path: Path, line: str, message: str, worke
         run(JSONLSource(str(tmp_path / "corpus" / "*.jsonl")), tmp_path / "out", workers=workers)
 
 
+BROKEN = {
+    3: '{"text": "a',
+    4: "[1]",
+    5: '{"text": 5}',
+    40: '{"words": "a"}',
+    99: '{"text": 7}',
+    149: '{"text": ',  # the last of its file
+}
+
+
+def broken_corpus(folder: Path) -> JSONLSource:
+    corpus(folder)
+    for part in range(2):
+        path = folder / f"{part}.jsonl"
+        lines = path.read_text().splitlines()
+        path.write_text("\n".join(BROKEN.get(i, line) for i, line in enumerate(lines)) + "\n")
+    return JSONLSource(str(folder / "*.jsonl"))
+
+
+def listed(folder: Path) -> list[tuple[str, int, str]]:
+    """What a quarantine names, each record once."""
+    lines = [line for path in sorted(folder.iterdir()) for line in path.read_text().splitlines()]
+    return sorted((entry["shard"], entry["offset"], entry["reason"]) for entry in map(json.loads, lines))
+
+
+SKIP = {"on_bad_record": "skip"}
+
+
+def test_broken_records_are_left_out_as_a_dataset_does(tmp_path: Path) -> None:
+    source, encode = broken_corpus(tmp_path / "corpus"), TextEncoder(Letters())
+    out = run(source, tmp_path / "out", **SKIP, quarantine=tmp_path / "bad")
+    three = run(source, tmp_path / "three", **SKIP, quarantine=tmp_path / "bad3", workers=3)
+    assert content(three) == content(out)
+    assert json.loads((out / "index.json").read_text())["bad_records"] == 2 * len(BROKEN)
+    settings: Any = {"encoder": encode, "max_seq_len": 256, "num_lanes": 5, **SKIP}
+    packed = IterablePackedDataset(source, **settings, quarantine=tmp_path / "of the dataset")
+    packs = list(packed.stream())
+    assert packs[0].tokens.size
+    assert listed(tmp_path / "bad") == listed(tmp_path / "bad3") == listed(tmp_path / "of the dataset")
+    assert len(listed(tmp_path / "bad")) == 2 * len(BROKEN)
+    got = sorted(row.data["tokens"].tolist() for row in TokenShardSource(out).read(Reading()))
+
+    rows = [json.loads(line) for line in whole_lines(tmp_path / "corpus")]
+    assert len(rows) == 300 - 2 * len(BROKEN)
+    assert got == sorted(encode(row).tokens.tolist() for row in rows)
+
+
+def whole_lines(folder: Path) -> list[str]:
+    lines = [line for part in range(2) for line in (folder / f"{part}.jsonl").read_text().splitlines()]
+    return [line for line in lines if line not in BROKEN.values()]
+
+
+@pytest.mark.parametrize("after", [0, 20, 60, 130, 250, 287])
+def test_broken_records_are_counted_on_after_a_kill(tmp_path: Path, after: int) -> None:
+    source, bad = broken_corpus(tmp_path / "corpus"), tmp_path / "bad"
+    whole, seen = content(run(source, tmp_path / "whole", **SKIP)), [0]
+
+    class Dies(TextEncoder):
+        def __call__(self, row: Mapping[str, Any], /) -> Sample:
+            seen[0] += 1
+            if seen[0] > after:
+                raise Killed
+            return super().__call__(row)
+
+    with pytest.raises(Killed):
+        run(source, tmp_path / "out", encoder=Dies(Letters()), **SKIP, quarantine=bad)
+    run(source, tmp_path / "out", **SKIP, quarantine=bad, workers=2)
+    assert content(tmp_path / "out") == whole, "the counts in the headers, too"
+    assert len(listed(bad)) == 2 * len(BROKEN)
+
+
+def test_too_many_broken_records(tmp_path: Path) -> None:
+    """Of a lane, whichever process and call passed them by."""
+    source, many = broken_corpus(tmp_path / "corpus"), 2 * len(BROKEN)
+    settings = {"lanes": 1, "shard_tokens": 300, **SKIP}
+    run(source, tmp_path / "enough", **settings, max_bad_records=many)
+    whole = content(tmp_path / "enough")
+    limit = rf"1.jsonl:150: .*; lane 0 has passed by {many - 1} broken records before this one: look at them"
+    for _ in range(2):  # the second time with all shards but the last
+        with pytest.raises(ValueError, match=limit):
+            run(source, tmp_path / "out", **settings, max_bad_records=many - 1)
+    assert len(content(tmp_path / "out")) > 10
+    run(source, tmp_path / "out", **settings)
+    assert content(tmp_path / "out") == whole
+
+
+def test_an_error_that_is_passed_by_the_next_time(tmp_path: Path) -> None:
+    source = broken_corpus(tmp_path / "corpus")
+    whole = content(run(source, tmp_path / "whole", lanes=1, shard_tokens=20, **SKIP))
+    with pytest.raises(ValueError, match="0.jsonl:4: not a line of JSON"):
+        run(source, tmp_path / "out", lanes=1, shard_tokens=20)
+    assert content(tmp_path / "out")
+    assert content(run(source, tmp_path / "out", lanes=1, shard_tokens=20, **SKIP)) == whole
+    (tmp_path / "out" / "index.json").unlink()
+    with pytest.raises(
+        ValueError, match=r'leaves out \d+ broken record\(s\) before its end; set on_bad_record="skip"'
+    ):
+        run(source, tmp_path / "out", lanes=1, shard_tokens=20)
+
+
+def test_settings_of_broken_records(tmp_path: Path) -> None:
+    rows = [{"tokens": [1, 2], "labels": [1, 3]}]
+    with pytest.raises(ValueError, match="on_bad_record='ignore'"):
+        tokenize(rows, out=tmp_path, on_bad_record="ignore")
+    with pytest.raises(ValueError, match='a quarantine lists what is skipped; set on_bad_record="skip"'):
+        tokenize(rows, out=tmp_path, quarantine=tmp_path / "bad")
+    with pytest.raises(ValueError, match="a label is neither its token nor -100, and a shard keeps no other"):
+        tokenize(rows, out=tmp_path, progress=False, **SKIP)  # the record is sound; the format is too narrow
+
+
 def test_other_errors_say_where(tmp_path: Path) -> None:
     def broken(row: Mapping[str, Any]) -> Sample:
         raise ZeroDivisionError("oh")
@@ -312,6 +422,13 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert TokenShardSource(tmp_path / "out").tokens == 3
     assert cli.main([*words, "--dtype", "uint16"]) == 1
     assert "was made with dtype='uint32' and this is dtype='uint16'" in capsys.readouterr().err
+    (tmp_path / "rows.jsonl").write_text('{"tokens": [1, 2]}\n{"tokens": [3]}\n{"ids": [3]}\n')
+    words = [*words[:4], str(tmp_path / "skipped"), f"data.quarantine={tmp_path / 'bad'}"]
+    assert cli.main(words) == 1
+    assert "a quarantine lists what is skipped" in capsys.readouterr().err
+    assert cli.main([*words, "data.on_bad_record=skip"]) == 0
+    assert TokenShardSource(tmp_path / "skipped").tokens == 3
+    assert len(listed(tmp_path / "bad")) == 1
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
 from streampack.types import Origin, Position, Row
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,35 @@ class Source(Protocol):
         """How many lanes it fills without their last, part-empty packs mattering: a lane per some 100 packs."""
 
     def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
-        """About ``count`` rows from all over the corpus, and how many times as much the whole corpus is."""
+        """About ``count`` rows from all over the corpus, and how many times as much the whole corpus is.
+
+        A broken record counts as a row, and is left out.
+        """
+
+
+def way_out(source: Source) -> str:
+    """What to do for more lanes than a source allows, in words that end a sentence.
+
+    A source may say it itself, as ``way_out``: of a plain iterable, the advice is for what cannot be divided at all.
+    """
+    own: str | None = getattr(source, "way_out", None)
+    return own or (
+        "each would read everything; use one consumer, or IterableSource(..., stride=True) to let each read everything "
+        "and keep its share"
+    )
+
+
+def readable(
+    fetch: Callable[[Item], Mapping[str, Any]],
+) -> Callable[[Item], list[Mapping[str, Any]]]:
+    """``fetch`` for a probe: a list of the row, or none if its record is broken, which is found when it is read."""
+
+    def call(item: Item) -> list[Mapping[str, Any]]:
+        with suppress(ValueError):
+            return [fetch(item)]
+        return []
+
+    return call
 
 
 def digest(*parts: object) -> str:

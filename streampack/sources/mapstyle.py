@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from streampack.sources.base import BadRecord, Reading, digest, permutation, plain, spread
+from streampack.sources.base import BadRecord, Reading, digest, permutation, plain, readable, spread
 from streampack.types import Origin, Position, Row
 
 PROBES = 8  # rows that the fingerprint looks at
@@ -78,7 +78,8 @@ class MapSource:
     def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
         """See `Source.probe`."""
         numbers = spread(len(self.dataset), count)
-        return [self.dataset[i] for i in numbers], len(self.dataset) / len(numbers)
+        rows = [row for i in numbers for row in readable(self.fetch)((i,))]
+        return rows, len(self.dataset) / max(1, len(numbers))
 
 
 class _Rows:

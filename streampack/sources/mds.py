@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 from streampack.plan import require_positive
 from streampack.sources.archives import DAMAGED, content
-from streampack.sources.base import Reading
+from streampack.sources.base import Reading, readable
 from streampack.sources.columns import Column, decoder, left_out, row_of
 from streampack.sources.files import Name
 from streampack.sources.indexed import Offsets, divide, offsets_of, places, read_index, records
@@ -133,8 +133,9 @@ class MDSSource:
 
     def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
         """Samples from all over the shards, and how many times as many there are."""
-        rows = together(self.fetch, places([shard.samples for shard in self.shards], count))
-        return rows, self.samples / max(1, len(rows))
+        numbers = places([shard.samples for shard in self.shards], count)
+        rows = chain.from_iterable(together(readable(self.fetch), numbers))
+        return list(rows), self.samples / max(1, len(numbers))
 
     def _divide(self, num_lanes: int) -> list[list[Part]]:
         lanes = divide(

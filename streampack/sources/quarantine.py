@@ -7,7 +7,12 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from streampack.plan import require_positive
+from streampack.plan import require, require_positive
+from streampack.sources.base import Source
+from streampack.types import Origin
+
+UNENCODABLE = (ValueError, TypeError, LookupError, AttributeError)
+"""What an encoder raises for a row of other columns or types than it knows."""
 
 LONGEST_REASON = 300  # characters: an encoder's message may hold the whole row
 
@@ -32,6 +37,20 @@ class Quarantine:
     def __post_init__(self) -> None:
         require_positive(self.limit, "max_bad_records", least=0)
 
+    def pass_by(self, lane: int, *, source: Source, origin: Origin, reason: str, before: int) -> None:
+        """Let one record of a lane go, which has let ``before`` others go, and list it.
+
+        Raises:
+            ValueError: if that is one too many.
+        """
+        if before >= self.limit:
+            raise ValueError(
+                f"{source.locate(origin)}: {reason}; lane {lane} has passed by {self.limit} broken records before this "
+                "one: look at them, and raise max_bad_records if they may be left out"
+            )
+        shard = source.shard(origin) if hasattr(source, "shard") else source.locate(origin)
+        self.keep(lane, shard=shard, offset=origin[-1], reason=reason)
+
     def keep(self, lane: int, *, shard: str, offset: int, reason: str) -> None:
         """List one record. One write each, so that a kill leaves at most the newest line torn."""
         if self.folder is None:
@@ -45,6 +64,21 @@ class Quarantine:
             with path.open("ab", buffering=0) as stream:
                 stream.write(line.encode() + b"\n")
             self._known[lane].add((shard, offset))
+
+
+def quarantine_for(
+    on_bad_record: str, *, folder: str | os.PathLike[str] | None, limit: int
+) -> Quarantine | None:
+    """That of a run; None where a broken record is an error.
+
+    Raises:
+        ValueError: for settings that make no sense together.
+    """
+    require(on_bad_record, "on_bad_record", ("error", "skip"))
+    if on_bad_record == "error" and folder is not None:
+        raise ValueError('a quarantine lists what is skipped; set on_bad_record="skip"')
+    kept = Quarantine(None if folder is None else os.fspath(folder), limit)
+    return kept if on_bad_record == "skip" else None
 
 
 def _mended(path: Path) -> set[tuple[str, int]]:

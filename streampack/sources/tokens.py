@@ -6,7 +6,7 @@ import mmap
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streampack.plan import require_positive
-from streampack.sources.base import Reading, digest
+from streampack.sources.base import Reading, digest, readable
 from streampack.sources.files import Name
 from streampack.sources.indexed import Offsets, divide, offsets_of, places, read_index, records
 from streampack.sources.ranges import Ahead, Block, Fetcher, blocks
@@ -133,8 +133,9 @@ class TokenShardSource:
 
     def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
         """Documents from all over the shards, and how many times as many there are."""
-        rows = together(self.fetch, places([shard.documents for shard in self.shards], count))
-        return rows, self.documents / max(1, len(rows))
+        numbers = places([shard.documents for shard in self.shards], count)
+        rows = chain.from_iterable(together(readable(self.fetch), numbers))
+        return list(rows), self.documents / max(1, len(numbers))
 
     def verify(self) -> None:
         """Read every shard and compare it with its checksum.
