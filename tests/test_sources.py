@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import os
 import random
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from streampack import Holdout, IterableSource, JSONLSource, MapSource
 from streampack.sources import Reading, as_source
 from streampack.sources.jsonl import divide
+from streampack.sources.storage import LocalStorage
 from streampack.sources.window import Part, Record, WindowReader
 from streampack.types import Row
 from tests.conformance import check_positions
@@ -821,6 +823,54 @@ def test_probe_of_compressed_files(tmp_path: Path, suffix: str) -> None:
     small = JSONLSource(write(tmp_path / f"small.jsonl{suffix}", rows[:40]))
     probed, scale = small.probe(512)
     assert (len(probed), scale) == (40, pytest.approx(1))
+
+
+@pytest.mark.parametrize(("suffix", "opened"), [("", 64), (".gz", 16)])
+def test_probe_of_more_files_than_rows_are_wanted(
+    tmp_path: Path, suffix: str, opened: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = texts_of(6000)
+    random.Random(0).shuffle(rows)
+    names = [write(tmp_path / f"{i:03}.jsonl{suffix}", rows[i * 12 : i * 12 + 12]) for i in range(500)]
+    source, looked = JSONLSource(names), set()
+    fetch = LocalStorage.fetch
+
+    def watched(storage: LocalStorage, file: Any, start: int, stop: int) -> bytes:
+        looked.add(file.name)
+        return fetch(storage, file, start, stop)
+
+    monkeypatch.setattr(LocalStorage, "fetch", watched)
+    probed, scale = source.probe(64)
+    assert 0.8 * opened <= len(looked) <= opened
+    assert 60 <= len(probed) <= 70
+    true = sum(len(row["text"]) for row in rows)
+    assert sum(len(row["text"]) for row in probed) * scale == pytest.approx(true, rel=0.3)
+    assert len({number // 50 for number in map(int, (name[:3] for name in looked))}) >= 8, "from all over"
+
+
+def test_probe_of_rows_that_are_alone_in_their_files(tmp_path: Path) -> None:
+    texts = [{"text": "x" * n} for n in range(100, 1100, 10)]
+    source = JSONLSource([write(tmp_path / f"{i:03}.jsonl", [row]) for i, row in enumerate(texts)])
+    probed, scale = source.probe(400)
+    assert len(probed) > 90
+    true = sum(len(row["text"]) for row in texts)
+    assert sum(len(row["text"]) for row in probed) * scale == pytest.approx(true, rel=0.05)
+
+
+def test_a_listing_asks_once_for_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metadata servers are what 1,024 ranks wear out first."""
+    names = [write(tmp_path / f"{i:03}.jsonl", [{"text": "x" * 5000}]) for i in range(100)]
+    asked, look = [], os.stat
+
+    def watched(path: Any, *arguments: Any, **options: Any) -> os.stat_result:
+        asked.append(str(path))
+        return look(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "stat", watched)
+    for paths in (names, str(tmp_path / "*.jsonl")):
+        asked.clear()
+        assert len(JSONLSource(paths).files) == 100
+        assert sorted(path for path in asked if path.endswith("0.jsonl")) == sorted(map(str, names[::10]))
 
 
 def test_probe_of_small_and_of_map_style_data(tmp_path: Path) -> None:

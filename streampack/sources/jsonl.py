@@ -6,12 +6,14 @@ import heapq
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 from streampack.plan import require_positive
 from streampack.sources.archives import BUFFER_BYTES, DAMAGED, content
 from streampack.sources.base import Reading, spread
 from streampack.sources.files import Name, find_files
+from streampack.sources.indexed import places
 from streampack.sources.ranges import Block, Fetcher, Stretch, blocks
 from streampack.sources.storage import File, LocalStorage, together
 from streampack.sources.window import Damage, Part, Record, WindowReader
@@ -20,6 +22,7 @@ from streampack.types import Origin
 PARTS_PER_LANE = 16  # enough for shuffling parts to mix a sorted file, few enough to keep reads long
 MAX_PART_BYTES = 1 << 30
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+PROBED_FILES = 16  # compressed ones: each takes up to 4 MiB of reading
 PROBED_BYTES = 1 << 22  # of a compressed file's content, to learn how well it compresses
 
 
@@ -135,37 +138,47 @@ class JSONLSource:
         return max(1, (plain >> 18) + sum(not file.seekable for file in self.files))
 
     def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
-        """Rows at places all over the files (the first rows of compressed files), and the corpus's size over theirs."""
+        """Rows at places all over the files, and the corpus's size over theirs.
+
+        Of compressed files, the first rows of up to 16. However many files there are, about ``count`` are opened.
+        """
         rows: dict[tuple[int, int], bytes] = {}
-        total = 0.0  # bytes of content
-        places: list[Part] = []
-        for number, file in enumerate(self.files):
-            share = max(1, round(count * file.size / self._size))
-            if file.seekable:
-                total += file.size
-                places += [Part(number, place, place + 1) for place in spread(file.size, share)]
-            else:
-                lines = _Lines(self, Part(number), 0, self._fetcher())
-                for i, (offset, raw) in enumerate(lines):
-                    if i < share:
-                        rows[number, offset] = raw
-                    elif lines.offset > PROBED_BYTES:
-                        break
-                total += lines.offset * file.size / max(1, lines.raw.tell())
-        for part, record in zip(places, together(self._first_from, places), strict=True):
+        plain = [number for number, file in enumerate(self.files) if file.seekable]
+        sizes = [self.files[number].size for number in plain]
+        whole = float(sum(sizes))  # bytes of content
+        wanted = max(1, round(count * whole / self._size))
+        parts = [Part(plain[i], at, at + 1) for i, at in places(sizes, wanted)] if plain else []
+        for part, record in zip(parts, together(self._first_from, parts), strict=True):
             if record:
                 rows[part.file, record[0]] = record[1]
+        if packed := [number for number, file in enumerate(self.files) if not file.seekable]:
+            some = [packed[i] for i in spread(len(packed), PROBED_FILES)]
+            left = max(1, count - wanted) if plain else count
+            read = stored = 0
+            for number in some:
+                lines = _Lines(self, Part(number), 0, self._fetcher())
+                with suppress(Damage):
+                    for i, (offset, raw) in enumerate(lines):
+                        if i * len(some) < left:
+                            rows[number, offset] = raw
+                        elif lines.offset > PROBED_BYTES:
+                            break
+                read, stored = read + lines.offset, stored + lines.raw.tell()
+            whole += read / max(1, stored) * sum(self.files[number].size for number in packed)
         decoded = []
         for (number, offset), raw in rows.items():
             with suppress(ValueError):  # a broken record is found when it is read
                 decoded.append(self._decode(Part(number), offset, raw))
-        return decoded, total / max(1, sum(map(len, rows.values())))
+        return decoded, whole / max(1, sum(map(len, rows.values())))
 
     def _first_from(self, place: Part) -> Record | None:
-        # A row belongs to where it begins; from here, that is wherever the next one does.
-        return next(
-            _Lines(self, Part(place.file, place.start), place.start, self._fetcher(), small=True), None
+        # A row belongs to where it begins; from here, that is wherever the next one does. Behind the last row comes the
+        # first: a row that is alone in its file would never be found otherwise.
+        starts = (place.start, 0) if place.start else (0,)
+        lines = (
+            _Lines(self, Part(place.file, start), start, self._fetcher(), small=True) for start in starts
         )
+        return next(chain.from_iterable(lines), None)
 
     def _fetcher(self) -> Fetcher:
         return Fetcher(self.corpus.storage, self.corpus.retries, ahead=0)
