@@ -12,7 +12,7 @@ from zlib import crc32
 from streampack.draws import STOPS, Draws, Weighing
 from streampack.plan import require
 from streampack.sources import Holdout, as_source
-from streampack.sources.base import Reader, Reading, Source, digest
+from streampack.sources.base import Reader, Reading, Source, digest, way_out
 from streampack.sources.holdout import PARTS
 from streampack.types import Origin, Position, Sample
 
@@ -253,10 +253,18 @@ class Mix:
         """As many as the smallest source fills: each must have rows in every lane."""
         return min(entry.source.natural_lanes() for entry in self.entries)
 
+    @property
+    def way_out(self) -> str:
+        """See `streampack.sources.base.way_out`."""
+        return way_out(self._narrowest().source)
+
+    def _narrowest(self) -> Entry:
+        limited = [entry for entry in self.entries if entry.source.max_lanes is not None]
+        return min(limited, key=lambda entry: entry.source.max_lanes or 0)
+
     def narrowest(self) -> str:
         """The source that allows the fewest lanes, by name and kind."""
-        limited = [entry for entry in self.entries if entry.source.max_lanes is not None]
-        entry = min(limited, key=lambda entry: entry.source.max_lanes or 0)
+        entry = self._narrowest()
         if isinstance(entry.source, Mix):
             return f"{entry.name}/{entry.source.narrowest()}"
         return f"{entry.name} ({type(entry.source).__name__})"

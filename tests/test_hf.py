@@ -13,7 +13,7 @@ import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 from torch.utils.data import DataLoader
 
-from streampack import HFSource, IterablePackedDataset, MapSource
+from streampack import HFSource, Holdout, IterablePackedDataset, MapSource, Mix
 from streampack.sources import Reading, as_source
 from tests.conformance import check_positions, check_resume_everywhere
 
@@ -102,6 +102,21 @@ def test_resume_at_every_pack(tmp_path: Path, kind: str) -> None:
     assert len(check_resume_everywhere(make, packs=12)) > 10
 
 
+def test_a_narrow_stream_says_how_it_gets_wider(tmp_path: Path) -> None:
+    dataset = streamed(shards(tmp_path))
+    mix = Mix([{"name": "a", "source": dataset, "weight": 1}])
+    for data in (dataset, Holdout(HFSource(dataset), share=0.1, part="train"), mix):
+        with pytest.raises(ValueError) as error:
+            IterablePackedDataset(data, max_seq_len=32, num_lanes=8).stream()
+        assert str(error.value).endswith(
+            "can be read as 3 lane(s) and 8 are needed for 1 consumers (ranks x workers): a stream has a lane for each "
+            "of its shards at most; dataset.reshard() makes more of Parquet files, and a map-style dataset "
+            "(streaming=False) has as many as needed"
+        )
+    with pytest.raises(ValueError, match="a stream that is interleaved, repeated or cut cannot be divided"):
+        IterablePackedDataset(dataset.take(5), max_seq_len=32, num_lanes=2).stream()
+
+
 def test_a_shuffled_stream_is_refused(tmp_path: Path) -> None:
     dataset = streamed(shards(tmp_path))
     for shuffled in (
@@ -128,7 +143,7 @@ def test_parquet_is_resharded_by_row_group(tmp_path: Path) -> None:
     source = HFSource(dataset.reshard())
     assert source.max_lanes == 4
     assert sorted(firsts(source, 4)) == list(range(40))
-    with pytest.raises(ValueError, match=r"can be read as 4 lane\(s\) and 5 are needed"):
+    with pytest.raises(ValueError, match=r"HFSource can be read as 4 lane\(s\) and 5 are needed"):
         IterablePackedDataset(source, max_seq_len=32, num_lanes=5).stream()
 
 

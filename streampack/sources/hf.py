@@ -98,6 +98,7 @@ class HFSource:
             dataset = dataset.select_columns(list(columns))
         self.rows = MapSource(dataset) if isinstance(dataset, datasets.Dataset) else _Stream(dataset)
         self.max_lanes = self.rows.max_lanes
+        self.way_out = self.rows.way_out if isinstance(self.rows, _Stream) else None
 
     def fingerprint(self) -> str:
         """The number of rows and the content of ten; of a stream, shards, columns and two shards' first rows."""
@@ -139,6 +140,15 @@ class _Stream:
         self.shards = dataset.num_shards if makers <= ROW_WISE else 1
         self.whole = self.shards != dataset.num_shards
         self.max_lanes: int | None = self.shards
+        self.way_out = (
+            "a stream has a lane for each of its shards at most; dataset.reshard() makes more of Parquet files, and a "
+            "map-style dataset (streaming=False) has as many as needed"
+        )
+        if self.whole:
+            self.way_out = (
+                "a stream that is interleaved, repeated or cut cannot be divided; use one consumer, a map-style "
+                "dataset (streaming=False), or give the streams to a Mix"
+            )
         self._fingerprint: str | None = None
 
     def fingerprint(self) -> str:

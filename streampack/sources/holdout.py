@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from streampack.plan import require
-from streampack.sources.base import Reader, Reading, Source, digest, plain
+from streampack.sources.base import Reader, Reading, Source, digest, plain, way_out
 from streampack.types import Origin, Position, Row
 
 PARTS = ("train", "validation")
@@ -71,6 +71,11 @@ class Holdout:
     def fetch(self, origin: Origin) -> Mapping[str, Any]:
         """See `Source.fetch`."""
         return self.source.fetch(origin)
+
+    @property
+    def way_out(self) -> str:
+        """See `streampack.sources.base.way_out`."""
+        return way_out(self.source)
 
     def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
         """See `Source.probe`."""
