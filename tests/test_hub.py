@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,7 +66,7 @@ def test_ranges_and_little_else_whatever_fails(
     assert all(ranged for _, ranged in [*read, *hub.store.requests])
     assert bool(hub.store.requests) == (kind == "parquet"), "large files lie elsewhere"
     monkeypatch.setattr(RemoteStorage, "block", 8192)
-    made = data(hub, kind, timeout=0.5)
+    made = data(hub, kind, timeout=2.0)
     hub.web.fault, hub.store.fault = random_faults(1, 0.03), random_faults(2, 0.03)
     assert packs(made) == whole
     assert len({*hub.web.faults, *hub.store.faults}) >= 4
@@ -194,7 +195,30 @@ def test_an_outage_is_tried_as_often_as_we_say(hub: Hub) -> None:
     assert len(hub.web.requests) - before == 3
 
 
-def test_a_server_that_sends_too_much(hub: Hub) -> None:
+def test_an_answer_that_trickles_is_none(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each piece in time, and all together too late."""
+    committed(hub, "jsonl", 1, 400)
+    made = data(hub, "jsonl", retries=0, timeout=1.0, read_ahead=0)
+
+    def trickle(handler: Any, status: int, body: bytes, headers: Any, promised: int) -> None:
+        assert (status, promised) == (206, len(body))
+        handler.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            handler.send_header(name, value)
+        handler.end_headers()
+        for start in range(0, len(body), 5000):
+            handler.wfile.write(body[start : start + 5000])
+            handler.wfile.flush()
+            time.sleep(0.1)
+
+    monkeypatch.setattr(hub.web.server.RequestHandlerClass, "_send", trickle)
+    begun = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"c/000.jsonl: no answer within 1 s"):
+        made.corpus.storage.fetch(made.files[0], 0, made.files[0].size)
+    assert 1 <= time.monotonic() - begun < 1.5
+
+
+def test_a_server_without_ranges_is_refused(hub: Hub) -> None:
     committed(hub, "jsonl", 1)
     made = data(hub, "jsonl", retries=2)
     hub.web.ranges = False
@@ -209,8 +233,8 @@ def test_the_token_appears_nowhere(hub: Hub, tmp_path: Path, caplog: pytest.LogC
     files = committed(hub, "parquet")
     caplog.set_level(logging.DEBUG, "streampack")
     hub.web.fault = hub.store.fault = random_faults(1)
-    loader = PackedDataLoader(stream(data(hub, "parquet", timeout=0.5), num_lanes=2), num_workers=2)
-    assert sum(len(batch.tokens) for batch in loader) == len(packs(data(hub, "parquet", timeout=0.5)))
+    loader = PackedDataLoader(stream(data(hub, "parquet", timeout=2.0), num_lanes=2), num_workers=2)
+    assert sum(len(batch.tokens) for batch in loader) == len(packs(data(hub, "parquet", timeout=2.0)))
     said = [repr(loader.state_dict()), repr(loader.dataset), repr(loader.dataset.lane_config)]
     hub.web.fault = hub.store.fault = lambda path: None
     made = data(hub, "parquet", retries=1)

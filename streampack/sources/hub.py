@@ -17,6 +17,7 @@ from streampack.sources.retry import Refused
 from streampack.sources.storage import redact
 
 log = logging.getLogger(__name__)
+WAITS = 4  # of a request, that its session limits one by one: for two hosts, to connect and to answer
 PINNED = re.compile(r"hf://((?:datasets/|spaces/)?)([^/@]+/[^/@]+)@([0-9a-f]{40})(?:/(.*))?")
 
 
@@ -91,13 +92,13 @@ def fetch(fs: Any, path: str, start: int, stop: int, patience: float) -> Answer:
     }
     deadline = time.monotonic() + patience
     # Large files are sent on to another host; the session leaves the token behind there.
-    with get_session().stream("GET", url, headers=headers, timeout=patience) as response:
+    with get_session().stream("GET", url, headers=headers, timeout=patience / WAITS) as response:
         head = head_of(path, response.status_code, response.headers)
         data = bytearray()
         for chunk in () if head.empty else response.iter_raw():
             data += chunk
             if len(data) > stop - start:
                 raise Said(Refused(f"{path}: the server sends more than the range that it was asked for"))
-            if time.monotonic() > deadline:  # its own timeout is for each chunk
+            if time.monotonic() > deadline:  # a chunk now and then is no answer
                 raise TimeoutError
     return Answer(bytes(data), start if head.empty else head.start, head.size, None)
