@@ -47,7 +47,8 @@ class PackedDataLoader:
     Args:
         dataset: where packs come from; its settings decide all but the batching.
         batch_size: packs in a batch, at most: fewer where a step's share of one rank is less, or comes out even so.
-        num_workers: processes that read, encode and pack, for each rank. 0 does it in this one.
+        num_workers: processes that read, encode and pack, for each rank. 0 does it in this one. The one with the
+            most of the rank's lanes sets the pace.
         prefetch_factor: packs that each worker makes ahead.
         packs_per_step: packs in an optimizer step, over all ranks; default: one batch of each rank. A step is
             `batches_per_step` batches on every rank, and none mixes two epochs.
@@ -157,10 +158,14 @@ class _Batches:
         dataset, receipts = loader.dataset, loader.receipts
         consumers = lockstep.world_size * max(1, loader.num_workers)
         dataset.num_lanes = num_lanes = dataset.lanes_for(consumers)
-        if num_lanes % consumers:
+        if (
+            num_lanes % lockstep.world_size
+        ):  # workers do not matter: what they make is merged in the order of the slots
             warnings.warn(
-                f"{num_lanes} lanes do not divide evenly among {consumers} consumers (ranks x workers): every sample "
-                "still comes exactly once, but steps hold other packs than on another topology",
+                f"{num_lanes} lanes do not divide evenly among {lockstep.world_size} ranks: every sample still comes "
+                "exactly once, but steps hold other packs than on another number of ranks, and at an epoch's end the "
+                "ranks with fewer lanes hand out null packs; use a number of ranks that divides the lanes, or in a new "
+                "run a num_lanes that the ranks divide",
                 stacklevel=3,
             )
         budget = getattr(dataset.lane_config.source, "retry_budget", 0.0)

@@ -558,10 +558,30 @@ def test_lanes_that_do_not_divide_evenly_are_warned_of() -> None:
     with pytest.warns(UserWarning, match="5 lanes") as caught:
         iter(loader)
     assert str(caught[0].message) == (
-        "5 lanes do not divide evenly among 2 consumers (ranks x workers): every sample still comes exactly once, "
-        "but steps hold other packs than on another topology"
+        "5 lanes do not divide evenly among 2 ranks: every sample still comes exactly once, but steps hold other packs "
+        "than on another number of ranks, and at an epoch's end the ranks with fewer lanes hand out null packs; use a "
+        "number of ranks that divides the lanes, or in a new run a num_lanes that the ranks divide"
     )
     assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("num_lanes", "ranks", "workers"),
+    [(12, 2, 0), (12, 3, 3), (5, 1, 3), (8, 2, 3), (10, 2, 4), pytest.param(5, 2, 0, marks=UNEVEN)],
+)
+def test_steps_hold_other_packs_only_where_the_ranks_do_not_divide_the_lanes(
+    num_lanes: int, ranks: int, workers: int
+) -> None:
+    """Until the first lane is dry. A warning would be an error, but for the last case; workers never matter."""
+    built, size = make(rows(400), num_lanes=num_lanes, epochs=1), 60
+    expected = steps_of(run(built, Topology(1, batch_size=size)), Topology(1, batch_size=size))
+    topology = Topology(ranks, workers, batch_size=size // ranks)
+    steps = steps_of(run(built, topology), topology)
+    first = min(map(len, by_lane(built, num_lanes)[0])) * num_lanes // size
+    assert first > 0
+    same = [sorted(ours) == sorted(theirs) for ours, theirs in zip(steps[:first], expected, strict=False)]
+    assert any(same) == all(same) == (num_lanes % ranks == 0)
+    assert sorted(key for step in steps for key in step) == sorted(key for step in expected for key in step)
 
 
 def test_a_lane_is_not_skipped_by_a_state_that_does_not_fit() -> None:

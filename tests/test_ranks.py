@@ -300,7 +300,7 @@ def test_lanes_that_do_not_divide_evenly_are_warned_of_and_lose_nothing(tmp_path
     outcomes = run_ranks(2, uneven, folder=tmp_path)
     for _, messages in outcomes:
         assert [message[:55] for message in messages] == [
-            "5 lanes do not divide evenly among 2 consumers (ranks x"
+            "5 lanes do not divide evenly among 2 ranks: every sampl"
         ]
     steps = joined(outcomes, Topology(2, 0, 2))
     check_whole([key for step in steps for key in step], rows(90), 1)
