@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from streampack.collate import Batch, collate_packed, null_pack, to_torchtune
+from streampack.fingerprint import require_same_files, share_fingerprint
 from streampack.iterable import IterablePackedDataset
 from streampack.lockstep import Answer, Lockstep
 from streampack.metrics import Ledger, Tally
@@ -87,6 +88,7 @@ class PackedDataLoader:
         self.receipts: dict[int, bytes] = {}  # as of the last batch; after a load of all lanes, then of ours
         self.slot = 0  # of the epoch's slots, one for each pack of a step, those of the steps handed over
         self._resume: int | None = None  # a state was loaded and not taken up yet: the epoch its run began in
+        self._identified = False  # the ranks have shared out what the corpus's fingerprint reads
 
     def __iter__(self) -> Iterator[Batch]:
         """From the loaded state on; without one, from the dataset's epoch on."""
@@ -100,20 +102,32 @@ class PackedDataLoader:
 
         A collective: with several ranks, all must call it, after the same number of batches.
         """
-        return {**self.dataset.state_of(self.lockstep.merge(self.receipts)), "slot": self.slot}
+        return self.state_of(self.receipts, self.slot)
+
+    def state_of(self, receipts: Mapping[int, bytes], slot: int) -> dict[str, Any]:
+        """The state that holds these receipts of this rank's lanes, and those that the others give. A collective."""
+        self._identify()
+        return {**self.dataset.state_of(self.lockstep.merge(receipts)), "slot": slot}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next iteration goes on after the batch at which ``state`` was taken, on any topology.
+        """The next iteration goes on after the batch at which ``state`` was taken, on any topology. A collective.
 
         Raises:
             ValueError: if the state is from another corpus, encoder or config, or is no state.
         """
+        self._identify()
         slot = state.get("slot", 0) if isinstance(state, Mapping) else 0
         if type(slot) is not int or not 0 <= slot < 2**63:
             raise ValueError(f"the state is damaged: slot {slot!r} is no number of packs")
         self.dataset.load_state_dict(state)
         self.receipts, self.slot = dict(state["lanes"]), slot
         self._resume = self.dataset.epoch
+
+    def _identify(self) -> None:
+        """Each rank reads its share of what the corpus's fingerprint needs, once."""
+        if not self._identified:
+            share_fingerprint(self.dataset.lane_config.source, self.lockstep)
+            self._identified = True
 
     @property
     def packs_per_step(self) -> int:
@@ -182,6 +196,7 @@ class _Batches:
                 "null packs, which cost time and train nothing; a multiple of %d holds none",
                 step, lockstep.world_size, loader.batch_size, whole - step, lockstep.world_size * loader.batch_size,
             )  # fmt: skip
+        require_same_files(dataset.lane_config.source, lockstep)
         # All ranks begin in the same epoch, also one whose lanes have made no pack in it yet.
         self.last_epoch = dataset.last_epoch
         self.epoch = 0
@@ -314,11 +329,7 @@ class _Batches:
                 self.prepared = self.batches
                 raise error
             self.shares.close()
-            said = self.lockstep.gather(error and _told(error))
-            if error is not None:
-                raise error
-            rank, message = next((rank, text) for rank, text in enumerate(said) if text)
-            raise RuntimeError(f"rank {rank} failed while making packs: {message}")
+            self.lockstep.raise_any(error, doing="making packs")
         finally:
             del error  # the traceback holds this frame: a cycle would keep the workers alive
 
@@ -328,9 +339,3 @@ class _Batches:
             packs = packs + [null_pack(config.packing.max_seq_len, padding_idx=config.padding_idx)] * missing
         batch = collate_packed([to_torchtune(pack) for pack in packs], segments=config.packing.segments)
         return batch.pin_memory() if self.loader.pin_memory else batch
-
-
-def _told(error: Exception) -> str:
-    """What other ranks hear of an error: its kind, its message, and where it happened; no tracebacks."""
-    notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
-    return " ".join([f"{type(error).__name__}: {error}", *notes])

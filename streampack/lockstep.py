@@ -8,12 +8,14 @@ failed then; a batch exists if any rank has, and the others hand out null packs.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+
+Result = TypeVar("Result")
 
 
 class Answer(Protocol):
@@ -58,6 +60,33 @@ class Lockstep:
         work.wait()
         return [pickle.loads(theirs.numpy().tobytes()) for theirs in torch.split(heard, sizes)]
 
+    def share(self, work: Callable[[], Result], *, doing: str) -> list[Result]:
+        """What ``work`` gives on every rank, by rank; if it fails on one, all raise. A collective, as `gather`."""
+        try:
+            result = work()
+        except Exception as error:
+            self.raise_any(error, doing=doing)
+            raise
+        self.raise_any(None, doing=doing)
+        return self.gather(result)
+
+    def raise_any(self, error: Exception | None, *, doing: str) -> None:
+        """Raise on all ranks what failed on one while it was ``doing`` its part. A collective, as `gather`.
+
+        Raises:
+            Exception: our own error, as it is.
+            RuntimeError: another rank's; it says which one's, and what it said.
+        """
+        try:
+            said = self.gather(error and _told(error))
+            if error is not None:
+                raise error
+        finally:
+            del error  # the traceback holds this frame: a cycle would keep the workers alive
+        for rank, message in enumerate(said):
+            if message:
+                raise RuntimeError(f"rank {rank} failed while {doing}: {message}")
+
     def merge(self, receipts: Mapping[int, bytes]) -> dict[int, bytes]:
         """The receipts of all lanes, each from the rank that owns it. A collective, as `gather`."""
         mine = {lane: receipt for lane, receipt in receipts.items() if lane % self.world_size == self.rank}
@@ -88,6 +117,12 @@ class _Pending:
     def wait(self) -> tuple[int, bool]:
         self.work.wait()
         return verdict(self.heard.tolist())
+
+
+def _told(error: Exception) -> str:
+    """What other ranks hear of an error: its kind, its message, and where it happened; no tracebacks."""
+    notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
+    return " ".join([f"{type(error).__name__}: {error}", *notes])
 
 
 def verdict(words: Sequence[int]) -> tuple[int, bool]:

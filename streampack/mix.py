@@ -13,6 +13,7 @@ from streampack.draws import STOPS, Draws, Weighing
 from streampack.plan import require
 from streampack.sources import Holdout, as_source
 from streampack.sources.base import Reader, Reading, Source, digest, way_out
+from streampack.sources.files import Corpus, corpora_of
 from streampack.sources.holdout import PARTS
 from streampack.types import Origin, Position, Sample
 
@@ -170,6 +171,10 @@ class Mix:
     def fingerprint(self) -> str:
         """Names, order, ``stop`` and the sources'; not the weights."""
         return digest("mix", self.stop, [(entry.name, entry.source.fingerprint()) for entry in self.entries])
+
+    def corpora(self) -> list[Corpus]:
+        """Those of all sources."""
+        return [corpus for entry in self.entries for corpus in corpora_of(entry.source)]
 
     def read(self, reading: Reading, *, stagger: int = 0) -> Draws:
         """See `Source.read`. Every row of the `Draws` must be charged; lanes begin up to ``stagger`` tokens apart."""

@@ -29,7 +29,7 @@ LAYERS = (
     {"stream", "estimate", "tokenize"},
     {"iterable"},
     {"workers", "lockstep"},
-    {"shares"},
+    {"shares", "fingerprint"},
     {"loader", "dataset", "batches"},
     {"trainer"},
     {"streampack"},

@@ -373,15 +373,16 @@ def one_fails(kind: str, workers: int, folder: Path) -> Any:
     elif kind == "unpicklable":
         encoder = Fails(12 * 9 + size - 1, Unpicklable("no luck"))
     elif kind == "missing file":
-        path = write(folder / f"{rank}.jsonl", data)
+        (folder / f"{rank}").mkdir()
+        path = write(folder / f"{rank}" / "a.jsonl", data)
         source = JSONLSource(path)
-        source.fingerprint = lambda: "the same"
-        if guilty:
-            path.unlink()
     dataset = IterablePackedDataset(
         source, max_seq_len=12, buffer_size=4, num_lanes=12, encoder=encoder, epochs=9
     )
     loader = PackedDataLoader(dataset, batch_size=2, num_workers=workers, max_worker_restarts=0, timeout=60)
+    loader.state_dict()  # later, the fingerprint of a missing file could not be read
+    if kind == "missing file" and guilty:
+        path.unlink()
     begin, count, told = time.monotonic(), 0, None
     iterator = iter(loader)
     try:

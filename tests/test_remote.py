@@ -18,6 +18,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,8 @@ def source(kind: str, paths: Any = None, **settings: Any) -> Any:
         made: Any = ParquetSource(paths, columns=COLUMNS, **{"retries": 9, **settings})
     else:
         made = JSONLSource(paths, **{"retries": 9, **settings})
-    made.corpus = made.corpus._replace(
-        retries=Retries(attempts=settings.get("retries", 9), first=0.01, longest=0.05)
+    made.corpus = replace(
+        made.corpus, retries=Retries(attempts=settings.get("retries", 9), first=0.01, longest=0.05)
     )
     return made
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,7 @@ class Shaky:
 
 
 def shaken(source: JSONLSource, storage: Shaky) -> JSONLSource:
-    source.corpus = source.corpus._replace(storage=storage)
+    source.corpus = replace(source.corpus, storage=storage)
     return source
 
 
@@ -321,6 +322,9 @@ class Ranks:
 
     def __init__(self, timeout: Any) -> None:
         self.timeout = timeout
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, value]
 
 
 def test_a_budget_that_outlasts_the_other_ranks_is_refused(tmp_path: Path) -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import glob
 import os
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from streampack.plan import require_positive
-from streampack.sources.base import digest
+from streampack.sources.base import Source, digest
 from streampack.sources.manifest import named_in
 from streampack.sources.remote import Listed, RemoteStorage, scheme_of
 from streampack.sources.retry import Retries
@@ -24,22 +25,39 @@ MAGIC = "*?["
 BLANK_BYTES = 4096  # a file up to this size is looked at: blank lines alone are no rows
 
 
-class Corpus(NamedTuple):
+@dataclass
+class Corpus:
     """Files, and how to get at their bytes."""
 
     files: tuple[File, ...]
     storage: Storage
     retries: Retries
+    _fingerprint: str | None = field(default=None, init=False)
 
     def fingerprint(self) -> str:
         """Names, sizes, and each file's ETag or a hash of its first and last 64 KiB; never a modification time."""
-        tags = together(lambda file: self.retries.call(partial(self.storage.tag, file)), self.files)
-        return digest(*((file.name, file.size, tag) for file, tag in zip(self.files, tags, strict=True)))
+        return self._fingerprint or self.identify(together(self.tag, self.files))
+
+    def identify(self, tags: Sequence[str]) -> str:
+        """The fingerprint, of the tags of all files in their order, whoever has read them; it is kept."""
+        named = ((file.name, file.size, tag) for file, tag in zip(self.files, tags, strict=True))
+        self._fingerprint = digest(*named)
+        return self._fingerprint
+
+    def tag(self, file: File) -> str:
+        """Its ETag, or a hash of its first and last 64 KiB."""
+        return self.retries.call(partial(self.storage.tag, file))
 
     @property
     def retry_budget(self) -> float:
         """Seconds that one read may take, in waits and in requests that bring no answer."""
         return self.retries.budget + (self.retries.attempts + 1) * self.storage.patience
+
+
+def corpora_of(source: Source) -> list[Corpus]:
+    """What a source's fingerprint reads; nothing of a source without files."""
+    found: list[Corpus] = getattr(source, "corpora", list)()
+    return found
 
 
 def find_files(

@@ -8,6 +8,7 @@ from typing import Any
 
 from streampack.plan import require
 from streampack.sources.base import Reader, Reading, Source, digest, plain, way_out
+from streampack.sources.files import Corpus, corpora_of
 from streampack.types import Origin, Position, Row
 
 PARTS = ("train", "validation")
@@ -46,6 +47,10 @@ class Holdout:
     def fingerprint(self) -> str:
         """The source's, the share and the part."""
         return digest(self.source.fingerprint(), self.share, self.part)
+
+    def corpora(self) -> list[Corpus]:
+        """The source's."""
+        return corpora_of(self.source)
 
     @property
     def retry_budget(self) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 from streampack.plan import require_positive
 from streampack.sources.archives import BUFFER_BYTES, DAMAGED, content
 from streampack.sources.base import Reading, spread
-from streampack.sources.files import Name, find_files
+from streampack.sources.files import Corpus, Name, find_files
 from streampack.sources.indexed import places
 from streampack.sources.ranges import Block, Fetcher, Stretch, blocks
 from streampack.sources.storage import File, LocalStorage, together
@@ -78,14 +78,15 @@ class JSONLSource:
         self.read_ahead = 0 if self._local else require_positive(read_ahead, "read_ahead", least=0)
         self._size = sum(file.size for file in self.files)  # bytes in the storage, compressed where they are
         self.bytes_read = 0  # by this copy of the source, decompressed
-        self._fingerprint: str | None = None
         self._divided: list[list[Part]] | None = None  # for the last number of lanes asked for
 
     def fingerprint(self) -> str:
         """Names, sizes, and each file's ETag or a hash of its first and last 64 KiB; never a modification time."""
-        if self._fingerprint is None:
-            self._fingerprint = self.corpus.fingerprint()
-        return self._fingerprint
+        return self.corpus.fingerprint()
+
+    def corpora(self) -> list[Corpus]:
+        """What the fingerprint reads."""
+        return [self.corpus]
 
     def read(self, reading: Reading) -> WindowReader:
         """See `Source.read`."""

@@ -16,7 +16,7 @@ from streampack.plan import require_positive
 from streampack.sources.archives import DAMAGED, content
 from streampack.sources.base import Reading, readable
 from streampack.sources.columns import Column, decoder, left_out, row_of
-from streampack.sources.files import Name
+from streampack.sources.files import Corpus, Name
 from streampack.sources.indexed import Offsets, divide, offsets_of, places, read_index, records
 from streampack.sources.ranges import Ahead, Block, Fetcher, Stretch, blocks
 from streampack.sources.storage import File, LocalStorage, redact, together
@@ -84,14 +84,15 @@ class MDSSource:
         self.samples = sum(shard.samples for shard in self.shards)
         local = isinstance(self.corpus.storage, LocalStorage)
         self.read_ahead = 0 if local else require_positive(read_ahead, "read_ahead", least=0)
-        self._fingerprint: str | None = None
         self._divided: list[list[Part]] | None = None  # for the last number of lanes asked for
 
     def fingerprint(self) -> str:
         """Names, sizes, and each file's ETag or a hash of its first and last 64 KiB: an index may lack checksums."""
-        if self._fingerprint is None:
-            self._fingerprint = self.corpus.fingerprint()
-        return self._fingerprint
+        return self.corpus.fingerprint()
+
+    def corpora(self) -> list[Corpus]:
+        """What the fingerprint reads."""
+        return [self.corpus]
 
     def read(self, reading: Reading) -> WindowReader:
         """See `Source.read`."""

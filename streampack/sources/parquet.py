@@ -9,7 +9,7 @@ from typing import Any
 
 from streampack.plan import require_positive
 from streampack.sources.base import Reading, digest, spread
-from streampack.sources.files import Name, find_files
+from streampack.sources.files import Corpus, Name, find_files
 from streampack.sources.ranges import Fetcher
 from streampack.sources.rowgroups import Footers, RowGroups, group_of, plain_row, starts_of
 from streampack.sources.storage import LocalStorage, together
@@ -76,15 +76,16 @@ class ParquetSource:
         self.files = self.corpus.files
         local = isinstance(self.corpus.storage, LocalStorage)
         self.read_ahead = 0 if local else require_positive(read_ahead, "read_ahead", least=0)
-        self._fingerprint: str | None = None
         self._divided: list[list[Part]] | None = None  # for the last number of lanes asked for
         self.footers = Footers(self.files, self.columns)
 
     def fingerprint(self) -> str:
         """Of the files, as for JSON lines, and the columns."""
-        if self._fingerprint is None:
-            self._fingerprint = digest(self.corpus.fingerprint(), self.columns)
-        return self._fingerprint
+        return digest(self.corpus.fingerprint(), self.columns)
+
+    def corpora(self) -> list[Corpus]:
+        """What the fingerprint reads."""
+        return [self.corpus]
 
     def read(self, reading: Reading) -> WindowReader:
         """See `Source.read`."""

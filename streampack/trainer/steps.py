@@ -58,7 +58,7 @@ class Steps:
         if self.given > made * loader.batches_per_step:
             # Saved on SIGTERM (enable_jit_checkpoint): the batches of a step were given, and it was not made.
             receipts, slot = self._before
-        return {**loader.dataset.state_of(loader.lockstep.merge(receipts)), "slot": slot}
+        return loader.state_of(receipts, slot)
 
     def ledger(self) -> Ledger:
         """Of all ranks. A collective."""

@@ -1,0 +1,59 @@
+"""One corpus on all ranks: they compare what they list, and share out what its fingerprint reads.
+
+64 KiB from both ends of 100,000 shards are 13 GB. Read by each of 1,024 ranks they would be 13 TB, at the first
+checkpoint, from a file system that all of them share.
+"""
+
+from __future__ import annotations
+
+from streampack.lockstep import Lockstep
+from streampack.sources.base import Source, digest
+from streampack.sources.files import corpora_of
+from streampack.sources.storage import together
+
+
+def require_same_files(source: Source, lockstep: Lockstep) -> None:
+    """Compare names, sizes and, where a listing has them, ETags. Nothing is read. A collective.
+
+    Raises:
+        ValueError: on all ranks, if one has other files than rank 0.
+    """
+    corpora = corpora_of(source)
+    if lockstep.alone or not corpora:
+        return
+    files = [file for corpus in corpora for file in corpus.files]
+    listing = digest(*((file.name, file.size, file.tag) for file in files))
+    first, *others = lockstep.gather((len(files), sum(file.size for file in files), listing))
+    for rank, theirs in enumerate(others, 1):
+        if theirs != first:
+            raise ValueError(
+                f"rank {rank} lists {_shown(*theirs)}, and rank 0 lists {_shown(*first)}; all ranks must read one "
+                "corpus: check what is mounted there, and whether its listing is an old one from a cache"
+            )
+
+
+def share_fingerprint(source: Source, lockstep: Lockstep) -> None:
+    """Each rank reads the ends of every ``world_size``-th file, and hears from the others about the rest. A collective.
+
+    The fingerprint is the one that a single process finds. Content that differs between ranks is not compared, but
+    what a rank has read counts: a state is refused if any file was another one for the rank that read it.
+
+    Raises:
+        ValueError: on all ranks, if one has other files than rank 0.
+        Exception: on all ranks, whatever went wrong on one while reading.
+    """
+    corpora = corpora_of(source)
+    if lockstep.alone or not corpora:
+        return
+    require_same_files(source, lockstep)  # or the shares would not fit together
+    size = lockstep.world_size
+    shares = lockstep.share(
+        lambda: [together(corpus.tag, corpus.files[lockstep.rank :: size]) for corpus in corpora],
+        doing="reading the ends of the corpus's files",
+    )
+    for number, corpus in enumerate(corpora):
+        corpus.identify([shares[i % size][number][i // size] for i in range(len(corpus.files))])
+
+
+def _shown(files: int, size: int, listing: str) -> str:
+    return f"{files:,} file(s) of {size:,} bytes (names and sizes: {listing})"

@@ -1,0 +1,264 @@
+"""Ranks read a share of the corpus each, and find together what one of them would find alone."""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streampack import (
+    IterablePackedDataset,
+    JSONLSource,
+    MapSource,
+    MDSSource,
+    Mix,
+    PackedDataLoader,
+    ParquetSource,
+)
+from streampack.fingerprint import require_same_files, share_fingerprint
+from streampack.sources.base import Source
+from streampack.sources.holdout import Holdout
+from streampack.sources.storage import LocalStorage
+from tests import test_mds, test_parquet, test_ranks
+from tests.corpus import Numbers, rows, write
+from tests.test_lockstep import Board, OnBoard, together
+
+FILES = 7
+
+
+def jsonl(folder: Path) -> JSONLSource:
+    folder.mkdir(exist_ok=True)
+    for number in range(FILES):
+        write(folder / f"{number}.jsonl", rows(20 + number, seed=number))
+    return JSONLSource(f"{folder}/*.jsonl")
+
+
+def parquet(folder: Path) -> ParquetSource:
+    folder.mkdir(exist_ok=True)
+    for number in range(FILES):
+        test_parquet.write(folder / f"{number}.parquet", rows(20, seed=number))
+    return ParquetSource(f"{folder}/*.parquet")
+
+
+def mds(folder: Path) -> MDSSource:
+    data = [{"i": i} for i in range(10 * FILES)]
+    return MDSSource(test_mds.write_mds(folder, data, {"i": "int"}))
+
+
+def mix(folder: Path) -> Mix:
+    parts = {
+        "a": jsonl(folder),
+        "b": Holdout(jsonl(folder), share=0.5, part="train"),
+        "c": MapSource(rows(9)),
+    }
+    return Mix([{"name": name, "source": source, "weight": 1} for name, source in parts.items()])
+
+
+SOURCES: list[Callable[[Path], Any]] = [jsonl, parquet, mds, mix]
+
+
+def loader_of(source: Source, board: Board, rank: int) -> PackedDataLoader:
+    data = IterablePackedDataset(source, encoder=Numbers(), max_seq_len=40, num_lanes=12)
+    loader = PackedDataLoader(data)
+    loader.lockstep = OnBoard(board, rank)
+    return loader
+
+
+def on_ranks(size: int, act: Callable[[OnBoard], Any]) -> list[Any]:
+    """What ``act`` gives on each of so many ranks, or the error that it raises."""
+    board, found = Board(size), [None] * size
+
+    def rank(number: int) -> None:
+        try:
+            found[number] = act(OnBoard(board, number))
+        except Exception as error:
+            found[number] = error
+
+    together(size, rank)
+    return found
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often the ends of each file were read."""
+    counts: Counter[str] = Counter()
+    lock, own = threading.Lock(), LocalStorage.tag
+
+    def tag(self: LocalStorage, file: Any) -> str:
+        with lock:
+            counts[file.path] += 1
+        return own(self, file)
+
+    monkeypatch.setattr(LocalStorage, "tag", tag)
+    return counts
+
+
+@pytest.mark.parametrize("make", SOURCES)
+@pytest.mark.parametrize("size", [1, 2, 3, FILES + 2])
+def test_together_they_find_what_one_finds_alone(
+    make: Callable[[Path], Any], size: int, tmp_path: Path, read: Counter[str]
+) -> None:
+    made = make(tmp_path / "a")
+    alone = copy.deepcopy(made).fingerprint()
+    once = Counter(read)
+    assert len(once) == FILES
+    read.clear()
+
+    def act(lockstep: OnBoard) -> str:
+        source = copy.deepcopy(made)
+        share_fingerprint(source, lockstep)
+        return str(source.fingerprint())
+
+    assert on_ranks(size, act) == [alone] * size
+    assert read == once, "over all ranks, as much as one alone reads"
+
+
+def test_a_fingerprint_is_what_it_was_in_older_states(tmp_path: Path) -> None:
+    for number in range(5):
+        lines = [{"tokens": [number, i], "labels": [number, i]} for i in range(4000 * (number + 1))]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / f"{number}.jsonl").write_bytes(text.encode())
+    assert (tmp_path / "0.jsonl").stat().st_size > 2 << 16, "the ends do not meet"
+    assert JSONLSource(f"{tmp_path}/*.jsonl").fingerprint() == "4d4d62158763bf1f"
+    assert JSONLSource(tmp_path / "0.jsonl").fingerprint() == "4a855fffc064c6e6"
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_loader_reads_the_corpus_once_over_all_ranks(size: int, tmp_path: Path, read: Counter[str]) -> None:
+    jsonl(tmp_path / "a")
+
+    def act(lockstep: OnBoard) -> Any:
+        loader = loader_of(JSONLSource(f"{tmp_path}/a/*.jsonl"), lockstep.board, lockstep.rank)
+        batches = iter(loader)
+        next(batches)
+        assert not read, "not before it is needed"
+        states = [loader.state_dict(), loader.state_dict()]
+        assert states[0] == states[1]
+        return states[0]
+
+    [state, *others] = on_ranks(size, act)
+    assert others == [state] * (size - 1)
+    assert set(read.values()) == {1}
+    assert len(read) == FILES
+
+    def resume(lockstep: OnBoard) -> Any:
+        loader = loader_of(JSONLSource(f"{tmp_path}/a/*.jsonl"), lockstep.board, lockstep.rank)
+        loader.load_state_dict(state)
+        return loader.state_dict()
+
+    for ranks in (1, 2):
+        read.clear()
+        assert on_ranks(ranks, resume) == [state] * ranks
+        assert set(read.values()) == {1}
+        assert len(read) == FILES
+
+
+def test_what_is_wrong_with_a_file_is_raised_on_all_ranks(tmp_path: Path) -> None:
+    jsonl(tmp_path / "a")
+
+    def act(lockstep: OnBoard) -> None:
+        source = JSONLSource(f"{tmp_path}/a/*.jsonl")
+        lockstep.gather("all have listed it")
+        if lockstep.rank == 0:
+            (tmp_path / "a" / "4.jsonl").unlink()
+        lockstep.gather("it is gone")
+        share_fingerprint(source, lockstep)
+
+    first, guilty, last = on_ranks(3, act)
+    assert isinstance(guilty, FileNotFoundError), "file 4 of rank 4 % 3"
+    for other in (first, last):
+        assert isinstance(other, RuntimeError)
+        assert str(other) == (
+            f"rank 1 failed while reading the ends of the corpus's files: FileNotFoundError: {guilty}"
+        )
+
+
+def named(folder: Path) -> None:
+    (folder / "3.jsonl").rename(folder / "x.jsonl")
+
+
+def longer(folder: Path) -> None:
+    with (folder / "3.jsonl").open("a") as file:
+        file.write("\n")
+
+
+@pytest.mark.parametrize("change", [named, longer])
+@pytest.mark.parametrize("begin", ["iterate", "save", "load"])
+def test_ranks_that_list_other_files_are_refused(
+    tmp_path: Path, change: Callable[[Path], None], begin: str
+) -> None:
+    for name in ("a", "b"):
+        jsonl(tmp_path / name)
+    state = PackedDataLoader(
+        IterablePackedDataset(
+            JSONLSource(f"{tmp_path}/a/*.jsonl"), encoder=Numbers(), max_seq_len=40, num_lanes=12
+        )
+    ).state_dict()
+    change(tmp_path / "b")
+
+    def act(lockstep: OnBoard) -> None:
+        folder = tmp_path / ("b" if lockstep.rank == 1 else "a")
+        loader = loader_of(JSONLSource(f"{folder}/*.jsonl"), lockstep.board, lockstep.rank)
+        {
+            "iterate": loader.__iter__,
+            "save": loader.state_dict,
+            "load": lambda: loader.load_state_dict(state),
+        }[begin]()
+
+    for error in on_ranks(3, act):
+        assert isinstance(error, ValueError)
+        assert str(error).startswith("rank 1 lists 7 file(s) of ")
+        assert ", and rank 0 lists 7 file(s) of " in str(error)
+        assert str(error).endswith(
+            "all ranks must read one corpus: check what is mounted there, and whether its listing is an old one from "
+            "a cache"
+        )
+
+
+def test_a_state_is_refused_if_a_file_was_another_for_the_rank_that_read_it(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        jsonl(tmp_path / name)
+    path = tmp_path / "b" / "4.jsonl"
+    path.write_bytes(path.read_bytes().replace(b"1", b"2"))
+
+    def act(lockstep: OnBoard, other: int) -> Any:
+        source = JSONLSource(f"{tmp_path}/{'b' if lockstep.rank == other else 'a'}/*.jsonl")
+        share_fingerprint(source, lockstep)
+        return source.fingerprint()
+
+    a, b = (JSONLSource(f"{tmp_path}/{name}/*.jsonl").fingerprint() for name in "ab")
+    assert on_ranks(3, lambda lockstep: act(lockstep, 1)) == [b] * 3, "rank 1 reads file 4"
+    assert on_ranks(3, lambda lockstep: act(lockstep, 2)) == [a] * 3, "rank 2 does not"
+
+
+def test_without_files_nobody_is_asked() -> None:
+    lockstep = OnBoard(Board(2), 0)  # whose other rank says nothing
+    require_same_files(MapSource(rows(3)), lockstep)
+    share_fingerprint(MapSource(rows(3)), lockstep)
+    assert lockstep.board.said == [[], []]
+
+
+def real(source: Source) -> Any:
+    loader = PackedDataLoader(
+        IterablePackedDataset(source, encoder=Numbers(), max_seq_len=40, num_lanes=12), timeout=60
+    )
+    found = []
+    own = LocalStorage.tag
+    LocalStorage.tag = lambda self, file: found.append(file.name) or own(self, file)  # type: ignore[method-assign, func-returns-value]
+    return loader.state_dict()["identity"], sorted(found)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="forks ranks, as test_ranks.py")
+def test_real_ranks_share_it_out_over_gloo(tmp_path: Path) -> None:
+    source = mix(tmp_path / "a")
+    data = IterablePackedDataset(source, encoder=Numbers(), max_seq_len=40, num_lanes=12)
+    outcomes = test_ranks.run_ranks(3, real, source, folder=tmp_path)
+    assert [identity for identity, _ in outcomes] == [data.identity()] * 3
+    shares = [[f"{number}.jsonl" for number in range(rank, FILES, 3)] for rank in range(3)]
+    assert [found for _, found in outcomes] == [sorted(2 * share) for share in shares], "of two corpora"
