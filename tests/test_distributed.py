@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from torchtune.models.llama3 import llama3
 from streampack import IterablePackedDataset, collate_packed
 from streampack.attention import make_mask
 from streampack.collate import null_pack, to_torchtune
-from streampack.training.distributed import OtherRankFailed, World, join_world
+from streampack.training.distributed import OTHER_FILES, OtherRankFailed, World, allow_connections, join_world
 from streampack.training.loss import LOSS_NORMS, label_weights, summed_cross_entropy
 from streampack.training.model import build_model, clip_gradients
 from streampack.training.progress import StepMeter
@@ -113,6 +114,42 @@ def test_ranks_that_are_restarted_do_not_call_the_dead():
         with pytest.raises(RankError, match="exit code 9"):
             run_ranks(die_after_joining, ranks, attempt, store=store)
     assert run_ranks(die_after_joining, 3, 2, store=store) == [[0, 1, 2]] * 3
+
+
+def join_with_few_files():
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
+    with join_world(CPU) as world:
+        return world.gather(resource.getrlimit(resource.RLIMIT_NOFILE))
+
+
+def test_ranks_may_open_as_many_files_as_their_connections_need():
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert run_ranks(join_with_few_files, 2) == [[(3 + OTHER_FILES, hard)] * 2] * 2
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "size", "raised", "warned"),
+    [
+        (1024, 4096, 256, None, False),
+        (1024, 4096, 257, 1024, False),
+        (1024, 4096, 1024, 3 * 1023 + 256, False),
+        (1024, resource.RLIM_INFINITY, 1024, 3 * 1023 + 256, False),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 1024, None, False),
+        (1024, 2048, 1024, 2048, True),
+    ],
+)
+def test_the_limit_of_open_files(monkeypatch, soft, hard, size, raised, warned):
+    limits = {resource.RLIMIT_NOFILE: (soft, hard)}
+    monkeypatch.setattr(resource, "getrlimit", limits.__getitem__)
+    monkeypatch.setattr(resource, "setrlimit", limits.__setitem__)
+    expected = (
+        r"1,024 ranks need about 3,325 open files each and the system allows 2,048: ranks will fail to connect "
+        r'\("Too many open files"\); raise the hard limit on every machine'
+    )
+    with pytest.warns(UserWarning, match=expected) if warned else nullcontext():
+        allow_connections(size)
+    assert limits == {resource.RLIMIT_NOFILE: (soft if raised is None else raised, hard)}
 
 
 def join_without_the_last(size):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 T = TypeVar("T")
+
+GROUPS = 3
+"""In which each rank is connected to every other: all of torch's collectives, `World.background`, and the loader's."""
+OTHER_FILES = 256
+"""That a process may have open besides: shards, pipes of workers, libraries."""
 
 
 class OtherRankFailed(RuntimeError):
@@ -112,6 +118,7 @@ def join_world(device: torch.device, *, timeout: float = 600) -> Iterator[World]
         return
     backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
     limit = timedelta(seconds=timeout)
+    allow_connections(int(os.environ["WORLD_SIZE"]))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         store = _meet(rank, size, timeout=timeout)
@@ -132,6 +139,31 @@ def join_world(device: torch.device, *, timeout: float = 600) -> Iterator[World]
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def allow_connections(size: int) -> None:
+    """Raise this process's limit of open files to what its connections to so many ranks need.
+
+    Most systems begin with 1,024, which is enough for 256 ranks, and let a process raise it up to a hard limit.
+    Where that one is too low, this warns.
+    """
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    needed = GROUPS * (size - 1) + OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft >= needed or soft == resource.RLIM_INFINITY:
+        return
+    enough = hard >= needed or hard == resource.RLIM_INFINITY
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed if enough else hard, hard))
+    if not enough:
+        warnings.warn(
+            f"{size:,} ranks need about {needed:,} open files each and the system allows {hard:,}: ranks will fail to "
+            'connect ("Too many open files"); raise the hard limit on every machine (limits.conf, LimitNOFILE of '
+            "systemd, --ulimit of a container)",
+            stacklevel=2,
+        )
 
 
 def _meet(rank: int, size: int, *, timeout: float) -> Store:
