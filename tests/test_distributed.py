@@ -22,10 +22,18 @@ from streampack_recipes.full_finetune import train
 from torchtune import training
 from torchtune.models.llama3 import llama3
 
-from streampack import IterablePackedDataset, collate_packed
+from benchmarks.scale.ranks import connections
+from streampack import IterablePackedDataset, PackedDataLoader, collate_packed
 from streampack.attention import make_mask
 from streampack.collate import null_pack, to_torchtune
-from streampack.training.distributed import OTHER_FILES, OtherRankFailed, World, allow_connections, join_world
+from streampack.training.distributed import (
+    GROUPS,
+    OTHER_FILES,
+    OtherRankFailed,
+    World,
+    allow_connections,
+    join_world,
+)
 from streampack.training.loss import LOSS_NORMS, label_weights, summed_cross_entropy
 from streampack.training.model import build_model, clip_gradients
 from streampack.training.progress import StepMeter
@@ -126,6 +134,22 @@ def join_with_few_files():
 def test_ranks_may_open_as_many_files_as_their_connections_need():
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert run_ranks(join_with_few_files, 2) == [[(3 + OTHER_FILES, hard)] * 2] * 2
+
+
+def connect_as_a_recipe_does():
+    with join_world(CPU) as world:
+        loader = PackedDataLoader(IterablePackedDataset([{"tokens": [1], "labels": [1]}] * 40, max_seq_len=2))
+        batches = list(loader)
+        world.gather(len(batches))  # nobody leaves before all have counted
+        found = len(connections())
+        return world.gather(found)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts connections through /proc")
+@pytest.mark.parametrize("size", [2, 5])
+def test_a_recipe_connects_each_rank_to_every_other_once_a_group(size):
+    """And to the store where they met."""
+    assert run_ranks(connect_as_a_recipe_does, size) == [[GROUPS * (size - 1) + 1] * size] * size
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,13 @@ def others(ranks: int) -> float:
     return ranks - 1
 
 
-FILES, JSONL, LOCKSTEP = "sources/files.py", "sources/jsonl.py", "lockstep.py"
+def own_shards(shards: int, ranks: int) -> float:
+    """Of each rank."""
+    return shards / ranks
+
+
+FILES, JSONL, FINGERPRINT = "sources/files.py", "sources/jsonl.py", "fingerprint.py"
+LOCKSTEP, OWN_SHARDS = "lockstep.py", "shards / ranks"
 EACH_PART, EACH_ROW, EACH_OTHER = "shards + 16 x lanes", "lanes of the process x window", "ranks - 1"
 
 GROUPS = (
@@ -122,13 +128,27 @@ GROUPS = (
             Cost("memory", "manifest, memory of each process", FILES, "shards", number, volume),
             Cost("seconds", "manifest, start of each rank", FILES, "shards", number, seconds),
             Cost("pickled", "source, pickled for a spawned worker", FILES, "shards", number, volume),
+            Cost("identified", "fingerprint, of what all ranks read", FILES, "shards", number, seconds),
         ),
     ),
     Group(
-        *("fingerprint, estimate", probes.content, ("shards",), (200,), (800,), (SHARDS,)),
+        *("fingerprint", ranks.fingerprint, ("shards", "ranks"), (400, 4), (2_400, 12), (SHARDS, RANKS)),
         costs=(
-            Cost("read", "fingerprint, bytes read by each rank", FILES, "shards x 128 KiB", number, volume),
-            Cost("seconds", "fingerprint, each rank", FILES, "shards", number, seconds),
+            Cost("read", "fingerprint, bytes read by each rank", FINGERPRINT, OWN_SHARDS, own_shards, volume),
+            Cost("seconds", "fingerprint, reading, each rank", FINGERPRINT, OWN_SHARDS, own_shards, seconds),
+            Cost(
+                "heard",
+                "fingerprint, each rank hears",
+                FINGERPRINT,
+                "shards of the others",
+                lambda shards, ranks: shards - own_shards(shards, ranks),
+                volume,
+            ),
+        ),
+    ),
+    Group(
+        *("estimate", probes.estimate, ("shards",), (200,), (800,), (SHARDS,)),
+        costs=(
             Cost("probed", "estimate, rows read by each rank", JSONL, "max(rows, shards)", number, count),
         ),
     ),
@@ -189,7 +209,7 @@ GROUPS = (
         ),
     ),
     Group(
-        *("agreement of ranks", ranks.measure, ("ranks",), (4,), (12,), (RANKS,)),
+        *("agreement of ranks", ranks.agreement, ("ranks",), (4,), (12,), (RANKS,)),
         costs=(
             Cost("sockets", "sockets of each rank, each group", LOCKSTEP, EACH_OTHER, others, count),
             Cost("heard", "agreement on 8 batches, each rank hears", LOCKSTEP, EACH_OTHER, others, volume),

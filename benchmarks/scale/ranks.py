@@ -1,4 +1,4 @@
-"""What ranks say to one another, measured on processes of this machine that speak over gloo."""
+"""What ranks say to one another and read together, measured on processes of this machine that speak over gloo."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ import socket
 import struct
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import fmean
+
+from benchmarks.scale.probes import read_so_far, write_shards
 
 ROUNDS = 200
 LANES = 15  # of each rank
@@ -20,14 +24,29 @@ RECEIPT_BYTES = 40  # as large as most
 TCP_BYTES_RECEIVED = 128  # where tcpi_bytes_received stands in Linux's struct tcp_info
 
 
-def measure(size: int) -> dict[str, float]:
+Rank = Callable[[int, int], dict[str, float]]  # what rank r of so many measures
+
+
+def agreement(size: int) -> dict[str, float]:
     """Means over ``size`` ranks."""
+    return _means(size, _agree)
+
+
+def fingerprint(shards: int, size: int) -> dict[str, float]:
+    """Means over ``size`` ranks, for so many files."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_shards(Path(folder), shards)
+        return _means(size, partial(_identify, f"{folder}/*.jsonl"))
+
+
+def _means(size: int, measure: Rank) -> dict[str, float]:
     context = mp.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            processes.append(context.Process(target=_rank, args=(rank, size, f"{folder}/store", theirs)))
+            arguments = (measure, rank, size, f"{folder}/store", theirs)
+            processes.append(context.Process(target=_run, args=arguments))
             processes[-1].start()
             theirs.close()
             pipes.append(ours)
@@ -40,17 +59,41 @@ def measure(size: int) -> dict[str, float]:
     return {key: fmean(one[key] for one in found) for key in found[0]}
 
 
-def _rank(rank: int, size: int, store: str, pipe: Connection) -> None:
+def _run(measure: Rank, rank: int, size: int, store: str, pipe: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    pipe.send(measure(rank, size))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _identify(pattern: str, _rank: int, _size: int) -> dict[str, float]:
+    import torch.distributed as dist
+
+    from streampack import JSONLSource
+    from streampack.fingerprint import require_same_files, share_fingerprint
+    from streampack.lockstep import Lockstep
+
+    source = JSONLSource(pattern)
+    lockstep = Lockstep(timeout=timedelta(seconds=60))
+    require_same_files(source, lockstep)  # the first one may do more
+    dist.barrier()
+    read, heard, begin = read_so_far(), _heard(), time.process_time()
+    share_fingerprint(source, lockstep)
+    return {"read": read_so_far() - read, "seconds": time.process_time() - begin, "heard": _heard() - heard}
+
+
+def _agree(rank: int, size: int) -> dict[str, float]:
     import torch.distributed as dist
 
     from streampack import IterablePackedDataset, PackedDataLoader
     from streampack.lockstep import Lockstep
 
-    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
-    before = len(_sockets())
+    before = len(connections())
     lockstep = Lockstep(timeout=timedelta(seconds=60))
-    sockets = len(_sockets()) - before
+    sockets = len(connections()) - before
     lockstep.say(1).wait()  # the first one may do more
     dist.barrier()
     heard, begin = _heard(), time.process_time()
@@ -68,20 +111,16 @@ def _rank(rank: int, size: int, store: str, pipe: Connection) -> None:
     for _ in range(40):
         next(batches)
     ahead = batches.prepared - batches.batches
-    pipe.send(
-        {
-            "sockets": sockets,
-            "heard": said / ROUNDS,
-            "seconds": spent / ROUNDS,
-            "gathered": gathered,
-            "ahead": ahead,
-        }
-    )
-    dist.barrier()
-    dist.destroy_process_group()
+    return {
+        "sockets": sockets,
+        "heard": said / ROUNDS,
+        "seconds": spent / ROUNDS,
+        "gathered": gathered,
+        "ahead": ahead,
+    }
 
 
-def _sockets() -> list[int]:
+def connections() -> list[int]:
     """Descriptors of this process's TCP connections."""
     found = []
     for entry in Path("/proc/self/fd").iterdir():
@@ -97,7 +136,7 @@ def _sockets() -> list[int]:
 def _heard() -> int:
     """Bytes that came in over all of them, so far."""
     total = 0
-    for descriptor in _sockets():
+    for descriptor in connections():
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
             total += struct.unpack_from("=Q", info, TCP_BYTES_RECEIVED)[0]
