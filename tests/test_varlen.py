@@ -158,6 +158,47 @@ def test_a_sequence_that_others_surround_is_as_if_alone() -> None:
         assert torch.equal(ours[one], theirs[one])
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (0, 2, 1), (1, 2, 0)])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+def test_it_does_not_matter_how_numbers_lie_in_memory(
+    heads: tuple[int, int], order: tuple[int, int, int]
+) -> None:
+    """The kernel does not look at the last stride; a gradient of a sum has none at all."""
+    q, k, v, _ = tensors(40, heads=heads[0], kv_heads=heads[1], dtype=torch.float64)
+    cu_seqlens = torch.tensor([0, 11, 29, 40], dtype=torch.int32)
+    back = [order.index(dim) for dim in range(3)]
+    strided = [x.detach().permute(order).contiguous().permute(back).requires_grad_() for x in (q, k, v)]
+    results = []
+    for inputs in ([q, k, v], strided):
+        out = varlen_attention(*inputs, cu_seqlens=cu_seqlens, max_seqlen=40)
+        results.append([out, *torch.autograd.grad(out.sum(), inputs)])
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("window", "softcap", "expected"), [(None, None, 3), (18, None, 3), (17, None, 2), (None, 2.0, 0)]
+)
+def test_torchs_kernel_computes_the_sequences_that_it_can(
+    window: int | None, softcap: float | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 11, 18 and 11 tokens; both ways."""
+    calls: list[str] = []
+    for name in ("_sdpa", "_sdpa_backward"):
+        own = getattr(varlen, name)
+
+        def counted(*args: Any, own: Any = own, name: str = name, **settings: Any) -> Any:
+            calls.append(name)
+            return own(*args, **settings)
+
+        monkeypatch.setattr(varlen, name, counted)
+    q, k, v, upstream = tensors(40, heads=4, kv_heads=2, dtype=torch.float32)
+    cu_seqlens = torch.tensor([0, 11, 11, 29, 40], dtype=torch.int32)
+    out = varlen_attention(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=40, window=window, softcap=softcap)
+    torch.autograd.grad(out, (q, k, v), upstream)
+    assert calls == ["_sdpa"] * expected + ["_sdpa_backward"] * expected
+
+
 def test_a_cut_a_token_off_shows() -> None:
     q, k, v, _ = tensors(40, heads=4, kv_heads=2, dtype=torch.float64)
     right, wrong = (
@@ -191,15 +232,17 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_memory_grows_with_the_longest_sequence_and_not_with_its_square() -> None:
+@pytest.mark.parametrize("window", [None, 2000])
+def test_memory_grows_with_the_longest_sequence_and_not_with_its_square(window: int | None) -> None:
     tokens, heads = 4096, 2
     q, k, v, upstream = tensors(tokens, heads=heads, kv_heads=heads, dtype=torch.float32)
     cu_seqlens = torch.tensor([0, 1000, 1300, tokens], dtype=torch.int32)
     # Below the operator, where what it does can be seen.
     with Largest() as seen, torch.no_grad():
-        varlen._varlen_loop._init_fn(q, k, v, cu_seqlens, None, None, None)
-        varlen._varlen_loop_backward._init_fn(upstream, q, k, v, cu_seqlens, None, None, None)
+        out, logs = varlen._varlen_loop._init_fn(q, k, v, cu_seqlens, window, None, None)
+        varlen._varlen_loop_backward._init_fn(upstream, q, k, v, out, logs, cu_seqlens, window, None, None)
     assert seen.numel <= heads * varlen.QUERIES * (tokens - 1300)
+    assert window is None or seen.numel >= heads * varlen.QUERIES * 2000, "or nothing is shown"
 
 
 def random_packs(count: int, *, max_seq_len: int, batch: int = 2) -> list[torch.Tensor]:
