@@ -172,9 +172,8 @@ class _Batches:
         dataset, receipts = loader.dataset, loader.receipts
         consumers = lockstep.world_size * max(1, loader.num_workers)
         dataset.num_lanes = num_lanes = dataset.lanes_for(consumers)
-        if (
-            num_lanes % lockstep.world_size
-        ):  # workers do not matter: what they make is merged in the order of the slots
+        # Workers do not matter: what they make is merged in the order of the slots.
+        if num_lanes % lockstep.world_size:
             warnings.warn(
                 f"{num_lanes} lanes do not divide evenly among {lockstep.world_size} ranks: every sample still comes "
                 "exactly once, but steps hold other packs than on another number of ranks, and at an epoch's end the "

@@ -52,11 +52,9 @@ def mds(folder: Path) -> MDSSource:
 
 
 def mix(folder: Path) -> Mix:
-    parts = {
-        "a": jsonl(folder),
-        "b": Holdout(jsonl(folder), share=0.5, part="train"),
-        "c": MapSource(rows(9)),
-    }
+    folder.mkdir()
+    held_out = Holdout(parquet(folder / "b"), share=0.5, part="train")
+    parts = {"a": jsonl(folder / "a"), "b": held_out, "c": MapSource(rows(9))}
     return Mix([{"name": name, "source": source, "weight": 1} for name, source in parts.items()])
 
 
@@ -107,7 +105,7 @@ def test_together_they_find_what_one_finds_alone(
     made = make(tmp_path / "a")
     alone = copy.deepcopy(made).fingerprint()
     once = Counter(read)
-    assert len(once) == FILES
+    assert len(once) == (2 * FILES if make is mix else FILES)
     read.clear()
 
     def act(lockstep: OnBoard) -> str:
@@ -188,7 +186,13 @@ def longer(folder: Path) -> None:
         file.write("\n")
 
 
-@pytest.mark.parametrize("change", [named, longer])
+def shifted(folder: Path) -> None:
+    longer(folder)
+    path = folder / "4.jsonl"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("change", [named, longer, shifted])
 @pytest.mark.parametrize("begin", ["iterate", "save", "load"])
 def test_ranks_that_list_other_files_are_refused(
     tmp_path: Path, change: Callable[[Path], None], begin: str
@@ -260,5 +264,8 @@ def test_real_ranks_share_it_out_over_gloo(tmp_path: Path) -> None:
     data = IterablePackedDataset(source, encoder=Numbers(), max_seq_len=40, num_lanes=12)
     outcomes = test_ranks.run_ranks(3, real, source, folder=tmp_path)
     assert [identity for identity, _ in outcomes] == [data.identity()] * 3
-    shares = [[f"{number}.jsonl" for number in range(rank, FILES, 3)] for rank in range(3)]
-    assert [found for _, found in outcomes] == [sorted(2 * share) for share in shares], "of two corpora"
+    shares = [
+        sorted(f"{number}.{kind}" for number in range(rank, FILES, 3) for kind in ("jsonl", "parquet"))
+        for rank in range(3)
+    ]
+    assert [found for _, found in outcomes] == shares
