@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def source(kind: str, place: str, web: Web, **settings: Any) -> Any:
         pytest.importorskip("s3fs")
         url, options = "s3://bucket/a", {"key": "key", "secret": "secret", "endpoint_url": web.url}
     made: Any = make(url, storage_options=options, **{"retries": 9, **settings})
-    made.corpus = made.corpus._replace(retries=Retries(attempts=9, first=0.01, longest=0.05))
+    made.corpus = replace(made.corpus, retries=Retries(attempts=9, first=0.01, longest=0.05))
     return made
 
 
