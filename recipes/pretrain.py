@@ -121,7 +121,7 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
         )
         loader.load_state_dict(run["stream"])
     if not steps or cfg.epochs is None:
-        steps = total_steps(cfg, loader)
+        steps = total_steps(cfg, loader, world=world)
     scheduler = build(
         cfg.lr_scheduler, trusted=trusted, inject={"optimizer": optimizer, "num_training_steps": steps}
     )

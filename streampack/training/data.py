@@ -144,8 +144,8 @@ def build_loader(
     )
 
 
-def total_steps(config: RunConfig, loader: Loader) -> int:
-    """Optimizer steps of the run: ``max_steps``, or, of a stream, an estimate from a sample of the rows.
+def total_steps(config: RunConfig, loader: Loader, *, world: World) -> int:
+    """Optimizer steps of the run: ``max_steps``, or, of a stream, an estimate from a sample of the rows. A collective.
 
     For schedules and progress bars; a run by epochs ends when the data does, not at this number.
     """
@@ -155,10 +155,17 @@ def total_steps(config: RunConfig, loader: Loader) -> int:
     if isinstance(loader, MethodLoader):
         by_epochs = config.epochs * loader.steps_per_epoch
     else:
-        try:
-            by_epochs = math.ceil(config.epochs * loader.dataset.estimate_packs() / loader.packs_per_step)
-        except ValueError:
-            if config.max_steps is None:
-                raise
-            return config.max_steps
+        with world.together():  # a thousand ranks need not all read the sample
+            by_epochs = _estimated_steps(config, loader) if world.is_main else 0
+        by_epochs = world.from_main(by_epochs)
     return min(by_epochs, config.max_steps or by_epochs)
+
+
+def _estimated_steps(config: RunConfig, loader: PackedDataLoader) -> int:
+    assert config.epochs is not None
+    try:
+        return math.ceil(config.epochs * loader.dataset.estimate_packs() / loader.packs_per_step)
+    except ValueError:
+        if config.max_steps is None:
+            raise
+        return config.max_steps
