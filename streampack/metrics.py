@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import Any
 
 DROP_REASONS = ("overlong", "truncated", "empty", "bad")
@@ -49,7 +50,7 @@ class Ledger:
     def numbers(self) -> list[int]:
         """All counts as a flat list, for a receipt."""
         return [
-            *(getattr(self, name) for name in _COUNTS),
+            *_counts(self),
             *self.dropped.values(),
             *self.dropped_samples.values(),
         ]
@@ -101,3 +102,4 @@ class Tally:
 
 
 _COUNTS = tuple(f.name for f in fields(Ledger) if not f.name.startswith("dropped"))
+_counts = attrgetter(*_COUNTS)
