@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from streampack.assemble import assemble
-from streampack.types import IGNORE_INDEX, Fragment, Pack
+from streampack.types import IGNORE_INDEX, Fragment, IntArray, Pack
 
 
 def to_torchtune(pack: Pack) -> dict[str, Any]:
@@ -18,12 +19,11 @@ def to_torchtune(pack: Pack) -> dict[str, Any]:
     ``seq_lens`` ends with the padding's length where there is padding, because torchtune's collate needs
     the sum to be ``max_seq_len``; ``num_seqs`` counts the real sequences.
     """
-    padding = pack.tokens.size - sum(pack.seq_lens)
     return {
         "tokens": torch.from_numpy(pack.tokens),  # [max_seq_len]
         "labels": torch.from_numpy(pack.labels),  # [max_seq_len]
         "input_pos": torch.from_numpy(pack.input_pos),  # [max_seq_len]
-        "seq_lens": torch.tensor(pack.seq_lens + (padding,) * (padding > 0)),  # [num_seqs (+ 1)]
+        "seq_lens": torch.tensor(_with_padding(pack)),  # [num_seqs (+ 1)]
         "num_seqs": len(pack.seq_lens),
         "fragments": pack.fragments,
         "epoch": pack.epoch,
@@ -97,18 +97,48 @@ def collate_packed(packs: Sequence[Mapping[str, Any]], *, segments: int | None =
     Raises:
         ValueError: if a pack has more than ``segments``.
     """
-    seq_lens = torch.nn.utils.rnn.pad_sequence([pack["seq_lens"] for pack in packs], batch_first=True)
-    if segments is not None:
-        if seq_lens.shape[1] > segments:
-            raise ValueError(
-                f"a pack has {seq_lens.shape[1]} segments, padding included, and segments={segments}; give "
-                "max_seqs_per_pack + 1"
-            )
-        seq_lens = torch.nn.functional.pad(seq_lens, (0, segments - seq_lens.shape[1]))
     return Batch(
         tokens=torch.stack([pack["tokens"] for pack in packs]),
         labels=torch.stack([pack["labels"] for pack in packs]),
         input_pos=torch.stack([pack["input_pos"] for pack in packs]),
-        seq_lens=seq_lens.int(),
+        seq_lens=_table([pack["seq_lens"].tolist() for pack in packs], segments),
         fragments=tuple(tuple(pack["fragments"]) for pack in packs),
     )
+
+
+def stack_packs(packs: Sequence[Pack], *, segments: int | None = None) -> Batch:
+    """The batch that `collate_packed` makes of the same packs as dicts, without five small tensors for each pack.
+
+    A pack by itself is not copied: packs of 131,072 tokens come alone, and are 3 MiB each.
+
+    Raises:
+        ValueError: as `collate_packed`.
+    """
+    return Batch(
+        tokens=_stacked([pack.tokens for pack in packs]),
+        labels=_stacked([pack.labels for pack in packs]),
+        input_pos=_stacked([pack.input_pos for pack in packs]),
+        seq_lens=_table([_with_padding(pack) for pack in packs], segments),
+        fragments=tuple(pack.fragments for pack in packs),
+    )
+
+
+def _stacked(rows: list[IntArray]) -> torch.Tensor:
+    return torch.from_numpy(np.array(rows) if len(rows) > 1 else rows[0][np.newaxis])
+
+
+def _with_padding(pack: Pack) -> tuple[int, ...]:
+    padding = pack.tokens.size - sum(pack.seq_lens)
+    return (*pack.seq_lens, padding) if padding else pack.seq_lens
+
+
+def _table(rows: Sequence[Sequence[int]], width: int | None) -> torch.Tensor:
+    """Lengths of segments as ``[len(rows), width]`` int32, zeros behind each row; by default as wide as the longest."""
+    most = max(map(len, rows))
+    if width is None:
+        width = most
+    elif most > width:
+        raise ValueError(
+            f"a pack has {most} segments, padding included, and segments={width}; give max_seqs_per_pack + 1"
+        )
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=torch.int32)

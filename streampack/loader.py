@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
-from streampack.collate import Batch, collate_packed, null_pack, to_torchtune
+from streampack.collate import Batch, null_pack, stack_packs
 from streampack.fingerprint import require_same_files, share_fingerprint
 from streampack.iterable import IterablePackedDataset
 from streampack.lockstep import Answer, Lockstep
@@ -336,5 +336,5 @@ class _Batches:
         config = self.loader.dataset.lane_config
         if missing := self.loader.packs_per_batch - len(packs):
             packs = packs + [null_pack(config.packing.max_seq_len, padding_idx=config.padding_idx)] * missing
-        batch = collate_packed([to_torchtune(pack) for pack in packs], segments=config.packing.segments)
+        batch = stack_packs(packs, segments=config.packing.segments)
         return batch.pin_memory() if self.loader.pin_memory else batch

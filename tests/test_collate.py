@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from streampack import IGNORE_INDEX, Batch, Fragment, IterablePackedDataset, Pack, Sample, collate_packed
 from streampack.assemble import assemble
-from streampack.collate import null_pack, to_torchtune
+from streampack.collate import null_pack, stack_packs, to_torchtune
 from tests import oracle
 
 LIMIT = 12
@@ -72,11 +72,22 @@ def test_a_batch_is_its_packs(packs: list[list[int]]) -> None:
     assert batch.fragments == tuple(row["fragments"] for row in rows)
 
 
+@given(st.lists(contents, min_size=1, max_size=4), st.sampled_from([None, LIMIT + 1]))
+def test_packs_and_their_dicts_make_the_same_batch(lens: list[list[int]], segments: int | None) -> None:
+    packs = [make_pack(seq_lens, first=1 + 100 * i) for i, seq_lens in enumerate(lens)] + [null_pack(LIMIT)]
+    ours = stack_packs(packs, segments=segments)
+    theirs = collate_packed([to_torchtune(pack) for pack in packs], segments=segments)
+    for name in ("tokens", "labels", "input_pos", "seq_lens"):
+        assert getattr(ours, name).dtype == getattr(theirs, name).dtype
+        assert torch.equal(getattr(ours, name), getattr(theirs, name))
+    assert ours.fragments == theirs.fragments
+
+
 def test_a_batch_shares_no_memory_with_its_packs() -> None:
-    row = to_torchtune(make_pack([3, 4]))
-    batch = collate_packed([row])
-    batch.tokens.zero_()
-    assert row["tokens"].tolist()[:3] == [1, 2, 3]
+    pack = make_pack([3, 4])
+    for batch in (collate_packed([to_torchtune(pack)]), stack_packs([pack, pack])):
+        batch.tokens.zero_()
+        assert pack.tokens.tolist()[:3] == [1, 2, 3]
 
 
 def test_a_batch_moves_as_a_whole() -> None:
@@ -128,3 +139,7 @@ def test_a_batch_as_wide_as_it_is_told() -> None:
         ValueError, match=r"a pack has 3 segments, padding included, and segments=2; give max_seqs"
     ):
         collate_packed(packs, segments=2)
+    with pytest.raises(
+        ValueError, match=r"a pack has 3 segments, padding included, and segments=2; give max_seqs"
+    ):
+        stack_packs([make_pack([3, 2])], segments=2)
