@@ -89,25 +89,27 @@ class Lane:
         if not spans:
             self.done = True
             return None
-        sequences, fragments = [], []
+        packing = self.config.packing
+        sequences, fragments, seq_lens = [], [], []
         for number, start, stop in spans:
             piece = self.held[number]
+            length = piece.sample.tokens.size
+            if stop - start < length and piece.trained is None:
+                # Every fragment gives the same cuts, so the labels are counted once and not for each.
+                trained = trained_tokens(piece.sample.labels, packing.cuts(length, start, stop))
+                piece = self.held[number] = piece._replace(trained=trained)
             sequences.append(sequence := piece.sample.cut(start, stop))
-            fragments.append(
-                Fragment(
-                    piece.origin, piece.start + start, piece.start + stop, self._trained(piece, start, stop)
-                )
-            )
-            if (tally := self._tally(piece.origin)) is not None:
+            seq_lens.append(stop - start)
+            fragments.append(Fragment(piece.origin, piece.start + start, piece.start + stop, piece.trained))
+            if self.tallies:
+                tally = self._tally(piece.origin)
                 tally.packed += stop - start
                 tally.trained += trained_tokens(sequence.labels)
-            if stop == piece.sample.tokens.size:
+            if stop == length:
                 del self.held[number]
-        packing = self.config.packing
         tokens, labels, input_pos = assemble(
             sequences, max_seq_len=packing.max_seq_len, padding_idx=self.config.padding_idx
         )
-        seq_lens = tuple(span.stop - span.start for span in spans)
         self.packs += 1
         self.ledger.packs += 1
         self.ledger.slots += packing.max_seq_len
@@ -116,7 +118,7 @@ class Lane:
             tokens=tokens,
             labels=labels,
             input_pos=input_pos,
-            seq_lens=seq_lens,
+            seq_lens=tuple(seq_lens),
             fragments=tuple(fragments),
             epoch=0 if self.config.endless else self.epoch,
             number=self.packs - 1,
@@ -152,10 +154,9 @@ class Lane:
         else:
             position = self.row.position if self.row else self.reader.position
             epoch, first = self.epoch, self.planner.next_piece
-        waits = set(waiting)
-        gone = sum(
-            1 << i for i, piece in enumerate(range(first, self.planner.next_piece)) if piece not in waits
-        )
+        gone = (1 << self.planner.next_piece - first) - 1
+        for piece in waiting:
+            gone ^= 1 << piece - first
         return Receipt(
             self.packs,
             self.done,
@@ -243,10 +244,11 @@ class Lane:
         piece = self.pending.pop(0)
         self.held[self.planner.next_piece] = piece
         self.pieces_in_epoch += 1
-        self.ledger.tokens_in += piece.sample.tokens.size
-        if (tally := self._tally(piece.origin)) is not None:
-            tally.tokens_in += piece.sample.tokens.size
-        return piece.sample.tokens.size
+        length = piece.sample.tokens.size
+        self.ledger.tokens_in += length
+        if self.tallies:
+            self._tally(piece.origin).tokens_in += length
+        return length
 
     def _read(self) -> Row | None:
         while self.row is None:
@@ -296,19 +298,20 @@ class Lane:
             parts = config.cut(sample)
         except ValueError as error:
             raise ValueError(f"{self._place(row)} {error}") from None
-        length, kept = sample.tokens.size, sum(part.tokens.size for _, part in parts)
         trained = None
         if len(parts) > 1:
             trained = trained_tokens(sample.labels, [start for start, _ in parts[1:]])
-        pieces = [
-            Piece(part, row.origin, start, self.epoch, row.position, first, trained) for start, part in parts
-        ]
+        pieces, length, kept = [], sample.tokens.size, 0
+        for start, part in parts:
+            pieces.append(Piece(part, row.origin, start, self.epoch, row.position, first, trained))
+            kept += part.tokens.size
         if isinstance(self.reader, Draws):
             trained_in_packs = sum(trained_tokens(part.labels) for _, part in parts)
             self.reader.charge(trained_in_packs, pieces=max(1, len(parts)))
         if not replay:
             self.ledger.samples += 1
-            if (tally := self._begin_tally(row)) is not None:
+            if self.tallies:
+                tally = self._begin_tally(row)
                 tally.samples += 1
                 tally.tokens_in += length - kept
             if kept < length or not parts:
@@ -326,27 +329,23 @@ class Lane:
             source, before = self.config.source, self.ledger.dropped_samples["bad"]
             quarantine.pass_by(self.lane, source=source, origin=row.origin, reason=reason, before=before)
             self.ledger.drop("bad", 0)
-            self._begin_tally(row)
+            if self.tallies:
+                self._begin_tally(row)
             self.planner.next_piece += 1
         if row.data is not BROKEN and isinstance(self.reader, Draws):
             self.reader.charge(0)
         return []
 
-    def _trained(self, piece: Piece, start: int, stop: int) -> int | None:
-        """Of the whole sample, if it is split."""
-        cuts = self.config.packing.cuts(piece.sample.tokens.size, start, stop)
-        return trained_tokens(piece.sample.labels, cuts) if cuts else piece.trained
-
-    def _tally(self, origin: Origin) -> Tally | None:
+    def _tally(self, origin: Origin) -> Tally:
         """Of the row's source in a mixture."""
-        mix = self.config.mix
-        return None if mix is None else self.tallies[mix.leaf(origin)]
+        assert self.config.mix is not None
+        return self.tallies[self.config.mix.leaf(origin)]
 
-    def _begin_tally(self, row: Row) -> Tally | None:
+    def _begin_tally(self, row: Row) -> Tally:
         """The tally of the newest row's source; it counts how often the source was begun."""
+        assert isinstance(self.reader, Draws)
         tally = self._tally(row.origin)
-        if tally is not None and isinstance(self.reader, Draws):
-            tally.epochs += self.reader.begins
+        tally.epochs += self.reader.begins
         return tally
 
     def _place(self, row: Row) -> str:

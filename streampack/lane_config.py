@@ -50,7 +50,9 @@ class LaneConfig:
         if length == 0 and self.empty == "drop":
             return []
         bounds = self.packing.pieces_of(length)
+        if bounds == [(0, length)]:
+            return [(0, sample)]
         pieces = [(start, sample.cut(start, stop)) for start, stop in bounds]
-        if self.truncate_eos is not None and bounds and 0 < bounds[-1][1] < length:
+        if self.truncate_eos is not None and bounds and bounds[-1][1] < length:
             pieces = [(start, with_eos(piece, self.truncate_eos)) for start, piece in pieces]
         return pieces

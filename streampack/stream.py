@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 
 from streampack.lane import Lane
 from streampack.metrics import Ledger, Tally
@@ -26,6 +27,9 @@ class PackStream:
         self.alone = alone  # these are all the lanes there are
         self.last_epoch = last_epoch
         self._receipts = receipts
+        # The smallest is next: within an epoch, the lanes that are done come last; then the epoch is over.
+        turn = ("done", "packs", "lane")
+        self._turn = attrgetter(*turn) if last_epoch is None else attrgetter("epoch", *turn)
 
     def __iter__(self) -> PackStream:
         return self
@@ -38,19 +42,17 @@ class PackStream:
     def next_event(self) -> Event:
         """The next pack, or the end of a lane's epoch, whose receipt books what was dropped after its last pack."""
         while True:
-            epoch = min((lane.epoch for lane in self.lanes), default=0)
-            endless = self.last_epoch is None
-            ready = [lane for lane in self.lanes if not lane.done and (endless or lane.epoch == epoch)]
-            if not ready:
+            lane = min(self.lanes, key=self._turn, default=None)
+            if lane is None or lane.done:
                 if self.alone and not any(lane.ledger.samples for lane in self.lanes):
                     raise ValueError("the source has no rows at all; check what it reads")
+                epoch = lane.epoch if lane else 0
                 if self.last_epoch is None or epoch >= self.last_epoch:
                     raise StopIteration
-                for lane in self.lanes:
-                    if lane.epoch == epoch:
-                        lane.start_epoch(epoch + 1)
+                for ended in self.lanes:
+                    if ended.epoch == epoch:
+                        ended.start_epoch(epoch + 1)
                 continue
-            lane = min(ready, key=lambda lane: (lane.packs, lane.lane))
             event = lane.next_pack() or LaneEnd(lane.lane, lane.epoch, lane.receipt())
             self._receipts[lane.lane] = event.receipt
             return event

@@ -120,7 +120,8 @@ class WindowReader:
     def _fill(self) -> None:
         if self.filling is None:
             self.filling = []
-        while self.part < len(self.parts) and len(self.filling) < max(1, self.reading.shuffle_window):
+        size = max(1, self.reading.shuffle_window)
+        while self.part < len(self.parts) and len(self.filling) < size:
             part = self.parts[self.part]
             try:
                 record = self._next_record(part)
