@@ -207,24 +207,37 @@ def assemble(
     [-100, 8, 9, -100, 5, -100]
     [0, 1, 2, 0, 1, 0]
     """
-    used = sum(sequence.tokens.size for sequence in sequences)
+    lengths = [sequence.tokens.size for sequence in sequences]
+    used = sum(lengths)
     assert used <= max_seq_len, f"{used} tokens planned into a pack of {max_seq_len}"
     tokens = np.empty(max_seq_len, np.int64)
     labels = np.empty(max_seq_len, np.int64)
-    input_pos = np.empty(max_seq_len, np.int64)
-    count = _count(max_seq_len)
     start = 0
-    for sequence in sequences:
-        stop = start + sequence.tokens.size
+    for sequence, length in zip(sequences, lengths, strict=True):
+        stop = start + length
         tokens[start:stop] = sequence.tokens
         labels[start:stop] = sequence.labels
         labels[start] = IGNORE_INDEX
-        input_pos[start:stop] = count[: stop - start]
         start = stop
     tokens[used:] = padding_idx
     labels[used:] = IGNORE_INDEX
-    input_pos[used:] = count[: max_seq_len - used]
-    return tokens, labels, input_pos
+    return tokens, labels, positions(lengths, max_seq_len)
+
+
+def positions(seq_lens: Sequence[int], max_seq_len: int) -> IntArray:
+    """The ``input_pos`` of a pack: from 0 in every sequence, and in the padding.
+
+    >>> positions([3, 2], 6).tolist()
+    [0, 1, 2, 0, 1, 0]
+    """
+    input_pos = np.empty(max_seq_len, np.int64)
+    count = _count(max_seq_len)
+    start = 0
+    for length in seq_lens:
+        input_pos[start : start + length] = count[:length]
+        start += length
+    input_pos[start:] = count[: max_seq_len - start]
+    return input_pos
 
 
 @lru_cache(maxsize=4)

@@ -7,6 +7,7 @@ import json
 import logging
 import multiprocessing as mp
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -18,12 +19,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from streampack import IterablePackedDataset, IterableSource
+from streampack import IterablePackedDataset, IterableSource, Sample
+from streampack.assemble import assemble
+from streampack.collate import null_pack
 from streampack.stream import Event
-from streampack.types import Pack
-from streampack.workers import Worker
+from streampack.types import LaneEnd, Pack
+from streampack.workers import Worker, fold, unfold
 from tests.corpus import Numbers, rows, write
 
 pytestmark = [
@@ -108,6 +114,33 @@ def held() -> dict[str, Any]:
             if entry.is_symlink() and "/proc/" not in str(entry.readlink())
         },
     }
+
+
+# What travels.
+
+
+@given(st.lists(st.integers(1, 6), max_size=4), st.sampled_from([7, 2**31 - 1, 2**31, 2**62]))
+def test_what_is_folded_unfolds_to_the_same(seq_lens: list[int], largest: int) -> None:
+    """Whatever the ids; a part-empty pack and a null pack, too."""
+    sequences = [Sample(ids := np.arange(largest - n, largest) + 1, ids) for n in seq_lens]
+    arrays = assemble(sequences, max_seq_len=24, padding_idx=3)
+    pack = Pack(*arrays, tuple(seq_lens), (), epoch=1, number=2, lane=3, receipt=b"four")
+    folded = pickle.loads(pickle.dumps(fold(pack)))
+    again = unfold(folded)
+    assert isinstance(again, Pack)
+    assert content(again) == content(pack)
+    for ours, theirs in zip(again[:3], arrays, strict=True):
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+        assert ours.flags.writeable
+    narrow = not seq_lens or largest < 2**31
+    assert (folded.tokens.itemsize, folded.input_pos.size) == (4 if narrow else 8, 0)
+    end = LaneEnd(3, 1, b"four")
+    assert unfold(fold(end)) == end
+
+
+def test_ids_below_32_bits_keep_theirs() -> None:
+    pack = null_pack(4)._replace(labels=np.array([-(2**31) - 1, 0, 0, 0]))
+    assert content(unfold(fold(pack))) == content(pack)
 
 
 class Deadly:
