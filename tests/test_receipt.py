@@ -60,6 +60,20 @@ def test_round_trip(receipt: Receipt) -> None:
     assert Receipt.from_bytes(data).to_bytes() == data
 
 
+def test_the_bytes_stay_as_they_are() -> None:
+    """States lie on disks: with the same version come the same bytes."""
+    assert VERSION == 2
+    assert TYPICAL.to_bytes().hex() == (
+        "02d2090001030c808080de02cf0fd0a54c005aaaa64cdea0a68302d20980c0b402b0bcb40200000000000000"
+        "0000fbffffffffffffffffffff900fe8b7"
+    )
+    mixed = TYPICAL._replace(done=True, tallies=(Tally(1, 2, 300, 4, 5),))
+    assert mixed.to_bytes().hex() == (
+        "02d2090101030c808080de02cf0fd0a54c005aaaa64cdea0a68302d20980c0b402b0bcb40200000000000000"
+        "00010102ac020405fbffffffffffffffffffffb82247ec"
+    )
+
+
 @settings(max_examples=20)
 @given(receipts())
 def test_every_truncation_is_seen(receipt: Receipt) -> None:
