@@ -1,0 +1,294 @@
+"""JSON lines of text to batches, beside what bounds them: the tokenizer alone, and a plain DataLoader that tokenizes.
+
+One command: ``python -m benchmarks.text``. README.md in this folder says how to read the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import multiprocessing as mp
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from benchmarks import report
+from streampack import IterablePackedDataset, JSONLSource, PackedDataLoader, TextEncoder
+from streampack.sources import Reading
+
+MAX_SEQ_LEN = 4096
+PACKS = 8  # in a batch
+DOCUMENTS = 64  # in a batch of the plain DataLoader: as many tokens
+LANES = 8
+VOCABULARY = 32_000
+MODES: dict[str, dict[str, Any]] = {
+    "exact_fit": {"overlong": "split"},
+    "split_across_pack": {"split_across_pack": True},
+}
+Result = TypeVar("Result")
+HEADER = (
+    "tokenizer",
+    "mode",
+    "tokenizer alone, Mtok/s",
+    "JSON alone, Mtok/s",
+    "DataLoader, Mtok/s",
+    "batches, Mtok/s",
+    "of tokenizer",
+    "spread",
+    "of DataLoader",
+    "spread",
+    "CPU of DataLoader",
+    "CPU of batches",
+)
+
+
+class Tokenizer(Protocol):
+    """As torchtune's."""
+
+    def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]: ...
+
+
+class FastTokenizer:
+    """A byte-level BPE of Hugging Face's `tokenizers`, trained on the spot, behind torchtune's interface."""
+
+    def __init__(self, texts: Iterable[str], *, vocab_size: int) -> None:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+        self.tokenizer = Tokenizer(models.BPE())
+        self.tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self.tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=["<pad>", "<bos>", "<eos>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        self.tokenizer.train_from_iterator(texts, trainer)
+
+    def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return [1] * add_bos + ids + [2] * add_eos
+
+
+def sentencepiece_tokenizer() -> Tokenizer:
+    """torchtune's, of the quickstart."""
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # says at import that it has no C++ extensions
+    from streampack_recipes import stdlib_corpus
+    from torchtune.models.llama2 import llama2_tokenizer
+
+    made: Tokenizer = llama2_tokenizer(str(stdlib_corpus.prepare().tokenizer))
+    return made
+
+
+def texts() -> list[str]:
+    """The standard library's sources and docstrings, in a seeded order: lengths as skewed as those of the web."""
+    from streampack_recipes.stdlib_corpus import docstring_pairs, source_files
+
+    found = [source["text"] for source in source_files()]
+    found += ["\n".join(pair.values()) for pair in docstring_pairs()]
+    random.Random(0).shuffle(found)
+    return [text for text in found if text]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A file of JSON lines, and the same texts in memory."""
+
+    path: Path
+    texts: list[str]
+
+    @classmethod
+    def write(cls, folder: Path, some: Sequence[str], *, size: int) -> Corpus:
+        """About ``size`` bytes of ``{"text": ...}``; the texts come again and again, whole."""
+        path, kept, written = folder / "text.jsonl", [], 0
+        with path.open("w", encoding="utf-8") as file:
+            for text in cycle(some):
+                if written >= size:
+                    return cls(path, kept)
+                written += file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+                kept.append(text)
+        raise AssertionError("a cycle has no end")
+
+
+class Cost(NamedTuple):
+    """What a run takes."""
+
+    seconds: float
+    cpu: float  # seconds too, of all its processes
+
+
+def measured(run: Callable[[], Result]) -> tuple[Cost, Result]:
+    """What ``run`` takes, with the processes that it starts and waits for, and what it returns."""
+    begun, cpu = time.perf_counter(), sum(os.times()[:4])
+    result = run()
+    return Cost(time.perf_counter() - begun, sum(os.times()[:4]) - cpu), result
+
+
+def in_processes(work: Callable[[int], object], count: int) -> None:
+    """Run ``work(0)`` to ``work(count - 1)`` at once, each in a process of its own, and wait for them."""
+    processes = [mp.get_context("fork").Process(target=work, args=(number,)) for number in range(count)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    if any(process.exitcode for process in processes):
+        raise RuntimeError("a process of the benchmark failed; it says why above")
+
+
+def encode_share(tokenizer: Tokenizer, corpus: Corpus, count: int, number: int) -> None:
+    """The tokenizer alone: every ``count``-th text, from memory, the tokens dropped as they come."""
+    for text in islice(corpus.texts, number, None, count):
+        tokenizer.encode(text)
+
+
+def read_share(tokenizer: Tokenizer, corpus: Corpus, count: int, number: int) -> None:
+    """The reading alone: lines to rows, in the lanes of worker ``number``; nothing is tokenized."""
+    source = JSONLSource(corpus.path)
+    for lane in range(number, LANES, count):
+        for _ in source.read(Reading(lane, num_lanes=LANES)):
+            pass
+
+
+class Lines(IterableDataset[list[int]]):
+    """What one writes without a library: each worker takes every n-th line, parses it and tokenizes it."""
+
+    def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
+        self.path = path
+        self.tokenizer = tokenizer
+
+    def __iter__(self) -> Iterator[list[int]]:
+        worker = get_worker_info()
+        assert worker is not None
+        with self.path.open("rb") as lines:
+            for line in islice(lines, worker.id, None, worker.num_workers):
+                yield self.tokenizer.encode(json.loads(line)["text"])
+
+
+def plain(tokenizer: Tokenizer, corpus: Corpus, count: int) -> int:
+    """The tokens of a DataLoader whose batches are lists of lists."""
+    loader = DataLoader(
+        Lines(corpus.path, tokenizer), batch_size=DOCUMENTS, num_workers=count, collate_fn=list
+    )
+    return sum(len(document) for batch in loader for document in batch)
+
+
+def packed(tokenizer: Tokenizer, corpus: Corpus, count: int, mode: str) -> int:
+    """The same of ours: all of it, to batches of tensors."""
+    data = IterablePackedDataset(
+        JSONLSource(corpus.path),
+        encoder=TextEncoder(tokenizer),
+        max_seq_len=MAX_SEQ_LEN,
+        num_lanes=LANES,
+        **MODES[mode],
+    )
+    loader = PackedDataLoader(data, batch_size=PACKS, num_workers=count)
+    return sum(batch.num_tokens for batch in loader)
+
+
+def a_round(tokenizer: Tokenizer, corpus: Corpus, count: int) -> tuple[int, dict[str, Cost]]:
+    """The tokens of the corpus, and what each run takes, one after the other."""
+    costs = {}
+    for what, share in (("alone", encode_share), ("json", read_share)):
+        work = partial(share, tokenizer, corpus, count)
+        costs[what], _ = measured(partial(in_processes, work, count))
+    costs["plain"], tokens = measured(partial(plain, tokenizer, corpus, count))
+    for mode in MODES:
+        costs[mode], ours = measured(partial(packed, tokenizer, corpus, count, mode))
+        if ours != tokens:
+            raise AssertionError(f"{mode} packed {ours} tokens of {tokens}")
+    return tokens, costs
+
+
+def rows(
+    tokenizers: dict[str, Tokenizer], corpus: Corpus, *, processes: int, repeats: int
+) -> Iterator[list[str]]:
+    """A line of the table for every tokenizer and mode."""
+    begin = report.progress(len(tokenizers) * repeats)
+    for name, tokenizer in tokenizers.items():
+        rounds = []
+        for number in range(repeats):
+            begin(f"{name}, round {number + 1}")
+            rounds.append(a_round(tokenizer, corpus, processes))
+        for mode in MODES:
+            runs = ("alone", "json", "plain", mode)
+            rates = [[tokens / costs[run].seconds / 1e6 for tokens, costs in rounds] for run in runs]
+            yield [
+                name,
+                mode,
+                *(f"{statistics.median(column):.2f}" for column in rates),
+                *quotients([costs["alone"].seconds / costs[mode].seconds for _, costs in rounds]),
+                *quotients([costs["plain"].seconds / costs[mode].seconds for _, costs in rounds]),
+                *(
+                    quotients([costs[run].cpu / costs["alone"].cpu for _, costs in rounds])[0]
+                    for run in runs[2:]
+                ),
+            ]
+
+
+def quotients(of_rounds: Sequence[float]) -> tuple[str, str]:
+    """The median, and from where to where.
+
+    >>> quotients([0.75, 1.0, 2.0])
+    ('1.00', '0.75 to 2.00')
+    """
+    return f"{statistics.median(of_rounds):.2f}", f"{min(of_rounds):.2f} to {max(of_rounds):.2f}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print and keep the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("--bytes", type=int, default=100_000_000, help="of JSON lines (%(default)s)")
+    add("--processes", type=int, default=2, help="workers, and processes of what bounds them (%(default)s)")
+    add("--repeats", type=int, default=5, help="rounds, of which the table shows medians (%(default)s)")
+    add(
+        "--smoke",
+        action="store_true",
+        help="seconds, to see that it runs: 0.3 MB, once, one tokenizer, no file",
+    )
+    add("--out", type=Path, help="folder of the result file (benchmarks/results)")
+    options = parser.parse_args(arguments)
+    size, repeats = (300_000, 1) if options.smoke else (options.bytes, options.repeats)
+    if size < 1 or repeats < 1 or not 1 <= options.processes <= LANES:
+        parser.error(
+            f"--bytes {size} and --repeats {repeats} must be at least 1, --processes {options.processes} 1 to {LANES}"
+        )
+    # A thread for each process, as a worker has one; otherwise it would also warn of having been forked.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    some, vocabulary = (texts()[:200], 1000) if options.smoke else (texts(), VOCABULARY)
+    print(f"training a tokenizer of {vocabulary:,} tokens", file=sys.stderr)
+    tokenizers: dict[str, Tokenizer] = {"BPE, `tokenizers`": FastTokenizer(some, vocab_size=vocabulary)}
+    if not options.smoke:
+        tokenizers["BPE, SentencePiece"] = sentencepiece_tokenizer()
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = Corpus.write(Path(folder), some, size=size)
+        table = report.table(HEADER, rows(tokenizers, corpus, processes=options.processes, repeats=repeats))
+        text = "\n\n".join(
+            [
+                "# JSON lines of text to batches",
+                report.origin("streampack", "torch", "numpy", "tokenizers", "sentencepiece"),
+                f"{corpus.path.stat().st_size / 1e6:,.0f} MB in {len(corpus.texts):,} rows, in the page cache; "
+                f"{options.processes} processes; packs of {MAX_SEQ_LEN:,}; medians of {repeats} round(s), each of "
+                "which runs all of a tokenizer's one after the other. How to read it: ../README.md.",
+                table,
+            ]
+        )
+    print(text)
+    if options.out or not options.smoke:
+        print(f"\nwritten to {report.save('text', text, options.out or report.RESULTS)}")
+
+
+if __name__ == "__main__":
+    main()
