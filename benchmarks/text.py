@@ -250,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print and keep the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--bytes", type=int, default=100_000_000, help="of JSON lines (%(default)s)")
+    add("--bytes", type=int, default=40_000_000, help="of JSON lines (%(default)s)")
     add("--processes", type=int, default=2, help="workers, and processes of what bounds them (%(default)s)")
     add("--repeats", type=int, default=5, help="rounds, of which the table shows medians (%(default)s)")
     add(
