@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array as machine_array
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -102,20 +103,26 @@ def _integers(row: Mapping[str, Any], column: str) -> IntArray:
         values = row[column]
     except KeyError:
         raise missing_column(row, column) from None
+    if type(values) is list and values and type(values[0]) is int:
+        # As tokenizers give them: by way of `array`, it takes three quarters of the time: numpy looks for a type first.
+        try:
+            return np.frombuffer(machine_array("q", values), np.int64)
+        except (TypeError, OverflowError):
+            pass  # not all of them are ints; numpy finds out what they are, for the error
     try:
-        array = np.asarray(values)
+        found = np.asarray(values)
     except ValueError:  # sequences of several lengths
         raise ValueError(
             f"column {column!r} is nested; it must be a flat sequence of whole numbers"
         ) from None
-    if array.size == 0 and array.ndim == 1:
-        return array.astype(np.int64)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
+    if found.size == 0 and found.ndim == 1:
+        return found.astype(np.int64)
+    if found.ndim != 1 or found.dtype.kind not in "iu":
         raise ValueError(
-            f"column {column!r} has shape {list(array.shape)} and type {array.dtype}; "
+            f"column {column!r} has shape {list(found.shape)} and type {found.dtype}; "
             "it must be a flat sequence of whole numbers"
         )
-    return array.astype(np.int64, copy=False)
+    return found.astype(np.int64, copy=False)
 
 
 def missing_column(row: Mapping[str, Any], column: str) -> ValueError:

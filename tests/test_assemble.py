@@ -31,6 +31,35 @@ def test_a_pack_is_the_oracles(sequences: list[list[tuple[int, int]]], spare: in
     assert all(row.dtype == np.int64 and row.shape == (limit,) for row in ours)
 
 
+anything = st.one_of(
+    ids, st.integers(-(2**70), 2**70), st.floats(), st.booleans(), st.none(), st.text(), st.just([1])
+)
+
+
+@given(st.one_of(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=6), st.lists(anything, max_size=3)))
+def test_a_list_is_what_numpy_makes_of_it(values: list[Any]) -> None:
+    """The short way for lists of ints takes nothing that the long way refuses."""
+    try:
+        expected = np.asarray(values) if values else np.empty(0, np.int64)
+    except ValueError:
+        expected = np.empty((0, 0))
+    if expected.ndim == 1 and expected.dtype == np.int64:
+        made = as_sample({"tokens": values}, labels=None).tokens
+        assert made.tolist() == expected.tolist()
+        assert made.dtype == np.int64
+        assert made.flags.writeable
+    elif expected.dtype.kind != "u":  # numbers from 2**63 on wrap, and are refused as negative ids
+        with pytest.raises(ValueError, match="it must be a flat sequence of whole numbers"):
+            as_sample({"tokens": values}, labels=None)
+
+
+def test_labels_that_are_the_tokens_are_read_once() -> None:
+    row = {"tokens": [1, 5, 2]}
+    made = as_sample(row | {"labels": row["tokens"]})
+    assert made.labels is made.tokens
+    assert as_sample(row | {"labels": [1, 5, 2]}).labels is not made.tokens
+
+
 def test_a_pack_by_hand() -> None:
     tokens, labels, input_pos = assemble(
         [sample([5, 6, 7]), sample([8]), sample([9, 10], [IGNORE_INDEX, 10])], max_seq_len=9, padding_idx=1
