@@ -171,7 +171,8 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
                 losses, squares = loss_terms(
                     logits, batch.labels, weights=weights.to(device, non_blocking=True)
                 )
-                loss, z_loss = losses.sum(), cfg.z_loss * squares.sum()
+                loss = losses.sum()
+                z_loss = cfg.z_loss * squares.sum() if cfg.z_loss else torch.zeros_like(loss)
                 del logits  # or they would stay through the backward pass
                 (loss + z_loss).backward()
                 meter.add(batch, loss, weights, z_loss=z_loss)

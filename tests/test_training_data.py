@@ -67,3 +67,33 @@ def test_a_validation_row_that_is_none_is_named(tmp_path: Path) -> None:
     config = tiny_config(tmp_path / "run", validation={"source": source})
     with pytest.raises(ValueError, match=r"^validation rows: .*bad\.jsonl:1: column 'text' holds a int"):
         held_out_of(config, World())
+
+
+def test_validation_that_trains_nothing_is_refused(tmp_path: Path) -> None:
+    masked = tmp_path / "masked.jsonl"
+    masked.write_text('{"text": "cat"}\n')  # one word, and no other token: it is the first
+    config = tiny_config(
+        tmp_path / "run",
+        validation={"source": {"_component_": "streampack.JSONLSource", "paths": str(masked)}},
+        **{"data.encoder.add_bos": False, "data.encoder.add_eos": False},
+    )
+    with pytest.raises(
+        ValueError, match=r"^the validation rows train nothing in 1 pack\(s\): every label is masked"
+    ):
+        held_out_of(config, World())
+
+
+def test_broken_records_of_validation_are_listed_apart_once_and_without_a_limit(tmp_path: Path) -> None:
+    config = mixed_config(tmp_path)
+    config.data.update({"on_bad_record": "skip", "max_bad_records": 1, "quarantine": str(tmp_path / "bad")})
+    config.validation = {"share": 0.5, "max_packs": 1000}
+    for name in ("counting", "words"):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(path.read_text() + "{broken\n" * 3)
+    for rank in range(2):
+        held_out_of(config, World(rank=rank, size=2))
+    listed = {
+        path.relative_to(tmp_path / "bad"): path.read_text() for path in (tmp_path / "bad").rglob("*.jsonl")
+    }
+    assert {str(path.parent) for path in listed} == {"validation/counting", "validation/words"}
+    assert [len(lines.splitlines()) for lines in listed.values()] == [3, 3]

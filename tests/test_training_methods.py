@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from streampack_recipes.full_finetune import train
 from streampack_recipes.lora_finetune import train as train_lora
 
 from streampack import IterablePackedDataset, MapSource, Mix, PackedDataLoader
 from streampack.methods import METHODS
-from streampack.training.config import validate
-from streampack.training.distributed import World
-from streampack.training.methods import MethodLoader, read_samples
+from streampack.training.config import read_config, validate
+from streampack.training.distributed import World, join_world
+from streampack.training.methods import MethodLoader, read_pieces
+from tests.ranks import RankError, run_ranks
 from tests.test_lora_finetune import lora_config
 from tests.tiny import losses, tiny_config
 
@@ -26,6 +30,17 @@ LENGTHS = [7, 3, 8, 1, 5, 2, 6, 4, 8, 3, 2, 7, 1]
 def dataset(**settings: Any) -> IterablePackedDataset:
     rows = [{"tokens": [i + 1] * n, "labels": [i + 1] * n} for i, n in enumerate(LENGTHS)]
     return IterablePackedDataset(MapSource(rows), **{"max_seq_len": 8, **settings})
+
+
+class Imagined(World):
+    """A rank without the others, of which it hears what it says itself."""
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        yield
 
 
 def seen(batches: Any) -> Counter[int]:
@@ -132,7 +147,7 @@ def test_every_batch_from_every_state(name: str) -> None:
 def test_ranks_share_every_step_and_may_become_fewer(name: str) -> None:
     def loader(rank: int, size: int) -> MethodLoader:
         return MethodLoader(
-            dataset(epochs=2), method=name, packs_per_step=4, world=World(rank=rank, size=size)
+            dataset(epochs=2), method=name, packs_per_step=4, world=Imagined(rank=rank, size=size)
         )
 
     alone = loader(0, 1)
@@ -177,8 +192,8 @@ def test_what_is_too_long_is_treated_as_in_a_stream(
     tokens = [[10 * i + j for j in range(n)] for i, n in enumerate([9, 4, 5], start=1)]
     rows = [{"tokens": ids, "labels": ids} for ids in tokens]
     data = IterablePackedDataset(rows, max_seq_len=5, **settings)
-    samples, ledger = read_samples(data)
-    assert [sample.tokens.size for sample in samples] == kept
+    pieces, ledger = read_pieces(data, world=World())
+    assert [piece.sample.tokens.size for piece in pieces] == kept
     assert {reason: count for reason, count in ledger.dropped.items() if count} == dropped
     loader = MethodLoader(data, method="random_packing")
     batches = list(loader)
@@ -256,3 +271,113 @@ def test_the_datasets_padding_and_seed_are_taken() -> None:
 
     assert any(row[-1] == 77 for row in rows(padding_idx=77))
     assert sorted(rows(seed=1), key=max) != rows(seed=1) != rows(seed=2)
+
+
+@pytest.mark.parametrize("overlong", ["drop", "truncate", "split"])
+def test_fragments_lead_back_to_their_rows(tmp_path: Path, overlong: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    lengths = [9, 3, 12, 4, 5, 9, 2]
+    rows = [[100 * i + j for j in range(n)] for i, n in enumerate(lengths, start=1)]
+    path.write_text("".join(f'{{"tokens": {row}, "labels": {row}}}\n' for row in rows))
+    data = IterablePackedDataset(path, max_seq_len=8, overlong=overlong, truncate_side="left", num_lanes=1)
+    found = []
+    for batch in MethodLoader(data, method="exact_fit", batch_size=2):
+        for tokens, fragments in zip(batch.tokens.tolist(), batch.fragments, strict=True):
+            for fragment in fragments:
+                length = fragment.stop - fragment.start
+                traced = data.trace(fragment)
+                assert traced["tokens"] == tokens[:length]
+                assert traced["row"]["tokens"][fragment.start : fragment.stop] == tokens[:length]
+                found += tokens[:length]
+                tokens = tokens[length:]
+    expected = {
+        "drop": [t for row in rows if len(row) <= 8 for t in row],
+        "truncate": [t for row in rows for t in row[-8:]],
+        "split": [t for row in rows for t in row],
+    }
+    assert sorted(found) == sorted(expected[overlong])
+
+
+def test_a_new_iteration_begins_anew() -> None:
+    loader = MethodLoader(dataset(epochs=2), method="random_packing")
+    for _ in zip(range(3), loader, strict=False):
+        pass
+    whole = [batch.tokens.tolist() for batch in loader]
+    assert whole == [batch.tokens.tolist() for batch in loader]
+    assert loader.ledger().packed == 2 * sum(LENGTHS)
+    batches = iter(loader)
+    next(batches)
+    later = MethodLoader(dataset(epochs=2), method="random_packing")
+    later.load_state_dict(loader.state_dict())
+    assert [batch.tokens.tolist() for batch in later] == whole[1:]
+
+
+def test_settings_that_a_method_does_not_heed_may_change() -> None:
+    state = MethodLoader(dataset(strategy="next_fit", shuffle=True), method="multipack").state_dict()
+    MethodLoader(dataset(buffer_size=7), method="multipack").load_state_dict(state)
+    with pytest.raises(ValueError, match="made with overlong='error' and this dataset has overlong='drop'"):
+        MethodLoader(dataset(overlong="drop"), method="multipack").load_state_dict(state)
+    with pytest.raises(ValueError, match="fills rows whatever the number of sequences"):
+        MethodLoader(dataset(max_seqs_per_pack=2), method="multipack")
+
+
+def test_where_rows_cut_samples_none_is_too_long(tmp_path: Path) -> None:
+    config = tiny_config(
+        tmp_path, max_steps=2, **{"data.method": "fixed_length_posid", "data.max_seq_len": 16}
+    )
+    assert train(config)["step"] == 2
+    config = tiny_config(tmp_path / "no", max_steps=2, **{"data.method": "multipack", "data.max_seq_len": 16})
+    with pytest.raises(ValueError, match="tokens, max_seq_len is 16"):
+        train(config)
+
+
+def test_a_flattened_row_is_never_one_sequence(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, document_masking=False, **{"data.method": "minibatch_packing"})
+    with pytest.raises(ValueError, match="document_masking=False makes one sequence of the samples"):
+        read_config(config)
+
+
+def read_as_a_rank(folder: Path) -> list[int]:
+    """Rank 1 has a copy of the corpus without its last rows."""
+    with join_world(torch.device("cpu")) as world:
+        data = IterablePackedDataset(
+            folder / f"{world.rank}" / "rows.jsonl",
+            max_seq_len=8,
+            on_bad_record="skip",
+            quarantine=folder / "bad",
+        )
+        return [batch.num_tokens for batch in MethodLoader(data, method="multipack", world=world)]
+
+
+def test_ranks_that_read_different_samples_are_refused(tmp_path: Path) -> None:
+    for rank, rows in enumerate((LENGTHS, LENGTHS[:-2])):
+        (tmp_path / f"{rank}").mkdir()
+        lines = [f'{{"tokens": {[i + 1] * n}, "labels": {[i + 1] * n}}}\n' for i, n in enumerate(rows)]
+        (tmp_path / f"{rank}" / "rows.jsonl").write_text("".join(lines))
+    with pytest.raises(RankError) as failed:
+        run_ranks(read_as_a_rank, 2, tmp_path)
+    assert "rank 1 reads 11 samples of 49 tokens" in str(failed.value)
+    assert "rank 0 reads 13 samples of 57 tokens" in str(failed.value)
+
+
+def test_every_broken_record_is_listed_once_by_all_ranks(tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / f"{rank}").mkdir()
+        lines = ['{"tokens": [1, 2], "labels": [1, 2]}\n', "{broken\n"] * 3
+        (tmp_path / f"{rank}" / "rows.jsonl").write_text("".join(lines))
+    assert sum(map(sum, run_ranks(read_as_a_rank, 2, tmp_path))) == 6
+    assert len((tmp_path / "bad" / "lane-00000.jsonl").read_text().splitlines()) == 3
+
+
+def test_as_many_broken_records_as_in_all_lanes(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"tokens": [1, 2], "labels": [1, 2]}\n{broken\n' * 6)
+    for lanes, fits in ((3, True), (2, False)):
+        data = IterablePackedDataset(
+            path, max_seq_len=8, num_lanes=lanes, on_bad_record="skip", max_bad_records=2
+        )
+        if fits:
+            assert MethodLoader(data, method="exact_fit").steps_per_epoch == 2
+        else:
+            with pytest.raises(ValueError, match="has passed by 4 broken records before this one"):
+                MethodLoader(data, method="exact_fit")

@@ -86,6 +86,11 @@ class RunConfig:
         require(self.attention, "attention", ATTENTIONS)
         if self.data.get("method") is not None:
             require(self.data["method"], "data.method", METHODS)
+        if self.samples_in_row > 1 and not self.document_masking:
+            raise ValueError(
+                "document_masking=False makes one sequence of the samples that minibatch_packing lays in a row, longer "
+                "than data.max_seq_len; choose another data.method"
+            )
         if not 0 <= self.z_loss < math.inf:
             raise ValueError(f"z_loss={self.z_loss} is no weight; give 0, or a small number such as 1e-4")
         if not self.collective_timeout > 0:

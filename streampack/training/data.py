@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,12 +15,14 @@ from streampack.components import build
 from streampack.encode import without_truncation
 from streampack.iterable import IterablePackedDataset
 from streampack.loader import PackedDataLoader
+from streampack.methods import METHODS
 from streampack.mix import Leaf, Mix, hold_out
 from streampack.sources import as_source
 from streampack.training.config import RunConfig
 from streampack.training.distributed import World
 from streampack.training.evaluation import HeldOut
 from streampack.training.methods import Loader, MethodLoader
+from streampack.types import IGNORE_INDEX
 
 VALIDATION_KEYS = ("share", "source", "max_packs", "every")
 
@@ -40,7 +44,9 @@ def build_data(
     inject = {"tokenizer": without_truncation(tokenizer), "model_transform": without_truncation(tokenizer)}
     trusted = config.trusted_packages
     settings = dict(config.data)
-    settings.pop("method", None)  # is `build_loader`'s
+    method = settings.pop("method", None)  # is `build_loader`'s
+    if method is not None and METHODS[method].cuts:
+        settings.setdefault("overlong", "split")
     if "source" not in settings:
         raise ValueError("data.source is missing; name where the rows come from")
     source = as_source(build(settings.pop("source"), trusted=trusted, inject=inject))
@@ -67,20 +73,23 @@ def build_data(
         return train, {}
     default = train.lane_config.encode
     leaves = held_out.leaves(default) if isinstance(held_out, Mix) else [Leaf("", held_out, default, 1.0)]
-    fixed = common | {"shuffle": False, "num_lanes": 1}
-    return train, {
-        leaf.name: HeldOut(
-            _fixed_batches(
-                _dataset(leaf.source, encoder=leaf.encoder, **fixed),
-                name=leaf.name,
-                max_packs=validation.get("max_packs", 32),
-                batch_size=config.batch_size,
-                world=world or World(),
-            ),
-            share=leaf.share,
+    world = world or World()
+    found = {}
+    for leaf in leaves:
+        fixed = common | {"shuffle": False, "num_lanes": 1, "encoder": leaf.encoder}
+        if folder := settings.get("quarantine"):  # a list of its own, that one rank keeps
+            fixed["quarantine"] = Path(folder, "validation", leaf.name) if world.is_main else None
+        # The limit is for a lane of training; one lane reads it all here, until there are packs enough.
+        fixed["max_bad_records"] = sys.maxsize
+        batches = _fixed_batches(
+            _dataset(leaf.source, **fixed),
+            name=leaf.name,
+            max_packs=validation.get("max_packs", 32),
+            batch_size=config.batch_size,
+            world=world,
         )
-        for leaf in leaves
-    }
+        found[leaf.name] = HeldOut(batches, share=leaf.share)
+    return train, found
 
 
 def _fixed_batches(
@@ -94,6 +103,10 @@ def _fixed_batches(
         raise ValueError(f"validation rows{of}: {error}") from error
     if not packs:
         raise ValueError(f"the validation rows{of} make no pack; hold out a larger share")
+    if not any((pack.labels != IGNORE_INDEX).any() for pack in packs):
+        raise ValueError(
+            f"the validation rows{of} train nothing in {len(packs)} pack(s): every label is masked; hold out other rows"
+        )
     batches = math.ceil(len(packs) / (world.size * batch_size))
     mine = packs[world.rank :: world.size]
     config = dataset.lane_config

@@ -34,8 +34,8 @@ def evaluate(
 ) -> dict[str, float]:
     """The losses over the packs of all ranks, weighted as in training, for the metric logger. A collective.
 
-    ``validation_loss`` is the mean of the sources' losses, by their shares: what to expect of the training loss.
-    A mixture has ``validation_loss_<name>`` besides.
+    ``validation_loss`` is the mean of the sources' losses, by their shares of the trained tokens: what to expect of the
+    training loss, if that weighs every token alike. A mixture has ``validation_loss_<name>`` besides.
     """
     totals = torch.zeros(len(held_out), 2, dtype=torch.float64, device=device)
     with evaluating(model):

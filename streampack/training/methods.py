@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
+
+import numpy as np
 
 from streampack.batches import method_loader
 from streampack.collate import Batch
 from streampack.iterable import IterablePackedDataset
-from streampack.lane import Lane
+from streampack.lane import Lane, Piece
 from streampack.loader import PackedDataLoader
 from streampack.methods import METHODS
 from streampack.metrics import Ledger, Tally
 from streampack.plan import Packing, require
+from streampack.samplers import digest_of
+from streampack.sources.base import Source
+from streampack.sources.quarantine import Quarantine
 from streampack.training.distributed import World
-from streampack.types import Sample
+from streampack.types import Fragment, Sample
+
+OF_SAMPLES = (
+    "corpus", "encoder", "max_seq_len", "overlong", "truncate_side", "truncate_eos", "empty", "seed"
+)  # fmt: skip
+"""Of a dataset's identity, what a method's samples depend on."""
 
 
 class MethodLoader:
@@ -24,7 +34,7 @@ class MethodLoader:
     All methods plan an epoch as a whole, so the corpus is read and tokenized before the first step, by every rank,
     and kept in memory: 8 bytes a token, 16 where labels differ from the tokens. What becomes of empty, overlong and
     broken samples is as the dataset says; its ``strategy``, buffer, lanes and shuffling do not matter, because
-    the method takes their place.
+    the method takes their place. Ranks that read different samples are refused, on all of them.
 
     >>> rows = [{"tokens": [i] * n, "labels": [i] * n} for i, n in enumerate([5, 4, 2, 3])]
     >>> dataset = IterablePackedDataset(rows, max_seq_len=8)
@@ -69,11 +79,18 @@ class MethodLoader:
                 f"method={method!r} cuts no sample at the end of a row; remove split_across_pack, or choose the "
                 "method 'fixed_length_posid'"
             )
+        if packing.max_seqs_per_pack is not None:
+            raise ValueError(
+                f"method={method!r} fills rows whatever the number of sequences; remove max_seqs_per_pack, or method"
+            )
         self.dataset = dataset
         self.method = method
         self.world = world
-        samples, self._read = read_samples(dataset, enabled=world.is_main)
+        with world.together():
+            self._pieces, self._read = read_pieces(dataset, world=world)
+        samples = [piece.sample for piece in self._pieces]
         config = dataset.lane_config
+        _require_same(samples, config.source, world)
         self.loader = method_loader(
             [sample._asdict() for sample in samples],
             method=method,
@@ -94,17 +111,30 @@ class MethodLoader:
         self.batches_per_step = self.packs_per_step // (batch_size * world.size)
         self._handed = 0  # batches of this epoch, to each rank
         self._totals = Ledger()  # of all ranks
+        self._resume = False  # a state was loaded and not taken up yet
 
     def __iter__(self) -> Iterator[Batch]:
         """From the loaded state on; without one, from the first epoch's beginning."""
+        if not self._resume:
+            self.sampler.set_epoch(0)
+            self._handed, self._totals = 0, Ledger()
+        self._resume = False
         while True:
             for batch in self.loader:
                 self._book()
-                yield batch
+                yield replace(batch, fragments=tuple(map(self._traced, batch.fragments)))
             if self.dataset.epochs is not None and self.epoch + 1 >= self.dataset.epochs:
                 return
             self.sampler.set_epoch(self.epoch + 1)
             self._handed = 0
+
+    def _traced(self, fragments: tuple[Fragment, ...]) -> tuple[Fragment, ...]:
+        """Of the rows that the samples come from, so that `IterablePackedDataset.trace` finds them."""
+        found = []
+        for (number,), start, stop, trained in fragments:
+            piece = self._pieces[number]
+            found.append(Fragment(piece.origin, piece.start + start, piece.start + stop, trained))
+        return tuple(found)
 
     @property
     def epoch(self) -> int:
@@ -121,7 +151,7 @@ class MethodLoader:
         """After the last batch that was handed over: plain values, the same on every rank."""
         return {
             "method": self.method,
-            "identity": dict(self.dataset.identity()),
+            "identity": self._identity(),
             "sampler": self.sampler.state_dict(consumed=self._handed),
             "ledger": self._totals.numbers(),
         }
@@ -139,7 +169,7 @@ class MethodLoader:
                 f"the state is of {'a stream' if theirs is None else f'method={theirs!r}'} and this run has "
                 f"method={self.method!r}; go on with what the run began with, or start a new run"
             )
-        for name, ours in self.dataset.identity().items():
+        for name, ours in self._identity().items():
             if (value := state["identity"].get(name)) != ours:
                 raise ValueError(
                     f"the state was made with {name}={value!r} and this dataset has {name}={ours!r}; "
@@ -148,6 +178,11 @@ class MethodLoader:
         self.sampler.load_state_dict(state["sampler"])
         self._handed = state["sampler"]["dealt"] // self.world.size
         self._totals = Ledger.from_numbers(state["ledger"])
+        self._resume = True
+
+    def _identity(self) -> dict[str, Any]:
+        """What decides which samples there are; the sampler's settings say the rest."""
+        return {name: value for name, value in self.dataset.identity().items() if name in OF_SAMPLES}
 
     def ledger(self) -> Ledger:
         """Where every token went, as of the last batch; rank 0 tells of all, so that it can be added up over ranks.
@@ -176,15 +211,16 @@ class MethodLoader:
 Loader: TypeAlias = PackedDataLoader | MethodLoader
 
 
-def read_samples(dataset: IterablePackedDataset, *, enabled: bool = True) -> tuple[list[Sample], Ledger]:
+def read_pieces(dataset: IterablePackedDataset, *, world: World) -> tuple[list[Piece], Ledger]:
     """Every sample of one reading of a dataset's rows, and what was dropped on the way. With a progress bar.
 
-    A sample that is to be split is given whole.
+    A sample that is to be split is given whole. Each rank reads everything; rank 0 lists the broken records, of which
+    there may be as many as in all lanes of a stream.
     """
     from tqdm import tqdm
 
     config = dataset.lane_config
-    own = config.packing
+    own, quarantine = config.packing, config.quarantine
     # `wrap` leaves samples whole that are to be split; the others' end is decided here.
     whole = Packing(
         own.max_seq_len,
@@ -192,10 +228,32 @@ def read_samples(dataset: IterablePackedDataset, *, enabled: bool = True) -> tup
         overlong=own.overlong,
         truncate_side=own.truncate_side,
     )
-    lane = Lane(replace(config, packing=whole, shuffle_window=0, endless=False))
-    samples = []
-    with tqdm(desc="Reading", unit=" samples", dynamic_ncols=True, delay=1, disable=not enabled) as progress:
+    if quarantine is not None:
+        folder = quarantine.folder if world.is_main else None
+        quarantine = Quarantine(folder, quarantine.limit * dataset.lanes_for(1))
+    lane = Lane(replace(config, packing=whole, shuffle_window=0, endless=False, quarantine=quarantine))
+    pieces = []
+    with tqdm(
+        desc="Reading", unit=" samples", dynamic_ncols=True, delay=1, disable=not world.is_main
+    ) as progress:
         while (piece := lane.next_piece()) is not None:
-            samples.append(piece.sample)
+            pieces.append(piece)
             progress.update()
-    return samples, lane.ledger
+    return pieces, lane.ledger
+
+
+def _require_same(samples: Sequence[Sample], source: Source, world: World) -> None:
+    """Ranks that read different samples would plan different batches, and wait for one another in vain."""
+    lengths = digest_of(np.array([sample.tokens.size for sample in samples], np.int64))
+    ours = (len(samples), sum(sample.tokens.size for sample in samples), lengths, source.fingerprint())
+    first, *others = world.gather(ours)
+    for rank, theirs in enumerate(others, 1):
+        if theirs != first:
+            raise ValueError(
+                f"rank {rank} reads {_shown(*theirs)}, and rank 0 reads {_shown(*first)}; all ranks must read "
+                "the same: check what is mounted there, and that the tokenizers are the same"
+            )
+
+
+def _shown(samples: int, tokens: int, lengths: str, corpus: str) -> str:
+    return f"{samples:,} samples of {tokens:,} tokens (lengths {lengths}, corpus {corpus})"
