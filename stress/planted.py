@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from streampack import IterablePackedDataset, PackedDataLoader, collate, loader, lockstep, shares, workers
@@ -101,7 +100,7 @@ def lost_buffer() -> None:
         span = receipt.next_piece - receipt.first
         ledger = Ledger.from_numbers(receipt.ledger.numbers())
         ledger.tokens_in -= ledger.buffered
-        return replace(receipt, gone=(1 << span) - 1, offset=0, ledger=ledger)
+        return receipt._replace(gone=(1 << span) - 1, offset=0, ledger=ledger)
 
     _set(Receipt, "from_bytes", classmethod(from_bytes))
 
@@ -132,7 +131,7 @@ def bitmap_shifted_by_one() -> None:
 
     def from_bytes(cls: type[Receipt], data: bytes) -> Receipt:
         receipt: Receipt = good(cls, data)
-        return replace(receipt, gone=receipt.gone >> 1)
+        return receipt._replace(gone=receipt.gone >> 1)
 
     _set(Receipt, "from_bytes", classmethod(from_bytes))
 
@@ -146,7 +145,7 @@ def offset_not_restored() -> None:
         receipt: Receipt = good(cls, data)
         ledger = Ledger.from_numbers(receipt.ledger.numbers())
         ledger.packed -= receipt.offset
-        return replace(receipt, offset=0, ledger=ledger)
+        return receipt._replace(offset=0, ledger=ledger)
 
     _set(Receipt, "from_bytes", classmethod(from_bytes))
 
@@ -260,7 +259,7 @@ def ledger_not_restored() -> None:
 
     def from_bytes(cls: type[Receipt], data: bytes) -> Receipt:
         receipt: Receipt = good(cls, data)
-        return replace(receipt, ledger=Ledger(tokens_in=receipt.ledger.buffered))
+        return receipt._replace(ledger=Ledger(tokens_in=receipt.ledger.buffered))
 
     _set(Lane, "_restore", _restoring(from_bytes, Lane._restore))
 

@@ -265,7 +265,7 @@ def generated(run: Run) -> str:
                 ours, theirs = unpack(state), unpack(end)
                 assert ours["lanes"] == theirs["lanes"], "the lanes end in another state"
                 lanes = corpus.settings["num_lanes"]
-                even = all(lanes % (ranks * max(1, workers)) == 0 for ranks, workers, _ in chain)
+                even = all(lanes % ranks == 0 for ranks, _, _ in chain)  # whatever the workers
                 assert even == (not any(warned))
                 if even:
                     for step in range(common_steps(corpus, 6)):
