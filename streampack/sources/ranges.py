@@ -127,9 +127,14 @@ def tail_of(start: int, stop: int) -> int:
     return TAIL_BYTES if length <= 2 else min(TAIL_BYTES, max(256, length // 32))
 
 
-def blocks(storage: Storage, file: File, start: int, stop: int) -> Iterator[Block]:
-    """The bytes ``[start, stop)``, cut; the last one is at least as long as what is read behind it at first."""
-    tail = tail_of(start, stop)
+def blocks(
+    storage: Storage, file: File, start: int, stop: int, *, tail: int | None = None
+) -> Iterator[Block]:
+    """The bytes ``[start, stop)``, cut; the last one is at least as long as what is read behind it at first.
+
+    ``tail`` is that length, where ``start`` is not the part's own: of its rest alone, `tail_of` would be another.
+    """
+    tail = tail_of(start, stop) if tail is None else tail
     while start < stop:
         end = min(start + storage.block, max(stop, min(start + tail, file.size)))
         yield file, start, end
@@ -171,7 +176,7 @@ class Stretch(io.RawIOBase):
         return count
 
     def _next(self) -> bytes:
-        block = next(blocks(self.fetcher.storage, self.file, self.at, self.stop), None)
+        block = next(blocks(self.fetcher.storage, self.file, self.at, self.stop, tail=self.tail), None)
         if block is None:
             if self.at >= self.file.size:
                 return b""

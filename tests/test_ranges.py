@@ -1,0 +1,75 @@
+"""A stretch of a file, block by block: what is read ahead of need is what is needed."""
+
+from __future__ import annotations
+
+import threading
+from itertools import pairwise
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streampack.sources.ranges import TAIL_BYTES, Fetcher, Stretch, tail_of
+from streampack.sources.retry import Retries
+from streampack.sources.storage import File
+
+
+class Memory:
+    """A storage that holds one file, and notes what it is asked for."""
+
+    patience = 1.0
+
+    def __init__(self, content: bytes, block: int) -> None:
+        self.content = content
+        self.block = block
+        self.asked: list[tuple[int, int]] = []
+        self.lock = threading.Lock()
+
+    def fetch(self, file: File, start: int, stop: int) -> bytes:
+        with self.lock:
+            self.asked.append((start, stop))
+        return self.content[start:stop]
+
+    def tag(self, file: File) -> str:
+        raise AssertionError("nobody asks")
+
+
+def opened(size: int, start: int, stop: int, *, block: int, ahead: int) -> tuple[Any, Fetcher, Memory]:
+    storage = Memory(bytes(i * i % 251 for i in range(size)), block)
+    fetcher = Fetcher(storage, Retries(attempts=0), ahead=ahead)
+    return Stretch(fetcher, File("/a", "a", size), start, stop), fetcher, storage
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_no_byte_is_fetched_twice(data: st.DataObject) -> None:
+    """Nor left behind: the last, short block that is planned is the one that is taken."""
+    block = data.draw(st.integers(600, 6000), label="block")
+    start = data.draw(st.integers(0, 3000), label="start")
+    length = data.draw(st.integers(0, 4), label="whole blocks") * block + data.draw(st.integers(0, 5000))
+    behind = data.draw(st.integers(0, 6000), label="of the file, behind the part")
+    beyond = data.draw(st.integers(0, behind), label="that are read")
+    stop, ahead = start + length, data.draw(st.sampled_from([0, block, 8 * block + TAIL_BYTES]))
+    stretch, fetcher, storage = opened(stop + behind, start, stop, block=block, ahead=ahead)
+    got = b""
+    while len(got) < length + beyond:
+        got += stretch.read(length + beyond - len(got))
+    assert got == storage.content[start : stop + beyond]
+    asked = sorted(storage.asked)
+    assert all(end == following for (_, end), (following, _) in pairwise(asked))
+    if asked:
+        assert asked[0][0] == start
+    assert not fetcher.flying
+    assert fetcher.held is None
+
+
+def test_the_last_block_brings_the_tail_of_the_whole_part() -> None:
+    """Of 200 KiB, 4 KiB; of the 100 bytes that are left behind whole blocks, it would be 256 bytes."""
+    block, rest = 1 << 16, 100
+    stop = 3 * block + rest
+    stretch, _, storage = opened(stop + 50_000, 0, stop, block=block, ahead=4 * block)
+    assert (tail_of(0, stop), tail_of(3 * block, stop)) == (4096, 256)
+    left = stop
+    while left:
+        left -= len(stretch.read(left))
+    assert sorted(storage.asked)[3:] == [(3 * block, 3 * block + 4096)]
