@@ -17,8 +17,9 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -313,6 +314,61 @@ def test_a_server_without_ranges_is_refused(web: Web) -> None:
     web.ranges = False
     with pytest.raises(OSError, match="the server sends whole files only; serve them with range requests"):
         source("jsonl", urls(web))
+
+
+def bent(web: Web, monkeypatch: pytest.MonkeyPatch, **bend: Callable[[str], str]) -> None:
+    """A server whose headers are other ones: ``ETag`` and ``Content-Range``, as functions of what they were."""
+    handler: Any = web.server.RequestHandlerClass
+    send = handler._send
+
+    def _send(self: Any, status: int, data: bytes, headers: Any = None, promised: int | None = None) -> None:
+        headers = {
+            name: bend.get(name.replace("-", ""), str)(value) for name, value in (headers or {}).items()
+        }
+        send(self, status, data, headers, promised)
+
+    monkeypatch.setattr(handler, "_send", _send)
+
+
+@pytest.mark.parametrize("place", ["http", "s3"])
+def test_a_server_that_does_not_tell_sizes_is_refused(
+    web: Web, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    web.files = {f"/bucket{path}": content for path, content in shards("jsonl", 1).items()}
+    bent(web, monkeypatch, ContentRange=lambda said: said.partition("/")[0] + "/*")
+    [url], options = urls(web), None
+    if place == "s3":
+        pytest.importorskip("s3fs")
+        url, options = "s3://bucket/c/000.jsonl", {**S3, "endpoint_url": web.url}
+    with pytest.raises(OSError) as error:
+        source("jsonl", url, storage_options=options)
+    assert str(error.value) == (
+        f"{url}: the server does not tell the file's size, by which a file that was cut off or has grown is noticed; "
+        "serve the file with its size in Content-Range, or copy it to this machine"
+    )
+    assert len(web.requests) == 1, "it would say so again"
+
+
+def test_a_weak_tag_names_the_same_version(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where one of several proxies marks what it passes on; and as a manifest may have copied it."""
+    web.files = shards("jsonl", 2)
+    strong = source("jsonl", urls(web)).fingerprint()
+    marks = cycle(["W/", ""])
+    bent(web, monkeypatch, ETag=lambda tag: next(marks) + tag)
+    data = source("jsonl", urls(web), read_ahead=0)
+    assert data.fingerprint() == strong
+    lanes = [data.read(Reading(lane, num_lanes=4)) for lane in range(4)]
+    assert sum(len(list(lane)) for lane in lanes) == 80
+    assert len(web.requests) > 6, "of each file, both were seen"
+    tags = [f'W/"{hashlib.md5(content).hexdigest()}"' for content in web.files.values()]
+    lines = [
+        json.dumps({"name": path[3:], "size": len(content), "tag": tag})
+        for (path, content), tag in zip(web.files.items(), tags, strict=True)
+    ]
+    web.files["/c/shards.txt"] = "\n".join(lines).encode()
+    listed = source("jsonl", manifest=f"{web.url}/c/shards.txt")
+    assert listed.fingerprint() == strong
+    assert len(list(listed.read(Reading()))) == 80
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -44,12 +44,20 @@ def head_of(path: str, status: int, headers: Mapping[str, str]) -> Head:
     Raises:
         Said: holding what it amounts to.
     """
-    said = re.fullmatch(r"bytes (?:(\d+)-\d+|\*)/(\d+)", headers.get("Content-Range", ""))
-    tag = unquoted(headers.get("ETag"))
-    if status == 416 and said:
-        return Head(0, int(said[2]), tag, empty=True)
-    if status == 206 and said and said[1]:
-        return Head(int(said[1]), int(said[2]), tag, empty=False)
+    said = re.fullmatch(r"bytes (?:(\d+)-\d+|\*)/(\d+|\*)", headers.get("Content-Range", ""))
+    start, size = said.groups() if said else (None, None)
+    tag = opaque(headers.get("ETag"))
+    if status == 206 and start and size == "*":
+        raise Said(
+            Refused(
+                f"{redact(path)}: the server does not tell the file's size, by which a file that was cut off or has "
+                "grown is noticed; serve the file with its size in Content-Range, or copy it to this machine"
+            )
+        )
+    if status == 416 and size and size != "*":
+        return Head(0, int(size), tag, empty=True)
+    if status == 206 and start and size:
+        return Head(int(start), int(size), tag, empty=False)
     raise Said(refusal(redact(path), status, headers))
 
 
@@ -70,6 +78,13 @@ def refusal(shown: str, status: int, headers: Mapping[str, str]) -> OSError:
     return Refused(what)
 
 
-def unquoted(tag: str | None) -> str | None:
-    """An ETag without its quotes."""
-    return tag.strip('"') if tag else None
+def opaque(tag: str | None) -> str | None:
+    """What an ETag calls a version: without its quotes, and without the mark of a weak one.
+
+    A proxy that compresses for others may mark the tag of what it sends us as it is. RFC 9110, 8.8.3.2: for such a
+    comparison, ``W/"1"`` and ``"1"`` are the same.
+
+    >>> opaque('W/"1"'), opaque('"1"')
+    ('1', '1')
+    """
+    return tag.removeprefix("W/").strip('"') if tag else None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit, urlunsplit
 
+from streampack.sources.answers import opaque
 from streampack.sources.remote import Listed
 from streampack.sources.storage import redact
 
@@ -66,4 +67,4 @@ def _entry(manifest: str, line: str) -> Listed:
     if parts.scheme in ("http", "https"):
         name = quote(name)
     folder_path = parts.path.rpartition("/")[0]
-    return Listed(urlunsplit(parts._replace(path=f"{folder_path}/{name}", fragment="")), size, tag)
+    return Listed(urlunsplit(parts._replace(path=f"{folder_path}/{name}", fragment="")), size, opaque(tag))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from streampack.sources import hub
-from streampack.sources.answers import Answer, Said, head_of, refusal, unquoted
+from streampack.sources.answers import Answer, Said, head_of, opaque, refusal
 from streampack.sources.retry import PERMANENT, Refused
 from streampack.sources.storage import File, changed, ends, redact
 
@@ -200,12 +199,10 @@ async def _s3(fs: Any, path: str, start: int, stop: int) -> Answer:
     extra = {"VersionId": version} if version else {}
     said = f"bytes={start}-{stop - 1}"
     response = await fs._call_s3("get_object", Bucket=bucket, Key=key, Range=said, **extra)
+    headers = {"Content-Range": response.get("ContentRange", ""), "ETag": response.get("ETag", "")}
     async with response["Body"] as body:
-        data = await body.read()
-    given = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", response.get("ContentRange", ""))
-    if given is None:
-        raise Said(Refused(f"{redact(path)}: the server sends whole files only; it must serve ranges"))
-    return Answer(data, int(given[1]), int(given[2]), unquoted(response.get("ETag")))
+        head = head_of(path, response["ResponseMetadata"]["HTTPStatusCode"], headers)
+        return Answer(await body.read(), head.start, head.size, head.tag)
 
 
 def _read(fs: Any, path: str, start: int, stop: int, patience: float) -> Answer:
@@ -240,7 +237,7 @@ _ASK: dict[str, Ask] = {
 def _listed(path: str, info: Mapping[str, Any]) -> Listed:
     lfs = info.get("lfs") or {}
     tag = info.get("ETag") or lfs.get("sha256") or info.get("blob_id")
-    return Listed(path, info.get("size"), unquoted(tag))
+    return Listed(path, info.get("size"), opaque(tag))
 
 
 def scheme_of(path: str) -> str | None:
