@@ -16,11 +16,12 @@ from streampack import PackedDataLoader, TokenShardSource
 from streampack.sources import Reading
 from streampack.sources.hub import PINNED
 from streampack.sources.remote import RemoteStorage
+from streampack.sources.storage import File
 from streampack.tokenize import tokenize
 from tests.conformance import check_resume_everywhere, content
 from tests.hub import Hub
 from tests.test_remote import KINDS, packs, shards, source, stream, used
-from tests.web import random_faults
+from tests.web import Web, random_faults
 
 TOKEN = "hf_canarytoken"
 DATA = "hf://datasets/org/name"
@@ -29,6 +30,12 @@ DATA = "hf://datasets/org/name"
 @pytest.fixture
 def hub() -> Iterator[Hub]:
     with Hub(token=TOKEN) as served:
+        yield served
+
+
+@pytest.fixture
+def web() -> Iterator[Web]:
+    with Web({}) as served:
         yield served
 
 
@@ -110,6 +117,27 @@ def test_a_path_becomes_one_of_a_commit(hub: Hub, revision: str, caplog: pytest.
     assert len(list(named.read(Reading()))) == 160
 
 
+@pytest.mark.parametrize("kind", ["", "datasets/", "spaces/"])
+@pytest.mark.parametrize("repo", ["gpt2", "org/name"])
+@pytest.mark.parametrize("name", ["a.jsonl", "c/d/a@b.jsonl"])
+def test_a_pinned_path_is_taken_apart(web: Web, kind: str, repo: str, name: str) -> None:
+    """With a namespace or without; and read from where the Hub has it."""
+    commit = "0123456789" * 4
+    found = PINNED.fullmatch(f"hf://{kind}{repo}@{commit}/{name}")
+    assert found is not None
+    assert found.groups() == (kind, repo, commit, name)
+    web.files[f"/{kind}{repo}/resolve/{commit}/{name}"] = b"words"
+    storage = RemoteStorage("hf", options={"endpoint": web.url, "token": False}, patience=5)
+    assert storage.fetch(File(found[0], name, 5), 1, 4) == b"ord"
+
+
+@pytest.mark.parametrize("path", ["main/a.jsonl", "0123456789/a.jsonl", "0" * 41 + "/a.jsonl"])
+def test_a_branch_is_no_pin(path: str) -> None:
+    assert PINNED.fullmatch(f"hf://gpt2@{path}") is None
+    assert PINNED.fullmatch(f"{DATA}@{path}") is None
+    assert PINNED.fullmatch(f"hf://datasets/org/name/more@{'0' * 40}/a.jsonl") is None
+
+
 def test_a_manifest_and_token_shards(hub: Hub, tmp_path: Path) -> None:
     files = committed(hub, "jsonl")
     lines = "".join(json.dumps({"name": Path(path).name}) + "\n" for path in files)
@@ -176,6 +204,8 @@ def test_what_is_not_there(hub: Hub) -> None:
         f"{DATA}/c/*.txt.gz": "no file matches",
         f"{DATA}/c/999.jsonl": "there is no such file",
         f"{DATA}/d/999.jsonl": "there is no such file",
+        f"hf://gpt2@{'0' * 40}/a.jsonl": "huggingface_hub refuses the path; name the repository with its namespace",
+        "hf://datasets/squad@main/*.jsonl": "huggingface_hub refuses the path; name the repository with its namespace",
         "hf://buckets/org/name/a.jsonl": "a bucket has no commits, so its files could change during a run",
     }.items():
         with pytest.raises((FileNotFoundError, ValueError), match=message):

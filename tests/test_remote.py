@@ -609,6 +609,8 @@ def test_redacted() -> None:
     assert redact("https://u:p@host:1/a/b.jsonl?x=1#y") == "https://host:1/a/b.jsonl"
     assert redact("s3://bucket/a.jsonl") == "s3://bucket/a.jsonl"
     assert redact("/a/b?c") == "/a/b?c"
+    assert redact("hf://gpt2@main/a.jsonl") == "hf://gpt2@main/a.jsonl"
+    assert redact("hf://u:p@gpt2/a.jsonl") == "hf://gpt2/a.jsonl"
 
 
 @pytest.mark.parametrize("place", ["url", "s3"])

@@ -18,7 +18,8 @@ from streampack.sources.storage import redact
 
 log = logging.getLogger(__name__)
 WAITS = 4  # of a request, that its session limits one by one: for two hosts, to connect and to answer
-PINNED = re.compile(r"hf://((?:datasets/|spaces/)?)([^/@]+/[^/@]+)@([0-9a-f]{40})(?:/(.*))?")
+# A namespace is no must: models of the Hub's first years (gpt2) have none.
+PINNED = re.compile(r"hf://((?:datasets/|spaces/)?)([^/@]+(?:/[^/@]+)?)@([0-9a-f]{40})(?:/(.*))?")
 
 
 def pinned(fs: Any, paths: Sequence[str], *, timeout: float) -> list[str]:
@@ -32,7 +33,8 @@ def pinned(fs: Any, paths: Sequence[str], *, timeout: float) -> list[str]:
         timeout: seconds that one request may take.
 
     Raises:
-        Said: holding a FileNotFoundError for a repository or revision that is not there, a ValueError for a bucket.
+        Said: holding a FileNotFoundError for a repository or revision that is not there, a ValueError for a bucket
+            and for what the installed huggingface_hub does not take for a path.
     """
     from huggingface_hub import HfApi
 
@@ -40,9 +42,6 @@ def pinned(fs: Any, paths: Sequence[str], *, timeout: float) -> list[str]:
     commits: dict[tuple[str, str, str], str] = {}
     found = []
     for path in paths:
-        if PINNED.fullmatch(path):
-            found.append(path)
-            continue
         if path.startswith("hf://buckets/"):
             raise Said(
                 ValueError(
@@ -55,6 +54,12 @@ def pinned(fs: Any, paths: Sequence[str], *, timeout: float) -> list[str]:
         except FileNotFoundError:
             what = "there is no such repository or revision, or it needs a token (HF_TOKEN, or token in the options)"
             raise Said(FileNotFoundError(f"{redact(path)}: {what}")) from None
+        except ValueError:
+            what = "huggingface_hub refuses the path; name the repository with its namespace (openai-community/gpt2)"
+            raise Said(ValueError(f"{redact(path)}: {what}")) from None
+        if PINNED.fullmatch(path):
+            found.append(path)
+            continue
         repo = (where.repo_type, where.repo_id, where.revision)
         if repo not in commits:
             # Without `expand`, the answer lists every file of the repository.

@@ -104,7 +104,10 @@ def redact(path: str) -> str:
     if "://" not in path:
         return path
     parts = urlsplit(path)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+    user, _, host = parts.netloc.rpartition("@")
+    if parts.scheme == "hf" and ":" not in user:  # a repository, hf://gpt2@main
+        host = parts.netloc
+    return f"{parts.scheme}://{host}{parts.path}"
 
 
 def together(call: Callable[[Item], Result], items: Sequence[Item] | Iterable[Item]) -> list[Result]:
