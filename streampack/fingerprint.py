@@ -8,27 +8,30 @@ from __future__ import annotations
 
 from streampack.lockstep import Lockstep
 from streampack.sources.base import Source, digest
-from streampack.sources.files import corpora_of
+from streampack.sources.files import corpora_of, listing_of
+from streampack.sources.hub import commit_of
 from streampack.sources.storage import together
 
 
 def require_same_files(source: Source, lockstep: Lockstep) -> None:
-    """Compare names, sizes and, where a listing has them, ETags. Nothing is read. A collective.
+    """Compare names, sizes and, where a listing has them, versions. Nothing is read. A collective.
+
+    A version is an ETag, the checksum that the index of token shards has, and of the Hub the commit.
 
     Raises:
         ValueError: on all ranks, if one has other files than rank 0.
     """
-    corpora = corpora_of(source)
-    if lockstep.alone or not corpora:
+    files = [] if lockstep.alone else listing_of(source)
+    if not files:
         return
-    files = [file for corpus in corpora for file in corpus.files]
-    listing = digest(*((file.name, file.size, file.tag) for file in files))
+    listing = digest(*((file.name, file.size, file.tag, commit_of(file.path)) for file in files))
     first, *others = lockstep.gather((len(files), sum(file.size for file in files), listing))
     for rank, theirs in enumerate(others, 1):
         if theirs != first:
             raise ValueError(
                 f"rank {rank} lists {_shown(*theirs)}, and rank 0 lists {_shown(*first)}; all ranks must read one "
-                "corpus: check what is mounted there, and whether its listing is an old one from a cache"
+                "corpus: check what is mounted there, and whether its listing is an old one from a cache; of the Hub, "
+                "name the commit, hf://datasets/org/name@<commit>"
             )
 
 
@@ -42,10 +45,10 @@ def share_fingerprint(source: Source, lockstep: Lockstep) -> None:
         ValueError: on all ranks, if one has other files than rank 0.
         Exception: on all ranks, whatever went wrong on one while reading.
     """
+    require_same_files(source, lockstep)  # or the shares would not fit together
     corpora = corpora_of(source)
     if lockstep.alone or not corpora:
         return
-    require_same_files(source, lockstep)  # or the shares would not fit together
     size = lockstep.world_size
     shares = lockstep.share(
         lambda: [together(corpus.tag, corpus.files[lockstep.rank :: size]) for corpus in corpora],
@@ -56,4 +59,4 @@ def share_fingerprint(source: Source, lockstep: Lockstep) -> None:
 
 
 def _shown(files: int, size: int, listing: str) -> str:
-    return f"{files:,} file(s) of {size:,} bytes (names and sizes: {listing})"
+    return f"{files:,} file(s) of {size:,} bytes (names, sizes, versions: {listing})"

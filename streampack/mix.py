@@ -13,8 +13,9 @@ from streampack.draws import STOPS, Draws, Weighing
 from streampack.plan import require
 from streampack.sources import Holdout, as_source
 from streampack.sources.base import Reader, Reading, Source, digest, way_out
-from streampack.sources.files import Corpus, corpora_of
+from streampack.sources.files import Corpus, corpora_of, listing_of
 from streampack.sources.holdout import PARTS
+from streampack.sources.storage import File
 from streampack.types import Origin, Position, Sample
 
 TOTAL_WEIGHT = (
@@ -175,6 +176,10 @@ class Mix:
     def corpora(self) -> list[Corpus]:
         """Those of all sources."""
         return [corpus for entry in self.entries for corpus in corpora_of(entry.source)]
+
+    def listing(self) -> list[File]:
+        """That of all sources."""
+        return [file for entry in self.entries for file in listing_of(entry.source)]
 
     def read(self, reading: Reading, *, stagger: int = 0) -> Draws:
         """See `Source.read`. Every row of the `Draws` must be charged; lanes begin up to ``stagger`` tokens apart."""

@@ -20,13 +20,16 @@ from streampack import (
     Mix,
     PackedDataLoader,
     ParquetSource,
+    TokenShardSource,
 )
 from streampack.fingerprint import require_same_files, share_fingerprint
 from streampack.sources.base import Source
 from streampack.sources.holdout import Holdout
 from streampack.sources.storage import LocalStorage
+from streampack.tokenize import tokenize
 from tests import test_mds, test_parquet, test_ranks
 from tests.corpus import Numbers, rows, write
+from tests.hub import Hub
 from tests.test_lockstep import Board, OnBoard, together
 
 FILES = 7
@@ -59,6 +62,12 @@ def mix(folder: Path) -> Mix:
 
 
 SOURCES: list[Callable[[Path], Any]] = [jsonl, parquet, mds, mix]
+
+
+ADVICE = (
+    "all ranks must read one corpus: check what is mounted there, and whether its listing is an old one from a cache; "
+    "of the Hub, name the commit, hf://datasets/org/name@<commit>"
+)
 
 
 def loader_of(source: Source, board: Board, rank: int) -> PackedDataLoader:
@@ -219,10 +228,70 @@ def test_ranks_that_list_other_files_are_refused(
         assert isinstance(error, ValueError)
         assert str(error).startswith("rank 1 lists 7 file(s) of ")
         assert ", and rank 0 lists 7 file(s) of " in str(error)
-        assert str(error).endswith(
-            "all ranks must read one corpus: check what is mounted there, and whether its listing is an old one from "
-            "a cache"
+        assert str(error).endswith(ADVICE)
+
+
+def alone(source: Source) -> Source:
+    return source
+
+
+def in_a_mix(source: Source) -> Source:
+    parts = {"plain": MapSource(rows(9)), "shards": source}
+    return Mix([{"name": name, "source": part, "weight": 1} for name, part in parts.items()])
+
+
+def held_out(source: Source) -> Source:
+    return Holdout(in_a_mix(source), share=0.1, part="train")
+
+
+@pytest.mark.parametrize("around", [alone, in_a_mix, held_out])
+@pytest.mark.parametrize("begin", ["iterate", "save", "load"])
+def test_ranks_with_other_token_shards_are_refused(
+    tmp_path: Path, begin: str, around: Callable[[Source], Source]
+) -> None:
+    """Of the same names and sizes; no fingerprint reads them."""
+    for name, first in {"a": 1, "b": 1, "other": 2}.items():
+        data = [{"tokens": [first, i], "labels": [first, i]} for i in range(50)]
+        tokenize(data, out=tmp_path / name, lanes=3, progress=False)
+    sizes = [[path.stat().st_size for path in sorted((tmp_path / n).glob("*.bin"))] for n in ("a", "other")]
+    assert sizes[0] == sizes[1]
+
+    def loader(lockstep: OnBoard, folder: str) -> PackedDataLoader:
+        return loader_of(around(TokenShardSource(tmp_path / folder)), lockstep.board, lockstep.rank)
+
+    [state] = on_ranks(1, lambda lockstep: loader(lockstep, "a").state_dict())
+
+    def act(lockstep: OnBoard, folder: str) -> None:
+        made = loader(lockstep, folder if lockstep.rank == 1 else "a")
+        {"iterate": made.__iter__, "save": made.state_dict, "load": lambda: made.load_state_dict(state)}[
+            begin
+        ]()
+
+    assert on_ranks(3, lambda lockstep: act(lockstep, "b")) == [None] * 3, "a copy is as good"
+    for error in on_ranks(3, lambda lockstep: act(lockstep, "other")):
+        assert isinstance(error, ValueError)
+        assert str(error).startswith(
+            f"rank 1 lists 3 file(s) of {sum(sizes[0]):,} bytes (names, sizes, versions: "
         )
+        assert str(error).endswith(ADVICE)
+
+
+def test_ranks_at_other_commits_of_the_hub_are_refused() -> None:
+    """Though the shards are the same: a branch that moves while ranks begin may move what is read by name, too."""
+    with Hub() as hub:
+        files = {f"c/{i}.jsonl": b'{"tokens": [1], "labels": [1]}\n' for i in range(3)}
+        commits = [hub.commit({**files, "README.md": words}) for words in (b"first", b"second")]
+
+        def act(lockstep: OnBoard, others: str) -> None:
+            commit = others if lockstep.rank == 1 else commits[0]
+            source = JSONLSource(f"hf://datasets/org/name@{commit}/c/*.jsonl", storage_options=hub.options)
+            require_same_files(source, lockstep)
+
+        assert on_ranks(2, lambda lockstep: act(lockstep, commits[0])) == [None] * 2
+        for error in on_ranks(2, lambda lockstep: act(lockstep, commits[1])):
+            assert isinstance(error, ValueError)
+            assert str(error).startswith("rank 1 lists 3 file(s) of 93 bytes (names, sizes, versions: ")
+            assert str(error).endswith(ADVICE)
 
 
 def test_a_state_is_refused_if_a_file_was_another_for_the_rank_that_read_it(tmp_path: Path) -> None:

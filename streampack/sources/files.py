@@ -60,6 +60,14 @@ def corpora_of(source: Source) -> list[Corpus]:
     return found
 
 
+def listing_of(source: Source) -> list[File]:
+    """The files that must be the same on all ranks: a source's own ``listing``, or what its fingerprint reads."""
+    if hasattr(source, "listing"):
+        found: list[File] = source.listing()
+        return found
+    return [file for corpus in corpora_of(source) for file in corpus.files]
+
+
 def find_files(
     paths: Name | Iterable[Name] | None,
     *,

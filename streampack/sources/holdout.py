@@ -8,7 +8,8 @@ from typing import Any
 
 from streampack.plan import require
 from streampack.sources.base import Reader, Reading, Source, digest, plain, way_out
-from streampack.sources.files import Corpus, corpora_of
+from streampack.sources.files import Corpus, corpora_of, listing_of
+from streampack.sources.storage import File
 from streampack.types import Origin, Position, Row
 
 PARTS = ("train", "validation")
@@ -51,6 +52,10 @@ class Holdout:
     def corpora(self) -> list[Corpus]:
         """The source's."""
         return corpora_of(self.source)
+
+    def listing(self) -> list[File]:
+        """The source's."""
+        return listing_of(self.source)
 
     @property
     def retry_budget(self) -> float:

@@ -77,6 +77,12 @@ def pinned(fs: Any, paths: Sequence[str], *, timeout: float) -> list[str]:
     return found
 
 
+def commit_of(path: str) -> str | None:
+    """At which commit a path of the Hub is held; nothing of any other path."""
+    found = PINNED.fullmatch(path)
+    return found and found[3]
+
+
 def fetch(fs: Any, path: str, start: int, stop: int, patience: float) -> Answer:
     """A range of a file at a commit. What the answer calls its version is left out: a commit does not change.
 

@@ -6,6 +6,7 @@ import mmap
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -93,6 +94,13 @@ class TokenShardSource:
     def fingerprint(self) -> str:
         """The shards' names and checksums as the index has them: the same wherever the folder lies."""
         return digest("tokens", [(shard.name, shard.tokens, shard.crc32) for shard in self.shards])
+
+    def listing(self) -> list[File]:
+        """The shards, each by the checksum that the index has: no fingerprint reads them, and ranks compare them so."""
+        return [
+            replace(file, tag=f"crc32 {shard.crc32}")
+            for shard, file in zip(self.shards, self.files, strict=True)
+        ]
 
     def read(self, reading: Reading) -> WindowReader:
         """See `Source.read`."""
