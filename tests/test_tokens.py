@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +21,9 @@ from streampack.assemble import as_sample
 from streampack.sources import Reading
 from streampack.sources.base import plain
 from streampack.sources.indexed import divide
-from streampack.sources.shards import ShardWriter, read_header
+from streampack.sources.remote import RemoteStorage
+from streampack.sources.shards import ShardWriter, read_header, require_described
+from streampack.sources.storage import File, LocalStorage
 from streampack.tokenize import tokenize
 from streampack.types import IGNORE_INDEX, Row
 from tests.conformance import check_positions, check_resume_everywhere
@@ -306,6 +309,84 @@ def test_a_shard_that_is_cut_off_or_replaced(tmp_path: Path) -> None:
     path.write_bytes(whole[:4100] + bytes([whole[4100] ^ 1]) + whole[4101:])
     with pytest.raises(ValueError, match="is not what its checksum was made of"):
         source.verify()
+
+
+@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize("on_bad_record", ["error", "skip"])
+def test_a_shard_that_was_replaced_under_its_index(tmp_path: Path, on_bad_record: str, remote: bool) -> None:
+    """Of the same size. The index, and so the state's corpus, are what they were."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for number, folder in enumerate(folders):
+        make([{"tokens": [number, i], "labels": [number, i]} for i in range(60)], folder, lanes=1)
+    [path], [other] = (list(folder.glob("*.bin")) for folder in folders)
+    assert path.stat().st_size == other.stat().st_size
+
+    def opened() -> IterablePackedDataset:
+        source = TokenShardSource(published(folders[0]) if remote else folders[0])
+        return IterablePackedDataset(source, max_seq_len=16, num_lanes=1, on_bad_record=on_bad_record)
+
+    running = opened()
+    next(iter(running))
+    state = running.state_dict()
+    crc32, now = read_header(path)["crc32"], read_header(other)["crc32"]
+    path.write_bytes(other.read_bytes())
+    resumed = opened()
+    resumed.load_state_dict(state)
+    source: Any = resumed.lane_config.source
+    message = (
+        f"{source.files[0].shown} is not the shard that its index describes: its header says crc32 {now}, the index "
+        f"crc32 {crc32}; one of them was replaced: copy the folder anew, the index and all shards"
+    )
+    for read in (lambda: next(iter(resumed)), lambda: source.fetch((0, 3))):
+        for _ in range(2):  # asked again, it is looked at again
+            with pytest.raises(ValueError) as error:
+                read()
+            assert str(error.value) == message
+    path.write_bytes(bytes(4096) + other.read_bytes()[4096:])
+    with pytest.raises(
+        ValueError, match=r"tokens-00000-00000.bin is no token shard: it does not begin with a"
+    ):
+        next(iter(opened()))
+
+
+def test_all_that_header_and_index_hold_is_compared(tmp_path: Path) -> None:
+    """As far as sizes do not tell: a document less takes 8 bytes, as four tokens do."""
+    make(rows_of(30, masked=False), tmp_path, lanes=1, dtype="uint16")
+    [shard], [path] = TokenShardSource(tmp_path).shards, tmp_path.glob("*.bin")
+    header = read_header(path)
+    require_described(json.dumps(header).encode(), shard, shown="here")
+    for changes in (
+        {"documents": shard.documents - 1, "tokens": shard.tokens + 4},
+        {"masked": True},
+        {"dtype": "uint32"},
+        {"crc32": shard.crc32 ^ 1},
+    ):
+        own = ", ".join(f"{key} {value}" for key, value in changes.items())
+        said = ", ".join(f"{key} {getattr(shard, key)}" for key in changes)
+        with pytest.raises(
+            ValueError, match=f"^here is not the shard .* says {own}, the index {said}; one of"
+        ):
+            require_described(json.dumps({**header, **changes}).encode(), shard, shown="here")
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_header_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: bool) -> None:
+    """A page of each shard, in however many parts, lanes and epochs."""
+    make(rows_of(60, masked=True), tmp_path, lanes=1, shard_tokens=200)
+    storage, asked = RemoteStorage if remote else LocalStorage, Counter[str]()
+    fetch: Any = storage.fetch
+
+    def counted(self: Any, file: File, start: int, stop: int) -> Any:
+        if (start, stop) == (0, 4096):
+            asked[file.name] += 1
+        return fetch(self, file, start, stop)
+
+    source = TokenShardSource(published(tmp_path) if remote else tmp_path)
+    monkeypatch.setattr(storage, "fetch", counted)
+    for epoch in range(2):
+        read_all(source, 3, shuffle_window=4, epoch=epoch)
+    assert len(source.files) > 3
+    assert asked == Counter(file.name for file in source.files)
 
 
 @pytest.mark.parametrize("remote", [False, True])

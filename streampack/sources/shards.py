@@ -10,7 +10,8 @@ A folder holds shards and an ``index.json`` that names them. A shard, all number
 | (``documents`` + 1) x 8 | ``int64``: where each document begins, counted in tokens; the end last |
 | ``tokens`` / 8, rounded up | only if ``masked``: a bit for each token, lowest first: 0 where its label is -100 |
 
-``crc32`` in the header is of all that follows it. The index repeats what a reader needs of every header.
+``crc32`` in the header is of all that follows it. The index repeats what a reader needs of every header; when a shard
+is opened, the two are compared.
 So ``np.memmap(path, "<u2", offset=4096, shape=tokens)`` has the tokens without any of our code.
 """
 
@@ -22,7 +23,7 @@ import zlib
 from array import array
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -100,16 +101,36 @@ def read_header(path: Path) -> dict[str, Any]:
         ValueError: for any other file.
     """
     with path.open("rb") as file:
-        raw = file.read(HEADER_BYTES)
+        header = _parsed(file.read(HEADER_BYTES), shown=str(path))
+    shard = shard_of(path.name, header)
+    if (size := path.stat().st_size) != shard.size:
+        raise ValueError(f"{path} has {size} bytes and its header says {shard.size}; remove it")
+    return header
+
+
+def require_described(raw: bytes, shard: Shard, *, shown: str) -> None:
+    """Compare the header that a shard begins with, ``raw``, with what the index says of the shard.
+
+    Raises:
+        ValueError: naming the shard as ``shown``, if they differ, or if it begins with no header.
+    """
+    own, index = asdict(shard_of(shown, _parsed(raw, shown=shown))), asdict(shard)
+    differ = [key for key in own if key != "name" and own[key] != index[key]]
+    if differ:
+        says, said = (", ".join(f"{key} {of[key]}" for key in differ) for of in (own, index))
+        raise ValueError(
+            f"{shown} is not the shard that its index describes: its header says {says}, the index {said}; one of them "
+            "was replaced: copy the folder anew, the index and all shards"
+        )
+
+
+def _parsed(raw: bytes, *, shown: str) -> dict[str, Any]:
     try:
         header = json.loads(raw)
     except ValueError:
         header = None
     if not isinstance(header, dict):
-        raise ValueError(f"{path} is no token shard: it does not begin with a header")
-    shard = shard_of(path.name, header)
-    if (size := path.stat().st_size) != shard.size:
-        raise ValueError(f"{path} has {size} bytes and its header says {shard.size}; remove it")
+        raise ValueError(f"{shown} is no token shard: it does not begin with a header")
     return header
 
 

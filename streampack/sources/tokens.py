@@ -19,7 +19,7 @@ from streampack.sources.base import Reading, digest, readable
 from streampack.sources.files import Name
 from streampack.sources.indexed import Offsets, divide, offsets_of, places, read_index, records
 from streampack.sources.ranges import Ahead, Block, Fetcher, blocks
-from streampack.sources.shards import HEADER_BYTES, Shard, shard_of
+from streampack.sources.shards import HEADER_BYTES, Shard, require_described, shard_of
 from streampack.sources.storage import File, LocalStorage, changed, redact, together
 from streampack.sources.window import Damage, Part, Record, WindowReader
 from streampack.types import IGNORE_INDEX, Origin
@@ -63,7 +63,8 @@ class TokenShardSource:
 
     Raises:
         ValueError: if there is no index, one of another format, or one whose names lead out of the folder; for a shard
-            that is missing or of another size than the index says.
+            that is missing or of another size than the index says; when it is first read, for one whose header says
+            something else than the index.
     """
 
     max_lanes: int | None = None
@@ -90,6 +91,7 @@ class TokenShardSource:
         self._local = isinstance(self.corpus.storage, LocalStorage)
         self.read_ahead = 0 if self._local else require_positive(read_ahead, "read_ahead", least=0)
         self._divided: list[list[Part]] | None = None  # for the last number of lanes asked for
+        self._compared: set[int] = set()  # shards whose header is as the index says, in this process
 
     def fingerprint(self) -> str:
         """The shards' names and checksums as the index has them: the same wherever the folder lies."""
@@ -164,11 +166,20 @@ class TokenShardSource:
         stop = shard.documents if part.stop is None else part.stop
         if not 0 <= offset <= stop:
             raise ValueError(f"{file.shown} has no document {offset}; the state or the index is damaged")
+        for header in self._uncompared(part.file):
+            require_described(fetcher.take(header), shard, shown=file.shown)
+            self._compared.add(part.file)
         if self._local:
             return _Documents(offset, _mapped(shard, file, offset, stop))
         part = part._replace(start=offset, stop=stop)
-        coming = () if following is None else _ahead(*self._slice(following), fetcher)
+        coming: Iterable[Block] = ()
+        if following is not None:
+            coming = _ahead(*self._slice(following), fetcher, self._uncompared(following.file))
         return _Documents(offset, _fetched(*self._slice(part), fetcher, coming))
+
+    def _uncompared(self, number: int) -> list[Block]:
+        """The header of a shard that was not opened yet, a page: a state knows the shard by the index alone."""
+        return [] if number in self._compared else [(self.files[number], 0, HEADER_BYTES)]
 
     def _slice(self, part: Part) -> tuple[Shard, File, Part]:
         return self.shards[part.file], self.files[part.file], part
@@ -235,10 +246,13 @@ def _fetched(
         yield Raw(np.frombuffer(data, _stored(shard)), mask, start % 8)
 
 
-def _ahead(shard: Shard, file: File, part: Part, fetcher: Fetcher) -> Iterator[Block]:
-    """What `_fetched` will ask for."""
+def _ahead(
+    shard: Shard, file: File, part: Part, fetcher: Fetcher, header: Iterable[Block]
+) -> Iterator[Block]:
+    """What opening the part and `_fetched` will ask for."""
 
     def rest(table: bytes) -> Iterator[Block]:
+        yield from header
         with suppress(Damage):  # which is raised when its turn comes
             places = _places(shard, file, part, table)
             yield from _mask(shard, file, places)
