@@ -260,8 +260,8 @@ def test_a_kill_from_outside_is_mended(taken: Any) -> None:
 
 def test_twenty_kills_in_a_row() -> None:
     # Packs of 312 KB do not fit into a pipe, so each kill meets a worker that is still at work: writing, most times.
-    data = [{"i": i, "n": 12_900 + i} for i in range(90)]
-    large = {"source": data, "max_seq_len": 13_000, "num_lanes": 2}
+    data = [{"i": i, "n": 38_800 + i} for i in range(180)]
+    large = {"source": data, "max_seq_len": 39_000, "num_lanes": 2}
     one = worker(dataset(**large), prefetch=1, max_restarts=20)
     found = []
     for kills in range(1, 21):
@@ -284,7 +284,7 @@ def test_a_kill_in_the_middle_of_writing_a_pack() -> None:
         deadline = time.monotonic() + 10
         while state_of(one.process.pid) != "S" or not one.inbox.full():
             assert time.monotonic() < deadline
-        time.sleep(0.1)  # it sleeps in write(): 1.4 MB a pack, and nobody reads
+        time.sleep(0.1)  # it sleeps in write(): 0.5 MB a pack, and nobody reads
         one.process.kill()
         found += [content(next(one)) for _ in range(4)]
     found += map(content, one)
