@@ -184,7 +184,7 @@ def mended() -> None:
     """A worker that dies loses and repeats nothing."""
     from stress.kills import with_dying_workers
 
-    corpus = Corpus.make(900, longest=300, max_seq_len=512, epochs=2)
+    corpus = Corpus.make(900, longest=900, max_seq_len=1536, epochs=2)
     with Pools() as pools:
         rides = pools[2].run(ride, corpus)
         for (steps, restarts), wanted in zip(pools[2].run(with_dying_workers, corpus, 2), rides, strict=True):

@@ -193,7 +193,7 @@ def kill_worker(run: Run) -> str:
     """2 ranks x 2 workers: healed and identical; then every rank raises."""
     kills = run.count(20, 3)
     # Packs so large that few of them lie ready between worker and trainer: a death is noticed behind them.
-    corpus = Corpus.make(kills * 400, longest=300, max_seq_len=512, epochs=2)
+    corpus = Corpus.make(kills * 400, longest=900, max_seq_len=1536, epochs=2)
     with Ranks(2) as ranks:
         rides = ranks.run(ride, corpus)
         check_exactly(together(rides), corpus, times=2)
