@@ -103,7 +103,11 @@ class MessagesEncoder:
         try:
             messages = self.message_transform(row)["messages"]
         except KeyError as error:
-            raise missing_column(row, str(error.args[0])) from error
+            # A column, or something within one: the key of a turn, a role.
+            raise ValueError(
+                f"the message transform found no {error}, in the row or within it; the row's columns are "
+                f"{', '.join(map(repr, row)) or 'none'}"
+            ) from error
         _validate(messages)
         encoded = self.tokenizer({"messages": messages})
         tokens = np.asarray(encoded["tokens"], np.int64)

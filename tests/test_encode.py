@@ -220,7 +220,14 @@ def test_bad_messages_name_the_column_or_the_fault(tune_data: Any) -> None:
     encode = MessagesEncoder(WordTokenizer(), message_transform=tune_data.InputOutputToMessages())
     with pytest.raises(ValueError) as error:
         encode({"input": "a", "answer": "b"})
-    assert str(error.value) == "column 'output' is missing; the row's columns are 'input', 'answer'"
+    found = "the message transform found no 'output', in the row or within it; the row's columns are 'input', 'answer'"
+    assert str(error.value) == found
+
+    encode = MessagesEncoder(WordTokenizer(), message_transform=tune_data.ShareGPTToMessages())
+    with pytest.raises(
+        ValueError, match="found no 'alien', in the row or within it; the row's columns are 'convers"
+    ):
+        encode({"conversations": [{"from": "alien", "value": "a"}, {"from": "gpt", "value": "b"}]})
 
     encode = MessagesEncoder(WordTokenizer(), message_transform=tune_data.OpenAIToMessages())
     with pytest.raises(ValueError, match="Two consecutive user messages at index 1"):
@@ -235,7 +242,19 @@ def test_a_bad_row_of_messages_is_named_by_its_place(tune_data: Any) -> None:
     data = IterablePackedDataset(rows, max_seq_len=16, encoder=encode)
     with pytest.raises(ValueError) as error:
         list(data)
-    assert str(error.value) == "sample 1: column 'output' is missing; the row's columns are 'input'"
+    found = "sample 1: the message transform found no 'output', in the row or within it; the row's columns are 'input'"
+    assert str(error.value) == found
+
+
+def test_a_null_where_text_belongs_is_a_record_to_pass_by(tune_data: Any) -> None:
+    turns = [
+        [{"from": "human", "value": "a"}, {"from": "gpt", "value": answer}] for answer in ("b", None, "c")
+    ]
+    encode = MessagesEncoder(WordTokenizer(), message_transform=tune_data.ShareGPTToMessages())
+    rows = [{"conversations": turn} for turn in turns]
+    data = IterablePackedDataset(rows, max_seq_len=16, encoder=encode, on_bad_record="skip")
+    assert sum(pack["num_seqs"] for pack in data) == 2
+    assert data.ledger().dropped_samples["bad"] == 1
 
 
 def test_tokens_and_mask_that_differ_in_length_are_an_error(tune_data: Any) -> None:

@@ -11,8 +11,8 @@ from streampack.plan import require, require_positive
 from streampack.sources.base import Source
 from streampack.types import Origin
 
-UNENCODABLE = (ValueError, TypeError, LookupError, AttributeError)
-"""What an encoder raises for a row of other columns or types than it knows."""
+UNENCODABLE = (ValueError, TypeError, LookupError, AttributeError, AssertionError)
+"""What an encoder raises for a row of other columns or types than it knows; torchtune's `Message` asserts some."""
 
 LONGEST_REASON = 300  # characters: an encoder's message may hold the whole row
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
@@ -154,14 +154,15 @@ def to_plain(config: Any) -> dict[str, Any]:
 def _keys(values: Mapping[str, Any]) -> list[str]:
     known = {f.name for f in fields(RunConfig)}
     required = {f.name for f in fields(RunConfig) if f.default is MISSING and f.default_factory is MISSING}
-    problems = []
-    for key in values:
-        if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"the keys are {', '.join(sorted(known))}"
-            problems.append(f"unknown key {key!r}: {hint}")
+    problems = [f"unknown key {key!r}: {hint_for(key, known)}" for key in values if key not in known]
     problems += [f"missing key {key!r}" for key in sorted(required - set(values))]
     return problems
+
+
+def hint_for(key: str, known: Collection[str]) -> str:
+    """What to write in the place of a key that is not ``known``."""
+    close = difflib.get_close_matches(key, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"the keys are {', '.join(sorted(known))}"
 
 
 def _components(node: Any, where: str, trusted: list[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 from itertools import islice
@@ -18,7 +19,7 @@ from streampack.loader import PackedDataLoader
 from streampack.methods import METHODS
 from streampack.mix import Leaf, Mix, hold_out
 from streampack.sources import as_source
-from streampack.training.config import RunConfig
+from streampack.training.config import RunConfig, hint_for
 from streampack.training.distributed import World
 from streampack.training.evaluation import HeldOut
 from streampack.training.methods import Loader, MethodLoader
@@ -122,6 +123,10 @@ def _fixed_batches(
 
 
 def _dataset(source: Any, **settings: Any) -> IterablePackedDataset:
+    known = inspect.signature(IterablePackedDataset).parameters
+    for key in settings:
+        if key not in known:
+            raise ValueError(f"data: unknown key {key!r}: {hint_for(key, [*known, 'method'])}")
     try:
         return IterablePackedDataset(source, **settings)
     except TypeError as error:

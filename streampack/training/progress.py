@@ -143,11 +143,13 @@ def summary(ledger: Ledger, *, seconds: float, tokens: int, validation: list[tup
     dropped = sum(ledger.dropped.values())
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in ledger.dropped.items() if count)
     lines = [
-        f"packs        {ledger.packs:,} from {ledger.samples:,} samples, {ledger.padding:.2%} padding",
+        f"packs        {ledger.packs:,} of {ledger.samples:,} samples read, {ledger.padding:.2%} padding",
         f"tokens       {ledger.tokens_in:,} in = {ledger.packed:,} packed + {dropped:,} dropped"
         f"{f' ({reasons})' if reasons else ''} + {ledger.buffered:,} buffered",
         f"speed        {tokens / max(seconds, 1e-9):,.0f} tokens/s over {seconds:,.0f} s",
     ]
+    if bad := ledger.dropped_samples["bad"]:
+        lines.append(f"records      {bad:,} broken, passed by")
     if validation:
         (first_step, first), (last_step, last) = validation[0], validation[-1]
         lines.append(f"held-out     loss {first:.3f} (step {first_step}) -> {last:.3f} (step {last_step})")
