@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from streampack.assemble import assemble, read_sample, trained_if_split
-from streampack.collate import Batch, collate_packed, to_torchtune
+from streampack.collate import Batch, stack_packs
 from streampack.methods import Row, method_of, packing_of, plan_batches
 from streampack.multipack import share_of
 from streampack.plan import require_positive
@@ -184,7 +184,7 @@ class _Rows(Dataset[Batch]):
     def __getitem__(self, batch: list[Row]) -> Batch:
         width = self.width(batch)
         samples = {index: self._read(index) for index in {span.index for row in batch for span in row}}
-        return collate_packed([to_torchtune(self._pack(row, samples, width)) for row in batch])
+        return stack_packs([self._pack(row, samples, width) for row in batch])
 
     def _read(self, index: int) -> Sample:
         sample = read_sample(self.ds, index, vocab_size=self.vocab_size)

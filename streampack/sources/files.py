@@ -48,6 +48,11 @@ class Corpus:
         """Its ETag, or a hash of its first and last 64 KiB."""
         return self.retries.call(partial(self.storage.tag, file))
 
+    def read_ahead(self, most: int) -> int:
+        """Bytes to fetch ahead, at most: none on this machine, whose own cache reads ahead by itself."""
+        local = isinstance(self.storage, LocalStorage)
+        return 0 if local else require_positive(most, "read_ahead", least=0)
+
     @property
     def retry_budget(self) -> float:
         """Seconds that one read may take, in waits and in requests that bring no answer."""

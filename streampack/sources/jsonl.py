@@ -9,7 +9,6 @@ from contextlib import suppress
 from itertools import chain
 from typing import Any
 
-from streampack.plan import require_positive
 from streampack.sources.archives import BUFFER_BYTES, DAMAGED, content
 from streampack.sources.base import Reading, spread
 from streampack.sources.files import Corpus, Name, find_files
@@ -74,8 +73,7 @@ class JSONLSource:
         )
         self.files = self.corpus.files
         self._local = isinstance(self.corpus.storage, LocalStorage)
-        # This machine's own cache reads ahead by itself.
-        self.read_ahead = 0 if self._local else require_positive(read_ahead, "read_ahead", least=0)
+        self.read_ahead = self.corpus.read_ahead(read_ahead)
         self._size = sum(file.size for file in self.files)  # bytes in the storage, compressed where they are
         self.bytes_read = 0  # by this copy of the source, decompressed
         self._divided: list[list[Part]] | None = None  # for the last number of lanes asked for

@@ -12,14 +12,13 @@ from contextlib import suppress
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
-from streampack.plan import require_positive
 from streampack.sources.archives import DAMAGED, content
 from streampack.sources.base import Reading, readable
 from streampack.sources.columns import Column, decoder, left_out, row_of
 from streampack.sources.files import Corpus, Name
 from streampack.sources.indexed import Offsets, divide, offsets_of, places, read_index, records
 from streampack.sources.ranges import Ahead, Block, Fetcher, Stretch, blocks
-from streampack.sources.storage import File, LocalStorage, redact, together
+from streampack.sources.storage import File, redact, together
 from streampack.sources.window import Damage, Part, Record, WindowReader
 from streampack.types import Origin
 
@@ -82,8 +81,7 @@ class MDSSource:
         self.corpus = index.corpus(names)
         self.files = self.corpus.files
         self.samples = sum(shard.samples for shard in self.shards)
-        local = isinstance(self.corpus.storage, LocalStorage)
-        self.read_ahead = 0 if local else require_positive(read_ahead, "read_ahead", least=0)
+        self.read_ahead = self.corpus.read_ahead(read_ahead)
         self._divided: list[list[Part]] | None = None  # for the last number of lanes asked for
 
     def fingerprint(self) -> str:

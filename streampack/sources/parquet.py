@@ -7,12 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from streampack.plan import require_positive
 from streampack.sources.base import Reading, digest, spread
 from streampack.sources.files import Corpus, Name, find_files
 from streampack.sources.ranges import Fetcher
 from streampack.sources.rowgroups import Footers, RowGroups, group_of, plain_row, starts_of
-from streampack.sources.storage import LocalStorage, together
+from streampack.sources.storage import together
 from streampack.sources.window import Damage, Part, WindowReader
 from streampack.types import Origin
 
@@ -74,8 +73,7 @@ class ParquetSource:
             paths, manifest=manifest, storage_options=storage_options, retries=retries, timeout=timeout
         )
         self.files = self.corpus.files
-        local = isinstance(self.corpus.storage, LocalStorage)
-        self.read_ahead = 0 if local else require_positive(read_ahead, "read_ahead", least=0)
+        self.read_ahead = self.corpus.read_ahead(read_ahead)
         self._divided: list[list[Part]] | None = None  # for the last number of lanes asked for
         self.footers = Footers(self.files, self.columns)
 

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from streampack.plan import require_positive
 from streampack.sources.base import Reading, digest, readable
 from streampack.sources.files import Name
 from streampack.sources.indexed import Offsets, divide, offsets_of, places, read_index, records
@@ -89,7 +88,7 @@ class TokenShardSource:
         self.documents = sum(shard.documents for shard in self.shards)
         self.tokens = sum(shard.tokens for shard in self.shards)
         self._local = isinstance(self.corpus.storage, LocalStorage)
-        self.read_ahead = 0 if self._local else require_positive(read_ahead, "read_ahead", least=0)
+        self.read_ahead = self.corpus.read_ahead(read_ahead)
         self._divided: list[list[Part]] | None = None  # for the last number of lanes asked for
         self._compared: set[int] = set()  # shards whose header is as the index says, in this process
 

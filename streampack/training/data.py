@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from streampack.collate import Batch, collate_packed, null_pack, to_torchtune
+from streampack.collate import Batch, null_pack, stack_packs
 from streampack.components import build
 from streampack.encode import without_truncation
 from streampack.iterable import IterablePackedDataset
@@ -114,10 +114,7 @@ def _fixed_batches(
     filler = null_pack(config.packing.max_seq_len, padding_idx=config.padding_idx)
     mine += [filler] * (batches * batch_size - len(mine))
     return [
-        collate_packed(
-            [to_torchtune(pack) for pack in mine[first : first + batch_size]],
-            segments=config.packing.segments,
-        )
+        stack_packs(mine[first : first + batch_size], segments=config.packing.segments)
         for first in range(0, len(mine), batch_size)
     ]
 

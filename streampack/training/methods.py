@@ -15,6 +15,7 @@ from streampack.lane import Lane, Piece
 from streampack.loader import PackedDataLoader
 from streampack.methods import METHODS
 from streampack.metrics import Ledger, Tally
+from streampack.multipack import share_of
 from streampack.plan import Packing, require
 from streampack.samplers import digest_of
 from streampack.sources.base import Source
@@ -107,7 +108,7 @@ class MethodLoader:
             rank=world.rank,
         )
         self.sampler: Any = self.loader.sampler
-        self.packs_per_step = packs_per_step or batch_size * world.size
+        self.packs_per_step = share_of(packs_per_step, batch_size * world.size)
         self.batches_per_step = self.packs_per_step // (batch_size * world.size)
         self._handed = 0  # batches of this epoch, to each rank
         self._totals = Ledger()  # of all ranks
