@@ -17,7 +17,7 @@ from streampack_recipes.lora_finetune import train as train_lora
 from streampack import IterablePackedDataset, MapSource, Mix, PackedDataLoader
 from streampack.methods import METHODS
 from streampack.training.config import read_config, validate
-from streampack.training.distributed import World, join_world
+from streampack.training.distributed import OtherRankFailed, World, join_world
 from streampack.training.methods import MethodLoader, read_pieces
 from tests.ranks import RankError, run_ranks
 from tests.test_lora_finetune import lora_config
@@ -358,6 +358,26 @@ def test_ranks_that_read_different_samples_are_refused(tmp_path: Path) -> None:
         run_ranks(read_as_a_rank, 2, tmp_path)
     assert "rank 1 reads 11 samples of 49 tokens" in str(failed.value)
     assert "rank 0 reads 13 samples of 57 tokens" in str(failed.value)
+
+
+def fail_as_a_rank(folder: Path) -> str:
+    """Rank 1 cannot read its copy."""
+    with join_world(torch.device("cpu"), timeout=20) as world:
+        data = IterablePackedDataset(folder / f"{world.rank}" / "rows.jsonl", max_seq_len=8)
+        try:
+            MethodLoader(data, method="multipack", world=world)
+        except (ValueError, OtherRankFailed) as error:
+            return str(error)
+    return ""
+
+
+def test_a_rank_that_cannot_read_fails_all_at_once(tmp_path: Path) -> None:
+    for rank, line in enumerate(('{"tokens": [1, 2], "labels": [1, 2]}\n', "{broken\n")):
+        (tmp_path / f"{rank}").mkdir()
+        (tmp_path / f"{rank}" / "rows.jsonl").write_text(line)
+    other, own = run_ranks(fail_as_a_rank, 2, tmp_path)
+    assert other.startswith("rank 1 failed: ValueError: ")
+    assert "rows.jsonl:1" in own
 
 
 def test_every_broken_record_is_listed_once_by_all_ranks(tmp_path: Path) -> None:
