@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array as machine_array
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -104,11 +105,13 @@ def _integers(row: Mapping[str, Any], column: str) -> IntArray:
     except KeyError:
         raise missing_column(row, column) from None
     if type(values) is list and values and type(values[0]) is int:
-        # As tokenizers give them: by way of `array`, it takes three quarters of the time: numpy looks for a type first.
-        try:
-            return np.frombuffer(machine_array("q", values), np.int64)
-        except (TypeError, OverflowError):
-            pass  # not all of them are ints; numpy finds out what they are, for the error
+        # As tokenizers give them. By way of `array` it takes a third of numpy's time, which looks for a type first.
+        # Unsigned, as ids are: that is three times as fast as signed.
+        for code in ("Q", "q"):
+            with suppress(
+                TypeError, OverflowError
+            ):  # some are below zero, or no ints: numpy finds what they are
+                return np.frombuffer(machine_array(code, values), np.int64)
     try:
         found = np.asarray(values)
     except ValueError:  # sequences of several lengths
@@ -200,19 +203,17 @@ def with_eos(sample: Sample, eos: int) -> Sample:
 
 def assemble(
     sequences: Sequence[Sample], *, max_seq_len: int, padding_idx: int = 0
-) -> tuple[IntArray, IntArray, IntArray]:
-    """Lay sequences end to end and pad: ``(tokens, labels, input_pos)``, each ``[max_seq_len]``, fresh memory.
+) -> tuple[IntArray, IntArray]:
+    """Lay sequences end to end and pad: ``(tokens, labels)``, each ``[max_seq_len]``, fresh memory.
 
-    The first label of every sequence is ``IGNORE_INDEX`` (recipes shift labels by one, so it would be
-    predicted from the previous sequence's last token), positions restart at 0 for every sequence, and
-    the padding is a segment of its own. No sequences at all make a null pack, which trains nothing.
+    The first label of every sequence is ``IGNORE_INDEX``: recipes shift labels by one, so it would be
+    predicted from the previous sequence's last token. No sequences at all make a null pack, which trains nothing.
 
     >>> a, b = Sample(np.array([7, 8, 9]), np.array([7, 8, 9])), Sample(np.array([4, 5]), np.array([-100, 5]))
     >>> for row in assemble([a, b], max_seq_len=6):
     ...     print(row.tolist())
     [7, 8, 9, 4, 5, 0]
     [-100, 8, 9, -100, 5, -100]
-    [0, 1, 2, 0, 1, 0]
     """
     lengths = [sequence.tokens.size for sequence in sequences]
     used = sum(lengths)
@@ -228,22 +229,23 @@ def assemble(
         start = stop
     tokens[used:] = padding_idx
     labels[used:] = IGNORE_INDEX
-    return tokens, labels, positions(lengths, max_seq_len)
+    return tokens, labels
 
 
-def positions(seq_lens: Sequence[int], max_seq_len: int) -> IntArray:
-    """The ``input_pos`` of a pack: from 0 in every sequence, and in the padding.
+def positions(packs: Sequence[Sequence[int]], max_seq_len: int) -> IntArray:
+    """The ``input_pos`` of packs of these ``seq_lens``: from 0 in every sequence, and in the padding.
 
-    >>> positions([3, 2], 6).tolist()
-    [0, 1, 2, 0, 1, 0]
+    >>> positions([[3, 2], [6]], 6).tolist()
+    [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]]
     """
-    input_pos = np.empty(max_seq_len, np.int64)
+    input_pos = np.empty((len(packs), max_seq_len), np.int64)
     count = _count(max_seq_len)
-    start = 0
-    for length in seq_lens:
-        input_pos[start : start + length] = count[:length]
-        start += length
-    input_pos[start:] = count[: max_seq_len - start]
+    for row, seq_lens in zip(input_pos, packs, strict=True):
+        start = 0
+        for length in seq_lens:
+            row[start : start + length] = count[:length]
+            start += length
+        row[start:] = count[: max_seq_len - start]
     return input_pos
 
 

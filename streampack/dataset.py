@@ -207,19 +207,21 @@ class PackedDataset(Dataset[dict[str, Any]]):
         spans = self._spans[self._ends[number] : self._ends[number + 1]].tolist()
         samples = {sample: self._read_again(sample) for sample in {sample for sample, _, _ in spans}}
         sequences = [samples[sample].cut(start, stop) for sample, start, stop in spans]
+        input_pos = None
         if self.parity:
-            arrays = torchtune_parity.assemble(
+            tokens, labels, input_pos = torchtune_parity.assemble(
                 sequences,
                 [start for _, start, _ in spans],
                 max_seq_len=self.max_seq_len,
                 padding_idx=self.padding_idx,
             )
         else:
-            arrays = assemble(sequences, max_seq_len=self.max_seq_len, padding_idx=self.padding_idx)
+            tokens, labels = assemble(sequences, max_seq_len=self.max_seq_len, padding_idx=self.padding_idx)
         trained = partial(trained_if_split, packing=self.packing)
         return to_torchtune(
             Pack(
-                *arrays,
+                tokens,
+                labels,
                 seq_lens=tuple(stop - start for _, start, stop in spans),
                 fragments=tuple(
                     Fragment(
@@ -231,7 +233,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
                 number=number,
                 lane=0,
                 receipt=b"",
-            )
+            ),
+            input_pos,
         )
 
     def ledger(self) -> Ledger:

@@ -107,7 +107,7 @@ class Lane:
                 tally.trained += trained_tokens(sequence.labels)
             if stop == length:
                 del self.held[number]
-        tokens, labels, input_pos = assemble(
+        tokens, labels = assemble(
             sequences, max_seq_len=packing.max_seq_len, padding_idx=self.config.padding_idx
         )
         self.packs += 1
@@ -117,7 +117,6 @@ class Lane:
         return Pack(
             tokens=tokens,
             labels=labels,
-            input_pos=input_pos,
             seq_lens=tuple(seq_lens),
             fragments=tuple(fragments),
             epoch=0 if self.config.endless else self.epoch,

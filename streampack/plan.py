@@ -71,13 +71,14 @@ def exact_fit(lengths: list[int], room: int, pull: Callable[[], bool]) -> list[i
     """
     reach = 1 << room
     before: list[int] = []  # before[i]: reach without length i, to walk back from the sum to its members
-    while not reach & 1 and (len(before) < len(lengths) or pull()):
-        length = lengths[len(before)]
+    seen = 0
+    while not reach & 1 and (seen < len(lengths) or pull()):
         before.append(reach)
-        reach |= reach >> length
+        reach |= reach >> lengths[seen]
+        seen += 1
     left = (reach & -reach).bit_length() - 1  # the least room that any subset leaves
     taken = []
-    for i in range(len(before) - 1, -1, -1):
+    for i in range(seen - 1, -1, -1):
         if not before[i] >> left & 1:  # unreachable without length i, so it is in the sum
             taken.append(i)
             left += lengths[i]

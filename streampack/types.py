@@ -54,11 +54,13 @@ class Fragment(NamedTuple):
 
 
 class Pack(NamedTuple):
-    """A row of ``max_seq_len`` tokens made of whole sequences, padded at the end."""
+    """A row of ``max_seq_len`` tokens made of whole sequences, padded at the end.
+
+    Its positions follow from ``seq_lens``, and are made where it becomes tensors.
+    """
 
     tokens: IntArray  # [max_seq_len]
     labels: IntArray  # [max_seq_len], IGNORE_INDEX at the first token of every sequence and in the padding
-    input_pos: IntArray  # [max_seq_len], restarts at 0 for every sequence and for the padding
     seq_lens: tuple[int, ...]  # lengths of the real sequences; their sum is at most max_seq_len
     fragments: tuple[Fragment, ...]  # one per real sequence, in the same order
     epoch: int  # 0 throughout when epochs roll into one another

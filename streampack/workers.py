@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from streampack.assemble import positions
 from streampack.iterable import IterablePackedDataset
 from streampack.stream import Event
 from streampack.types import LaneEnd
@@ -27,10 +26,11 @@ from streampack.types import LaneEnd
 log = logging.getLogger(__name__)
 
 EVENT, END, ERROR, DIED = "event", "end", "error", "died"
+INT32 = np.iinfo(np.int32)
 
 
 class Worker:
-    """One process that runs `IterablePackedDataset.stream` for one consumer; iterating gives its events.
+    """One process that runs `IterablePackedDataset.stream` for one consumer; iterating gives its events, folded.
 
     Packs come through a pipe as plain bytes: no shared memory that a SIGKILL could leave behind, and a
     pipe of its own, so that a process that dies in the middle of writing is seen as dead at once and
@@ -99,7 +99,7 @@ class Worker:
         while True:
             kind, value = self.inbox.get()
             if kind == EVENT:
-                event: Event = unfold(value)
+                event: Event = value
                 self.receipts[event.lane] = event.receipt
                 return event
             if kind == END:
@@ -155,31 +155,19 @@ class Worker:
 
 
 def fold(event: Event) -> Event:
-    """The event with less to carry: no positions, which follow from the lengths, and 32 bits for ids that fit.
+    """The event with less to carry: 32 bits for ids that fit.
 
-    So a pack of 4,096 tokens takes 32 KiB in the place of 96: less than a pipe holds (64 KiB on Linux), so that its
+    So a pack of 4,096 tokens takes 32 KiB in the place of 64: less than a pipe holds (64 KiB on Linux), so that its
     worker makes the next one before the trainer's process has read it.
     """
     if isinstance(event, LaneEnd):
         return event
-    return event._replace(
-        tokens=_narrow(event.tokens), labels=_narrow(event.labels), input_pos=event.input_pos[:0]
-    )
-
-
-def unfold(event: Event) -> Event:
-    """The inverse of `fold`; arrays of its own."""
-    if isinstance(event, LaneEnd):
-        return event
-    tokens, labels = (ids.astype(np.int64, copy=False) for ids in (event.tokens, event.labels))
-    return event._replace(
-        tokens=tokens, labels=labels, input_pos=positions(event.seq_lens, event.tokens.size)
-    )
+    return event._replace(tokens=_narrow(event.tokens), labels=_narrow(event.labels))
 
 
 def _narrow(ids: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    bounds = np.iinfo(np.int32)
-    return ids.astype(np.int32) if bounds.min <= ids.min() and ids.max() <= bounds.max else ids
+    fit = np.minimum.reduce(ids) >= INT32.min and np.maximum.reduce(ids) <= INT32.max
+    return ids.astype(np.int32) if fit else ids
 
 
 def _receive(pipe: Connection, inbox: queue.Queue[tuple[str, Any]]) -> None:
@@ -222,7 +210,7 @@ def _serve(
             # Apart from the error: not every class of errors pickles its notes.
             message = (ERROR, (_portable(error), [*getattr(error, "__notes__", ()), where]))
         try:
-            pipe.send(message)
+            pipe.send_bytes(pickle.dumps(message, 5))  # arrays as they lie in memory; `send` copies them
             if message[0] == END:
                 return
             if message[0] == ERROR:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streampack import IGNORE_INDEX, Sample
-from streampack.assemble import as_sample, assemble, check_sample, missing_column, with_eos
+from streampack.assemble import as_sample, assemble, check_sample, missing_column, positions, with_eos
 from tests import oracle
 
 ids = st.integers(0, 99)
@@ -26,7 +26,9 @@ def sample(tokens: list[int], labels: list[int] | None = None) -> Sample:
 def test_a_pack_is_the_oracles(sequences: list[list[tuple[int, int]]], spare: int, padding_idx: int) -> None:
     pairs = [([t for t, _ in sequence], [y for _, y in sequence]) for sequence in sequences]
     limit = sum(map(len, sequences)) + spare or 1
+    lens = [len(sequence) for sequence in sequences]
     ours = assemble([sample(*pair) for pair in pairs], max_seq_len=limit, padding_idx=padding_idx)
+    ours += (*positions([lens], limit),)
     assert tuple(row.tolist() for row in ours) == oracle.assemble(pairs, limit, padding_idx)
     assert all(row.dtype == np.int64 and row.shape == (limit,) for row in ours)
 
@@ -61,17 +63,16 @@ def test_labels_that_are_the_tokens_are_read_once() -> None:
 
 
 def test_a_pack_by_hand() -> None:
-    tokens, labels, input_pos = assemble(
+    tokens, labels = assemble(
         [sample([5, 6, 7]), sample([8]), sample([9, 10], [IGNORE_INDEX, 10])], max_seq_len=9, padding_idx=1
     )
     assert tokens.tolist() == [5, 6, 7, 8, 9, 10, 1, 1, 1]
     assert labels.tolist() == [-100, 6, 7, -100, -100, 10, -100, -100, -100]
-    assert input_pos.tolist() == [0, 1, 2, 0, 0, 1, 0, 1, 2]
 
 
 def test_nothing_makes_a_null_pack() -> None:
-    tokens, labels, input_pos = assemble([], max_seq_len=3, padding_idx=4)
-    assert (tokens.tolist(), labels.tolist(), input_pos.tolist()) == ([4] * 3, [-100] * 3, [0, 1, 2])
+    tokens, labels = assemble([], max_seq_len=3, padding_idx=4)
+    assert (tokens.tolist(), labels.tolist()) == ([4] * 3, [-100] * 3)
 
 
 def test_a_pack_shares_no_memory() -> None:

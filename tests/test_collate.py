@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from streampack import IGNORE_INDEX, Batch, Fragment, IterablePackedDataset, Pack, Sample, collate_packed
 from streampack.assemble import assemble
 from streampack.collate import null_pack, stack_packs, to_torchtune
+from streampack.workers import fold
 from tests import oracle
 
 LIMIT = 12
@@ -25,18 +26,20 @@ def make_pack(seq_lens: list[int], *, first: int = 1) -> Pack:
         sequences.append(Sample(tokens, tokens))
         fragments.append(Fragment((i,), 0, length))
         at += length
-    tokens, labels, input_pos = assemble(sequences, max_seq_len=LIMIT)
-    return Pack(tokens, labels, input_pos, tuple(seq_lens), tuple(fragments), 3, 5, 2, b"receipt")
+    tokens, labels = assemble(sequences, max_seq_len=LIMIT)
+    return Pack(tokens, labels, tuple(seq_lens), tuple(fragments), 3, 5, 2, b"receipt")
 
 
 @given(contents)
 def test_one_pack_as_torchtune_gives_it(seq_lens: list[int]) -> None:
     pack = make_pack(seq_lens)
     row = to_torchtune(pack)
-    for name in ("tokens", "labels", "input_pos"):
-        assert row[name].dtype == torch.int64
-        assert row[name].tolist() == getattr(pack, name).tolist()
     padding = LIMIT - sum(seq_lens)
+    pairs = [([1] * length, [1] * length) for length in seq_lens]
+    expected = (pack.tokens.tolist(), pack.labels.tolist(), oracle.assemble(pairs, LIMIT, 0)[2])
+    for name, values in zip(("tokens", "labels", "input_pos"), expected, strict=True):
+        assert row[name].dtype == torch.int64
+        assert row[name].tolist() == values
     assert row["seq_lens"].tolist() == seq_lens + ([padding] if padding else [])
     assert row["seq_lens"].dtype == torch.int64
     assert row["num_seqs"] == len(seq_lens)
@@ -72,10 +75,12 @@ def test_a_batch_is_its_packs(packs: list[list[int]]) -> None:
     assert batch.fragments == tuple(row["fragments"] for row in rows)
 
 
-@given(st.lists(contents, min_size=1, max_size=4), st.sampled_from([None, LIMIT + 1]))
-def test_packs_and_their_dicts_make_the_same_batch(lens: list[list[int]], segments: int | None) -> None:
-    packs = [make_pack(seq_lens, first=1 + 100 * i) for i, seq_lens in enumerate(lens)] + [null_pack(LIMIT)]
-    ours = stack_packs(packs, segments=segments)
+@given(st.lists(contents, max_size=4), st.sampled_from([None, LIMIT + 1]), st.booleans())
+def test_packs_and_their_dicts_make_the_same_batch(
+    lens: list[list[int]], segments: int | None, folded: bool
+) -> None:
+    packs = [null_pack(LIMIT)] + [make_pack(seq_lens, first=1 + 100 * i) for i, seq_lens in enumerate(lens)]
+    ours = stack_packs([fold(pack) for pack in packs] if folded else packs, segments=segments)
     theirs = collate_packed([to_torchtune(pack) for pack in packs], segments=segments)
     for name in ("tokens", "labels", "input_pos", "seq_lens"):
         assert getattr(ours, name).dtype == getattr(theirs, name).dtype

@@ -29,7 +29,7 @@ from streampack.assemble import assemble
 from streampack.collate import null_pack
 from streampack.stream import Event
 from streampack.types import LaneEnd, Pack
-from streampack.workers import Worker, fold, unfold
+from streampack.workers import Worker, fold
 from tests.corpus import Numbers, rows, write
 
 pytestmark = [
@@ -59,7 +59,7 @@ def worker(
 def content(event: Event) -> tuple[Any, ...]:
     if not isinstance(event, Pack):
         return tuple(event)
-    return event.tokens.tolist(), event.labels.tolist(), event.input_pos.tolist(), event[3:]
+    return event.tokens.tolist(), event.labels.tolist(), event[2:]
 
 
 def expected(of: IterablePackedDataset, consumer: int = 0, consumers: int = 1) -> list[tuple[Any, ...]]:
@@ -120,27 +120,23 @@ def held() -> dict[str, Any]:
 
 
 @given(st.lists(st.integers(1, 6), max_size=4), st.sampled_from([7, 2**31 - 1, 2**31, 2**62]))
-def test_what_is_folded_unfolds_to_the_same(seq_lens: list[int], largest: int) -> None:
+def test_folding_changes_no_number(seq_lens: list[int], largest: int) -> None:
     """Whatever the ids; a part-empty pack and a null pack, too."""
     sequences = [Sample(ids := np.arange(largest - n, largest) + 1, ids) for n in seq_lens]
     arrays = assemble(sequences, max_seq_len=24, padding_idx=3)
     pack = Pack(*arrays, tuple(seq_lens), (), epoch=1, number=2, lane=3, receipt=b"four")
     folded = pickle.loads(pickle.dumps(fold(pack)))
-    again = unfold(folded)
-    assert isinstance(again, Pack)
-    assert content(again) == content(pack)
-    for ours, theirs in zip(again[:3], arrays, strict=True):
-        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
-        assert ours.flags.writeable
+    assert isinstance(folded, Pack)
+    assert content(folded) == content(pack)
     narrow = not seq_lens or largest < 2**31
-    assert (folded.tokens.itemsize, folded.input_pos.size) == (4 if narrow else 8, 0)
+    assert folded.tokens.itemsize == (4 if narrow else 8)
     end = LaneEnd(3, 1, b"four")
-    assert unfold(fold(end)) == end
+    assert fold(end) == end
 
 
 def test_ids_below_32_bits_keep_theirs() -> None:
     pack = null_pack(4)._replace(labels=np.array([-(2**31) - 1, 0, 0, 0]))
-    assert content(unfold(fold(pack))) == content(pack)
+    assert content(fold(pack)) == content(pack)
 
 
 class Deadly:
@@ -186,7 +182,7 @@ def test_a_worker_gives_the_events_of_its_stream(consumers: int, prefetch: int) 
 def test_packs_own_their_memory_and_can_be_written_to() -> None:
     for event in worker(dataset()):
         if isinstance(event, Pack):
-            for array in (event.tokens, event.labels, event.input_pos):
+            for array in (event.tokens, event.labels):
                 assert array.flags.writeable
 
 
