@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from streampack.collate import Batch, null_pack, stack_packs
-from streampack.fingerprint import require_same_files, share_fingerprint
+from streampack.corpus import require_same_files, share_division, share_fingerprint
 from streampack.iterable import IterablePackedDataset
 from streampack.lockstep import Answer, Lockstep
 from streampack.metrics import Ledger, Tally
@@ -181,7 +181,8 @@ class _Batches:
                 "run a num_lanes that the ranks divide",
                 stacklevel=3,
             )
-        budget = getattr(dataset.lane_config.source, "retry_budget", 0.0)
+        source = dataset.lane_config.source
+        budget = getattr(source, "retry_budget", 0.0)
         if not lockstep.alone and budget >= lockstep.timeout.total_seconds():
             raise ValueError(
                 f"reading may be tried again for {budget:.0f} s and the other ranks wait {lockstep.timeout} at "
@@ -195,7 +196,8 @@ class _Batches:
                 "null packs, which cost time and train nothing; a multiple of %d holds none",
                 step, lockstep.world_size, loader.batch_size, whole - step, lockstep.world_size * loader.batch_size,
             )  # fmt: skip
-        require_same_files(dataset.lane_config.source, lockstep)
+        require_same_files(source, lockstep)
+        share_division(source, num_lanes, lockstep)
         # All ranks begin in the same epoch, also one whose lanes have made no pack in it yet.
         self.last_epoch = dataset.last_epoch
         self.epoch = 0

@@ -52,6 +52,7 @@ def test_alone_there_is_nobody_to_talk_to():
         assert not dist.is_initialized()
         with world.together(), world.main_first():
             assert world.add_up(torch.ones(2)).tolist() == [1, 1]
+            assert world.once(lambda: 3) == 3
 
 
 def talk(folder):
@@ -67,6 +68,11 @@ def talk(folder):
                     raise OSError("disk full")
         except (OSError, OtherRankFailed) as error:
             heard.append((type(error), str(error)))
+        heard.append(world.once(lambda: f"by rank {world.rank}"))
+        try:
+            world.once(lambda: 1 // world.rank)
+        except (ZeroDivisionError, OtherRankFailed) as error:
+            heard.append((type(error), str(error)))
     assert not dist.is_initialized()
     return heard
 
@@ -77,6 +83,9 @@ def test_two_ranks_talk(tmp_path):
     assert (first[3], second[3]) == ([], ["0"])
     assert first[4] == (OtherRankFailed, "rank 1 failed: OSError: disk full")
     assert second[4] == (OSError, "disk full")
+    assert first[5] == second[5] == "by rank 0"
+    assert first[6][0] is ZeroDivisionError
+    assert second[6] == (OtherRankFailed, f"rank 0 failed: ZeroDivisionError: {first[6][1]}")
 
 
 def fail_in_training(config):

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from streampack import IterablePackedDataset
 from streampack.sources import ParquetSource, Reading, as_source, parquet, rowgroups
+from streampack.sources.parquet import LARGE
+from streampack.sources.window import Part
 from tests.conformance import check_positions, check_resume_everywhere
 from tests.corpus import Numbers, rows
 
@@ -155,6 +157,55 @@ def test_footers_are_read_when_their_turn_comes(tmp_path: Path) -> None:
     assert all(source.footers.known(i) is not None for i in range(40)), (
         "with few files, all are needed to share their row groups out"
     )
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    files=st.lists(
+        st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(any), min_size=1, max_size=12
+    ),
+    num_lanes=st.integers(1, 6),
+    per_lane=st.integers(1, 16),
+)
+def test_lanes_are_even_and_parts_few(
+    tmp_path: Path, files: list[list[int]], num_lanes: int, per_lane: int
+) -> None:
+    """Row groups of any sizes, empty ones too: each lies in one part, and no lane is behind by more than a part."""
+    paths = []
+    for number, counts in enumerate(files):
+        paths.append(tmp_path / f"{number:02}.parquet")
+        with pq.ParquetWriter(paths[-1], pa.schema([("text", pa.string())]), compression="none") as writer:
+            for i, count in enumerate(counts):
+                texts = [f"{number} {i} {row}" * 50 for row in range(count)]
+                writer.write_table(pa.table({"text": pa.array(texts, pa.string())}), row_group_size=1 << 20)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parquet, "PARTS_PER_LANE", per_lane)
+        source = ParquetSource(paths)
+        lanes = source.divide(num_lanes)
+    found = sorted(part for lane in lanes for part in lane)
+    assert [lane == sorted(lane) for lane in lanes] == [True] * num_lanes, "in corpus order"
+    step = sum(file.size for file in source.files) // (num_lanes * per_lane)
+    assert len(found) <= len(files) + num_lanes * per_lane
+    largest = LARGE * step
+    for number, counts in enumerate(files):
+        parts = [part for part in found if part.file == number]
+        if parts == [Part(number)]:
+            assert source.files[number].size <= LARGE * step
+            assert source.footers.known(number) is None
+            continue
+        ends = [part.stop for part in parts]
+        assert [part.start for part in parts] == [0, *ends[:-1]]
+        assert ends[-1] == sum(counts)
+        assert set(ends) <= set(itertools.accumulate(counts)), "cut between row groups"
+        largest = max(largest, step + source.files[number].size * max(counts) // sum(counts))
+
+    def load(part: Part) -> float:
+        """About its bytes; by rows, which differ a little in length."""
+        count = sum(files[part.file])
+        return source.files[part.file].size * ((part.stop or count) - part.start) / count
+
+    loads = [sum(map(load, lane)) for lane in lanes]
+    assert max(loads) - min(loads) <= 1.5 * largest + 1000
 
 
 def test_what_is_taken_for_parquet(tmp_path: Path) -> None:

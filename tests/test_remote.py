@@ -82,7 +82,7 @@ def stream(data: Any, **settings: Any) -> IterablePackedDataset:
 
 
 def packs(data: Any, **settings: Any) -> list[Any]:
-    return [(pack.tokens.tolist(), pack[3:]) for pack in stream(data, **settings).stream()]
+    return [(pack.tokens.tolist(), pack[2:]) for pack in stream(data, **settings).stream()]
 
 
 def used(kind: str, files: dict[str, bytes]) -> int:

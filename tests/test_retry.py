@@ -167,7 +167,7 @@ def stream(source: Any, **changes: Any) -> IterablePackedDataset:
 
 
 def packs(dataset: IterablePackedDataset) -> list[Any]:
-    return [(pack.tokens.tolist(), pack[3:]) for pack in dataset.stream()]
+    return [(pack.tokens.tolist(), pack[2:]) for pack in dataset.stream()]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "gz", "zst"])
@@ -222,7 +222,7 @@ def test_a_failure_while_resuming_changes_nothing(
     source = make_source("jsonl", tmp_path, ROWS)
     before = stream(source, shuffle_window=40).stream()
     first = [next(before) for _ in range(9)]
-    rest = [(pack.tokens.tolist(), pack[3:]) for pack in before]
+    rest = [(pack.tokens.tolist(), pack[2:]) for pack in before]
     receipts = {pack.lane: pack.receipt for pack in first}
     storage = Shaky()
     monkeypatch.setattr(ranges, "TAIL_BYTES", 8)
@@ -231,7 +231,7 @@ def test_a_failure_while_resuming_changes_nothing(
         receipts=receipts
     )
     assert slept, "before the first pack"
-    assert [(pack.tokens.tolist(), pack[3:]) for pack in resumed] == rest
+    assert [(pack.tokens.tolist(), pack[2:]) for pack in resumed] == rest
 
 
 def test_a_storage_that_fails_for_good_is_named_with_its_place(
@@ -246,7 +246,7 @@ def test_a_storage_that_fails_for_good_is_named_with_its_place(
     found: list[Any] = []
     with caplog.at_level(logging.WARNING, "streampack"), pytest.raises(OSError) as error:
         for pack in running:
-            found.append((pack.tokens.tolist(), pack[3:]))
+            found.append((pack.tokens.tolist(), pack[2:]))
     [note] = error.value.__notes__
     offset = int(note.removeprefix(f"while reading {path} from byte ").removesuffix(" on"))
     lines = path.read_bytes()
@@ -259,7 +259,7 @@ def test_a_storage_that_fails_for_good_is_named_with_its_place(
         assert line.startswith("[Errno 5] Input/output error while reading a.jsonl, bytes ")
         assert line.endswith(f"; trying again in {wait:.1f} s")
     storage.fails = set()  # and when it is back, and the stream is asked again, nothing is missing
-    found += [(pack.tokens.tolist(), pack[3:]) for pack in running]
+    found += [(pack.tokens.tolist(), pack[2:]) for pack in running]
     assert found == packs(stream(path, num_lanes=1, shuffle=False, epochs=1))
 
 
@@ -305,9 +305,9 @@ def test_an_iterables_own_errors_are_named_and_not_retried(slept: list[float]) -
     for _ in range(3):
         with pytest.raises(ConnectionResetError) as error:
             for pack in running:
-                found.append((pack.tokens.tolist(), pack[3:]))
+                found.append((pack.tokens.tolist(), pack[2:]))
         assert error.value.__notes__ == ["while reading row 17"]
-    found += [(pack.tokens.tolist(), pack[3:]) for pack in running]
+    found += [(pack.tokens.tolist(), pack[2:]) for pack in running]
     assert slept == []
     assert found == packs(stream(IterableSource(ROWS), num_lanes=1, shuffle=False, epochs=1))
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from streampack.collate import Batch
 from streampack.training.config import read_config
 from streampack.training.data import build_data
-from streampack.training.distributed import World
+from streampack.training.distributed import World, join_world
+from tests.ranks import RankError, run_ranks
 from tests.test_training_sources import mixed_config
 from tests.tiny import WordTokenizer, tiny_config
+from tests.web import Web
 
 
 def held_out_of(config: Any, world: World) -> dict[str, list[Batch]]:
@@ -48,6 +52,37 @@ def test_every_source_has_its_packs_and_ranks_share_them_out(tmp_path: Path, max
             assert all(
                 batch.tokens.shape == (config.batch_size, 32) for rank in ranks for batch in rank[name]
             )
+
+
+def list_as_a_rank(url: str, config: Any) -> tuple[list[str], list[str]]:
+    """What this rank has listed of a URL, and of its own machine."""
+    with join_world(torch.device("cpu"), timeout=60) as world:
+        config.validation = None
+        config.data.source = {"_component_": "streampack.Mix", "sources": [
+            {"name": "far", "weight": 1, "source": {
+                "_component_": "streampack.JSONLSource", "manifest": f"{url}/c/all.txt", "retries": 0}},
+            {"name": "near", "weight": 1, "source": config.data.source},
+        ]}  # fmt: skip
+        data, _ = build_data(read_config(config), tokenizer=WordTokenizer(), vocab_size=16, world=world)
+        assert data.mix is not None
+        far, near = (entry.source for entry in data.mix.entries)
+        return [file.name for file in far.files], [file.name for file in near.files]
+
+
+def test_one_rank_lists_what_is_behind_urls_for_all(tmp_path: Path) -> None:
+    names = [f"{i}.jsonl" for i in range(5)]
+    files = {f"/c/{name}": b'{"text": "cat"}\n' for name in names}
+    with Web({**files, "/c/all.txt": "\n".join(names).encode()}) as web:
+        found = run_ranks(list_as_a_rank, 3, web.url, tiny_config(tmp_path))
+        assert found == [(names, found[0][1])] * 3
+        asked = Counter(path for path, _ in web.requests)
+        assert [asked[path] for path in files] == [1] * 5
+
+        del web.files["/c/3.jsonl"]
+        with pytest.raises(RankError) as failed:
+            run_ranks(list_as_a_rank, 3, web.url, tiny_config(tmp_path))
+        assert str(failed.value).count("3.jsonl") >= 1
+        assert "OtherRankFailed: rank 0 failed: " in str(failed.value)
 
 
 def test_a_source_of_which_too_little_is_held_out_is_named(tmp_path: Path) -> None:

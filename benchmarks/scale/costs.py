@@ -117,7 +117,7 @@ def own_shards(shards: int, ranks: int) -> float:
     return shards / ranks
 
 
-FILES, JSONL, FINGERPRINT = "sources/files.py", "sources/jsonl.py", "fingerprint.py"
+FILES, JSONL, CORPUS = "sources/files.py", "sources/jsonl.py", "corpus.py"
 LOCKSTEP, OWN_SHARDS = "lockstep.py", "shards / ranks"
 EACH_PART, EACH_ROW, EACH_OTHER = "shards + 16 x lanes", "lanes of the process x window", "ranks - 1"
 
@@ -134,12 +134,26 @@ GROUPS = (
     Group(
         *("fingerprint", ranks.fingerprint, ("shards", "ranks"), (400, 4), (2_400, 12), (SHARDS, RANKS)),
         costs=(
-            Cost("read", "fingerprint, bytes read by each rank", FINGERPRINT, OWN_SHARDS, own_shards, volume),
-            Cost("seconds", "fingerprint, reading, each rank", FINGERPRINT, OWN_SHARDS, own_shards, seconds),
+            Cost("read", "fingerprint, bytes read by each rank", CORPUS, OWN_SHARDS, own_shards, volume),
+            Cost("seconds", "fingerprint, reading, each rank", CORPUS, OWN_SHARDS, own_shards, seconds),
             Cost(
                 "heard",
                 "fingerprint, each rank hears",
-                FINGERPRINT,
+                CORPUS,
+                "shards of the others",
+                lambda shards, ranks: shards - own_shards(shards, ranks),
+                volume,
+            ),
+        ),
+    ),
+    Group(
+        *("footers", ranks.footers, ("Parquet shards", "ranks"), (240, 4), (1_200, 12), (SHARDS, RANKS)),
+        costs=(
+            Cost("read", "Parquet footers, read by each rank", CORPUS, OWN_SHARDS, own_shards, count),
+            Cost(
+                "heard",
+                "Parquet row groups, each rank hears",
+                CORPUS,
                 "shards of the others",
                 lambda shards, ranks: shards - own_shards(shards, ranks),
                 volume,
@@ -197,7 +211,7 @@ GROUPS = (
     Group(
         *("one pack", probes.pack, ("tokens",), (4_096,), (32_768,), (4_096,)),
         costs=(
-            Cost("memory", "a pack that waits, memory", "assemble.py", "24 x max_seq_len", number, volume),
+            Cost("memory", "a pack that waits, memory", "assemble.py", "16 x max_seq_len", number, volume),
         ),
     ),
     Group(

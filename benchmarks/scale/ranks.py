@@ -39,6 +39,19 @@ def fingerprint(shards: int, size: int) -> dict[str, float]:
         return _means(size, partial(_identify, f"{folder}/*.jsonl"))
 
 
+def footers(shards: int, size: int) -> dict[str, float]:
+    """Means over ``size`` ranks, for so many Parquet files, each larger than two parts."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with tempfile.TemporaryDirectory() as folder:
+        first = Path(folder) / "0.parquet"
+        pq.write_table(pa.table({"text": ["x" * 100] * 60}), first, row_group_size=10)
+        for number in range(1, shards):
+            (Path(folder) / f"{number}.parquet").write_bytes(first.read_bytes())
+        return _means(size, partial(_divide, f"{folder}/*.parquet", shards // 6))
+
+
 def _means(size: int, measure: Rank) -> dict[str, float]:
     context = mp.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
@@ -73,7 +86,7 @@ def _identify(pattern: str, _rank: int, _size: int) -> dict[str, float]:
     import torch.distributed as dist
 
     from streampack import JSONLSource
-    from streampack.fingerprint import require_same_files, share_fingerprint
+    from streampack.corpus import require_same_files, share_fingerprint
     from streampack.lockstep import Lockstep
 
     source = JSONLSource(pattern)
@@ -83,6 +96,25 @@ def _identify(pattern: str, _rank: int, _size: int) -> dict[str, float]:
     read, heard, begin = read_so_far(), _heard(), time.process_time()
     share_fingerprint(source, lockstep)
     return {"read": read_so_far() - read, "seconds": time.process_time() - begin, "heard": _heard() - heard}
+
+
+def _divide(pattern: str, lanes: int, _rank: int, _size: int) -> dict[str, float]:
+    import torch.distributed as dist
+
+    from streampack import ParquetSource
+    from streampack.corpus import require_same_files, share_division
+    from streampack.lockstep import Lockstep
+    from streampack.sources.rowgroups import Footers
+
+    source = ParquetSource(pattern)
+    lockstep = Lockstep(timeout=timedelta(seconds=60))
+    require_same_files(source, lockstep)  # the first one may do more
+    dist.barrier()
+    read, own = [], Footers._read
+    Footers._read = lambda *args: read.append(own(*args)) or read[-1]  # type: ignore[method-assign, func-returns-value]
+    heard = _heard()
+    share_division(source, lanes, lockstep)
+    return {"read": len(read), "heard": _heard() - heard}
 
 
 def _agree(rank: int, size: int) -> dict[str, float]:

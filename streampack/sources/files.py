@@ -5,7 +5,9 @@ from __future__ import annotations
 import glob
 import os
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -18,10 +20,12 @@ from streampack.sources.base import Source, digest
 from streampack.sources.manifest import named_in
 from streampack.sources.remote import Listed, RemoteStorage, scheme_of
 from streampack.sources.retry import Retries
-from streampack.sources.storage import File, LocalStorage, Storage, redact, together
+from streampack.sources.storage import File, LocalStorage, Storage, Together, redact, together
 
 Name = str | os.PathLike[str]
 MAGIC = "*?["
+Once = Callable[[Callable[[], tuple[File, ...]]], tuple[File, ...]]
+_once: ContextVar[Once] = ContextVar("_once", default=lambda work: work())
 BLANK_BYTES = 4096  # a file up to this size is looked at: blank lines alone are no rows
 
 
@@ -73,6 +77,12 @@ def listing_of(source: Source) -> list[File]:
     return [file for corpus in corpora_of(source) for file in corpus.files]
 
 
+def divide_source(source: Source, num_lanes: int, together: Together) -> None:
+    """Have a source cut its files into lanes now, where that takes reading; ``together`` says who reads what."""
+    if hasattr(source, "divide"):
+        source.divide(num_lanes, together)
+
+
 def find_files(
     paths: Name | Iterable[Name] | None,
     *,
@@ -103,8 +113,29 @@ def find_files(
         found = _named(patterns[0]) if manifest else _local(patterns)
         return Corpus(_sorted(found), LocalStorage(), tries)
     storage = RemoteStorage(scheme, options=storage_options or {}, patience=timeout)
+    files = _once.get()(partial(_behind_urls, storage, patterns, tries, named=manifest is not None))
+    return Corpus(files, storage, tries)
+
+
+@contextmanager
+def listed_once(once: Once) -> Iterator[None]:
+    """Within the block, ``once(work)`` lists what is behind URLs, for all who come here: every rank, in the same order.
+
+    A thousand ranks that ask a bucket or the Hub for the same 100,000 names are turned away, and while a bucket is
+    written to they hear different things. Files of this machine are listed by each process: they may not be there.
+    """
+    token = _once.set(once)
+    try:
+        yield
+    finally:
+        _once.reset(token)
+
+
+def _behind_urls(
+    storage: RemoteStorage, patterns: list[str], tries: Retries, *, named: bool
+) -> tuple[File, ...]:
     patterns = tries.call(partial(storage.pinned, patterns))
-    if manifest:
+    if named:
         found = named_in(patterns[0], tries.call(partial(storage.whole, patterns[0])).decode())
     else:
         found = []
@@ -115,7 +146,7 @@ def find_files(
     looks = [tries.call(partial(storage.look, path)) for path in lacking[:1]]
     looks += together(lambda path: tries.call(partial(storage.look, path)), lacking[1:])
     sizes = {listed.path: listed for listed in [*found, *looks]}
-    return Corpus(_sorted([sizes[listed.path] for listed in found]), storage, tries)
+    return _sorted([sizes[listed.path] for listed in found])
 
 
 def _named(manifest: str) -> list[Listed]:

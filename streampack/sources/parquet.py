@@ -5,19 +5,19 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from streampack.sources.base import Reading, digest, spread
 from streampack.sources.files import Corpus, Name, find_files
 from streampack.sources.ranges import Fetcher
 from streampack.sources.rowgroups import Footers, RowGroups, group_of, plain_row, starts_of
-from streampack.sources.storage import together
+from streampack.sources.storage import Together, together
 from streampack.sources.window import Damage, Part, WindowReader
 from streampack.types import Origin
 
-PARTS_PER_LANE = (
-    16  # with that many files a lane, whole files are the parts, and no footer is read before its turn
-)
+PARTS_PER_LANE = 16  # enough for shuffling parts to mix a sorted corpus, few enough to keep reads long
+LARGE = 2  # parts' worth: smaller files are a part each, and their footers are read when their turn comes
 
 
 class ParquetSource:
@@ -30,9 +30,9 @@ class ParquetSource:
     >>> [row.data for row in ParquetSource(path, columns=["text"]).read(Reading())]
     [{'text': 'a'}, {'text': 'b'}]
 
-    Row groups are shared out over the lanes; where there are many more files than lanes, whole files are, whose
-    footers are then read one by one, when their turn comes. A row group is read in one go, as it is stored,
-    and decoded 1,024 rows at a time.
+    Whole files are shared out over the lanes; of files that are large for that, runs of row groups, which their footers
+    tell before the first row is read (with a `PackedDataLoader`, each rank reads some of those footers for all). A row
+    group is read in one go, as it is stored, and decoded 1,024 rows at a time.
 
     Args:
         paths: files or globs of this machine, or URLs (``http``, ``https``, ``s3``, ``hf``).
@@ -87,11 +87,10 @@ class ParquetSource:
 
     def read(self, reading: Reading) -> WindowReader:
         """See `Source.read`."""
-        if self._divided is None or len(self._divided) != reading.num_lanes:
-            self._divided = self._divide(reading.num_lanes)
+        lanes = self.divide(reading.num_lanes)
         fetcher = Fetcher(self.corpus.storage, self.corpus.retries, ahead=self.read_ahead)
         return WindowReader(
-            self._divided[reading.lane],
+            lanes[reading.lane],
             reading,
             open_part=lambda part, offset, following: RowGroups(
                 self.footers, part, offset, fetcher, following
@@ -127,7 +126,7 @@ class ParquetSource:
     def natural_lanes(self) -> int:
         """One per 256 KiB, but no more than there are row groups, or, of eight files and more, files."""
         few = len(self.files) < 8
-        parts = sum(len(self._groups(i)) for i in range(len(self.files))) if few else len(self.files)
+        parts = sum(len(self._runs(i, 0)) for i in range(len(self.files))) if few else len(self.files)
         return max(1, min(parts, sum(file.size for file in self.files) >> 18))
 
     def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
@@ -152,34 +151,39 @@ class ParquetSource:
         whole = sum(file.size for file in self.files)
         return rows, known / max(1, len(rows)) * whole / max(1, size)
 
-    def _divide(self, num_lanes: int) -> list[list[Part]]:
+    def divide(self, num_lanes: int, together: Together = together) -> list[list[Part]]:
         """The parts of every lane, in corpus order: each part goes to the lane with the fewest bytes so far."""
-        parts: list[tuple[Part, int]] = []
-        if len(self.files) >= num_lanes * PARTS_PER_LANE:
-            parts = [(Part(number), file.size) for number, file in enumerate(self.files)]
-        else:
-            for found in together(self._groups, range(len(self.files))):
-                parts += found
+        if self._divided is not None and len(self._divided) == num_lanes:
+            return self._divided
+        step = sum(file.size for file in self.files) // max(1, num_lanes * PARTS_PER_LANE)
+        large = [number for number, file in enumerate(self.files) if file.size > LARGE * step]
+        runs = dict(zip(large, together(partial(self._runs, step=step), large), strict=True))
         lanes: list[list[Part]] = [[] for _ in range(num_lanes)]
         load = [(0, lane) for lane in range(num_lanes)]  # a heap: bytes so far, lane
-        for part, size in parts:
-            least, lane = load[0]
-            lanes[lane].append(part)
-            heapq.heapreplace(load, (least + size, lane))
+        for number, file in enumerate(self.files):
+            for part, size in runs.get(number, [(Part(number), file.size)]):
+                least, lane = load[0]
+                lanes[lane].append(part)
+                heapq.heapreplace(load, (least + size, lane))
+        self._divided = lanes
         return lanes
 
-    def _groups(self, number: int) -> list[tuple[Part, int]]:
+    def _runs(self, number: int, step: int) -> list[tuple[Part, int]]:
+        """A file's row groups in runs of some ``step`` bytes, each with its bytes."""
+        size = self.files[number].size
         try:
             footer = self.footers.get(number, self._fetcher())
         except Damage:  # which is raised again where it is read
-            return [(Part(number), self.files[number].size)]
-        starts = starts_of(footer)
-        sizes = [footer.row_group(i).total_byte_size for i in range(footer.num_row_groups)]
-        return [
-            (Part(number, start, stop), size)
-            for start, stop, size in zip(starts, starts[1:], sizes, strict=False)
-            if stop > start
-        ]
+            return [(Part(number), size)]
+        groups = [footer.row_group(i) for i in range(footer.num_row_groups)]
+        scale = size / max(1, sum(group.total_byte_size for group in groups))  # as it is stored
+        runs, start, stop, held = [], 0, 0, 0.0
+        for group in groups:
+            stop, held = stop + group.num_rows, held + scale * group.total_byte_size
+            if stop > start and (held >= step or stop == footer.num_rows):
+                runs.append((Part(number, start, stop), round(held)))
+                start, held = stop, 0.0
+        return runs
 
     def _fetcher(self) -> Fetcher:
         return Fetcher(self.corpus.storage, self.corpus.retries, ahead=0)

@@ -110,6 +110,13 @@ def redact(path: str) -> str:
     return f"{parts.scheme}://{host}{parts.path}"
 
 
+class Together(Protocol):
+    """How something is done to many items: by `together`, or by several processes, each doing some for all."""
+
+    def __call__(self, call: Callable[[Item], Result], items: Sequence[Item], /) -> list[Result]:
+        """The results, in the items' order."""
+
+
 def together(call: Callable[[Item], Result], items: Sequence[Item] | Iterable[Item]) -> list[Result]:
     """``call`` of every item, several at once, in the items' order; the first error is raised."""
     with ThreadPoolExecutor(TOGETHER) as pool:

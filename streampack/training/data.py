@@ -19,6 +19,7 @@ from streampack.loader import PackedDataLoader
 from streampack.methods import METHODS
 from streampack.mix import Leaf, Mix, hold_out
 from streampack.sources import as_source
+from streampack.sources.files import listed_once
 from streampack.training.config import RunConfig, hint_for
 from streampack.training.distributed import World
 from streampack.training.evaluation import HeldOut
@@ -50,7 +51,9 @@ def build_data(
         settings.setdefault("overlong", "split")
     if "source" not in settings:
         raise ValueError("data.source is missing; name where the rows come from")
-    source = as_source(build(settings.pop("source"), trusted=trusted, inject=inject))
+    world = world or World()
+    with listed_once(world.once):
+        source = as_source(build(settings.pop("source"), trusted=trusted, inject=inject))
     encoder = build(settings.pop("encoder", None), trusted=trusted, inject=inject)
     common: dict[str, Any] = {
         "padding_idx": tokenizer.pad_id,
@@ -63,7 +66,8 @@ def build_data(
     if unknown := sorted(set(validation) - set(VALIDATION_KEYS)):
         raise ValueError(f"validation has no {unknown[0]!r}; its keys are {', '.join(VALIDATION_KEYS)}")
     if "source" in validation:
-        held_out = as_source(build(validation["source"], trusted=trusted, inject=inject))
+        with listed_once(world.once):
+            held_out = as_source(build(validation["source"], trusted=trusted, inject=inject))
     elif "share" in validation:
         source, held_out = hold_out(source, share=validation["share"])
     elif validation:
@@ -74,7 +78,6 @@ def build_data(
         return train, {}
     default = train.lane_config.encode
     leaves = held_out.leaves(default) if isinstance(held_out, Mix) else [Leaf("", held_out, default, 1.0)]
-    world = world or World()
     found = {}
     for leaf in leaves:
         fixed = common | {"shuffle": False, "num_lanes": 1, "encoder": leaf.encoder}

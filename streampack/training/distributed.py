@@ -6,7 +6,7 @@ import os
 import time
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -71,6 +71,14 @@ class World:
         values = [value]
         dist.broadcast_object_list(values, src=0)
         return values[0]
+
+    def once(self, work: Callable[[], T]) -> T:
+        """What ``work`` gives on rank 0, on all ranks; if it fails there, all raise."""
+        result: T | None = None
+        with self.together():
+            if self.is_main:
+                result = work()
+        return cast("T", self.from_main(result))
 
     @contextmanager
     def together(self) -> Iterator[None]:

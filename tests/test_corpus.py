@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -22,9 +23,10 @@ from streampack import (
     ParquetSource,
     TokenShardSource,
 )
-from streampack.fingerprint import require_same_files, share_fingerprint
+from streampack.corpus import require_same_files, share_division, share_fingerprint
 from streampack.sources.base import Source
 from streampack.sources.holdout import Holdout
+from streampack.sources.rowgroups import Footers
 from streampack.sources.storage import LocalStorage
 from streampack.tokenize import tokenize
 from tests import test_mds, test_parquet, test_ranks
@@ -186,6 +188,72 @@ def test_what_is_wrong_with_a_file_is_raised_on_all_ranks(tmp_path: Path) -> Non
         )
 
 
+@pytest.fixture
+def footers(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often the footer of each file was read."""
+    counts: Counter[str] = Counter()
+    lock, own = threading.Lock(), Footers._read
+
+    def read(self: Footers, file: Any, fetcher: Any) -> Any:
+        with lock:
+            counts[file.path] += 1
+        return own(self, file, fetcher)
+
+    monkeypatch.setattr(Footers, "_read", read)
+    return counts
+
+
+@pytest.mark.parametrize("size", [1, 2, FILES + 2])
+@pytest.mark.parametrize("make", [parquet, mix])
+def test_footers_are_read_once_over_all_ranks(
+    make: Callable[[Path], Any], size: int, tmp_path: Path, footers: Counter[str]
+) -> None:
+    """And what one finds alone is what all know, also the copies of the source in worker processes."""
+    made = make(tmp_path / "a")
+    inner = made if make is parquet else made.entries[1].source.source
+    alone = copy.deepcopy(inner).divide(12)
+    assert len(footers) == FILES
+    footers.clear()
+
+    def act(lockstep: OnBoard) -> Any:
+        source = copy.deepcopy(made)
+        share_division(source, 12, lockstep)
+        source = pickle.loads(pickle.dumps(source))
+        mine = source if make is parquet else source.entries[1].source.source
+        return mine.divide(12)
+
+    assert on_ranks(size, act) == [alone] * size
+    assert set(footers.values()) == {1}
+    assert len(footers) == FILES
+
+
+def test_a_loader_has_its_workers_divide_nothing(tmp_path: Path, footers: Counter[str]) -> None:
+    source = parquet(tmp_path / "a")
+    loader = loader_of(source, Board(1), 0)
+    batches = iter(loader)
+    assert len(footers) == FILES
+    assert source.divide(12) is source.divide(12)
+    del batches
+
+
+def test_a_footer_that_cannot_be_read_is_raised_on_all_ranks(tmp_path: Path) -> None:
+    parquet(tmp_path / "a")
+
+    def act(lockstep: OnBoard) -> None:
+        source = ParquetSource(f"{tmp_path}/a/*.parquet")
+        lockstep.gather("all have listed it")
+        if lockstep.rank == 0:
+            (tmp_path / "a" / "4.parquet").unlink()
+        lockstep.gather("it is gone")
+        share_division(source, 12, lockstep)
+
+    first, guilty, last = on_ranks(3, act)
+    assert isinstance(guilty, FileNotFoundError), "file 4 of rank 4 % 3"
+    for other in (first, last):
+        assert isinstance(other, RuntimeError)
+        assert str(other).startswith("rank 1 failed while dividing the corpus into lanes: FileNotFoundError")
+
+
 def named(folder: Path) -> None:
     (folder / "3.jsonl").rename(folder / "x.jsonl")
 
@@ -314,6 +382,7 @@ def test_without_files_nobody_is_asked() -> None:
     lockstep = OnBoard(Board(2), 0)  # whose other rank says nothing
     require_same_files(MapSource(rows(3)), lockstep)
     share_fingerprint(MapSource(rows(3)), lockstep)
+    share_division(MapSource(rows(3)), 4, lockstep)
     assert lockstep.board.said == [[], []]
 
 

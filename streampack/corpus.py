@@ -1,16 +1,24 @@
-"""One corpus on all ranks: they compare what they list, and share out what its fingerprint reads.
+"""One corpus on all ranks: they compare what they list, and share out what all must know of the content.
 
 64 KiB from both ends of 100,000 shards are 13 GB. Read by each of 1,024 ranks they would be 13 TB, at the first
-checkpoint, from a file system that all of them share.
+checkpoint, from a file system that all of them share. The footers of 2,400 Parquet files, read by each, are millions
+of requests, in the first minute, to a hub that allows some thousands.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
 from streampack.lockstep import Lockstep
 from streampack.sources.base import Source, digest
-from streampack.sources.files import corpora_of, listing_of
+from streampack.sources.files import corpora_of, divide_source, listing_of
 from streampack.sources.hub import commit_of
 from streampack.sources.storage import together
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 def require_same_files(source: Source, lockstep: Lockstep) -> None:
@@ -46,16 +54,34 @@ def share_fingerprint(source: Source, lockstep: Lockstep) -> None:
         Exception: on all ranks, whatever went wrong on one while reading.
     """
     require_same_files(source, lockstep)  # or the shares would not fit together
-    corpora = corpora_of(source)
-    if lockstep.alone or not corpora:
-        return
-    size = lockstep.world_size
-    shares = lockstep.share(
-        lambda: [together(corpus.tag, corpus.files[lockstep.rank :: size]) for corpus in corpora],
-        doing="reading the ends of the corpus's files",
+    if not lockstep.alone:
+        for corpus in corpora_of(source):
+            tags = share_out(
+                corpus.tag, corpus.files, lockstep, doing="reading the ends of the corpus's files"
+            )
+            corpus.identify(tags)
+
+
+def share_division(source: Source, num_lanes: int, lockstep: Lockstep) -> None:
+    """Each rank reads what dividing the source's files into lanes takes of every ``world_size``-th. A collective.
+
+    Worker processes then find the lanes made, where they are forked.
+
+    Raises:
+        Exception: on all ranks, whatever went wrong on one while reading.
+    """
+    divide_source(
+        source, num_lanes, partial(share_out, lockstep=lockstep, doing="dividing the corpus into lanes")
     )
-    for number, corpus in enumerate(corpora):
-        corpus.identify([shares[i % size][number][i // size] for i in range(len(corpus.files))])
+
+
+def share_out(
+    call: Callable[[Item], Result], items: Sequence[Item], lockstep: Lockstep, *, doing: str
+) -> list[Result]:
+    """``call`` of every item, by some rank, in the items' order, on all ranks. A collective."""
+    size = lockstep.world_size
+    shares = lockstep.share(lambda: together(call, items[lockstep.rank :: size]), doing=doing)
+    return [shares[i % size][i // size] for i in range(len(items))]
 
 
 def _shown(files: int, size: int, listing: str) -> str:
