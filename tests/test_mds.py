@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import pickle
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -131,6 +132,7 @@ def test_every_encoding(tmp_path: Path, compression: str | None) -> None:
     }
     columns = {name: name for name in row}
     source = MDSSource(write_mds(tmp_path, [row, row], columns, compression=compression))
+    source = pickle.loads(pickle.dumps(source))  # as for a worker that is spawned
     first, second = source.read(Reading())
     for got in (first.data, second.data):
         assert list(got) == list(row)

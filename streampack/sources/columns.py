@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,13 +73,13 @@ def decoder(name: str, encoding: str) -> Decode:
     if kind in _PLAIN:
         return _PLAIN[kind]
     if kind in SCALARS:
-        return lambda data: np.frombuffer(data, kind, 1)[0].item()
+        return partial(_scalar, kind)
     if kind == "ndarray":
         dtype, _, dims = detail.partition(":")
         if dtype and dtype not in ARRAYS.values():
             raise ValueError(f"column {name!r} holds arrays of {dtype!r}, which no MDS shard does")
         shape = [int(dim) for dim in dims.split(",")] if dims else None
-        return lambda data: _array(data, dtype, shape)
+        return partial(_array, dtype, shape)
     if kind == "pkl":
         raise ValueError(
             f"column {name!r} is pickled, and reading it could run any code; write it as json, or leave it out: "
@@ -89,7 +90,11 @@ def decoder(name: str, encoding: str) -> Decode:
     )
 
 
-def _array(data: bytes, dtype: str, shape: list[int] | None) -> Any:
+def _scalar(dtype: str, data: bytes) -> Any:
+    return np.frombuffer(data, dtype, 1)[0].item()
+
+
+def _array(dtype: str, shape: list[int] | None, data: bytes) -> Any:
     """An array whose type and shape stand before its values where the encoding does not name them."""
     at = 0
     if not dtype:
@@ -101,11 +106,11 @@ def _array(data: bytes, dtype: str, shape: list[int] | None) -> Any:
     return np.frombuffer(data, dtype, offset=at).reshape(shape)
 
 
-_PLAIN: dict[str, Decode] = {
-    "bytes": lambda data: data,
-    "str": lambda data: data.decode("utf-8"),
+_PLAIN: dict[str, Decode] = {  # all of which can be pickled, for spawned workers
+    "bytes": bytes,
+    "str": partial(str, encoding="utf-8"),
     "json": json.loads,
-    "int": lambda data: int.from_bytes(data, "little", signed=True),
+    "int": partial(int.from_bytes, byteorder="little", signed=True),
     "str_int": int,
-    "str_float": lambda data: float(data.decode("ascii")),
+    "str_float": float,
 }
