@@ -17,6 +17,7 @@ from streampack.sources.window import Damage, Part, WindowReader
 from streampack.types import Origin
 
 PARTS_PER_LANE = 16  # enough for shuffling parts to mix a sorted corpus, few enough to keep reads long
+DIVISION = "runs"  # how lanes are cut; another way needs another word, for positions in older states go by it
 LARGE = 2  # parts' worth: smaller files are a part each, and their footers are read when their turn comes
 
 
@@ -79,7 +80,7 @@ class ParquetSource:
 
     def fingerprint(self) -> str:
         """Of the files, as for JSON lines, and the columns."""
-        return digest(self.corpus.fingerprint(), self.columns)
+        return digest(DIVISION, self.corpus.fingerprint(), self.columns)
 
     def corpora(self) -> list[Corpus]:
         """What the fingerprint reads."""
