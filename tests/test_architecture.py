@@ -29,7 +29,7 @@ LAYERS = (
     {"stream", "estimate", "tokenize"},
     {"iterable"},
     {"workers", "lockstep"},
-    {"shares", "fingerprint"},
+    {"shares", "corpus"},
     {"loader", "dataset", "batches"},
     {"trainer"},
     {"streampack"},
