@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from streampack.lockstep import Lockstep
 from streampack.sources.base import Source, digest
-from streampack.sources.files import corpora_of, divide_source, listing_of
+from streampack.sources.files import corpora_of, divisible_of, listing_of
 from streampack.sources.hub import commit_of
 from streampack.sources.storage import together
 
@@ -68,11 +68,22 @@ def share_division(source: Source, num_lanes: int, lockstep: Lockstep) -> None:
     Worker processes then find the lanes made, where they are forked.
 
     Raises:
+        ValueError: on all ranks, if one would divide into another number of lanes.
         Exception: on all ranks, whatever went wrong on one while reading.
     """
-    divide_source(
-        source, num_lanes, partial(share_out, lockstep=lockstep, doing="dividing the corpus into lanes")
-    )
+    parts = divisible_of(source)
+    # What one rank knows already, because it has looked at a row or begun an epoch, another may not.
+    said = lockstep.gather((num_lanes, [part.is_divided(num_lanes) for part in parts]))
+    for rank, (theirs, _) in enumerate(said):
+        if theirs != said[0][0]:
+            raise ValueError(
+                f"rank {rank} divides the data into {theirs} lanes, and rank 0 into {said[0][0]}; give num_lanes, or "
+                "the same num_workers on all ranks"
+            )
+    share = partial(share_out, lockstep=lockstep, doing="dividing the corpus into lanes")
+    for number, part in enumerate(parts):
+        if not all(known[number] for _, known in said):
+            part.divide(num_lanes, share)
 
 
 def share_out(

@@ -13,9 +13,9 @@ from streampack.draws import STOPS, Draws, Weighing
 from streampack.plan import require
 from streampack.sources import Holdout, as_source
 from streampack.sources.base import Reader, Reading, Source, digest, way_out
-from streampack.sources.files import Corpus, corpora_of, divide_source, listing_of
+from streampack.sources.files import Corpus, Divisible, corpora_of, divisible_of, listing_of
 from streampack.sources.holdout import PARTS
-from streampack.sources.storage import File, Together
+from streampack.sources.storage import File
 from streampack.types import Origin, Position, Sample
 
 TOTAL_WEIGHT = (
@@ -181,10 +181,9 @@ class Mix:
         """That of all sources."""
         return [file for entry in self.entries for file in listing_of(entry.source)]
 
-    def divide(self, num_lanes: int, together: Together) -> None:
-        """See `divide_source`."""
-        for entry in self.entries:
-            divide_source(entry.source, num_lanes, together)
+    def divisible(self) -> list[Divisible]:
+        """See `divisible_of`."""
+        return [part for entry in self.entries for part in divisible_of(entry.source)]
 
     def read(self, reading: Reading, *, stagger: int = 0) -> Draws:
         """See `Source.read`. Every row of the `Draws` must be charged; lanes begin up to ``stagger`` tokens apart."""

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from streampack import IGNORE_INDEX, Sample
@@ -38,7 +38,13 @@ anything = st.one_of(
 )
 
 
-@given(st.one_of(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=6), st.lists(anything, max_size=3)))
+wide = st.integers(-(2**63), 2**64 - 1)
+
+
+@given(st.one_of(st.lists(wide, max_size=4), st.lists(anything, max_size=3)))
+@example([2**63])
+@example([1, 2**64 - 100, 3])
+@example([-1, 2**63])
 def test_a_list_is_what_numpy_makes_of_it(values: list[Any]) -> None:
     """The short way for lists of ints takes nothing that the long way refuses."""
     try:
@@ -50,9 +56,17 @@ def test_a_list_is_what_numpy_makes_of_it(values: list[Any]) -> None:
         assert made.tolist() == expected.tolist()
         assert made.dtype == np.int64
         assert made.flags.writeable
-    elif expected.dtype.kind != "u":  # numbers from 2**63 on wrap, and are refused as negative ids
-        with pytest.raises(ValueError, match="it must be a flat sequence of whole numbers"):
+        assert as_sample({"tokens": [0] * len(values), "labels": values}).labels.tolist() == values
+    else:
+        message = (
+            "which is no int64"
+            if expected.dtype.kind == "u"
+            else "it must be a flat sequence of whole numbers"
+        )
+        with pytest.raises(ValueError, match=message):
             as_sample({"tokens": values}, labels=None)
+        with pytest.raises(ValueError, match=message):
+            as_sample({"tokens": [0] * len(values), "labels": values})
 
 
 def test_labels_that_are_the_tokens_are_read_once() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import pickle
 import threading
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,9 @@ from streampack import (
     TokenShardSource,
 )
 from streampack.corpus import require_same_files, share_division, share_fingerprint
+from streampack.sources import Reading, storage
 from streampack.sources.base import Source
+from streampack.sources.files import divisible_of
 from streampack.sources.holdout import Holdout
 from streampack.sources.rowgroups import Footers
 from streampack.sources.storage import LocalStorage
@@ -210,30 +214,69 @@ def test_footers_are_read_once_over_all_ranks(
 ) -> None:
     """And what one finds alone is what all know, also the copies of the source in worker processes."""
     made = make(tmp_path / "a")
-    inner = made if make is parquet else made.entries[1].source.source
-    alone = copy.deepcopy(inner).divide(12)
+    [alone] = divisible_of(copy.deepcopy(made))
+    alone.divide(12, storage.together)
     assert len(footers) == FILES
     footers.clear()
 
     def act(lockstep: OnBoard) -> Any:
         source = copy.deepcopy(made)
         share_division(source, 12, lockstep)
-        source = pickle.loads(pickle.dumps(source))
-        mine = source if make is parquet else source.entries[1].source.source
-        return mine.divide(12)
+        [mine] = divisible_of(pickle.loads(pickle.dumps(source)))
+        return mine._divided
 
-    assert on_ranks(size, act) == [alone] * size
+    assert on_ranks(size, act) == [alone._divided] * size
     assert set(footers.values()) == {1}
     assert len(footers) == FILES
 
 
-def test_a_loader_has_its_workers_divide_nothing(tmp_path: Path, footers: Counter[str]) -> None:
-    source = parquet(tmp_path / "a")
-    loader = loader_of(source, Board(1), 0)
-    batches = iter(loader)
-    assert len(footers) == FILES
-    assert source.divide(12) is source.divide(12)
-    del batches
+def test_a_loader_divides_before_its_workers_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, own = parquet(tmp_path / "a"), Footers._read
+
+    def read(self: Footers, file: Any, fetcher: Any) -> Any:
+        with (tmp_path / "read").open("a") as log:
+            log.write(f"{os.getpid()}\n")
+        return own(self, file, fetcher)
+
+    monkeypatch.setattr(Footers, "_read", read)
+    data = IterablePackedDataset(source, encoder=Numbers(), max_seq_len=40, num_lanes=12)
+    assert sum(batch.num_seqs for batch in PackedDataLoader(data, num_workers=2)) == 20 * FILES
+    assert (tmp_path / "read").read_text() == f"{os.getpid()}\n" * FILES
+
+
+def test_what_one_rank_knows_already_the_others_hear(tmp_path: Path, footers: Counter[str]) -> None:
+    """One has looked at a row, or has begun an epoch, which another has not; and what it knew is kept."""
+    parquet(tmp_path / "a")
+
+    def act(lockstep: OnBoard) -> Any:
+        source = ParquetSource(f"{tmp_path}/a/*.parquet")
+        if lockstep.rank == 1:
+            next(source.read(Reading(num_lanes=12)))
+        lockstep.gather("looked")
+        for num_lanes in (12, 5, 12, 5):
+            share_division(source, num_lanes, lockstep)
+            lockstep.gather(num_lanes)
+            next(source.read(Reading(num_lanes=7 - lockstep.rank)))
+        return source._divided[12], source._divided[5]
+
+    first, second, third = on_ranks(3, act)
+    assert first == second == third
+    assert [len(lanes) for lanes in first] == [12, 5]
+
+
+def test_ranks_that_make_other_lanes_are_refused(tmp_path: Path) -> None:
+    def act(lockstep: OnBoard, source: Source) -> Any:
+        data = IterablePackedDataset(source, encoder=Numbers(), max_seq_len=40)
+        loader = PackedDataLoader(data, num_workers=1 + 5 * lockstep.rank)
+        loader.lockstep = lockstep
+        iter(loader)
+
+    for source in (jsonl(tmp_path / "a"), MapSource(rows(9000))):
+        for error in on_ranks(2, partial(act, source=source)):
+            assert isinstance(error, ValueError)
+            assert str(error).startswith("rank 1 divides the data into 12 lanes, and rank 0 into ")
 
 
 def test_a_footer_that_cannot_be_read_is_raised_on_all_ranks(tmp_path: Path) -> None:
@@ -382,7 +425,6 @@ def test_without_files_nobody_is_asked() -> None:
     lockstep = OnBoard(Board(2), 0)  # whose other rank says nothing
     require_same_files(MapSource(rows(3)), lockstep)
     share_fingerprint(MapSource(rows(3)), lockstep)
-    share_division(MapSource(rows(3)), 4, lockstep)
     assert lockstep.board.said == [[], []]
 
 

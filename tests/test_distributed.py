@@ -52,7 +52,7 @@ def test_alone_there_is_nobody_to_talk_to():
         assert not dist.is_initialized()
         with world.together(), world.main_first():
             assert world.add_up(torch.ones(2)).tolist() == [1, 1]
-            assert world.once(lambda: 3) == 3
+            assert world.once(lambda: 3, of="numbers") == 3
 
 
 def talk(folder):
@@ -68,11 +68,12 @@ def talk(folder):
                     raise OSError("disk full")
         except (OSError, OtherRankFailed) as error:
             heard.append((type(error), str(error)))
-        heard.append(world.once(lambda: f"by rank {world.rank}"))
-        try:
-            world.once(lambda: 1 // world.rank)
-        except (ZeroDivisionError, OtherRankFailed) as error:
-            heard.append((type(error), str(error)))
+        heard.append(world.once(lambda: f"by rank {world.rank}", of="the same"))
+        for of in ("the same", f"rank {world.rank}'s"):
+            try:
+                world.once(lambda: 1 // world.rank, of=of)
+            except (ZeroDivisionError, ValueError, OtherRankFailed) as error:
+                heard.append((type(error), str(error)))
     assert not dist.is_initialized()
     return heard
 
@@ -86,6 +87,8 @@ def test_two_ranks_talk(tmp_path):
     assert first[5] == second[5] == "by rank 0"
     assert first[6][0] is ZeroDivisionError
     assert second[6] == (OtherRankFailed, f"rank 0 failed: ZeroDivisionError: {first[6][1]}")
+    refused = "rank 1 reads rank 1's, and rank 0 rank 0's; all ranks must read the same corpus"
+    assert first[7] == second[7] == (ValueError, refused)
 
 
 def fail_in_training(config):

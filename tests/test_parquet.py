@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from streampack import IterablePackedDataset
-from streampack.sources import ParquetSource, Reading, as_source, parquet, rowgroups
-from streampack.sources.parquet import LARGE
+from streampack.sources import ParquetSource, Reading, as_source, parquet, rowgroups, storage
+from streampack.sources.parquet import FEW, LARGE
 from streampack.sources.window import Part
 from tests.conformance import check_positions, check_resume_everywhere
 from tests.corpus import Numbers, rows
@@ -181,15 +181,19 @@ def test_lanes_are_even_and_parts_few(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parquet, "PARTS_PER_LANE", per_lane)
         source = ParquetSource(paths)
-        lanes = source.divide(num_lanes)
+        source.divide(num_lanes, storage.together)
+    lanes = source._divided[num_lanes]
     found = sorted(part for lane in lanes for part in lane)
     assert [lane == sorted(lane) for lane in lanes] == [True] * num_lanes, "in corpus order"
     step = sum(file.size for file in source.files) // (num_lanes * per_lane)
-    assert len(found) <= len(files) + num_lanes * per_lane
+    groups = sum(map(bool, itertools.chain(*files)))
+    assert len(found) <= max(len(files) + num_lanes * per_lane, FEW * num_lanes) or len(found) == groups
+    assert all(lanes) or groups < num_lanes
     largest = LARGE * step
     for number, counts in enumerate(files):
         parts = [part for part in found if part.file == number]
         if parts == [Part(number)]:
+            assert len(found) >= FEW * num_lanes
             assert source.files[number].size <= LARGE * step
             assert source.footers.known(number) is None
             continue
@@ -220,6 +224,10 @@ def test_fingerprint(tmp_path: Path) -> None:
         ParquetSource(path, columns=columns).fingerprint() for columns in (None, ["i"], ["j"], ["i", "j"])
     }
     assert len(prints) == 4
+    with pytest.MonkeyPatch.context() as patch:  # a state's positions go by how lanes were cut
+        patch.setattr(parquet, "DIVISION", "another")
+        prints.add(ParquetSource(path).fingerprint())
+    assert len(prints) == 5
     write(path, [{"i": 1, "j": 3}])
     assert ParquetSource(path).fingerprint() not in prints
 
@@ -284,6 +292,66 @@ def test_a_damaged_page_is_named_and_can_be_passed_by(
     again.skip()
     rest = [row.data["i"] for row in again]
     assert rest == found[len(found) - len(rest) :]
+
+
+def varint(number: int) -> bytes:
+    """As Thrift's compact protocol writes an i64."""
+    number, written = number << 1, bytearray()
+    while number >= 0x80:
+        written.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*written, number])
+
+
+def rewrite(path: Path, before: int, after: int, *, first: bool = False) -> None:
+    """Put another number into the footer, of the same length, wherever it stands or where it first does."""
+    assert len(varint(before)) == len(varint(after))
+    content = path.read_bytes()
+    start = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    footer = content[start:].replace(varint(before), varint(after), 1 if first else -1)
+    assert footer != content[start:]
+    path.write_bytes(content[:start] + footer)
+
+
+@pytest.mark.parametrize("count", [999, 1001])
+def test_the_row_groups_are_what_is_there(tmp_path: Path, count: int) -> None:
+    """Also where the footer's own count of rows is another; pyarrow reads them all."""
+    path, whole = (
+        write(tmp_path / f"{group}.parquet", [{"i": i} for i in range(1000)], group=group)
+        for group in (11, 500)
+    )
+    for written in (path, whole):
+        rewrite(written, 1000, count, first=True)
+        assert pq.read_metadata(written).num_rows == count
+    for num_lanes in (1, 2, 4, 7):
+        assert sorted(row["i"] for row in read(ParquetSource(path), num_lanes=num_lanes)) == [*range(1000)]
+    beside = write(tmp_path / "b.parquet", [{"i": i} for i in range(1000, 60_000)], group=500)
+    both = ParquetSource([whole, beside])
+    assert sorted(row["i"] for row in read(both, num_lanes=2)) == [*range(60_000)]
+    assert Part(0) in both._divided[2][0]
+
+
+@pytest.mark.parametrize("num_lanes", [1, 2, 8])
+def test_a_damaged_row_group_takes_none_beside_it(tmp_path: Path, num_lanes: int) -> None:
+    data = [{"i": i, "text": f"{i:9}"} for i in range(20_000)]
+    path = write(tmp_path / "a.parquet", data, group=200, compression="none", use_dictionary=False)
+    column = pq.read_metadata(path).row_group(40).column(1)
+    outside = (1 << 7 * len(varint(column.data_page_offset)) - 1) - 1
+    assert outside > path.stat().st_size
+    rewrite(path, column.data_page_offset, outside)
+    source = ParquetSource(path)
+    found = []
+    for lane in range(num_lanes):
+        reader = source.read(Reading(lane, num_lanes=num_lanes))
+        while True:
+            try:
+                found.append(next(reader).data["i"])
+            except StopIteration:
+                break
+            except ValueError as error:
+                assert "row group 40 is damaged: it lies outside the file" in str(error)
+                reader.skip()
+    assert sorted(found) == [*range(8000), *range(8200, 20_000)]
 
 
 @pytest.mark.parametrize("many", [False, True])

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from streampack.collate import Batch
+from streampack.sources.files import listing_of
+from streampack.tokenize import tokenize
 from streampack.training.config import read_config
 from streampack.training.data import build_data
 from streampack.training.distributed import World, join_world
@@ -17,6 +19,16 @@ from tests.ranks import RankError, run_ranks
 from tests.test_training_sources import mixed_config
 from tests.tiny import WordTokenizer, tiny_config
 from tests.web import Web
+
+
+class OneOfTwo(World):
+    """A rank whose other one says the same."""
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value] * 2
+
+    def from_main(self, value: Any) -> Any:
+        return value
 
 
 def held_out_of(config: Any, world: World) -> dict[str, list[Batch]]:
@@ -43,7 +55,7 @@ def test_every_source_has_its_packs_and_ranks_share_them_out(tmp_path: Path, max
         config.validation = {"share": 0.2, "max_packs": max_packs}
         alone = held_out_of(config, World())
         assert list(alone) == names
-        ranks = [held_out_of(config, World(rank=rank, size=2)) for rank in range(2)]
+        ranks = [held_out_of(config, OneOfTwo(rank=rank, size=2)) for rank in range(2)]
         for name in names:
             whole = rows_of(alone[name])
             assert len(whole) == max_packs
@@ -54,29 +66,35 @@ def test_every_source_has_its_packs_and_ranks_share_them_out(tmp_path: Path, max
             )
 
 
-def list_as_a_rank(url: str, config: Any) -> tuple[list[str], list[str]]:
-    """What this rank has listed of a URL, and of its own machine."""
+def list_as_a_rank(url: str, config: Any) -> list[list[str]]:
+    """What this rank has listed of URLs, and of its own machine."""
     with join_world(torch.device("cpu"), timeout=60) as world:
         config.validation = None
         config.data.source = {"_component_": "streampack.Mix", "sources": [
             {"name": "far", "weight": 1, "source": {
                 "_component_": "streampack.JSONLSource", "manifest": f"{url}/c/all.txt", "retries": 0}},
             {"name": "near", "weight": 1, "source": config.data.source},
+            {"name": "shards", "weight": 1, "source": {
+                "_component_": "streampack.TokenShardSource", "folder": f"{url}/t", "retries": 0}},
         ]}  # fmt: skip
         data, _ = build_data(read_config(config), tokenizer=WordTokenizer(), vocab_size=16, world=world)
         assert data.mix is not None
-        far, near = (entry.source for entry in data.mix.entries)
-        return [file.name for file in far.files], [file.name for file in near.files]
+        return [[file.name for file in listing_of(entry.source)] for entry in data.mix.entries]
 
 
 def test_one_rank_lists_what_is_behind_urls_for_all(tmp_path: Path) -> None:
     names = [f"{i}.jsonl" for i in range(5)]
     files = {f"/c/{name}": b'{"text": "cat"}\n' for name in names}
-    with Web({**files, "/c/all.txt": "\n".join(names).encode()}) as web:
+    tokenize([{"tokens": [1], "labels": [1]}] * 9, out=tmp_path / "t", lanes=2, progress=False)
+    tokens = {f"/t/{path.name}": path.read_bytes() for path in (tmp_path / "t").iterdir()}
+    with Web({**files, **tokens, "/c/all.txt": "\n".join(names).encode()}) as web:
         found = run_ranks(list_as_a_rank, 3, web.url, tiny_config(tmp_path))
-        assert found == [(names, found[0][1])] * 3
+        assert found == [[names, *found[0][1:]]] * 3
+        assert len(found[0][1]) == 1
+        assert len(found[0][2]) == 2
         asked = Counter(path for path, _ in web.requests)
         assert [asked[path] for path in files] == [1] * 5
+        assert asked["/t/index.json"] == 2, "its size, and it"
 
         del web.files["/c/3.jsonl"]
         with pytest.raises(RankError) as failed:
@@ -126,7 +144,7 @@ def test_broken_records_of_validation_are_listed_apart_once_and_without_a_limit(
         path = tmp_path / f"{name}.jsonl"
         path.write_text(path.read_text() + "{broken\n" * 3)
     for rank in range(2):
-        held_out_of(config, World(rank=rank, size=2))
+        held_out_of(config, OneOfTwo(rank=rank, size=2))
     listed = {
         path.relative_to(tmp_path / "bad"): path.read_text() for path in (tmp_path / "bad").rglob("*.jsonl")
     }

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from streampack.plan import require_positive
@@ -24,9 +24,24 @@ from streampack.sources.storage import File, LocalStorage, Storage, Together, re
 
 Name = str | os.PathLike[str]
 MAGIC = "*?["
-Once = Callable[[Callable[[], tuple[File, ...]]], tuple[File, ...]]
-_once: ContextVar[Once] = ContextVar("_once", default=lambda work: work())
 BLANK_BYTES = 4096  # a file up to this size is looked at: blank lines alone are no rows
+
+
+Result = TypeVar("Result")
+
+
+class Once(Protocol):
+    """How one of several processes does something for all of them, after all have said what they want done."""
+
+    def __call__(self, work: Callable[[], Result], /, *, of: str) -> Result:
+        """What ``work`` gives; ``of``, which may be shown, must be the same in all."""
+
+
+def _alone(work: Callable[[], Result], /, *, of: str) -> Result:
+    return work()
+
+
+_once: ContextVar[Once] = ContextVar("_once", default=_alone)
 
 
 @dataclass
@@ -77,10 +92,20 @@ def listing_of(source: Source) -> list[File]:
     return [file for corpus in corpora_of(source) for file in corpus.files]
 
 
-def divide_source(source: Source, num_lanes: int, together: Together) -> None:
-    """Have a source cut its files into lanes now, where that takes reading; ``together`` says who reads what."""
-    if hasattr(source, "divide"):
-        source.divide(num_lanes, together)
+class Divisible(Protocol):
+    """A source that must read something of its files to cut them into lanes, and can do so before they are read."""
+
+    def is_divided(self, num_lanes: int) -> bool:
+        """Whether that was done."""
+
+    def divide(self, num_lanes: int, together: Together) -> None:
+        """Do it; ``together`` says who reads what, and is asked in any case."""
+
+
+def divisible_of(source: Source) -> list[Divisible]:
+    """The sources within one, itself perhaps, that are `Divisible`."""
+    found: list[Divisible] = getattr(source, "divisible", list)()
+    return found
 
 
 def find_files(
@@ -110,21 +135,31 @@ def find_files(
         raise ValueError(f"the files lie in several places ({', '.join(shown)}); make a source of each")
     [(scheme, _)] = places
     if not scheme:
+        once(lambda: None, of="files of each machine")  # to say so where another rank has a URL
         found = _named(patterns[0]) if manifest else _local(patterns)
         return Corpus(_sorted(found), LocalStorage(), tries)
     storage = RemoteStorage(scheme, options=storage_options or {}, patience=timeout)
-    files = _once.get()(partial(_behind_urls, storage, patterns, tries, named=manifest is not None))
+    shown = [redact(pattern) for pattern in patterns]
+    files = once(
+        partial(_behind_urls, storage, patterns, tries, named=manifest is not None),
+        of=f"{len(shown)} path(s) from {shown[0]} on ({digest(shown)})",
+    )
     return Corpus(files, storage, tries)
 
 
+def once(work: Callable[[], Result], *, of: str) -> Result:
+    """What ``work`` reads behind a URL to make a source; within `listed_once`, one process does it for all."""
+    return _once.get()(work, of=of)
+
+
 @contextmanager
-def listed_once(once: Once) -> Iterator[None]:
-    """Within the block, ``once(work)`` lists what is behind URLs, for all who come here: every rank, in the same order.
+def listed_once(how: Once) -> Iterator[None]:
+    """Within the block, what is behind URLs is listed by one for all who come here: every rank, in the same order.
 
     A thousand ranks that ask a bucket or the Hub for the same 100,000 names are turned away, and while a bucket is
     written to they hear different things. Files of this machine are listed by each process: they may not be there.
     """
-    token = _once.set(once)
+    token = _once.set(how)
     try:
         yield
     finally:

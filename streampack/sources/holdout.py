@@ -8,8 +8,8 @@ from typing import Any
 
 from streampack.plan import require
 from streampack.sources.base import Reader, Reading, Source, digest, plain, way_out
-from streampack.sources.files import Corpus, corpora_of, divide_source, listing_of
-from streampack.sources.storage import File, Together
+from streampack.sources.files import Corpus, Divisible, corpora_of, divisible_of, listing_of
+from streampack.sources.storage import File
 from streampack.types import Origin, Position, Row
 
 PARTS = ("train", "validation")
@@ -57,9 +57,9 @@ class Holdout:
         """The source's."""
         return listing_of(self.source)
 
-    def divide(self, num_lanes: int, together: Together) -> None:
-        """See `divide_source`."""
-        divide_source(self.source, num_lanes, together)
+    def divisible(self) -> list[Divisible]:
+        """See `divisible_of`."""
+        return divisible_of(self.source)
 
     @property
     def retry_budget(self) -> float:

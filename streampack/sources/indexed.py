@@ -18,7 +18,7 @@ import numpy.typing as npt
 from streampack.plan import require_positive
 from streampack.sources.archives import BUFFER_BYTES
 from streampack.sources.base import spread
-from streampack.sources.files import Corpus, Name
+from streampack.sources.files import Corpus, Name, once
 from streampack.sources.manifest import named_in
 from streampack.sources.ranges import Block, Fetcher, Stretch
 from streampack.sources.remote import RemoteStorage, scheme_of
@@ -86,6 +86,7 @@ def read_index(
     scheme = scheme_of(path)
     storage: Storage
     if scheme is None:
+        once(lambda: None, of="a folder of each machine")  # to say so where another rank has a URL
         path = os.path.normpath(Path(path).absolute() / INDEX)
         storage = LocalStorage()
         if not Path(path).is_file():
@@ -95,8 +96,7 @@ def read_index(
         parts = urlsplit(path)
         path = urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/{INDEX}"))
         storage = remote = RemoteStorage(scheme, options=storage_options or {}, patience=timeout)
-        [path] = tries.call(partial(remote.pinned, [path]))
-        text = tries.call(partial(remote.whole, path))
+        path, text = once(partial(_whole, remote, path, tries), of=redact(path))
     try:
         content = json.loads(text)
     except ValueError as error:
@@ -104,6 +104,11 @@ def read_index(
     if not isinstance(content, dict):
         raise ValueError(f"{redact(path)} holds a {type(content).__name__}; an index is an object")
     return Index(path, content, storage, tries)
+
+
+def _whole(remote: RemoteStorage, path: str, tries: Retries) -> tuple[str, bytes]:
+    [path] = tries.call(partial(remote.pinned, [path]))
+    return path, tries.call(partial(remote.whole, path))
 
 
 def places(counts: Sequence[int], wanted: int) -> list[tuple[int, int]]:

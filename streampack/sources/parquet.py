@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from streampack.sources.base import Reading, digest, spread
-from streampack.sources.files import Corpus, Name, find_files
+from streampack.sources.files import Corpus, Divisible, Name, find_files
 from streampack.sources.ranges import Fetcher
 from streampack.sources.rowgroups import Footers, RowGroups, group_of, plain_row, starts_of
 from streampack.sources.storage import Together, together
@@ -19,6 +19,7 @@ from streampack.types import Origin
 PARTS_PER_LANE = 16  # enough for shuffling parts to mix a sorted corpus, few enough to keep reads long
 DIVISION = "runs"  # how lanes are cut; another way needs another word, for positions in older states go by it
 LARGE = 2  # parts' worth: smaller files are a part each, and their footers are read when their turn comes
+FEW = 2  # parts of a lane: with fewer, all is cut as fine as can be, or lanes would be uneven, or empty
 
 
 class ParquetSource:
@@ -75,7 +76,7 @@ class ParquetSource:
         )
         self.files = self.corpus.files
         self.read_ahead = self.corpus.read_ahead(read_ahead)
-        self._divided: list[list[Part]] | None = None  # for the last number of lanes asked for
+        self._divided: dict[int, list[list[Part]]] = {}  # the lanes, by their number
         self.footers = Footers(self.files, self.columns)
 
     def fingerprint(self) -> str:
@@ -88,10 +89,11 @@ class ParquetSource:
 
     def read(self, reading: Reading) -> WindowReader:
         """See `Source.read`."""
-        lanes = self.divide(reading.num_lanes)
+        if not self.is_divided(reading.num_lanes):
+            self.divide(reading.num_lanes, together)
         fetcher = Fetcher(self.corpus.storage, self.corpus.retries, ahead=self.read_ahead)
         return WindowReader(
-            lanes[reading.lane],
+            self._divided[reading.num_lanes][reading.lane],
             reading,
             open_part=lambda part, offset, following: RowGroups(
                 self.footers, part, offset, fetcher, following
@@ -127,7 +129,7 @@ class ParquetSource:
     def natural_lanes(self) -> int:
         """One per 256 KiB, but no more than there are row groups, or, of eight files and more, files."""
         few = len(self.files) < 8
-        parts = sum(len(self._runs(i, 0)) for i in range(len(self.files))) if few else len(self.files)
+        parts = sum(len(self._runs(i, step=0)) for i in range(len(self.files))) if few else len(self.files)
         return max(1, min(parts, sum(file.size for file in self.files) >> 18))
 
     def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
@@ -152,25 +154,40 @@ class ParquetSource:
         whole = sum(file.size for file in self.files)
         return rows, known / max(1, len(rows)) * whole / max(1, size)
 
-    def divide(self, num_lanes: int, together: Together = together) -> list[list[Part]]:
-        """The parts of every lane, in corpus order: each part goes to the lane with the fewest bytes so far."""
-        if self._divided is not None and len(self._divided) == num_lanes:
-            return self._divided
+    def divisible(self) -> list[Divisible]:
+        """See `divisible_of`."""
+        return [self]
+
+    def is_divided(self, num_lanes: int) -> bool:
+        """See `Divisible.is_divided`."""
+        return num_lanes in self._divided
+
+    def divide(self, num_lanes: int, together: Together) -> None:
+        """See `Divisible.divide`. Parts are in corpus order; each goes to the lane with the fewest bytes so far."""
         step = sum(file.size for file in self.files) // max(1, num_lanes * PARTS_PER_LANE)
-        large = [number for number, file in enumerate(self.files) if file.size > LARGE * step]
-        runs = dict(zip(large, together(partial(self._runs, step=step), large), strict=True))
+        parts = self._parts(step, LARGE * step, together)
+        if len(parts) < FEW * num_lanes:
+            parts = self._parts(0, 0, together)
         lanes: list[list[Part]] = [[] for _ in range(num_lanes)]
         load = [(0, lane) for lane in range(num_lanes)]  # a heap: bytes so far, lane
-        for number, file in enumerate(self.files):
-            for part, size in runs.get(number, [(Part(number), file.size)]):
-                least, lane = load[0]
-                lanes[lane].append(part)
-                heapq.heapreplace(load, (least + size, lane))
-        self._divided = lanes
-        return lanes
+        for part, size in parts:
+            least, lane = load[0]
+            lanes[lane].append(part)
+            heapq.heapreplace(load, (least + size, lane))
+        self._divided[num_lanes] = lanes
+
+    def _parts(self, step: int, whole: int, together: Together) -> list[tuple[Part, int]]:
+        """Files of up to ``whole`` bytes, and runs of some ``step`` bytes of the others, each with its bytes."""
+        large = [number for number, file in enumerate(self.files) if file.size > whole]
+        runs = dict(zip(large, together(partial(self._runs, step=step), large), strict=True))
+        return [
+            part
+            for number, file in enumerate(self.files)
+            for part in runs.get(number, [(Part(number), file.size)])
+        ]
 
     def _runs(self, number: int, step: int) -> list[tuple[Part, int]]:
-        """A file's row groups in runs of some ``step`` bytes, each with its bytes."""
+        """A file's row groups in runs of some ``step`` bytes."""
         size = self.files[number].size
         try:
             footer = self.footers.get(number, self._fetcher())
@@ -178,11 +195,12 @@ class ParquetSource:
             return [(Part(number), size)]
         groups = [footer.row_group(i) for i in range(footer.num_row_groups)]
         scale = size / max(1, sum(group.total_byte_size for group in groups))  # as it is stored
-        runs, start, stop, held = [], 0, 0, 0.0
-        for group in groups:
-            stop, held = stop + group.num_rows, held + scale * group.total_byte_size
-            if stop > start and (held >= step or stop == footer.num_rows):
-                runs.append((Part(number, start, stop), round(held)))
+        runs, start, held = [], 0, 0.0
+        ends = starts_of(footer)[1:]
+        for stop, group in zip(ends, groups, strict=True):
+            held += scale * group.total_byte_size
+            if stop > start and (held >= step or stop == ends[-1]):
+                runs.append((Part(number, start, stop), max(1, round(held))))
                 start, held = stop, 0.0
         return runs
 

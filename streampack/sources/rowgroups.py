@@ -14,7 +14,7 @@ from streampack.sources.storage import File
 from streampack.sources.window import Damage, Part, Record
 
 FOOTER_BYTES = 1 << 13  # asked for at first; a longer footer takes a second request
-KEPT_FOOTERS = 256  # a footer of 1,000 row groups takes about 1 MB of memory
+KEPT_FOOTERS = 64  # a footer of 1,000 row groups takes about 1 MB of memory
 BATCH_ROWS = 1024  # decoded at a time
 PADDING_BYTES = 100  # old writers' column chunks end that much later than their footers say (PARQUET-816)
 
@@ -80,7 +80,8 @@ class RowGroups:
         self.following = following
         self.footer = footers.get(part.file, fetcher)
         self.starts = starts_of(self.footer)
-        self.stop = self.footer.num_rows if part.stop is None else part.stop
+        # Not the footer's own count of rows: where it differs from its row groups', they are what is there.
+        self.stop = self.starts[-1] if part.stop is None else part.stop
         self.offset = offset
         self.rows: Iterator[Record] = iter(())
 
@@ -134,6 +135,7 @@ class RowGroups:
     def _ranges(self, group: int) -> list[tuple[int, int]]:
         """Where the needed columns of a row group lie: ranges of bytes, neighbours joined."""
         metadata, found = self.footer.row_group(group), []
+        following = self.starts[group + 1]
         for i in range(metadata.num_columns):
             column = metadata.column(i)
             if self.footers.columns is None or column.path_in_schema.split(".")[0] in self.footers.columns:
@@ -143,7 +145,8 @@ class RowGroups:
                 stop = start + column.total_compressed_size
                 if not 0 <= start <= stop <= self.file.size:
                     what = f"row group {group} is damaged: it lies outside the file"
-                    raise Damage(what, offset=self.offset, resume=None)
+                    resume = following if following < self.stop else None
+                    raise Damage(what, offset=self.offset, resume=resume)
                 found.append((start, min(stop + PADDING_BYTES, self.file.size)))
         joined: list[tuple[int, int]] = []
         for start, stop in sorted(found):

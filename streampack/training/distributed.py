@@ -72,8 +72,17 @@ class World:
         dist.broadcast_object_list(values, src=0)
         return values[0]
 
-    def once(self, work: Callable[[], T]) -> T:
-        """What ``work`` gives on rank 0, on all ranks; if it fails there, all raise."""
+    def once(self, work: Callable[[], T], /, *, of: str) -> T:
+        """What ``work`` gives on rank 0, on all ranks; if it fails there, all raise.
+
+        Raises:
+            ValueError: on all ranks, if one asks for something else.
+        """
+        for rank, wanted in enumerate(asked := self.gather(of)):
+            if wanted != asked[0]:
+                raise ValueError(
+                    f"rank {rank} reads {wanted}, and rank 0 {asked[0]}; all ranks must read the same corpus"
+                )
         result: T | None = None
         with self.together():
             if self.is_main:
