@@ -111,7 +111,7 @@ def _integers(row: Mapping[str, Any], column: str, *, codes: str) -> IntArray:
             with suppress(
                 TypeError, OverflowError
             ):  # some do not fit, or are no ints: numpy finds what they are
-                found = np.frombuffer(machine_array(code, values), np.int64)
+                found = np.frombuffer(machine_array(code, values), INT64)
                 if code == "q" or np.minimum.reduce(found) >= 0:
                     return found
     try:
@@ -147,8 +147,9 @@ def check_sample(sample: Sample, vocab_size: int | None = None) -> None:
     if not isinstance(sample, Sample):
         raise ValueError(f"the encoder gave a {type(sample).__name__}; it must give a streampack.Sample")
     same = sample.labels is sample.tokens  # all of it is trained: what holds for one holds for the other
-    for array in sample[:1] if same else sample:
-        if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype != INT64:
+    for array in (sample.tokens,) if same else sample:
+        flat = isinstance(array, np.ndarray) and array.ndim == 1
+        if not flat or array.dtype is not INT64 and array.dtype != INT64:
             kind = f"of shape {list(array.shape)} and type {array.dtype}" if hasattr(array, "dtype") else ""
             raise ValueError(f"a sample holds a {type(array).__name__} {kind}; it must be a flat int64 array")
     if sample.tokens.size != sample.labels.size:
@@ -157,7 +158,7 @@ def check_sample(sample: Sample, vocab_size: int | None = None) -> None:
         )
     limit = 2**63 if vocab_size is None else vocab_size
     # As unsigned numbers, negative ids are huge: one pass finds both ends.
-    if np.maximum.reduce(sample.tokens.view(UINT64), initial=0) >= limit:
+    if sample.tokens.size and np.maximum.reduce(sample.tokens.view(UINT64)) >= limit:
         bad = sample.tokens[(sample.tokens < 0) | (sample.tokens >= limit)][0]
         raise ValueError(f"token id {bad} is outside the vocabulary of {_bounds(vocab_size)}")
     if vocab_size is not None and not same:
