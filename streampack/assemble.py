@@ -148,8 +148,7 @@ def check_sample(sample: Sample, vocab_size: int | None = None) -> None:
         raise ValueError(f"the encoder gave a {type(sample).__name__}; it must give a streampack.Sample")
     same = sample.labels is sample.tokens  # all of it is trained: what holds for one holds for the other
     for array in (sample.tokens,) if same else sample:
-        flat = isinstance(array, np.ndarray) and array.ndim == 1
-        if not flat or array.dtype is not INT64 and array.dtype != INT64:
+        if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype != INT64:
             kind = f"of shape {list(array.shape)} and type {array.dtype}" if hasattr(array, "dtype") else ""
             raise ValueError(f"a sample holds a {type(array).__name__} {kind}; it must be a flat int64 array")
     if sample.tokens.size != sample.labels.size:
