@@ -60,6 +60,7 @@ class TextEncoder:
         self, tokenizer: Any, *, column: str = "text", add_bos: bool = True, add_eos: bool = True
     ) -> None:
         self.tokenizer = without_truncation(tokenizer)
+        self._processor = sentencepiece_of(self.tokenizer)
         self.column = column
         self.add_bos = add_bos
         self.add_eos = add_eos
@@ -71,19 +72,27 @@ class TextEncoder:
         text = row[self.column]
         if not isinstance(text, str):
             raise ValueError(f"column {self.column!r} holds a {type(text).__name__}; it must be text")
-        return as_sample({"tokens": self._encode(text)}, labels=None)
+        try:
+            tokens = self._encode(text)
+        except Exception:
+            text.encode()  # half a surrogate pair is no text, and a RuntimeError of SentencePiece does not say so
+            raise
+        return as_sample({"tokens": tokens}, labels=None)
 
     def decode(self, tokens: list[int]) -> str:
         """What the tokens say, as the tokenizer decodes them."""
         return str(self.tokenizer.decode(tokens))
 
-    def _encode(self, text: str) -> list[int]:
-        tokens: list[int] = self.tokenizer.encode(text, add_bos=self.add_bos, add_eos=self.add_eos)
-        return tokens
+    def _encode(self, text: str) -> Any:
+        if self._processor is not None:
+            return self._processor.encode(
+                text, add_bos=self.add_bos, add_eos=self.add_eos, return_type="numpy"
+            )
+        return self.tokenizer.encode(text, add_bos=self.add_bos, add_eos=self.add_eos)
 
     def fingerprint(self) -> str:
         """The settings, and how a sentence comes out."""
-        return digest("text", self.column, self.add_bos, self.add_eos, self._encode(PROBE))
+        return digest("text", self.column, self.add_bos, self.add_eos, plain(self._encode(PROBE)))
 
 
 class MessagesEncoder:
@@ -109,7 +118,12 @@ class MessagesEncoder:
                 f"{', '.join(map(repr, row)) or 'none'}"
             ) from error
         _validate(messages)
-        encoded = self.tokenizer({"messages": messages})
+        try:
+            encoded = self.tokenizer({"messages": messages})
+        except Exception:
+            for message in messages:
+                message.text_content.encode()  # as above
+            raise
         tokens = np.asarray(encoded["tokens"], np.int64)
         if tokens.size != len(encoded["mask"]):
             raise ValueError(f"the tokenizer gave {tokens.size} tokens and a mask of {len(encoded['mask'])}")
@@ -143,6 +157,26 @@ def _validate(messages: Any) -> None:
     from torchtune.data import validate_messages  # nine seconds to import, so not at the top
 
     validate_messages(messages)
+
+
+def sentencepiece_of(tokenizer: Any) -> Any:
+    """The SentencePiece processor of a tokenizer of torchtune's that does nothing but ask it; None of any other.
+
+    It can give arrays. The lists that torchtune asks for cost it a twentieth of its work, and as much again to make
+    arrays of. A subclass may do something else to a text, so only torchtune's own classes are taken for what they are.
+    """
+    base = getattr(tokenizer, "_spm_model", tokenizer)  # within the tokenizer of a model
+    processor = getattr(base, "spm_model", None)
+    parts = (tokenizer, base)
+    if processor is None or not all(type(part).__module__.startswith("torchtune.") for part in parts):
+        return None
+    if any("encode" in vars(part) for part in parts):
+        return None
+    try:
+        found = processor.encode(PROBE, add_bos=True, add_eos=False, return_type="numpy")
+    except (TypeError, ValueError):  # an older release cannot
+        return None
+    return processor if found.tolist() == tokenizer.encode(PROBE, add_bos=True, add_eos=False) else None
 
 
 def without_truncation(tokenizer: Any) -> Any:

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from streampack import IGNORE_INDEX, IterablePackedDataset, MessagesEncoder, TextEncoder, TokensEncoder
-from streampack.encode import without_truncation
+from streampack.encode import sentencepiece_of, without_truncation
 
 
 class WordTokenizer:
@@ -334,3 +336,107 @@ def test_fingerprints_hold_in_another_process() -> None:
     )
     here = MessagesEncoder(WordTokenizer(), message_transform=Transform()).fingerprint()
     assert run.stdout.split() == [here]
+
+
+# SentencePiece, asked for arrays.
+
+
+@pytest.fixture(scope="module")
+def spm(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model, trained on this file; bytes stand for what it does not know."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    pytest.importorskip("torchtune")
+    prefix = tmp_path_factory.mktemp("spm") / "tokenizer"
+    sentencepiece.SentencePieceTrainer.train(
+        input=__file__, model_prefix=str(prefix), vocab_size=600, model_type="bpe", byte_fallback=True,
+        pad_id=3, minloglevel=2,
+    )  # fmt: skip
+    return f"{prefix}.model"
+
+
+def tokenizers(spm: str) -> dict[str, Any]:
+    from torchtune.models import gemma, llama2, mistral
+    from torchtune.modules.transforms.tokenizers import SentencePieceBaseTokenizer
+
+    return {
+        "llama2": llama2.llama2_tokenizer(spm, max_seq_len=4),
+        "mistral": mistral.mistral_tokenizer(spm),
+        "gemma": gemma.gemma_tokenizer(spm),
+        "base": SentencePieceBaseTokenizer(spm),
+    }
+
+
+@pytest.mark.parametrize("name", ["llama2", "mistral", "gemma", "base"])
+def test_arrays_of_sentencepiece_are_its_lists(spm: str, name: str) -> None:
+    tokenizer = tokenizers(spm)[name]
+    assert sentencepiece_of(tokenizer) is not None
+
+    @settings(max_examples=150)
+    @given(st.text(), st.booleans(), st.booleans())
+    @example("", False, False)
+    @example(" \n <s> </s> [INST] \x00 \u2581", True, True)
+    def check(text: str, add_bos: bool, add_eos: bool) -> None:
+        encoder = TextEncoder(tokenizer, add_bos=add_bos, add_eos=add_eos)
+        sample = encoder({"text": text})
+        assert sample.tokens.tolist() == tokenizer.encode(text, add_bos=add_bos, add_eos=add_eos)
+        assert sample.tokens.dtype == np.int64
+        assert sample.tokens.flags.writeable
+
+    check()
+    encoder = TextEncoder(tokenizer)
+    before = encoder.fingerprint()
+    encoder._processor = None
+    assert encoder.fingerprint() == before, "the way of asking is no part of what comes out"
+    for as_arrays in (True, False):
+        encoder = TextEncoder(tokenizer)
+        if not as_arrays:
+            encoder._processor = None
+        with pytest.raises(UnicodeEncodeError):
+            encoder({"text": "half of a pair: \ud800"})
+    rows = [{"text": "whole"}, {"text": "half: \ud800"}, {"text": "whole"}]
+    skips = IterablePackedDataset(rows, encoder=TextEncoder(tokenizer), max_seq_len=64, on_bad_record="skip")
+    assert [pack["num_seqs"] for pack in skips] == [2]
+
+
+def test_half_a_surrogate_pair_in_a_message_is_a_broken_record(spm: str) -> None:
+    from torchtune.data import InputOutputToMessages
+
+    encoder = MessagesEncoder(tokenizers(spm)["mistral"], message_transform=InputOutputToMessages())
+    rows = [{"input": "whole", "output": end} for end in ("whole", "half: \ud800", "whole")]
+    with pytest.raises(UnicodeEncodeError):
+        encoder(rows[1])
+    skips = IterablePackedDataset(rows, encoder=encoder, max_seq_len=96, on_bad_record="skip")
+    assert [pack["num_seqs"] for pack in skips] == [2]
+
+
+def test_whatever_else_a_tokenizer_does_is_done(spm: str) -> None:
+    from torchtune.models.llama2 import Llama2Tokenizer
+
+    class Lower(Llama2Tokenizer):  # type: ignore[misc]
+        def encode(self, text: str, *args: Any, **settings: Any) -> Any:
+            return super().encode(text.lower(), *args, **settings)
+
+    lower, patched = Lower(spm), Llama2Tokenizer(spm)
+    own = patched.encode
+    patched.encode = lambda text, **settings: own(text.lower(), **settings)
+    expected = Llama2Tokenizer(spm).encode("text")
+    for tokenizer in (lower, patched, WordTokenizer()):
+        assert sentencepiece_of(tokenizer) is None
+        made = TextEncoder(tokenizer)({"text": "TEXT"}).tokens.tolist()
+        assert made == (tokenizer.encode("TEXT") if tokenizer is not lower else expected)
+
+
+def test_an_older_sentencepiece_is_asked_for_lists(spm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sentencepiece
+
+    own = sentencepiece.SentencePieceProcessor.encode
+
+    def encode(self: Any, text: str, **settings: Any) -> Any:
+        if "return_type" in settings:
+            raise TypeError("encode() got an unexpected keyword argument 'return_type'")
+        return own(self, text, **settings)
+
+    monkeypatch.setattr(sentencepiece.SentencePieceProcessor, "encode", encode)
+    tokenizer = tokenizers(spm)["llama2"]
+    assert sentencepiece_of(tokenizer) is None
+    assert TextEncoder(tokenizer)({"text": "a b"}).tokens.size > 2
