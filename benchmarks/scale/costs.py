@@ -163,7 +163,7 @@ GROUPS = (
     Group(
         *("estimate", probes.estimate, ("shards",), (200,), (800,), (SHARDS,)),
         costs=(
-            Cost("probed", "estimate, rows read by each rank", JSONL, "max(rows, shards)", number, count),
+            Cost("probed", "estimate, rows read", JSONL, "rows asked for", lambda shards: 1, count),
         ),
     ),
     Group(
