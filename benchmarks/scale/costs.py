@@ -162,9 +162,7 @@ GROUPS = (
     ),
     Group(
         *("estimate", probes.estimate, ("shards",), (200,), (800,), (SHARDS,)),
-        costs=(
-            Cost("probed", "estimate, rows read", JSONL, "rows asked for", lambda shards: 1, count),
-        ),
+        costs=(Cost("probed", "estimate, rows read", JSONL, "rows asked for", lambda shards: 1, count),),
     ),
     Group(
         "division into lanes",
