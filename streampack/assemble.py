@@ -107,10 +107,9 @@ def _integers(row: Mapping[str, Any], column: str, *, codes: str) -> IntArray:
         raise missing_column(row, column) from None
     if type(values) is list and values and type(values[0]) is int:
         # As tokenizers give them. "q" is faster than numpy, which looks for a type first; "Q" takes a third of that.
+        # What does not fit, or is no int, is left to numpy, which finds what it is.
         for code in codes:
-            with suppress(
-                TypeError, OverflowError
-            ):  # some do not fit, or are no ints: numpy finds what they are
+            with suppress(TypeError, OverflowError):
                 found = np.frombuffer(machine_array(code, values), INT64)
                 if code == "q" or np.minimum.reduce(found) >= 0:
                     return found

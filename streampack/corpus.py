@@ -1,8 +1,8 @@
 """One corpus on all ranks: they compare what they list, and share out what all must know of the content.
 
 64 KiB from both ends of 100,000 shards are 13 GB. Read by each of 1,024 ranks they would be 13 TB, at the first
-checkpoint, from a file system that all of them share. The footers of 2,400 Parquet files, read by each, are millions
-of requests, in the first minute, to a hub that allows some thousands.
+checkpoint, from a file system that all of them share. The footers of 2,400 Parquet files, read by each, would
+be millions of requests before the first pack.
 """
 
 from __future__ import annotations

@@ -172,24 +172,30 @@ def test_a_loader_reads_the_corpus_once_over_all_ranks(size: int, tmp_path: Path
         assert len(read) == FILES
 
 
-def test_what_is_wrong_with_a_file_is_raised_on_all_ranks(tmp_path: Path) -> None:
-    jsonl(tmp_path / "a")
-
-    def act(lockstep: OnBoard) -> None:
-        source = JSONLSource(f"{tmp_path}/a/*.jsonl")
-        lockstep.gather("all have listed it")
-        if lockstep.rank == 0:
-            (tmp_path / "a" / "4.jsonl").unlink()
-        lockstep.gather("it is gone")
-        share_fingerprint(source, lockstep)
-
-    first, guilty, last = on_ranks(3, act)
+@pytest.mark.parametrize(
+    ("make", "share", "doing"),
+    [
+        (jsonl, share_fingerprint, "reading the ends of the corpus's files"),
+        (parquet, partial(share_division, num_lanes=12), "dividing the corpus into lanes"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_raised_on_all_ranks(
+    make: Callable[[Path], Any], share: Callable[..., None], doing: str, tmp_path: Path
+) -> None:
+    made = make(tmp_path / "a")
+    Path(made.files[4].path).unlink()
+    first, guilty, last = on_ranks(3, lambda lockstep: share(copy.deepcopy(made), lockstep=lockstep))
     assert isinstance(guilty, FileNotFoundError), "file 4 of rank 4 % 3"
     for other in (first, last):
         assert isinstance(other, RuntimeError)
-        assert str(other) == (
-            f"rank 1 failed while reading the ends of the corpus's files: FileNotFoundError: {guilty}"
+        assert (
+            str(other)
+            == f"rank 1 failed while {doing}: FileNotFoundError: {' '.join([str(guilty), *notes(guilty)])}"
         )
+
+
+def notes(error: Exception) -> list[str]:
+    return getattr(error, "__notes__", [])
 
 
 @pytest.fixture
@@ -277,24 +283,6 @@ def test_ranks_that_make_other_lanes_are_refused(tmp_path: Path) -> None:
         for error in on_ranks(2, partial(act, source=source)):
             assert isinstance(error, ValueError)
             assert str(error).startswith("rank 1 divides the data into 12 lanes, and rank 0 into ")
-
-
-def test_a_footer_that_cannot_be_read_is_raised_on_all_ranks(tmp_path: Path) -> None:
-    parquet(tmp_path / "a")
-
-    def act(lockstep: OnBoard) -> None:
-        source = ParquetSource(f"{tmp_path}/a/*.parquet")
-        lockstep.gather("all have listed it")
-        if lockstep.rank == 0:
-            (tmp_path / "a" / "4.parquet").unlink()
-        lockstep.gather("it is gone")
-        share_division(source, 12, lockstep)
-
-    first, guilty, last = on_ranks(3, act)
-    assert isinstance(guilty, FileNotFoundError), "file 4 of rank 4 % 3"
-    for other in (first, last):
-        assert isinstance(other, RuntimeError)
-        assert str(other).startswith("rank 1 failed while dividing the corpus into lanes: FileNotFoundError")
 
 
 def named(folder: Path) -> None:

@@ -156,8 +156,8 @@ def once(work: Callable[[], Result], *, of: str) -> Result:
 def listed_once(how: Once) -> Iterator[None]:
     """Within the block, what is behind URLs is listed by one for all who come here: every rank, in the same order.
 
-    A thousand ranks that ask a bucket or the Hub for the same 100,000 names are turned away, and while a bucket is
-    written to they hear different things. Files of this machine are listed by each process: they may not be there.
+    A thousand ranks would ask a bucket or the Hub for the same 100,000 names, and hear different things while it is
+    written to. Files of this machine are listed by each process: they may not be there.
     """
     token = _once.set(how)
     try:

@@ -135,7 +135,6 @@ class RowGroups:
     def _ranges(self, group: int) -> list[tuple[int, int]]:
         """Where the needed columns of a row group lie: ranges of bytes, neighbours joined."""
         metadata, found = self.footer.row_group(group), []
-        following = self.starts[group + 1]
         for i in range(metadata.num_columns):
             column = metadata.column(i)
             if self.footers.columns is None or column.path_in_schema.split(".")[0] in self.footers.columns:
@@ -145,7 +144,7 @@ class RowGroups:
                 stop = start + column.total_compressed_size
                 if not 0 <= start <= stop <= self.file.size:
                     what = f"row group {group} is damaged: it lies outside the file"
-                    resume = following if following < self.stop else None
+                    resume = last if (last := self.starts[group + 1]) < self.stop else None
                     raise Damage(what, offset=self.offset, resume=resume)
                 found.append((start, min(stop + PADDING_BYTES, self.file.size)))
         joined: list[tuple[int, int]] = []
