@@ -188,14 +188,7 @@ def test_what_is_wrong_with_a_file_is_raised_on_all_ranks(
     assert isinstance(guilty, FileNotFoundError), "file 4 of rank 4 % 3"
     for other in (first, last):
         assert isinstance(other, RuntimeError)
-        assert (
-            str(other)
-            == f"rank 1 failed while {doing}: FileNotFoundError: {' '.join([str(guilty), *notes(guilty)])}"
-        )
-
-
-def notes(error: Exception) -> list[str]:
-    return getattr(error, "__notes__", [])
+        assert str(other).startswith(f"rank 1 failed while {doing}: FileNotFoundError: {guilty}")
 
 
 @pytest.fixture
