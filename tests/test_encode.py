@@ -413,18 +413,18 @@ def test_whatever_else_a_tokenizer_does_is_done(spm: str) -> None:
     """Also what a probe does not show."""
     from torchtune.models.llama2 import Llama2Tokenizer
 
-    class Lower(Llama2Tokenizer):  # type: ignore[misc]
+    class Replacing(Llama2Tokenizer):  # type: ignore[misc]
         def encode(self, text: str, *args: Any, **settings: Any) -> Any:
             return super().encode(text.replace("TEXT", "text"), *args, **settings)
 
-    lower, patched = Lower(spm), Llama2Tokenizer(spm)
+    replacing, patched = Replacing(spm), Llama2Tokenizer(spm)
     own = patched.encode
     patched.encode = lambda text, **settings: own(text.replace("TEXT", "text"), **settings)
     expected = Llama2Tokenizer(spm).encode("text")
-    for tokenizer in (lower, patched, WordTokenizer()):
+    for tokenizer in (replacing, patched, WordTokenizer()):
         assert sentencepiece_of(tokenizer) is None
         made = TextEncoder(tokenizer)({"text": "TEXT"}).tokens.tolist()
-        assert made == (tokenizer.encode("TEXT") if tokenizer is not lower else expected)
+        assert made == (tokenizer.encode("TEXT") if tokenizer is not replacing else expected)
 
 
 def test_an_older_sentencepiece_is_asked_for_lists(spm: str, monkeypatch: pytest.MonkeyPatch) -> None:
