@@ -6,6 +6,7 @@ from array import array as machine_array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -20,16 +21,25 @@ NOT_PACKABLE = {
 """Columns that tell of what packing would lose in silence."""
 
 
-INT64, UINT64 = (
-    np.dtype(np.int64),
-    np.dtype(np.uint64),
-)  # numpy looks them up by type for every array otherwise
+INT32, INT64, UINT64 = map(
+    np.dtype, (np.int32, np.int64, np.uint64)
+)  # numpy looks types up every time otherwise
+UNSIGNED = {
+    INT32: (np.dtype(np.uint32), 2**31),
+    INT64: (UINT64, 2**63),
+}  # and what no id of the signed type reaches
+MACHINE = {
+    "I": INT32,
+    "i": INT32,
+    "Q": INT64,
+    "q": INT64,
+}  # codes of machine arrays, and how the numbers are read
 
 
 def as_sample(row: Mapping[str, Any], *, tokens: str = "tokens", labels: str | None = "labels") -> Sample:
     """Check a row of ready tokens and make it a `Sample`. Accepts lists, numpy arrays and tensors.
 
-    ``labels=None`` trains on every token: the labels are the tokens themselves.
+    ``labels=None`` trains on every token: the labels are the tokens themselves. Lists whose ids fit become int32.
 
     >>> as_sample({"tokens": [1, 5, 2], "labels": [-100, 5, 2]}).labels.tolist()
     [-100, 5, 2]
@@ -38,12 +48,12 @@ def as_sample(row: Mapping[str, Any], *, tokens: str = "tokens", labels: str | N
         ValueError: for a missing column, anything but a flat sequence of whole numbers, or tokens and
             labels of different length.
     """
-    ids = _integers(row, tokens, codes="Qq")
+    ids = _integers(row, tokens, codes="IQq")
     if labels is None:
         return Sample(ids, ids)
     if row.get(labels) is row[tokens]:  # all of it is trained, as where no mask is stored
         return Sample(ids, ids)
-    targets = _integers(row, labels, codes="q")
+    targets = _integers(row, labels, codes="Iiq")
     if ids.size != targets.size:
         raise ValueError(
             f"{tokens!r} has {ids.size} entries and {labels!r} has {targets.size}; "
@@ -100,18 +110,18 @@ def read_sample(ds: Any, index: int, *, vocab_size: int | None = None) -> Sample
 
 
 def _integers(row: Mapping[str, Any], column: str, *, codes: str) -> IntArray:
-    """A column as int64; lists by way of machine arrays of the first of these type codes that holds them."""
+    """A column as int32 or int64; lists by way of machine arrays of the first of these type codes that holds them."""
     try:
         values = row[column]
     except KeyError:
         raise missing_column(row, column) from None
     if type(values) is list and values and type(values[0]) is int:
-        # As tokenizers give them. "q" is faster than numpy, which looks for a type first; "Q" takes a third of that.
+        # As tokenizers give them. "i" and "q" are as fast as numpy; the unsigned ones take a third of that.
         # What does not fit, or is no int, is left to numpy, which finds what it is.
         for code in codes:
             with suppress(TypeError, OverflowError):
-                found = np.frombuffer(machine_array(code, values), INT64)
-                if code == "q" or np.minimum.reduce(found) >= 0:
+                found = np.frombuffer(machine_array(code, values), MACHINE[code])
+                if code.islower() or int(np.minimum.reduce(found)) >= 0:
                     return found
     try:
         found = np.asarray(values)
@@ -119,8 +129,10 @@ def _integers(row: Mapping[str, Any], column: str, *, codes: str) -> IntArray:
         raise ValueError(
             f"column {column!r} is nested; it must be a flat sequence of whole numbers"
         ) from None
-    if found.size == 0 and found.ndim == 1:
-        return found.astype(np.int64)
+    if found.ndim == 1 and found.dtype == INT32:
+        return found
+    if found.ndim == 1 and found.size == 0:
+        return found.astype(INT32)
     if found.ndim != 1 or found.dtype.kind not in "iu":
         raise ValueError(
             f"column {column!r} has shape {list(found.shape)} and type {found.dtype}; "
@@ -128,7 +140,7 @@ def _integers(row: Mapping[str, Any], column: str, *, codes: str) -> IntArray:
         )
     if found.dtype == UINT64 and np.maximum.reduce(found) >= 2**63:
         raise ValueError(f"column {column!r} holds {np.maximum.reduce(found)}, which is no int64")
-    return found.astype(np.int64, copy=False)
+    return found.astype(INT64, copy=False)
 
 
 def missing_column(row: Mapping[str, Any], column: str) -> ValueError:
@@ -138,31 +150,38 @@ def missing_column(row: Mapping[str, Any], column: str) -> ValueError:
 
 
 def check_sample(sample: Sample, vocab_size: int | None = None) -> None:
-    """Raise if it is no sample: two flat int64 arrays of equal length, ids from 0 and below ``vocab_size``.
+    """Raise if it is no sample: two flat arrays of equal length, int32 or int64, ids from 0 and below ``vocab_size``.
 
     Encoders are users' code, and an id past the embedding's end is a device-side assert on CUDA, far from
     the sample that caused it.
     """
     if not isinstance(sample, Sample):
         raise ValueError(f"the encoder gave a {type(sample).__name__}; it must give a streampack.Sample")
-    same = sample.labels is sample.tokens  # all of it is trained: what holds for one holds for the other
-    for array in (sample.tokens,) if same else sample:
-        if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype != INT64:
+    tokens, labels = sample
+    same = labels is tokens  # all of it is trained: what holds for one holds for the other
+    for array in (tokens,) if same else sample:
+        if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype not in UNSIGNED:
             kind = f"of shape {list(array.shape)} and type {array.dtype}" if hasattr(array, "dtype") else ""
-            raise ValueError(f"a sample holds a {type(array).__name__} {kind}; it must be a flat int64 array")
-    if sample.tokens.size != sample.labels.size:
+            raise ValueError(
+                f"a sample holds a {type(array).__name__} {kind}; it must be a flat array of int32 or int64"
+            )
+    if tokens.size != labels.size:
         raise ValueError(
-            f"a sample has {sample.tokens.size} tokens and {sample.labels.size} labels; give one label per token"
+            f"a sample has {tokens.size} tokens and {labels.size} labels; give one label per token"
         )
-    limit = 2**63 if vocab_size is None else vocab_size
+    if not tokens.size:
+        return
     # As unsigned numbers, negative ids are huge: one pass finds both ends.
-    if sample.tokens.size and np.maximum.reduce(sample.tokens.view(UINT64)) >= limit:
-        bad = sample.tokens[(sample.tokens < 0) | (sample.tokens >= limit)][0]
+    unsigned, limit = UNSIGNED[tokens.dtype]
+    if vocab_size is not None and vocab_size < limit:
+        limit = vocab_size
+    if int(np.maximum.reduce(tokens.view(unsigned))) >= limit:
+        bad = tokens[(tokens < 0) | (tokens >= limit)][0]
         raise ValueError(f"token id {bad} is outside the vocabulary of {_bounds(vocab_size)}")
     if vocab_size is not None and not same:
-        outside = (sample.labels < 0) & (sample.labels != IGNORE_INDEX) | (sample.labels >= limit)
+        outside = (labels < 0) & (labels != IGNORE_INDEX) | (labels >= vocab_size)
         if outside.any():
-            bad = sample.labels[outside][0]
+            bad = labels[outside][0]
             raise ValueError(
                 f"label {bad} is neither {IGNORE_INDEX} nor in the vocabulary of {_bounds(vocab_size)}"
             )
@@ -197,7 +216,9 @@ def trained_if_split(sample: Sample, start: int, stop: int, *, packing: Packing)
 
 def with_eos(sample: Sample, eos: int) -> Sample:
     """A truncated sample whose last token is replaced by ``eos``, its label too if it was trained."""
-    tokens, labels = sample.tokens.copy(), sample.labels.copy()
+    tokens, labels = (
+        array.astype(np.promote_types(array.dtype, np.min_scalar_type(eos))) for array in sample
+    )
     tokens[-1] = eos
     if labels[-1] != IGNORE_INDEX:
         labels[-1] = eos
@@ -209,6 +230,8 @@ def assemble(
 ) -> tuple[IntArray, IntArray]:
     """Lay sequences end to end and pad: ``(tokens, labels)``, each ``[max_seq_len]``, fresh memory.
 
+    Each is int32 if all that goes into it is, otherwise int64.
+
     The first label of every sequence is ``IGNORE_INDEX``: recipes shift labels by one, so it would be
     predicted from the previous sequence's last token. No sequences at all make a null pack, which trains nothing.
 
@@ -218,21 +241,16 @@ def assemble(
     [7, 8, 9, 4, 5, 0]
     [-100, 8, 9, -100, 5, -100]
     """
-    lengths = [sequence.tokens.size for sequence in sequences]
-    used = sum(lengths)
-    assert used <= max_seq_len, f"{used} tokens planned into a pack of {max_seq_len}"
-    tokens = np.empty(max_seq_len, np.int64)
-    labels = np.empty(max_seq_len, np.int64)
-    start = 0
-    for sequence, length in zip(sequences, lengths, strict=True):
-        stop = start + length
-        tokens[start:stop] = sequence.tokens
-        labels[start:stop] = sequence.labels
-        labels[start] = IGNORE_INDEX
-        start = stop
-    tokens[used:] = padding_idx
-    labels[used:] = IGNORE_INDEX
-    return tokens, labels
+    tokens, labels = [sequence.tokens for sequence in sequences], [sequence.labels for sequence in sequences]
+    starts = list(accumulate(map(len, tokens), initial=0))
+    padding = max_seq_len - starts.pop()
+    assert padding >= 0, f"{max_seq_len - padding} tokens planned into a pack of {max_seq_len}"
+    if padding:
+        tokens.append(np.full(padding, padding_idx, INT32 if padding_idx < 2**31 else INT64))
+        labels.append(np.full(padding, IGNORE_INDEX, INT32))
+    row, targets = np.concatenate(tokens), np.concatenate(labels)
+    targets[starts] = IGNORE_INDEX
+    return row, targets
 
 
 def positions(packs: Sequence[Sequence[int]], max_seq_len: int) -> IntArray:

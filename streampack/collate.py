@@ -14,7 +14,7 @@ from streampack.types import IGNORE_INDEX, Fragment, IntArray, Pack
 
 
 def to_torchtune(pack: Pack, input_pos: IntArray | None = None) -> dict[str, Any]:
-    """A pack as ``torchtune.datasets.PackedDataset`` gives it, and what else is known of it. Shares memory.
+    """A pack as ``torchtune.datasets.PackedDataset`` gives it, and what else is known of it.
 
     ``seq_lens`` ends with the padding's length where there is padding, because torchtune's collate needs
     the sum to be ``max_seq_len``; ``num_seqs`` counts the real sequences. Positions restart in every sequence
@@ -23,8 +23,8 @@ def to_torchtune(pack: Pack, input_pos: IntArray | None = None) -> dict[str, Any
     if input_pos is None:
         [input_pos] = positions([pack.seq_lens], pack.tokens.size)
     return {
-        "tokens": torch.from_numpy(pack.tokens),  # [max_seq_len]
-        "labels": torch.from_numpy(pack.labels),  # [max_seq_len]
+        "tokens": torch.from_numpy(pack.tokens.astype(np.int64, copy=False)),  # [max_seq_len]
+        "labels": torch.from_numpy(pack.labels.astype(np.int64, copy=False)),  # [max_seq_len]
         "input_pos": torch.from_numpy(input_pos),  # [max_seq_len]
         "seq_lens": torch.tensor(_with_padding(pack)),  # [num_seqs (+ 1)]
         "num_seqs": len(pack.seq_lens),
@@ -112,8 +112,7 @@ def collate_packed(packs: Sequence[Mapping[str, Any]], *, segments: int | None =
 def stack_packs(packs: Sequence[Pack], *, segments: int | None = None) -> Batch:
     """The batch that `collate_packed` makes of the same packs as dicts, without five small tensors for each pack.
 
-    A pack by itself is not copied: packs of 131,072 tokens come alone, and are 2 MiB each. Ids of 32 bits, as they
-    come from worker processes, become 64.
+    Ids of 32 bits become 64.
 
     Raises:
         ValueError: as `collate_packed`.

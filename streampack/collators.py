@@ -225,8 +225,8 @@ def _flat_row(features: Sequence[Feature]) -> _Row:
         parts = _samples(features)
         seq_lens = [sample.tokens.size for sample in parts]
     return _Row(
-        np.concatenate([part.tokens for part in parts]),
-        np.concatenate([part.labels for part in parts]),
+        np.concatenate([part.tokens for part in parts], dtype=np.int64),
+        np.concatenate([part.labels for part in parts], dtype=np.int64),
         seq_lens,
     )
 

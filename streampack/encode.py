@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -60,10 +61,15 @@ class TextEncoder:
         self, tokenizer: Any, *, column: str = "text", add_bos: bool = True, add_eos: bool = True
     ) -> None:
         self.tokenizer = without_truncation(tokenizer)
-        self._processor = sentencepiece_of(self.tokenizer)
         self.column = column
         self.add_bos = add_bos
         self.add_eos = add_eos
+        self._ids_below = 0  # if it is known; otherwise samples are looked at one by one
+        self._encode = partial(self.tokenizer.encode, add_bos=add_bos, add_eos=add_eos)
+        if (processor := sentencepiece_of(self.tokenizer)) is not None:
+            self._encode = partial(processor.encode, add_bos=add_bos, add_eos=add_eos, return_type="numpy")
+            if self._encode(PROBE).min() >= 0:  # a model may lack an id for the beginning or the end
+                self._ids_below = processor.vocab_size()
 
     def __call__(self, row: Mapping[str, Any], /) -> Sample:
         """See `Encoder`."""
@@ -77,18 +83,17 @@ class TextEncoder:
         except Exception:
             text.encode()  # half a surrogate pair is no text, and a RuntimeError of SentencePiece does not say so
             raise
+        if self._ids_below:
+            return Sample(tokens, tokens)
         return as_sample({"tokens": tokens}, labels=None)
+
+    def makes_only(self, vocab_size: int | None) -> bool:
+        """Whether it is known that all ids are from 0 and below ``vocab_size``, so that nobody has to look."""
+        return 0 < self._ids_below <= (self._ids_below if vocab_size is None else vocab_size)
 
     def decode(self, tokens: list[int]) -> str:
         """What the tokens say, as the tokenizer decodes them."""
         return str(self.tokenizer.decode(tokens))
-
-    def _encode(self, text: str) -> Any:
-        if self._processor is not None:
-            return self._processor.encode(
-                text, add_bos=self.add_bos, add_eos=self.add_eos, return_type="numpy"
-            )
-        return self.tokenizer.encode(text, add_bos=self.add_bos, add_eos=self.add_eos)
 
     def fingerprint(self) -> str:
         """The settings, and how a sentence comes out."""
@@ -124,7 +129,7 @@ class MessagesEncoder:
             for message in messages:
                 message.text_content.encode()  # as above
             raise
-        tokens = np.asarray(encoded["tokens"], np.int64)
+        tokens = as_sample(encoded, labels=None).tokens
         if tokens.size != len(encoded["mask"]):
             raise ValueError(f"the tokenizer gave {tokens.size} tokens and a mask of {len(encoded['mask'])}")
         return Sample(tokens, np.where(encoded["mask"], IGNORE_INDEX, tokens))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
 from streampack.collate import to_torchtune
-from streampack.encode import TokensEncoder, qualified_name
+from streampack.encode import TextEncoder, TokensEncoder, qualified_name
 from streampack.estimate import estimate_packs
 from streampack.lane import Lane
 from streampack.lane_config import LaneConfig
@@ -127,6 +127,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             truncate_eos=truncate_eos,
             padding_idx=padding_idx,
             vocab_size=vocab_size,
+            checks=not (type(encoder) is TextEncoder and encoder.makes_only(vocab_size)),
             quarantine=kept,
         )
         self.epochs = epochs

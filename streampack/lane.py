@@ -51,7 +51,8 @@ class Lane:
         self.num_lanes = num_lanes
         self.planner = Planner(config.packing)
         self.ledger = Ledger()
-        self.tallies = [] if config.mix is None else [Tally() for _ in config.mix.names]
+        self.mix = config.mix
+        self.tallies = [] if self.mix is None else [Tally() for _ in self.mix.names]
         self.held: dict[int, Piece] = {}  # pieces pulled and not wholly packed, by number
         self.pending: list[Piece] = []  # pieces of the newest row that were not pulled yet
         self.row: Row | None = None  # read and not yet encoded; stays when encoding fails
@@ -93,12 +94,15 @@ class Lane:
         sequences, fragments, seq_lens = [], [], []
         for number, start, stop in spans:
             piece = self.held[number]
-            length = piece.sample.tokens.size
-            if stop - start < length and piece.trained is None:
-                # Every fragment gives the same cuts, so the labels are counted once and not for each.
-                trained = trained_tokens(piece.sample.labels, packing.cuts(length, start, stop))
-                piece = self.held[number] = piece._replace(trained=trained)
-            sequences.append(sequence := piece.sample.cut(start, stop))
+            sequence = piece.sample
+            length = sequence.tokens.size
+            if stop - start < length:
+                if piece.trained is None:
+                    # Every fragment gives the same cuts, so the labels are counted once and not for each.
+                    trained = trained_tokens(sequence.labels, packing.cuts(length, start, stop))
+                    piece = self.held[number] = piece._replace(trained=trained)
+                sequence = sequence.cut(start, stop)
+            sequences.append(sequence)
             seq_lens.append(stop - start)
             fragments.append(Fragment(piece.origin, piece.start + start, piece.start + stop, piece.trained))
             if self.tallies:
@@ -179,8 +183,8 @@ class Lane:
             shuffle_window=config.shuffle_window,
             start=start,
         )
-        if config.mix is not None:
-            return config.mix.read(reading, stagger=config.packing.max_seq_len)
+        if self.mix is not None:
+            return self.mix.read(reading, stagger=config.packing.max_seq_len)
         return config.source.read(reading)
 
     def _restore(self, receipt: Receipt) -> None:
@@ -197,8 +201,8 @@ class Lane:
         self.rows_in_epoch = self.pieces_in_epoch = 1  # only an epoch read from its beginning tells
         self.ledger, self.tallies = receipt.ledger, list(receipt.tallies)
         self.reader = self._open(receipt.epoch, receipt.position)
-        if isinstance(self.reader, Draws) and (mix := self.config.mix) is not None:
-            self.reader.weighing.change(mix.weights, after=receipt.next_piece - receipt.first)
+        if isinstance(self.reader, Draws) and self.mix is not None:
+            self.reader.weighing.change(self.mix.weights, after=receipt.next_piece - receipt.first)
         planner = self.planner
         planner.next_piece = receipt.first
         while planner.next_piece < receipt.next_piece:
@@ -278,12 +282,14 @@ class Lane:
 
     def _pieces(self, row: Row, *, replay: bool) -> list[Piece]:
         """Encode a row and cut it to pieces; none if it is dropped. A replay books nothing a second time."""
-        config, first = self.config, self.planner.next_piece
-        if row.data is BROKEN:
+        config, (data, position, origin) = self.config, row
+        if data is BROKEN:
             return self._passed_by(row, self.broken, replay=replay)
         try:
-            sample = config.encoder(row.origin)(row.data)
-            check_sample(sample, config.vocab_size)
+            encode = config.encode if self.mix is None else config.encoder(origin)
+            sample = encode(data)
+            if config.checks:
+                check_sample(sample, config.vocab_size)
         except Exception as error:
             if config.quarantine is not None and isinstance(error, UNENCODABLE):
                 return self._passed_by(row, f"{type(error).__name__}: {error}", replay=replay)
@@ -300,11 +306,11 @@ class Lane:
         trained = None
         if len(parts) > 1:
             trained = trained_tokens(sample.labels, [start for start, _ in parts[1:]])
-        pieces, length, kept = [], sample.tokens.size, 0
+        pieces, length, kept, first = [], sample.tokens.size, 0, self.planner.next_piece
         for start, part in parts:
-            pieces.append(Piece(part, row.origin, start, self.epoch, row.position, first, trained))
+            pieces.append(Piece(part, origin, start, self.epoch, position, first, trained))
             kept += part.tokens.size
-        if isinstance(self.reader, Draws):
+        if self.tallies and isinstance(self.reader, Draws):
             trained_in_packs = sum(trained_tokens(part.labels) for _, part in parts)
             self.reader.charge(trained_in_packs, pieces=max(1, len(parts)))
         if not replay:
@@ -337,8 +343,8 @@ class Lane:
 
     def _tally(self, origin: Origin) -> Tally:
         """Of the row's source in a mixture."""
-        assert self.config.mix is not None
-        return self.tallies[self.config.mix.leaf(origin)]
+        assert self.mix is not None
+        return self.tallies[self.mix.leaf(origin)]
 
     def _begin_tally(self, row: Row) -> Tally:
         """The tally of the newest row's source; it counts how often the source was begun."""

@@ -28,6 +28,7 @@ class LaneConfig:
     truncate_eos: int | None = None
     padding_idx: int = 0
     vocab_size: int | None = None
+    checks: bool = True  # every sample; an encoder may be known to make none but good ones
     quarantine: Quarantine | None = None  # None: a broken record is an error
 
     @property
@@ -47,6 +48,8 @@ class LaneConfig:
             ValueError: as `Packing.pieces_of`.
         """
         length = sample.tokens.size
+        if 0 < length <= self.packing.max_seq_len:  # most are
+            return [(0, sample)]
         if length == 0 and self.empty == "drop":
             return []
         bounds = self.packing.pieces_of(length)

@@ -232,12 +232,13 @@ class Planner:
         ``pull()`` returns the next piece's length, at least 1, and at most ``max_seq_len`` unless the
         strategy is ``wrap``. ``Span.index`` is the piece's number.
         """
-        most = self.packing.buffer_size
+        most, pieces, lengths = self.packing.buffer_size, self.pieces, self.lengths
 
         def pull_into_buffer() -> bool:
-            if len(self.lengths) >= most or (length := pull()) is None:
+            if len(lengths) >= most or (length := pull()) is None:
                 return False
-            self.hold(self.next_piece, length)
+            pieces.append(self.next_piece)
+            lengths.append(length)
             self.next_piece += 1
             return True
 

@@ -11,7 +11,9 @@ import numpy.typing as npt
 IGNORE_INDEX = -100
 """The label that no loss counts, as in torch's ``cross_entropy`` and torchtune."""
 
-IntArray = npt.NDArray[np.int64]
+IntArray = npt.NDArray[np.signedinteger[Any]]
+"""Ids on their way: 32 bits wherever they fit, because a pack is copied and carried several times before it becomes
+tensors, which are int64."""
 
 Position = tuple[int, ...]
 """A place in one lane's reading of one epoch. Only the source that made it can read it."""
@@ -29,7 +31,7 @@ class Row(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """One tokenized sequence. Labels are unshifted: ``labels[i]`` is ``tokens[i]`` or ``IGNORE_INDEX``.
+    """One tokenized sequence, int32 or int64. Labels are unshifted: ``labels[i]`` is ``tokens[i]`` or ``IGNORE_INDEX``.
 
     >>> Sample(np.array([1, 5, 2]), np.array([-100, 5, 2])).tokens.size
     3
@@ -40,8 +42,10 @@ class Sample(NamedTuple):
 
     def cut(self, start: int, stop: int) -> Sample:
         """Tokens ``[start, stop)``, as a view."""
-        whole = start == 0 and stop == self.tokens.size
-        return self if whole else Sample(self.tokens[start:stop], self.labels[start:stop])
+        if start == 0 and stop == self.tokens.size:
+            return self
+        tokens = self.tokens[start:stop]
+        return Sample(tokens, tokens if self.labels is self.tokens else self.labels[start:stop])
 
 
 class Fragment(NamedTuple):
@@ -56,7 +60,8 @@ class Fragment(NamedTuple):
 class Pack(NamedTuple):
     """A row of ``max_seq_len`` tokens made of whole sequences, padded at the end.
 
-    Its positions follow from ``seq_lens``, and are made where it becomes tensors.
+    Its positions follow from ``seq_lens``, and are made where it becomes tensors. An array has 32 bits if those of
+    all its sequences have.
     """
 
     tokens: IntArray  # [max_seq_len]

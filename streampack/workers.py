@@ -11,30 +11,28 @@ import signal
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
+from streampack.folding import Folded, fold, unfold
 from streampack.iterable import IterablePackedDataset
 from streampack.stream import Event
-from streampack.types import LaneEnd
 
 log = logging.getLogger(__name__)
 
-EVENT, END, ERROR, DIED = "event", "end", "error", "died"
-INT32 = np.iinfo(np.int32)
+EVENTS, END, ERROR, DIED = "events", "end", "error", "died"
 
 
 class Worker:
-    """One process that runs `IterablePackedDataset.stream` for one consumer; iterating gives its events, folded.
+    """One process that runs `IterablePackedDataset.stream` for one consumer; iterating gives its events.
 
     Packs come through a pipe as plain bytes: no shared memory that a SIGKILL could leave behind, and a
     pipe of its own, so that a process that dies in the middle of writing is seen as dead at once and
-    harms no other. torch's DataLoader raises a worker's death wherever the trainer happens to be; here it is
+    harms no other. They come several at a time: whenever some arrive, the trainer's process takes a core from whatever
+    works there. torch's DataLoader raises a worker's death wherever the trainer happens to be; here it is
     noticed when its next pack is asked for, and mended there: a new process goes on after the last pack
     that arrived. An error in the stream is raised here, and asking again tries again; an error of a kind that
     cannot travel between processes arrives as a RuntimeError that says the same.
@@ -69,16 +67,26 @@ class Worker:
         self.restarts = 0
         self.ended = False
         self.erred = False  # its last word was an error; it tries again when asked
+        self.arrived: deque[Event] = deque()  # and not handed on
         self._start()
 
     def _start(self) -> None:
         self.home = os.getpid()
         self.pipe, theirs = mp.Pipe()
-        arguments = (theirs, self.dataset, self.consumer, self.consumers, self.receipts, self.first_epoch)
+        most = max(1, self.prefetch // 2)  # one half is handed on while the other is made
+        arguments = (
+            theirs,
+            self.dataset,
+            self.consumer,
+            self.consumers,
+            self.receipts,
+            self.first_epoch,
+            most,
+        )
         self.process = mp.Process(target=_serve, args=arguments, daemon=True)
         self.process.start()
         theirs.close()  # or the pipe would not end with the process
-        self.inbox: queue.Queue[tuple[str, Any]] = queue.Queue(self.prefetch)
+        self.inbox: queue.Queue[tuple[str, Any]] = queue.Queue(self.prefetch // most)
         self.receiver = threading.Thread(target=_receive, args=(self.pipe, self.inbox), daemon=True)
         self.receiver.start()
 
@@ -96,24 +104,26 @@ class Worker:
             self.erred = False
             with suppress(OSError):  # if it died since, the inbox says so
                 self.pipe.send(None)
-        while True:
+        while not self.arrived:
             kind, value = self.inbox.get()
-            if kind == EVENT:
-                event: Event = value
-                self.receipts[event.lane] = event.receipt
-                return event
-            if kind == END:
+            if kind == EVENTS:
+                self.arrived.extend(map(unfold, value))
+            elif kind == END:
                 self.ended = True
                 self.close()
                 raise StopIteration
-            if kind == ERROR:
+            elif kind == ERROR:
                 self.erred = True
                 error, error.__notes__ = value
                 try:
                     raise error
                 finally:
                     del error, value  # the traceback holds this frame: a cycle would keep the process alive
-            self._mend()
+            else:
+                self._mend()
+        event = self.arrived.popleft()
+        self.receipts[event.lane] = event.receipt
+        return event
 
     def _mend(self) -> None:
         self.process.kill()  # if it only closed its pipe
@@ -154,22 +164,6 @@ class Worker:
             self.close()
 
 
-def fold(event: Event) -> Event:
-    """The event with less to carry: 32 bits for ids that fit.
-
-    So a pack of 4,096 tokens takes 32 KiB in the place of 64: less than a pipe holds (64 KiB on Linux), so that its
-    worker makes the next one before the trainer's process has read it.
-    """
-    if isinstance(event, LaneEnd):
-        return event
-    return event._replace(tokens=_narrow(event.tokens), labels=_narrow(event.labels))
-
-
-def _narrow(ids: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    fit = np.minimum.reduce(ids) >= INT32.min and np.maximum.reduce(ids) <= INT32.max
-    return ids.astype(np.int32) if fit else ids
-
-
 def _receive(pipe: Connection, inbox: queue.Queue[tuple[str, Any]]) -> None:
     """In a thread of the trainer's process: keep the inbox filled."""
     try:
@@ -191,32 +185,38 @@ def _serve(
     consumers: int,
     receipts: Mapping[int, bytes],
     first_epoch: int | None,
+    most: int,
 ) -> None:
     """In the worker's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not by a handler of the trainer's that was forked along
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    stream = None
+    stream, size = None, 1
     while True:
-        message: tuple[str, Any]
+        events: list[Folded] = []
+        word: tuple[str, Any] | None = None
         try:
             if stream is None:
                 stream = dataset.stream(consumer, consumers, receipts=receipts, first_epoch=first_epoch)
-            message = (EVENT, fold(stream.next_event()))
+            while len(events) < size:
+                events.append(fold(stream.next_event()))
         except StopIteration:
-            message = (END, None)
+            word = (END, None)
         except Exception as error:
             where = f"in worker {consumer} of {consumers}:\n{traceback.format_exc()}"
             # Apart from the error: not every class of errors pickles its notes.
-            message = (ERROR, (_portable(error), [*getattr(error, "__notes__", ()), where]))
+            word = (ERROR, (_portable(error), [*getattr(error, "__notes__", ()), where]))
         try:
-            pipe.send_bytes(pickle.dumps(message, 5))  # arrays as they lie in memory; `send` copies them
-            if message[0] == END:
-                return
-            if message[0] == ERROR:
+            if events:
+                pipe.send_bytes(pickle.dumps((EVENTS, events), 5))
+            if word is not None:
+                pipe.send_bytes(pickle.dumps(word))
+                if word[0] == END:
+                    return
                 pipe.recv()
         except (EOFError, OSError):
             return
+        size = min(2 * size, most)  # the first ones alone, so that the first batch comes at once
 
 
 def _portable(error: Exception) -> Exception:

@@ -27,7 +27,7 @@ LAYERS = (
     {"lane_config"},
     {"lane", "sharding"},
     {"stream", "estimate", "tokenize"},
-    {"iterable"},
+    {"iterable", "folding"},
     {"workers", "lockstep"},
     {"shares", "corpus"},
     {"loader", "dataset", "batches"},

@@ -30,7 +30,23 @@ def test_a_pack_is_the_oracles(sequences: list[list[tuple[int, int]]], spare: in
     ours = assemble([sample(*pair) for pair in pairs], max_seq_len=limit, padding_idx=padding_idx)
     ours += (*positions([lens], limit),)
     assert tuple(row.tolist() for row in ours) == oracle.assemble(pairs, limit, padding_idx)
-    assert all(row.dtype == np.int64 and row.shape == (limit,) for row in ours)
+    assert all(row.shape == (limit,) for row in ours)
+
+
+@pytest.mark.parametrize("padding_idx", [0, 2**31])
+@pytest.mark.parametrize("spare", [0, 2])
+@pytest.mark.parametrize("kinds", [(), ("ii",), ("ii", "ii"), ("il", "ii"), ("ll", "ii"), ("li",)])
+def test_an_array_of_a_pack_has_32_bits_if_all_in_it_has(
+    kinds: tuple[str, ...], spare: int, padding_idx: int
+) -> None:
+    sequences = [Sample(*(np.array([5, 6], dtype) for dtype in kind)) for kind in kinds]
+    spare += not kinds
+    tokens, labels = assemble(sequences, max_seq_len=2 * len(kinds) + spare, padding_idx=padding_idx)
+    padded = spare and padding_idx
+    assert tokens.dtype == (np.int64 if padded or any(kind[0] == "l" for kind in kinds) else np.int32)
+    assert labels.dtype == (np.int64 if any(kind[1] == "l" for kind in kinds) else np.int32)
+    assert tokens.tolist() == [5, 6] * len(kinds) + [padding_idx] * spare
+    assert labels.tolist() == [IGNORE_INDEX, 6] * len(kinds) + [IGNORE_INDEX] * spare
 
 
 anything = st.one_of(
@@ -54,7 +70,8 @@ def test_a_list_is_what_numpy_makes_of_it(values: list[Any]) -> None:
     if expected.ndim == 1 and expected.dtype == np.int64:
         made = as_sample({"tokens": values}, labels=None).tokens
         assert made.tolist() == expected.tolist()
-        assert made.dtype == np.int64
+        narrow = all(0 <= value < 2**31 for value in values)
+        assert made.dtype == (np.int32 if narrow else np.int64)
         assert made.flags.writeable
         assert as_sample({"tokens": [0] * len(values), "labels": values}).labels.tolist() == values
     else:
@@ -109,29 +126,35 @@ def test_too_many_tokens_are_a_bug_of_the_planner() -> None:
 
 
 @pytest.mark.parametrize(
-    "convert",
+    ("convert", "dtype"),
     [
-        list,
-        tuple,
-        np.array,
-        torch.tensor,
-        lambda v: np.array(v, np.int32),
-        lambda v: np.array(v, np.uint8),
-        lambda v: torch.tensor(v, dtype=torch.int16),
-        lambda v: [np.int64(x) for x in v],
+        (list, np.int32),
+        (tuple, np.int64),
+        (np.array, np.int64),
+        (torch.tensor, np.int64),
+        (lambda v: np.array(v, np.int32), np.int32),
+        (lambda v: np.array(v, np.uint8), np.int64),
+        (lambda v: torch.tensor(v, dtype=torch.int16), np.int64),
+        (lambda v: [np.int64(x) for x in v], np.int64),
     ],
 )
-def test_columns_may_be_lists_arrays_or_tensors(convert: Any) -> None:
+def test_columns_may_be_lists_arrays_or_tensors(convert: Any, dtype: Any) -> None:
     made = as_sample({"tokens": convert([1, 5, 2]), "labels": convert([1, 5, 2])})
     for column in (made.tokens, made.labels):
-        assert column.dtype == np.int64
+        assert column.dtype == dtype
         assert column.tolist() == [1, 5, 2]
+
+
+def test_masked_lists_have_32_bits_too() -> None:
+    made = as_sample({"tokens": [1, 5, 2], "labels": [-100, 5, 2]})
+    assert (made.tokens.dtype, made.labels.dtype) == (np.int32, np.int32)
+    assert made.labels.tolist() == [-100, 5, 2]
 
 
 def test_labels_may_be_left_to_the_tokens() -> None:
     made = as_sample({"ids": [1, 5]}, tokens="ids", labels=None)
     assert made.labels.tolist() == [1, 5]
-    assert as_sample({"tokens": [], "labels": []}).tokens.dtype == np.int64
+    assert as_sample({"tokens": [], "labels": []}).tokens.dtype == np.int32
 
 
 @pytest.mark.parametrize(

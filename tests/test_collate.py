@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from streampack import IGNORE_INDEX, Batch, Fragment, IterablePackedDataset, Pack, Sample, collate_packed
 from streampack.assemble import assemble
 from streampack.collate import null_pack, stack_packs, to_torchtune
-from streampack.workers import fold
+from streampack.folding import fold, unfold
 from tests import oracle
 
 LIMIT = 12
@@ -80,7 +80,8 @@ def test_packs_and_their_dicts_make_the_same_batch(
     lens: list[list[int]], segments: int | None, folded: bool
 ) -> None:
     packs = [null_pack(LIMIT)] + [make_pack(seq_lens, first=1 + 100 * i) for i, seq_lens in enumerate(lens)]
-    ours = stack_packs([fold(pack) for pack in packs] if folded else packs, segments=segments)
+    arrived = [unfold(fold(pack)) for pack in packs] if folded else packs
+    ours = stack_packs(arrived, segments=segments)
     theirs = collate_packed([to_torchtune(pack) for pack in packs], segments=segments)
     for name in ("tokens", "labels", "input_pos", "seq_lens"):
         assert getattr(ours, name).dtype == getattr(theirs, name).dtype

@@ -7,7 +7,6 @@ import json
 import logging
 import multiprocessing as mp
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -19,17 +18,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from streampack import IterablePackedDataset, IterableSource, Sample
-from streampack.assemble import assemble
-from streampack.collate import null_pack
+from streampack import IterablePackedDataset, IterableSource
 from streampack.stream import Event
-from streampack.types import LaneEnd, Pack
-from streampack.workers import Worker, fold
+from streampack.types import Pack
+from streampack.workers import Worker
 from tests.corpus import Numbers, rows, write
 
 pytestmark = [
@@ -116,29 +110,6 @@ def held() -> dict[str, Any]:
     }
 
 
-# What travels.
-
-
-@given(st.lists(st.integers(1, 6), max_size=4), st.sampled_from([7, 2**31 - 1, 2**31, 2**62]))
-def test_folding_changes_no_number(seq_lens: list[int], largest: int) -> None:
-    """Whatever the ids; a part-empty pack and a null pack, too."""
-    sequences = [Sample(ids := np.arange(largest - n, largest) + 1, ids) for n in seq_lens]
-    arrays = assemble(sequences, max_seq_len=24, padding_idx=3)
-    pack = Pack(*arrays, tuple(seq_lens), (), epoch=1, number=2, lane=3, receipt=b"four")
-    folded = pickle.loads(pickle.dumps(fold(pack)))
-    assert isinstance(folded, Pack)
-    assert content(folded) == content(pack)
-    narrow = not seq_lens or largest < 2**31
-    assert folded.tokens.itemsize == (4 if narrow else 8)
-    end = LaneEnd(3, 1, b"four")
-    assert fold(end) == end
-
-
-def test_ids_below_32_bits_keep_theirs() -> None:
-    pack = null_pack(4)._replace(labels=np.array([-(2**31) - 1, 0, 0, 0]))
-    assert content(fold(pack)) == content(pack)
-
-
 class Deadly:
     """Rows, one of which kills the process that reads it, so many times."""
 
@@ -177,6 +148,40 @@ def test_a_worker_gives_the_events_of_its_stream(consumers: int, prefetch: int) 
         for _ in range(2):
             with pytest.raises(StopIteration):
                 next(one)
+
+
+@pytest.mark.parametrize(("prefetch", "most"), [(1, 1), (3, 1), (8, 4), (40, 20)])
+def test_packs_come_several_at_a_time(prefetch: int, most: int) -> None:
+    """Every arrival takes a core from whatever works there. The first one comes alone, so that it comes soon."""
+    one = worker(dataset(epochs=8, num_lanes=1), prefetch=prefetch)
+    sizes = []
+    while not one.ended:
+        with suppress(StopIteration):
+            next(one)
+            sizes.append(1 + len(one.arrived))
+            while one.arrived:
+                next(one)
+    *full, last = sizes
+    assert full == ([2**i for i in range(9) if 2**i < most] + [most] * len(full))[: len(full)]
+    assert 0 < last <= most
+    assert sum(sizes) == len(expected(dataset(epochs=8, num_lanes=1)))
+
+
+def test_what_was_made_before_an_error_comes_before_it(tmp_path: Path) -> None:
+    """And what came is not made again."""
+
+    def fail() -> None:
+        raise ValueError("not this time")
+
+    one = worker(dataset(Deadly(tmp_path, at=40, times=2, by=fail), shuffle=False, num_lanes=1), prefetch=64)
+    whole = expected(dataset(shuffle=False, num_lanes=1))
+    found = []
+    for _ in range(2):
+        with pytest.raises(ValueError, match="not this time"):
+            while True:
+                found.append(content(next(one)))
+        assert 0 < len(found) < len(whole)
+    assert found + list(map(content, one)) == whole
 
 
 def test_packs_own_their_memory_and_can_be_written_to() -> None:

@@ -6,6 +6,7 @@ import heapq
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -21,6 +22,7 @@ from streampack.types import Origin
 PARTS_PER_LANE = 16  # enough for shuffling parts to mix a sorted file, few enough to keep reads long
 MAX_PART_BYTES = 1 << 30
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_scan = json.JSONDecoder().raw_decode
 PROBED_FILES = 16  # compressed ones: each takes up to 4 MiB of reading
 PROBED_BYTES = 1 << 22  # of a compressed file's content, to learn how well it compresses
 
@@ -187,12 +189,29 @@ class JSONLSource:
 
     def _decode(self, part: Part, offset: int, raw: bytes) -> Mapping[str, Any]:
         try:
-            row = json.loads(raw)
+            row = parsed(raw)
         except ValueError as error:  # JSONDecodeError and UnicodeDecodeError alike
             raise ValueError(f"not a line of JSON ({error})") from None
         if not isinstance(row, dict):
             raise ValueError(f"a row must be a JSON object, this is a {type(row).__name__}")
         return row
+
+
+def parsed(line: bytes) -> Any:
+    """What `json.loads` makes of it, which asks first in which of five encodings it is: JSON lines are UTF-8.
+
+    >>> parsed(b' {"text": "a"} ')
+    {'text': 'a'}
+
+    Raises:
+        ValueError: if it is no JSON, or no UTF-8.
+    """
+    # Half a surrogate pair may be where nobody needs it; a byte order mark, where files were joined.
+    text = line.decode("utf-8", "surrogatepass").strip(" \t\r\n\ufeff")
+    value, end = _scan(text)
+    if end < len(text):
+        raise json.JSONDecodeError("Extra data", text, end)
+    return value
 
 
 def divide(files: Sequence[File], num_lanes: int) -> list[list[Part]]:
@@ -228,23 +247,25 @@ class _Lines:
         self.file = source.files[part.file]
         self.stop = part.stop
         self.offset = offset
-        if self.file.seekable and offset > self.file.size:
+        seekable = self.file.seekable
+        if seekable and offset > self.file.size:
             raise ValueError(
                 f"{self.file.shown} has {self.file.size} bytes and cannot be read from byte {offset} on; the state "
                 "or the file is damaged"
             )
         # A row that starts exactly at `offset` is ours, one that started before is not.
-        begin = max(0, offset - 1) if self.file.seekable else 0
+        begin = max(0, offset - 1) if seekable else 0
         stop = self.file.size
-        if self.file.seekable and part.stop is not None:
+        if seekable and part.stop is not None:
             stop = part.stop
         if small:
             stop = begin + 1
         self.raw = Stretch(fetcher, self.file, begin, stop, self._first_blocks(fetcher, following))
         self.stream = content(self.raw, name=self.file.shown)
-        if offset and self.file.seekable:
+        self.readline = self.stream.readline if seekable else partial(self._read, self.stream.readline)
+        if offset and seekable:
             self.offset = begin + len(self.stream.readline())
-        left = 0 if self.file.seekable else offset
+        left = 0 if seekable else offset
         # Decompressed again, and thrown away. In pieces that are below the buffer's size the stream below sees the same
         # reads as it does from `readline`: a damaged file shows its damage at the same line.
         while left and (skipped := self._read(self.stream.read, min(left, BUFFER_BYTES // 4))):
@@ -261,22 +282,21 @@ class _Lines:
 
     def __next__(self) -> Record:
         while self.stop is None or self.offset < self.stop:
-            line = self._read(self.stream.readline)
+            line = self.readline()
             if not line:
                 break
             offset, self.offset = self.offset, self.offset + len(line)
             self.source.bytes_read += len(line)
             if offset == 0:
                 line = line.removeprefix(BYTE_ORDER_MARK)
-            if not line.isspace() and line:
+            if line and not line.isspace():
                 return offset, line
         if self.offset == 0:
             raise ValueError(f"{self.file.shown} holds no rows; remove it from the corpus")
         raise StopIteration
 
     def _read(self, read: Callable[..., bytes], *size: int) -> bytes:
-        if self.file.seekable:
-            return read(*size)
+        """Of a compressed file."""
         try:
             return read(*size)
         except DAMAGED as error:

@@ -30,6 +30,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from streampack.types import IntArray
+
 FORMAT = "streampack-tokens"
 VERSION = 1
 HEADER_BYTES = 4096  # a page, so that mapped tokens begin with one
@@ -159,7 +161,7 @@ class ShardWriter:
         """Written so far."""
         return self.offsets[-1]
 
-    def append(self, tokens: npt.NDArray[np.int64], trained: npt.NDArray[np.bool_]) -> None:
+    def append(self, tokens: IntArray, trained: npt.NDArray[np.bool_]) -> None:
         """One document.
 
         Raises:

@@ -188,8 +188,10 @@ class TokenShardSource:
 
 
 def row_of(raw: Raw) -> Mapping[str, Any]:
-    """The tokens widened: the one copy before the pack's. ``labels`` are the same array where none is masked."""
-    tokens = raw.tokens.astype(np.int64)
+    """The tokens, signed: the one copy before the pack's. ``labels`` are the same array where none is masked."""
+    tokens = raw.tokens.astype(np.int32)
+    if tokens.size and np.minimum.reduce(tokens) < 0:  # of 32 bits, all of which it needs
+        tokens = raw.tokens.astype(np.int64)
     if raw.bits is None:
         return {"tokens": tokens, "labels": tokens}
     trained = np.unpackbits(raw.bits, bitorder="little")[raw.skipped : raw.skipped + tokens.size]

@@ -68,6 +68,7 @@ class WindowReader:
         order = permutation(len(parts), *reading.key) if reading.shuffle_window else range(len(parts))
         self.parts = [parts[i] for i in order]
         self.reading = reading
+        self.size = max(1, reading.shuffle_window)
         self.open_part = open_part
         self.decode = decode
         self.place = place
@@ -97,20 +98,21 @@ class WindowReader:
 
     def __next__(self) -> Row:
         if self.index >= len(self.window):
-            if self.filling is None:
-                self.window_start, self.window, self.index = (self.part, self.offset), [], 0
+            self.index = 0
             self._fill()
             if not self.window:
                 raise StopIteration
-        part, offset, raw = self.window[self.index]
-        position, origin = (*self.window_start, self.index), (part.file, offset)
+        index = self.index
+        part, offset, raw = self.window[index]
+        first, start = self.window_start
+        position, origin = (first, start, index), (part.file, offset)
         try:
             if isinstance(raw, Damage):
                 raise ValueError(str(raw))
             data = self.decode(part, offset, raw)
         except ValueError as error:
             raise BadRecord(str(error), position=position, origin=origin, locate=self.locate) from None
-        self.index += 1
+        self.index = index + 1
         return Row(data, position, origin)
 
     def skip(self) -> None:
@@ -118,45 +120,36 @@ class WindowReader:
         self.index += 1
 
     def _fill(self) -> None:
-        if self.filling is None:
-            self.filling = []
-        size = max(1, self.reading.shuffle_window)
-        while self.part < len(self.parts) and len(self.filling) < size:
+        if (filling := self.filling) is None:
+            filling = self.filling = []
+            self.window_start, self.window = (self.part, self.offset), []
+        while self.part < len(self.parts) and len(filling) < self.size:
             part = self.parts[self.part]
             try:
-                record = self._next_record(part)
+                if self.reader is None:
+                    following = self.parts[self.part + 1] if self.part + 1 < len(self.parts) else None
+                    self.reader = self.open_part(part, self.offset, following)
+                if (record := next(self.reader, None)) is not None:
+                    self.offset = self.reader.offset
             except Damage as damage:
-                self.filling.append((part, damage.offset, damage))
-                self.reader = None
-                record = None
+                filling.append((part, damage.offset, damage))
+                self.reader = record = None
                 if damage.resume is not None:
                     self.offset = damage.resume
                     continue
+            except Exception as error:
+                # Half a line may be lost in its buffer, and a generator that raised is finished: asked again,
+                # either would shorten the corpus in silence. Open it anew, at the record that failed.
+                self.reader = None
+                error.add_note(f"while reading {self.place(part, self.offset)}")
+                raise
             if record is not None:
-                self.filling.append((part, *record))
+                filling.append((part, *record))
             else:
                 self.part += 1
                 self.offset = self.parts[self.part].start if self.part < len(self.parts) else 0
                 self.reader = None
-        self.window, self.filling = self.filling, None
+        self.window, self.filling = filling, None
         if self.reading.shuffle_window:
             order = permutation(len(self.window), *self.reading.key, *self.window_start)
             self.window = [self.window[i] for i in order]
-
-    def _next_record(self, part: Part) -> Record | None:
-        try:
-            if self.reader is None:
-                following = self.parts[self.part + 1] if self.part + 1 < len(self.parts) else None
-                self.reader = self.open_part(part, self.offset, following)
-            record = next(self.reader, None)
-        except Damage:
-            raise
-        except Exception as error:
-            # Half a line may be lost in its buffer, and a generator that raised is finished: asked again,
-            # either would shorten the corpus in silence. Open it anew, at the record that failed.
-            self.reader = None
-            error.add_note(f"while reading {self.place(part, self.offset)}")
-            raise
-        if record is not None:
-            self.offset = self.reader.offset
-        return record
