@@ -67,7 +67,7 @@ def floor(folder: Path, max_seq_len: int) -> int:
 
 
 def documents(folder: Path, max_seq_len: int) -> int:
-    """The source alone: every document as int64, dropped as it comes."""
+    """The source alone: every document as int32, dropped as it comes."""
     source = TokenShardSource(folder)
     lanes = [source.read(Reading(lane, num_lanes=LANES)) for lane in range(LANES)]
     return sum(row.data["tokens"].size for lane in lanes for row in lane)

@@ -21,19 +21,10 @@ NOT_PACKABLE = {
 """Columns that tell of what packing would lose in silence."""
 
 
-INT32, INT64, UINT64 = map(
-    np.dtype, (np.int32, np.int64, np.uint64)
-)  # numpy looks types up every time otherwise
-UNSIGNED = {
-    INT32: (np.dtype(np.uint32), 2**31),
-    INT64: (UINT64, 2**63),
-}  # and what no id of the signed type reaches
-MACHINE = {
-    "I": INT32,
-    "i": INT32,
-    "Q": INT64,
-    "q": INT64,
-}  # codes of machine arrays, and how the numbers are read
+# numpy looks types up by their classes for every array otherwise.
+INT32, INT64, UINT32, UINT64 = map(np.dtype, (np.int32, np.int64, np.uint32, np.uint64))
+UNSIGNED = {INT32: (UINT32, 2**31), INT64: (UINT64, 2**63)}  # with what an id of the signed type is below
+MACHINE = {"I": INT32, "i": INT32, "Q": INT64, "q": INT64}  # how the numbers of a machine array are read
 
 
 def as_sample(row: Mapping[str, Any], *, tokens: str = "tokens", labels: str | None = "labels") -> Sample:
@@ -216,9 +207,8 @@ def trained_if_split(sample: Sample, start: int, stop: int, *, packing: Packing)
 
 def with_eos(sample: Sample, eos: int) -> Sample:
     """A truncated sample whose last token is replaced by ``eos``, its label too if it was trained."""
-    tokens, labels = (
-        array.astype(np.promote_types(array.dtype, np.min_scalar_type(eos))) for array in sample
-    )
+    wide = np.min_scalar_type(eos)
+    tokens, labels = (array.astype(np.promote_types(array.dtype, wide)) for array in sample)
     tokens[-1] = eos
     if labels[-1] != IGNORE_INDEX:
         labels[-1] = eos

@@ -25,12 +25,14 @@ def test_a_nested_node_is_an_argument():
 
 def test_injects_only_what_is_asked_for_and_not_given():
     class Tokenizer:
-        pass
+        def encode(self, text, add_bos, add_eos):
+            raise AssertionError("nobody asked")
 
-    tokenizer = Tokenizer()
+    tokenizer, other = Tokenizer(), Tokenizer()
     inject = {"tokenizer": tokenizer, "optimizer": None}
     assert build({"_component_": "streampack.TextEncoder"}, inject=inject).tokenizer is tokenizer
-    assert build({"_component_": "streampack.TextEncoder", "tokenizer": 5}, inject=inject).tokenizer == 5
+    given = {"_component_": "streampack.TextEncoder", "tokenizer": other}
+    assert build(given, inject=inject).tokenizer is other
     assert build({"_component_": "streampack.TokensEncoder"}, inject=inject).tokens == "tokens"
 
 

@@ -208,17 +208,25 @@ def allocated(make: Any) -> tuple[Any, int]:
 
 
 def test_a_document_is_copied_once(tmp_path: Path) -> None:
-    """8 bytes a token: the shard is mapped, the tokens are widened once, and the sample is the row's own memory."""
+    """4 bytes a token: the shard is mapped, the tokens are read once, and the sample is the row's own memory."""
     count = 200_000
     make([{"tokens": list(range(count)), "labels": list(range(count))}], tmp_path, dtype="uint32", lanes=1)
     reader = TokenShardSource(tmp_path).read(Reading())
     row, peak = allocated(lambda: next(reader))
-    assert 8 * count <= peak < 8.2 * count
+    assert 4 * count <= peak < 4.2 * count
     assert row.data["labels"] is row.data["tokens"]
     sample, peak = allocated(lambda: as_sample(row.data))
     assert peak < 0.1 * count
     assert np.shares_memory(sample.tokens, row.data["tokens"])
     assert sample.labels is sample.tokens
+
+
+def test_ids_of_32_bits_all_of_which_they_need(tmp_path: Path) -> None:
+    rows = [{"tokens": tokens, "labels": tokens} for tokens in ([1, 2**31, 2**32 - 1], [2**31 - 1], [])]
+    make(rows, tmp_path, dtype="uint32", lanes=1)
+    samples = [as_sample(row.data) for row in TokenShardSource(tmp_path).read(Reading())]
+    assert [sample.tokens.tolist() for sample in samples] == [row["tokens"] for row in rows]
+    assert [sample.tokens.itemsize for sample in samples] == [8, 4, 4]
 
 
 def test_the_fingerprint_is_of_the_content(tmp_path: Path) -> None:
