@@ -127,7 +127,9 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             truncate_eos=truncate_eos,
             padding_idx=padding_idx,
             vocab_size=vocab_size,
-            checks=not (type(encoder) is TextEncoder and encoder.makes_only(vocab_size)),
+            # The sources of a mixture may have encoders of their own.
+            checks=isinstance(source, Mix)
+            or not (type(encoder) is TextEncoder and encoder.makes_only(vocab_size)),
             quarantine=kept,
         )
         self.epochs = epochs

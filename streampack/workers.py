@@ -10,6 +10,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,7 @@ from streampack.stream import Event
 log = logging.getLogger(__name__)
 
 EVENTS, END, ERROR, DIED = "events", "end", "error", "died"
+PATIENCE = 0.1  # seconds after which packs that are ready wait for no further one
 
 
 class Worker:
@@ -31,11 +33,11 @@ class Worker:
 
     Packs come through a pipe as plain bytes: no shared memory that a SIGKILL could leave behind, and a
     pipe of its own, so that a process that dies in the middle of writing is seen as dead at once and
-    harms no other. They come several at a time: whenever some arrive, the trainer's process takes a core from whatever
-    works there. torch's DataLoader raises a worker's death wherever the trainer happens to be; here it is
-    noticed when its next pack is asked for, and mended there: a new process goes on after the last pack
-    that arrived. An error in the stream is raised here, and asking again tries again; an error of a kind that
-    cannot travel between processes arrives as a RuntimeError that says the same.
+    harms no other. They come several at a time where they are made quickly: whenever some arrive, the trainer's
+    process takes a core from whatever works there. torch's DataLoader raises a worker's death wherever the
+    trainer happens to be; here it is noticed when its next pack is asked for, and mended there: a new process
+    goes on after the last pack that arrived. An error in the stream is raised here, and asking again tries
+    again; an error of a kind that cannot travel between processes arrives as a RuntimeError that says the same.
 
     Args:
         dataset: as it stands in this process; forked, or pickled where processes are spawned.
@@ -198,7 +200,8 @@ def _serve(
         try:
             if stream is None:
                 stream = dataset.stream(consumer, consumers, receipts=receipts, first_epoch=first_epoch)
-            while len(events) < size:
+            begun = time.monotonic()
+            while not events or (len(events) < size and time.monotonic() < begun + PATIENCE):
                 events.append(fold(stream.next_event()))
         except StopIteration:
             word = (END, None)

@@ -12,7 +12,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from streampack import IGNORE_INDEX, IterablePackedDataset, MessagesEncoder, TextEncoder, TokensEncoder
+from streampack import (
+    IGNORE_INDEX,
+    IterablePackedDataset,
+    MessagesEncoder,
+    Mix,
+    Sample,
+    TextEncoder,
+    TokensEncoder,
+)
 from streampack.encode import sentencepiece_of, without_truncation
 
 
@@ -400,6 +408,36 @@ def test_arrays_of_sentencepiece_are_its_lists(spm: str, name: str) -> None:
     rows = [{"text": "whole"}, {"text": "half: \ud800"}, {"text": "whole"}]
     skips = IterablePackedDataset(rows, encoder=TextEncoder(tokenizer), max_seq_len=64, on_bad_record="skip")
     assert [pack["num_seqs"] for pack in skips] == [2]
+
+
+def test_ids_are_looked_at_wherever_they_may_be_wrong(spm: str) -> None:
+    """Not where SentencePiece made them; in a smaller vocabulary, in a subclass and in a mixture they are."""
+    encoder = TextEncoder(tokenizers(spm)["llama2"])
+    vocabulary = encoder.tokenizer.vocab_size
+
+    class Own(TextEncoder):
+        def __call__(self, row: Mapping[str, Any], /) -> Sample:
+            return Sample(ids := np.array([-1]), ids)
+
+    class Bad:
+        def __call__(self, row: Mapping[str, Any], /) -> Sample:
+            return Sample(ids := np.array([vocabulary]), ids)
+
+    def packs(source: Any, encoder: Any, vocab_size: int | None) -> list[Any]:
+        data = IterablePackedDataset(source, encoder=encoder, vocab_size=vocab_size, max_seq_len=64)
+        assert data.lane_config.checks is (vocab_size != vocabulary or type(encoder) is Own or source is mix)
+        return list(data)
+
+    rows = [{"text": "whole"}, {"text": "half"}]
+    both = {"source": rows, "weight": 1}
+    mix = Mix([{"name": "a", **both}, {"name": "b", "encoder": Bad(), **both}])
+    assert len(packs(rows, encoder, vocabulary)) == 1
+    with pytest.raises(ValueError, match="token id .* is outside the vocabulary of 5 ids"):
+        packs(rows, encoder, 5)
+    with pytest.raises(ValueError, match="token id -1 is outside"):
+        packs(rows, Own(encoder.tokenizer), vocabulary)
+    with pytest.raises(ValueError, match=f"token id {vocabulary} is outside"):
+        packs(mix, encoder, vocabulary)
 
 
 def test_half_a_surrogate_pair_in_a_message_is_a_broken_record(spm: str) -> None:

@@ -20,9 +20,9 @@ from typing import Any
 
 import pytest
 
-from streampack import IterablePackedDataset, IterableSource
+from streampack import IterablePackedDataset, IterableSource, Sample, workers
 from streampack.stream import Event
-from streampack.types import Pack
+from streampack.types import LaneEnd, Pack
 from streampack.workers import Worker
 from tests.corpus import Numbers, rows, write
 
@@ -151,8 +151,9 @@ def test_a_worker_gives_the_events_of_its_stream(consumers: int, prefetch: int) 
 
 
 @pytest.mark.parametrize(("prefetch", "most"), [(1, 1), (3, 1), (8, 4), (40, 20)])
-def test_packs_come_several_at_a_time(prefetch: int, most: int) -> None:
+def test_packs_come_several_at_a_time(prefetch: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every arrival takes a core from whatever works there. The first one comes alone, so that it comes soon."""
+    monkeypatch.setattr(workers, "PATIENCE", 60.0)  # the machine may pause
     one = worker(dataset(epochs=8, num_lanes=1), prefetch=prefetch)
     sizes = []
     while not one.ended:
@@ -165,6 +166,19 @@ def test_packs_come_several_at_a_time(prefetch: int, most: int) -> None:
     assert full == ([2**i for i in range(9) if 2**i < most] + [most] * len(full))[: len(full)]
     assert 0 < last <= most
     assert sum(sizes) == len(expected(dataset(epochs=8, num_lanes=1)))
+
+
+def test_a_pack_that_takes_long_comes_alone() -> None:
+    """Nobody waits for the next one, too."""
+
+    def slow(row: Any) -> Sample:
+        time.sleep(1.5 * workers.PATIENCE)
+        return Numbers()(row)
+
+    full = [{"i": i, "n": 24} for i in range(6)]
+    one = worker(dataset(full, encoder=slow, num_lanes=1), prefetch=40)
+    for event in one:
+        assert isinstance(event, LaneEnd) or not one.arrived
 
 
 def test_what_was_made_before_an_error_comes_before_it(tmp_path: Path) -> None:
