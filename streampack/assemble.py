@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from streampack.plan import Packing
 from streampack.types import IGNORE_INDEX, IntArray, Sample
@@ -30,7 +31,7 @@ MACHINE = {"I": INT32, "i": INT32, "Q": INT64, "q": INT64}  # how the numbers of
 def as_sample(row: Mapping[str, Any], *, tokens: str = "tokens", labels: str | None = "labels") -> Sample:
     """Check a row of ready tokens and make it a `Sample`. Accepts lists, numpy arrays and tensors.
 
-    ``labels=None`` trains on every token: the labels are the tokens themselves. Lists whose ids fit become int32.
+    ``labels=None`` trains on every token: the labels are the tokens themselves. Ids that fit become int32.
 
     >>> as_sample({"tokens": [1, 5, 2], "labels": [-100, 5, 2]}).labels.tolist()
     [-100, 5, 2]
@@ -120,8 +121,6 @@ def _integers(row: Mapping[str, Any], column: str, *, codes: str) -> IntArray:
         raise ValueError(
             f"column {column!r} is nested; it must be a flat sequence of whole numbers"
         ) from None
-    if found.ndim == 1 and found.dtype == INT32:
-        return found
     if found.ndim == 1 and found.size == 0:
         return found.astype(INT32)
     if found.ndim != 1 or found.dtype.kind not in "iu":
@@ -131,7 +130,21 @@ def _integers(row: Mapping[str, Any], column: str, *, codes: str) -> IntArray:
         )
     if found.dtype == UINT64 and np.maximum.reduce(found) >= 2**63:
         raise ValueError(f"column {column!r} holds {np.maximum.reduce(found)}, which is no int64")
-    return found.astype(INT64, copy=False)
+    if found.base is None and found.dtype == INT32 and not found.flags.writeable:
+        return found  # nobody can change it, and it is all of its memory
+    return narrowed(found)
+
+
+def narrowed(ids: npt.NDArray[Any]) -> IntArray:
+    """A copy of 32 bits, or 64 if one needs them: who made the array may fill it anew, or it is a part of a huge one.
+
+    >>> narrowed(np.array([5, -100])).dtype, narrowed(np.array([5, 2**31])).dtype
+    (dtype('int32'), dtype('int64'))
+    """
+    if ids.itemsize < 4 or ids.dtype == INT32 or not ids.size:
+        return ids.astype(INT32)
+    fit = int(np.minimum.reduce(ids)) >= -(2**31) and int(np.maximum.reduce(ids)) < 2**31
+    return ids.astype(INT32 if fit else INT64)
 
 
 def missing_column(row: Mapping[str, Any], column: str) -> ValueError:
@@ -207,8 +220,7 @@ def trained_if_split(sample: Sample, start: int, stop: int, *, packing: Packing)
 
 def with_eos(sample: Sample, eos: int) -> Sample:
     """A truncated sample whose last token is replaced by ``eos``, its label too if it was trained."""
-    wide = np.min_scalar_type(eos)
-    tokens, labels = (array.astype(np.promote_types(array.dtype, wide)) for array in sample)
+    tokens, labels = (array.astype(array.dtype if eos < 2**31 else INT64) for array in sample)
     tokens[-1] = eos
     if labels[-1] != IGNORE_INDEX:
         labels[-1] = eos

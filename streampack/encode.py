@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -64,12 +63,7 @@ class TextEncoder:
         self.column = column
         self.add_bos = add_bos
         self.add_eos = add_eos
-        self._ids_below = 0  # if it is known; otherwise samples are looked at one by one
-        self._encode = partial(self.tokenizer.encode, add_bos=add_bos, add_eos=add_eos)
-        if (processor := sentencepiece_of(self.tokenizer)) is not None:
-            self._encode = partial(processor.encode, add_bos=add_bos, add_eos=add_eos, return_type="numpy")
-            if self._encode(PROBE).min() >= 0:  # a model may lack an id for the beginning or the end
-                self._ids_below = processor.vocab_size()
+        self._processor = sentencepiece_of(self.tokenizer)
 
     def __call__(self, row: Mapping[str, Any], /) -> Sample:
         """See `Encoder`."""
@@ -83,17 +77,25 @@ class TextEncoder:
         except Exception:
             text.encode()  # half a surrogate pair is no text, and a RuntimeError of SentencePiece does not say so
             raise
-        if self._ids_below:
+        if self._processor is not None:
             return Sample(tokens, tokens)
         return as_sample({"tokens": tokens}, labels=None)
 
     def makes_only(self, vocab_size: int | None) -> bool:
         """Whether it is known that all ids are from 0 and below ``vocab_size``, so that nobody has to look."""
-        return 0 < self._ids_below <= (self._ids_below if vocab_size is None else vocab_size)
+        return self._processor is not None and (
+            vocab_size is None or bool(self._processor.vocab_size() <= vocab_size)
+        )
 
     def decode(self, tokens: list[int]) -> str:
         """What the tokens say, as the tokenizer decodes them."""
         return str(self.tokenizer.decode(tokens))
+
+    def _encode(self, text: str) -> Any:
+        if self._processor is None:
+            return self.tokenizer.encode(text, add_bos=self.add_bos, add_eos=self.add_eos)
+        ids = self._processor.encode(text, add_bos=self.add_bos, add_eos=self.add_eos, return_type="numpy")
+        return ids.copy()  # into memory that can be written to
 
     def fingerprint(self) -> str:
         """The settings, and how a sentence comes out."""
@@ -179,7 +181,7 @@ def sentencepiece_of(tokenizer: Any) -> Any:
         return None
     try:
         found = processor.encode(PROBE, add_bos=True, add_eos=False, return_type="numpy")
-    except (TypeError, ValueError):  # an older release cannot
+    except (TypeError, ValueError, RuntimeError):  # an older release cannot, nor a model without a beginning
         return None
     return processor if found.tolist() == tokenizer.encode(PROBE, add_bos=True, add_eos=False) else None
 

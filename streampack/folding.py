@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from streampack.assemble import narrowed
 from streampack.stream import Event
 from streampack.types import Fragment, LaneEnd, Pack
 
@@ -24,7 +25,11 @@ def fold(event: Event) -> Folded:
     if isinstance(event, LaneEnd):
         return tuple(event)
     tokens, labels, seq_lens, fragments, *rest = event
-    arrays = (tokens.dtype.char, PickleBuffer(tokens.data), labels.dtype.char, PickleBuffer(labels.data))
+    arrays: list[Any] = []
+    for ids in (tokens, labels):
+        if ids.itemsize > 4:  # a wide sample makes its pack wide, and need not be in need of it
+            ids = narrowed(ids)
+        arrays += [ids.dtype.char, PickleBuffer(ids.data)]
     return (*arrays, seq_lens, tuple(map(tuple, fragments)), *rest)
 
 

@@ -50,7 +50,7 @@ class PackedDataLoader:
         batch_size: packs in a batch, at most: fewer where a step's share of one rank is less, or comes out even so.
         num_workers: processes that read, encode and pack, for each rank. 0 does it in this one. The one with the
             most of the rank's lanes sets the pace.
-        prefetch_factor: packs that each worker makes ahead.
+        prefetch_factor: packs that each worker makes ahead, about.
         packs_per_step: packs in an optimizer step, over all ranks; default: one batch of each rank. A step is
             `batches_per_step` batches on every rank, and none mixes two epochs.
         max_worker_restarts: deaths of each worker process to mend before giving up.

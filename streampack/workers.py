@@ -25,7 +25,8 @@ from streampack.stream import Event
 log = logging.getLogger(__name__)
 
 EVENTS, END, ERROR, DIED = "events", "end", "error", "died"
-PATIENCE = 0.1  # seconds after which packs that are ready wait for no further one
+TOGETHER = 4  # packs that come at once, at most: what is ready waits while the next one is made ...
+PATIENCE = 0.1  # ... which is not begun when so many seconds have passed
 
 
 class Worker:
@@ -44,7 +45,7 @@ class Worker:
         consumer: which share of the lanes, of ``consumers``.
         receipts: where to begin.
         first_epoch: see `IterablePackedDataset.stream`.
-        prefetch: packs that may lie ready in this process.
+        prefetch: packs that may lie ready in this process, about.
         max_restarts: deaths to mend before giving up.
     """
 
@@ -75,7 +76,7 @@ class Worker:
     def _start(self) -> None:
         self.home = os.getpid()
         self.pipe, theirs = mp.Pipe()
-        most = max(1, self.prefetch // 2)  # one half is handed on while the other is made
+        most = max(1, min(TOGETHER, self.prefetch // 2))
         arguments = (
             theirs,
             self.dataset,
@@ -88,7 +89,9 @@ class Worker:
         self.process = mp.Process(target=_serve, args=arguments, daemon=True)
         self.process.start()
         theirs.close()  # or the pipe would not end with the process
-        self.inbox: queue.Queue[tuple[str, Any]] = queue.Queue(self.prefetch // most)
+        self.inbox: queue.Queue[tuple[str, Any]] = queue.Queue(
+            self.prefetch // most - (most > 1)  # as many more are being handed on, and made
+        )
         self.receiver = threading.Thread(target=_receive, args=(self.pipe, self.inbox), daemon=True)
         self.receiver.start()
 

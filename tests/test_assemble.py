@@ -126,23 +126,51 @@ def test_too_many_tokens_are_a_bug_of_the_planner() -> None:
 
 
 @pytest.mark.parametrize(
-    ("convert", "dtype"),
+    "convert",
     [
-        (list, np.int32),
-        (tuple, np.int64),
-        (np.array, np.int64),
-        (torch.tensor, np.int64),
-        (lambda v: np.array(v, np.int32), np.int32),
-        (lambda v: np.array(v, np.uint8), np.int64),
-        (lambda v: torch.tensor(v, dtype=torch.int16), np.int64),
-        (lambda v: [np.int64(x) for x in v], np.int64),
+        list,
+        tuple,
+        np.array,
+        torch.tensor,
+        lambda v: np.array(v, np.int32),
+        lambda v: np.array(v, np.uint8),
+        lambda v: torch.tensor(v, dtype=torch.int16),
+        lambda v: [np.int64(x) for x in v],
     ],
 )
-def test_columns_may_be_lists_arrays_or_tensors(convert: Any, dtype: Any) -> None:
+def test_columns_may_be_lists_arrays_or_tensors(convert: Any) -> None:
     made = as_sample({"tokens": convert([1, 5, 2]), "labels": convert([1, 5, 2])})
     for column in (made.tokens, made.labels):
-        assert column.dtype == dtype
+        assert column.dtype == np.int32
         assert column.tolist() == [1, 5, 2]
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint16])
+def test_a_sample_has_memory_of_its_own(dtype: Any) -> None:
+    """Whoever reads into one buffer again and again, or gives slices of a huge one, is not found out later."""
+    buffer = np.arange(1000, dtype=dtype)
+    for column in (buffer, buffer[:5], buffer[5:10]):
+        made = as_sample({"tokens": column, "labels": column + 0})
+        for ids in made:
+            assert not np.shares_memory(ids, buffer)
+            assert ids.nbytes == 4 * column.size
+            assert ids.base is None
+    buffer.flags.writeable = False
+    assert not np.shares_memory(as_sample({"tokens": buffer[:5]}, labels=None).tokens, buffer)
+
+
+def test_64_bits_are_kept_where_an_id_needs_them() -> None:
+    for values in ([1, 2**31], [-(2**31) - 1, 5]):
+        assert as_sample({"tokens": np.array(values)}, labels=None).tokens.tolist() == values
+    made = as_sample({"tokens": np.array([1, 2]), "labels": np.array([-(2**31), 2**31 - 1])})
+    assert made.labels.dtype == np.int32
+    assert made.labels.tolist() == [-(2**31), 2**31 - 1]
+
+
+@pytest.mark.parametrize("eos", [2, 2**31 - 1, 2**31, 2**53 + 1, 2**63 - 1])
+def test_an_end_may_be_any_id(eos: int) -> None:
+    ended = with_eos(Sample(ids := np.array([1, 2, 3], np.int32), ids), eos)
+    assert ended.tokens.tolist() == ended.labels.tolist() == [1, 2, eos]
 
 
 def test_masked_lists_have_32_bits_too() -> None:

@@ -22,7 +22,7 @@ contents = st.lists(st.integers(1, 6), min_size=1, max_size=LIMIT).filter(lambda
 def make_pack(seq_lens: list[int], *, first: int = 1) -> Pack:
     sequences, fragments, at = [], [], first
     for i, length in enumerate(seq_lens):
-        tokens = np.arange(at, at + length)
+        tokens = np.arange(at, at + length, dtype=np.int32)
         sequences.append(Sample(tokens, tokens))
         fragments.append(Fragment((i,), 0, length))
         at += length
@@ -85,6 +85,7 @@ def test_packs_and_their_dicts_make_the_same_batch(
     theirs = collate_packed([to_torchtune(pack) for pack in packs], segments=segments)
     for name in ("tokens", "labels", "input_pos", "seq_lens"):
         assert getattr(ours, name).dtype == getattr(theirs, name).dtype
+        assert getattr(ours, name).dtype == (torch.int32 if name == "seq_lens" else torch.int64)
         assert torch.equal(getattr(ours, name), getattr(theirs, name))
     assert ours.fragments == theirs.fragments
 

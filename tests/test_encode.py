@@ -389,6 +389,7 @@ def test_arrays_of_sentencepiece_are_its_lists(spm: str, name: str) -> None:
         sample = encoder({"text": text})
         assert sample.tokens.tolist() == tokenizer.encode(text, add_bos=add_bos, add_eos=add_eos)
         assert sample.tokens.dtype == np.int32
+        assert sample.tokens.flags.writeable
 
     class Own(type(tokenizer)):  # type: ignore[misc]
         """One of a user, who may do anything: it is asked for lists."""

@@ -150,7 +150,7 @@ def test_a_worker_gives_the_events_of_its_stream(consumers: int, prefetch: int) 
                 next(one)
 
 
-@pytest.mark.parametrize(("prefetch", "most"), [(1, 1), (3, 1), (8, 4), (40, 20)])
+@pytest.mark.parametrize(("prefetch", "most"), [(1, 1), (3, 1), (4, 2), (8, 4), (40, 4)])
 def test_packs_come_several_at_a_time(prefetch: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every arrival takes a core from whatever works there. The first one comes alone, so that it comes soon."""
     monkeypatch.setattr(workers, "PATIENCE", 60.0)  # the machine may pause

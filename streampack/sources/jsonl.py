@@ -6,7 +6,6 @@ import heapq
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -198,7 +197,7 @@ class JSONLSource:
 
 
 def parsed(line: bytes) -> Any:
-    """What `json.loads` makes of it, which asks first in which of five encodings it is: JSON lines are UTF-8.
+    """The value of a line of JSON. `json.loads` asks first in which of five encodings it is: JSON lines are UTF-8.
 
     >>> parsed(b' {"text": "a"} ')
     {'text': 'a'}
@@ -207,10 +206,10 @@ def parsed(line: bytes) -> Any:
         ValueError: if it is no JSON, or no UTF-8.
     """
     # Half a surrogate pair may be where nobody needs it; a byte order mark, where files were joined.
-    text = line.decode("utf-8", "surrogatepass").strip(" \t\r\n\ufeff")
-    value, end = _scan(text)
+    text = line.decode("utf-8", "surrogatepass").rstrip(" \t\r\n")
+    value, end = _scan(text, len(text) - len(text.lstrip(" \t\r\n\ufeff")))
     if end < len(text):
-        raise json.JSONDecodeError("Extra data", text, end)
+        raise json.JSONDecodeError("Extra data", text, len(text) - len(text[end:].lstrip(" \t\r\n")))
     return value
 
 
@@ -247,7 +246,7 @@ class _Lines:
         self.file = source.files[part.file]
         self.stop = part.stop
         self.offset = offset
-        seekable = self.file.seekable
+        self.seekable = seekable = self.file.seekable
         if seekable and offset > self.file.size:
             raise ValueError(
                 f"{self.file.shown} has {self.file.size} bytes and cannot be read from byte {offset} on; the state "
@@ -262,7 +261,6 @@ class _Lines:
             stop = begin + 1
         self.raw = Stretch(fetcher, self.file, begin, stop, self._first_blocks(fetcher, following))
         self.stream = content(self.raw, name=self.file.shown)
-        self.readline = self.stream.readline if seekable else partial(self._read, self.stream.readline)
         if offset and seekable:
             self.offset = begin + len(self.stream.readline())
         left = 0 if seekable else offset
@@ -282,7 +280,7 @@ class _Lines:
 
     def __next__(self) -> Record:
         while self.stop is None or self.offset < self.stop:
-            line = self.readline()
+            line = self.stream.readline() if self.seekable else self._read(self.stream.readline)
             if not line:
                 break
             offset, self.offset = self.offset, self.offset + len(line)

@@ -38,7 +38,7 @@ class Raw(NamedTuple):
 
 
 class TokenShardSource:
-    """The documents of a folder that `streampack tokenize` made: rows of ``tokens`` and ``labels``, ``[length]`` int64.
+    """The documents of a folder that `streampack tokenize` made: rows of ``tokens`` and ``labels``, ``[length]``.
 
     >>> import tempfile
     >>> from streampack.sources import MapSource, Reading
@@ -51,7 +51,8 @@ class TokenShardSource:
     [8 9] [8 9]
 
     Lanes share out slices of the documents. A document is copied once when its turn comes, from the shard's 2 or 4
-    bytes a token to 8; where all of it is trained, ``tokens`` and ``labels`` are one array.
+    bytes a token to 4 (to 8 where an id needs them), and cannot be written to; where all of it is trained, ``tokens``
+    and ``labels`` are one array.
 
     Args:
         folder: of this machine, or a URL.
@@ -192,10 +193,13 @@ def row_of(raw: Raw) -> Mapping[str, Any]:
     tokens = raw.tokens.astype(np.int32)
     if tokens.size and np.minimum.reduce(tokens) < 0:  # of 32 bits, all of which it needs
         tokens = raw.tokens.astype(np.int64)
-    if raw.bits is None:
-        return {"tokens": tokens, "labels": tokens}
-    trained = np.unpackbits(raw.bits, bitorder="little")[raw.skipped : raw.skipped + tokens.size]
-    return {"tokens": tokens, "labels": np.where(trained, tokens, IGNORE_INDEX)}
+    labels = tokens
+    if raw.bits is not None:
+        trained = np.unpackbits(raw.bits, bitorder="little")[raw.skipped : raw.skipped + tokens.size]
+        labels = np.where(trained, tokens, IGNORE_INDEX).astype(tokens.dtype, copy=False)
+    for ids in (tokens, labels):
+        ids.flags.writeable = False  # nobody has to copy once more what cannot change
+    return {"tokens": tokens, "labels": labels}
 
 
 class _Documents:

@@ -33,7 +33,7 @@ class MethodLoader:
     """Batches of one of the `METHODS`, in the shape of a `PackedDataLoader`.
 
     All methods plan an epoch as a whole, so the corpus is read and tokenized before the first step, by every rank,
-    and kept in memory: 8 bytes a token, 16 where labels differ from the tokens. What becomes of empty, overlong and
+    and kept in memory: 4 bytes a token, 8 where labels differ from the tokens. What becomes of empty, overlong and
     broken samples is as the dataset says; its ``strategy``, buffer, lanes and shuffling do not matter, because
     the method takes their place. Ranks that read different samples are refused, on all of them.
 
