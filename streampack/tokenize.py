@@ -194,8 +194,9 @@ def _share_out(job: Job, missing: list[Progress], workers: int, tell: Tell) -> l
                 done, running = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
                 for future in done:
                     future.result()
-                tell(counted.value - told)
-                told = counted.value
+                now = counted.value  # read once: workers go on counting
+                tell(now - told)
+                told = now
         except BrokenProcessPool:
             raise RuntimeError(
                 "a worker process was killed, perhaps for want of memory; the same call again goes on where it stopped"

@@ -284,7 +284,7 @@ def naive_gradients(loss_norm):
         start = 0
         for fragment, length in zip(pack.fragments, pack.seq_lens, strict=True):
             tokens = torch.from_numpy(pack.tokens[start : start + length])[None]
-            labels = torch.from_numpy(pack.labels[start : start + length])
+            labels = torch.from_numpy(pack.labels[start : start + length]).long()
             if length > 1:
                 logits = model(tokens)[0, :-1]
                 sums[fragment.origin] += F.cross_entropy(logits, labels[1:], reduction="sum")
