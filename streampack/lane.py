@@ -51,8 +51,7 @@ class Lane:
         self.num_lanes = num_lanes
         self.planner = Planner(config.packing)
         self.ledger = Ledger()
-        self.mix = config.mix
-        self.tallies = [] if self.mix is None else [Tally() for _ in self.mix.names]
+        self.tallies = [] if config.mix is None else [Tally() for _ in config.mix.names]
         self.held: dict[int, Piece] = {}  # pieces pulled and not wholly packed, by number
         self.pending: list[Piece] = []  # pieces of the newest row that were not pulled yet
         self.row: Row | None = None  # read and not yet encoded; stays when encoding fails
@@ -183,8 +182,8 @@ class Lane:
             shuffle_window=config.shuffle_window,
             start=start,
         )
-        if self.mix is not None:
-            return self.mix.read(reading, stagger=config.packing.max_seq_len)
+        if config.mix is not None:
+            return config.mix.read(reading, stagger=config.packing.max_seq_len)
         return config.source.read(reading)
 
     def _restore(self, receipt: Receipt) -> None:
@@ -201,8 +200,8 @@ class Lane:
         self.rows_in_epoch = self.pieces_in_epoch = 1  # only an epoch read from its beginning tells
         self.ledger, self.tallies = receipt.ledger, list(receipt.tallies)
         self.reader = self._open(receipt.epoch, receipt.position)
-        if isinstance(self.reader, Draws) and self.mix is not None:
-            self.reader.weighing.change(self.mix.weights, after=receipt.next_piece - receipt.first)
+        if isinstance(self.reader, Draws) and (mix := self.config.mix) is not None:
+            self.reader.weighing.change(mix.weights, after=receipt.next_piece - receipt.first)
         planner = self.planner
         planner.next_piece = receipt.first
         while planner.next_piece < receipt.next_piece:
@@ -286,8 +285,7 @@ class Lane:
         if data is BROKEN:
             return self._passed_by(row, self.broken, replay=replay)
         try:
-            encode = config.encode if self.mix is None else config.encoder(origin)
-            sample = encode(data)
+            sample = config.encoder(origin)(data)
             if config.checks:
                 check_sample(sample, config.vocab_size)
         except Exception as error:
@@ -310,7 +308,7 @@ class Lane:
         for start, part in parts:
             pieces.append(Piece(part, origin, start, self.epoch, position, first, trained))
             kept += part.tokens.size
-        if self.tallies and isinstance(self.reader, Draws):
+        if isinstance(self.reader, Draws):
             trained_in_packs = sum(trained_tokens(part.labels) for _, part in parts)
             self.reader.charge(trained_in_packs, pieces=max(1, len(parts)))
         if not replay:
@@ -343,8 +341,8 @@ class Lane:
 
     def _tally(self, origin: Origin) -> Tally:
         """Of the row's source in a mixture."""
-        assert self.mix is not None
-        return self.tallies[self.mix.leaf(origin)]
+        assert self.config.mix is not None
+        return self.tallies[self.config.mix.leaf(origin)]
 
     def _begin_tally(self, row: Row) -> Tally:
         """The tally of the newest row's source; it counts how often the source was begun."""

@@ -232,13 +232,12 @@ class Planner:
         ``pull()`` returns the next piece's length, at least 1, and at most ``max_seq_len`` unless the
         strategy is ``wrap``. ``Span.index`` is the piece's number.
         """
-        most, pieces, lengths = self.packing.buffer_size, self.pieces, self.lengths
+        most = self.packing.buffer_size
 
         def pull_into_buffer() -> bool:
-            if len(lengths) >= most or (length := pull()) is None:
+            if len(self.lengths) >= most or (length := pull()) is None:
                 return False
-            pieces.append(self.next_piece)
-            lengths.append(length)
+            self.hold(self.next_piece, length)
             self.next_piece += 1
             return True
 

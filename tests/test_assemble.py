@@ -167,6 +167,12 @@ def test_64_bits_are_kept_where_an_id_needs_them() -> None:
     assert made.labels.tolist() == [-(2**31), 2**31 - 1]
 
 
+def test_a_part_of_what_is_all_trained_is_all_trained() -> None:
+    """And known to be: what looks at labels looks at them once."""
+    assert (part := sample([1, 2, 3]).cut(1, 3)).labels is part.tokens
+    assert sample([1, 2, 3], [-100, 2, 3]).cut(1, 3).labels.tolist() == [2, 3]
+
+
 @pytest.mark.parametrize("eos", [2, 2**31 - 1, 2**31, 2**53 + 1, 2**63 - 1])
 def test_an_end_may_be_any_id(eos: int) -> None:
     ended = with_eos(Sample(ids := np.array([1, 2, 3], np.int32), ids), eos)

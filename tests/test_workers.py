@@ -205,7 +205,8 @@ def test_packs_own_their_memory_and_can_be_written_to() -> None:
                 assert array.flags.writeable
 
 
-def test_a_worker_makes_a_bounded_number_of_packs_ahead() -> None:
+@pytest.mark.parametrize(("prefetch", "most"), [(3, 1 + 3 + 1 + 1 + 1), (8, 1 + 2 + 4 + 4 + 1)])
+def test_a_worker_makes_a_bounded_number_of_packs_ahead(prefetch: int, most: int) -> None:
     """Nobody takes them: it stops when the inbox and the pipe are full."""
     made = mp.Value("i", 0)
 
@@ -217,11 +218,11 @@ def test_a_worker_makes_a_bounded_number_of_packs_ahead() -> None:
     large = dataset(
         [{"i": i, "n": 40_000} for i in range(100)], encoder=count, max_seq_len=40_000, num_lanes=1
     )
-    one = worker(large, prefetch=3)
+    one = worker(large, prefetch=prefetch)
     next(one)
     time.sleep(0.3)
     # Taken, in the inbox, in the receiver's hand, in the pipe (each pack is larger than it), and one to find an end.
-    assert made.value <= 1 + 3 + 1 + 1 + 1
+    assert made.value <= most
     one.close()
 
 

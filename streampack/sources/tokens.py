@@ -191,9 +191,8 @@ class TokenShardSource:
 def row_of(raw: Raw) -> Mapping[str, Any]:
     """The tokens, signed: the one copy before the pack's. ``labels`` are the same array where none is masked."""
     tokens = raw.tokens.astype(np.int32)
-    if (
-        raw.tokens.itemsize == 4 and tokens.size and np.minimum.reduce(tokens) < 0
-    ):  # it needs all of the 32 bits
+    if raw.tokens.itemsize == 4 and tokens.size and np.minimum.reduce(tokens) < 0:
+        # An id needs all of the 32 bits.
         tokens = raw.tokens.astype(np.int64)
     labels = tokens
     if raw.bits is not None:
