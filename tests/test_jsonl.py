@@ -51,7 +51,7 @@ def test_readers_of_compressed_files_go_when_they_are_done(tmp_path: Path) -> No
     source = JSONLSource(write(tmp_path / "a.jsonl.gz", [{"t": 1}, {"t": 2}]))
     reader = source.read(Reading())
     next(reader)
-    held = weakref.ref(reader.reader)
+    held = weakref.ref(reader.records)
     gc.disable()
     try:
         del reader

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import gzip
 import itertools
 import json
@@ -19,7 +20,7 @@ from streampack import Holdout, IterableSource, JSONLSource, MapSource
 from streampack.sources import Reading, as_source
 from streampack.sources.jsonl import divide
 from streampack.sources.storage import LocalStorage
-from streampack.sources.window import Part, Record, WindowReader
+from streampack.sources.window import InOrder, Part, Record, read_parts
 from streampack.types import Row
 from tests.conformance import check_positions
 
@@ -211,7 +212,6 @@ def test_files_are_read_as_needed(tmp_path: Path) -> None:
 
 def test_readers_may_be_dropped_halfway(tmp_path: Path) -> None:
     """pytest turns an unclosed file's ResourceWarning into an error."""
-
     source = JSONLSource([write(tmp_path / f"a.jsonl{s}", numbered(50)) for s in ("", ".gz", ".zst")])
     for start in range(3):
         next(source.read(Reading(start, num_lanes=3)))
@@ -480,10 +480,13 @@ def test_a_disk_that_fails_once_loses_nothing(tmp_path: Path, monkeypatch: pytes
 
 
 class Numbers:
-    """A `PartReader` of the numbers of one part; fails when told to."""
+    """The numbers of one part; fails when told to."""
 
     def __init__(self, part: Part, offset: int, hiccup: Callable[[], None]) -> None:
         self.offset, self.stop, self.hiccup = offset, part.stop, hiccup
+
+    def __iter__(self) -> Numbers:
+        return self
 
     def __next__(self) -> Record:
         self.hiccup()
@@ -491,7 +494,7 @@ class Numbers:
         if self.offset >= self.stop:
             raise StopIteration
         self.offset += 1
-        return self.offset - 1, self.offset - 1
+        return self.offset - 1, self.offset - 1, self.offset
 
 
 class Hiccup(Exception):
@@ -500,7 +503,7 @@ class Hiccup(Exception):
 
 def window_reader(
     sizes: list[int], *, window: int, seed: int = 0, start: Any = None, fails: frozenset[int] = frozenset()
-) -> WindowReader:
+) -> InOrder:
     """Part f holds the numbers 100 f, 100 f + 1, ...; the calls (open, next, decode alike) in ``fails`` raise."""
     calls = itertools.count()
 
@@ -518,7 +521,7 @@ def window_reader(
 
     parts = [Part(f, 100 * f, 100 * f + size) for f, size in enumerate(sizes)]
     reading = Reading(seed=seed, shuffle_window=window, start=start)
-    return WindowReader(parts, reading, open_part=open_part, decode=decode)
+    return read_parts(parts, reading, open_part=open_part, decode=decode)
 
 
 part_sizes = st.lists(st.integers(0, 6), max_size=6)

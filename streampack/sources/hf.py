@@ -9,7 +9,7 @@ from typing import Any
 
 from streampack.sources.base import Reader, Reading, digest, plain
 from streampack.sources.mapstyle import MapSource
-from streampack.sources.window import Part, Record, WindowReader
+from streampack.sources.window import InOrder, Part, Record, read_parts
 from streampack.types import Origin
 
 ROW_WISE = frozenset(
@@ -163,8 +163,8 @@ class _Stream:
             )
         return self._fingerprint
 
-    def read(self, reading: Reading) -> WindowReader:
-        return WindowReader(
+    def read(self, reading: Reading) -> InOrder:
+        return read_parts(
             [Part(shard) for shard in range(reading.lane, self.shards, reading.num_lanes)],
             reading,
             open_part=lambda part, offset, following: _Rows(self._rows(part.file), offset),
@@ -211,13 +211,16 @@ class _Rows:
         self.left = offset  # to pass by
         self.offset = offset
 
+    def __iter__(self) -> _Rows:
+        return self
+
     def __next__(self) -> Record:
         while self.left:
             next(self.rows)
             self.left -= 1
         row = next(self.rows)
         self.offset += 1
-        return self.offset - 1, row
+        return self.offset - 1, row, self.offset
 
 
 def _makers(iterable: Any) -> Iterator[str]:

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from streampack.sources.base import Reading, digest, plain
-from streampack.sources.window import Part, Record, WindowReader
+from streampack.sources.window import InOrder, Part, Record, read_parts
 from streampack.types import Origin
 
 Rows = Iterable[Mapping[str, Any]]
@@ -47,9 +47,9 @@ class IterableSource:
         first = next(self._iterate(), None)
         return digest(plain(first))
 
-    def read(self, reading: Reading) -> WindowReader:
+    def read(self, reading: Reading) -> InOrder:
         """See `Source.read`."""
-        return WindowReader(
+        return read_parts(
             [Part(0, reading.lane)],
             reading,
             open_part=lambda part, offset, following: _Strided(self, offset, reading.num_lanes),
@@ -99,10 +99,13 @@ class _Strided:
         self.offset = offset
         self.step = step
 
+    def __iter__(self) -> _Strided:
+        return self
+
     def __next__(self) -> Record:
         while self.at <= self.offset:
             row = next(self.iterator)
             self.at += 1
             self.source.rows_read += 1
         self.offset += self.step
-        return self.offset - self.step, row
+        return self.offset - self.step, row, self.offset

@@ -15,7 +15,7 @@ from streampack.sources.files import Corpus, Name, find_files
 from streampack.sources.indexed import places
 from streampack.sources.ranges import Block, Fetcher, Stretch, blocks
 from streampack.sources.storage import File, LocalStorage, together
-from streampack.sources.window import Damage, Part, Record, WindowReader
+from streampack.sources.window import Damage, InOrder, Part, Record, read_parts
 from streampack.types import Origin
 
 PARTS_PER_LANE = 16  # enough for shuffling parts to mix a sorted file, few enough to keep reads long
@@ -87,12 +87,12 @@ class JSONLSource:
         """What the fingerprint reads."""
         return [self.corpus]
 
-    def read(self, reading: Reading) -> WindowReader:
+    def read(self, reading: Reading) -> InOrder:
         """See `Source.read`."""
         if self._divided is None or len(self._divided) != reading.num_lanes:
             self._divided = divide(self.files, reading.num_lanes)
         fetcher = Fetcher(self.corpus.storage, self.corpus.retries, ahead=self.read_ahead)
-        return WindowReader(
+        return read_parts(
             self._divided[reading.lane],
             reading,
             open_part=lambda part, offset, following: _Lines(self, part, offset, fetcher, following),
@@ -121,7 +121,7 @@ class JSONLSource:
         """See `Source.fetch`."""
         file, offset = origin
         part = Part(file, offset, offset + 1)
-        _, raw = next(_Lines(self, part, offset, self._fetcher()))
+        _, raw, _ = next(_Lines(self, part, offset, self._fetcher()))
         try:
             return self._decode(part, offset, raw)
         except ValueError as error:
@@ -158,10 +158,10 @@ class JSONLSource:
             for number in some:
                 lines = _Lines(self, Part(number), 0, self._fetcher())
                 with suppress(Damage):
-                    for i, (offset, raw) in enumerate(lines):
+                    for i, (offset, raw, end) in enumerate(lines):
                         if i * len(some) < left:
                             rows[number, offset] = raw
-                        elif lines.offset > PROBED_BYTES:
+                        elif end > PROBED_BYTES:
                             break
                 read, stored = read + lines.offset, stored + lines.raw.tell()
             whole += read / max(1, stored) * sum(self.files[number].size for number in packed)
@@ -288,7 +288,7 @@ class _Lines:
             if offset == 0:
                 line = line.removeprefix(BYTE_ORDER_MARK)
             if line and not line.isspace():
-                return offset, line
+                return offset, line, self.offset
         if self.offset == 0:
             raise ValueError(f"{self.file.shown} holds no rows; remove it from the corpus")
         raise StopIteration

@@ -19,7 +19,7 @@ from streampack.sources.files import Corpus, Name
 from streampack.sources.indexed import Offsets, divide, offsets_of, places, read_index, records
 from streampack.sources.ranges import Ahead, Block, Fetcher, Stretch, blocks
 from streampack.sources.storage import File, redact, together
-from streampack.sources.window import Damage, Part, Record, WindowReader
+from streampack.sources.window import Damage, InOrder, Part, Record, read_parts
 from streampack.types import Origin
 
 COMPRESSIONS = {"gz": ".gz", "zstd": ".zst"}
@@ -92,12 +92,12 @@ class MDSSource:
         """What the fingerprint reads."""
         return [self.corpus]
 
-    def read(self, reading: Reading) -> WindowReader:
+    def read(self, reading: Reading) -> InOrder:
         """See `Source.read`."""
         if self._divided is None or len(self._divided) != reading.num_lanes:
             self._divided = self._divide(reading.num_lanes)
         fetcher = Fetcher(self.corpus.storage, self.corpus.retries, ahead=self.read_ahead)
-        return WindowReader(
+        return read_parts(
             self._divided[reading.lane],
             reading,
             open_part=lambda part, offset, following: _Samples(self, part, offset, fetcher, following),
@@ -118,7 +118,8 @@ class MDSSource:
         """See `Source.fetch`. Of a compressed shard, reads all of it."""
         part = Part(origin[0], origin[1], origin[1] + 1)
         fetcher = Fetcher(self.corpus.storage, self.corpus.retries, ahead=0)
-        return self._decode(part, *next(_Samples(self, part, part.start, fetcher)))
+        number, raw, _ = next(_Samples(self, part, part.start, fetcher))
+        return self._decode(part, number, raw)
 
     @property
     def retry_budget(self) -> float:
@@ -179,10 +180,13 @@ class _Samples:
         part = part._replace(start=offset, stop=stop)
         self.samples = read(shard, file, part, fetcher, coming) if offset < stop else iter(())
 
+    def __iter__(self) -> _Samples:
+        return self
+
     def __next__(self) -> Record:
         raw = next(self.samples)
         self.offset += 1
-        return self.offset - 1, raw
+        return self.offset - 1, raw, self.offset
 
 
 def _ranged(

@@ -13,7 +13,7 @@ from streampack.sources.files import Corpus, Divisible, Name, find_files
 from streampack.sources.ranges import Fetcher
 from streampack.sources.rowgroups import Footers, RowGroups, group_of, plain_row, starts_of
 from streampack.sources.storage import Together, together
-from streampack.sources.window import Damage, Part, WindowReader
+from streampack.sources.window import Damage, InOrder, Part, read_parts
 from streampack.types import Origin
 
 PARTS_PER_LANE = 16  # enough for shuffling parts to mix a sorted corpus, few enough to keep reads long
@@ -87,12 +87,12 @@ class ParquetSource:
         """What the fingerprint reads."""
         return [self.corpus]
 
-    def read(self, reading: Reading) -> WindowReader:
+    def read(self, reading: Reading) -> InOrder:
         """See `Source.read`."""
         if not self.is_divided(reading.num_lanes):
             self.divide(reading.num_lanes, together)
         fetcher = Fetcher(self.corpus.storage, self.corpus.retries, ahead=self.read_ahead)
-        return WindowReader(
+        return read_parts(
             self._divided[reading.num_lanes][reading.lane],
             reading,
             open_part=lambda part, offset, following: RowGroups(
@@ -118,7 +118,7 @@ class ParquetSource:
     def fetch(self, origin: Origin) -> Mapping[str, Any]:
         """See `Source.fetch`. Reads the row's whole row group."""
         file, row = origin
-        _, raw = next(RowGroups(self.footers, Part(file, row, row + 1), row, self._fetcher()))
+        _, raw, _ = next(RowGroups(self.footers, Part(file, row, row + 1), row, self._fetcher()))
         return plain_row(raw)
 
     @property
@@ -149,7 +149,7 @@ class ParquetSource:
                     part = Part(number, starts[group], min(starts[group] + share, starts[group + 1]))
                     rows += [
                         plain_row(raw)
-                        for _, raw in RowGroups(self.footers, part, part.start, self._fetcher())
+                        for _, raw, _ in RowGroups(self.footers, part, part.start, self._fetcher())
                     ]
         whole = sum(file.size for file in self.files)
         return rows, known / max(1, len(rows)) * whole / max(1, size)

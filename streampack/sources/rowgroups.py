@@ -123,7 +123,7 @@ class RowGroups:
             ):
                 columns = dict(zip(batch.schema.names, batch.columns, strict=True))
                 for i in range(max(0, self.offset - at), min(batch.num_rows, self.stop - at)):
-                    yield at + i, (columns, i)
+                    yield at + i, (columns, i), at + i + 1
                 at += batch.num_rows
             if at != last:
                 raise ValueError(f"{at - first} rows are there and {last - first} should be")

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from streampack.sources.indexed import Offsets, divide, offsets_of, places, read
 from streampack.sources.ranges import Ahead, Block, Fetcher, blocks
 from streampack.sources.shards import HEADER_BYTES, Shard, require_described, shard_of
 from streampack.sources.storage import File, LocalStorage, changed, redact, together
-from streampack.sources.window import Damage, Part, Record, WindowReader
+from streampack.sources.window import Damage, InOrder, Part, Record, read_parts
 from streampack.types import IGNORE_INDEX, Origin
 
 OFFSETS = (
@@ -29,12 +29,9 @@ OFFSETS = (
 TOKENS_PER_LANE = 1 << 18  # that a lane should have at least: 64 packs of 4,096
 
 
-class Raw(NamedTuple):
-    """A document as it is stored."""
-
-    tokens: npt.NDArray[Any]  # [length] uint16 or uint32; on this machine, a view of the mapped file
-    bits: npt.NDArray[np.uint8] | None  # that hold its mask, None if every token is trained
-    skipped: int  # of the first byte's bits: they are the document's before
+Raw = tuple[npt.NDArray[Any], npt.NDArray[np.uint8] | None, int]
+"""A document as it is stored: its tokens ``[length]``, uint16 or uint32, on this machine a view of the mapped file; the
+bytes with the bits of its mask, None if every token is trained; and how many bits of the first byte are not its own."""
 
 
 class TokenShardSource:
@@ -104,13 +101,13 @@ class TokenShardSource:
             for shard, file in zip(self.shards, self.files, strict=True)
         ]
 
-    def read(self, reading: Reading) -> WindowReader:
+    def read(self, reading: Reading) -> InOrder:
         """See `Source.read`."""
         if self._divided is None or len(self._divided) != reading.num_lanes:
             counts, sizes = [s.documents for s in self.shards], [s.tokens for s in self.shards]
             self._divided = divide(counts, sizes, reading.num_lanes)
         fetcher = Fetcher(self.corpus.storage, self.corpus.retries, ahead=self.read_ahead)
-        return WindowReader(
+        return read_parts(
             self._divided[reading.lane],
             reading,
             open_part=lambda part, offset, following: self._open(part, offset, fetcher, following),
@@ -130,7 +127,8 @@ class TokenShardSource:
     def fetch(self, origin: Origin) -> Mapping[str, Any]:
         """See `Source.fetch`."""
         part = Part(origin[0], origin[1], origin[1] + 1)
-        return row_of(next(self._open(part, part.start, self._fetcher()))[1])
+        _, raw, _ = next(self._open(part, part.start, self._fetcher()))
+        return row_of(raw)
 
     @property
     def retry_budget(self) -> float:
@@ -161,7 +159,8 @@ class TokenShardSource:
             if crc32 != shard.crc32:
                 raise ValueError(f"{file.shown} is not what its checksum was made of; copy it anew")
 
-    def _open(self, part: Part, offset: int, fetcher: Fetcher, following: Part | None = None) -> _Documents:
+    def _open(self, part: Part, offset: int, fetcher: Fetcher, following: Part | None = None
+    ) -> Iterator[Record]:
         shard, file = self.shards[part.file], self.files[part.file]
         stop = shard.documents if part.stop is None else part.stop
         if not 0 <= offset <= stop:
@@ -170,12 +169,12 @@ class TokenShardSource:
             require_described(fetcher.take(header), shard, shown=file.shown)
             self._compared.add(part.file)
         if self._local:
-            return _Documents(offset, _mapped(shard, file, offset, stop))
+            return _mapped(shard, file, offset, stop)
         part = part._replace(start=offset, stop=stop)
         coming: Iterable[Block] = ()
         if following is not None:
             coming = _ahead(*self._slice(following), fetcher, self._uncompared(following.file))
-        return _Documents(offset, _fetched(*self._slice(part), fetcher, coming))
+        return _fetched(*self._slice(part), fetcher, coming)
 
     def _uncompared(self, number: int) -> list[Block]:
         """The header of a shard that was not opened yet, a page: a state knows the shard by the index alone."""
@@ -190,33 +189,21 @@ class TokenShardSource:
 
 def row_of(raw: Raw) -> Mapping[str, Any]:
     """The tokens, signed: the one copy before the pack's. ``labels`` are the same array where none is masked."""
-    tokens = raw.tokens.astype(np.int32)
-    if raw.tokens.itemsize == 4 and tokens.size and np.minimum.reduce(tokens) < 0:
+    stored, bits, skipped = raw
+    tokens = stored.astype(np.int32)
+    if stored.itemsize == 4 and tokens.size and np.minimum.reduce(tokens) < 0:
         # An id needs all of the 32 bits.
-        tokens = raw.tokens.astype(np.int64)
-    labels = tokens
-    if raw.bits is not None:
-        trained = np.unpackbits(raw.bits, bitorder="little")[raw.skipped : raw.skipped + tokens.size]
-        labels = np.where(trained, tokens, IGNORE_INDEX).astype(tokens.dtype, copy=False)
-    for ids in (tokens, labels):
-        ids.flags.writeable = False  # nobody has to copy once more what cannot change
+        tokens = stored.astype(np.int64)
+    tokens.setflags(write=False)  # nobody has to copy once more what cannot change
+    if bits is None:
+        return {"tokens": tokens, "labels": tokens}
+    trained = np.unpackbits(bits, bitorder="little")[skipped : skipped + tokens.size]
+    labels = np.where(trained, tokens, IGNORE_INDEX).astype(tokens.dtype, copy=False)
+    labels.setflags(write=False)
     return {"tokens": tokens, "labels": labels}
 
 
-class _Documents:
-    """The documents of one part, each with its number in the shard."""
-
-    def __init__(self, offset: int, documents: Iterator[Raw]) -> None:
-        self.offset = offset
-        self.documents = documents
-
-    def __next__(self) -> Record:
-        raw = next(self.documents)
-        self.offset += 1
-        return self.offset - 1, raw
-
-
-def _mapped(shard: Shard, file: File, first: int, stop: int) -> Iterator[Raw]:
+def _mapped(shard: Shard, file: File, first: int, stop: int) -> Iterator[Record]:
     """Views of the mapped file, which stays mapped as long as one of them is held."""
     with Path(file.path).open("rb") as opened:
         data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
@@ -227,16 +214,16 @@ def _mapped(shard: Shard, file: File, first: int, stop: int) -> Iterator[Raw]:
     bits = np.frombuffer(data, np.uint8, offset=shard.mask_at) if shard.masked else None
     for number in range(first, stop, OFFSETS):
         some = offsets[number : min(number + OFFSETS, stop) + 1].tolist()
-        for i, (start, end) in enumerate(pairwise(some)):
+        for i, (start, end) in enumerate(pairwise(some), number):
             if not 0 <= start <= end <= shard.tokens:
-                raise _misled(number + i)
+                raise _misled(i)
             mask = None if bits is None else bits[start // 8 : -(-end // 8)]
-            yield Raw(tokens[start:end], mask, start % 8)
+            yield i, (tokens[start:end], mask, start % 8), i + 1
 
 
 def _fetched(
     shard: Shard, file: File, part: Part, fetcher: Fetcher, following: Iterable[Block]
-) -> Iterator[Raw]:
+) -> Iterator[Record]:
     """The same by ranges: the slice's offsets, its mask, then its tokens as they are needed."""
     if part.start == part.stop:
         return
@@ -249,7 +236,8 @@ def _fetched(
         mask = (
             np.frombuffer(held, np.uint8)[start // 8 - base : -(-end // 8) - base] if shard.masked else None
         )
-        yield Raw(np.frombuffer(data, _stored(shard)), mask, start % 8)
+        number = part.start + i
+        yield number, (np.frombuffer(data, _stored(shard)), mask, start % 8), number + 1
 
 
 def _ahead(
