@@ -42,7 +42,7 @@ def estimate_packs(config: LaneConfig, *, rows: int) -> int:
                 continue
             for start, stop in config.packing.pieces_of(length):
                 tokens += stop - start
-                trained += trained_tokens(sample.labels[start:stop])
+                trained += trained_tokens(sample.cut(start, stop))
         return tokens * scale, trained * scale
 
     if config.mix is not None:

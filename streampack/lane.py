@@ -98,7 +98,7 @@ class Lane:
             if stop - start < length:
                 if piece.trained is None:
                     # Every fragment gives the same cuts, so the labels are counted once and not for each.
-                    trained = trained_tokens(sequence.labels, packing.cuts(length, start, stop))
+                    trained = trained_tokens(sequence, packing.cuts(length, start, stop))
                     piece = self.held[number] = piece._replace(trained=trained)
                 sequence = sequence.cut(start, stop)
             sequences.append(sequence)
@@ -107,7 +107,7 @@ class Lane:
             if self.tallies:
                 tally = self._tally(piece.origin)
                 tally.packed += stop - start
-                tally.trained += trained_tokens(sequence.labels)
+                tally.trained += trained_tokens(sequence)
             if stop == length:
                 del self.held[number]
         tokens, labels = assemble(
@@ -303,13 +303,13 @@ class Lane:
             raise ValueError(f"{self._place(row)} {error}") from None
         trained = None
         if len(parts) > 1:
-            trained = trained_tokens(sample.labels, [start for start, _ in parts[1:]])
+            trained = trained_tokens(sample, [start for start, _ in parts[1:]])
         pieces, length, kept, first = [], sample.tokens.size, 0, self.planner.next_piece
         for start, part in parts:
             pieces.append(Piece(part, origin, start, self.epoch, position, first, trained))
             kept += part.tokens.size
         if isinstance(self.reader, Draws):
-            trained_in_packs = sum(trained_tokens(part.labels) for _, part in parts)
+            trained_in_packs = sum(trained_tokens(part) for _, part in parts)
             self.reader.charge(trained_in_packs, pieces=max(1, len(parts)))
         if not replay:
             self.ledger.samples += 1
