@@ -89,27 +89,26 @@ class Lane:
         if not spans:
             self.done = True
             return None
-        packing = self.config.packing
+        packing, held = self.config.packing, self.held
         sequences, fragments, seq_lens = [], [], []
         for number, start, stop in spans:
-            piece = self.held[number]
-            sequence = piece.sample
+            sequence, origin, before, *_, trained = piece = held[number]
             length = sequence.tokens.size
             if stop - start < length:
-                if piece.trained is None:
+                if trained is None:
                     # Every fragment gives the same cuts, so the labels are counted once and not for each.
                     trained = trained_tokens(sequence, packing.cuts(length, start, stop))
-                    piece = self.held[number] = piece._replace(trained=trained)
+                    held[number] = piece._replace(trained=trained)
                 sequence = sequence.cut(start, stop)
             sequences.append(sequence)
             seq_lens.append(stop - start)
-            fragments.append(Fragment(piece.origin, piece.start + start, piece.start + stop, piece.trained))
+            fragments.append(Fragment(origin, before + start, before + stop, trained))
             if self.tallies:
-                tally = self._tally(piece.origin)
+                tally = self._tally(origin)
                 tally.packed += stop - start
                 tally.trained += trained_tokens(sequence)
             if stop == length:
-                del self.held[number]
+                del held[number]
         tokens, labels = assemble(
             sequences, max_seq_len=packing.max_seq_len, padding_idx=self.config.padding_idx
         )
@@ -304,25 +303,31 @@ class Lane:
         trained = None
         if len(parts) > 1:
             trained = trained_tokens(sample, [start for start, _ in parts[1:]])
-        pieces, length, kept, first = [], sample.tokens.size, 0, self.planner.next_piece
+        pieces, first = [], self.planner.next_piece
         for start, part in parts:
             pieces.append(Piece(part, origin, start, self.epoch, position, first, trained))
-            kept += part.tokens.size
         if isinstance(self.reader, Draws):
             trained_in_packs = sum(trained_tokens(part) for _, part in parts)
             self.reader.charge(trained_in_packs, pieces=max(1, len(parts)))
         if not replay:
-            self.ledger.samples += 1
-            if self.tallies:
-                tally = self._begin_tally(row)
-                tally.samples += 1
-                tally.tokens_in += length - kept
-            if kept < length or not parts:
-                self.ledger.tokens_in += length - kept
-                self.ledger.drop("truncated" if kept else "overlong" if length else "empty", length - kept)
-            if not parts:
+            self._book(row, sample, pieces)
+            if not pieces:
                 self.planner.next_piece += 1  # a dropped row has a number too, so that a replay can count
         return pieces
+
+    def _book(self, row: Row, sample: Sample, pieces: list[Piece]) -> None:
+        """A sample that was encoded, and what of it no piece holds. What they hold comes in as they are pulled."""
+        self.ledger.samples += 1
+        whole = bool(pieces) and pieces[0].sample is sample  # most are
+        lost = 0 if whole else sample.tokens.size - sum(piece.sample.tokens.size for piece in pieces)
+        if self.tallies:
+            tally = self._begin_tally(row)
+            tally.samples += 1
+            tally.tokens_in += lost
+        if lost or not pieces:
+            reason = "truncated" if pieces else "overlong" if lost else "empty"
+            self.ledger.tokens_in += lost
+            self.ledger.drop(reason, lost)
 
     def _passed_by(self, row: Row, reason: str, *, replay: bool) -> list[Piece]:
         """A broken record is a dropped row: it has a number, and a replay books it no second time."""

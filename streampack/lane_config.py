@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from streampack.assemble import with_eos
@@ -30,11 +30,10 @@ class LaneConfig:
     vocab_size: int | None = None
     checks: bool = True  # every sample; an encoder may be known to make none but good ones
     quarantine: Quarantine | None = None  # None: a broken record is an error
+    mix: Mix | None = field(init=False)  # the source, if it is a mixture
 
-    @property
-    def mix(self) -> Mix | None:
-        """The source, if it is a mixture."""
-        return self.source if isinstance(self.source, Mix) else None
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mix", self.source if isinstance(self.source, Mix) else None)
 
     def encoder(self, origin: Origin) -> Callable[[Mapping[str, Any]], Sample]:
         """Of the row's source."""

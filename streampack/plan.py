@@ -232,6 +232,38 @@ class Planner:
         ``pull()`` returns the next piece's length, at least 1, and at most ``max_seq_len`` unless the
         strategy is ``wrap``. ``Span.index`` is the piece's number.
         """
+        if self.choose is None:
+            self._fill_by_cutting(pull)
+        else:
+            self._fill_by_choosing(pull)
+        spans, self.spans, self.room = self.spans, [], self.packing.max_seq_len
+        return spans
+
+    @property
+    def _most(self) -> int:
+        """Sequences that a pack takes; a token each at least."""
+        return self.packing.max_seqs_per_pack or self.packing.max_seq_len
+
+    def _fill_by_cutting(self, pull: Callable[[], int | None]) -> None:
+        pieces, lengths, spans, limit = self.pieces, self.lengths, self.spans, self._most
+        while self.room and len(spans) < limit:
+            if not lengths:
+                if (pulled := pull()) is None:
+                    return
+                self.hold(self.next_piece, pulled)
+                self.next_piece += 1
+            start, length = self.offset, lengths[0]
+            stop = min(length, start + self.room)
+            spans.append(Span(pieces[0], start, stop))
+            self.room -= stop - start
+            if stop < length:
+                self.offset = stop
+            else:
+                self.offset = 0
+                del pieces[0], lengths[0]
+
+    def _fill_by_choosing(self, pull: Callable[[], int | None]) -> None:
+        assert self.choose is not None
         most = self.packing.buffer_size
 
         def pull_into_buffer() -> bool:
@@ -241,39 +273,14 @@ class Planner:
             self.next_piece += 1
             return True
 
-        if self.choose is None:
-            self._fill_by_cutting(pull_into_buffer)
-        else:
-            self._fill_by_choosing(pull_into_buffer)
-        spans, self.spans, self.room = self.spans, [], self.packing.max_seq_len
-        return spans
-
-    @property
-    def _seats(self) -> int:
-        """Sequences that the pack in the making still takes; a token each at least."""
-        limit = self.packing.max_seqs_per_pack
-        return self.room if limit is None else min(self.room, limit - len(self.spans))
-
-    def _fill_by_cutting(self, pull: Callable[[], bool]) -> None:
-        while self._seats and (self.lengths or pull()):
-            start, length = self.offset, self.lengths[0]
-            stop = min(length, start + self.room)
-            self.spans.append(Span(self.pieces[0], start, stop))
-            self.room -= stop - start
-            if stop < length:
-                self.offset = stop
-            else:
-                self.offset = 0
-                del self.pieces[0], self.lengths[0]
-
-    def _fill_by_choosing(self, pull: Callable[[], bool]) -> None:
-        assert self.choose is not None
-        if not self.spans and (self.lengths or pull()):
+        if not self.spans and (self.lengths or pull_into_buffer()):
             self._take([0])
         # A strategy that takes all that waits (many short pieces) has not closed the pack: it is asked
         # again over a fresh buffer. Otherwise a pack could never hold more than buffer_size + 1 pieces.
-        while (seats := self._seats) and (self.lengths or pull()):
-            taken = self.choose(self.lengths, self.room, pull)
+        while (seats := min(self.room, self._most - len(self.spans))) and (
+            self.lengths or pull_into_buffer()
+        ):
+            taken = self.choose(self.lengths, self.room, pull_into_buffer)
             self._take(taken if len(taken) <= seats else self._fewer(taken, seats))
             if self.lengths:
                 break
