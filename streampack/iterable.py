@@ -116,9 +116,16 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         packing = Packing(
             max_seq_len, strategy, buffer_size, split_across_pack, overlong, truncate_side, max_seqs_per_pack
         )
+        source, encode = as_source(source), TokensEncoder() if encoder is None else encoder
+        known = (
+            not isinstance(source, Mix)  # whose sources may have encoders of their own
+            and isinstance(encode, TokensEncoder | TextEncoder)
+            and type(encode) in (TokensEncoder, TextEncoder)  # a subclass may do anything
+            and encode.makes_only(vocab_size, source)
+        )
         self.lane_config = LaneConfig(
-            source=as_source(source),
-            encode=TokensEncoder() if encoder is None else encoder,
+            source=source,
+            encode=encode,
             packing=packing,
             seed=seed,
             shuffle_window=shuffle_window if shuffle else 0,
@@ -127,9 +134,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             truncate_eos=truncate_eos,
             padding_idx=padding_idx,
             vocab_size=vocab_size,
-            # The sources of a mixture may have encoders of their own.
-            checks=isinstance(source, Mix)
-            or not (type(encoder) is TextEncoder and encoder.makes_only(vocab_size)),
+            checks=not known,
             quarantine=kept,
         )
         self.epochs = epochs

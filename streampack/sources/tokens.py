@@ -85,6 +85,7 @@ class TokenShardSource:
         self.files = self.corpus.files
         self.documents = sum(shard.documents for shard in self.shards)
         self.tokens = sum(shard.tokens for shard in self.shards)
+        self.ids_below = max((shard.ids_below for shard in self.shards), default=0)  # all of them are
         self._local = isinstance(self.corpus.storage, LocalStorage)
         self.read_ahead = self.corpus.read_ahead(read_ahead)
         self._divided: list[list[Part]] | None = None  # for the last number of lanes asked for
@@ -159,7 +160,8 @@ class TokenShardSource:
             if crc32 != shard.crc32:
                 raise ValueError(f"{file.shown} is not what its checksum was made of; copy it anew")
 
-    def _open(self, part: Part, offset: int, fetcher: Fetcher, following: Part | None = None
+    def _open(
+        self, part: Part, offset: int, fetcher: Fetcher, following: Part | None = None
     ) -> Iterator[Record]:
         shard, file = self.shards[part.file], self.files[part.file]
         stop = shard.documents if part.stop is None else part.stop
