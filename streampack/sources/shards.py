@@ -10,8 +10,8 @@ A folder holds shards and an ``index.json`` that names them. A shard, all number
 | (``documents`` + 1) x 8 | ``int64``: where each document begins, counted in tokens; the end last |
 | ``tokens`` / 8, rounded up | only if ``masked``: a bit for each token, lowest first: 0 where its label is -100 |
 
-All tokens are below ``ids_below`` in the header. ``crc32`` is of all that follows the header. The index repeats what a reader needs of every header; when a shard
-is opened, the two are compared.
+All tokens are below ``ids_below`` in the header. ``crc32`` is of all that follows the header. The index repeats what a
+reader needs of every header; when a shard is opened, the two are compared.
 So ``np.memmap(path, "<u2", offset=4096, shape=tokens)`` has the tokens without any of our code.
 """
 
