@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from array import array as machine_array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -255,7 +256,10 @@ def assemble(
     if padding:
         tokens.append(np.full(padding, padding_idx, INT32 if padding_idx < 2**31 else INT64))
         labels.append(np.full(padding, IGNORE_INDEX, INT32))
-    row, targets = np.concatenate(tokens), np.concatenate(labels)
+    row = np.concatenate(tokens)
+    # Copied, where all is trained: laying it end to end once more would take four times as long.
+    same = not padding and all(map(operator.is_, tokens, labels))
+    targets = row.copy() if same else np.concatenate(labels)
     for start in starts:  # numpy takes longer to make an index of a list
         targets[start] = IGNORE_INDEX
     return row, targets
@@ -267,15 +271,12 @@ def positions(packs: Sequence[Sequence[int]], max_seq_len: int) -> IntArray:
     >>> positions([[3, 2], [6]], 6).tolist()
     [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]]
     """
-    input_pos = np.empty((len(packs), max_seq_len), np.int64)
     count = _count(max_seq_len)
-    for row, seq_lens in zip(input_pos, packs, strict=True):
-        start = 0
-        for length in seq_lens:
-            row[start : start + length] = count[:length]
-            start += length
-        row[start:] = count[: max_seq_len - start]
-    return input_pos
+    parts = []
+    for seq_lens in packs:
+        parts += [count[:length] for length in seq_lens]
+        parts.append(count[: max_seq_len - sum(seq_lens)])
+    return np.concatenate(parts).reshape(len(packs), max_seq_len)
 
 
 @lru_cache(maxsize=4)

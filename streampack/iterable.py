@@ -18,12 +18,12 @@ from streampack.lane_config import LaneConfig
 from streampack.metrics import Ledger, Tally
 from streampack.mix import Mix
 from streampack.plan import Packing, require, require_positive
-from streampack.receipt import Receipt
+from streampack.receipt import bytes_of, numbers_of
 from streampack.sources import as_source
 from streampack.sources.base import digest, way_out
 from streampack.sources.quarantine import quarantine_for
 from streampack.stream import PackStream, ledger_of, tallies_of
-from streampack.types import Fragment, Sample
+from streampack.types import Fragment, ReceiptNumbers, Sample
 
 STATE_VERSION = 1
 DEFAULT_LANES = 8
@@ -140,7 +140,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self.epochs = epochs
         self.epoch = 0  # where an iteration without a state begins
         self.num_lanes = num_lanes
-        self._receipts: dict[int, bytes] = {}  # a loaded state, until the next iteration takes it up
+        self._receipts: dict[int, ReceiptNumbers] = {}  # a loaded state, until the next iteration takes it up
         self._stream: PackStream | None = None  # the newest iteration
         self._identity: dict[str, Any] | None = None
 
@@ -162,7 +162,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         consumer: int = 0,
         consumers: int = 1,
         *,
-        receipts: Mapping[int, bytes] | None = None,
+        receipts: Mapping[int, ReceiptNumbers] | None = None,
         first_epoch: int | None = None,
     ) -> PackStream:
         """The packs of one consumer of several. Consumer c owns lanes c, c + consumers, and so on.
@@ -248,10 +248,10 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         merging ``lanes``.
         """
         receipts = self._stream.receipts() if self._stream else self._receipts
-        return self.state_of(receipts)
+        return self.state_of(bytes_of(receipts))
 
     def state_of(self, receipts: Mapping[int, bytes]) -> dict[str, Any]:
-        """A state that holds these receipts."""
+        """A state that holds these receipts, as `Receipt.to_bytes` makes them."""
         # For the warning when they change. What a replay goes by is in the receipts.
         weights = {} if self.mix is None else {"weights": self.mix.shares}
         return {
@@ -304,8 +304,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         receipts = self._stream.receipts() if self._stream else self._receipts
         return self.tallies_of(receipts)
 
-    def tallies_of(self, receipts: Mapping[int, bytes]) -> dict[str, Tally]:
-        """The same of the lanes of a state."""
+    def tallies_of(self, receipts: Mapping[int, ReceiptNumbers]) -> dict[str, Tally]:
+        """The same of these lanes."""
         names = [] if self.mix is None else self.mix.names
         return dict(zip(names, tallies_of(receipts) or [Tally() for _ in names], strict=True))
 
@@ -343,7 +343,7 @@ def _fingerprint(encode: Callable[[Mapping[str, Any]], Sample]) -> str:
     return encode.fingerprint() if hasattr(encode, "fingerprint") else qualified_name(encode)
 
 
-def _checked(state: Any) -> tuple[Mapping[str, Any], int | None, dict[int, bytes]]:
+def _checked(state: Any) -> tuple[Mapping[str, Any], int | None, dict[int, ReceiptNumbers]]:
     """Identity, number of lanes and receipts of a state that is whole."""
     version = state.get("version") if isinstance(state, Mapping) else None
     if type(version) is not int or version != STATE_VERSION:
@@ -356,8 +356,7 @@ def _checked(state: Any) -> tuple[Mapping[str, Any], int | None, dict[int, bytes
         raise ValueError("the state is damaged: it lacks identity, epoch, num_lanes or lanes")
     if num_lanes is not None and not 0 < num_lanes <= MAX_LANES:
         raise ValueError(f"the state is damaged: it has {num_lanes} lanes, and 1 to {MAX_LANES} are possible")
-    for lane, receipt in lanes.items():
+    for lane in lanes:
         if type(lane) is not int or not 0 <= lane < (num_lanes or 0):
             raise ValueError(f"the state is damaged: lane {lane!r} is none of its {num_lanes} lanes")
-        Receipt.from_bytes(receipt)
-    return identity, num_lanes, dict(lanes)
+    return identity, num_lanes, numbers_of(lanes)

@@ -18,7 +18,7 @@ from streampack.plan import Planner
 from streampack.receipt import Receipt
 from streampack.sources.base import BadRecord, Reader, Reading
 from streampack.sources.quarantine import UNENCODABLE
-from streampack.types import Fragment, Origin, Pack, Position, Row, Sample
+from streampack.types import Fragment, Origin, Pack, Position, ReceiptNumbers, Row, Sample
 
 BROKEN: Mapping[str, Any] = MappingProxyType({})
 """The data of a row that could not be read, and is passed by."""
@@ -44,7 +44,7 @@ class Lane:
     """
 
     def __init__(
-        self, config: LaneConfig, *, lane: int = 0, num_lanes: int = 1, receipt: bytes | None = None
+        self, config: LaneConfig, *, lane: int = 0, num_lanes: int = 1, receipt: ReceiptNumbers | None = None
     ) -> None:
         self.config = config
         self.lane = lane
@@ -63,7 +63,7 @@ class Lane:
         if receipt is None:
             self.reader = self._open(0, None)
         else:
-            self._restore(Receipt.from_bytes(receipt))
+            self._restore(Receipt.from_numbers(receipt))
 
     def start_epoch(self, epoch: int) -> None:
         """Begin an epoch. The one before must be used up."""
@@ -141,8 +141,8 @@ class Lane:
         self.planner.next_piece += 1
         return piece
 
-    def receipt(self) -> bytes:
-        """The bytes from which a lane of the same config goes on. Taken between packs."""
+    def receipt(self) -> ReceiptNumbers:
+        """That from which a lane of the same config goes on. Taken between packs."""
         assert not self.planner.spans, "a receipt is taken between packs"
         if self.ledger.buffered != self.planner.buffered:
             raise RuntimeError(
@@ -169,7 +169,7 @@ class Lane:
             gone,
             self.ledger,
             tuple(self.tallies),
-        ).to_bytes()
+        ).numbers()
 
     def _open(self, epoch: int, start: Position | None) -> Reader:
         config = self.config

@@ -15,10 +15,10 @@ from streampack.iterable import IterablePackedDataset
 from streampack.lockstep import Answer, Lockstep
 from streampack.metrics import Ledger, Tally
 from streampack.plan import require_positive
-from streampack.receipt import Receipt
+from streampack.receipt import Receipt, bytes_of, numbers_of
 from streampack.shares import Share, Shares
 from streampack.stream import Event, ledger_of
-from streampack.types import Pack
+from streampack.types import Pack, ReceiptNumbers
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,9 @@ class PackedDataLoader:
         self.pin_memory = pin_memory
         self.lockstep = Lockstep(timeout=timedelta(seconds=timeout))
         self._packs_per_step = packs_per_step
-        self.receipts: dict[int, bytes] = {}  # as of the last batch; after a load of all lanes, then of ours
+        self.receipts: dict[
+            int, ReceiptNumbers
+        ] = {}  # as of the last batch; after a load of all lanes, then of ours
         self.slot = 0  # of the epoch's slots, one for each pack of a step, those of the steps handed over
         self._resume: int | None = None  # a state was loaded and not taken up yet: the epoch its run began in
         self._identified = False  # the ranks have shared out what the corpus's fingerprint reads
@@ -104,10 +106,10 @@ class PackedDataLoader:
         """
         return self.state_of(self.receipts, self.slot)
 
-    def state_of(self, receipts: Mapping[int, bytes], slot: int) -> dict[str, Any]:
+    def state_of(self, receipts: Mapping[int, ReceiptNumbers], slot: int) -> dict[str, Any]:
         """The state that holds these receipts of this rank's lanes, and those that the others give. A collective."""
         self._identify()
-        return {**self.dataset.state_of(self.lockstep.merge(receipts)), "slot": slot}
+        return {**self.dataset.state_of(self.lockstep.merge(bytes_of(receipts))), "slot": slot}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next iteration goes on after the batch at which ``state`` was taken, on any topology. A collective.
@@ -120,7 +122,7 @@ class PackedDataLoader:
         if type(slot) is not int or not 0 <= slot < 2**63:
             raise ValueError(f"the state is damaged: slot {slot!r} is no number of packs")
         self.dataset.load_state_dict(state)
-        self.receipts, self.slot = dict(state["lanes"]), slot
+        self.receipts, self.slot = numbers_of(state["lanes"]), slot
         self._resume = self.dataset.epoch
 
     def _identify(self) -> None:
@@ -152,7 +154,7 @@ class PackedDataLoader:
     @property
     def epoch(self) -> int:
         """That this rank's slowest lane is in, from 0, as of the last batch handed over."""
-        return min((Receipt.from_bytes(receipt).epoch for receipt in self.receipts.values()), default=0)
+        return min((Receipt.from_numbers(receipt).epoch for receipt in self.receipts.values()), default=0)
 
     def ledger(self) -> Ledger:
         """Where every token of this rank's lanes went, as of the last batch handed over."""
@@ -202,7 +204,7 @@ class _Batches:
         self.last_epoch = dataset.last_epoch
         self.epoch = 0
         if self.last_epoch is not None:
-            epochs = (Receipt.from_bytes(receipt).epoch for receipt in receipts.values())
+            epochs = (Receipt.from_numbers(receipt).epoch for receipt in receipts.values())
             self.epoch = max(epochs, default=dataset.epoch)
         self.shares = Shares(
             dataset,

@@ -1,15 +1,16 @@
-"""The few bytes from which a lane continues after a given pack."""
+"""The few numbers from which a lane continues after a given pack; bytes, in a state."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from streampack.metrics import Ledger, Tally
-from streampack.types import Position
+from streampack.types import Position, ReceiptNumbers
 
 VERSION = 2
+LEDGER, TALLY = len(Ledger().numbers()), len(Tally().numbers())  # numbers of each
 
 
 class Receipt(NamedTuple):
@@ -20,7 +21,7 @@ class Receipt(NamedTuple):
     ``next_piece``.
 
     >>> receipt = Receipt(3, False, 0, (2, 512, 0), 40, 0, 42, 0b10, Ledger())
-    >>> Receipt.from_bytes(receipt.to_bytes()) == receipt
+    >>> Receipt.from_bytes(receipt.to_bytes()) == receipt == Receipt.from_numbers(receipt.numbers())
     True
     """
 
@@ -35,14 +36,49 @@ class Receipt(NamedTuple):
     ledger: Ledger  # as of next_piece
     tallies: tuple[Tally, ...] = ()  # the same of every source of a mixture
 
+    def numbers(self) -> ReceiptNumbers:
+        """All of it, flat; what the ledger counts later changes nothing in it."""
+        packs, done, epoch, position, first, offset, next_piece, gone, ledger, tallies = self
+        counts = [number for tally in tallies for number in tally.numbers()] if tallies else ()
+        span = next_piece - first
+        return (
+            gone,
+            packs,
+            done,
+            epoch,
+            len(position),
+            *position,
+            first,
+            offset,
+            span,
+            *ledger.numbers(),
+            *counts,
+        )
+
+    @classmethod
+    def from_numbers(cls, numbers: ReceiptNumbers) -> Receipt:
+        """The inverse of `numbers`."""
+        gone, packs, done, epoch, places = numbers[:5]
+        position, (first, offset, span, *counts) = numbers[5 : 5 + places], numbers[5 + places :]
+        ledger, tallies = counts[:LEDGER], counts[LEDGER:]
+        return cls(
+            packs,
+            bool(done),
+            epoch,
+            position,
+            first,
+            offset,
+            first + span,
+            gone,
+            Ledger.from_numbers(ledger),
+            tuple(Tally(*tallies[i : i + TALLY]) for i in range(0, len(tallies), TALLY)),
+        )
+
     def to_bytes(self) -> bytes:
         """Variable-length integers and a checksum."""
-        numbers = [VERSION, self.packs, self.done, self.epoch, len(self.position), *self.position]
-        numbers += [self.first, self.offset, self.next_piece - self.first, *self.ledger.numbers()]
-        numbers.append(len(self.tallies))
-        for tally in self.tallies:
-            numbers += tally.numbers()
-        body = _varints(numbers) + self.gone.to_bytes((self.gone.bit_length() + 7) // 8, "little")
+        gone, *numbers = self.numbers()
+        numbers.insert(len(numbers) - TALLY * len(self.tallies), len(self.tallies))
+        body = _varints([VERSION, *numbers]) + gone.to_bytes((gone.bit_length() + 7) // 8, "little")
         return body + zlib.crc32(body).to_bytes(4, "little")
 
     @classmethod
@@ -64,19 +100,30 @@ class Receipt(NamedTuple):
         packs, done, epoch = numbers.next(), bool(numbers.next()), numbers.next()
         position = tuple(numbers.next() for _ in range(numbers.next()))
         first, offset, span = numbers.next(), numbers.next(), numbers.next()
-        ledger = Ledger.from_numbers([numbers.next() for _ in Ledger().numbers()])
-        tallies = tuple(Tally(*(numbers.next() for _ in Tally().numbers())) for _ in range(numbers.next()))
+        ledger = Ledger.from_numbers([numbers.next() for _ in range(LEDGER)])
+        tallies = tuple(Tally(*(numbers.next() for _ in range(TALLY))) for _ in range(numbers.next()))
         gone = int.from_bytes(numbers.rest(), "little")
         if gone.bit_length() > span:
             raise ValueError(f"the receipt marks {gone.bit_length()} pieces of {span}; it is damaged")
         return cls(packs, done, epoch, position, first, offset, first + span, gone, ledger, tallies)
 
 
-def _varints(numbers: Iterable[int]) -> bytes:
-    """LEB128: seven bits a byte, lowest first, the high bit set on all but the last.
+def bytes_of(receipts: Mapping[int, ReceiptNumbers]) -> dict[int, bytes]:
+    """The receipts of some lanes as a state holds them."""
+    return {lane: Receipt.from_numbers(receipt).to_bytes() for lane, receipt in receipts.items()}
 
-    One loop, because there are some 30 numbers for every pack: a call for each takes three times as long.
+
+def numbers_of(receipts: Mapping[int, bytes]) -> dict[int, ReceiptNumbers]:
+    """The inverse of `bytes_of`.
+
+    Raises:
+        ValueError: as `Receipt.from_bytes`.
     """
+    return {lane: Receipt.from_bytes(receipt).numbers() for lane, receipt in receipts.items()}
+
+
+def _varints(numbers: Iterable[int]) -> bytes:
+    """LEB128: seven bits a byte, lowest first, the high bit set on all but the last."""
     out = bytearray()
     for number in numbers:
         while number >= 0x80:

@@ -8,7 +8,7 @@ from functools import partial
 
 from streampack.iterable import IterablePackedDataset
 from streampack.stream import Event, PackStream
-from streampack.types import LaneEnd, Pack
+from streampack.types import LaneEnd, Pack, ReceiptNumbers
 from streampack.workers import Worker
 
 
@@ -44,7 +44,7 @@ class Shares:
         self,
         dataset: IterablePackedDataset,
         *,
-        receipts: Mapping[int, bytes],
+        receipts: Mapping[int, ReceiptNumbers],
         epoch: int | None,
         rank: int,
         world_size: int,

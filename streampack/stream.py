@@ -8,7 +8,7 @@ from operator import attrgetter
 from streampack.lane import Lane
 from streampack.metrics import Ledger, Tally
 from streampack.receipt import Receipt
-from streampack.types import LaneEnd, Pack
+from streampack.types import LaneEnd, Pack, ReceiptNumbers
 
 Event = Pack | LaneEnd
 
@@ -21,7 +21,12 @@ class PackStream:
     """
 
     def __init__(
-        self, lanes: list[Lane], receipts: dict[int, bytes], *, last_epoch: int | None, alone: bool = False
+        self,
+        lanes: list[Lane],
+        receipts: dict[int, ReceiptNumbers],
+        *,
+        last_epoch: int | None,
+        alone: bool = False,
     ) -> None:
         self.lanes = lanes
         self.alone = alone  # these are all the lanes there are
@@ -57,17 +62,17 @@ class PackStream:
             self._receipts[lane.lane] = event.receipt
             return event
 
-    def receipts(self) -> dict[int, bytes]:
-        """Of every lane that has yielded a pack or ended an epoch; a fresh dict of immutable bytes."""
+    def receipts(self) -> dict[int, ReceiptNumbers]:
+        """Of every lane that has yielded a pack or ended an epoch; a fresh dict of what nothing changes."""
         return dict(self._receipts)
 
 
-def ledger_of(receipts: Mapping[int, bytes]) -> Ledger:
-    """The ledgers of all lanes in a state, added up."""
-    return Ledger.total(Receipt.from_bytes(receipt).ledger for receipt in receipts.values())
+def ledger_of(receipts: Mapping[int, ReceiptNumbers]) -> Ledger:
+    """The ledgers of all lanes, added up."""
+    return Ledger.total(Receipt.from_numbers(receipt).ledger for receipt in receipts.values())
 
 
-def tallies_of(receipts: Mapping[int, bytes]) -> list[Tally]:
-    """What each source of a mixture gave in all lanes of a state; ``epochs`` are those of all lanes, added up."""
-    lanes = [Receipt.from_bytes(receipt).tallies for receipt in receipts.values()]
+def tallies_of(receipts: Mapping[int, ReceiptNumbers]) -> list[Tally]:
+    """What each source of a mixture gave in all lanes; ``epochs`` are those of all lanes, added up."""
+    lanes = [Receipt.from_numbers(receipt).tallies for receipt in receipts.values()]
     return [Tally.total(tallies) for tallies in zip(*lanes, strict=True)]

@@ -22,6 +22,10 @@ Origin = tuple[int, ...]
 """Where a row stands in the corpus. ``source.locate(origin)`` turns it into words."""
 
 
+ReceiptNumbers = tuple[int, ...]
+"""A `Receipt` as it travels with a pack. Bytes are made of it for a state; of every pack's they would take too long."""
+
+
 class Row(NamedTuple):
     """What a source yields: the data, where it stands, and from where reading can start again AT it."""
 
@@ -71,7 +75,7 @@ class Pack(NamedTuple):
     epoch: int  # 0 throughout when epochs roll into one another
     number: int  # of this pack in its lane's epoch
     lane: int
-    receipt: bytes  # from which the lane goes on after this pack
+    receipt: ReceiptNumbers  # from which the lane goes on after this pack
 
 
 class LaneEnd(NamedTuple):
@@ -79,4 +83,4 @@ class LaneEnd(NamedTuple):
 
     lane: int
     epoch: int
-    receipt: bytes
+    receipt: ReceiptNumbers

@@ -21,6 +21,7 @@ from typing import Any
 from streampack.folding import Folded, fold, unfold
 from streampack.iterable import IterablePackedDataset
 from streampack.stream import Event
+from streampack.types import ReceiptNumbers
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class Worker:
         *,
         consumer: int,
         consumers: int,
-        receipts: Mapping[int, bytes],
+        receipts: Mapping[int, ReceiptNumbers],
         first_epoch: int | None = None,
         prefetch: int = 8,
         max_restarts: int = 3,
@@ -188,7 +189,7 @@ def _serve(
     dataset: IterablePackedDataset,
     consumer: int,
     consumers: int,
-    receipts: Mapping[int, bytes],
+    receipts: Mapping[int, ReceiptNumbers],
     first_epoch: int | None,
     most: int,
 ) -> None:

@@ -20,7 +20,7 @@ from streampack import (
     TokensEncoder,
     collate_packed,
 )
-from streampack.receipt import Receipt
+from streampack.receipt import Receipt, bytes_of, numbers_of
 from streampack.stream import ledger_of
 from tests.conformance import check_resume_everywhere, content
 from tests.corpus import Numbers, all_of, make_source, rows, samples_in, write
@@ -495,7 +495,7 @@ def test_consumers_resume_in_another_number() -> None:
         stream = dataset.stream(consumer, 2)
         packs += list(islice(stream, 9 + consumer))
         lanes |= stream.receipts()
-        state = dataset.state_of(lanes)
+        state = dataset.state_of(bytes_of(lanes))
     for consumer in range(3):
         dataset = make(MapSource(data), **settings)
         dataset.load_state_dict(state)
@@ -751,16 +751,16 @@ def test_the_ledger_adds_up_over_lanes_and_epochs() -> None:
     assert ledger.dropped == {"overlong": 2 * sum(too_long), "truncated": 0, "empty": 0, "bad": 0}
     assert ledger.dropped_samples["overlong"] == 2 * len(too_long)
     assert ledger.buffered == 0
-    assert ledger_of(dataset.state_dict()["lanes"]) == ledger
+    assert ledger_of(numbers_of(dataset.state_dict()["lanes"])) == ledger
 
 
 def test_a_state_knows_what_was_dropped_after_the_last_pack() -> None:
     dataset = make(MapSource([{"i": 0, "n": 24}, {"i": 1, "n": 30}]), overlong="drop", num_lanes=1)
     iterator = iter(dataset)
     next(iterator)  # full, so nothing beyond it was read
-    assert ledger_of(dataset.state_dict()["lanes"]).dropped["overlong"] == 0
+    assert ledger_of(numbers_of(dataset.state_dict()["lanes"])).dropped["overlong"] == 0
     assert next(iterator, None) is None
-    assert ledger_of(dataset.state_dict()["lanes"]).dropped["overlong"] == 30
+    assert ledger_of(numbers_of(dataset.state_dict()["lanes"])).dropped["overlong"] == 30
 
 
 # Settings.

@@ -15,6 +15,7 @@ from streampack.lane_config import LaneConfig
 from streampack.plan import Packing
 from streampack.receipt import Receipt
 from streampack.sources import IterableSource, JSONLSource, MapSource
+from streampack.types import ReceiptNumbers
 from tests import oracle
 from tests.corpus import STRIDE, Numbers, make_source, rows, write
 
@@ -22,7 +23,7 @@ STRATEGIES = ("next_fit", "first_fit", "best_fit", "exact_fit", "wrap")
 POLICIES = ("split", "drop", "truncate")
 
 
-def make(source: Any, *, receipt: bytes | None = None, encode: Any = None, **changes: Any) -> Lane:
+def make(source: Any, *, receipt: ReceiptNumbers | None = None, encode: Any = None, **changes: Any) -> Lane:
     names = ("strategy", "buffer_size", "overlong", "truncate_side", "max_seq_len")
     packing = {"max_seq_len": 24, "buffer_size": 6} | {k: changes.pop(k) for k in names if k in changes}
     encode = Numbers() if encode is None else encode
@@ -111,7 +112,7 @@ def test_packs_are_the_oracles(strategy: str, overlong: str, side: str) -> None:
         assert [ledger.packs, ledger.slots, ledger.packed] == [
             wanted[k] for k in ("packs", "slots", "packed")
         ]
-        assert Receipt.from_bytes(pack.receipt).ledger == ledger
+        assert Receipt.from_numbers(pack.receipt).ledger == ledger
     assert len(packs) == len(expected)
     check_trained(packs)
     assert (lane.ledger.samples, lane.ledger.tokens_in, lane.ledger.buffered) == (150, sum(lengths), 0)
@@ -416,7 +417,7 @@ def test_a_receipt_is_all_a_lane_is(tmp_path: Path, kind: str, strategy: str) ->
 def middle(source: Any, **settings: Any) -> bytes:
     """A receipt with several pieces in flight."""
     for pack in drain(make(source, **settings)):
-        receipt = Receipt.from_bytes(pack.receipt)
+        receipt = Receipt.from_numbers(pack.receipt)
         if receipt.packs > 5 and receipt.ledger.buffered > 10:
             return pack.receipt
     raise AssertionError("no such receipt")
@@ -426,7 +427,7 @@ def test_a_receipt_refuses_data_that_changed() -> None:
     """Where the fingerprint could not see it."""
     data = rows(100)
     receipt = middle(IterableSource(data))
-    waits = Receipt.from_bytes(receipt)
+    waits = Receipt.from_numbers(receipt)
     first = waits.position[1]  # the row of the oldest waiting piece
 
     with pytest.raises(ValueError) as error:

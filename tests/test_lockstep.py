@@ -25,6 +25,7 @@ from streampack.loader import ROUND
 from streampack.lockstep import Lockstep, verdict
 from streampack.receipt import Receipt
 from streampack.stream import Event, PackStream
+from streampack.types import ReceiptNumbers
 from tests.corpus import Numbers, rows
 
 UNEVEN = pytest.mark.filterwarnings("ignore:.*lanes do not divide evenly")
@@ -117,7 +118,7 @@ class Here:
         *,
         consumer: int,
         consumers: int,
-        receipts: Mapping[int, bytes],
+        receipts: Mapping[int, ReceiptNumbers],
         first_epoch: int | None,
         prefetch: int,
         max_restarts: int,

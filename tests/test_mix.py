@@ -29,7 +29,7 @@ from streampack.draws import Draws, Stand, Weighing
 from streampack.lane import Lane
 from streampack.metrics import Ledger, Tally
 from streampack.mix import TOTAL_WEIGHT, hold_out
-from streampack.receipt import Receipt
+from streampack.receipt import Receipt, numbers_of
 from streampack.sources import Holdout, Reading
 from tests.conformance import check_positions, check_resume_everywhere, content
 from tests.corpus import Numbers, all_of, rows, samples_in, write
@@ -565,7 +565,7 @@ def test_weights_changed_at_a_resume(more: dict[str, Any]) -> None:
         "the mixture's weights changed since the state was written: short 0.7 -> 0.1, long 0.1 -> 0.7. The rows that "
         "wait were drawn by the old ones; the next are drawn by the new ones, and the shares approach them"
     )
-    old, waiting = before.stream(receipts=before.state_dict()["lanes"]), after.stream()
+    old, waiting = before.stream(receipts=numbers_of(before.state_dict()["lanes"])), after.stream()
     for one, other in zip(old.lanes, waiting.lanes, strict=True):
         assert [piece.origin for piece in one.held.values()] == [
             piece.origin for piece in other.held.values()
@@ -814,9 +814,8 @@ def test_a_replay_encodes_what_is_gone() -> None:
     data = make(three(), **ENDLESS, num_lanes=1)
     for _ in islice(data, 30):
         pass
-    receipt = data.state_dict()["lanes"][0]
-    found = Receipt.from_bytes(receipt)
+    found = Receipt.from_bytes(data.state_dict()["lanes"][0])
     encoder = Numbers()
     resumed = make(three(), **ENDLESS, num_lanes=1, encoder=encoder)
-    Lane(resumed.lane_config, receipt=receipt)
+    Lane(resumed.lane_config, receipt=found.numbers())
     assert encoder.calls == found.next_piece - found.first

@@ -1,7 +1,7 @@
 """MosaicML's MDS shards, read without their package. The format is that of mosaicml-streaming, version 2 of its index.
 
 A shard is the number of its samples; the offset of each from the file's start, and of the end; a JSON header that the
-index repeats; then the samples, as `columns` says. Numbers are ``uint32``.
+index repeats; then the samples, as `columns` says. ReceiptNumbers are ``uint32``.
 https://docs.mosaicml.com/projects/streaming/en/stable/preparing_datasets/dataset_format.html
 """
 

@@ -10,6 +10,7 @@ from streampack.collate import Batch
 from streampack.iterable import IterablePackedDataset
 from streampack.loader import PackedDataLoader
 from streampack.metrics import Ledger
+from streampack.types import ReceiptNumbers
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -30,7 +31,10 @@ class Steps:
         self.trainer = trainer
         self.first = first  # steps made before the first of these
         self.given = 0  # batches
-        self._before: tuple[dict[int, bytes], int] = ({}, 0)  # receipts and slot when the newest step began
+        self._before: tuple[dict[int, ReceiptNumbers], int] = (
+            {},
+            0,
+        )  # receipts and slot when the newest step began
         self._batches: Iterator[Batch] | None = None
 
     def __iter__(self) -> Steps:
