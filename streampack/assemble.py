@@ -249,7 +249,7 @@ def assemble(
     [7, 8, 9, 4, 5, 0]
     [-100, 8, 9, -100, 5, -100]
     """
-    tokens, labels = [sequence.tokens for sequence in sequences], [sequence.labels for sequence in sequences]
+    tokens, labels = map(list, zip(*sequences, strict=True)) if sequences else ([], [])
     starts = list(accumulate(map(len, tokens), initial=0))
     padding = max_seq_len - starts.pop()
     assert padding >= 0, f"{max_seq_len - padding} tokens planned into a pack of {max_seq_len}"

@@ -92,7 +92,7 @@ class Lane:
         packing, held = self.config.packing, self.held
         sequences, fragments, seq_lens = [], [], []
         for number, start, stop in spans:
-            sequence, origin, before, *_, trained = piece = held[number]
+            sequence, origin, before, _, _, _, trained = piece = held[number]
             length = sequence.tokens.size
             if stop - start < length:
                 if trained is None:
@@ -310,24 +310,25 @@ class Lane:
             trained_in_packs = sum(trained_tokens(part) for _, part in parts)
             self.reader.charge(trained_in_packs, pieces=max(1, len(parts)))
         if not replay:
-            self._book(row, sample, pieces)
-            if not pieces:
-                self.planner.next_piece += 1  # a dropped row has a number too, so that a replay can count
+            self.ledger.samples += 1
+            lost = 0
+            if not pieces or pieces[0].sample is not sample:  # most samples are one piece
+                lost = self._book_loss(sample, pieces)
+            if self.tallies:
+                tally = self._begin_tally(row)
+                tally.samples += 1
+                tally.tokens_in += lost
         return pieces
 
-    def _book(self, row: Row, sample: Sample, pieces: list[Piece]) -> None:
-        """A sample that was encoded, and what of it no piece holds. What they hold comes in as they are pulled."""
-        self.ledger.samples += 1
-        whole = bool(pieces) and pieces[0].sample is sample  # most are
-        lost = 0 if whole else sample.tokens.size - sum(piece.sample.tokens.size for piece in pieces)
-        if self.tallies:
-            tally = self._begin_tally(row)
-            tally.samples += 1
-            tally.tokens_in += lost
+    def _book_loss(self, sample: Sample, pieces: list[Piece]) -> int:
+        """The tokens of a sample that are in none of its pieces. What pieces hold comes in as they are pulled."""
+        lost = sample.tokens.size - sum(piece.sample.tokens.size for piece in pieces)
         if lost or not pieces:
-            reason = "truncated" if pieces else "overlong" if lost else "empty"
             self.ledger.tokens_in += lost
-            self.ledger.drop(reason, lost)
+            self.ledger.drop("truncated" if pieces else "overlong" if lost else "empty", lost)
+        if not pieces:
+            self.planner.next_piece += 1  # a dropped row has a number too, so that a replay can count
+        return lost
 
     def _passed_by(self, row: Row, reason: str, *, replay: bool) -> list[Piece]:
         """A broken record is a dropped row: it has a number, and a replay books it no second time."""

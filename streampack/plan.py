@@ -246,20 +246,19 @@ class Planner:
 
     def _fill_by_cutting(self, pull: Callable[[], int | None]) -> None:
         pieces, lengths, spans, limit = self.pieces, self.lengths, self.spans, self._most
-        while self.room and len(spans) < limit:
+        while (room := self.room) and len(spans) < limit:
             if not lengths:
                 if (pulled := pull()) is None:
                     return
                 self.hold(self.next_piece, pulled)
                 self.next_piece += 1
-            start, length = self.offset, lengths[0]
-            stop = min(length, start + self.room)
-            spans.append(Span(pieces[0], start, stop))
-            self.room -= stop - start
-            if stop < length:
-                self.offset = stop
+            start, left = self.offset, lengths[0] - self.offset
+            if left > room:
+                spans.append(Span(pieces[0], start, start + room))
+                self.offset, self.room = start + room, 0
             else:
-                self.offset = 0
+                spans.append(Span(pieces[0], start, start + left))
+                self.offset, self.room = 0, room - left
                 del pieces[0], lengths[0]
 
     def _fill_by_choosing(self, pull: Callable[[], int | None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping
 from operator import attrgetter
 
@@ -35,6 +36,8 @@ class PackStream:
         # The smallest is next: within an epoch, the lanes that are done come last; then the epoch is over.
         turn = ("done", "packs", "lane")
         self._turn = attrgetter(*turn) if last_epoch is None else attrgetter("epoch", *turn)
+        self._turns: list[tuple[tuple[int, ...], Lane]] = []  # of all lanes, a heap
+        self._take_turns()
 
     def __iter__(self) -> PackStream:
         return self
@@ -47,7 +50,7 @@ class PackStream:
     def next_event(self) -> Event:
         """The next pack, or the end of a lane's epoch, whose receipt books what was dropped after its last pack."""
         while True:
-            lane = min(self.lanes, key=self._turn, default=None)
+            lane = self._turns[0][1] if self._turns else None
             if lane is None or lane.done:
                 if self.alone and not any(lane.ledger.samples for lane in self.lanes):
                     raise ValueError("the source has no rows at all; check what it reads")
@@ -57,10 +60,16 @@ class PackStream:
                 for ended in self.lanes:
                     if ended.epoch == epoch:
                         ended.start_epoch(epoch + 1)
+                self._take_turns()
                 continue
             event = lane.next_pack() or LaneEnd(lane.lane, lane.epoch, lane.receipt())
+            heapq.heapreplace(self._turns, (self._turn(lane), lane))
             self._receipts[lane.lane] = event.receipt
             return event
+
+    def _take_turns(self) -> None:
+        self._turns = [(self._turn(lane), lane) for lane in self.lanes]
+        heapq.heapify(self._turns)
 
     def receipts(self) -> dict[int, ReceiptNumbers]:
         """Of every lane that has yielded a pack or ended an epoch; a fresh dict of what nothing changes."""
