@@ -98,7 +98,7 @@ class Lane:
                 if trained is None:
                     # Every fragment gives the same cuts, so the labels are counted once and not for each.
                     trained = trained_tokens(sequence, packing.cuts(length, start, stop))
-                    held[number] = piece._replace(trained=trained)
+                    held[number] = Piece(*piece[:-1], trained)
                 sequence = sequence.cut(start, stop)
             sequences.append(sequence)
             seq_lens.append(stop - start)

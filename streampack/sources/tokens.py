@@ -112,7 +112,7 @@ class TokenShardSource:
             self._divided[reading.lane],
             reading,
             open_part=lambda part, offset, following: self._open(part, offset, fetcher, following),
-            decode=lambda part, offset, raw: row_of(raw),
+            decode=_row_of,
             place=lambda part, offset: self.locate((part.file, offset)),
             locate=self.locate,
         )
@@ -129,7 +129,7 @@ class TokenShardSource:
         """See `Source.fetch`."""
         part = Part(origin[0], origin[1], origin[1] + 1)
         _, raw, _ = next(self._open(part, part.start, self._fetcher()))
-        return row_of(raw)
+        return _row_of(part, part.start, raw)
 
     @property
     def retry_budget(self) -> float:
@@ -189,7 +189,7 @@ class TokenShardSource:
         return Fetcher(self.corpus.storage, self.corpus.retries, ahead=0)
 
 
-def row_of(raw: Raw) -> Mapping[str, Any]:
+def _row_of(part: Part, number: int, raw: Raw) -> Mapping[str, Any]:
     """The tokens, signed: the one copy before the pack's. ``labels`` are the same array where none is masked."""
     stored, bits, skipped = raw
     tokens = stored.astype(np.int32)
