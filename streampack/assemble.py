@@ -42,9 +42,7 @@ def as_sample(row: Mapping[str, Any], *, tokens: str = "tokens", labels: str | N
             labels of different length.
     """
     ids = _integers(row, tokens, codes="IQq")
-    if labels is None:
-        return Sample(ids, ids)
-    if row.get(labels) is row[tokens]:  # all of it is trained, as where no mask is stored
+    if labels is None or row.get(labels) is row[tokens]:  # all of it is trained, as where no mask is stored
         return Sample(ids, ids)
     targets = _integers(row, labels, codes="Iiq")
     if ids.size != targets.size:

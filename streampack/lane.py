@@ -236,14 +236,12 @@ class Lane:
 
     def _pull(self) -> int | None:
         """Number the next piece, hold it and return its length; None at the end of the epoch."""
-        while not self.pending:
-            row = self._read()
-            if row is None:
+        while not (pending := self.pending):
+            if (row := self._read()) is None:
                 return None
             self.pending = self._pieces(row, replay=False)
             self.row = None
-        piece = self.pending.pop(0)
-        self.held[self.planner.next_piece] = piece
+        piece = self.held[self.planner.next_piece] = pending.pop(0)
         self.pieces_in_epoch += 1
         length = piece.sample.tokens.size
         self.ledger.tokens_in += length
@@ -284,7 +282,8 @@ class Lane:
         if data is BROKEN:
             return self._passed_by(row, self.broken, replay=replay)
         try:
-            sample = config.encoder(origin)(data)
+            encode = config.encode if config.mix is None else config.encoder(origin)
+            sample = encode(data)
             if config.checks:
                 check_sample(sample, config.vocab_size)
         except Exception as error:

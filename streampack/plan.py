@@ -250,7 +250,8 @@ class Planner:
             if not lengths:
                 if (pulled := pull()) is None:
                     return
-                self.hold(self.next_piece, pulled)
+                pieces.append(self.next_piece)
+                lengths.append(pulled)
                 self.next_piece += 1
             start, left = self.offset, lengths[0] - self.offset
             if left > room:

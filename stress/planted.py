@@ -67,15 +67,15 @@ def cursor_off_by_one() -> None:
         return (self.index + 1,)
 
     _set(mapstyle._Rows, "position", property(position))
-    good = window.WindowReader.position.fget  # type: ignore[attr-defined]
-    _set(window.WindowReader, "position", property(lambda self: (*good(self)[:-1], good(self)[-1] + 1)))
-    good_next = window.WindowReader.__next__
+    good = window.InOrder.position.fget  # type: ignore[attr-defined]
+    _set(window.InOrder, "position", property(lambda self: (*good(self)[:-1], good(self)[-1] + 1)))
+    good_next = window.InOrder.__next__
 
-    def following(self: window.WindowReader) -> Any:
+    def following(self: window.InOrder) -> Any:
         row = good_next(self)
         return row._replace(position=(*row.position[:-1], row.position[-1] + 1))
 
-    _set(window.WindowReader, "__next__", following)
+    _set(window.InOrder, "__next__", following)
 
 
 @bug

@@ -79,11 +79,19 @@ class InOrder:
     def __next__(self) -> Row:
         if (found := self.found) is None:
             if (found := self._find()) is None:
+                self.skip()
                 raise StopIteration
             self.found = found
-        row = self._row(self.begin, found)
+        part, offset, raw = found
+        position, origin = self.begin, (part.file, offset)
+        try:
+            if isinstance(raw, Damage):
+                raise ValueError(str(raw))
+            data = self.decode(part, offset, raw)
+        except ValueError as error:
+            raise BadRecord(str(error), position=position, origin=origin, locate=self.locate) from None
         self.found, self.begin = None, (self.part, self.offset, 0)
-        return row
+        return Row(data, position, origin)
 
     def skip(self) -> None:
         """See `Reader.skip`."""
@@ -119,16 +127,6 @@ class InOrder:
         self.part, self.records = part, None
         self.offset = self.parts[part].start if part < len(self.parts) else 0
 
-    def _row(self, position: Position, found: _Found) -> Row:
-        part, offset, raw = found
-        origin = (part.file, offset)
-        try:
-            if isinstance(raw, Damage):
-                raise ValueError(str(raw))
-            return Row(self.decode(part, offset, raw), position, origin)
-        except ValueError as error:
-            raise BadRecord(str(error), position=position, origin=origin, locate=self.locate) from None
-
 
 class WindowReader(InOrder):
     """Within windows of ``shuffle_window`` records, in a permuted order; so the parts.
@@ -145,42 +143,43 @@ class WindowReader(InOrder):
         self.filling: list[_Found] | None = None  # the next window, until it is complete
         self.window: list[_Found] = []  # records in the order of yielding
         self.window_start = (self.part, self.offset)
-        self.index = 0  # records of the window that were yielded
+        self.index = 0  # records of the window that were found
         if reading.start is not None and reading.start[-1]:
-            self.index = reading.start[-1]
             self._fill()
-
-    @property
-    def position(self) -> Position:
-        """The position of the row that comes next."""
-        if self.index < len(self.window):
-            return (*self.window_start, self.index)
-        # While a window is being filled (an error came in between), it starts where filling began.
-        return (*(self.window_start if self.filling is not None else (self.part, self.offset)), 0)
+            self.index = reading.start[-1]
+            self._stay()
 
     def __next__(self) -> Row:
-        if self.index >= len(self.window):
-            self.index = 0
-            self._fill()
-            if not self.window:
-                raise StopIteration
-        part, offset = self.window_start
-        row = self._row((part, offset, self.index), self.window[self.index])
-        self.index += 1
+        row = super().__next__()
+        self._stay()
         return row
 
     def skip(self) -> None:
         """See `Reader.skip`."""
+        super().skip()
+        self._stay()
+
+    def _stay(self) -> None:
+        """In the window, as long as it has records."""
+        if self.index < len(self.window):
+            self.begin = (*self.window_start, self.index)
+
+    def _find(self) -> _Found | None:
+        if self.index >= len(self.window):
+            self._fill()
+            if not self.window:
+                return None
         self.index += 1
+        return self.window[self.index - 1]
 
     def _fill(self) -> None:
         if (filling := self.filling) is None:
             filling = self.filling = []
             self.window_start, self.window = (self.part, self.offset), []
-        while len(filling) < self.reading.shuffle_window and (found := self._find()):
+        while len(filling) < self.reading.shuffle_window and (found := super()._find()):
             filling.append(found)
         order = permutation(len(filling), *self.reading.key, *self.window_start)
-        self.window, self.filling = [filling[i] for i in order], None
+        self.window, self.filling, self.index = [filling[i] for i in order], None, 0
 
 
 def read_parts(parts: Sequence[Part], reading: Reading, **how: Any) -> InOrder:
