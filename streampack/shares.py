@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,6 +11,9 @@ from streampack.iterable import IterablePackedDataset
 from streampack.stream import Event, PackStream
 from streampack.types import LaneEnd, Pack, ReceiptNumbers
 from streampack.workers import Worker
+
+
+_Turn = tuple[int, int, int]  # epoch, number in the lane, lane: each event has its own
 
 
 @dataclass
@@ -72,8 +76,8 @@ class Shares:
                 begin = partial(dataset.stream, consumer, consumers, receipts=own, first_epoch=epoch)
                 self.streams.append(_Here(begin))
         self.epoch = epoch or 0
-        self.heads: list[Event | None] = [None] * len(self.streams)  # the next event of each, once asked for
-        self.ended = [False] * len(self.streams)
+        self.unasked = [*reversed(range(len(self.streams)))]  # whose next event is not known
+        self.heads: list[tuple[_Turn, int, Event]] = []  # the others' next events, a heap
         self.share = Share()  # in the making; an error in the middle leaves it as it is
 
     def make(self, room: int) -> Share:
@@ -84,9 +88,8 @@ class Shares:
         """
         share = self.share
         while not room or len(share.packs) < room:
-            first = self._first()
-            event = None if first is None else self.heads[first]
-            if first is None or event is None:
+            event = self._first()
+            if event is None:
                 break
             if isinstance(event, LaneEnd):
                 share.ends.append(event)
@@ -95,22 +98,20 @@ class Shares:
             else:
                 share.more = True
                 break
-            self.heads[first] = None
+            self.unasked.append(heapq.heappop(self.heads)[1])
         self.share = Share()
         return share
 
-    def _first(self) -> int | None:
-        """Which stream has the next event of this epoch, in the order of one process; None if no one has."""
-        for i, stream in enumerate(self.streams):
-            if self.heads[i] is None and not self.ended[i]:
-                self.heads[i] = next(stream, None)
-                self.ended[i] = self.heads[i] is None
-        turns = [
-            (*_turn(head), i)
-            for i, head in enumerate(self.heads)
-            if head is not None and head.epoch == self.epoch
-        ]
-        return min(turns)[-1] if turns else None
+    def _first(self) -> Event | None:
+        """The next event of this epoch, in the order of one process; None if no stream has any."""
+        while self.unasked:
+            i = self.unasked[-1]
+            if (event := next(self.streams[i], None)) is not None:
+                heapq.heappush(self.heads, (_turn(event), i, event))
+            self.unasked.pop()  # not before: an error asks nothing
+        if self.heads and (first := self.heads[0][2]).epoch == self.epoch:
+            return first
+        return None
 
     def close(self) -> None:
         """End the workers."""
@@ -138,6 +139,6 @@ class _Here:
         self.stream = None
 
 
-def _turn(event: Event) -> tuple[int, int]:
+def _turn(event: Event) -> _Turn:
     # A lane's end comes after all its packs, and may come as soon as it is known.
-    return (event.number if isinstance(event, Pack) else -1, event.lane)
+    return (event.epoch, event.number if isinstance(event, Pack) else -1, event.lane)

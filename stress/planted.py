@@ -204,7 +204,7 @@ def lane_end_filed_too_early() -> None:
 
     def prepare(self: Any) -> None:
         good(self)
-        for event in (*_newest(self).ends, *self.shares.heads):
+        for event in (*_newest(self).ends, *(head for *_, head in self.shares.heads)):
             if isinstance(event, LaneEnd):
                 self.loader.receipts[event.lane] = event.receipt
 
