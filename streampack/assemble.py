@@ -256,8 +256,7 @@ def assemble(
         labels.append(np.full(padding, IGNORE_INDEX, INT32))
     row = np.concatenate(tokens)
     # Copied, where all is trained: laying it end to end once more would take four times as long.
-    same = not padding and all(map(operator.is_, tokens, labels))
-    targets = row.copy() if same else np.concatenate(labels)
+    targets = row.copy() if all(map(operator.is_, tokens, labels)) else np.concatenate(labels)
     for start in starts:  # numpy takes longer to make an index of a list
         targets[start] = IGNORE_INDEX
     return row, targets

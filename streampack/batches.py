@@ -216,5 +216,5 @@ class _Rows(Dataset[Batch]):
             epoch=-1,
             number=-1,
             lane=-1,
-            receipt=(),
+            receipt=((), b""),
         )

@@ -232,7 +232,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
                 epoch=0,
                 number=number,
                 lane=0,
-                receipt=(),
+                receipt=((), b""),
             ),
             input_pos,
         )

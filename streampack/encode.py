@@ -45,12 +45,6 @@ class TokensEncoder:
         """See `Encoder`."""
         return as_sample(row, tokens=self.tokens, labels=self.labels)
 
-    def makes_only(self, vocab_size: int | None, source: object) -> bool:
-        """As `TextEncoder` has it, of rows of this source: token shards know their ids."""
-        ids_below = getattr(source, "ids_below", None)
-        ready = self.tokens == "tokens" and self.labels in ("labels", None)
-        return ready and ids_below is not None and (vocab_size is None or ids_below <= vocab_size)
-
     def fingerprint(self) -> str:
         """The columns' names."""
         return digest("tokens", self.tokens, self.labels)
@@ -87,7 +81,7 @@ class TextEncoder:
             return Sample(tokens, tokens)
         return as_sample({"tokens": tokens}, labels=None)
 
-    def makes_only(self, vocab_size: int | None, source: object = None) -> bool:
+    def makes_only(self, vocab_size: int | None) -> bool:
         """Whether it is known that all ids are from 0 and below ``vocab_size``, so that nobody has to look."""
         return self._processor is not None and (
             vocab_size is None or bool(self._processor.vocab_size() <= vocab_size)

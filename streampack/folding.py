@@ -21,7 +21,7 @@ _fragment = partial(tuple.__new__, Fragment)
 
 
 def fold(event: Event) -> Folded:
-    """ReceiptNumbers, bytes and tuples of them; buffers of the arrays, which pickle copies as they lie in memory."""
+    """Numbers, bytes and tuples of them; buffers of the arrays, which pickle copies as they lie in memory."""
     if isinstance(event, LaneEnd):
         return tuple(event)
     tokens, labels, seq_lens, fragments, *rest = event

@@ -19,8 +19,8 @@ from streampack.metrics import Ledger, Tally
 from streampack.mix import Mix
 from streampack.plan import Packing, require, require_positive
 from streampack.receipt import bytes_of, numbers_of
-from streampack.sources import as_source
-from streampack.sources.base import digest, way_out
+from streampack.sources import Holdout, TokenShardSource, as_source
+from streampack.sources.base import Source, digest, way_out
 from streampack.sources.quarantine import quarantine_for
 from streampack.stream import PackStream, ledger_of, tallies_of
 from streampack.types import Fragment, ReceiptNumbers, Sample
@@ -117,12 +117,6 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             max_seq_len, strategy, buffer_size, split_across_pack, overlong, truncate_side, max_seqs_per_pack
         )
         source, encode = as_source(source), TokensEncoder() if encoder is None else encoder
-        known = (
-            not isinstance(source, Mix)  # whose sources may have encoders of their own
-            and isinstance(encode, TokensEncoder | TextEncoder)
-            and type(encode) in (TokensEncoder, TextEncoder)  # a subclass may do anything
-            and encode.makes_only(vocab_size, source)
-        )
         self.lane_config = LaneConfig(
             source=source,
             encode=encode,
@@ -134,7 +128,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             truncate_eos=truncate_eos,
             padding_idx=padding_idx,
             vocab_size=vocab_size,
-            checks=not known,
+            checks=not _are_known(source, encode, vocab_size),
             quarantine=kept,
         )
         self.epochs = epochs
@@ -248,10 +242,14 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         merging ``lanes``.
         """
         receipts = self._stream.receipts() if self._stream else self._receipts
-        return self.state_of(bytes_of(receipts))
+        return self.state_of(receipts)
 
-    def state_of(self, receipts: Mapping[int, bytes]) -> dict[str, Any]:
-        """A state that holds these receipts, as `Receipt.to_bytes` makes them."""
+    def state_of(self, receipts: Mapping[int, ReceiptNumbers]) -> dict[str, Any]:
+        """A state that holds these receipts of packs."""
+        return self.state_with(bytes_of(receipts))
+
+    def state_with(self, lanes: Mapping[int, bytes]) -> dict[str, Any]:
+        """A state that holds these receipts, bytes already."""
         # For the warning when they change. What a replay goes by is in the receipts.
         weights = {} if self.mix is None else {"weights": self.mix.shares}
         return {
@@ -259,7 +257,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             "identity": dict(self.identity()),
             "epoch": self.epoch,
             "num_lanes": self.num_lanes,
-            "lanes": dict(receipts),
+            "lanes": dict(lanes),
             **weights,
         }
 
@@ -337,6 +335,20 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             ValueError: if the source cannot tell its size.
         """
         return estimate_packs(self.lane_config, rows=rows)
+
+
+def _are_known(source: Source, encode: Callable[[Mapping[str, Any]], Sample], vocab_size: int | None) -> bool:
+    """Whether all ids are from 0 and below ``vocab_size``, whatever the data, so that nobody has to look.
+
+    Of these very classes: a subclass may do anything, and the sources of a mixture may have encoders of their own.
+    """
+    if type(encode) is TextEncoder:
+        return not isinstance(source, Mix) and encode.makes_only(vocab_size)
+    shards = source.source if type(source) is Holdout else source
+    if type(encode) is not TokensEncoder or type(shards) is not TokenShardSource:
+        return False
+    as_stored = encode.tokens == "tokens" and encode.labels in ("labels", None)
+    return as_stored and (vocab_size is None or shards.ids_below <= vocab_size)
 
 
 def _fingerprint(encode: Callable[[Mapping[str, Any]], Sample]) -> str:

@@ -73,9 +73,9 @@ class Lane:
                 f"{self.planner.buffered} tokens of it wait to be packed; the state does not fit together, or is of a "
                 "run without an end (epochs=None)"
             )
+        self.reader = self._open(epoch, None)  # first: if this fails, it is the old epoch that is used up
         self.epoch, self.packs, self.done = epoch, 0, False
         self.rows_in_epoch = self.pieces_in_epoch = 0
-        self.reader = self._open(epoch, None)
 
     def next_pack(self) -> Pack | None:
         """Plan and assemble one pack.

@@ -85,9 +85,8 @@ class PackedDataLoader:
         self.pin_memory = pin_memory
         self.lockstep = Lockstep(timeout=timedelta(seconds=timeout))
         self._packs_per_step = packs_per_step
-        self.receipts: dict[
-            int, ReceiptNumbers
-        ] = {}  # as of the last batch; after a load of all lanes, then of ours
+        # As of the last batch; after a load of all lanes, then of ours.
+        self.receipts: dict[int, ReceiptNumbers] = {}
         self.slot = 0  # of the epoch's slots, one for each pack of a step, those of the steps handed over
         self._resume: int | None = None  # a state was loaded and not taken up yet: the epoch its run began in
         self._identified = False  # the ranks have shared out what the corpus's fingerprint reads
@@ -109,7 +108,7 @@ class PackedDataLoader:
     def state_of(self, receipts: Mapping[int, ReceiptNumbers], slot: int) -> dict[str, Any]:
         """The state that holds these receipts of this rank's lanes, and those that the others give. A collective."""
         self._identify()
-        return {**self.dataset.state_of(self.lockstep.merge(bytes_of(receipts))), "slot": slot}
+        return {**self.dataset.state_with(self.lockstep.merge(bytes_of(receipts))), "slot": slot}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next iteration goes on after the batch at which ``state`` was taken, on any topology. A collective.

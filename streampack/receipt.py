@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 from streampack.metrics import Ledger, Tally
@@ -41,26 +42,15 @@ class Receipt(NamedTuple):
         packs, done, epoch, position, first, offset, next_piece, gone, ledger, tallies = self
         counts = [number for tally in tallies for number in tally.numbers()] if tallies else ()
         span = next_piece - first
-        return (
-            gone,
-            packs,
-            done,
-            epoch,
-            len(position),
-            *position,
-            first,
-            offset,
-            span,
-            *ledger.numbers(),
-            *counts,
-        )
+        numbers = (packs, done, epoch, len(position), *position, first, offset, span, *ledger.numbers())
+        return (*numbers, len(tallies), *counts), gone.to_bytes((gone.bit_length() + 7) // 8, "little")
 
     @classmethod
     def from_numbers(cls, numbers: ReceiptNumbers) -> Receipt:
         """The inverse of `numbers`."""
-        gone, packs, done, epoch, places = numbers[:5]
-        position, (first, offset, span, *counts) = numbers[5 : 5 + places], numbers[5 + places :]
-        ledger, tallies = counts[:LEDGER], counts[LEDGER:]
+        (packs, done, epoch, places, *rest), gone = numbers
+        position, (first, offset, span, *counts) = tuple(rest[:places]), rest[places:]
+        tallies = [counts[i : i + TALLY] for i in range(LEDGER + 1, len(counts), TALLY)]
         return cls(
             packs,
             bool(done),
@@ -69,17 +59,14 @@ class Receipt(NamedTuple):
             first,
             offset,
             first + span,
-            gone,
-            Ledger.from_numbers(ledger),
-            tuple(Tally(*tallies[i : i + TALLY]) for i in range(0, len(tallies), TALLY)),
+            int.from_bytes(gone, "little"),
+            Ledger.from_numbers(counts[:LEDGER]),
+            tuple(Tally(*tally) for tally in tallies),
         )
 
     def to_bytes(self) -> bytes:
         """Variable-length integers and a checksum."""
-        gone, *numbers = self.numbers()
-        numbers.insert(len(numbers) - TALLY * len(self.tallies), len(self.tallies))
-        body = _varints([VERSION, *numbers]) + gone.to_bytes((gone.bit_length() + 7) // 8, "little")
-        return body + zlib.crc32(body).to_bytes(4, "little")
+        return _encoded(self.numbers())
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Receipt:
@@ -110,7 +97,7 @@ class Receipt(NamedTuple):
 
 def bytes_of(receipts: Mapping[int, ReceiptNumbers]) -> dict[int, bytes]:
     """The receipts of some lanes as a state holds them."""
-    return {lane: Receipt.from_numbers(receipt).to_bytes() for lane, receipt in receipts.items()}
+    return {lane: _encoded(receipt) for lane, receipt in receipts.items()}
 
 
 def numbers_of(receipts: Mapping[int, bytes]) -> dict[int, ReceiptNumbers]:
@@ -120,6 +107,15 @@ def numbers_of(receipts: Mapping[int, bytes]) -> dict[int, ReceiptNumbers]:
         ValueError: as `Receipt.from_bytes`.
     """
     return {lane: Receipt.from_bytes(receipt).numbers() for lane, receipt in receipts.items()}
+
+
+@lru_cache(
+    maxsize=4096
+)  # for who takes a state after every pack, when all lanes but one stand where they stood
+def _encoded(receipt: ReceiptNumbers) -> bytes:
+    numbers, gone = receipt
+    body = _varints((VERSION, *numbers)) + gone
+    return body + zlib.crc32(body).to_bytes(4, "little")
 
 
 def _varints(numbers: Iterable[int]) -> bytes:

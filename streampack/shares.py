@@ -12,7 +12,6 @@ from streampack.stream import Event, PackStream
 from streampack.types import LaneEnd, Pack, ReceiptNumbers
 from streampack.workers import Worker
 
-
 _Turn = tuple[int, int, int]  # epoch, number in the lane, lane: each event has its own
 
 

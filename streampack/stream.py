@@ -57,10 +57,12 @@ class PackStream:
                 epoch = lane.epoch if lane else 0
                 if self.last_epoch is None or epoch >= self.last_epoch:
                     raise StopIteration
-                for ended in self.lanes:
-                    if ended.epoch == epoch:
-                        ended.start_epoch(epoch + 1)
-                self._take_turns()
+                try:
+                    for ended in self.lanes:
+                        if ended.epoch == epoch:
+                            ended.start_epoch(epoch + 1)
+                finally:
+                    self._take_turns()
                 continue
             event = lane.next_pack() or LaneEnd(lane.lane, lane.epoch, lane.receipt())
             heapq.heapreplace(self._turns, (self._turn(lane), lane))

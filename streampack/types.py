@@ -22,8 +22,9 @@ Origin = tuple[int, ...]
 """Where a row stands in the corpus. ``source.locate(origin)`` turns it into words."""
 
 
-ReceiptNumbers = tuple[int, ...]
-"""A `Receipt` as it travels with a pack. Bytes are made of it for a state; of every pack's they would take too long."""
+ReceiptNumbers = tuple[tuple[int, ...], bytes]
+"""A `Receipt` as it travels with a pack: its numbers, and ``gone``. Bytes are made of it for a state; of every pack's,
+they would take too long."""
 
 
 class Row(NamedTuple):

@@ -43,11 +43,11 @@ def _set(owner: Any, name: str, value: Any) -> None:
 def aliased_state() -> None:
     """A state holds the live dictionary, which changes as the stream goes on."""
 
-    def state_of(self: IterablePackedDataset, receipts: Mapping[int, bytes]) -> dict[str, Any]:
+    def state_with(self: IterablePackedDataset, lanes: Mapping[int, bytes]) -> dict[str, Any]:
         if getattr(self, "_live", None) is None:
             self._live: dict[int, bytes] = {}  # type: ignore[misc]
         self._live.clear()
-        self._live.update(receipts)
+        self._live.update(lanes)
         return {
             "version": STATE_VERSION,
             "identity": dict(self.identity()),
@@ -56,7 +56,7 @@ def aliased_state() -> None:
             "lanes": self._live,
         }
 
-    _set(IterablePackedDataset, "state_of", state_of)
+    _set(IterablePackedDataset, "state_with", state_with)
 
 
 @bug

@@ -9,7 +9,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from streampack import IGNORE_INDEX, Sample
-from streampack.assemble import as_sample, assemble, check_sample, missing_column, positions, with_eos
+from streampack.assemble import (
+    as_sample,
+    assemble,
+    check_sample,
+    missing_column,
+    narrowed,
+    positions,
+    trained_tokens,
+    with_eos,
+)
 from tests import oracle
 
 ids = st.integers(0, 99)
@@ -101,6 +110,28 @@ def test_a_pack_by_hand() -> None:
     assert labels.tolist() == [-100, 6, 7, -100, -100, 10, -100, -100, -100]
 
 
+@pytest.mark.parametrize("max_seq_len", [5, 7])
+@pytest.mark.parametrize("masked", [(), (0,), (1,), (0, 1)])
+def test_labels_are_each_samples_own(masked: tuple[int, ...], max_seq_len: int) -> None:
+    """Where all is trained they are the tokens themselves; beside them, others are not, and padding never is."""
+    parts = [sample([2, 3, 4]), sample([6, 7])]
+    for i in masked:
+        parts[i] = Sample(parts[i].tokens, np.where(parts[i].tokens % 2, parts[i].tokens, IGNORE_INDEX))
+    tokens, labels = assemble(parts, max_seq_len=max_seq_len, padding_idx=9)
+    padding = max_seq_len - 5
+    assert tokens.tolist() == [2, 3, 4, 6, 7, *[9] * padding]
+    third = IGNORE_INDEX if 0 in masked else 4
+    assert labels.tolist() == [IGNORE_INDEX, 3, third, IGNORE_INDEX, 7, *[IGNORE_INDEX] * padding]
+
+
+@given(st.integers(1, 12), st.data())
+def test_what_is_trained_is_counted_alike(length: int, data: st.DataObject) -> None:
+    """By looking at labels, and without, where they are the tokens."""
+    tokens = np.arange(length)
+    cuts = sorted(data.draw(st.sets(st.integers(1, length - 1)))) if length > 1 else []
+    assert trained_tokens(Sample(tokens, tokens), cuts) == trained_tokens(Sample(tokens, tokens.copy()), cuts)
+
+
 def test_nothing_makes_a_null_pack() -> None:
     tokens, labels = assemble([], max_seq_len=3, padding_idx=4)
     assert (tokens.tolist(), labels.tolist()) == ([4] * 3, [-100] * 3)
@@ -157,6 +188,18 @@ def test_a_sample_has_memory_of_its_own(dtype: Any) -> None:
             assert ids.base is None
     buffer.flags.writeable = False
     assert not np.shares_memory(as_sample({"tokens": buffer[:5]}, labels=None).tokens, buffer)
+
+
+@pytest.mark.parametrize("ids", [[1, 2**40], [-(2**31) - 1], [7], []])
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_narrowing_copies(ids: list[int], dtype: Any) -> None:
+    """Who made the array may fill it anew."""
+    if dtype is np.int32 and any(abs(value) >= 2**31 for value in ids):
+        return
+    array = np.array(ids, dtype)
+    made = narrowed(array)
+    array[:] = 0
+    assert made.tolist() == ids
 
 
 def test_64_bits_are_kept_where_an_id_needs_them() -> None:

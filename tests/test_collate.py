@@ -27,7 +27,7 @@ def make_pack(seq_lens: list[int], *, first: int = 1) -> Pack:
         fragments.append(Fragment((i,), 0, length))
         at += length
     tokens, labels = assemble(sequences, max_seq_len=LIMIT)
-    return Pack(tokens, labels, tuple(seq_lens), tuple(fragments), 3, 5, 2, (6, 7))
+    return Pack(tokens, labels, tuple(seq_lens), tuple(fragments), 3, 5, 2, ((6, 7), b""))
 
 
 @given(contents)

@@ -21,7 +21,9 @@ def pack_of(seq_lens: list[int], *, largest: int = 7) -> Pack:
     sequences = [Sample(ids := np.arange(largest - n + 1, largest + 1, dtype=dtype), ids) for n in seq_lens]
     arrays = assemble(sequences, max_seq_len=24, padding_idx=3)
     fragments = [Fragment((2, 2**40 + i), 1, 1 + n, (None, 5)[i % 2]) for i, n in enumerate(seq_lens)]
-    return Pack(*arrays, tuple(seq_lens), tuple(fragments), epoch=1, number=2, lane=3, receipt=(4, 2**70))
+    return Pack(
+        *arrays, tuple(seq_lens), tuple(fragments), epoch=1, number=2, lane=3, receipt=((4, 2**70), b"five")
+    )
 
 
 def travelled(event: Event) -> Event:
@@ -63,13 +65,13 @@ def test_what_arrived_can_be_written_to() -> None:
 
 
 def test_the_end_of_a_lane_travels() -> None:
-    end = LaneEnd(3, 1, (4, 2**70))
+    end = LaneEnd(3, 1, ((4, 2**70), b"five"))
     found = travelled(end)
     assert type(found) is LaneEnd
     assert found == end
 
 
-@pytest.mark.parametrize("event", [pack_of([3, 4]), LaneEnd(3, 1, (4, 2**70))])
+@pytest.mark.parametrize("event", [pack_of([3, 4]), LaneEnd(3, 1, ((4, 2**70), b"five"))])
 def test_no_class_is_named_on_the_way(event: Event) -> None:
     """A proxy for speed: each one would be called, in Python, for every fragment and array."""
     data = pickle.dumps(fold(event), 5)

@@ -20,7 +20,7 @@ from streampack import (
     TokensEncoder,
     collate_packed,
 )
-from streampack.receipt import Receipt, bytes_of, numbers_of
+from streampack.receipt import Receipt, numbers_of
 from streampack.stream import ledger_of
 from tests.conformance import check_resume_everywhere, content
 from tests.corpus import Numbers, all_of, make_source, rows, samples_in, write
@@ -495,7 +495,7 @@ def test_consumers_resume_in_another_number() -> None:
         stream = dataset.stream(consumer, 2)
         packs += list(islice(stream, 9 + consumer))
         lanes |= stream.receipts()
-        state = dataset.state_of(bytes_of(lanes))
+        state = dataset.state_of(lanes)
     for consumer in range(3):
         dataset = make(MapSource(data), **settings)
         dataset.load_state_dict(state)

@@ -414,7 +414,7 @@ def test_a_receipt_is_all_a_lane_is(tmp_path: Path, kind: str, strategy: str) ->
         assert [content(p) for p in drain(again)] == [content(p) for p in drain(lane)]
 
 
-def middle(source: Any, **settings: Any) -> bytes:
+def middle(source: Any, **settings: Any) -> ReceiptNumbers:
     """A receipt with several pieces in flight."""
     for pack in drain(make(source, **settings)):
         receipt = Receipt.from_numbers(pack.receipt)

@@ -17,7 +17,6 @@ import pytest
 import zstandard
 
 from streampack import Holdout, IterablePackedDataset, JSONLSource, MapSource, PackedDataLoader
-from streampack.receipt import bytes_of
 from streampack.sources import ParquetSource, Reading
 from streampack.sources.base import BadRecord
 from streampack.sources.quarantine import Quarantine
@@ -249,12 +248,12 @@ def test_too_many_fail_the_run(tmp_path: Path) -> None:
         )
     assert len(listed(tmp_path / "bad")) == 2
     resumed = stream(data, max_bad_records=len(bad), num_lanes=1, shuffle=False)
-    resumed.load_state_dict(dataset.state_of(bytes_of({0: found[-1].receipt})))
+    resumed.load_state_dict(dataset.state_of({0: found[-1].receipt}))
     assert len(found) + len(list(resumed)) == len(list(stream(data, num_lanes=1, shuffle=False))), (
         "a resume counts on"
     )
     stopped = stream(data, max_bad_records=2, num_lanes=1, shuffle=False)
-    stopped.load_state_dict(dataset.state_of(bytes_of({0: found[-1].receipt})))
+    stopped.load_state_dict(dataset.state_of({0: found[-1].receipt}))
     with pytest.raises(ValueError, match="has passed by 2 broken records"):
         list(stopped)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from streampack import Ledger
 from streampack.metrics import DROP_REASONS, Tally
-from streampack.receipt import VERSION, Receipt
+from streampack.receipt import VERSION, Receipt, bytes_of, numbers_of
 
 counts = st.integers(0, 2**62)
 
@@ -54,6 +54,7 @@ TYPICAL = Receipt(
 
 @given(receipts())
 def test_round_trip(receipt: Receipt) -> None:
+    assert Receipt.from_numbers(receipt.numbers()) == receipt
     data = receipt.to_bytes()
     assert isinstance(data, bytes)
     assert Receipt.from_bytes(data) == receipt
@@ -137,3 +138,22 @@ def test_size_is_some_tens_of_bytes() -> None:
     """With 1,234 packs, 90 pieces in flight, shuffled files of a gigabyte."""
     assert len(TYPICAL.to_bytes()) <= 72
     assert len(Receipt(0, False, 0, (0,), 0, 0, 0, 0, Ledger()).to_bytes()) <= 30
+
+
+def test_numbers_do_not_change_with_the_ledger() -> None:
+    """They travel while their lane goes on counting; so does a lane that was begun from them."""
+    receipt = TYPICAL._replace(ledger=Ledger(samples=1), tallies=(Tally(1, 2),))
+    numbers = receipt.numbers()
+    data = bytes_of({3: numbers})
+    again = Receipt.from_numbers(numbers)
+    for one in (receipt, again):
+        one.ledger.samples += 7
+        one.tallies[0].samples += 7
+    assert Receipt.from_numbers(numbers).ledger.samples == 1
+    assert bytes_of({3: numbers}) == data
+    assert numbers_of(data) == {3: numbers}
+
+
+def test_numbers_can_be_shown() -> None:
+    """However many pieces wait: of an integer of thousands of bits, Python makes no text."""
+    assert repr(TYPICAL._replace(gone=1 << 20_000, next_piece=TYPICAL.first + 30_000).numbers())

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 
 from streampack import Holdout, IterableSource, JSONLSource, MapSource
 from streampack.sources import Reading, as_source
+from streampack.sources.base import Reader
 from streampack.sources.jsonl import divide
 from streampack.sources.storage import LocalStorage
-from streampack.sources.window import InOrder, Part, Record, read_parts
+from streampack.sources.window import Part, Record, read_parts
 from streampack.types import Row
 from tests.conformance import check_positions
 
@@ -503,7 +504,7 @@ class Hiccup(Exception):
 
 def window_reader(
     sizes: list[int], *, window: int, seed: int = 0, start: Any = None, fails: frozenset[int] = frozenset()
-) -> InOrder:
+) -> Reader:
     """Part f holds the numbers 100 f, 100 f + 1, ...; the calls (open, next, decode alike) in ``fails`` raise."""
     calls = itertools.count()
 
@@ -561,6 +562,14 @@ def test_errors_change_nothing(sizes: list[int], window: int, fails: frozenset[i
         assert row.position == position
         found.append(row)
     assert found == whole
+
+
+def test_behind_a_windows_last_row_begins_the_next_window() -> None:
+    """Not in the one that is used up: a resume would read it again, for nothing."""
+    reader = window_reader([10] * 3, window=4)
+    for count in range(1, 31):
+        next(reader)
+        assert reader.position[-1] == (count % 4 if count < 30 else 0)
 
 
 def test_a_window_is_shuffled_as_a_whole() -> None:

@@ -244,31 +244,36 @@ def edit(folder: Path, change: Any) -> None:
     (folder / "index.json").write_text(json.dumps(index))
 
 
-def test_shards_know_what_their_ids_are_below(tmp_path: Path) -> None:
-    """So nobody looks at them, unless the vocabulary is smaller. Of older shards, only the type is known."""
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_ids_are_looked_at_unless_shards_can_hold_no_others(tmp_path: Path, dtype: str) -> None:
+    """Whatever they hold: a byte of them may change."""
     rows = [{"tokens": [7, 300, 8], "labels": [-100, 300, 8]}, {"tokens": [5], "labels": [5]}]
-    source = TokenShardSource(make(rows, tmp_path, lanes=2, dtype="uint16"))
-    assert source.ids_below == Holdout(source, share=0.5, part="train").ids_below == 301
+    source = TokenShardSource(make(rows, tmp_path, lanes=1, dtype=dtype))
+    every = 1 << {"uint16": 16, "uint32": 32}[dtype]
+
+    class Own(TokenShardSource):
+        """Of a user, whose rows may be anything."""
+
+    class Encoder(TokensEncoder):
+        """So."""
 
     def checks(of: Any, **settings: Any) -> bool:
         return IterablePackedDataset(of, max_seq_len=8, **settings).lane_config.checks
 
-    assert [checks(source, vocab_size=n) for n in (None, 301, 300)] == [False, False, True]
-    assert checks(source, encoder=TokensEncoder(tokens="labels")), "-100 is no id"
-    assert checks(Mix([{"name": "a", "source": source, "weight": 1}])), "another of its sources may know less"
-    assert checks(rows)
+    for of in (source, Holdout(source, share=0.5, part="train")):
+        assert [checks(of, vocab_size=n) for n in (None, every, every - 1)] == [False, False, True]
+        assert checks(of, encoder=Encoder())
+        assert checks(of, encoder=TokensEncoder(tokens="labels")), "-100 is no id"
+    own = Own(tmp_path)
+    for of in (
+        rows,
+        own,
+        Holdout(own, share=0.5, part="train"),
+        Mix([{"name": "a", "source": source, "weight": 1}]),
+    ):
+        assert checks(of)
     with pytest.raises(ValueError, match="document 0: token id 300 is outside the vocabulary of 300"):
         list(IterablePackedDataset(source, max_seq_len=8, vocab_size=300))
-
-    edit(tmp_path, lambda index: [shard.pop("ids_below") for shard in index["shards"]])
-    for path in tmp_path.glob("*.bin"):
-        header = read_header(path)
-        del header["ids_below"]
-        path.write_bytes(json.dumps(header).encode().ljust(4096) + path.read_bytes()[4096:])
-    old = TokenShardSource(tmp_path)
-    assert (old.ids_below, old.fingerprint()) == (1 << 16, source.fingerprint())
-    assert [checks(old, vocab_size=n) for n in (None, 1 << 16, 301)] == [False, False, True]
-    assert len(list(IterablePackedDataset(old, max_seq_len=8, vocab_size=301))) == 1
 
 
 @pytest.mark.parametrize(
@@ -287,8 +292,6 @@ def test_shards_know_what_their_ids_are_below(tmp_path: Path) -> None:
         (lambda index: index.pop("shards"), "names no shards; is it one of `streampack tokenize`?"),
         (lambda index: index.update(version=2), "is of format 'streampack-tokens', version 2; this reads"),
         (lambda index: index.update(dtype="object"), "its description is damaged"),
-        (lambda index: index["shards"][0].update(ids_below=(1 << 32) + 1), "its description is damaged"),
-        (lambda index: index["shards"][0].update(ids_below="9"), "its description is damaged"),
     ],
 )  # fmt: skip
 def test_a_bad_index_is_refused(tmp_path: Path, change: Any, message: str) -> None:
@@ -398,7 +401,6 @@ def test_all_that_header_and_index_hold_is_compared(tmp_path: Path) -> None:
         {"masked": True},
         {"dtype": "uint32"},
         {"crc32": shard.crc32 ^ 1},
-        {"ids_below": shard.ids_below - 1},
     ):
         own = ", ".join(f"{key} {value}" for key, value in changes.items())
         said = ", ".join(f"{key} {getattr(shard, key)}" for key in changes)

@@ -164,7 +164,6 @@ def state(lanes: int, packs: int = 12) -> dict[str, float]:
     import torch
 
     from streampack import IterablePackedDataset, Sample
-    from streampack.receipt import bytes_of
 
     class Encoder:
         def __call__(self, row: Mapping[str, Any], /) -> Sample:
@@ -180,7 +179,7 @@ def state(lanes: int, packs: int = 12) -> dict[str, float]:
     stream = data.stream()
     for _ in range(lanes * packs):
         next(stream)
-    held = data.state_of(bytes_of(stream.receipts()))
+    held = data.state_of(stream.receipts())
     saved = io.BytesIO()
     torch.save(held, saved)
     own = sum(map(len, held["lanes"].values()))

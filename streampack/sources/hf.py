@@ -9,7 +9,7 @@ from typing import Any
 
 from streampack.sources.base import Reader, Reading, digest, plain
 from streampack.sources.mapstyle import MapSource
-from streampack.sources.window import InOrder, Part, Record, read_parts
+from streampack.sources.window import Part, Record, read_parts
 from streampack.types import Origin
 
 ROW_WISE = frozenset(
@@ -163,7 +163,7 @@ class _Stream:
             )
         return self._fingerprint
 
-    def read(self, reading: Reading) -> InOrder:
+    def read(self, reading: Reading) -> Reader:
         return read_parts(
             [Part(shard) for shard in range(reading.lane, self.shards, reading.num_lanes)],
             reading,

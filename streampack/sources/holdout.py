@@ -62,11 +62,6 @@ class Holdout:
         return divisible_of(self.source)
 
     @property
-    def ids_below(self) -> int | None:
-        """The source's, if its rows are ready tokens and it knows."""
-        return getattr(self.source, "ids_below", None)
-
-    @property
     def retry_budget(self) -> float:
         """The source's."""
         return float(getattr(self.source, "retry_budget", 0.0))

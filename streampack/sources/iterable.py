@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from streampack.sources.base import Reading, digest, plain
-from streampack.sources.window import InOrder, Part, Record, read_parts
+from streampack.sources.base import Reader, Reading, digest, plain
+from streampack.sources.window import Part, Record, read_parts
 from streampack.types import Origin
 
 Rows = Iterable[Mapping[str, Any]]
@@ -47,7 +47,7 @@ class IterableSource:
         first = next(self._iterate(), None)
         return digest(plain(first))
 
-    def read(self, reading: Reading) -> InOrder:
+    def read(self, reading: Reading) -> Reader:
         """See `Source.read`."""
         return read_parts(
             [Part(0, reading.lane)],

@@ -10,12 +10,12 @@ from itertools import chain
 from typing import Any
 
 from streampack.sources.archives import BUFFER_BYTES, DAMAGED, content
-from streampack.sources.base import Reading, spread
+from streampack.sources.base import Reader, Reading, spread
 from streampack.sources.files import Corpus, Name, find_files
 from streampack.sources.indexed import places
 from streampack.sources.ranges import Block, Fetcher, Stretch, blocks
 from streampack.sources.storage import File, LocalStorage, together
-from streampack.sources.window import Damage, InOrder, Part, Record, read_parts
+from streampack.sources.window import Damage, Part, Record, read_parts
 from streampack.types import Origin
 
 PARTS_PER_LANE = 16  # enough for shuffling parts to mix a sorted file, few enough to keep reads long
@@ -87,7 +87,7 @@ class JSONLSource:
         """What the fingerprint reads."""
         return [self.corpus]
 
-    def read(self, reading: Reading) -> InOrder:
+    def read(self, reading: Reading) -> Reader:
         """See `Source.read`."""
         if self._divided is None or len(self._divided) != reading.num_lanes:
             self._divided = divide(self.files, reading.num_lanes)

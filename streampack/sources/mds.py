@@ -1,7 +1,7 @@
 """MosaicML's MDS shards, read without their package. The format is that of mosaicml-streaming, version 2 of its index.
 
 A shard is the number of its samples; the offset of each from the file's start, and of the end; a JSON header that the
-index repeats; then the samples, as `columns` says. ReceiptNumbers are ``uint32``.
+index repeats; then the samples, as `columns` says. Numbers are ``uint32``.
 https://docs.mosaicml.com/projects/streaming/en/stable/preparing_datasets/dataset_format.html
 """
 
@@ -13,13 +13,13 @@ from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 from streampack.sources.archives import DAMAGED, content
-from streampack.sources.base import Reading, readable
+from streampack.sources.base import Reader, Reading, readable
 from streampack.sources.columns import Column, decoder, left_out, row_of
 from streampack.sources.files import Corpus, Name
 from streampack.sources.indexed import Offsets, divide, offsets_of, places, read_index, records
 from streampack.sources.ranges import Ahead, Block, Fetcher, Stretch, blocks
 from streampack.sources.storage import File, redact, together
-from streampack.sources.window import Damage, InOrder, Part, Record, read_parts
+from streampack.sources.window import Damage, Part, Record, read_parts
 from streampack.types import Origin
 
 COMPRESSIONS = {"gz": ".gz", "zstd": ".zst"}
@@ -92,7 +92,7 @@ class MDSSource:
         """What the fingerprint reads."""
         return [self.corpus]
 
-    def read(self, reading: Reading) -> InOrder:
+    def read(self, reading: Reading) -> Reader:
         """See `Source.read`."""
         if self._divided is None or len(self._divided) != reading.num_lanes:
             self._divided = self._divide(reading.num_lanes)

@@ -8,12 +8,12 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from streampack.sources.base import Reading, digest, spread
+from streampack.sources.base import Reader, Reading, digest, spread
 from streampack.sources.files import Corpus, Divisible, Name, find_files
 from streampack.sources.ranges import Fetcher
 from streampack.sources.rowgroups import Footers, RowGroups, group_of, plain_row, starts_of
 from streampack.sources.storage import Together, together
-from streampack.sources.window import Damage, InOrder, Part, read_parts
+from streampack.sources.window import Damage, Part, read_parts
 from streampack.types import Origin
 
 PARTS_PER_LANE = 16  # enough for shuffling parts to mix a sorted corpus, few enough to keep reads long
@@ -87,7 +87,7 @@ class ParquetSource:
         """What the fingerprint reads."""
         return [self.corpus]
 
-    def read(self, reading: Reading) -> InOrder:
+    def read(self, reading: Reading) -> Reader:
         """See `Source.read`."""
         if not self.is_divided(reading.num_lanes):
             self.divide(reading.num_lanes, together)

@@ -10,8 +10,8 @@ A folder holds shards and an ``index.json`` that names them. A shard, all number
 | (``documents`` + 1) x 8 | ``int64``: where each document begins, counted in tokens; the end last |
 | ``tokens`` / 8, rounded up | only if ``masked``: a bit for each token, lowest first: 0 where its label is -100 |
 
-All tokens are below ``ids_below`` in the header. ``crc32`` is of all that follows the header. The index repeats what a
-reader needs of every header; when a shard is opened, the two are compared.
+``crc32`` in the header is of all that follows it. The index repeats what a reader needs of every header; when a shard
+is opened, the two are compared.
 So ``np.memmap(path, "<u2", offset=4096, shape=tokens)`` has the tokens without any of our code.
 """
 
@@ -49,7 +49,6 @@ class Shard:
     tokens: int
     masked: bool
     crc32: int
-    ids_below: int  # all tokens are
 
     @property
     def width(self) -> int:
@@ -84,13 +83,8 @@ def shard_of(name: str, header: Mapping[str, Any]) -> Shard:
             f"version {VERSION}"
         )
     counts = [header.get(key) for key in COUNTS]
-    dtype = header.get("dtype")
-    most = 1 << 8 * np.dtype(dtype).itemsize if dtype in DTYPES else 0
-    ids_below = header.get("ids_below", most)  # shards made before it was counted do not say it
     sound = all(type(count) is int and 0 <= count < 1 << 48 for count in counts)
-    if type(header.get("masked")) is not bool or type(ids_below) is not int or not 0 <= ids_below <= most:
-        sound = False
-    if not most or not sound:
+    if header.get("dtype") not in DTYPES or type(header.get("masked")) is not bool or not sound:
         raise ValueError(f"{name}: its description is damaged; make it anew")
     return Shard(
         name,
@@ -99,7 +93,6 @@ def shard_of(name: str, header: Mapping[str, Any]) -> Shard:
         header["tokens"],
         header["masked"],
         header["crc32"],
-        ids_below,
     )
 
 
@@ -162,7 +155,6 @@ class ShardWriter:
         self.trained: list[npt.NDArray[np.bool_]] = []
         self.masked = False
         self.crc32 = 0
-        self.ids_below = 0
 
     @property
     def tokens(self) -> int:
@@ -176,14 +168,11 @@ class ShardWriter:
             ValueError: for a token that the shard's type cannot hold.
         """
         limit = np.iinfo(self.dtype).max
-        if tokens.size:
-            most = int(tokens.max())
-            if most > limit or int(tokens.min()) < 0:
-                bad = tokens[(tokens < 0) | (tokens > limit)][0]
-                raise ValueError(
-                    f'token id {bad} does not fit into {self.dtype.name} (0 to {limit}); use dtype="uint32"'
-                )
-            self.ids_below = max(self.ids_below, most + 1)
+        if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) <= limit:
+            bad = tokens[(tokens < 0) | (tokens > limit)][0]
+            raise ValueError(
+                f'token id {bad} does not fit into {self.dtype.name} (0 to {limit}); use dtype="uint32"'
+            )
         self._write(tokens.astype(self.dtype).tobytes())
         self.offsets.append(self.tokens + tokens.size)
         self.trained.append(trained)
@@ -203,7 +192,6 @@ class ShardWriter:
             "tokens": self.tokens,
             "masked": self.masked,
             "crc32": self.crc32,
-            "ids_below": self.ids_below,
         }
         text = json.dumps({**header, **notes}).encode()
         assert len(text) < HEADER_BYTES, f"a header of {len(text)} bytes"

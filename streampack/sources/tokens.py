@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from streampack.sources.base import Reading, digest, readable
+from streampack.sources.base import Reader, Reading, digest, readable
 from streampack.sources.files import Name
 from streampack.sources.indexed import Offsets, divide, offsets_of, places, read_index, records
 from streampack.sources.ranges import Ahead, Block, Fetcher, blocks
 from streampack.sources.shards import HEADER_BYTES, Shard, require_described, shard_of
 from streampack.sources.storage import File, LocalStorage, changed, redact, together
-from streampack.sources.window import Damage, InOrder, Part, Record, read_parts
+from streampack.sources.window import Damage, Part, Record, read_parts
 from streampack.types import IGNORE_INDEX, Origin
 
 OFFSETS = (
@@ -85,7 +85,7 @@ class TokenShardSource:
         self.files = self.corpus.files
         self.documents = sum(shard.documents for shard in self.shards)
         self.tokens = sum(shard.tokens for shard in self.shards)
-        self.ids_below = max((shard.ids_below for shard in self.shards), default=0)  # all of them are
+        self.ids_below = 1 << 8 * max(shard.width for shard in self.shards)  # whatever is in the shards
         self._local = isinstance(self.corpus.storage, LocalStorage)
         self.read_ahead = self.corpus.read_ahead(read_ahead)
         self._divided: list[list[Part]] | None = None  # for the last number of lanes asked for
@@ -102,7 +102,7 @@ class TokenShardSource:
             for shard, file in zip(self.shards, self.files, strict=True)
         ]
 
-    def read(self, reading: Reading) -> InOrder:
+    def read(self, reading: Reading) -> Reader:
         """See `Source.read`."""
         if self._divided is None or len(self._divided) != reading.num_lanes:
             counts, sizes = [s.documents for s in self.shards], [s.tokens for s in self.shards]

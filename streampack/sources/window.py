@@ -32,27 +32,17 @@ class Damage(ValueError):
 class InOrder:
     """Reads parts one after the other. A position is ``(part, offset, 0)``: offset ``offset`` of the ``part``-th part.
 
-    A stretch that is damaged is one record, and raised when its turn comes.
-
-    Args:
-        parts: of the lane.
-        reading: where to begin.
-        open_part: ``(part, offset, following)`` gives the records of a part from ``offset`` on; ``following`` is the
-            part that comes then, for whoever reads ahead.
-        decode: ``(part, offset, raw)`` makes a row's data, or raises ValueError.
-        place: ``(part, offset)`` in words, for errors of the storage.
-        locate: see `Source.locate`.
+    A stretch that is damaged is one record, and raised when its turn comes. For the arguments see `read_parts`.
     """
 
     def __init__(
         self,
         parts: Sequence[Part],
         reading: Reading,
-        *,
         open_part: Callable[[Part, int, Part | None], Iterator[Record]],
         decode: Callable[[Part, int, Any], Mapping[str, Any]],
-        place: Callable[[Part, int], str] = "{}, offset {}".format,
-        locate: Callable[[Origin], str] = "{}".format,
+        place: Callable[[Part, int], str],
+        locate: Callable[[Origin], str],
     ) -> None:
         self.parts = parts
         self.reading = reading
@@ -78,7 +68,7 @@ class InOrder:
 
     def __next__(self) -> Row:
         if (found := self.found) is None:
-            if (found := self._find()) is None:
+            if (found := self.find()) is None:
                 self.skip()
                 raise StopIteration
             self.found = found
@@ -97,7 +87,7 @@ class InOrder:
         """See `Reader.skip`."""
         self.found, self.begin = None, (self.part, self.offset, 0)
 
-    def _find(self) -> _Found | None:
+    def find(self) -> _Found | None:
         """The next record of the parts, and where it is found; None at their end."""
         while self.part < len(self.parts):
             part = self.parts[self.part]
@@ -128,60 +118,85 @@ class InOrder:
         self.offset = self.parts[part].start if part < len(self.parts) else 0
 
 
-class WindowReader(InOrder):
-    """Within windows of ``shuffle_window`` records, in a permuted order; so the parts.
+class WindowReader:
+    """Reads ``ordered``, within windows of ``shuffle_window`` records, in a permuted order.
 
-    Both permutations, of the parts and within each window, are functions of (seed, epoch, lane, window),
+    The permutations, of the parts and within each window, are functions of (seed, epoch, lane, window),
     so a position ``(part, offset, index)`` says all: the window starts at ``offset`` of the ``part``-th
     part of the permuted order, and ``index`` of its records have been read. Starting there reads at most
     one window again. Records are held raw and decoded one at a time.
     """
 
-    def __init__(self, parts: Sequence[Part], reading: Reading, **how: Any) -> None:
-        order = permutation(len(parts), *reading.key)
-        super().__init__([parts[i] for i in order], reading, **how)
+    def __init__(self, ordered: InOrder) -> None:
+        self.ordered = ordered  # finds the records, and is given each again when its turn comes
+        self.reading = ordered.reading
         self.filling: list[_Found] | None = None  # the next window, until it is complete
         self.window: list[_Found] = []  # records in the order of yielding
-        self.window_start = (self.part, self.offset)
-        self.index = 0  # records of the window that were found
-        if reading.start is not None and reading.start[-1]:
+        self.window_start = (ordered.part, ordered.offset)
+        self.index = 0  # records of the window that were yielded
+        if self.reading.start is not None and self.reading.start[-1]:
             self._fill()
-            self.index = reading.start[-1]
-            self._stay()
+            self._go_to(self.reading.start[-1])
+
+    @property
+    def position(self) -> Position:
+        """The position of the row that comes next."""
+        return self.ordered.position
+
+    def __iter__(self) -> Iterator[Row]:
+        return self
 
     def __next__(self) -> Row:
-        row = super().__next__()
-        self._stay()
+        if self.index >= len(self.window):
+            self._fill()
+        if self.window:
+            self.ordered.found = self.window[self.index]
+        row = next(self.ordered)
+        self._go_to(self.index + 1)
         return row
 
     def skip(self) -> None:
         """See `Reader.skip`."""
-        super().skip()
-        self._stay()
+        self.ordered.skip()
+        self._go_to(self.index + 1)
 
-    def _stay(self) -> None:
-        """In the window, as long as it has records."""
-        if self.index < len(self.window):
-            self.begin = (*self.window_start, self.index)
-
-    def _find(self) -> _Found | None:
-        if self.index >= len(self.window):
-            self._fill()
-            if not self.window:
-                return None
-        self.index += 1
-        return self.window[self.index - 1]
+    def _go_to(self, index: int) -> None:
+        self.index = index
+        if index < len(self.window):
+            self.ordered.begin = (*self.window_start, index)
 
     def _fill(self) -> None:
+        ordered = self.ordered
         if (filling := self.filling) is None:
             filling = self.filling = []
-            self.window_start, self.window = (self.part, self.offset), []
-        while len(filling) < self.reading.shuffle_window and (found := super()._find()):
+            self.window_start, self.window = (ordered.part, ordered.offset), []
+        while len(filling) < self.reading.shuffle_window and (found := ordered.find()):
             filling.append(found)
         order = permutation(len(filling), *self.reading.key, *self.window_start)
         self.window, self.filling, self.index = [filling[i] for i in order], None, 0
 
 
-def read_parts(parts: Sequence[Part], reading: Reading, **how: Any) -> InOrder:
-    """The reader for what ``reading`` asks; see `InOrder` for the arguments."""
-    return (WindowReader if reading.shuffle_window else InOrder)(parts, reading, **how)
+def read_parts(
+    parts: Sequence[Part],
+    reading: Reading,
+    *,
+    open_part: Callable[[Part, int, Part | None], Iterator[Record]],
+    decode: Callable[[Part, int, Any], Mapping[str, Any]],
+    place: Callable[[Part, int], str] = "{}, offset {}".format,
+    locate: Callable[[Origin], str] = "{}".format,
+) -> InOrder | WindowReader:
+    """The reader of a lane's parts in the order that ``reading`` asks for.
+
+    Args:
+        parts: of the lane.
+        reading: the order, and where to begin.
+        open_part: ``(part, offset, following)`` gives the records of a part from ``offset`` on; ``following`` is the
+            part that comes then, for whoever reads ahead.
+        decode: ``(part, offset, raw)`` makes a row's data, or raises ValueError.
+        place: ``(part, offset)`` in words, for errors of the storage.
+        locate: see `Source.locate`.
+    """
+    if reading.shuffle_window:
+        parts = [parts[i] for i in permutation(len(parts), *reading.key)]
+    ordered = InOrder(parts, reading, open_part, decode, place, locate)
+    return WindowReader(ordered) if reading.shuffle_window else ordered

@@ -31,10 +31,8 @@ class Steps:
         self.trainer = trainer
         self.first = first  # steps made before the first of these
         self.given = 0  # batches
-        self._before: tuple[dict[int, ReceiptNumbers], int] = (
-            {},
-            0,
-        )  # receipts and slot when the newest step began
+        # Receipts and slot when the newest step began.
+        self._before: tuple[dict[int, ReceiptNumbers], int] = ({}, 0)
         self._batches: Iterator[Batch] | None = None
 
     def __iter__(self) -> Steps:

@@ -128,7 +128,7 @@ class MetricLogger:
             self.logger.log_config(config)
 
     def log(self, values: Mapping[str, Any], *, step: int) -> None:
-        """ReceiptNumbers by name."""
+        """Numbers by name."""
         if self.logger is not None:
             self.logger.log_dict(values, step=step)
 

@@ -1,0 +1,47 @@
+"""The lanes of one consumer, one pack of each in turn."""
+
+from __future__ import annotations
+
+import pytest
+
+from streampack import IterablePackedDataset, MapSource
+from streampack.sources import Reading
+from streampack.sources.base import Reader
+from tests.corpus import Numbers, rows
+
+
+class Flaky(MapSource):
+    """Cannot begin one lane's epoch at first."""
+
+    fails = frozenset({(1, 1), (0, 2)})  # epoch, lane
+
+    def read(self, reading: Reading) -> Reader:
+        if (reading.epoch, reading.lane) in self.fails:
+            self.fails = self.fails - {(reading.epoch, reading.lane)}
+            raise OSError("the disk is busy")
+        return super().read(reading)
+
+
+def packs_of(source: MapSource) -> tuple[list[tuple[int, int, list[int]]], int]:
+    """Epoch, lane and tokens of all packs, and how many errors came in between."""
+    data = IterablePackedDataset(source, max_seq_len=12, encoder=Numbers(), num_lanes=3, epochs=3)
+    stream, found, errors = None, [], 0
+    while True:
+        try:
+            stream = stream or data.stream()
+            pack = next(stream)
+        except StopIteration:
+            return found, errors
+        except OSError:
+            errors += 1
+            continue
+        found.append((pack.epoch, pack.lane, pack.tokens.tolist()))
+
+
+@pytest.mark.parametrize("count", [12, 40])
+def test_an_epoch_that_cannot_begin_begins_when_asked_again(count: int) -> None:
+    """No lane's rows are passed by, and all come in the same order."""
+    whole, _ = packs_of(MapSource(rows(count)))
+    found, errors = packs_of(Flaky(rows(count)))
+    assert errors == 2
+    assert found == whole
