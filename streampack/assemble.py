@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streampack.plan import Packing
-from streampack.types import IGNORE_INDEX, IntArray, Sample
+from streampack.types import IGNORE_INDEX, IntArray, Sample, from_tuple
 
 NOT_PACKABLE = {
     "seq_lens": "it is a pack already; give the dataset that was packed, or leave packing to one of the two",
@@ -27,6 +27,9 @@ NOT_PACKABLE = {
 INT32, INT64, UINT32, UINT64 = map(np.dtype, (np.int32, np.int64, np.uint32, np.uint64))
 UNSIGNED = {INT32: (UINT32, 2**31), INT64: (UINT64, 2**63)}  # with what an id of the signed type is below
 MACHINE = {"I": INT32, "i": INT32, "Q": INT64, "q": INT64}  # how the numbers of a machine array are read
+
+
+_sample = from_tuple(Sample)
 
 
 def as_sample(row: Mapping[str, Any], *, tokens: str = "tokens", labels: str | None = "labels") -> Sample:
@@ -43,7 +46,7 @@ def as_sample(row: Mapping[str, Any], *, tokens: str = "tokens", labels: str | N
     """
     ids = _integers(row, tokens, codes="IQq")
     if labels is None or row.get(labels) is row[tokens]:  # all of it is trained, as where no mask is stored
-        return Sample(ids, ids)
+        return _sample((ids, ids))
     targets = _integers(row, labels, codes="Iiq")
     if ids.size != targets.size:
         raise ValueError(

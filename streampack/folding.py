@@ -6,7 +6,6 @@ a tenth of all that a worker does beside tokenizing.
 
 from __future__ import annotations
 
-from functools import partial
 from pickle import PickleBuffer
 from typing import Any
 
@@ -14,10 +13,10 @@ import numpy as np
 
 from streampack.assemble import narrowed
 from streampack.stream import Event
-from streampack.types import Fragment, LaneEnd, Pack
+from streampack.types import Fragment, LaneEnd, Pack, from_tuple
 
 Folded = tuple[Any, ...]
-_fragment = partial(tuple.__new__, Fragment)
+_fragment = from_tuple(Fragment)
 
 
 def fold(event: Event) -> Folded:

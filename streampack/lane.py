@@ -18,7 +18,7 @@ from streampack.plan import Planner
 from streampack.receipt import Receipt
 from streampack.sources.base import BadRecord, Reader, Reading
 from streampack.sources.quarantine import UNENCODABLE
-from streampack.types import Fragment, Origin, Pack, Position, ReceiptNumbers, Row, Sample
+from streampack.types import Fragment, Origin, Pack, Position, ReceiptNumbers, Row, Sample, from_tuple
 
 BROKEN: Mapping[str, Any] = MappingProxyType({})
 """The data of a row that could not be read, and is passed by."""
@@ -34,6 +34,9 @@ class Piece(NamedTuple):
     position: Position  # of its row
     first: int  # the number of its row's first piece
     trained: int | None  # see Fragment
+
+
+_piece, _fragment = from_tuple(Piece), from_tuple(Fragment)
 
 
 class Lane:
@@ -98,11 +101,11 @@ class Lane:
                 if trained is None:
                     # Every fragment gives the same cuts, so the labels are counted once and not for each.
                     trained = trained_tokens(sequence, packing.cuts(length, start, stop))
-                    held[number] = Piece(*piece[:-1], trained)
+                    held[number] = _piece((*piece[:-1], trained))
                 sequence = sequence.cut(start, stop)
             sequences.append(sequence)
             seq_lens.append(stop - start)
-            fragments.append(Fragment(origin, before + start, before + stop, trained))
+            fragments.append(_fragment((origin, before + start, before + stop, trained)))
             if self.tallies:
                 tally = self._tally(origin)
                 tally.packed += stop - start
@@ -304,7 +307,7 @@ class Lane:
             trained = trained_tokens(sample, [start for start, _ in parts[1:]])
         pieces, first = [], self.planner.next_piece
         for start, part in parts:
-            pieces.append(Piece(part, origin, start, self.epoch, position, first, trained))
+            pieces.append(_piece((part, origin, start, self.epoch, position, first, trained)))
         if isinstance(self.reader, Draws):
             trained_in_packs = sum(trained_tokens(part) for _, part in parts)
             self.reader.charge(trained_in_packs, pieces=max(1, len(parts)))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, SupportsIndex
 
 Strategy = Callable[[list[int], int, Callable[[], bool]], list[int]]
@@ -26,6 +27,9 @@ class Span(NamedTuple):
     index: int  # type: ignore[assignment]  # hides tuple.index, which nobody asks of a span
     start: int
     stop: int
+
+
+_span = partial(tuple.__new__, Span)  # in half the time
 
 
 def next_fit(lengths: list[int], room: int, pull: Callable[[], bool]) -> list[int]:
@@ -255,10 +259,10 @@ class Planner:
                 self.next_piece += 1
             start, left = self.offset, lengths[0] - self.offset
             if left > room:
-                spans.append(Span(pieces[0], start, start + room))
+                spans.append(_span((pieces[0], start, start + room)))
                 self.offset, self.room = start + room, 0
             else:
-                spans.append(Span(pieces[0], start, start + left))
+                spans.append(_span((pieces[0], start, start + left)))
                 self.offset, self.room = 0, room - left
                 del pieces[0], lengths[0]
 
@@ -299,7 +303,7 @@ class Planner:
 
     def _take(self, taken: list[int]) -> None:
         for i in taken:
-            self.spans.append(Span(self.pieces[i], 0, self.lengths[i]))
+            self.spans.append(_span((self.pieces[i], 0, self.lengths[i])))
             self.room -= self.lengths[i]
         for i in reversed(taken):
             del self.pieces[i], self.lengths[i]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,18 @@ Origin = tuple[int, ...]
 ReceiptNumbers = tuple[tuple[int, ...], bytes]
 """A `Receipt` as it travels with a pack: its numbers, and ``gone``. Bytes are made of it for a state; of every pack's,
 they would take too long."""
+
+
+Named = TypeVar("Named", bound=tuple[Any, ...])
+
+
+def from_tuple(kind: type[Named]) -> Callable[[Iterable[Any]], Named]:
+    """Makes a named tuple of a tuple, unchecked. For what every row and piece needs: in half of its own call's time.
+
+    >>> from_tuple(Row)(({}, (0,), (0,))).position
+    (0,)
+    """
+    return partial(tuple.__new__, kind)
 
 
 class Row(NamedTuple):

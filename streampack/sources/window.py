@@ -6,10 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from streampack.sources.base import BadRecord, Reading, permutation
-from streampack.types import Origin, Position, Row
+from streampack.types import Origin, Position, Row, from_tuple
 
 Record = tuple[int, Any, int]  # (offset in its file, raw data, offset of what comes next)
 _Found = tuple["Part", int, Any]  # a record's part, its offset, and the raw data, or the damage in its place
+
+
+_row = from_tuple(Row)
 
 
 class Part(NamedTuple):
@@ -81,7 +84,7 @@ class InOrder:
         except ValueError as error:
             raise BadRecord(str(error), position=position, origin=origin, locate=self.locate) from None
         self.found, self.begin = None, (self.part, self.offset, 0)
-        return Row(data, position, origin)
+        return _row((data, position, origin))
 
     def skip(self) -> None:
         """See `Reader.skip`."""
