@@ -275,7 +275,8 @@ def positions(packs: Sequence[Sequence[int]], max_seq_len: int) -> IntArray:
     parts = []
     for seq_lens in packs:
         parts += [count[:length] for length in seq_lens]
-        parts.append(count[: max_seq_len - sum(seq_lens)])
+        if padding := max_seq_len - sum(seq_lens):
+            parts.append(count[:padding])
     return np.concatenate(parts).reshape(len(packs), max_seq_len)
 
 

@@ -299,7 +299,8 @@ class Lane:
             error.add_note(f"while encoding {self._place(row)}")
             raise
         try:
-            parts = config.cut(sample)
+            short = 0 < sample.tokens.size <= config.packing.max_seq_len  # most are
+            parts = [(0, sample)] if short else config.cut(sample)
         except ValueError as error:
             raise ValueError(f"{self._place(row)} {error}") from None
         trained = None
