@@ -134,7 +134,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self.epochs = epochs
         self.epoch = 0  # where an iteration without a state begins
         self.num_lanes = num_lanes
-        self._receipts: dict[int, ReceiptNumbers] = {}  # a loaded state, until the next iteration takes it up
+        self.receipts: dict[int, ReceiptNumbers] = {}  # a loaded state, until the next iteration takes it up
         self._stream: PackStream | None = None  # the newest iteration
         self._identity: dict[str, Any] | None = None
 
@@ -148,7 +148,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         worker = get_worker_info()
         worker_id, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
         self._stream = self.stream(rank + world_size * worker_id, world_size * num_workers)
-        self._receipts = {}
+        self.receipts = {}
         return map(to_torchtune, self._stream)
 
     def stream(
@@ -166,7 +166,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         """
         if not 0 <= consumer < consumers:
             raise ValueError(f"consumer={consumer} of consumers={consumers} cannot be; count from 0")
-        receipts = self._receipts if receipts is None else receipts
+        receipts = self.receipts if receipts is None else receipts
         self.num_lanes = num_lanes = self.lanes_for(consumers)
         lanes = [
             Lane(self.lane_config, lane=lane, num_lanes=num_lanes, receipt=receipts.get(lane))
@@ -210,7 +210,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         Another one than that of a loaded state puts the state aside.
         """
         if require_positive(epoch, "epoch", least=0) != self.epoch:
-            self.epoch, self._receipts = epoch, {}
+            self.epoch, self.receipts = epoch, {}
 
     def identity(self) -> dict[str, Any]:
         """What decides which tokens share a pack; a state made under another identity is refused."""
@@ -241,7 +241,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         A lane that has yielded nothing has no entry. The states of several consumers are merged by
         merging ``lanes``.
         """
-        receipts = self._stream.receipts() if self._stream else self._receipts
+        receipts = self._stream.receipts() if self._stream else self.receipts
         return self.state_of(receipts)
 
     def state_of(self, receipts: Mapping[int, ReceiptNumbers]) -> dict[str, Any]:
@@ -279,7 +279,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             warnings.warn(changes, stacklevel=2)
         self.epoch = state["epoch"]
         self.num_lanes = num_lanes
-        self._receipts = receipts
+        self.receipts = receipts
         self._stream = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -290,7 +290,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         """Where every token went that this process has read, as of the last pack."""
         if self._stream is not None:
             return Ledger.total(lane.ledger for lane in self._stream.lanes)
-        return ledger_of(self._receipts)
+        return ledger_of(self.receipts)
 
     @property
     def mix(self) -> Mix | None:
@@ -299,7 +299,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
 
     def tallies(self) -> dict[str, Tally]:
         """What each source of a mixture gave, as `ledger`; empty without a mixture."""
-        receipts = self._stream.receipts() if self._stream else self._receipts
+        receipts = self._stream.receipts() if self._stream else self.receipts
         return self.tallies_of(receipts)
 
     def tallies_of(self, receipts: Mapping[int, ReceiptNumbers]) -> dict[str, Tally]:

@@ -285,8 +285,7 @@ class Lane:
         if data is BROKEN:
             return self._passed_by(row, self.broken, replay=replay)
         try:
-            encode = config.encode if config.mix is None else config.encoder(origin)
-            sample = encode(data)
+            sample = config.encoder(origin)(data)
             if config.checks:
                 check_sample(sample, config.vocab_size)
         except Exception as error:
@@ -299,8 +298,7 @@ class Lane:
             error.add_note(f"while encoding {self._place(row)}")
             raise
         try:
-            short = 0 < sample.tokens.size <= config.packing.max_seq_len  # most are
-            parts = [(0, sample)] if short else config.cut(sample)
+            parts = config.cut(sample)
         except ValueError as error:
             raise ValueError(f"{self._place(row)} {error}") from None
         trained = None

@@ -47,6 +47,8 @@ class LaneConfig:
             ValueError: as `Packing.pieces_of`.
         """
         length = sample.tokens.size
+        if 0 < length <= self.packing.max_seq_len:  # most are
+            return [(0, sample)]
         if length == 0 and self.empty == "drop":
             return []
         bounds = self.packing.pieces_of(length)

@@ -15,7 +15,7 @@ from streampack.iterable import IterablePackedDataset
 from streampack.lockstep import Answer, Lockstep
 from streampack.metrics import Ledger, Tally
 from streampack.plan import require_positive
-from streampack.receipt import Receipt, bytes_of, numbers_of
+from streampack.receipt import Receipt, bytes_of
 from streampack.shares import Share, Shares
 from streampack.stream import Event, ledger_of
 from streampack.types import Pack, ReceiptNumbers
@@ -121,7 +121,7 @@ class PackedDataLoader:
         if type(slot) is not int or not 0 <= slot < 2**63:
             raise ValueError(f"the state is damaged: slot {slot!r} is no number of packs")
         self.dataset.load_state_dict(state)
-        self.receipts, self.slot = numbers_of(state["lanes"]), slot
+        self.receipts, self.slot = dict(self.dataset.receipts), slot
         self._resume = self.dataset.epoch
 
     def _identify(self) -> None:

@@ -244,18 +244,17 @@ class Planner:
         return spans
 
     @property
-    def _most(self) -> int:
+    def _limit(self) -> int:
         """Sequences that a pack takes; a token each at least."""
         return self.packing.max_seqs_per_pack or self.packing.max_seq_len
 
     def _fill_by_cutting(self, pull: Callable[[], int | None]) -> None:
-        pieces, lengths, spans, limit = self.pieces, self.lengths, self.spans, self._most
+        pieces, lengths, spans, limit = self.pieces, self.lengths, self.spans, self._limit
         while (room := self.room) and len(spans) < limit:
             if not lengths:
                 if (pulled := pull()) is None:
                     return
-                pieces.append(self.next_piece)
-                lengths.append(pulled)
+                self.hold(self.next_piece, pulled)
                 self.next_piece += 1
             start, left = self.offset, lengths[0] - self.offset
             if left > room:
@@ -281,7 +280,7 @@ class Planner:
             self._take([0])
         # A strategy that takes all that waits (many short pieces) has not closed the pack: it is asked
         # again over a fresh buffer. Otherwise a pack could never hold more than buffer_size + 1 pieces.
-        while (seats := min(self.room, self._most - len(self.spans))) and (
+        while (seats := min(self.room, self._limit - len(self.spans))) and (
             self.lengths or pull_into_buffer()
         ):
             taken = self.choose(self.lengths, self.room, pull_into_buffer)

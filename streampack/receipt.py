@@ -109,9 +109,8 @@ def numbers_of(receipts: Mapping[int, bytes]) -> dict[int, ReceiptNumbers]:
     return {lane: Receipt.from_bytes(receipt).numbers() for lane, receipt in receipts.items()}
 
 
-@lru_cache(
-    maxsize=4096
-)  # for who takes a state after every pack, when all lanes but one stand where they stood
+# Kept, for who takes a state after every pack: all lanes but one stand where they stood.
+@lru_cache(maxsize=4096)
 def _encoded(receipt: ReceiptNumbers) -> bytes:
     numbers, gone = receipt
     body = _varints((VERSION, *numbers)) + gone

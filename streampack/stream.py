@@ -36,8 +36,7 @@ class PackStream:
         # The smallest is next: within an epoch, the lanes that are done come last; then the epoch is over.
         turn = ("done", "packs", "lane")
         self._turn = attrgetter(*turn) if last_epoch is None else attrgetter("epoch", *turn)
-        self._turns: list[tuple[tuple[int, ...], Lane]] = []  # of all lanes, a heap
-        self._take_turns()
+        self._turns = self._in_turn()  # a heap
 
     def __iter__(self) -> PackStream:
         return self
@@ -62,16 +61,15 @@ class PackStream:
                         if ended.epoch == epoch:
                             ended.start_epoch(epoch + 1)
                 finally:
-                    self._take_turns()
+                    self._turns = self._in_turn()
                 continue
             event = lane.next_pack() or LaneEnd(lane.lane, lane.epoch, lane.receipt())
             heapq.heapreplace(self._turns, (self._turn(lane), lane))
             self._receipts[lane.lane] = event.receipt
             return event
 
-    def _take_turns(self) -> None:
-        self._turns = [(self._turn(lane), lane) for lane in self.lanes]
-        heapq.heapify(self._turns)
+    def _in_turn(self) -> list[tuple[tuple[int, ...], Lane]]:
+        return sorted((self._turn(lane), lane) for lane in self.lanes)  # no two lanes have the same turn
 
     def receipts(self) -> dict[int, ReceiptNumbers]:
         """Of every lane that has yielded a pack or ended an epoch; a fresh dict of what nothing changes."""

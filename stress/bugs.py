@@ -22,7 +22,19 @@ from stress.topology import _ride, common_steps, relay
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 90  # seconds for one bug; a bug that makes the checks hang is seen
-SUITE = ("receipt", "lockstep", "workers", "ranks", "loader", "sources", "stream", "iterable", "lane")
+SUITE = (
+    "receipt",
+    "lockstep",
+    "workers",
+    "ranks",
+    "loader",
+    "sources",
+    "window",
+    "jsonl",
+    "stream",
+    "iterable",
+    "lane",
+)
 """Tests that could see them, those that take the least time first; as far as they exist."""
 
 

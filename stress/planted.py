@@ -67,15 +67,12 @@ def cursor_off_by_one() -> None:
         return (self.index + 1,)
 
     _set(mapstyle._Rows, "position", property(position))
-    good = window.InOrder.position.fget  # type: ignore[attr-defined]
-    _set(window.InOrder, "position", property(lambda self: (*good(self)[:-1], good(self)[-1] + 1)))
-    good_next = window.InOrder.__next__
 
-    def following(self: window.InOrder) -> Any:
-        row = good_next(self)
-        return row._replace(position=(*row.position[:-1], row.position[-1] + 1))
+    def following(self: Any) -> tuple[int, ...]:
+        return (*self.kept[:-1], self.kept[-1] + 1)
 
-    _set(window.InOrder, "__next__", following)
+    # Rows have theirs from the same place.
+    _set(window.InOrder, "position", property(following, lambda self, place: setattr(self, "kept", place)))
 
 
 @bug

@@ -12,6 +12,7 @@ import numpy as np
 import zstandard
 
 from streampack import IGNORE_INDEX, IterableSource, JSONLSource, MapSource, Sample
+from streampack.sources import Reading
 
 STRIDE = 1000  # sample i has the tokens 1000 i + 1, 1000 i + 2, ...
 
@@ -96,3 +97,17 @@ def samples_in(packs: Iterable[Mapping[str, Any]]) -> dict[int, list[int]]:
 def all_of(rows: Iterable[Mapping[str, int]], times: int = 1) -> dict[int, list[int]]:
     """What `samples_in` gives where every sample came exactly ``times`` times."""
     return {row["i"]: sorted(list(range(1, row["n"] + 1)) * times) for row in rows if row["n"]}
+
+
+def numbered(count: int) -> list[dict[str, Any]]:
+    """Rows of text, told apart by ``i``."""
+    return [{"i": i, "text": "x" * (i * 7 % 23)} for i in range(count)]
+
+
+def read_all(source: Any, *, num_lanes: int = 1, **settings: Any) -> list[Mapping[str, Any]]:
+    """The rows of all lanes, lane after lane."""
+    return [
+        row.data
+        for lane in range(num_lanes)
+        for row in source.read(Reading(lane, num_lanes=num_lanes, **settings))
+    ]

@@ -190,12 +190,12 @@ def test_a_sample_has_memory_of_its_own(dtype: Any) -> None:
     assert not np.shares_memory(as_sample({"tokens": buffer[:5]}, labels=None).tokens, buffer)
 
 
-@pytest.mark.parametrize("ids", [[1, 2**40], [-(2**31) - 1], [7], []])
-@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize(
+    ("ids", "dtype"),
+    [([1, 2**40], np.int64), ([-(2**31) - 1], np.int64), ([7], np.int64), ([7], np.int32), ([], np.int64)],
+)
 def test_narrowing_copies(ids: list[int], dtype: Any) -> None:
     """Who made the array may fill it anew."""
-    if dtype is np.int32 and any(abs(value) >= 2**31 for value in ids):
-        return
     array = np.array(ids, dtype)
     made = narrowed(array)
     array[:] = 0

@@ -6,6 +6,7 @@ import torch
 
 from streampack import IterablePackedDataset, PackedDataLoader
 from streampack.collate import Batch
+from streampack.receipt import Receipt
 
 
 def rows(count=300):
@@ -35,6 +36,18 @@ def samples(batches):
         for i, fragments in enumerate(batch.fragments)
         for j in range(len(fragments))
     )
+
+
+def test_a_state_is_read_once(monkeypatch):
+    """With ten thousand lanes it is most of what a resume waits for."""
+    loader = PackedDataLoader(dataset(), batch_size=2)
+    list(islice(loader, 9))
+    state, read, from_bytes = loader.state_dict(), [], Receipt.from_bytes
+    monkeypatch.setattr(Receipt, "from_bytes", lambda data: read.append(data) or from_bytes(data))
+    again = PackedDataLoader(dataset(), batch_size=2)
+    again.load_state_dict(state)
+    next(iter(again))
+    assert sorted(read) == sorted(state["lanes"].values())
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3])

@@ -221,7 +221,8 @@ def test_a_worker_makes_a_bounded_number_of_packs_ahead(prefetch: int, most: int
     one = worker(large, prefetch=prefetch)
     next(one)
     time.sleep(0.3)
-    # Taken, in the inbox, in the receiver's hand, in the pipe (each pack is larger than it), and one to find an end.
+    # Taken, in the inbox, in the receiver's hand, in the pipe (each pack is larger than it), and one to find an end. Of
+    # 3, one comes at a time; of 8, first two and then four together, and the inbox holds one group.
     assert made.value <= most
     one.close()
 

@@ -10,8 +10,6 @@ from streampack.types import Origin, Position, Row, from_tuple
 
 Record = tuple[int, Any, int]  # (offset in its file, raw data, offset of what comes next)
 _Found = tuple["Part", int, Any]  # a record's part, its offset, and the raw data, or the damage in its place
-
-
 _row = from_tuple(Row)
 
 
@@ -58,13 +56,12 @@ class InOrder:
         self.offset = parts[0].start if parts else 0  # of the next record in that part
         if reading.start is not None:
             self.part, self.offset, _ = reading.start
-        self.begin: Position = (self.part, self.offset, 0)  # where the search for the next row begins
+        self.position: Position = (
+            self.part,
+            self.offset,
+            0,
+        )  # of the row that comes next: where its search begins
         self.found: _Found | None = None  # that row's record, until it is yielded
-
-    @property
-    def position(self) -> Position:
-        """The position of the row that comes next."""
-        return self.begin
 
     def __iter__(self) -> Iterator[Row]:
         return self
@@ -76,19 +73,19 @@ class InOrder:
                 raise StopIteration
             self.found = found
         part, offset, raw = found
-        position, origin = self.begin, (part.file, offset)
+        position, origin = self.position, (part.file, offset)
         try:
             if isinstance(raw, Damage):
                 raise ValueError(str(raw))
             data = self.decode(part, offset, raw)
         except ValueError as error:
             raise BadRecord(str(error), position=position, origin=origin, locate=self.locate) from None
-        self.found, self.begin = None, (self.part, self.offset, 0)
+        self.found, self.position = None, (self.part, self.offset, 0)
         return _row((data, position, origin))
 
     def skip(self) -> None:
         """See `Reader.skip`."""
-        self.found, self.begin = None, (self.part, self.offset, 0)
+        self.found, self.position = None, (self.part, self.offset, 0)
 
     def find(self) -> _Found | None:
         """The next record of the parts, and where it is found; None at their end."""
@@ -166,7 +163,7 @@ class WindowReader:
     def _go_to(self, index: int) -> None:
         self.index = index
         if index < len(self.window):
-            self.ordered.begin = (*self.window_start, index)
+            self.ordered.position = (*self.window_start, index)
 
     def _fill(self) -> None:
         ordered = self.ordered
