@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from torchtune import config, training
+from torchtune import training
 
 from streampack.attention import prepare_model_for_packing
 from streampack.components import build
@@ -43,12 +43,13 @@ from streampack.training.model import (
     seed_step,
     vocabulary,
 )
+from streampack.training.overrides import parse
 from streampack.training.progress import MetricLogger, StepMeter, bar, memory_metrics, stream_totals, summary
 from streampack.training.schedule import restore_schedule
 from streampack.training.sources import SourceMeter
 
 
-@config.parse
+@parse
 def recipe_main(raw: DictConfig) -> None:
     """Entry point for ``tune run``: a config file, then ``key=value`` overrides."""
     train(raw)

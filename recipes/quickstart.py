@@ -35,10 +35,11 @@ def main(argv: list[str]) -> int:
     from omegaconf import OmegaConf
     from streampack_recipes.full_finetune import train
 
-    overrides = OmegaConf.from_dotlist(argv)
+    from streampack.training.overrides import with_overrides
+
     written = OmegaConf.load(Path(streampack_configs.__path__[0]) / "quickstart.yaml")
-    config = OmegaConf.merge(written, overrides)
-    if "output_dir" not in overrides:
+    config = with_overrides(written, argv)
+    if not any(word.startswith("output_dir=") for word in argv):
         config.output_dir, config.resume = _run_folder(Path(config.output_dir))
     train(config)
     print(NEXT)

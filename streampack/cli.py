@@ -129,12 +129,11 @@ def _verify(rest: list[str]) -> int:
             f"verify takes --config with a name or a path, then KEY=VALUE; got {' '.join(rest) or 'nothing'}"
         )
     path, config = _read_yaml("verify", words[1])
-    from omegaconf import OmegaConf
-
     from streampack.training.isolation import probe_config
+    from streampack.training.overrides import with_overrides
 
     try:
-        report = probe_config(OmegaConf.merge(config, OmegaConf.from_dotlist(words[2:])))
+        report = probe_config(with_overrides(config, words[2:]))
     except (ValueError, ImportError) as error:
         print(f"{path}: {error}", file=sys.stderr)
         return 1
@@ -165,9 +164,10 @@ def _tokenize(rest: list[str]) -> int:
     from omegaconf import OmegaConf
 
     from streampack.tokenize import from_config, tokenize
+    from streampack.training.overrides import with_overrides
 
     try:
-        merged = OmegaConf.merge(config, OmegaConf.from_dotlist(values))
+        merged = with_overrides(config, values)
         tokenize(
             **from_config(OmegaConf.to_container(merged, resolve=True)),  # type: ignore[arg-type]
             out=options.out,

@@ -106,7 +106,7 @@ class RunConfig:
 
 
 def read_config(config: Any, *, recipe: str | None = None) -> RunConfig:
-    """A `RunConfig` from what torchtune's ``config.parse`` gives, or from a plain mapping.
+    """A `RunConfig` from what `parse` gives, or from a plain mapping.
 
     Raises:
         ValueError: for an unknown or a missing key, one that ``recipe`` does not heed, or a value out of range.

@@ -1,0 +1,107 @@
+"""A config from a file and from the words of a command line: ``KEY=VALUE``, also for entries of lists."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import functools
+import re
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from streampack.components import COMPONENT
+
+AS_TEXT = "max_filename"  # of torchtune's checkpoint files: its leading zeros count
+
+
+def parse(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
+    """Decorate a recipe's entry point: it is called with the config of ``--config FILE KEY=VALUE ...``.
+
+    torchtune's ``config.parse`` does the same, but fails on the entries of lists and on values with a ``=``.
+    """
+
+    @functools.wraps(recipe_main)
+    def entry() -> Any:
+        parser = argparse.ArgumentParser(description=recipe_main.__doc__, allow_abbrev=False)
+        parser.add_argument("--config", required=True, metavar="FILE", help="a YAML file")
+        parser.add_argument(
+            "overrides", nargs="*", metavar="KEY=VALUE", help="in place of what the file says"
+        )
+        options, rest = parser.parse_known_args()
+        sys.exit(recipe_main(with_overrides(OmegaConf.load(options.config), [*options.overrides, *rest])))
+
+    return entry
+
+
+def with_overrides(config: Any, words: Iterable[str]) -> Any:
+    """A copy of a config in which ``words`` hold: ``KEY=VALUE`` sets a key, ``~KEY`` removes it.
+
+    >>> config = OmegaConf.create({"sources": [{"weight": 1}, {"weight": 2}], "lr": 0.1})
+    >>> OmegaConf.to_container(with_overrides(config, ["sources.1.weight=3", "~lr"]))
+    {'sources': [{'weight': 1}, {'weight': 3}]}
+
+    A value is YAML. ``model=torchtune.models.llama2.llama2`` names the component of the node ``model``.
+
+    Raises:
+        ValueError: for a word that is no override, or that names an entry which a list does not have.
+    """
+    merged = OmegaConf.create(config).copy()
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not key.strip("~") or key.startswith("-") or (not equals and not key.startswith("~")):
+            raise ValueError(f"{word!r} is no override; write KEY=VALUE, or ~KEY to remove one")
+        if key.startswith("~"):
+            _remove(merged, key[1:])
+        else:
+            _set(merged, key, value)
+    return merged
+
+
+def _set(config: Any, key: str, value: str) -> None:
+    _entries(config, key)
+    try:
+        values = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)
+    except Exception as error:  # the YAML parser's
+        raise ValueError(f"{key}: {value!r} is not YAML: {' '.join(str(error).split())}") from None
+    parsed = None if value == "None" else value if AS_TEXT in key else values["value"]  # type: ignore[call-overload, index]
+    node = OmegaConf.to_container(config, resolve=False).get(key)  # type: ignore[union-attr]
+    if isinstance(parsed, str) and isinstance(node, dict) and COMPONENT in node:
+        key = f"{key}.{COMPONENT}"
+    OmegaConf.update(config, key, parsed, force_add=True)
+
+
+def _remove(config: Any, key: str) -> None:
+    node, last = _entries(config, key)
+    if isinstance(node, ListConfig):
+        del node[int(last)]
+    elif isinstance(node, DictConfig) and last in node:
+        del node[last]
+    else:
+        there = list(map(str, node)) if isinstance(node, DictConfig) else []
+        close = difflib.get_close_matches(last, there, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"~{key}: there is no such key to remove{hint}")
+
+
+def _entries(config: Any, key: str) -> tuple[Any, str]:
+    """(container, key in it) of what a dotted key names; entries of lists must exist."""
+    parts = re.sub(r"\[([^\]]*)\]", r".\1", key).split(".")
+    node: Any = config
+    for depth, part in enumerate(parts):
+        if isinstance(node, ListConfig):
+            where, last = ".".join(parts[:depth]), len(node) - 1
+            if not part.isdecimal():
+                raise ValueError(f"{where} is a list; name an entry by its number, 0 to {last}")
+            if int(part) > last:
+                raise ValueError(f"{where} has entries 0 to {last}; there is no {part}")
+        if depth == len(parts) - 1:
+            break
+        try:
+            node = node[int(part)] if isinstance(node, ListConfig) else node.get(part)
+        except (OmegaConfBaseException, AttributeError):  # an interpolation, or no container
+            node = None
+    return node, parts[-1]
