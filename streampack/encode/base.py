@@ -1,0 +1,48 @@
+"""The contract of an encoder, rows that are tokens already, and what all encoders use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from streampack.assemble import as_sample
+from streampack.sources.base import digest
+from streampack.types import Sample
+
+PROBE = "The quick brown fox: 0123456789, naïve 漢字, def f(x): return x\n"
+
+
+class Encoder(Protocol):
+    """What makes a `Sample` of a row."""
+
+    def __call__(self, row: Mapping[str, Any], /) -> Sample:
+        """Raise ValueError for a row that makes no sample; the caller adds its place."""
+
+    def fingerprint(self) -> str:
+        """A digest of all that decides the tokens; a state made with another one is refused."""
+
+
+class TokensEncoder:
+    """Rows that are tokens already. ``labels=None`` trains on every token.
+
+    >>> TokensEncoder(tokens="input_ids", labels=None)({"input_ids": [4, 5]}).labels.tolist()
+    [4, 5]
+    """
+
+    def __init__(self, *, tokens: str = "tokens", labels: str | None = "labels") -> None:
+        self.tokens = tokens
+        self.labels = labels
+
+    def __call__(self, row: Mapping[str, Any], /) -> Sample:
+        """See `Encoder`."""
+        return as_sample(row, tokens=self.tokens, labels=self.labels)
+
+    def fingerprint(self) -> str:
+        """The columns' names."""
+        return digest("tokens", self.tokens, self.labels)
+
+
+def qualified_name(thing: Any) -> str:
+    """Of a function or class, or of an object's class."""
+    named = thing if hasattr(thing, "__qualname__") else type(thing)
+    return f"{named.__module__}.{named.__qualname__}"
