@@ -1,4 +1,4 @@
-"""Samples, a model and settings for tests of transformers' trainers, and what is asked of the loss curves."""
+"""Samples, a model, settings and trainers for tests of transformers' trainers, and what is asked of the loss curves."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from streampack import IterablePackedDataset, prepare_trainer_for_packing
 
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -79,3 +81,46 @@ class Killed(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == self.after:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stream(rows: Any = None, **changes: Any) -> IterablePackedDataset:
+    given: dict[str, Any] = {"max_seq_len": MAX_SEQ_LEN, "shuffle": True, "epochs": 2, "num_lanes": 4}
+    return IterablePackedDataset(samples() if rows is None else rows, **(given | changes))
+
+
+def trainer_of(folder: Path, *, of: Any = None, **changes: Any) -> Any:
+    """A Trainer that prints nothing."""
+    of = model() if of is None else of
+    given = {
+        name: changes.pop(name)
+        for name in ("train_dataset", "eval_dataset", "data_collator", "compute_metrics")
+        if name in changes
+    }
+    trainer = transformers.Trainer(of, settings(folder, **changes), **given)
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+def packed(folder: Path, packs: Any = None, *, attention: str = "auto", **changes: Any) -> Any:
+    """A Trainer on a stream."""
+    trainer = trainer_of(folder, train_dataset=stream() if packs is None else packs, **changes)
+    prepare_trainer_for_packing(trainer, attention=attention)
+    return trainer
+
+
+def held_out() -> IterablePackedDataset:
+    """An odd number of packs: of two ranks, one has a null pack at the end."""
+    return stream(samples(26, seed=1), shuffle=False, epochs=1, num_lanes=2)
+
+
+def truth(model: Any, rows: list[Any]) -> float:
+    """The mean loss over all trained tokens, one sample at a time."""
+    total, count = 0.0, 0
+    model.eval()
+    for row in rows:
+        if trained := sum(label != -100 for label in row["labels"][1:]):
+            tokens, labels = torch.tensor([row["tokens"]]), torch.tensor([row["labels"]])
+            with torch.no_grad():
+                total += model(input_ids=tokens, labels=labels, use_cache=False).loss.item() * trained
+            count += trained
+    return total / count

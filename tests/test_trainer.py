@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import shutil
@@ -30,41 +31,21 @@ from tests.hf_trainers import (
     Killed,
     Losses,
     assert_same,
+    held_out,
     losses,
     model,
+    packed,
     samples,
     settings,
+    stream,
+    trainer_of,
+    truth,
 )
 from tests.ranks import RankError, run_ranks
 
 transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-
-
-def stream(rows: Any = None, **changes: Any) -> IterablePackedDataset:
-    given: dict[str, Any] = {"max_seq_len": MAX_SEQ_LEN, "shuffle": True, "epochs": 2, "num_lanes": 4}
-    return IterablePackedDataset(samples() if rows is None else rows, **(given | changes))
-
-
-def trainer_of(folder: Path, *, of: Any = None, **changes: Any) -> Any:
-    """A Trainer that prints nothing."""
-    of = model() if of is None else of
-    given = {
-        name: changes.pop(name)
-        for name in ("train_dataset", "eval_dataset", "data_collator")
-        if name in changes
-    }
-    trainer = transformers.Trainer(of, settings(folder, **changes), **given)
-    trainer.remove_callback(transformers.PrinterCallback)
-    return trainer
-
-
-def packed(folder: Path, packs: Any = None, *, attention: str = "auto", **changes: Any) -> Any:
-    """A Trainer on a stream."""
-    trainer = trainer_of(folder, train_dataset=stream() if packs is None else packs, **changes)
-    prepare_trainer_for_packing(trainer, attention=attention)
-    return trainer
 
 
 def padded_batches(packs: IterablePackedDataset, rows: list[Any], *, packs_per_step: int) -> list[Any]:
@@ -150,11 +131,6 @@ def train_until_killed(folder: Path) -> None:
     trainer.train()
 
 
-def held_out() -> IterablePackedDataset:
-    """An odd number of packs: of two ranks, one has a null pack at the end."""
-    return stream(samples(26, seed=1), shuffle=False, epochs=1, num_lanes=2)
-
-
 def test_two_ranks_killed_and_resumed_on_one(tmp_path: Path, straight: Losses) -> None:
     assert len(list(held_out())) % 2 == 1
     with pytest.raises(RankError) as killed:
@@ -170,8 +146,7 @@ def test_two_ranks_killed_and_resumed_on_one(tmp_path: Path, straight: Losses) -
     before = {step: straight[step] for step in range(1, 11)}
     assert_same(two_ranks, before, within=1e-5, steps=range(1, 11))
     [evaluated] = [entry["eval_loss"] for entry in entries if "eval_loss" in entry]
-    alone = packed(tmp_path / "alone", eval_dataset=held_out(), per_device_eval_batch_size=2)
-    assert alone.evaluate()["eval_loss"] == pytest.approx(evaluated, rel=1e-6)
+    assert evaluated == pytest.approx(truth(model(), samples(26, seed=1)), rel=1e-6)
 
     resumed = packed(tmp_path / "run", max_steps=16, save_strategy="steps", save_steps=16)
     resumed.train(resume_from_checkpoint=True)
@@ -279,7 +254,7 @@ def test_the_logs_say_where_the_tokens_went(tmp_path: Path) -> None:
     assert last["padding"] == pytest.approx(1 - tokens / (64 * -(-tokens // 64)), abs=0.1)
 
 
-def test_a_step_of_prompts_alone_trains_nothing(tmp_path: Path) -> None:
+def test_a_step_of_prompts_alone_trains_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = [{"tokens": [3] * 64, "labels": [-100] * 64}] * 8
     trainer = packed(
         tmp_path, stream(rows), max_steps=2, weight_decay=0.0, eval_dataset=stream(rows, epochs=1)
@@ -288,33 +263,8 @@ def test_a_step_of_prompts_alone_trains_nothing(tmp_path: Path) -> None:
     trainer.train()
     assert set(losses(trainer).values()) == {0.0}
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
-    assert trainer.evaluate()["eval_loss"] == 0.0
-
-
-def test_packed_evaluation(tmp_path: Path) -> None:
-    """The mean over batches of the mean over a batch's tokens, as in Trainer; and other kinds of data beside."""
-    rows = samples(32, seed=1)
-    packs = stream(rows, shuffle=False, epochs=1, num_lanes=1)
-    trainer = packed(
-        tmp_path, eval_dataset={"packs": packs, "rows": rows}, per_device_eval_batch_size=2,
-        data_collator=FlatteningCollator(), remove_unused_columns=False, eval_strategy="steps", eval_steps=6,
-    )  # fmt: skip
-    expected = []
-    for batch in PackedDataLoader(packs, batch_size=2):
-        padded = PaddedCollator()([rows[f.origin[0]] for pack in batch.fragments for f in pack])
-        with torch.no_grad():
-            expected.append(trainer.model(**padded, use_cache=False).loss.item())
-    metrics = trainer.evaluate()
-    assert metrics["eval_packs_loss"] == pytest.approx(sum(expected) / len(expected), rel=1e-5)
-    trainer.train()
-    evaluated = [entry for entry in trainer.state.log_history if "eval_packs_loss" in entry]
-    assert [entry["step"] for entry in evaluated] == [6, 12]
-    assert evaluated[-1]["eval_packs_loss"] < metrics["eval_packs_loss"]
-    with pytest.raises(
-        ValueError, match="eval_dataset has epochs=None and would never end; give it epochs=1"
-    ):
-        trainer.evaluate(stream(epochs=None))
-    assert trainer.evaluate()["eval_packs_loss"] == evaluated[-1]["eval_packs_loss"]
+    assert math.isnan(trainer.evaluate()["eval_loss"])
+    assert "eval_loss is NaN: no token of the evaluation data is trained" in caplog.text
 
 
 def test_prepared_twice_the_last_one_holds(tmp_path: Path, straight: Losses) -> None:

@@ -18,7 +18,7 @@ from streampack import (
     TokensEncoder,
     prepare_trainer_for_packing,
 )
-from tests.hf_trainers import MAX_SEQ_LEN, Killed, assert_same, losses, model, settings
+from tests.hf_trainers import MAX_SEQ_LEN, Killed, assert_same, losses, model, settings, truth
 from tests.ranks import RankError, run_ranks
 
 datasets = pytest.importorskip("datasets")
@@ -189,3 +189,25 @@ def test_packed_evaluation(tmp_path: Path) -> None:
     trainer.evaluate()
     *_, trained, _, evaluated = trainer.state.log_history
     assert evaluated["eval_num_tokens"] == trained["num_tokens"] > 0
+
+
+def test_the_evaluation_of_packs_weighs_tokens_alike(tmp_path: Path) -> None:
+    """TRL's own means of a batch's tokens, too; and `evaluate` takes packs, which TRL would tokenize."""
+    trainer = sft(tmp_path, per_device_eval_batch_size=2)
+    prepare_trainer_for_packing(trainer, train_dataset=packs_of(trainer))
+    trainer.train()
+    rows = list(trainer.train_dataset.lane_config.source.dataset)[:40]
+    packs = IterablePackedDataset(rows, encoder=TokensEncoder(tokens="input_ids"), max_seq_len=MAX_SEQ_LEN)
+    metrics = trainer.evaluate(packs)
+    right: list[bool] = []
+    for row in rows:
+        tokens, labels = (torch.tensor([row[name]]) for name in ("input_ids", "labels"))
+        with torch.no_grad():
+            guesses = trainer.model(input_ids=tokens, use_cache=False).logits.argmax(-1)
+        right += (guesses[:, :-1] == labels[:, 1:])[labels[:, 1:] != IGNORE_INDEX].tolist()
+    assert any(right)
+    assert metrics["eval_mean_token_accuracy"] == pytest.approx(sum(right) / len(right), rel=1e-6)
+    assert metrics["eval_loss"] == pytest.approx(
+        truth(trainer.model, [{"tokens": row["input_ids"], "labels": row["labels"]} for row in rows]),
+        rel=1e-5,
+    )

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from streampack.attention import Inputs
 from streampack.iterable import IterablePackedDataset
+from streampack.trainer.evaluation import require_end
 from streampack.trainer.hooks import Hooks
-from streampack.trainer.steps import require_end
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -46,6 +46,10 @@ def prepare_trainer_for_packing(
     second time, never sees the loader. Every checkpoint holds the stream's state, and
     ``train(resume_from_checkpoint=...)`` goes on with the next packs, on another number of ranks too; ``True`` takes
     the newest checkpoint that was written to its end. Data that ends before ``max_steps`` ends the training.
+    The loss of an evaluation (``evaluate``, ``predict``) is the mean over its trained tokens on all ranks, of packs and
+    of data that Trainer's own loader serves; Trainer would weigh each batch the same, however few tokens it trains.
+    Where several ranks predict, the rows of null packs have labels of -100 only; and Trainer's own loader gives some
+    rows twice, to fill up its last batch.
     Logs get ``num_tokens``, ``padding`` and ``dropped_tokens``: real tokens so far, a share of 1, tokens.
 
     Preparing twice is harmless; the last one holds. `Trainer` over map-style data needs none of this:

@@ -12,7 +12,8 @@ from streampack.collate import Batch
 from streampack.iterable import IterablePackedDataset
 from streampack.loader import PackedDataLoader
 from streampack.trainer.checkpoints import newest_checkpoint, read_stream, read_trainer, write_stream
-from streampack.trainer.steps import Evaluation, Steps, require_end
+from streampack.trainer.evaluation import Evaluation, TokenMean, require_end
+from streampack.trainer.steps import Steps
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -28,6 +29,9 @@ class Hooks:
         "train",
         "get_train_dataloader",
         "get_eval_dataloader",
+        "get_test_dataloader",
+        "evaluate",
+        "evaluation_loop",
         "save_model",
         "log",
         "compute_loss",
@@ -43,7 +47,9 @@ class Hooks:
         self.checkpoint: Path | None = None  # that `train` resumes from
         self.steps: Steps | None = None  # of the newest training
         self.evaluations: dict[IterablePackedDataset, Evaluation] = {}
+        self.mean: TokenMean | None = None  # of the evaluation in progress
         self.totals: dict[str, float] = {}  # for the logs
+        self._counted: Any = None  # trained tokens of the newest batch or step, on all ranks
         self._inputs: tuple[Inputs, Any, torch.device] | None = None
 
     def enter(self) -> None:
@@ -134,6 +140,46 @@ class Hooks:
             self.evaluations[data] = Evaluation(loader, self.as_inputs)
         return self.evaluations[data]
 
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """Our batches for packs, in `predict` too."""
+        if isinstance(test_dataset, IterablePackedDataset):
+            return self.get_eval_dataloader(test_dataset)
+        return self.own["get_test_dataloader"](test_dataset)
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> Any:
+        """Take packs by way of ``trainer.eval_dataset``: TRL would tokenize what it is given here."""
+        given = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
+        if not any(isinstance(data, IterablePackedDataset) for data in given):
+            return self.own["evaluate"](eval_dataset, ignore_keys, metric_key_prefix)
+        before, self.trainer.eval_dataset = self.trainer.eval_dataset, eval_dataset
+        try:
+            return self.own["evaluate"](None, ignore_keys, metric_key_prefix)
+        finally:
+            self.trainer.eval_dataset = before
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """Give the loss as a mean over trained tokens, and count no null packs, in `evaluate` and `predict`."""
+        self.mean = mean = TokenMean(self.trainer)
+        try:
+            output = self.own["evaluation_loop"](
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+        finally:
+            self.mean = None
+        mean.apply(output.metrics, f"{metric_key_prefix}_loss")
+        if isinstance(dataloader, Evaluation):
+            output = output._replace(num_samples=dataloader.count_packs())
+        return output
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Begin a checkpoint with the stream's state.
 
@@ -159,13 +205,16 @@ class Hooks:
         """
         if num_items_in_batch is None:
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.trainer.args.device)
-        return self.own["compute_loss"](
+        result = self.own["compute_loss"](
             model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
         )
+        if self.mean is not None and torch.is_tensor(self._counted):
+            self.mean.add(result[0] if return_outputs else result, self._counted)
+        return result
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """At least 1: where a step holds prompts alone, the loss would be 0 / 0, and then the model NaN."""
-        count = self.own["_get_num_items_in_batch"](batch_samples, device)
+        self._counted = count = self.own["_get_num_items_in_batch"](batch_samples, device)
         return count.clamp(min=1) if torch.is_tensor(count) else count
 
     def count(self) -> None:

@@ -1,4 +1,4 @@
-"""The batches of a training in progress, and of an evaluation, as the model's arguments."""
+"""The batches of a training in progress, as the model's arguments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from streampack.collate import Batch
-from streampack.iterable import IterablePackedDataset
 from streampack.loader import PackedDataLoader
 from streampack.metrics import Ledger
 from streampack.types import ReceiptNumbers
@@ -80,24 +79,3 @@ class Steps:
                 steps, wanted,
             )  # fmt: skip
         self.trainer.control.should_training_stop = True
-
-
-def require_end(packs: IterablePackedDataset, name: str) -> None:
-    """An evaluation reads all its packs, so they must end.
-
-    Raises:
-        ValueError: if they do not.
-    """
-    if packs.epochs is None:
-        raise ValueError(f"{name} has epochs=None and would never end; give it epochs=1")
-
-
-class Evaluation:
-    """Evaluation batches, the same each time."""
-
-    def __init__(self, loader: PackedDataLoader, as_inputs: AsInputs) -> None:
-        self.loader = loader
-        self.as_inputs = as_inputs
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return map(self.as_inputs, self.loader)
