@@ -67,7 +67,6 @@ def train(raw: Any) -> dict[str, Any]:
 
 
 def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict[str, Any]:
-    trusted = cfg.trusted_packages
     checkpoints = Checkpoints(
         Path(cfg.output_dir) / "checkpoints",
         keep=cfg.keep_checkpoints,
@@ -84,8 +83,8 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
 
     # What is trained.
     with world.main_first():
-        tokenizer = build(cfg.tokenizer, trusted=trusted)
-        checkpointer = build(cfg.checkpointer, trusted=trusted)
+        tokenizer = build(cfg.tokenizer)
+        checkpointer = build(cfg.checkpointer)
     model = build_model(
         cfg.model,
         weights=checkpointer.load_checkpoint()[training.MODEL_KEY],
@@ -96,13 +95,12 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
         compile_layers=cfg.compile,
         shard_also=cfg.custom_sharded_layers,
         reshard_after_forward=cfg.fsdp_reshard_after_forward,
-        trusted=trusted,
     )
     allow_long_rows(model, max_seq_len=cfg.data["max_seq_len"], samples_in_row=cfg.samples_in_row)
     inputs = prepare_model_for_packing(model, attention=cfg.attention)
     if cfg.verify_isolation and cfg.document_masking:
         verify_isolation(model, inputs, max_seq_len=cfg.data["max_seq_len"], world=world)
-    optimizer = build(cfg.optimizer, model.parameters(), trusted=trusted)
+    optimizer = build(cfg.optimizer, model.parameters())
 
     # What it is trained on.
     dataset, validation = build_data(cfg, tokenizer=tokenizer, vocab_size=vocabulary(model), world=world)
@@ -123,15 +121,13 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
         loader.load_state_dict(run["stream"])
     if not steps or cfg.epochs is None:
         steps = total_steps(cfg, loader, world=world)
-    scheduler = build(
-        cfg.lr_scheduler, trusted=trusted, inject={"optimizer": optimizer, "num_training_steps": steps}
-    )
+    scheduler = build(cfg.lr_scheduler, inject={"optimizer": optimizer, "num_training_steps": steps})
     if newest is not None and scheduler is not None:
         restore_schedule(scheduler, run["scheduler"])
 
-    logger = MetricLogger(cfg.metric_logger, world=world, trusted=trusted)
+    logger = MetricLogger(cfg.metric_logger, world=world)
     logger.log_config(raw)
-    profiler = build(cfg.profiler, trusted=trusted)[0] if cfg.profiler else training.DummyProfiler()
+    profiler = build(cfg.profiler)[0] if cfg.profiler else training.DummyProfiler()
     every = (cfg.validation or {}).get("every")
     meter, by_source = StepMeter(world, device), SourceMeter(loader, world, device)
     started = time.perf_counter()

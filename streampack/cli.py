@@ -16,6 +16,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from streampack.components import trust
+
 RECIPES: dict[str, tuple[str, ...]] = {
     "full_finetune": ("quickstart", "llama3_2/1B_full_streamed"),
     "lora_finetune": ("lora_quickstart", "llama3_2/1B_lora_streamed"),
@@ -39,6 +41,9 @@ usage: streampack COMMAND ...
   run RECIPE --config CONFIG [KEY=VALUE ...]
                                       train; torchrun's options go before RECIPE
 
+  --trust NAME                        with any of these: a config may name the public classes and functions of this
+                                      package or module, be it in the working directory or installed
+
 RECIPE and CONFIG are names that `ls` shows, or paths. For example:
 
   streampack run full_finetune --config quickstart max_steps=3
@@ -59,10 +64,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(HELP, end="")
         return 0
     try:
-        return _dispatch(args)
+        return _dispatch(_trusting(args))
     except UsageError as error:
         print(f"streampack: error: {error}", file=sys.stderr)
         return 2
+
+
+def _trusting(args: list[str]) -> list[str]:
+    """``args`` without ``--trust NAME``, which is heeded here: in the environment, which other processes inherit."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--trust", action="append", default=[])
+    try:
+        options, rest = parser.parse_known_args(args)
+        trust(options.trust)
+    except (argparse.ArgumentError, ValueError) as error:
+        raise UsageError(str(error)) from None
+    return rest
 
 
 def _dispatch(args: list[str]) -> int:

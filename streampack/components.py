@@ -1,93 +1,195 @@
 """Building objects from ``_component_`` nodes of a YAML config, nested ones included.
 
-torchtune's ``config.instantiate`` builds one node and hands nested ones over as plain dicts. This builds
-the whole tree, and only from packages that are trusted: a config is data, and data must not be able to
-call ``os.system``.
+torchtune's ``config.instantiate`` builds one node and hands nested ones over as plain dicts. This builds the whole
+tree.
+
+A config is data: it chooses among the components listed in `COMPONENTS`, and cannot call anything else. Only the user
+can add to them, outside of the config: by ``--trust NAME``, or by the environment variable `TRUST`.
 """
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import importlib.util
 import inspect
-from collections.abc import Collection, Mapping
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 COMPONENT = "_component_"
-TRUSTED = ("streampack", "streampack_recipes", "torchtune", "torch", "torchao", "transformers")
+TRUST = "STREAMPACK_TRUST"
+"""Environment variable: packages or modules whose public classes and functions a config may name, separated by commas.
+Processes that a launcher starts inherit it."""
+
+COMPONENTS = {
+    r"streampack": r"\w+(Source|Encoder|Tokenizer|Messages)|Mix|Holdout|PackedDataset|packed_dataset",
+    r"streampack\.training\.weights": r"random_weights",
+    r"streampack_recipes\.quickstart": r"corpus_file",
+    r"torch\.optim": r"[A-Z]\w+",
+    r"torch\.optim\.lr_scheduler": r"[A-Z]\w+",
+    r"torchao\.optim": r"Adam\w+",
+    r"torchtune\.data": r"\w+(ToMessages|Template)",
+    r"torchtune\.datasets": r"\w+(_d|D)ataset",
+    r"torchtune\.models\.\w+": r"\w+",
+    r"torchtune\.modules\.transforms\.tokenizers": r"\w+BaseTokenizer",
+    r"torchtune\.training": r"FullModel\w+Checkpointer|get_cosine_schedule_with_warmup|setup_torch_profiler",
+    r"torchtune\.training\.checkpointing": r"FullModel\w+Checkpointer",
+    r"torchtune\.training\.lr_schedulers": r"get_cosine_schedule_with_warmup",
+    r"torchtune\.training\.metric_logging": r"\w+Logger",
+    r"transformers": r"get_(\w+_)?schedule(_\w+)?|Adafactor",
+}
+"""What a config may name: a pattern of modules, and of names that these export. tests/test_components.py has a list of
+names that must not match."""
+
+UNSAFE_BUILDERS = ("pandas", "iceberg")  # of `datasets`: the first reads pickles, the second imports by name
 
 
-def build(
-    node: Any, *args: Any, trusted: Collection[str] = (), inject: Mapping[str, Any] | None = None
-) -> Any:
+def build(node: Any, *args: Any, inject: Mapping[str, Any] | None = None) -> Any:
     """The object that ``node`` describes; nested nodes are built first, ``args`` go to the outermost.
 
-    Anything without a ``_component_`` is returned as it is, with the nodes inside it built. ``trusted``
-    adds package names to those that a dotted path may begin with. ``inject`` offers values by parameter
-    name (``tokenizer``, ``optimizer``) to whatever asks for them and was not given them by the config.
+    Anything without a ``_component_`` is returned as it is, with the nodes inside it built. ``inject`` offers values
+    by parameter name (``tokenizer``, ``optimizer``) to whatever asks for them and was not given them by the config.
 
     >>> build({"_component_": "streampack.TokensEncoder", "labels": None}).labels is None
     True
 
     Raises:
-        ValueError: for a path outside the trusted packages, one that leads nowhere, or arguments that do
-            not fit.
+        ValueError: for a path that a config may not name, one that leads nowhere, or arguments that do not fit.
     """
     if isinstance(node, Mapping):
-        inner = {
-            key: build(value, trusted=trusted, inject=inject)
-            for key, value in node.items()
-            if key != COMPONENT
-        }
-        if COMPONENT not in node:
+        component = resolve(node[COMPONENT]) if COMPONENT in node else None
+        refuse_code(node)
+        inner = {key: build(value, inject=inject) for key, value in node.items() if key != COMPONENT}
+        if component is None:
             return inner
-        path = node[COMPONENT]
-        component = resolve(path, trusted=trusted)
-        signature = inspect.signature(component)
-        asked = list(signature.parameters)[len(args) :]
+        asked = list(inspect.signature(component).parameters)[len(args) :]
         arguments = {name: value for name, value in (inject or {}).items() if name in asked} | inner
         try:
-            signature.bind(*args, **arguments)
+            inspect.signature(component).bind(*args, **arguments)
         except TypeError as error:
-            raise ValueError(f"{path}: {error}; it was given {sorted(arguments)}") from None
+            raise ValueError(f"{node[COMPONENT]}: {error}; it was given {sorted(arguments)}") from None
         return component(*args, **arguments)
     if isinstance(node, list | tuple):
-        return [build(value, trusted=trusted, inject=inject) for value in node]
+        return [build(value, inject=inject) for value in node]
     return node
 
 
-def resolve(path: str, *, trusted: Collection[str] = ()) -> Any:
-    """The class or function that a dotted path names.
+def resolve(path: str) -> Any:
+    """The class or function that a dotted path of a config names.
 
     Raises:
-        ValueError: if its package is not trusted, or there is no such thing.
+        ValueError: if a config may not name it, or there is no such thing.
+        ImportError: if a library that it needs is not installed.
     """
-    allowed = (*TRUSTED, *trusted)
-    outside = ValueError(
-        f"_component_ {path!r} is outside the trusted packages ({', '.join(allowed)}); "
-        "if you trust it, add its package to trusted_packages in the config"
-    )
-    if str(path).split(".")[0] not in allowed:
-        raise outside
-    parts = path.split(".")
+    parts = str(path).split(".")
+    module, package = ".".join(parts[:-1]), parts[0]
+    if not all(part.isidentifier() and not part.startswith("_") for part in parts):
+        raise ValueError(
+            f"_component_ {path!r} is no public dotted name; write one such as torch.optim.AdamW or my_package.Rows"
+        )
+    trusted = any(f"{path}.".startswith(f"{name}.") for name in trusted_by_user())
+    if trusted:
+        _find_in_working_directory(package)
+    elif not any(re.fullmatch(m, module) and re.fullmatch(n, parts[-1]) for m, n in COMPONENTS.items()):
+        raise ValueError(
+            f"_component_ {path!r} is not among the components that a config may name; {_way_out(path)}"
+        )
+    found = _locate(parts)
+    # A module holds what it imported, too: my_rows.system may be os.system.
+    home = str(getattr(getattr(found, "func", found), "__module__", "")).split(".")[0]
+    if home != package:
+        raise ValueError(
+            f"_component_ {path!r} is not among the components that a config may name: "
+            f"it comes from {home or 'elsewhere'}"
+        )
+    return found
+
+
+def refuse_code(arguments: Mapping[str, Any]) -> None:
+    """Raise ValueError for arguments by which a library would run code that they name."""
+    for key, value in arguments.items():
+        if key == "trust_remote_code" and value:
+            raise ValueError(
+                "trust_remote_code in a config would run code of whoever wrote the repository; load it in a module of "
+                "your own, and name that by --trust"
+            )
+        if key == "prompt_template" and isinstance(value, str):
+            resolve(value)  # torchtune calls whatever it names
+        if key in ("source", "dataset") and value in UNSAFE_BUILDERS:
+            raise ValueError(
+                f"{key}: the builder {value!r} of datasets can run code that its files name; "
+                "convert them to parquet, arrow, csv or json"
+            )
+
+
+def trusted_by_user() -> list[str]:
+    """The packages and modules that the environment variable `TRUST` adds to `COMPONENTS`."""
+    return [name for name in re.split(r"[,\s]+", os.environ.get(TRUST, "")) if name]
+
+
+def trust(names: Iterable[str]) -> None:
+    """Add to what configs may name, for this process and those that it starts.
+
+    Raises:
+        ValueError: for what is no dotted name.
+    """
+    names = [name for given in names for name in given.split(",")]
+    for name in names:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise ValueError(
+                f"--trust {name}: this is no name of a package or module, such as my_package.rows"
+            )
+    os.environ[TRUST] = ",".join(dict.fromkeys([*trusted_by_user(), *names]))
+
+
+def _find_in_working_directory(package: str) -> None:
+    """Let a package be found there, after all places where Python looks."""
+    here = str(Path.cwd())
+    if here not in sys.path and package not in sys.modules and importlib.util.find_spec(package) is None:
+        sys.path.append(here)
+        importlib.invalidate_caches()
+
+
+def _locate(parts: list[str]) -> Any:
+    path, hint = ".".join(parts), "check the spelling"
     for depth in range(len(parts) - 1, 0, -1):
-        name = ".".join(parts[:depth])
+        module = ".".join(parts[:depth])
         try:
-            found: Any = importlib.import_module(name)
+            found: Any = importlib.import_module(module)
         except ModuleNotFoundError as error:
-            if error.name and not f"{name}.".startswith(f"{error.name}."):
+            if error.name and not f"{module}.".startswith(f"{error.name}."):
                 raise ImportError(
                     f"_component_ {path!r} needs {error.name}, which is not installed"
                 ) from error
             continue
-        for attribute in parts[depth:]:
-            found = getattr(found, attribute, None)
+        for name in parts[depth:]:
+            holder, found = found, getattr(found, name, None)
             if found is None:
+                close = difflib.get_close_matches(name, getattr(holder, "__all__", dir(holder)), n=1)
+                hint = f"did you mean {close[0]!r}?" if close else hint
                 break
         if callable(found):
-            # A trusted module holds what it imported, too: streampack.cli.os.system is still os.system.
-            home = getattr(found, "func", found).__module__ or ""
-            if home.split(".")[0] not in allowed:
-                raise outside
             return found
         break
-    raise ValueError(f"_component_ {path!r} leads to nothing that can be called; check the spelling")
+    raise ValueError(f"_component_ {path!r} leads to nothing that can be called; {hint}")
+
+
+def _way_out(path: str) -> str:
+    """What to write instead, or how to allow it."""
+    module, _, name = path.rpartition(".")
+    for modules, names in COMPONENTS.items():
+        known = modules.replace("\\", "")
+        exported = getattr(sys.modules.get(known), "__all__", ())
+        if known.split(".")[0] == path.split(".")[0] and re.fullmatch(names, name) and name in exported:
+            return f"write {known}.{name}"
+    # Of a package that has components, trust the module only: torch as a whole can run anything.
+    listed = any(known.replace("\\", "").split(".")[0] == path.split(".")[0] for known in COMPONENTS)
+    trusted = module if listed else path.split(".")[0]
+    return (
+        f"if you trust {trusted}, say so outside of the config: --trust {trusted}, "
+        f"or the variable {TRUST}={trusted}"
+    )

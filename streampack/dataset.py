@@ -7,7 +7,7 @@ import logging
 import operator
 import sys
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -312,7 +312,6 @@ def packed_dataset(
     empty: str = "error",
     vocab_size: int | None = None,
     parity: str | None = None,
-    trusted_packages: Collection[str] = (),
 ) -> PackedDataset:
     """A `PackedDataset` for the YAML of a stock torchtune recipe.
 
@@ -326,8 +325,8 @@ def packed_dataset(
 
     ``packed: True`` must stand here, because the recipe looks for it here. The recipe passes ``tokenizer``,
     whose ``max_seq_len`` and ``pad_id`` are the defaults. The inner node is built with a copy of it that
-    does not cut, so that ``overlong`` decides what becomes of a long sample. ``trusted_packages`` adds names
-    to the packages that the inner ``_component_`` may come from.
+    does not cut, so that ``overlong`` decides what becomes of a long sample. It may name what any config of ours may,
+    see `streampack.components`.
 
     With ``parity="torchtune"`` the packs are those of the inner builder's own ``packed: True``: the tokenizer
     cuts, and the padding is 0, whatever the ``pad_id``. (``text_completion_dataset`` then splits by default:
@@ -368,7 +367,7 @@ def packed_dataset(
             f"the tokenizer ({type(tokenizer).__name__}) has no pad_id; set padding_idx in this node"
         )
     return PackedDataset(
-        build(dataset, tokenizer if parity else without_truncation(tokenizer), trusted=trusted_packages),
+        build(dataset, tokenizer if parity else without_truncation(tokenizer)),
         max_seq_len=max_seq_len,
         padding_idx=padding_idx,
         max_packs=max_packs,

@@ -120,14 +120,13 @@ def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: if there is no ``data.source``, or a component cannot be built.
     """
-    trusted = config.get("trusted_packages") or ()
-    tokenizer = without_truncation(build(config.get("tokenizer"), trusted=trusted))
+    tokenizer = without_truncation(build(config.get("tokenizer")))
     inject = {} if tokenizer is None else {"tokenizer": tokenizer, "model_transform": tokenizer}
     data = config.get("data")
     if not isinstance(data, Mapping) or "source" not in data:
         raise ValueError("data.source is missing; name where the rows come from")
-    source = as_source(build(data["source"], trusted=trusted, inject=inject))
-    encoder = build(data.get("encoder"), trusted=trusted, inject=inject)
+    source = as_source(build(data["source"], inject=inject))
+    encoder = build(data.get("encoder"), inject=inject)
     return {"source": source, "encoder": encoder, **{key: data[key] for key in BAD_RECORDS if key in data}}
 
 

@@ -1,8 +1,12 @@
+import os
 from collections.abc import Callable
 
 import pytest
 
 from tests.models_table import file_record
+
+# Configs of tests name components of tests, in the processes that tests start, too.
+os.environ.setdefault("STREAMPACK_TRUST", "tests")
 
 # A machine lent for the GPU tests may have a bare pytest; the property tests are not among those.
 try:

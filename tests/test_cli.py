@@ -167,9 +167,16 @@ def test_run_hands_torchruns_options_on(tune: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_run_on_two_processes(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("import os; open('rank' + os.environ['RANK'], 'w').close()")
+    """With a component of the working directory, which each of them finds."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "rows_of_mine.py").write_text("def build(): ...\n")
+    (tmp_path / "folder" / "mine.py").write_text(
+        "import os; from streampack.components import resolve\n"
+        "resolve('rows_of_mine.build'); open('rank' + os.environ['RANK'], 'w').close()\n"
+    )
     (tmp_path / "mine.yaml").write_text(CONFIG)
-    run = streampack("run", "--nproc_per_node", "2", "mine.py", "--config", "mine.yaml", cwd=tmp_path)
+    words = ["--nproc_per_node", "2", "folder/mine.py", "--config", "mine.yaml", "--trust", "rows_of_mine"]
+    run = streampack("run", *words, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert sorted(path.name for path in tmp_path.glob("rank*")) == ["rank0", "rank1"]
 
@@ -260,6 +267,22 @@ def test_without_torchtune(
 def validate(text: str) -> int:
     Path("mine.yaml").write_text(text)
     return cli.main(["validate", "mine.yaml"])
+
+
+def test_validate_finds_components_of_the_working_directory(
+    house: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("STREAMPACK_TRUST", "")
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    Path("rows_of_mine.py").write_text("def build(n): ...\n")
+    config = "profiler: {_component_: rows_of_mine.build, n: 3}\n"
+    assert validate(config) == 1
+    assert "--trust rows_of_mine" in capsys.readouterr().err
+    assert cli.main(["validate", "mine.yaml", "--trust", "rows_of_mine"]) == 0
+    assert cli.main(["validate", "mine.yaml", "--trust=../x"]) == 2
+    assert capsys.readouterr().err == (
+        "streampack: error: --trust ../x: this is no name of a package or module, such as my_package.rows\n"
+    )
 
 
 def test_validate_takes_names_and_paths(house: Path, capsys: pytest.CaptureFixture[str]) -> None:

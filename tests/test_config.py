@@ -58,8 +58,8 @@ def test_validate_names_the_node_of_every_problem():
     assert len(problems) == 3
     for place, what in (
         ("optimizer", "'rate'"),
-        ("data.source", "outside the trusted packages"),
-        ("data.encoder.message_transform", "leads to nothing"),
+        ("data.source", "not among the components"),
+        ("data.encoder.message_transform", "--trust torchtune.data"),
     ):
         assert any(problem.startswith(f"{place}: ") and what in problem for problem in problems)
 
@@ -69,7 +69,9 @@ def test_validate_reports_an_interpolation_that_fails():
     assert "SURELY_NOT_SET" in problem
 
 
-def test_trusted_packages_widen_the_roots():
+def test_only_the_environment_adds_to_what_a_config_may_name(monkeypatch):
     node = {"_component_": "json.loads"}
-    assert validate(written(profiler=node))
-    assert validate(written(profiler=node, trusted_packages=["json"])) == []
+    assert "not among the components" in validate(written(profiler=node))[0]
+    assert len(validate(written(profiler=node, trusted_packages=["json"]))) == 2
+    monkeypatch.setenv("STREAMPACK_TRUST", "json")
+    assert validate(written(profiler=node)) == []

@@ -467,6 +467,7 @@ def provide(monkeypatch: pytest.MonkeyPatch, build: Any) -> None:
     """Let ``my_data.build`` be this function."""
     build.__module__ = "my_data"
     monkeypatch.setitem(sys.modules, "my_data", types.SimpleNamespace(build=build))
+    monkeypatch.setenv("STREAMPACK_TRUST", "my_data")
 
 
 @pytest.fixture
@@ -479,9 +480,7 @@ def node(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_the_builder_packs_what_the_node_builds(node: Any) -> None:
-    packed = packed_dataset(
-        Tokenizer(8), dataset=node, packed=True, overlong="drop", buffer_size=3, trusted_packages=["my_data"]
-    )
+    packed = packed_dataset(Tokenizer(8), dataset=node, packed=True, overlong="drop", buffer_size=3)
     assert (packed.max_seq_len, packed.padding_idx, packed.packing.buffer_size) == (8, 77, 3)
     assert packed.ledger().dropped["overlong"] == 12  # the tokenizer did not cut it to 8
     assert packed[0]["tokens"].tolist() == [1000, 1001, 1002, 1003, 1004, 2000, 2001, 2002]
@@ -496,7 +495,6 @@ def test_the_builders_own_settings_come_first(node: Any) -> None:
         padding_idx=5,
         max_packs=1,
         split_across_pack=True,
-        trusted_packages=["my_data"],
     )
     assert len(packed) == 1
     assert packed[0]["seq_lens"].tolist() == [5, 3, 8]
@@ -505,14 +503,12 @@ def test_the_builders_own_settings_come_first(node: Any) -> None:
 
 def test_the_builder_leaves_the_recipes_tokenizer_alone(node: Any) -> None:
     tokenizer = Tokenizer(8)
-    packed_dataset(tokenizer, dataset=node, packed=True, overlong="truncate", trusted_packages=["my_data"])
+    packed_dataset(tokenizer, dataset=node, packed=True, overlong="truncate")
     assert tokenizer.max_seq_len == 8
 
 
 def test_under_parity_the_tokenizer_cuts_and_the_padding_is_0(node: Any) -> None:
-    packed = packed_dataset(
-        Tokenizer(7), dataset=node, packed=True, parity="torchtune", trusted_packages=["my_data"]
-    )
+    packed = packed_dataset(Tokenizer(7), dataset=node, packed=True, parity="torchtune")
     assert [pack["seq_lens"].tolist() for pack in packed] == [[5, 2], [3, 4], [7]]
     assert packed.padding_idx == 0
 
@@ -523,13 +519,13 @@ def test_the_builder_insists_on_packed_true(node: Any, packed: Any) -> None:
         f"packed={packed!r}: write `packed: True` beside `_component_: streampack.packed_dataset`. The recipe"
     )
     with pytest.raises(ValueError, match="^" + re.escape(message)) as caught:
-        packed_dataset(Tokenizer(8), dataset=node, packed=packed, trusted_packages=["my_data"])
+        packed_dataset(Tokenizer(8), dataset=node, packed=packed)
     assert "boundaries between samples would be dropped in silence" in str(caught.value)
 
 
 def test_packed_left_out_is_refused_too(node: Any) -> None:
     with pytest.raises(ValueError, match=r"^packed=False: write `packed: True`"):
-        packed_dataset(Tokenizer(8), dataset=node, trusted_packages=["my_data"])
+        packed_dataset(Tokenizer(8), dataset=node)
 
 
 @pytest.mark.parametrize(
@@ -541,17 +537,20 @@ def test_packed_left_out_is_refused_too(node: Any) -> None:
             "split_across_pack=True in the inner dataset node: packing is the outer",
         ),
         ({"max_packs": 4}, "max_packs=4 in the inner dataset node: packing is the outer node's"),
-        ({"_component_": "os.system"}, "_component_ 'os.system' is outside the trusted packages"),
+        (
+            {"_component_": "os.system"},
+            "_component_ 'os.system' is not among the components that a config may name",
+        ),
         ({"_component_": "my_data.nothing"}, "_component_ 'my_data.nothing' leads to nothing"),
     ],
 )
 def test_bad_inner_nodes_are_refused(node: Any, inner: Any, message: str) -> None:
     with pytest.raises(ValueError, match="^" + re.escape(message)):
-        packed_dataset(Tokenizer(8), dataset={**node, **inner}, packed=True, trusted_packages=["my_data"])
+        packed_dataset(Tokenizer(8), dataset={**node, **inner}, packed=True)
 
 
 def test_packed_false_in_the_inner_node_is_fine(node: Any) -> None:
-    settings: Any = {"packed": True, "overlong": "drop", "trusted_packages": ["my_data"]}
+    settings: Any = {"packed": True, "overlong": "drop"}
     assert len(packed_dataset(Tokenizer(8), dataset={**node, "packed": False}, **settings)) == 1
 
 
@@ -583,9 +582,7 @@ def test_an_inner_dataset_that_packs_by_itself_is_refused(monkeypatch: pytest.Mo
 
     provide(monkeypatch, build)
     with pytest.raises(ValueError, match=r"^sample 0 has a column 'seq_lens': it is a pack already"):
-        packed_dataset(
-            Tokenizer(8), dataset={"_component_": "my_data.build"}, packed=True, trusted_packages=["my_data"]
-        )
+        packed_dataset(Tokenizer(8), dataset={"_component_": "my_data.build"}, packed=True)
 
 
 # The progress bar

@@ -160,7 +160,7 @@ def test_a_changed_corpus_is_refused_at_resume(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data.source._component_": "os.system"}, "outside the trusted packages"),
+        ({"data.source._component_": "os.system"}, "not among the components"),
         ({"data.source.paths": "/nowhere/*.jsonl"}, "no file matches '/nowhere/"),
         ({"data.max_len": 5}, "data: unknown key 'max_len': did you mean 'max_seq_len'"),
         ({"data.max_seq_len": 8}, r"rows.jsonl:\d+ has \d+ tokens, max_seq_len is 8"),

@@ -64,7 +64,7 @@ def tiny_config(folder: Path, *, rows: int = 400, **changes):
     config.validation = {"share": 0.1, "max_packs": 4, "every": 5}
     config.metric_logger.filename = "log.txt"
     plain = {
-        "trusted_packages": ["tests"], "max_steps": 12, "epochs": None, "batch_size": 2, "packs_per_step": 4,
+        "max_steps": 12, "epochs": None, "batch_size": 2, "packs_per_step": 4,
         "checkpoint_every": 4, "num_workers": 0, "device": "cpu",
     }  # fmt: skip
     for key, value in (plain | changes).items():

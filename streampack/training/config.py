@@ -72,7 +72,6 @@ class RunConfig:
     resume: bool = False  # go on from the newest checkpoint in output_dir, if there is one
     log_every: int = 1  # steps
     profiler: Node | None = None
-    trusted_packages: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for name in (
@@ -137,8 +136,7 @@ def validate(config: Any) -> list[str]:
                 RunConfig(**values)
             except ValueError as error:
                 problems.append(str(error))
-    trusted = values.get("trusted_packages") or []
-    return problems + [problem for key, node in values.items() for problem in _components(node, key, trusted)]
+    return problems + [problem for key, node in values.items() for problem in _components(node, key)]
 
 
 def to_plain(config: Any) -> dict[str, Any]:
@@ -165,21 +163,19 @@ def hint_for(key: str, known: Collection[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"the keys are {', '.join(sorted(known))}"
 
 
-def _components(node: Any, where: str, trusted: list[str]) -> list[str]:
+def _components(node: Any, where: str) -> list[str]:
     if isinstance(node, list):
-        return [p for i, item in enumerate(node) for p in _components(item, f"{where}[{i}]", trusted)]
+        return [p for i, item in enumerate(node) for p in _components(item, f"{where}[{i}]")]
     if not isinstance(node, dict):
         return []
     problems = []
     if COMPONENT in node:
         try:
-            component = resolve(node[COMPONENT], trusted=trusted)
+            component = resolve(node[COMPONENT])
             # Partly: the recipe gives tokenizers, optimizers and the like.
             inspect.signature(component).bind_partial(**{k: v for k, v in node.items() if k != COMPONENT})
         except (ValueError, ImportError) as error:
             problems.append(f"{where}: {error}")
         except TypeError as error:
             problems.append(f"{where}: {node[COMPONENT]}: {error}")
-    return problems + [
-        p for key, value in node.items() for p in _components(value, f"{where}.{key}", trusted)
-    ]
+    return problems + [p for key, value in node.items() for p in _components(value, f"{where}.{key}")]

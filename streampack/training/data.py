@@ -44,7 +44,6 @@ def build_data(
         ValueError: for a data or validation section that does not fit.
     """
     inject = {"tokenizer": without_truncation(tokenizer), "model_transform": without_truncation(tokenizer)}
-    trusted = config.trusted_packages
     settings = dict(config.data)
     method = settings.pop("method", None)  # is `build_loader`'s
     if method is not None and METHODS[method].cuts:
@@ -53,8 +52,8 @@ def build_data(
         raise ValueError("data.source is missing; name where the rows come from")
     world = world or World()
     with listed_once(world.once):
-        source = as_source(build(settings.pop("source"), trusted=trusted, inject=inject))
-    encoder = build(settings.pop("encoder", None), trusted=trusted, inject=inject)
+        source = as_source(build(settings.pop("source"), inject=inject))
+    encoder = build(settings.pop("encoder", None), inject=inject)
     common: dict[str, Any] = {
         "padding_idx": tokenizer.pad_id,
         "vocab_size": vocab_size,
@@ -67,7 +66,7 @@ def build_data(
         raise ValueError(f"validation has no {unknown[0]!r}; its keys are {', '.join(VALIDATION_KEYS)}")
     if "source" in validation:
         with listed_once(world.once):
-            held_out = as_source(build(validation["source"], trusted=trusted, inject=inject))
+            held_out = as_source(build(validation["source"], inject=inject))
     elif "share" in validation:
         source, held_out = hold_out(source, share=validation["share"])
     elif validation:

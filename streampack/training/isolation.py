@@ -47,6 +47,6 @@ def probe_config(raw: Any) -> LeakReport:
     dtype = training.get_dtype(cfg.dtype, device=device)
     with training.set_default_dtype(dtype), device, torch.random.fork_rng(devices=[]):
         torch.manual_seed(cfg.seed)
-        model: nn.Module = build(cfg.model, trusted=cfg.trusted_packages)
+        model: nn.Module = build(cfg.model)
     inputs = prepare_model_for_packing(model, attention=cfg.attention)
     return find_leaks(model, inputs=inputs, max_seq_len=min(cfg.data["max_seq_len"], PROBED))

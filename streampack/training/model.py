@@ -39,7 +39,6 @@ def build_model(
     compile_layers: bool = False,
     shard_also: Collection[str] = (),
     reshard_after_forward: bool = True,
-    trusted: Collection[str] = (),
 ) -> nn.Module:
     """The model that a config names, with ``weights``, on ``device``, in training mode.
 
@@ -57,14 +56,13 @@ def build_model(
         compile_layers: let ``torch.compile`` make one kernel graph of every layer.
         shard_also: names of modules that are sharded by themselves besides the layers.
         reshard_after_forward: free a layer between its forward and backward pass; False trades memory for speed.
-        trusted: packages besides the usual that ``node`` may name.
     """
     world = world or World()
     torch_dtype = training.get_dtype(dtype, device=device)
     if torch_dtype == torch.float16:
         raise ValueError("dtype fp16 needs loss scaling, which no recipe does; use bf16 or fp32")
     with training.set_default_dtype(torch_dtype), torch.device("meta") if world.size > 1 else device:
-        model: nn.Module = build(node, trusted=trusted)
+        model: nn.Module = build(node)
     if hasattr(model, "set_num_output_chunks"):
         model.set_num_output_chunks(OUTPUT_CHUNKS)  # type: ignore[operator]
     if add_weights is not None:

@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from streampack.components import COMPONENT
+from streampack.components import COMPONENT, trust
 
 AS_TEXT = "max_filename"  # of torchtune's checkpoint files: its leading zeros count
 
@@ -31,7 +31,11 @@ def parse(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
         parser.add_argument(
             "overrides", nargs="*", metavar="KEY=VALUE", help="in place of what the file says"
         )
+        parser.add_argument(
+            "--trust", action="append", default=[], metavar="NAME", help="a package it may name"
+        )
         options, rest = parser.parse_known_args()
+        trust(options.trust)
         sys.exit(recipe_main(with_overrides(OmegaConf.load(options.config), [*options.overrides, *rest])))
 
     return entry

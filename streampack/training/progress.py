@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -119,8 +119,8 @@ def memory_metrics(world: World, device: torch.device) -> dict[str, float]:
 class MetricLogger:
     """The config's metric logger on rank 0; on the others, nothing."""
 
-    def __init__(self, node: Mapping[str, Any], *, world: World, trusted: Collection[str] = ()) -> None:
-        self.logger = build(node, trusted=trusted) if world.is_main else None
+    def __init__(self, node: Mapping[str, Any], *, world: World) -> None:
+        self.logger = build(node) if world.is_main else None
 
     def log_config(self, config: Any) -> None:
         """The run's config, once."""
