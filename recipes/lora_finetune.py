@@ -4,8 +4,9 @@
     tune run --nproc_per_node 2 streampack_recipes/lora_finetune --config my.yaml
 
 LoRA, DoRA or, where the model's base is quantized, QLoRA: whatever torchtune builder the config names. The base
-is frozen; running checkpoints hold the adapters only, and at the end the adapters are saved and the base with
-them merged in. On one device or on many; with several processes the model is sharded over them (FSDP2).
+is frozen; running checkpoints hold the adapters only. At the end ``adapter/`` holds the adapters, and ``epoch_0/``
+the base with them merged in: two folders, because transformers applies an adapter that lies beside weights. On one
+device or on many; with several processes the model is sharded over them (FSDP2).
 
 The loop is `full_finetune`'s. What differs: which weights train, how they begin, and what is saved.
 """
@@ -31,7 +32,13 @@ from streampack.training.data import build_data, build_loader, total_steps
 from streampack.training.distributed import World, join_world
 from streampack.training.evaluation import evaluate
 from streampack.training.isolation import verify_isolation
-from streampack.training.lora import adapter_config, split_and_merge, start_adapters, start_magnitudes
+from streampack.training.lora import (
+    adapter_config,
+    save_adapters,
+    split_and_merge,
+    start_adapters,
+    start_magnitudes,
+)
 from streampack.training.loss import label_weights, token_losses
 from streampack.training.model import (
     allow_long_rows,
@@ -42,6 +49,7 @@ from streampack.training.model import (
     seed_step,
     vocabulary,
 )
+from streampack.training.output import save_weights
 from streampack.training.overrides import parse
 from streampack.training.progress import MetricLogger, StepMeter, bar, memory_metrics, stream_totals, summary
 from streampack.training.schedule import restore_schedule
@@ -206,12 +214,14 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
     ledger, _ = stream_totals(loader, world)
     final = full_weights(model, device=device, world=world)
     if world.is_main:
-        only = cfg.save_adapter_weights_only
-        state = split_and_merge(final, config=adapter_config(model), adapters_only=only)
-        checkpointer.save_checkpoint(state, epoch=0, adapter_only=only)
+        merged, adapters = split_and_merge(final, config=adapter_config(model))
+        saved = {"adapters": save_adapters(checkpointer, adapters, model=model, output_dir=cfg.output_dir)}
+        if not cfg.save_adapter_weights_only:
+            saved["weights"] = save_weights(checkpointer, merged, cfg=cfg)
         logger.close()
         print(summary(ledger, seconds=seconds, tokens=tokens, validation=held_out))
-        print(f"adapters     {Path(cfg.output_dir) / 'epoch_0'}")
+        for what, folder in saved.items():
+            print(f"{what:12} {folder}")
     return {"step": step, "tokens": tokens, "seconds": seconds, "held_out": held_out, "ledger": ledger}
 
 

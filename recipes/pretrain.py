@@ -43,6 +43,7 @@ from streampack.training.model import (
     seed_step,
     vocabulary,
 )
+from streampack.training.output import save_weights
 from streampack.training.overrides import parse
 from streampack.training.progress import MetricLogger, StepMeter, bar, memory_metrics, stream_totals, summary
 from streampack.training.schedule import restore_schedule
@@ -213,10 +214,10 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
     ledger, _ = stream_totals(loader, world)
     final = full_weights(model, device=device, world=world)
     if world.is_main:
-        checkpointer.save_checkpoint({training.MODEL_KEY: final}, epoch=0)
+        folder = save_weights(checkpointer, final, cfg=cfg)
         logger.close()
         print(summary(ledger, seconds=seconds, tokens=tokens, validation=held_out))
-        print(f"weights      {Path(cfg.output_dir) / 'epoch_0'}")
+        print(f"weights      {folder}")
     return {"step": step, "tokens": tokens, "seconds": seconds, "held_out": held_out, "ledger": ledger}
 
 

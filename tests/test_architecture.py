@@ -63,6 +63,7 @@ FREE_TESTS = {
     "test_transformers_models.py": "packed equals alone, for the families of Hugging Face models",
     "test_trl.py": "TRL's SFTTrainer on a stream of packs",
     "test_examples.py": "the scripts under examples/",
+    "test_after_training.py": "what the recipes leave, in transformers, PEFT and torchtune",
     "test_stress.py": "the long lines of `make stress`, with small counts",
     "test_remote_indexed.py": "token shards and MDS over the network",
     "test_benchmarks.py": "the commands under benchmarks/ that no other test runs",

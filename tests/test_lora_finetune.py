@@ -1,7 +1,5 @@
 """The recipe for adapters, run as a user runs it, on a toy."""
 
-import json
-
 import pytest
 import torch
 from streampack_recipes.lora_finetune import train
@@ -36,7 +34,8 @@ def numbers(folder, name="loss"):
 
 
 def saved(folder, pattern):
-    return torch.load(next((folder / "out" / "epoch_0").glob(pattern)), weights_only=True)
+    where = "adapter" if pattern.startswith("adapter") else "epoch_0"
+    return torch.load(next((folder / "out" / where).glob(pattern)), weights_only=True)
 
 
 @pytest.fixture(scope="module")
@@ -137,33 +136,8 @@ def test_a_model_without_adapters_is_refused(tmp_path):
 
 def test_adapters_only(tmp_path):
     train(lora_config(tmp_path, max_steps=2, save_adapter_weights_only=True, validation=None))
-    assert [path.name for path in (tmp_path / "out" / "epoch_0").iterdir()] == ["adapter_model.pt"]
-
-
-def test_in_hugging_faces_format_with_peft_config(tmp_path):
-    from safetensors.torch import load_file, save_file
-    from torchtune.models.convert_weights import tune_to_hf
-
-    config = lora_config(tmp_path, max_steps=2, validation=None)
-    weights = torch.load(tmp_path / "init" / "model.bin", weights_only=True)
-    save_file(
-        tune_to_hf(weights, num_heads=2, num_kv_heads=2, dim=16), tmp_path / "init" / "model.safetensors"
-    )
-    (tmp_path / "init" / "config.json").write_text(
-        json.dumps({"num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 16})
-    )
-    config.checkpointer._component_ = "torchtune.training.FullModelHFCheckpointer"
-    config.checkpointer.checkpoint_files = ["model.safetensors"]
-    config.model.apply_lora_to_output = False
-    train(config)
-    folder = tmp_path / "out" / "epoch_0"
-    written = json.loads((folder / "adapter_config.json").read_text())
-    assert (written["r"], written["lora_alpha"], written["peft_type"]) == (4, 12.0, "LORA")
-    assert set(written["target_modules"]) == {"q_proj", "v_proj", "gate_proj", "down_proj", "up_proj"}
-    assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in load_file(
-        folder / "adapter_model.safetensors"
-    )
-    assert "model.layers.0.self_attn.q_proj.weight" in load_file(next(folder.glob("model-*.safetensors")))
+    assert [path.name for path in (tmp_path / "out" / "adapter").iterdir()] == ["adapter_model.pt"]
+    assert not (tmp_path / "out" / "epoch_0").exists()
 
 
 # torchao quantizes in groups of 64 * 256 numbers, and a rank needs whole groups of each weight.

@@ -5,15 +5,32 @@ LoRA: Hu et al., 2021, https://arxiv.org/abs/2106.09685. The layers, and QLoRA's
 
 from __future__ import annotations
 
+import json
+import logging
 import math
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torchtune import training
 from torchtune.modules import peft
 
-TARGETS = ("q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2", "w3", "output")  # as torchtune names them
+# The layers that can have adapters: torchtune's names, and Hugging Face's.
+TARGETS = {
+    "q_proj": "self_attn.q_proj", "k_proj": "self_attn.k_proj", "v_proj": "self_attn.v_proj",
+    "output_proj": "self_attn.o_proj", "w1": "mlp.gate_proj", "w2": "mlp.down_proj", "w3": "mlp.up_proj",
+    "output": "lm_head",
+}  # fmt: skip
+PARTS = {
+    "lora_a.weight": "lora_A.weight", "lora_b.weight": "lora_B.weight", "magnitude": "lora_magnitude_vector",
+}  # fmt: skip
+# Where the two numbers lie that are rotated together: side by side, or half a head apart as in Hugging Face's format.
+NEIGHBOURS, HALVES = ("RotaryPositionalEmbeddings", "Llama3ScaledRoPE"), ("Qwen2RotaryPositionalEmbeddings",)
+
+log = logging.getLogger(__name__)
 
 
 def start_adapters(model: nn.Module, *, seed: int) -> dict[str, torch.Tensor]:
@@ -48,7 +65,7 @@ def start_magnitudes(model: nn.Module) -> None:
 
 
 def adapter_config(model: nn.Module) -> dict[str, Any]:
-    """Rank, scale and place of a model's adapters, as torchtune's checkpointers and PEFT want them."""
+    """Rank, scale and place of a model's adapters, as PEFT writes them, with torchtune's names of the layers."""
     layers = {
         name: module
         for name, module in model.named_modules()
@@ -68,15 +85,99 @@ def adapter_config(model: nn.Module) -> dict[str, Any]:
 
 
 def split_and_merge(
-    weights: dict[str, torch.Tensor], *, config: dict[str, Any], adapters_only: bool = False
-) -> dict[str, Any]:
-    """All weights of a model as what torchtune's checkpointers save: the adapters, and the base with BA added.
+    weights: dict[str, torch.Tensor], *, config: Mapping[str, Any]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Split all weights of a model into the base with the adapters merged in, and the adapters.
 
     ``weights`` is used up.
     """
-    state = {training.ADAPTER_KEY: peft.get_adapter_state_dict(weights), training.ADAPTER_CONFIG: config}
-    if not adapters_only:
-        state[training.MODEL_KEY] = peft.get_merged_lora_ckpt(
-            weights, rank=config["r"], alpha=config["lora_alpha"]
+    adapters = peft.get_adapter_state_dict(weights)
+    for name in [name for name in weights if name.endswith(".magnitude")]:
+        layer = name.removesuffix(".magnitude")
+        if f"{layer}.bias" in weights:  # torchtune's DoRA layers scale it too; its merge forgets that
+            delta = weights[f"{layer}.lora_b.weight"] @ weights[f"{layer}.lora_a.weight"]
+            whole = weights[f"{layer}.weight"] + config["lora_alpha"] / config["r"] * delta
+            scale = weights[name] / torch.linalg.norm(whole, dim=1)
+            weights[f"{layer}.bias"] = weights[f"{layer}.bias"] * scale.to(whole.dtype)
+    merged = peft.get_merged_lora_ckpt(weights, rank=config["r"], alpha=config["lora_alpha"])
+    return merged, adapters
+
+
+def save_adapters(
+    checkpointer: Any, weights: Mapping[str, torch.Tensor], *, model: nn.Module, output_dir: str
+) -> Path:
+    """Write adapters to a folder of their own: ``adapter_model.pt`` for torchtune, and PEFT's two files.
+
+    PEFT's are written where the base is in Hugging Face's format and PEFT knows the family's layers. Beside merged
+    weights they would do harm: transformers applies an adapter that lies there, once more.
+
+    Args:
+        checkpointer: torchtune's, which knows the base.
+        weights: the adapters, under torchtune's names.
+        model: the model that they were trained in.
+        output_dir: the run's.
+
+    Returns:
+        The folder, ``adapter`` in ``output_dir``.
+    """
+    folder = Path(output_dir) / "adapter"
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(dict(weights), folder / "adapter_model.pt")
+    from_hf = isinstance(checkpointer, training.FullModelHFCheckpointer)
+    try:
+        converted = peft_weights(weights, model) if from_hf else None
+    except ValueError as error:
+        log.warning("%s has no files for PEFT: %s", folder, error)
+        converted = None
+    if converted is not None:
+        config = adapter_config(model)
+        config["target_modules"] = [TARGETS[name].rpartition(".")[2] for name in config["target_modules"]]
+        config["base_model_name_or_path"] = checkpointer.repo_id or str(
+            checkpointer._checkpoint_dir.resolve()
         )
-    return state
+        config |= {"task_type": "CAUSAL_LM", "inference_mode": True}
+        save_file(converted, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return folder
+
+
+def peft_weights(weights: Mapping[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
+    """Convert adapters to PEFT's names and order of rows.
+
+    torchtune's own ``tune_to_peft_adapter_weights`` is right for LoRA in llama's and gemma's layers only: it permutes
+    Qwen2's queries and keys, which have Hugging Face's order already, and leaves DoRA's magnitudes as they are.
+
+    Args:
+        weights: the adapters, under torchtune's names.
+        model: the model that they were trained in, which says how its heads are laid out.
+
+    Raises:
+        ValueError: if PEFT's layers do not compute what these adapters do.
+    """
+    heads: Any = next(module for module in model.modules() if hasattr(module, "pos_embeddings"))
+    rotary = type(heads.pos_embeddings).__name__
+    if rotary not in (*NEIGHBOURS, *HALVES):
+        raise ValueError(
+            f"torchtune's layers with {rotary} are not Hugging Face's, Phi's for one; use the merged weights, or "
+            "adapter_model.pt in torchtune"
+        )
+    converted = {}
+    for name, value in weights.items():
+        part = next(part for part in PARTS if name.endswith(f".{part}"))
+        layer, _, target = name.removesuffix(f".{part}").rpartition(".")
+        if (
+            part == "magnitude"
+            and getattr(model.get_submodule(f"{layer}.{target}"), "bias", None) is not None
+        ):
+            raise ValueError(
+                f"DoRA scales the bias of {target} in torchtune and not in PEFT; use the merged weights, or LoRA"
+            )
+        if rotary in NEIGHBOURS and target in ("q_proj", "k_proj") and part != "lora_a.weight":
+            value = (
+                value.reshape(-1, heads.head_dim // 2, 2, *value.shape[1:])
+                .transpose(1, 2)
+                .reshape(value.shape)
+            )
+        within = f"model.{layer.rpartition('.')[0]}." if layer else ""  # layers.3.attn: model.layers.3.
+        converted[f"base_model.model.{within}{TARGETS[target]}.{PARTS[part]}"] = value.contiguous()
+    return converted
