@@ -16,7 +16,14 @@ if TYPE_CHECKING:
     from streampack.collate import Batch, collate_packed
     from streampack.collators import FlatteningCollator, PaddedCollator
     from streampack.dataset import PackedDataset, packed_dataset
-    from streampack.encode import MessagesEncoder, TextEncoder, TokensEncoder
+    from streampack.encode import (
+        ChatEncoder,
+        HFTokenizer,
+        MessagesEncoder,
+        PromptCompletionEncoder,
+        TextEncoder,
+        TokensEncoder,
+    )
     from streampack.flatten import flatten_batch, join_documents
     from streampack.iterable import IterablePackedDataset
     from streampack.loader import PackedDataLoader
@@ -37,9 +44,11 @@ if TYPE_CHECKING:
 __all__ = [
     "IGNORE_INDEX",
     "Batch",
+    "ChatEncoder",
     "FlatteningCollator",
     "Fragment",
     "HFSource",
+    "HFTokenizer",
     "Holdout",
     "IterablePackedDataset",
     "IterableSource",
@@ -55,6 +64,7 @@ __all__ = [
     "PackedDataset",
     "PaddedCollator",
     "ParquetSource",
+    "PromptCompletionEncoder",
     "Sample",
     "TextEncoder",
     "TokenShardSource",
@@ -74,8 +84,10 @@ __all__ = [
 # Importing torch takes over a second, which `streampack --help` and a planner of lengths need not wait for.
 _MODULES = {
     "Batch": "collate",
+    "ChatEncoder": "encode",
     "FlatteningCollator": "collators",
     "HFSource": "sources",
+    "HFTokenizer": "encode",
     "Holdout": "sources",
     "IterablePackedDataset": "iterable",
     "IterableSource": "sources",
@@ -89,6 +101,7 @@ _MODULES = {
     "PackedDataset": "dataset",
     "PaddedCollator": "collators",
     "ParquetSource": "sources",
+    "PromptCompletionEncoder": "encode",
     "TextEncoder": "encode",
     "TokenShardSource": "sources",
     "TokensEncoder": "encode",

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from streampack.assemble import assemble, read_sample, trained_if_split
 from streampack.collate import Batch, stack_packs
+from streampack.encode import guard_datasets
 from streampack.methods import Row, method_of, packing_of, plan_batches
 from streampack.multipack import share_of
 from streampack.plan import require_positive
@@ -84,6 +85,7 @@ def method_loader(
             f"method={method!r} must know all lengths, and a {type(ds).__name__} has no samples by number (it needs "
             "__len__ and __getitem__); stream it with IterablePackedDataset, whose strategy 'exact_fit' needs none"
         )
+    guard_datasets(ds)
     if lengths is None:
         lengths = [read_sample(ds, index, vocab_size=vocab_size).tokens.size for index in range(len(ds))]
     elif len(lengths) != len(ds):

@@ -20,7 +20,7 @@ from streampack import parity as torchtune_parity
 from streampack.assemble import assemble, read_sample, trained_if_split, with_eos
 from streampack.collate import to_torchtune
 from streampack.components import COMPONENT, build
-from streampack.encode import without_truncation
+from streampack.encode import check_tokenizer, guard_datasets
 from streampack.metrics import Ledger
 from streampack.plan import Packing, plan_samples, require
 from streampack.types import Fragment, Pack, Sample
@@ -112,6 +112,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
         self.packing = Packing(
             max_seq_len, strategy, buffer_size, split_across_pack, overlong, truncate_side, max_seqs_per_pack
         )
+        if not parity:  # which is to make what torchtune makes, whatever that is
+            guard_datasets(ds)
         self.ds = ds
         self.max_seq_len = max_seq_len
         self.padding_idx = padding_idx
@@ -367,7 +369,7 @@ def packed_dataset(
             f"the tokenizer ({type(tokenizer).__name__}) has no pad_id; set padding_idx in this node"
         )
     return PackedDataset(
-        build(dataset, tokenizer if parity else without_truncation(tokenizer)),
+        build(dataset, tokenizer if parity else check_tokenizer(tokenizer)),
         max_seq_len=max_seq_len,
         padding_idx=padding_idx,
         max_packs=max_packs,

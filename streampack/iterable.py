@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
 from streampack.collate import to_torchtune
-from streampack.encode import TextEncoder, TokensEncoder, qualified_name
+from streampack.encode import TextEncoder, TokensEncoder, guard_datasets, qualified_name
 from streampack.estimate import estimate_packs
 from streampack.lane import Lane
 from streampack.lane_config import LaneConfig
@@ -117,6 +117,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             max_seq_len, strategy, buffer_size, split_across_pack, overlong, truncate_side, max_seqs_per_pack
         )
         source, encode = as_source(source), TokensEncoder() if encoder is None else encoder
+        guard_datasets(source)
         self.lane_config = LaneConfig(
             source=source,
             encode=encode,

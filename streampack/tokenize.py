@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from streampack.components import build
-from streampack.encode import TokensEncoder, qualified_name, without_truncation
+from streampack.encode import TokensEncoder, check_tokenizer, guard_datasets, qualified_name
 from streampack.mix import Mix
 from streampack.plan import require, require_positive
 from streampack.sharding import Encode, Job, Progress, Tell, begun, make
@@ -86,6 +86,7 @@ def tokenize(
     require_positive(workers, "workers")
     kept = quarantine_for(on_bad_record, folder=quarantine, limit=max_bad_records)
     source, encode = as_source(source), TokensEncoder() if encoder is None else encoder
+    guard_datasets(source)
     if isinstance(source, Mix):
         raise ValueError(
             "a mixture is weighted while it is read; tokenize each of its sources to a folder of its own, and mix those"
@@ -120,8 +121,9 @@ def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: if there is no ``data.source``, or a component cannot be built.
     """
-    tokenizer = without_truncation(build(config.get("tokenizer")))
-    inject = {} if tokenizer is None else {"tokenizer": tokenizer, "model_transform": tokenizer}
+    inject = {}
+    if (tokenizer := build(config.get("tokenizer"))) is not None:
+        inject = dict.fromkeys(("tokenizer", "model_transform"), check_tokenizer(tokenizer))
     data = config.get("data")
     if not isinstance(data, Mapping) or "source" not in data:
         raise ValueError("data.source is missing; name where the rows come from")

@@ -11,6 +11,16 @@ from streampack.types import Sample
 
 PROBE = "The quick brown fox: 0123456789, naïve 漢字, def f(x): return x\n"
 
+ENCODERS = {
+    "text": "TextEncoder(tokenizer)",
+    "messages": "ChatEncoder(tokenizer)",
+    "conversations": "ChatEncoder(tokenizer, column='conversations')",
+    "completion": "PromptCompletionEncoder(tokenizer)",
+    "instruction": "MessagesEncoder(tokenizer, message_transform=AlpacaToMessages())",
+    "content": "TextEncoder(tokenizer, column='content')",
+}
+"""Columns of rows that are no tokens yet, and what would make tokens of them."""
+
 
 class Encoder(Protocol):
     """What makes a `Sample` of a row."""
@@ -35,7 +45,16 @@ class TokensEncoder:
 
     def __call__(self, row: Mapping[str, Any], /) -> Sample:
         """See `Encoder`."""
-        return as_sample(row, tokens=self.tokens, labels=self.labels)
+        try:
+            return as_sample(row, tokens=self.tokens, labels=self.labels)
+        except ValueError as error:
+            hint = next((encoder for column, encoder in ENCODERS.items() if column in row), None)
+            if self.tokens in row or hint is None:
+                raise
+            raise ValueError(
+                f"{error}; such rows need an encoder: encoder={hint}, in a config data.encoder: "
+                f"{{_component_: streampack.{hint.split('(')[0]}}}"
+            ) from None
 
     def fingerprint(self) -> str:
         """The columns' names."""

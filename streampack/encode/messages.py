@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from streampack.assemble import as_sample
 from streampack.encode.base import PROBE, qualified_name
-from streampack.encode.tokenizer import without_truncation
+from streampack.encode.hf_tokenizer import HFTokenizer
+from streampack.encode.tokenizer import check_tokenizer
+from streampack.encode.transforms import GuardedTransform, validate
 from streampack.sources.base import digest, plain
 from streampack.types import IGNORE_INDEX, Sample
 
@@ -17,31 +19,48 @@ from streampack.types import IGNORE_INDEX, Sample
 class MessagesEncoder:
     """Chat and instruct rows, as torchtune's ``SFTDataset`` makes them: row -> messages -> tokens and mask.
 
-    ``message_transform`` is one of torchtune's (``InputOutputToMessages``, ``ShareGPTToMessages``,
-    ``OpenAIToMessages``, ...) or any callable that returns ``{"messages": [...]}``; ``tokenizer`` one of
-    its model tokenizers. Masked tokens get the label ``IGNORE_INDEX``.
+    Masked tokens get the label ``IGNORE_INDEX``. What torchtune's transforms would drop or make up in silence is
+    refused: nulls, tool calls, images, columns beside the conversation.
+
+    Args:
+        tokenizer: one of torchtune's model tokenizers, or a Hugging Face tokenizer with a chat template.
+        message_transform: one of torchtune's (``InputOutputToMessages``, ``ShareGPTToMessages``,
+            ``OpenAIToMessages``, ...), or any callable that returns ``{"messages": [...]}``.
+        tool_calls: ``"error"``, or ``"json"`` to write OpenAI's tool calls as lines of JSON.
+        ignore: columns and keys of messages to leave out on purpose, which would be refused.
+
+    Raises:
+        ValueError: for a tokenizer that takes no messages, or a transform that does not fit.
     """
 
-    def __init__(self, tokenizer: Any, *, message_transform: Callable[[Mapping[str, Any]], Any]) -> None:
-        self.tokenizer = without_truncation(tokenizer)
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        message_transform: Callable[[Mapping[str, Any]], Any],
+        tool_calls: str = "error",
+        ignore: Sequence[str] = (),
+    ) -> None:
+        self.tokenizer = check_tokenizer(tokenizer)
+        if not callable(self.tokenizer):
+            raise ValueError(
+                f"a {type(self.tokenizer).__name__} takes text only, no messages; give one of torchtune's model "
+                "tokenizers, or streampack.HFTokenizer, which has the chat template of its model"
+            )
+        if isinstance(self.tokenizer, HFTokenizer):
+            _ = self.tokenizer.chat  # or the refusal that says what is missing
         self.message_transform = message_transform
+        self.guarded = GuardedTransform(message_transform, tool_calls=tool_calls, ignore=ignore)
 
     def __call__(self, row: Mapping[str, Any], /) -> Sample:
         """See `Encoder`."""
-        try:
-            messages = self.message_transform(row)["messages"]
-        except KeyError as error:
-            # A column, or something within one: the key of a turn, a role.
-            raise ValueError(
-                f"the message transform found no {error}, in the row or within it; the row's columns are "
-                f"{', '.join(map(repr, row)) or 'none'}"
-            ) from error
-        _validate(messages)
+        messages = self.guarded(row)["messages"]
+        validate(messages)
         try:
             encoded = self.tokenizer({"messages": messages})
         except Exception:
             for message in messages:
-                message.text_content.encode()  # as above
+                message.text_content.encode()  # half a surrogate pair is no text, and the error may not say so
             raise
         tokens = as_sample(encoded, labels=None).tokens
         if tokens.size != len(encoded["mask"]):
@@ -61,12 +80,13 @@ class MessagesEncoder:
         probe = self.tokenizer(
             {"messages": [Message("user", PROBE, masked=True), Message("assistant", PROBE, eot=True)]}
         )
+        own = self.tokenizer.fingerprint() if isinstance(self.tokenizer, HFTokenizer) else None
+        choices = (self.guarded.tool_calls, self.guarded.ignore, own)
         return digest(
-            "messages", qualified_name(transform), settings, plain(probe["tokens"]), plain(probe["mask"])
+            "messages",
+            qualified_name(transform),
+            settings,
+            plain(probe["tokens"]),
+            plain(probe["mask"]),
+            choices,
         )
-
-
-def _validate(messages: Any) -> None:
-    from torchtune.data import validate_messages  # nine seconds to import, so not at the top
-
-    validate_messages(messages)

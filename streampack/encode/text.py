@@ -7,7 +7,8 @@ from typing import Any
 
 from streampack.assemble import as_sample, missing_column
 from streampack.encode.base import PROBE
-from streampack.encode.tokenizer import without_truncation
+from streampack.encode.hf_tokenizer import HFTokenizer
+from streampack.encode.tokenizer import check_ends, check_tokenizer, own_bos
 from streampack.sources.base import digest, plain
 from streampack.types import Sample
 
@@ -15,15 +16,23 @@ from streampack.types import Sample
 class TextEncoder:
     """Plain text for pretraining: every token is trained.
 
-    ``tokenizer`` is one of torchtune's, or anything with ``encode(text, add_bos=, add_eos=)``.
+    Args:
+        tokenizer: one of torchtune's, a Hugging Face tokenizer, or anything with ``encode(text, add_bos=, add_eos=)``.
+        column: which column holds the text.
+        add_bos: whether each text begins with BOS. None: as the tokenizer does by itself.
+        add_eos: whether each text ends with EOS.
+
+    Raises:
+        ValueError: for a tokenizer that ignores ``add_bos`` or ``add_eos``, or has no such token.
     """
 
     def __init__(
-        self, tokenizer: Any, *, column: str = "text", add_bos: bool = True, add_eos: bool = True
+        self, tokenizer: Any, *, column: str = "text", add_bos: bool | None = None, add_eos: bool = True
     ) -> None:
-        self.tokenizer = without_truncation(tokenizer)
+        self.tokenizer = check_tokenizer(tokenizer)
+        check_ends(self.tokenizer, add_bos=add_bos, add_eos=add_eos)
         self.column = column
-        self.add_bos = add_bos
+        self.add_bos = own_bos(self.tokenizer) if add_bos is None else add_bos
         self.add_eos = add_eos
         self._processor = sentencepiece_of(self.tokenizer)
 
@@ -61,7 +70,8 @@ class TextEncoder:
 
     def fingerprint(self) -> str:
         """The settings, and how a sentence comes out."""
-        return digest("text", self.column, self.add_bos, self.add_eos, plain(self._encode(PROBE)))
+        own = self.tokenizer.fingerprint() if isinstance(self.tokenizer, HFTokenizer) else None
+        return digest("text", self.column, self.add_bos, self.add_eos, plain(self._encode(PROBE)), own)
 
 
 def sentencepiece_of(tokenizer: Any) -> Any:

@@ -13,7 +13,7 @@ import torch
 
 from streampack.collate import Batch, null_pack, stack_packs
 from streampack.components import build
-from streampack.encode import without_truncation
+from streampack.encode import check_tokenizer, padding_id
 from streampack.iterable import IterablePackedDataset
 from streampack.loader import PackedDataLoader
 from streampack.methods import METHODS
@@ -43,7 +43,8 @@ def build_data(
     Raises:
         ValueError: for a data or validation section that does not fit.
     """
-    inject = {"tokenizer": without_truncation(tokenizer), "model_transform": without_truncation(tokenizer)}
+    tokenizer = check_tokenizer(tokenizer)
+    inject = {"tokenizer": tokenizer, "model_transform": tokenizer}
     settings = dict(config.data)
     method = settings.pop("method", None)  # is `build_loader`'s
     if method is not None and METHODS[method].cuts:
@@ -55,7 +56,7 @@ def build_data(
         source = as_source(build(settings.pop("source"), inject=inject))
     encoder = build(settings.pop("encoder", None), inject=inject)
     common: dict[str, Any] = {
-        "padding_idx": tokenizer.pad_id,
+        "padding_idx": padding_id(tokenizer),
         "vocab_size": vocab_size,
         "seed": config.seed,
         **settings,
