@@ -7,10 +7,10 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
 from streampack.collate import to_torchtune
+from streampack.consumers import Ranks, ranks_to_read
 from streampack.encode import TextEncoder, TokensEncoder, guard_datasets, qualified_name
 from streampack.estimate import estimate_packs
 from streampack.lane import Lane
@@ -138,14 +138,10 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self.receipts: dict[int, ReceiptNumbers] = {}  # a loaded state, until the next iteration takes it up
         self._stream: PackStream | None = None  # the newest iteration
         self._identity: dict[str, Any] | None = None
+        self._ranks: Ranks | None = None  # of the process that this was sent from
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        if world_size > 1 and self.epochs is not None:
-            raise ValueError(
-                f"{world_size} ranks reading {self.epochs} epoch(s) each end at a different step and would hang; "
-                "use PackedDataLoader, or epochs=None"
-            )
+        rank, world_size, _ = ranks_to_read(self._ranks, epochs=self.epochs)
         worker = get_worker_info()
         worker_id, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
         self._stream = self.stream(rank + world_size * worker_id, world_size * num_workers)
@@ -285,7 +281,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
 
     def __getstate__(self) -> dict[str, Any]:
         # What iterates has files open; it stays in its process.
-        return {**self.__dict__, "_stream": None}
+        return {**self.__dict__, "_stream": None, "_ranks": Ranks.here()}
 
     def ledger(self) -> Ledger:
         """Where every token went that this process has read, as of the last pack."""

@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from streampack.collate import Batch, null_pack, stack_packs
+from streampack.consumers import require_group_of_now
 from streampack.corpus import require_same_files, share_division, share_fingerprint
 from streampack.iterable import IterablePackedDataset
 from streampack.lockstep import Answer, Lockstep
@@ -170,6 +171,7 @@ class _Batches:
     def __init__(self, loader: PackedDataLoader) -> None:
         self.loader = loader
         self.lockstep = lockstep = loader.lockstep
+        require_group_of_now(alone=lockstep.alone)
         dataset, receipts = loader.dataset, loader.receipts
         consumers = lockstep.world_size * max(1, loader.num_workers)
         dataset.num_lanes = num_lanes = dataset.lanes_for(consumers)

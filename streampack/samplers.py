@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -10,6 +11,7 @@ import numpy as np
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
+from streampack.consumers import require_data_parallel, require_not_sharded
 from streampack.multipack import checked_lengths, plan_steps, share_of
 from streampack.plan import require_positive
 from streampack.sources.base import permutation
@@ -206,7 +208,13 @@ class MultipackBatchSampler(Sampler[list[int]]):
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """The batches of this rank, from the loaded state on; without one, from the epoch's first."""
+        """The batches of this rank, from the loaded state on; without one, from the epoch's first.
+
+        Raises:
+            ValueError: if accelerate would share them out among the ranks once more.
+        """
+        if self.sampler.num_replicas > 1:
+            require_not_sharded(sys._getframe(1).f_locals.get("self"), num_replicas=self.sampler.num_replicas)
         return iter(self.sampler)
 
     @property
@@ -231,9 +239,11 @@ def place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     """How many ranks there are, and which this is: as given, else as the process group says.
 
     Raises:
-        ValueError: for a rank that is not among them.
+        ValueError: for a rank that is not among them, and for ranks of a model-parallel group if ``rank`` is left out.
     """
     grouped = dist.is_available() and dist.is_initialized()
+    if grouped and rank is None and (num_replicas is None or num_replicas > 1):
+        require_data_parallel("without rank= each rank gets its own")
     if num_replicas is None:
         num_replicas = dist.get_world_size() if grouped else 1
     if rank is None:

@@ -365,6 +365,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, changes: dict[str, Any], m
             "tp_size is 2: those ranks must see the same packs",
         ),
         ("accelerator.state.parallelism_config.cp_size", 2, "cp_size is 2"),
+        ("model._tp_size", 2, "tp_size is 2: those ranks must see the same packs"),
         ("args.average_tokens_across_devices", False, "average_tokens_across_devices=False weighs"),
         ("model_accepts_loss_kwargs", False, "LlamaForCausalLM does not take num_items_in_batch"),
     ],
@@ -379,7 +380,7 @@ def test_settings_that_would_train_wrongly_are_refused(
     *path, name = where.split(".")
     for part in path:
         if getattr(target, part) is None:
-            monkeypatch.setattr(target, part, SimpleNamespace())
+            monkeypatch.setattr(target, part, SimpleNamespace(tp_size=1, cp_size=1, sp_size=1))
         target = getattr(target, part)
     monkeypatch.setattr(target, name, value, raising=False)
     with pytest.raises(ValueError, match=message):

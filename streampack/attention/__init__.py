@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from streampack.attention.dense import dense_mask, document_ids
 from streampack.attention.flex import flex_mask
 from streampack.attention.varlen import cu_seqlens_of, varlen_attention
+from streampack.consumers import model_parallel_mesh
 from streampack.plan import require
 
 __all__ = [
@@ -89,6 +91,8 @@ def prepare_model_for_packing(model: nn.Module, *, attention: str = "auto") -> I
         ImportError: if ``attention="flash"`` and there is no flash-attn.
     """
     require(attention, "attention", ATTENTIONS)
+    if shared := model_parallel_mesh(model):
+        warnings.warn(shared, stacklevel=2)
     for module in model.modules():
         roots = {cls.__module__.partition(".")[0] for cls in type(module).__mro__}
         if "torchtune" in roots:

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from streampack.attention import Inputs
+from streampack.consumers import model_parallel_mesh
 from streampack.iterable import IterablePackedDataset
 from streampack.trainer.evaluation import require_end
 from streampack.trainer.hooks import Hooks
@@ -97,11 +98,15 @@ def _check_settings(trainer: Trainer, packs: IterablePackedDataset) -> None:
         )
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)
     for name in ("tp_size", "cp_size", "sp_size"):
-        if (size := getattr(parallelism, name, 1)) > 1:
+        # The methods know of models that were loaded with a tp_plan, and of DeepSpeed's settings.
+        size = max(getattr(parallelism, name, 1), getattr(trainer, f"get_{name}", lambda: 1)())
+        if size > 1:
             raise ValueError(
                 f"{name} is {size}: those ranks must see the same packs, and each rank gets its own; use data "
                 "parallelism only (DDP, FSDP, ZeRO)"
             )
+    if why := model_parallel_mesh(trainer.model):
+        raise ValueError(why)
     if args.world_size > 1 and not args.average_tokens_across_devices:
         raise ValueError(
             "average_tokens_across_devices=False weighs each rank's tokens by how many that rank has, and a rank may "
