@@ -13,15 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from streampack.boundaries import require_one_sequence
 from streampack.plan import Packing
 from streampack.types import IGNORE_INDEX, IntArray, Sample, from_tuple
-
-NOT_PACKABLE = {
-    "seq_lens": "it is a pack already; give the dataset that was packed, or leave packing to one of the two",
-    "encoder_input": "it has images, which a pack has no place for; train on it unpacked",
-}
-"""Columns that tell of what packing would lose in silence."""
-
 
 # numpy looks types up by their classes for every array otherwise.
 INT32, INT64, UINT32, UINT64 = map(np.dtype, (np.int32, np.int64, np.uint32, np.uint64))
@@ -41,9 +35,10 @@ def as_sample(row: Mapping[str, Any], *, tokens: str = "tokens", labels: str | N
     [-100, 5, 2]
 
     Raises:
-        ValueError: for a missing column, anything but a flat sequence of whole numbers, or tokens and
-            labels of different length.
+        ValueError: for a missing column, anything but a flat sequence of whole numbers, tokens and labels of
+            different length, and a row that holds several sequences or padding (see `require_one_sequence`).
     """
+    require_one_sequence(row)
     ids = _integers(row, tokens, codes="IQq")
     if labels is None or row.get(labels) is row[tokens]:  # all of it is trained, as where no mask is stored
         return _sample((ids, ids))
@@ -92,9 +87,6 @@ def read_sample(ds: Any, index: int, *, vocab_size: int | None = None) -> Sample
         raise ValueError(
             f"sample {index} is a {type(row).__name__}; it must be a dict with 'tokens' and 'labels'"
         )
-    for column, why in NOT_PACKABLE.items():
-        if column in row:
-            raise ValueError(f"sample {index} has a column {column!r}: {why}")
     try:
         sample = sample_of(row)
         check_sample(sample, vocab_size)

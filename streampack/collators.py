@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from streampack.assemble import sample_of
+from streampack.boundaries import TELLING, require_no_padding, sequence_lengths
 from streampack.plan import require, require_positive
 from streampack.types import IGNORE_INDEX, IntArray, Sample
 
@@ -19,8 +20,10 @@ class FlatteningCollator:
     """One row of all samples of a batch, end to end: what transformers' ``DataCollatorWithFlattening`` gives.
 
     The tensors are the same, bit for bit, and so are the options, up to ``return_tensors``. Beyond it, a feature
-    may be a sample (``input_ids``, or ``tokens`` and ``labels``) or a pack of an `IterablePackedDataset` or a
-    `PackedDataset`, whose own padding is left out, and the row may be padded, for tensor cores or static shapes.
+    may be a sample (``input_ids``, or ``tokens`` and ``labels``), a row that TRL has packed or any other with
+    ``seq_lengths`` or ``position_ids`` that begin anew (in a Trainer ``remove_unused_columns=False`` keeps the former),
+    or a pack of an `IterablePackedDataset` or a `PackedDataset`, whose own padding is left out; and the row may be
+    padded, for tensor cores or static shapes.
 
     >>> collate = FlatteningCollator(return_flash_attn_kwargs=True)
     >>> batch = collate([{"input_ids": [10, 11, 12]}, {"input_ids": [20, 21]}])
@@ -222,8 +225,14 @@ def _flat_row(features: Sequence[Feature]) -> _Row:
         if not seq_lens:
             raise ValueError("the packs of this batch hold no sequence; give at least one that does")
     else:
-        parts = _samples(features)
-        seq_lens = [sample.tokens.size for sample in parts]
+        parts = _samples([{name: f[name] for name in f if name not in TELLING} for f in features])
+        seq_lens = []
+        for number, (feature, part) in enumerate(zip(features, parts, strict=True)):
+            try:
+                require_no_padding(feature)
+                seq_lens += sequence_lengths(feature, part.tokens.size)
+            except ValueError as error:
+                raise ValueError(f"sample {number} of the batch: {error}") from None
     return _Row(
         np.concatenate([part.tokens for part in parts], dtype=np.int64),
         np.concatenate([part.labels for part in parts], dtype=np.int64),

@@ -385,8 +385,8 @@ GOOD: Any = {"tokens": [1, 2], "labels": [1, 2]}
             [GOOD, {"tokens": [1] * 9, "labels": [1] * 9}],
             "sample 1 has 9 tokens, max_seq_len is 8; set overlong",
         ),
-        ([GOOD | {"seq_lens": [2]}], "sample 0 has a column 'seq_lens': it is a pack already"),
-        ([GOOD | {"encoder_input": {}}], "sample 0 has a column 'encoder_input': it has images"),
+        ([GOOD | {"seq_lens": [2]}], "sample 0: there is a column 'seq_lens': it is a pack already"),
+        ([GOOD | {"encoder_input": {}}], "sample 0: there is a column 'encoder_input': it has images"),
     ],
 )
 def test_bad_rows_are_refused_at_once(rows: Any, message: str) -> None:
@@ -581,7 +581,7 @@ def test_an_inner_dataset_that_packs_by_itself_is_refused(monkeypatch: pytest.Mo
         return PackedDataset(rows_of([3, 4]), max_seq_len=8)
 
     provide(monkeypatch, build)
-    with pytest.raises(ValueError, match=r"^sample 0 has a column 'seq_lens': it is a pack already"):
+    with pytest.raises(ValueError, match=r"^sample 0: there is a column 'seq_lens': it is a pack already"):
         packed_dataset(Tokenizer(8), dataset={"_component_": "my_data.build"}, packed=True)
 
 

@@ -211,3 +211,18 @@ def test_the_evaluation_of_packs_weighs_tokens_alike(tmp_path: Path) -> None:
         truth(trainer.model, [{"tokens": row["input_ids"], "labels": row["labels"]} for row in rows]),
         rel=1e-5,
     )
+
+
+def test_rows_that_trl_packed_or_flattened_are_refused(tmp_path: Path) -> None:
+    """They became one sample each, and their samples saw one another."""
+    trainer = sft(tmp_path, packing=True, max_length=MAX_SEQ_LEN)
+    for name in ("packing", "padding_free", "eval_packing"):
+        for other in ("packing", "padding_free", "eval_packing"):
+            setattr(trainer.args, other, name == other)
+        with pytest.raises(
+            ValueError, match=f"SFTConfig has {name}=True, .* leave it out, packing is done here"
+        ):
+            prepare_trainer_for_packing(trainer, train_dataset=packs_of(trainer))
+    trainer.args.eval_packing = None
+    with pytest.raises(ValueError, match=r"column 'seq_lengths' says that the row holds \d+ sequences"):
+        next(iter(packs_of(trainer)))

@@ -96,6 +96,12 @@ def _check_settings(trainer: Trainer, packs: IterablePackedDataset) -> None:
             f"this process has {args.n_gpu} GPUs and DataParallel would cut packs' boundaries apart; start one process "
             "for each (torchrun, accelerate launch), or set CUDA_VISIBLE_DEVICES to one"
         )
+    for name in ("packing", "padding_free", "eval_packing"):
+        if getattr(args, name, False):
+            raise ValueError(
+                f"{type(args).__name__} has {name}=True, and rows that TRL has packed or flattened cannot be packed "
+                "again: their samples would see one another; leave it out, packing is done here"
+            )
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)
     for name in ("tp_size", "cp_size", "sp_size"):
         # The methods know of models that were loaded with a tp_plan, and of DeepSpeed's settings.

@@ -1,0 +1,101 @@
+"""Rows of ready tokens that hold more than one sequence, padding, or what packing would lose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+SEVERAL = "its samples would see one another; give the dataset as it was before it was packed"
+REFUSED = {
+    "seq_lens": "it is a pack already; give the dataset that was packed, or leave packing to one of the two",
+    "encoder_input": "it has images, which a pack has no place for; train on it unpacked",
+}
+LENGTHS = "seq_lengths"  # TRL's name
+POSITIONS = ("position_ids", "input_pos")
+TELLING = frozenset({*REFUSED, LENGTHS, *POSITIONS, "attention_mask"})
+"""Columns that say whether a row is one sequence, whole and without padding."""
+
+
+def require_one_sequence(row: Mapping[str, Any]) -> None:
+    """Refuse a row whose columns tell of several sequences, of padding, or of images.
+
+    >>> require_one_sequence({"tokens": [5, 6, 7], "position_ids": [0, 1, 2]})
+    >>> require_one_sequence({"tokens": [5, 6, 7], "position_ids": [0, 1, 0]})
+    Traceback (most recent call last):
+    ...
+    ValueError: column 'position_ids' begins anew, so the row holds 2 sequences: its samples would see one another; \
+give the dataset as it was before it was packed
+
+    Raises:
+        ValueError: for such a row.
+    """
+    if TELLING.isdisjoint(row):
+        return
+    for column, why in REFUSED.items():
+        if column in row:
+            raise ValueError(f"there is a column {column!r}: {why}")
+    if (lengths := row.get(LENGTHS)) is not None and len(lengths) > 1:
+        raise ValueError(f"column {LENGTHS!r} says that the row holds {len(lengths)} sequences: {SEVERAL}")
+    for column in POSITIONS:
+        if row.get(column) is not None and (count := len(_starts(row[column], column))) > 1:
+            raise ValueError(f"column {column!r} begins anew, so the row holds {count} sequences: {SEVERAL}")
+    require_no_padding(row)
+
+
+def require_no_padding(row: Mapping[str, Any]) -> None:
+    """Refuse a row whose ``attention_mask`` hides its first or last token, or numbers several sequences.
+
+    Raises:
+        ValueError: for such a row.
+    """
+    mask = row.get("attention_mask")
+    if mask is None or not len(mask):
+        return
+    ends = int(mask[0]), int(mask[-1])
+    if 0 in ends:
+        raise ValueError(
+            "the attention_mask hides the row's padding, which would be packed like its tokens; tokenize without "
+            "padding (padding=False)"
+        )
+    if ends != (1, 1):
+        raise ValueError(f"the attention_mask numbers the row's sequences: {SEVERAL}")
+
+
+def sequence_lengths(row: Mapping[str, Any], size: int) -> list[int]:
+    """Lengths of the sequences in a row of ``size`` tokens, by its ``seq_lengths`` or its positions.
+
+    >>> sequence_lengths({"input_ids": [5, 6, 7], "seq_lengths": [2, 1]}, 3)
+    [2, 1]
+    >>> sequence_lengths({"input_ids": [5, 6, 7], "position_ids": [0, 0, 1]}, 3)
+    [1, 2]
+
+    Raises:
+        ValueError: if the lengths do not add up to ``size``, or there is not one position a token.
+    """
+    if row.get(LENGTHS) is not None:
+        lengths = [int(length) for length in row[LENGTHS]]
+        if sum(lengths) != size or min(lengths, default=1) < 1:
+            raise ValueError(
+                f"column {LENGTHS!r} holds {lengths}, and the row has {size} tokens; they must add up to it"
+            )
+        return lengths
+    for column in POSITIONS:
+        if row.get(column) is not None:
+            if len(row[column]) != size:
+                raise ValueError(
+                    f"column {column!r} has {len(row[column])} entries, and the row has {size} tokens"
+                )
+            return np.diff([*_starts(row[column], column), size]).tolist()  # type: ignore[no-any-return]
+    return [size]
+
+
+def _starts(positions: Any, column: str) -> list[int]:
+    """Where positions do not go on by one."""
+    found = np.asarray(positions)
+    if found.ndim != 1:
+        raise ValueError(
+            f"column {column!r} has shape {list(found.shape)}; it must be flat, one position a token"
+        )
+    return [0, *(np.flatnonzero(np.diff(found) != 1) + 1).tolist()]
