@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -36,6 +39,14 @@ class FlatteningCollator:
     cu_seq_lens_k [0, 3, 5]
     max_length_q 3
     max_length_k 3
+
+    transformers' own attention keeps the samples apart by ``position_ids`` only if the model makes no cache, and by
+    default it makes one. Trainer and TRL switch it off. In a loop of your own::
+
+        inputs = prepare_model_for_packing(model)
+        loss = model(**inputs(batch)).loss  # for each batch
+
+    Where a model with its cache on is seen in this process, the first batch warns.
 
     Padding is a sequence of its own: label -100, positions from ``position_ids_start``, its own ``seq_idx``, the
     last entry of ``cu_seq_lens_*``. A kernel that is not told of it leaves its rows unwritten, and a NaN among
@@ -106,6 +117,7 @@ class FlatteningCollator:
         separator_id: int | None = None,
     ) -> dict[str, Any]:
         """The batch as keyword arguments of a model."""
+        _warn_of_caches()
         return_tensors = self.return_tensors if return_tensors is None else return_tensors
         require(return_tensors, "return_tensors", ("pt", "np"))
         row = _flat_row(features)
@@ -271,3 +283,28 @@ def _samples(features: Sequence[Feature]) -> list[Sample]:
             raise ValueError(f"sample {number} of the batch has 0 tokens; remove it")
         samples.append(sample)
     return samples
+
+
+_looked = False
+
+
+def _warn_of_caches() -> None:
+    """Warn once if there is a model here whose cache is on: it takes a flat row for one sequence, in silence."""
+    global _looked
+    library = sys.modules.get("transformers.modeling_utils")
+    if _looked or library is None:
+        return
+    _looked = True
+    for thing in gc.get_objects():
+        if (
+            issubclass(type(thing), library.PreTrainedModel)
+            and getattr(getattr(thing, "config", None), "use_cache", False)
+            and thing.can_generate()
+        ):
+            warnings.warn(
+                f"a {type(thing).__name__} in this process has its cache on, and with one transformers ignores "
+                "position_ids: the samples of a flat row would see one another; inputs = prepare_model_for_packing("
+                "model), then model(**inputs(batch)), or set model.config.use_cache = False",
+                stacklevel=3,
+            )
+            return

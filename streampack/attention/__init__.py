@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from streampack.attention.dense import dense_mask, document_ids
 from streampack.attention.flex import flex_mask
+from streampack.attention.mappings import packed_of
 from streampack.attention.varlen import cu_seqlens_of, varlen_attention
 from streampack.consumers import model_parallel_mesh
 from streampack.plan import require
@@ -56,8 +57,11 @@ class Inputs(Protocol):
     def attention(self) -> str:
         """The backend: ``"dense"``, ``"flex"``, ``"varlen"`` or ``"flash"``."""
 
-    def __call__(self, batch: Packed) -> dict[str, Any]:
-        """The keyword arguments, on the batch's device, which is the model's."""
+    def __call__(self, batch: Packed | Mapping[str, Any]) -> dict[str, Any]:
+        """The keyword arguments, on the batch's device, which is the model's.
+
+        A dict may come from any collator that says where its sequences begin: see `packed_of`.
+        """
 
 
 def prepare_model_for_packing(model: nn.Module, *, attention: str = "auto") -> Inputs:
@@ -74,7 +78,9 @@ def prepare_model_for_packing(model: nn.Module, *, attention: str = "auto") -> I
     >>> inputs.attention, model(**inputs(batch)).shape
     ('varlen', torch.Size([1, 6, 16]))
 
-    Without ``inputs`` the model computes what it did before. Preparing it twice is harmless.
+    ``inputs`` takes a `Batch`, or a dict such as `FlatteningCollator` returns, whose ``labels`` it hands on:
+    ``loss = model(**inputs(batch)).loss``. Without ``inputs`` the model computes what it did before. Preparing it twice
+    is harmless.
 
     Args:
         model: as it will train: on its device, in its type; LoRA, activation checkpointing, ``torch.compile``
@@ -109,7 +115,7 @@ def prepare_model_for_packing(model: nn.Module, *, attention: str = "auto") -> I
     )
 
 
-def make_mask(batch: Packed, *, attention: str = "auto") -> torch.Tensor | BlockMask:
+def make_mask(batch: Packed | Mapping[str, Any], *, attention: str = "auto") -> torch.Tensor | BlockMask:
     """The ``mask`` argument of a torchtune model for a packed batch; call it where the batch has arrived.
 
     ``"dense"`` is a boolean tensor and works anywhere; ``"flex"`` is a `BlockMask`, which needs CUDA to
@@ -126,6 +132,7 @@ def make_mask(batch: Packed, *, attention: str = "auto") -> torch.Tensor | Block
         ValueError: for an unknown ``attention``.
     """
     require(attention, "attention", ("auto", *_MASKS))
+    batch = packed_of(batch)
     if attention == "auto":
         attention = "flex" if batch.tokens.device.type == "cuda" else "dense"
     return _MASKS[attention](batch.seq_lens, max_seq_len=batch.tokens.shape[1])

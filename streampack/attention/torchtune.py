@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -14,6 +14,7 @@ from torch import nn
 from streampack.attention.dense import dense_mask
 from streampack.attention.flash import flash_attention, flash_unfit
 from streampack.attention.flex import flex_attention_of, flex_mask, flex_unfit
+from streampack.attention.mappings import packed_of
 from streampack.attention.varlen import cu_seqlens_of, varlen_attention, varlen_unfit
 
 if TYPE_CHECKING:
@@ -89,8 +90,9 @@ class TorchtuneInputs:
     attention: str
     windows: frozenset[int | None]
 
-    def __call__(self, batch: Packed) -> dict[str, Any]:
+    def __call__(self, batch: Packed | Mapping[str, Any]) -> dict[str, Any]:
         """``tokens``, ``mask`` and ``input_pos``."""
+        batch = packed_of(batch)
         mask: torch.Tensor | Sequences | Blocks
         if self.attention == "dense":
             mask = dense_mask(batch.seq_lens, max_seq_len=batch.tokens.shape[1])

@@ -8,7 +8,7 @@ transformers lets one register, gets boundaries in the place of a mask (``varlen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from streampack.attention.dense import document_ids
 from streampack.attention.families import BLIND, PROVEN, longest_pack, missing, refusal, window_of
 from streampack.attention.flash import flash_attention, flash_unfit
+from streampack.attention.mappings import labels_of, packed_of, positions_of
 from streampack.attention.probe import find_leaks
 from streampack.attention.varlen import cu_seqlens_of, varlen_attention, varlen_unfit
 from streampack.plan import require
@@ -39,15 +39,20 @@ class TransformersInputs:
     attention: str  # "dense", "flex", "varlen" or "flash"
     model: Any  # the PreTrainedModel inside any wrappers
 
-    def __call__(self, batch: Packed) -> dict[str, Any]:
-        """Keyword arguments, on the batch's device.
+    def __call__(self, batch: Packed | Mapping[str, Any]) -> dict[str, Any]:
+        """Keyword arguments, on the batch's device; with the ``labels`` of a dict that has some.
 
         Positions are made from ``seq_lens``: transformers takes a sequence that does not begin at 0 for a part of
         the one before it, where that has a single token.
 
         Raises:
-            ValueError: if the packs are longer than the model can keep samples apart in.
+            ValueError: if the packs are longer than the model can keep samples apart in, or a dict does not say where
+                its samples begin (see `packed_of`).
         """
+        if isinstance(batch, Mapping):
+            packed = packed_of(batch)
+            labels = labels_of(batch, packed)
+            return self(packed) if labels is None else self(packed) | {"labels": labels}
         config, max_seq_len = self.model.config.get_text_config(), batch.tokens.shape[1]
         limit = longest_pack(config, self.attention)
         if limit is not None and max_seq_len > limit[0]:
@@ -55,7 +60,7 @@ class TransformersInputs:
                 f"max_seq_len is {max_seq_len}, but a packed {config.model_type} model with this config keeps "
                 f"samples apart up to {limit[0]}: {limit[1]}; set max_seq_len={limit[0]} or less"
             )
-        positions = _positions(batch.seq_lens, max_seq_len=max_seq_len)
+        positions = positions_of(batch.seq_lens, max_seq_len=max_seq_len)
         inputs = {"input_ids": batch.tokens, "position_ids": positions, "use_cache": False}
         if self.attention in _REGISTERED:
             cu_seqlens = cu_seqlens_of(batch.seq_lens, max_seq_len=max_seq_len)
@@ -163,13 +168,6 @@ def unprepared(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         _set_attention(inner, prepared)
-
-
-def _positions(seq_lens: torch.Tensor, *, max_seq_len: int) -> torch.Tensor:
-    """``[batch, max_seq_len]``: from 0 in every sequence, the padding too."""
-    ids = document_ids(seq_lens, max_seq_len=max_seq_len)
-    starts = nn.functional.pad(seq_lens.cumsum(1), (1, 0)).gather(1, ids)
-    return torch.arange(max_seq_len, device=ids.device) - starts
 
 
 def _order(device: torch.device) -> tuple[str, ...]:

@@ -1,0 +1,122 @@
+"""Batches that are dicts, as collators for Hugging Face models make them, in the form that masks are made from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from streampack.attention.dense import document_ids
+from streampack.types import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from streampack.attention import Packed
+
+ACCEPTED = "seq_lens, cu_seq_lens_q, seq_idx, position_ids, input_pos or an attention_mask of 2 dimensions"
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Rows of a dict, and the lengths of their sequences. Padding is a sequence like any other."""
+
+    tokens: torch.Tensor  # [batch, max_seq_len]
+    input_pos: torch.Tensor  # [batch, max_seq_len]
+    seq_lens: torch.Tensor  # [batch, most sequences] int32, zeros at the end
+
+
+def packed_of(batch: Packed | Mapping[str, Any]) -> Packed:
+    """Find the sequences of a dict's rows; a `Batch` is given back as it is.
+
+    What says where a sequence begins is, in this order: ``seq_lens``; ``cu_seq_lens_q``; ``seq_idx``; positions that do
+    not go on by one; and, with each of the last three or alone, an ``attention_mask`` where it changes.
+
+    >>> flat = {"input_ids": torch.tensor([[7, 8, 9, 4, 5]]), "position_ids": torch.tensor([[0, 1, 2, 0, 1]])}
+    >>> packed_of(flat).seq_lens
+    tensor([[3, 2]], dtype=torch.int32)
+
+    Raises:
+        ValueError: for a dict without token ids, or without anything that says where its sequences begin.
+    """
+    if not isinstance(batch, Mapping):
+        return batch
+    tokens = batch.get("input_ids", batch.get("tokens"))
+    if not torch.is_tensor(tokens) or tokens.ndim != 2:
+        raise ValueError(
+            "the batch has no tensor of 2 dimensions 'input_ids' (or 'tokens'); give one, [batch, tokens]"
+        )
+    seq_lens = batch.get("seq_lens")
+    if seq_lens is None:
+        seq_lens = _lengths(_starts(batch, tokens))
+    elif not torch.is_tensor(seq_lens) or seq_lens.ndim != 2:
+        raise ValueError(
+            "seq_lens must be a tensor of 2 dimensions, [batch, sequences], zeros at the end of each row"
+        )
+    return PackedRows(tokens, positions_of(seq_lens, max_seq_len=tokens.shape[1]), seq_lens)
+
+
+def labels_of(batch: Mapping[str, Any], packed: Packed) -> torch.Tensor | None:
+    """Labels of a dict, -100 at the beginning of every sequence, where they would be predicted from the one before."""
+    labels = batch.get("labels")
+    if labels is None:
+        return None
+    positions = positions_of(packed.seq_lens, max_seq_len=packed.tokens.shape[1])
+    masked: torch.Tensor = labels.masked_fill(positions == 0, IGNORE_INDEX)
+    return masked
+
+
+def positions_of(seq_lens: torch.Tensor, *, max_seq_len: int) -> torch.Tensor:
+    """Count positions from 0 in every sequence, the padding too: ``[batch, max_seq_len]`` int64.
+
+    >>> positions_of(torch.tensor([[3, 1]]), max_seq_len=6)
+    tensor([[0, 1, 2, 0, 0, 1]])
+    """
+    ids = document_ids(seq_lens, max_seq_len=max_seq_len)
+    starts = nn.functional.pad(seq_lens.cumsum(1), (1, 0)).gather(1, ids)
+    return torch.arange(max_seq_len, device=ids.device) - starts
+
+
+def _starts(batch: Mapping[str, Any], tokens: torch.Tensor) -> torch.Tensor:
+    """Whether a sequence begins at a token: ``[batch, tokens]`` bool."""
+    starts = torch.zeros_like(tokens, dtype=torch.bool)
+    starts[:, :1] = True
+    found = False
+    if (ends := batch.get("cu_seq_lens_q")) is not None:
+        if int(ends[-1]) != tokens.numel():
+            raise ValueError(
+                f"cu_seq_lens_q ends at {int(ends[-1])} and the batch has {tokens.numel()} tokens"
+            )
+        flat = torch.zeros(tokens.numel() + 1, dtype=torch.bool, device=tokens.device)
+        flat[ends.long()] = True
+        return starts | flat[:-1].view_as(starts)
+    for name, step in (("seq_idx", 0), ("position_ids", 1), ("input_pos", 1)):
+        if (values := batch.get(name)) is not None:
+            starts[:, 1:] |= _rows(values, name, tokens).diff(dim=1) != step
+            found = True
+            break
+    if (mask := batch.get("attention_mask")) is not None:
+        starts[:, 1:] |= _rows(mask, "attention_mask", tokens).long().diff(dim=1) != 0
+        found = True
+    if not found:
+        raise ValueError(
+            f"nothing in the batch says where its sequences begin (it has {', '.join(map(repr, batch))}); "
+            f"give {ACCEPTED} (FlatteningCollator returns position_ids unless told not to)"
+        )
+    return starts
+
+
+def _rows(values: torch.Tensor, name: str, tokens: torch.Tensor) -> torch.Tensor:
+    if values.ndim != 2 or values.shape[1] != tokens.shape[1] or values.shape[0] not in (1, len(tokens)):
+        raise ValueError(
+            f"{name} has the shape {list(values.shape)} and the tokens have {list(tokens.shape)}; give {ACCEPTED}"
+        )
+    return values.expand_as(tokens)
+
+
+def _lengths(starts: torch.Tensor) -> torch.Tensor:
+    """Lengths of the sequences: ``[batch, most sequences]`` int32."""
+    ids = starts.cumsum(1) - 1
+    lengths = torch.zeros(len(starts), int(ids.max()) + 1, dtype=torch.int32, device=starts.device)
+    return lengths.scatter_add_(1, ids, torch.ones_like(ids, dtype=torch.int32))
