@@ -17,7 +17,6 @@ import sys
 import time
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from torchtune import training
 
 from streampack.attention import prepare_model_for_packing
 from streampack.components import build
-from streampack.training.checkpoint import Checkpoints
 from streampack.training.config import RunConfig, read_config
 from streampack.training.data import build_data, build_loader, total_steps
 from streampack.training.distributed import World, join_world
@@ -52,6 +50,7 @@ from streampack.training.model import (
 from streampack.training.output import save_weights
 from streampack.training.overrides import parse
 from streampack.training.progress import MetricLogger, StepMeter, bar, memory_metrics, stream_totals, summary
+from streampack.training.run_folder import finished, hold_output, open_checkpoints, record_end
 from streampack.training.schedule import restore_schedule
 from streampack.training.sources import SourceMeter
 
@@ -69,23 +68,12 @@ def train(raw: Any) -> dict[str, Any]:
     """
     cfg = read_config(raw, recipe="lora_finetune")
     device = pick_device(cfg.device)
-    with join_world(device, timeout=cfg.collective_timeout) as world:
-        return _train(raw, cfg, device, world)
+    with join_world(device, timeout=cfg.collective_timeout) as world, hold_output(cfg, world=world):
+        return finished(cfg, world=world) or _train(raw, cfg, device, world)
 
 
 def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict[str, Any]:
-    checkpoints = Checkpoints(
-        Path(cfg.output_dir) / "checkpoints",
-        keep=cfg.keep_checkpoints,
-        world=world,
-        in_background=cfg.async_checkpoint,
-    )
-    newest = checkpoints.newest()
-    if newest is not None and not cfg.resume:
-        raise ValueError(
-            f"{checkpoints.folder} holds checkpoints up to step {newest} of an earlier run; "
-            "set resume=True to go on from there, or choose another output_dir"
-        )
+    checkpoints, newest = open_checkpoints(cfg, world=world)
     seed_step(cfg.seed, 0)
 
     # What is trained.
@@ -213,6 +201,7 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
     seconds, tokens = seconds + time.perf_counter() - started, tokens + meter.tokens
     ledger, _ = stream_totals(loader, world)
     final = full_weights(model, device=device, world=world)
+    result = {"step": step, "tokens": tokens, "seconds": seconds, "held_out": held_out, "ledger": ledger}
     if world.is_main:
         merged, adapters = split_and_merge(final, config=adapter_config(model))
         saved = {"adapters": save_adapters(checkpointer, adapters, model=model, output_dir=cfg.output_dir)}
@@ -222,7 +211,8 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
         print(summary(ledger, seconds=seconds, tokens=tokens, validation=held_out))
         for what, folder in saved.items():
             print(f"{what:12} {folder}")
-    return {"step": step, "tokens": tokens, "seconds": seconds, "held_out": held_out, "ledger": ledger}
+        record_end(cfg, result, saved=saved.values())
+    return result
 
 
 if __name__ == "__main__":

@@ -25,10 +25,20 @@ What to try next:
 
 
 def main(argv: list[str]) -> int:
-    """Train; ``argv`` are overrides of the config."""
+    """Train; ``argv`` are overrides of the config, and ``--traceback`` to see where an error was raised."""
     logging.getLogger("torchao").setLevel(logging.ERROR)  # says at import that it has no C++ extensions
     # On a busy machine, threads that spin while they wait make a step of two threads several times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from streampack.training.errors import shown_errors
+
+    words = [word for word in argv if word != "--traceback"]
+    with shown_errors(tracebacks=len(words) < len(argv)):
+        _train(words)
+    print(NEXT)
+    return 0
+
+
+def _train(overrides: list[str]) -> None:
     stdlib_corpus.prepare()
 
     import streampack_configs
@@ -36,20 +46,26 @@ def main(argv: list[str]) -> int:
     from streampack_recipes.full_finetune import train
 
     from streampack.training.overrides import with_overrides
+    from streampack.training.run_folder import Interrupted
 
     written = OmegaConf.load(Path(streampack_configs.__path__[0]) / "quickstart.yaml")
-    config = with_overrides(written, argv)
-    if not any(word.startswith("output_dir=") for word in argv):
+    config = with_overrides(written, overrides)
+    chosen = any(word.startswith("output_dir=") for word in overrides)
+    if not chosen:
         config.output_dir, config.resume = _run_folder(Path(config.output_dir))
-    train(config)
-    print(NEXT)
-    return 0
+    try:
+        train(config)
+    except Interrupted as error:
+        if chosen or error.step is None:
+            raise
+        message = f"interrupted; the same command goes on from step {error.step}"
+        raise Interrupted(f"{config.output_dir}: {message}", step=error.step) from None
 
 
 def _run_folder(base: Path) -> tuple[str, bool]:
     """The newest run if it was interrupted, otherwise a new one."""
     runs = sorted(base.glob("run-*"))
-    if runs and (runs[-1] / "checkpoints").is_dir() and not (runs[-1] / "epoch_0").is_dir():
+    if runs and (runs[-1] / "checkpoints").is_dir() and not (runs[-1] / "finished.json").is_file():
         print(f"going on with {runs[-1]}, which was interrupted")
         return str(runs[-1]), True
     return str(base / f"run-{len(runs) + 1:03d}"), False

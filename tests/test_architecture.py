@@ -19,7 +19,7 @@ PACKAGE = ROOT / "streampack"
 # Imports point downward only: a unit (a module of streampack, or a subpackage with all in it) imports from layers
 # above its own in this table, or from its own subpackage. `streampack` stands for the package's own __init__.
 LAYERS = (
-    {"types", "plan", "metrics", "components", "consumers", "boundaries"},
+    {"types", "plan", "metrics", "components", "consumers", "boundaries", "locks"},
     {"assemble", "sources", "receipt", "parity", "multipack"},
     {"encode", "collate", "collators", "methods", "samplers"},
     {"attention", "draws"},

@@ -94,7 +94,7 @@ def test_the_summary_balances_the_tokens():
     ledger = Ledger(samples=4, tokens_in=100, packs=1, slots=80, packed=70)
     ledger.drop("truncated", 10)
     text = summary(ledger, seconds=2.0, tokens=70, validation=[(0, 7.5), (9, 4.25)])
-    assert "1 of 4 samples read, 12.50% padding" in text
+    assert "packs        1, from 4 samples that were read, 12.50% padding" in text
     assert "100 in = 70 packed + 10 dropped (10 truncated) + 20 buffered" in text
     assert "35 tokens/s" in text
     assert "7.500 (step 0) -> 4.250 (step 9)" in text

@@ -37,6 +37,10 @@ LEFTOVERS = re.compile(r"step_\d+\.(part|old)")
 TRAINED = StateDictOptions(ignore_frozen_params=True)
 
 
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; the message says which and why."""
+
+
 class Checkpoints:
     """The checkpoints of one run under ``folder``, of which the newest ``keep`` are kept.
 
@@ -204,10 +208,10 @@ def _plain_errors(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RuntimeError(f"{what}: {error}") from error
+        raise CheckpointError(f"{what}: {error}") from error
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
-        raise RuntimeError(f"{what}: rank {rank}: {cause}") from error
+        raise CheckpointError(f"{what}: rank {rank}: {cause}") from error
 
 
 def _hush() -> None:

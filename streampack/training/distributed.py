@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 import uuid
 import warnings
@@ -15,6 +16,8 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from streampack.training.launcher import end_with_launcher
 
 T = TypeVar("T")
 
@@ -122,6 +125,7 @@ class World:
 def join_world(device: torch.device, *, timeout: float = 600) -> Iterator[World]:
     """The processes that torchrun started, as one `World`; without torchrun, this process alone.
 
+    Ranks that torchrun started end when it does, see `end_with_launcher`.
     Tensors on the CPU travel through gloo, those on a GPU through NCCL. However the block is left, this
     process leaves the group; after an error at once, so that ranks that wait for this one fail too
     rather than wait for the timeout.
@@ -130,6 +134,7 @@ def join_world(device: torch.device, *, timeout: float = 600) -> Iterator[World]
         device: what this process trains on.
         timeout: seconds that a collective may wait for the slowest rank.
     """
+    end_with_launcher()
     if "RANK" not in os.environ or os.environ.get("WORLD_SIZE", "1") == "1":
         yield World()
         return
@@ -192,6 +197,7 @@ def _meet(rank: int, size: int, *, timeout: float) -> Store:
     other rank asks for it under a name of its own: only what answers a fresh question is believed.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    _require_store(address, port)
     store = TCPStore(address, port, size, False, timedelta(seconds=timeout))
     name = uuid.uuid4().hex
     if rank > 0:
@@ -213,3 +219,18 @@ def _meet(rank: int, size: int, *, timeout: float) -> Store:
                 missing.remove(other)
         time.sleep(0.01)
     return PrefixStore(name, store)
+
+
+def _require_store(address: str, port: int) -> None:
+    """Fail at once where torch would try for ``timeout`` seconds to reach a store that is gone with its torchrun.
+
+    torchrun opens it before it starts ranks.
+    """
+    try:
+        socket.create_connection((address, port), timeout=10).close()
+    except ConnectionRefusedError:
+        raise ConnectionRefusedError(
+            f"the torchrun that keeps the ranks' store at {address}:{port} has ended, and this rank ends with it"
+        ) from None
+    except OSError:  # something that may pass, for which torch waits
+        return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -22,8 +23,29 @@ Weights = Mapping[str, Any]
 
 
 def pick_device(name: str) -> torch.device:
-    """``auto`` is the GPU where there is one (this rank's, of several); anything else is torch's name for a device."""
-    device: torch.device = utils.get_device(None if name == "auto" else name)
+    """``auto`` is the GPU where there is one (this rank's, of several); anything else is torch's name for a device.
+
+    Raises:
+        ValueError: for a device that this machine does not have. torchtune would take the CPU in its place.
+    """
+    wanted = None
+    if name != "auto":
+        try:
+            wanted = torch.device(name)
+            missing = wanted.type != "cpu" and not getattr(torch, wanted.type).is_available()
+        except (RuntimeError, AttributeError) as error:
+            raise ValueError(
+                f"device={name!r} is none that torch {torch.__version__} can train on; set auto, cpu or cuda"
+            ) from error
+        if missing:
+            raise ValueError(
+                f"device={name!r}: torch {torch.__version__} finds no {wanted.type} device on this machine; check the "
+                "driver and that torch was built for it, or set device=cpu or device=auto"
+            )
+    try:
+        device: torch.device = utils.get_device(None if wanted is None else name)
+    except RuntimeError as error:  # more ranks than GPUs, or an index where each rank has its own
+        raise ValueError(f"device={name!r}, local rank {os.environ.get('LOCAL_RANK', 0)}: {error}") from error
     return device
 
 
@@ -56,9 +78,15 @@ def build_model(
         compile_layers: let ``torch.compile`` make one kernel graph of every layer.
         shard_also: names of modules that are sharded by themselves besides the layers.
         reshard_after_forward: free a layer between its forward and backward pass; False trades memory for speed.
+
+    Raises:
+        ValueError: for weights of another model, a dtype that does not fit, or a model that cannot be sharded.
     """
     world = world or World()
-    torch_dtype = training.get_dtype(dtype, device=device)
+    try:
+        torch_dtype = training.get_dtype(dtype, device=device)
+    except RuntimeError as error:  # this GPU does not compute in bf16
+        raise ValueError(f"dtype={dtype} on {device}: {error}") from error
     if torch_dtype == torch.float16:
         raise ValueError("dtype fp16 needs loss scaling, which no recipe does; use bf16 or fp32")
     with training.set_default_dtype(torch_dtype), torch.device("meta") if world.size > 1 else device:
@@ -89,12 +117,41 @@ def build_model(
             for module in model.modules():
                 if hasattr(module, "rope_init"):  # a buffer that no checkpoint holds
                     module.rope_init()  # type: ignore[operator]
-        training.load_from_full_model_state_dict(model, weights, device, strict=True)
+        with _fitting(model, weights):
+            training.load_from_full_model_state_dict(model, weights, device, strict=True)
         training.validate_no_params_on_meta_device(model)
     else:
-        model.load_state_dict(weights)
+        with _fitting(model, weights):
+            model.load_state_dict(weights)
     training.validate_expected_param_dtype(model.named_parameters(), dtype=torch_dtype)
     return model.train()
+
+
+@contextmanager
+def _fitting(model: nn.Module, weights: Weights) -> Iterator[None]:
+    """Say in few words what does not fit, if loading fails: torch lists every weight, or has an AttributeError."""
+    wanted = {
+        name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", ""): tuple(value.shape)
+        for name, value in model.named_parameters()
+    }
+    given = {name: tuple(value.shape) for name, value in weights.items()}
+    try:
+        yield
+    except (RuntimeError, AttributeError) as error:
+        found = [
+            f"size mismatch for {name}, {given[name]} in the checkpoint and {shape} in the model"
+            for name, shape in wanted.items()
+            if given.get(name, shape) != shape
+        ]
+        found += [f"{name} is missing in the checkpoint" for name in wanted if name not in given]
+        found += [f"{name} is not in the model" for name in given if name not in wanted]
+        if not found:
+            raise
+        more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
+        raise ValueError(
+            f"the checkpointer's weights do not fit the model: {'; '.join(found[:3])}{more}; name the model that "
+            "the checkpoint is of"
+        ) from error
 
 
 def allow_long_rows(model: nn.Module, *, max_seq_len: int, samples_in_row: int) -> None:

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from streampack.components import COMPONENT, trust
+from streampack.training.errors import TRACEBACK, shown_errors
 
 AS_TEXT = "max_filename"  # of torchtune's checkpoint files: its leading zeros count
 
@@ -21,7 +22,8 @@ AS_TEXT = "max_filename"  # of torchtune's checkpoint files: its leading zeros c
 def parse(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
     """Decorate a recipe's entry point: it is called with the config of ``--config FILE KEY=VALUE ...``.
 
-    torchtune's ``config.parse`` does the same, but fails on the entries of lists and on values with a ``=``.
+    torchtune's ``config.parse`` does the same, but fails on the entries of lists and on values with a ``=``. A user's
+    mistake is shown in one line, see `shown_errors`; ``--traceback`` shows where it was raised.
     """
 
     @functools.wraps(recipe_main)
@@ -34,9 +36,14 @@ def parse(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
         parser.add_argument(
             "--trust", action="append", default=[], metavar="NAME", help="a package it may name"
         )
+        parser.add_argument(
+            "--traceback", action="store_true", help=f"show where an error was raised; or set {TRACEBACK}=1"
+        )
         options, rest = parser.parse_known_args()
-        trust(options.trust)
-        sys.exit(recipe_main(with_overrides(OmegaConf.load(options.config), [*options.overrides, *rest])))
+        with shown_errors(tracebacks=options.traceback):
+            trust(options.trust)
+            config = with_overrides(OmegaConf.load(options.config), [*options.overrides, *rest])
+            sys.exit(recipe_main(config))
 
     return entry
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -128,8 +130,14 @@ class MetricLogger:
             self.logger.log_config(config)
 
     def log(self, values: Mapping[str, Any], *, step: int) -> None:
-        """Numbers by name."""
-        if self.logger is not None:
+        """Numbers by name; what a logger prints stands on lines of its own, not behind the progress bar."""
+        from torchtune.training.metric_logging import StdoutLogger
+        from tqdm import tqdm
+
+        if self.logger is None:
+            return
+        prints = isinstance(self.logger, StdoutLogger) or sys.stderr.isatty()
+        with tqdm.external_write_mode() if prints else nullcontext():
             self.logger.log_dict(values, step=step)
 
     def close(self) -> None:
@@ -143,7 +151,7 @@ def summary(ledger: Ledger, *, seconds: float, tokens: int, validation: list[tup
     dropped = sum(ledger.dropped.values())
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in ledger.dropped.items() if count)
     lines = [
-        f"packs        {ledger.packs:,} of {ledger.samples:,} samples read, {ledger.padding:.2%} padding",
+        f"packs        {ledger.packs:,}, from {ledger.samples:,} samples that were read, {ledger.padding:.2%} padding",
         f"tokens       {ledger.tokens_in:,} in = {ledger.packed:,} packed + {dropped:,} dropped"
         f"{f' ({reasons})' if reasons else ''} + {ledger.buffered:,} buffered",
         f"speed        {tokens / max(seconds, 1e-9):,.0f} tokens/s over {seconds:,.0f} s",
@@ -157,7 +165,9 @@ def summary(ledger: Ledger, *, seconds: float, tokens: int, validation: list[tup
 
 
 def bar(total: int, *, done: int, enabled: bool = True) -> Any:
-    """A tqdm bar over optimizer steps."""
+    """A tqdm bar over optimizer steps; one that does not begin at 0 says so before."""
     from tqdm import tqdm
 
+    if enabled and done:
+        print(f"going on from step {done:,} of {total:,}", flush=True)  # noqa: T201
     return tqdm(total=total, initial=done, disable=not enabled, dynamic_ncols=True, unit="step")

@@ -1,0 +1,158 @@
+"""The folder that a run writes to: one run at a time, what it holds, and whether the run is over."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from streampack.locks import lock_folder
+from streampack.metrics import Ledger
+from streampack.training.checkpoint import Checkpoints
+from streampack.training.config import RunConfig
+from streampack.training.distributed import World
+
+OVER = "finished.json"
+"""Written last, when the weights are whole: what the run was, see `record_end`."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C; the message says from where the run can go on.
+
+    Args:
+        message: what to print.
+        step: of the newest checkpoint, None if there is none.
+    """
+
+    def __init__(self, message: str, *, step: int | None) -> None:
+        super().__init__(message)
+        self.step = step
+
+
+@contextmanager
+def hold_output(config: RunConfig, *, world: World) -> Iterator[None]:
+    """Let no other run write where this one does, while the block runs. A collective.
+
+    The folders are ``output_dir`` and, if it is another one, the checkpointer's.
+
+    Raises:
+        ValueError: on rank 0, if another process holds one of them; names its host and process id.
+        Interrupted: for Ctrl-C in the block.
+    """
+    with ExitStack() as held:
+        with world.together():
+            for folder in _folders(config) if world.is_main else ():
+                way_out = "wait until it has ended, or choose another output_dir"
+                held.enter_context(lock_folder(folder, way_out=way_out))
+        try:
+            yield
+        except KeyboardInterrupt as error:
+            raise _interrupted(config) from error
+
+
+def open_checkpoints(config: RunConfig, *, world: World) -> tuple[Checkpoints, int | None]:
+    """The run's checkpoints, and the step from which to go on; None for a new run. A collective.
+
+    Raises:
+        ValueError: if there are checkpoints and ``resume`` is not set.
+    """
+    checkpoints = Checkpoints(
+        _checkpoints(config), keep=config.keep_checkpoints, world=world, in_background=config.async_checkpoint
+    )
+    newest = checkpoints.newest()
+    if newest is not None and not config.resume:
+        raise ValueError(
+            f"{checkpoints.folder} holds checkpoints up to step {newest} of an earlier run; "
+            "set resume=True to go on from there, or choose another output_dir"
+        )
+    if newest is None and config.resume and world.is_main:
+        print(f"no checkpoint in {checkpoints.folder}: the run begins at step 0", flush=True)  # noqa: T201
+    return checkpoints, newest
+
+
+def finished(config: RunConfig, *, world: World) -> dict[str, Any] | None:
+    """What a run was that is over and is to be resumed, and says so; None if there is something to do. A collective.
+
+    A run is over when its weights were written and it has made all the steps, or read all the epochs, that the
+    config asks for.
+    """
+    result = world.from_main(_finished(config) if config.resume and world.is_main else None)
+    if result is None:
+        return None
+    saved = " and ".join(result.pop("saved"))
+    if world.is_main:
+        print(  # noqa: T201
+            f"{config.output_dir} holds a run that is over: step {result['step']}, weights in {saved}. "
+            "Nothing was changed; give it more max_steps or epochs to train on"
+        )
+    return result
+
+
+def record_end(config: RunConfig, result: dict[str, Any], *, saved: Iterable[Path]) -> None:
+    """Note that a run is over: the last file of a run, written by rank 0 once its weights are.
+
+    Args:
+        config: the run's.
+        result: what the recipe returns.
+        saved: the folders of the final weights.
+    """
+    by_steps = config.max_steps is not None and result["step"] >= config.max_steps
+    values = {
+        **result,
+        "ledger": result["ledger"].numbers(),
+        "epochs": None if by_steps else config.epochs,  # that were read to their end
+        "data": config.data,
+        "saved": [os.path.relpath(path, config.output_dir) for path in saved],
+    }
+    path = Path(config.output_dir, OVER)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(values, indent=1))
+    part.replace(path)
+
+
+def _finished(config: RunConfig) -> dict[str, Any] | None:
+    path = Path(config.output_dir, OVER)
+    if not path.is_file():
+        return None
+    result: dict[str, Any] = json.loads(path.read_text())
+    newest = max(Checkpoints(_checkpoints(config)).steps(), default=None)
+    if result.pop("data") != config.data:
+        return None  # whatever does not fit the checkpoint is refused with it
+    result["saved"] = [os.path.normpath(Path(config.output_dir, path)) for path in result["saved"]]
+    if newest not in (None, result["step"]) or not all(Path(path).is_dir() for path in result["saved"]):
+        return None  # of an earlier run in this folder, or the weights were removed
+    by_steps = config.max_steps is not None and result["step"] >= config.max_steps
+    read = result.pop("epochs")
+    if not by_steps and (read is None or config.epochs is None or config.epochs > read):
+        return None
+    held_out = [(step, loss) for step, loss in result["held_out"]]
+    return result | {"ledger": Ledger.from_numbers(result["ledger"]), "held_out": held_out}
+
+
+def _interrupted(config: RunConfig) -> Interrupted:
+    newest = max(Checkpoints(_checkpoints(config)).steps(), default=None)
+    if newest is not None:
+        message = f"interrupted; resume=True goes on from step {newest}, its newest checkpoint"
+    elif config.checkpoint_every is not None:
+        message = (
+            f"interrupted before its first checkpoint (checkpoint_every={config.checkpoint_every}); the same command "
+            "begins anew"
+        )
+    else:
+        message = (
+            "interrupted, and nothing was saved: checkpoint_every is not set; the same command begins anew"
+        )
+    return Interrupted(f"{config.output_dir}: {message}", step=newest)
+
+
+def _checkpoints(config: RunConfig) -> Path:
+    return Path(config.output_dir, "checkpoints")
+
+
+def _folders(config: RunConfig) -> list[Path]:
+    """In order, so that two runs never wait for each other."""
+    named = {config.output_dir, config.checkpointer.get("output_dir", config.output_dir)}
+    return sorted({Path(folder).resolve(): Path(folder) for folder in named}.values())

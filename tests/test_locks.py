@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from streampack.locks import LOCK_FILE, lock_folder
+
+HOLDER = """
+import sys, time
+from streampack.locks import lock_folder
+with lock_folder(sys.argv[1], way_out="-"):
+    print("held", flush=True)
+    if sys.argv[2:] == ["fork"]:
+        import os
+        if os.fork() == 0:
+            print(os.getpid(), flush=True)
+            time.sleep(60)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def hold():
+    holders = []
+
+    def start(folder, *arguments):
+        holder = subprocess.Popen(
+            [sys.executable, "-c", HOLDER, str(folder), *arguments],
+            env=os.environ | {"PYTHONPATH": str(Path.cwd())},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        holders.append(holder)
+        assert holder.stdout.readline() == "held\n"
+        return holder
+
+    yield start
+    for holder in holders:
+        holder.kill()
+        holder.communicate()
+
+
+def test_a_folder_in_use_is_refused_by_the_name_of_its_owner(tmp_path, hold):
+    owner = hold(tmp_path / "out")
+    expected = (
+        rf"^{tmp_path}/out is in use by process {owner.pid} on {re.escape(socket.gethostname())}, since "
+        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d; choose another folder$"
+    )
+    with (
+        pytest.raises(ValueError, match=expected),
+        lock_folder(tmp_path / "out", way_out="choose another folder", patience=0),
+    ):
+        pass
+
+
+def test_a_crash_leaves_no_lock_behind(tmp_path, hold):
+    owner = hold(tmp_path)
+    owner.send_signal(signal.SIGKILL)
+    with lock_folder(tmp_path, way_out="-", patience=30):
+        assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
+    with lock_folder(tmp_path, way_out="-", patience=0):
+        pass
+
+
+def test_what_an_owner_forked_does_not_keep_the_lock(tmp_path, hold):
+    owner = hold(tmp_path, "fork")
+    child = int(owner.stdout.readline())
+    try:
+        owner.kill()
+        with lock_folder(tmp_path, way_out="-", patience=30):
+            os.kill(child, 0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_where_there_are_no_locks_it_warns(tmp_path, monkeypatch):
+    def fails(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "lockf", fails)
+    with (
+        pytest.warns(UserWarning, match=r"cannot be locked \(Function not implemented\): a second run"),
+        lock_folder(tmp_path, way_out="-"),
+    ):
+        pass
