@@ -74,6 +74,32 @@ def test_tokens_fingerprint_says_the_columns() -> None:
     assert TokensEncoder().fingerprint() == TokensEncoder().fingerprint()
 
 
+@pytest.mark.parametrize(
+    ("row", "hint"),
+    [
+        ({"text": "a"}, "TextEncoder(tokenizer)"),
+        ({"id": 1, "messages": []}, "ChatEncoder(tokenizer)"),
+        ({"conversations": []}, "ChatEncoder(tokenizer, column='conversations')"),
+        ({"prompt": "a", "completion": "b"}, "PromptCompletionEncoder(tokenizer)"),
+        ({"instruction": "a", "output": "b"}, "MessagesEncoder(tokenizer, message_transform=AlpacaToMessages())"),
+    ],
+)  # fmt: skip
+def test_rows_without_tokens_and_without_an_encoder(row: dict[str, Any], hint: str) -> None:
+    with pytest.raises(ValueError) as error:
+        list(IterablePackedDataset([row], max_seq_len=8))
+    assert "sample 0: column 'tokens' is missing; the row's columns are " in str(error.value)
+    assert str(error.value).endswith(
+        f"; such rows need an encoder: encoder={hint}, or data.encoder in a config"
+    )
+
+
+def test_other_bad_rows_are_not_told_of_encoders() -> None:
+    for row in ({"tokens": [0.5], "text": "a"}, {"tokens": [1], "text": "a"}, {"x": 1}):
+        with pytest.raises(ValueError) as error:
+            TokensEncoder()(row)
+        assert "encoder" not in str(error.value)
+
+
 # Plain text.
 
 

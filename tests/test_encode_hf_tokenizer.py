@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing as mp
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from streampack import IGNORE_INDEX, HFTokenizer, IterablePackedDataset, JSONLSource, TextEncoder
+from streampack.components import build
 from streampack.encode import check_tokenizer, padding_id
 from streampack.tokenize import tokenize
 from tests.hf_tokenizers import BOS, DATED, END, EOS, MARKED, START, byte_level, llama_like
@@ -242,6 +244,75 @@ def test_a_place_without_a_tokenizer_is_named(tmp_path: Path, make: Any, message
     (tmp_path / "note.txt").write_text("nothing")
     with pytest.raises(ValueError, match=message):
         HFTokenizer(make(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer that begins with BOS, cuts at 4 tokens, and has a chat template."""
+    made: Path = tmp_path_factory.mktemp("tokenizer")
+    raw = byte_level(bos_by_itself=True, template=MARKED)
+    raw.backend_tokenizer.enable_truncation(4)
+    raw.save_pretrained(made)
+    return made
+
+
+def test_torchtunes_own_class_for_tokenizer_json(folder: Path) -> None:
+    """It has no pad_id, cannot leave its BOS out, and would cut as the file says."""
+    tokenizers = pytest.importorskip("torchtune.modules.transforms.tokenizers")
+    theirs = tokenizers.HuggingFaceBaseTokenizer(
+        str(folder / "tokenizer.json"), tokenizer_config_json_path=str(folder / "tokenizer_config.json")
+    )
+    text = "one two three four five six"
+    assert len(theirs.encode(text)) == 5, "cut in silence"
+    assert padding_id(theirs) == EOS
+    encoder = TextEncoder(theirs)
+    assert (
+        encoder({"text": text}).tokens.tolist()
+        == TextEncoder(HFTokenizer(folder))({"text": text}).tokens.tolist()
+    )
+    assert len(theirs.encode(text)) == 5, "the user's own is left alone"
+    with pytest.raises(ValueError, match="adds BOS though add_bos is False"):
+        TextEncoder(theirs, add_bos=False)
+
+
+def test_in_the_config_of_a_recipe(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("torchtune")
+    from streampack.training.config import read_config
+    from streampack.training.data import build_data
+    from tests.tiny import tiny_config
+
+    path, rows = str(folder), tmp_path / "chat.jsonl"
+    talk = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "hello there"}]
+    rows.write_text(
+        "".join(
+            json.dumps({"messages": [*talk, {**talk[0], "content": str(i)}, talk[1]]}) + "\n"
+            for i in range(40)
+        )
+    )
+    base = {
+        "_component_": "torchtune.modules.transforms.tokenizers.HuggingFaceBaseTokenizer",
+        "tokenizer_json_path": f"{path}/tokenizer.json",
+        "tokenizer_config_json_path": f"{path}/tokenizer_config.json",
+    }
+    ours = {"_component_": "streampack.HFTokenizer", "path": path}
+    transform = {"_component_": "torchtune.data.OpenAIToMessages"}
+    for tokenizer, encoder, end in (
+        (ours, {"_component_": "streampack.TextEncoder"}, EOS),
+        (base, {"_component_": "streampack.TextEncoder"}, EOS),
+        (ours, {"_component_": "streampack.ChatEncoder"}, END),
+        (ours, {"_component_": "streampack.MessagesEncoder", "message_transform": transform}, END),
+    ):
+        config = tiny_config(
+            tmp_path, tokenizer=tokenizer, **{"data.encoder": encoder, "data.max_seq_len": 128}
+        )
+        if end == END:
+            config.data.source.paths = str(rows)
+        data, held_out = build_data(read_config(config), tokenizer=build(tokenizer), vocab_size=400)
+        for batch in held_out[""].batches:
+            trained = batch.labels[batch.labels != IGNORE_INDEX].tolist()
+            assert trained.count(end) == sum(map(len, batch.fragments)) * (2 if end == END else 1)
+            assert batch.tokens[0, 0] == BOS
+        assert data.lane_config.padding_idx == EOS
 
 
 # Identity.

@@ -52,8 +52,7 @@ class TokensEncoder:
             if self.tokens in row or hint is None:
                 raise
             raise ValueError(
-                f"{error}; such rows need an encoder: encoder={hint}, in a config data.encoder: "
-                f"{{_component_: streampack.{hint.split('(')[0]}}}"
+                f"{error}; such rows need an encoder: encoder={hint}, or data.encoder in a config"
             ) from None
 
     def fingerprint(self) -> str:

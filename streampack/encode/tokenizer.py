@@ -78,11 +78,18 @@ def padding_id(tokenizer: Any) -> int:
 
 
 def without_truncation(tokenizer: Any) -> Any:
-    """A copy of a torchtune tokenizer that does not cut."""
-    if getattr(tokenizer, "max_seq_len", None) is None:
+    """A copy of a torchtune tokenizer that does not cut, be it by its own limit or by that of a tokenizer.json."""
+    inner: Any = getattr(tokenizer, "tokenizer", None)
+    limited = type(inner).__module__.split(".")[0] == "tokenizers" and (inner.truncation or inner.padding)
+    if getattr(tokenizer, "max_seq_len", None) is None and not limited:
         return tokenizer
     whole = copy.copy(tokenizer)
-    whole.max_seq_len = None
+    if limited:
+        whole.tokenizer = copy.deepcopy(inner)
+        whole.tokenizer.no_truncation()
+        whole.tokenizer.no_padding()
+    else:
+        whole.max_seq_len = None
     return whole
 
 
