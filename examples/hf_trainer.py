@@ -9,40 +9,19 @@ All of TrainingArguments are options.
 """
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from stdlib_text import pairs, random_llama, train_tokenizer
-from transformers import HfArgumentParser, PreTrainedTokenizerFast, Trainer, TrainingArguments, set_seed
+from transformers import HfArgumentParser, Trainer, TrainingArguments, set_seed
 
 from streampack import (
-    IGNORE_INDEX,
     Holdout,
     IterablePackedDataset,
     MapSource,
-    Sample,
+    PromptCompletionEncoder,
     prepare_trainer_for_packing,
 )
-
-
-class Encode:
-    """From a row to a sample whose completion alone is trained."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        self.tokenizer = tokenizer
-
-    def __call__(self, row: Mapping[str, Any]) -> Sample:
-        """Prompt, completion, end."""
-        prompt, completion = (self.tokenizer(row[part])["input_ids"] for part in ("prompt", "completion"))
-        completion = [*completion, self.tokenizer.eos_token_id]
-        return Sample(np.array(prompt + completion), np.array([IGNORE_INDEX] * len(prompt) + completion))
-
-    def fingerprint(self) -> str:
-        """What a state must have been made with: here, how a question is tokenized."""
-        return str(self.tokenizer("What does json.dumps do?")["input_ids"])
 
 
 def main(argv: list[str]) -> Trainer:
@@ -56,7 +35,7 @@ def main(argv: list[str]) -> Trainer:
     (args,) = parser.parse_args_into_dataclasses(argv)
     rows = pairs()
     tokenizer = train_tokenizer(rows)
-    packing = {"max_seq_len": 512, "encoder": Encode(tokenizer), "overlong": "truncate"}
+    packing = {"max_seq_len": 512, "encoder": PromptCompletionEncoder(tokenizer), "overlong": "truncate"}
     packing["padding_idx"] = tokenizer.pad_token_id
     training, validation = (
         Holdout(MapSource(rows), share=0.05, part=part) for part in ("train", "validation")

@@ -315,6 +315,16 @@ def test_in_the_config_of_a_recipe(folder: Path, tmp_path: Path) -> None:
         assert data.lane_config.padding_idx == EOS
 
 
+def test_the_documents_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    byte_level(bos_by_itself=True).save_pretrained(tmp_path / "my_model")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "rows.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    monkeypatch.chdir(tmp_path)
+    document = (Path(__file__).parent.parent / "docs" / "encoders.md").read_text(encoding="utf-8")
+    exec(document.split("```python\n")[1].split("```")[0], {})
+    assert capsys.readouterr().out == "['<s>one</s>', '<s>two</s>']\n"
+
+
 # Identity.
 
 

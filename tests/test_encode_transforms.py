@@ -278,6 +278,34 @@ def test_torchtunes_datasets_are_guarded_too(door: str) -> None:
         DOORS[door](TunesDataset([chat(USER, ANSWER), bad], tune_data.OpenAIToMessages()))
 
 
+def test_torchtunes_builders_with_a_hugging_face_tokenizer(tmp_path: Any) -> None:
+    """As a stock recipe calls them: the tokenizer from a node, the dataset from ours around theirs."""
+    pytest.importorskip("datasets")
+    from omegaconf import OmegaConf
+    from torchtune import config
+
+    from streampack import packed_dataset
+
+    byte_level(bos_by_itself=True, template=MARKED).save_pretrained(tmp_path / "model")
+    node = {"_component_": "streampack.HFTokenizer", "path": str(tmp_path / "model")}
+    tokenizer = config.instantiate(OmegaConf.create(node))
+    for rows in ([chat(USER, ANSWER)], [chat(USER, ANSWER), chat(USER, CALLING)]):
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        loading = {"source": "json", "data_files": str(tmp_path / "rows.jsonl"), "split": "train"}
+        loading["cache_dir"] = str(tmp_path / f"cache{len(rows)}")
+        builder = {
+            "_component_": "torchtune.datasets.chat_dataset", "conversation_column": "messages",
+            "conversation_style": "openai", **loading,
+        }  # fmt: skip
+        if len(rows) == 2:
+            with pytest.raises(ValueError, match="has tool calls"):
+                packed_dataset(tokenizer, dataset=builder, max_seq_len=64, packed=True)
+            continue
+        [pack] = packed_dataset(tokenizer, dataset=builder, max_seq_len=64, packed=True)
+        trained = pack["labels"][pack["labels"] != IGNORE_INDEX].tolist()
+        assert tokenizer.decode(trained) == "go on<|im_end|>"
+
+
 def test_guarding_is_done_once_and_finds_its_way() -> None:
     from torch.utils.data import Subset
     from torchtune.datasets import ConcatDataset
