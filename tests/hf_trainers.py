@@ -102,9 +102,11 @@ def trainer_of(folder: Path, *, of: Any = None, **changes: Any) -> Any:
 
 
 def packed(folder: Path, packs: Any = None, *, attention: str = "auto", **changes: Any) -> Any:
-    """A Trainer on a stream."""
-    trainer = trainer_of(folder, train_dataset=stream() if packs is None else packs, **changes)
-    prepare_trainer_for_packing(trainer, attention=attention)
+    """A Trainer on a stream. Trainer itself refuses one where it needs its length, so it gets it later."""
+    trainer = trainer_of(folder, **changes)
+    prepare_trainer_for_packing(
+        trainer, train_dataset=stream() if packs is None else packs, attention=attention
+    )
     return trainer
 
 

@@ -26,7 +26,7 @@ LAYERS = (
     {"mix", "flatten"},
     {"lane_config"},
     {"lane", "sharding"},
-    {"stream", "estimate", "tokenize"},
+    {"stream", "estimate", "count", "tokenize"},
     {"iterable", "folding"},
     {"workers", "lockstep"},
     {"shares", "corpus"},

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from streampack.attention import Inputs
 from streampack.consumers import model_parallel_mesh
 from streampack.iterable import IterablePackedDataset
+from streampack.trainer.epochs import require_epochs
 from streampack.trainer.evaluation import require_end
 from streampack.trainer.hooks import Hooks
 
@@ -46,7 +46,11 @@ def prepare_trainer_for_packing(
     The loss of a step is the mean over its trained tokens on all ranks. accelerate, which would deal the packs out a
     second time, never sees the loader. Every checkpoint holds the stream's state, and
     ``train(resume_from_checkpoint=...)`` goes on with the next packs, on another number of ranks too; ``True`` takes
-    the newest checkpoint that was written to its end. Data that ends before ``max_steps`` ends the training.
+    the newest checkpoint that was written to its end. Data that ends before ``max_steps`` ends the training, with a
+    last log and checkpoint. Without ``max_steps``, ``num_train_epochs`` says how often packs with ``epochs=1`` are read
+    (give them here then: Trainer's constructor refuses data without a length). The steps are counted for map-style
+    data, each sample of which is encoded once for it, and estimated for streams. Strategies of ``"epoch"`` act where an
+    epoch of the packs ends; with ``epochs=None``, at the end only.
     The loss of an evaluation (``evaluate``, ``predict``) is the mean over its trained tokens on all ranks, of packs and
     of data that Trainer's own loader serves; Trainer would weigh each batch the same, however few tokens it trains.
     Where several ranks predict, the rows of null packs have labels of -100 only; and Trainer's own loader gives some
@@ -124,15 +128,4 @@ def _check_settings(trainer: Trainer, packs: IterablePackedDataset) -> None:
             "however few tokens it trains; give Trainer a compute_loss_func"
         )
     if args.max_steps <= 0:
-        try:
-            packs_per_step = (
-                args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-            )
-            steps = math.ceil(packs.estimate_packs() / packs_per_step)
-            about = f"; an epoch of this data is about {steps} steps of {packs_per_step} packs"
-        except ValueError:  # the source cannot tell its size
-            about = ""
-        raise ValueError(
-            f"max_steps is {args.max_steps}, and how many packs a stream makes is known at its end only; set max_steps "
-            f"in TrainingArguments{about}"
-        )
+        require_epochs(packs, args)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +14,15 @@ from streampack.collate import Batch
 from streampack.iterable import IterablePackedDataset
 from streampack.loader import PackedDataLoader
 from streampack.trainer.checkpoints import newest_checkpoint, read_stream, read_trainer, write_stream
+from streampack.trainer.epochs import Plan, plan_epochs
 from streampack.trainer.evaluation import Evaluation, TokenMean, require_end
 from streampack.trainer.steps import Steps
 
 if TYPE_CHECKING:
     from transformers import Trainer
+
+
+log = logging.getLogger(__name__)
 
 
 class Hooks:
@@ -46,6 +52,7 @@ class Hooks:
         self.callback = _callback(self)
         self.checkpoint: Path | None = None  # that `train` resumes from
         self.steps: Steps | None = None  # of the newest training
+        self.plan: Plan | None = None  # of its steps, where num_train_epochs says how many
         self.evaluations: dict[IterablePackedDataset, Evaluation] = {}
         self.mean: TokenMean | None = None  # of the evaluation in progress
         self.totals: dict[str, float] = {}  # for the logs
@@ -104,12 +111,33 @@ class Hooks:
             # An evaluation before has marked it as prepared. accelerate would leave it without DDP then, in silence,
             # and every rank would train a model of its own.
             trainer.model._is_accelerate_prepared = False
+        max_steps, epochs = trainer.args.max_steps, self.packs.epochs
         try:
-            return self.own["train"](resume_from_checkpoint, trial, ignore_keys_for_eval)
+            result = self.own["train"](resume_from_checkpoint, trial, ignore_keys_for_eval)
+            self._warn_of_rest()
+            return result
         finally:
-            self.checkpoint = None
+            self.checkpoint = self.plan = None
+            trainer.args.max_steps, self.packs.epochs = max_steps, epochs
             if self.steps is not None:
                 self.steps.close()
+
+    def _warn_of_rest(self) -> None:
+        """Say if the steps were too few for the data. A collective."""
+        plan, steps, state = self.plan, self.steps, self.trainer.state
+        if (
+            plan is None
+            or plan.exact
+            or plan.epochs % 1
+            or steps is None
+            or state.global_step < state.max_steps
+        ):
+            return
+        if steps.has_more():
+            log.warning(
+                "max_steps=%d was estimated, and the data goes on behind it; to train on all of it, set more max_steps",
+                state.max_steps,
+            )
 
     def get_train_dataloader(self) -> Steps:
         """Our batches, as they are: accelerate would deal them out to the ranks a second time."""
@@ -118,6 +146,13 @@ class Hooks:
             batch_size=self.trainer._train_batch_size,  # args' own, or less: auto_find_batch_size
             batches_per_step=self.trainer.args.gradient_accumulation_steps,
         )
+        if (
+            self.plan is not None or self.trainer.args.max_steps <= 0
+        ):  # again, where auto_find_batch_size begins anew
+            epochs = self.trainer.args.num_train_epochs
+            self.packs.epochs = math.ceil(epochs)
+            self.plan = plan_epochs(loader, epochs)
+            self.trainer.args.max_steps = self.plan.total
         first = 0
         if self.checkpoint is not None:
             loader.load_state_dict(read_stream(self.checkpoint))
@@ -256,7 +291,23 @@ def _callback(hooks: Hooks) -> Any:
 
     class StepEnd(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            state.epoch = state.global_step / state.max_steps  # Trainer's would count from the resume
+            assert hooks.steps is not None
+            over = (
+                state.global_step >= state.max_steps
+            )  # Trainer ends its epoch, which is all of the training
+            per_epoch = "epoch" in (args.logging_strategy, args.eval_strategy, args.save_strategy)
+            over = over or control.should_epoch_stop or control.should_training_stop
+            ends = (per_epoch or hooks.plan) and not over and hooks.steps.ends_epoch()
+            if hooks.plan is None:
+                state.epoch = state.global_step / state.max_steps  # Trainer's would count from the resume
+            elif ends:
+                state.epoch = hooks.steps.epoch + 1
+            else:
+                state.epoch = hooks.plan.position(hooks.steps.epoch, hooks.steps.steps_in_epoch())
+            if ends:
+                handler = hooks.trainer.callback_handler
+                handler.on_epoch_end(args, state, control)
+                handler.on_epoch_begin(args, state, control)
             if control.should_log or control.should_evaluate:
                 hooks.count()
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from streampack.collate import Batch
 from streampack.loader import PackedDataLoader
 from streampack.metrics import Ledger
+from streampack.stream import ledger_of
 from streampack.types import ReceiptNumbers
 
 if TYPE_CHECKING:
@@ -30,52 +31,90 @@ class Steps:
         self.trainer = trainer
         self.first = first  # steps made before the first of these
         self.given = 0  # batches
+        self.epoch = 0  # of the newest batch given, from that in which the run began
         # Receipts and slot when the newest step began.
         self._before: tuple[dict[int, ReceiptNumbers], int] = ({}, 0)
-        self._batches: Iterator[Batch] | None = None
+        self._batches: Any = None  # the loader's iteration
+        self._next: Batch | None = None  # the next step's first batch, if that was fetched already
+        self._fetched = False
 
     def __iter__(self) -> Steps:
         return self  # Trainer iterates anew where a callback ends its epoch; the stream goes on
 
     def __next__(self) -> dict[str, Any]:
-        if self._batches is None:
-            self._batches = iter(self.loader)
-        if self.given % self.loader.batches_per_step == 0:
-            self._before = dict(self.loader.receipts), self.loader.slot
-        # A run resumed at its end: Trainer would make one step more.
-        finished = self.trainer.state.global_step >= self.trainer.args.max_steps
-        batch = None if finished else next(self._batches, None)
+        if self.given % self.loader.batches_per_step:
+            batch = next(self._batches, None)
+        elif self.trainer.state.global_step >= self.trainer.args.max_steps:
+            batch = None  # a run resumed at its end: Trainer would make one step more
+        else:
+            batch = self._fetch()
+            self._next, self._fetched = None, False
         if batch is None:
             self._end()
             raise StopIteration
         self.given += 1
+        self.epoch = self._epoch()
         return self.as_inputs(batch)
+
+    def _fetch(self) -> Batch | None:
+        """Fetch the first batch of the next step; None at the end of the data. Between steps, a collective."""
+        if not self._fetched:
+            if self._batches is None:
+                self._batches = iter(self.loader)
+            self._before = dict(self.loader.receipts), self.loader.slot
+            self._next, self._fetched = next(self._batches, None), True
+        return self._next
+
+    def _epoch(self) -> int:
+        return int(self._batches.epoch - self.loader.dataset.epoch)
+
+    def ends_epoch(self) -> bool:
+        """Look whether the newest step was the last one of an epoch that another follows. A collective."""
+        return self._fetch() is not None and self._epoch() > self.epoch
+
+    def has_more(self) -> bool:
+        """Look whether the data goes on behind the newest step. A collective."""
+        return self._fetch() is not None
+
+    def steps_in_epoch(self) -> int:
+        """Count the steps made in this epoch, before a resume too."""
+        return self._stand()[1] // self.loader.packs_per_step
+
+    def _stand(self) -> tuple[dict[int, ReceiptNumbers], int]:
+        """Receipts and slot as of the last step that was made."""
+        made = self.trainer.state.global_step - self.first
+        # Saved on SIGTERM (enable_jit_checkpoint): the batches of a step were given, and it was not made.
+        if self._fetched or self.given > made * self.loader.batches_per_step:
+            return self._before
+        return self.loader.receipts, self.loader.slot
 
     def state_dict(self) -> dict[str, Any]:
         """To be saved with the trainer as it is. A collective."""
-        loader = self.loader
-        receipts, slot = loader.receipts, loader.slot
-        made = self.trainer.state.global_step - self.first
-        if self.given > made * loader.batches_per_step:
-            # Saved on SIGTERM (enable_jit_checkpoint): the batches of a step were given, and it was not made.
-            receipts, slot = self._before
-        return loader.state_of(receipts, slot)
+        return self.loader.state_of(*self._stand())
 
     def ledger(self) -> Ledger:
         """Of all ranks. A collective."""
-        return Ledger.total(self.loader.lockstep.gather(self.loader.ledger()))
+        return Ledger.total(self.loader.lockstep.gather(ledger_of(self._stand()[0])))
 
     def close(self) -> None:
         """Let go of the worker processes."""
-        self._batches = None
+        self._batches, self._next, self._fetched = None, None, False
 
     def _end(self) -> None:
-        """The data is used up. Trainer would ask again for every step up to max_steps, and then begin anew."""
-        steps, wanted = self.first + self.given // self.loader.batches_per_step, self.trainer.args.max_steps
-        if steps < wanted:
-            log.warning(
-                "the data ended after step %d of max_steps=%d, and so does the training; with "
-                "IterablePackedDataset(..., epochs=None) it never ends",
-                steps, wanted,
-            )  # fmt: skip
-        self.trainer.control.should_training_stop = True
+        """End the training with the data, as Trainer does at max_steps: it would ask for more, and then begin anew."""
+        args, state, control = self.trainer.args, self.trainer.state, self.trainer.control
+        control.should_training_stop = True
+        steps = self.first + self.given // self.loader.batches_per_step
+        if steps >= args.max_steps:
+            return
+        log.warning(
+            "the data ended after step %d of max_steps=%d, and so does the training; with "
+            "IterablePackedDataset(..., epochs=None) it never ends",
+            steps, args.max_steps,
+        )  # fmt: skip
+        if self.given:
+            control.should_log |= args.logging_strategy != "no"
+            if args.eval_strategy == "steps" and args.eval_delay <= steps:
+                control.should_evaluate |= steps % state.eval_steps != 0
+            if args.save_strategy == "steps":
+                control.should_save |= state.save_steps <= 0 or steps % state.save_steps != 0
