@@ -62,9 +62,7 @@ def test_epochs_of_map_style_data_are_counted(tmp_path: Path) -> None:
 
     again = packed(tmp_path, stream(rows, epochs=1), eval_dataset=held_out(), **PER_EPOCH)
     again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{ends[0]}"))
-    assert again.state.log_history == pytest.approx(trainer.state.log_history) or losses(again) == losses(
-        trainer
-    )
+    assert losses(again) == losses(trainer)
     assert entries(again, "eval_loss") == entries(trainer, "eval_loss")
     assert [entry["epoch"] for entry in again.state.log_history if "loss" in entry] == [1, 2, 3]
 
