@@ -251,8 +251,15 @@ def _hand_over(command: str, rest: list[str]) -> int:
         _check_run(args, registry)
     elif command == "cp":
         _check_cp(args, registry)
-    tune.run(args)
-    return 0
+    if command != "run":
+        tune.run(args)
+        return 0
+    from streampack.training.launcher import launch, silence_torchrun
+
+    tracebacks = "--traceback" in args.recipe_args
+    if not (tracebacks or args.max_restarts or args.rdzv_endpoint):
+        silence_torchrun()
+    return launch(lambda: tune.run(args), tracebacks=tracebacks)
 
 
 def _require_torchtune(command: str) -> None:

@@ -13,6 +13,7 @@ import torch
 from omegaconf import OmegaConf
 from streampack_recipes.full_finetune import train
 
+from streampack.training.overrides import with_overrides
 from tests.tiny import losses, tiny_config
 
 
@@ -41,6 +42,13 @@ def test_by_epochs_it_ends_with_the_data(tmp_path):
     assert result["ledger"].samples == 300
     assert result["ledger"].buffered == 0
     assert result["held_out"] == []
+
+
+@pytest.mark.parametrize("word", ["lr_scheduler=null", "lr_scheduler=None", "~lr_scheduler"])
+def test_without_a_schedule_by_one_word(tmp_path, word):
+    result = train(with_overrides(tiny_config(tmp_path, max_steps=2, validation=None), [word]))
+    assert result["step"] == 2
+    assert set(losses(tmp_path, "lr").values()) == {"0.02"}
 
 
 # torch's own remarks: of its trace's events, and of a cycle of which nothing is kept.

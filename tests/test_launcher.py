@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,9 +15,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from streampack.locks import lock_folder
 from streampack.training.distributed import join_world
-from streampack.training.launcher import INTERVAL
+from streampack.training.launcher import INTERVAL, launch
+from tests.tiny import losses, tiny_config
 
 LAUNCHER = """
 import os, subprocess, sys
@@ -42,9 +49,10 @@ time.sleep(120)
 """
 
 
-def wait_until(condition, what):
+def wait_until(condition, what, process=None):
     deadline = time.monotonic() + 60
     while not condition():
+        assert process is None or process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, what
         time.sleep(0.02)
 
@@ -57,7 +65,7 @@ def lives(pid):
     return False
 
 
-def launch(folder, *, when="alive"):
+def start_rank(folder, *, when="alive"):
     """(launcher, pid of its rank), once the rank is ready."""
     launcher = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, RANK, str(folder), when],
@@ -74,7 +82,7 @@ def as_under_torchrun(monkeypatch):
 
 
 def test_a_rank_ends_with_a_launcher_that_is_killed(tmp_path):
-    launcher, rank = launch(tmp_path)
+    launcher, rank = start_rank(tmp_path)
     assert lives(rank)
     launcher.kill()
     launcher.wait()
@@ -83,7 +91,7 @@ def test_a_rank_ends_with_a_launcher_that_is_killed(tmp_path):
 
 @pytest.mark.skipif(not Path("/proc/self/exe").exists(), reason="asks /proc who the parent is")
 def test_a_rank_whose_launcher_was_killed_before_it_joined_ends(tmp_path):
-    launcher, rank = launch(tmp_path, when="orphan")
+    launcher, rank = start_rank(tmp_path, when="orphan")
     launcher.kill()
     launcher.wait()
     wait_until(lambda: not lives(rank), f"rank {rank} outlived its launcher")
@@ -93,7 +101,7 @@ def test_a_rank_whose_launcher_was_killed_before_it_joined_ends(tmp_path):
 def test_what_torchrun_did_not_start_may_outlive_its_parent(tmp_path, monkeypatch):
     """A rank that a shell started with nohup, for one."""
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    launcher, rank = launch(tmp_path)
+    launcher, rank = start_rank(tmp_path)
     try:
         launcher.kill()
         launcher.wait()
@@ -114,3 +122,125 @@ def test_a_rank_whose_launcher_keeps_no_store_any_more_does_not_wait(monkeypatch
     refused = rf"store at localhost:{port} has ended, and this rank"
     with pytest.raises(ConnectionRefusedError, match=refused), join_world(torch.device("cpu"), timeout=600):
         pass
+
+
+# torchrun in this process, as `streampack run` has it.
+
+
+def test_what_ranks_have_told_torchrun_does_not_tell_again(tmp_path, capsys):
+    told = tmp_path / "error.json"
+    told.write_text(json.dumps({"message": "error: no file", "timestamp": 1}))
+
+    def fail():
+        raise ChildFailedError("recipe", {0: ProcessFailure(0, 123, 1, str(told))})
+
+    assert launch(fail, tracebacks=False) == 1
+    assert capsys.readouterr().err == ""
+    with pytest.raises(ChildFailedError):
+        launch(fail, tracebacks=True)
+
+
+def test_a_rank_that_was_killed_is_named(capsys):
+    def fail():
+        raise ChildFailedError("recipe", {1: ProcessFailure(1, 123, -9, "")})
+
+    assert launch(fail, tracebacks=False) == 1
+    assert (
+        capsys.readouterr().err == "rank 1 ended with exit code -9: Signal 9 (SIGKILL) received by PID 123\n"
+    )
+
+
+def test_ctrl_c_has_its_exit_status(capsys):
+    def fail():
+        raise SignalException("got signal", sigval=signal.SIGINT)
+
+    assert launch(fail, tracebacks=False) == 130
+    assert launch(lambda: None, tracebacks=False) == 0
+    assert capsys.readouterr().err == ""
+
+
+# The commands of README.md, as printed.
+
+SCRIPTS = Path(sys.executable).parent
+
+
+def shell(command, folder):
+    env = os.environ | {"PYTHONPATH": str(Path.cwd()), "OMP_NUM_THREADS": "1", "STREAMPACK_TRUST": "tests"}
+    env["PATH"] = f"{SCRIPTS}{os.pathsep}{env['PATH']}"
+    return subprocess.Popen(
+        ["bash", "-c", command],
+        cwd=folder,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ranks_of(folder):
+    """Processes that run a recipe in a folder."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if (process / "cwd").readlink() == folder and b"full_finetune" in (
+                process / "cmdline"
+            ).read_bytes():
+                found.append(int(process.name))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="finds processes through /proc")
+def test_the_readmes_kill_and_resume(tmp_path):
+    text = Path("README.md").read_text()
+    kill, resume = re.search(r"\n(timeout -s KILL .*)\n(tune run .* resume=True)\n", text).groups()
+    assert "--nproc_per_node 2" in kill
+    # So long that it is not over after a minute, and with a rate that depends on no last step.
+    config = tiny_config(
+        tmp_path, max_steps=100_000, lr_scheduler=None, validation=None, **{"data.num_lanes": 4}
+    )
+    OmegaConf.save(config, tmp_path / "my.yaml")
+    killed = shell(kill, tmp_path)
+    log = tmp_path / "out" / "logs" / "log.txt"
+    wait_until(lambda: log.exists() and "Step 10 |" in log.read_text(), "the run did not start", killed)
+    first = ranks_of(tmp_path)
+    assert len(first) >= 3, "the launcher and two ranks"
+
+    with (
+        pytest.raises(ValueError, match=r"/out is in use by process \d+ on ") as refused,
+        lock_folder(tmp_path / "out", way_out="-", patience=0),
+    ):
+        pass
+    assert int(re.search(r"in use by process (\d+)", str(refused.value))[1]) in first
+
+    killed.communicate(timeout=120)
+    wait_until(lambda: not ranks_of(tmp_path), f"of {first}, {ranks_of(tmp_path)} outlived their launcher")
+    before = losses(tmp_path)
+    newest = max(int(path.name[5:]) for path in (tmp_path / "out" / "checkpoints").glob("step_????????"))
+    assert newest >= 50
+
+    log.unlink()
+    resumed = shell(f"{resume} max_steps={newest + 60}", tmp_path)
+    said, _ = resumed.communicate(timeout=300)
+    assert resumed.returncode == 0
+    assert f"going on from step {newest} of {newest + 60}\n" in said
+    after = losses(tmp_path)
+    assert list(after) == list(range(newest + 1, newest + 61))
+    again = [step for step in after if step in before]
+    assert [float(after[step]) for step in again] == pytest.approx(
+        [float(before[step]) for step in again], 1e-5
+    )
+
+
+@pytest.mark.slow
+def test_of_two_ranks_one_tells_of_a_mistake_and_torchrun_is_silent(tmp_path):
+    OmegaConf.save(tiny_config(tmp_path), tmp_path / "my.yaml")
+    command = (
+        "streampack run --nproc_per_node 2 full_finetune --config my.yaml data.source.paths=nowhere.jsonl"
+    )
+    run = shell(command, tmp_path)
+    _, said = run.communicate(timeout=120)
+    assert run.returncode == 1
+    ours = [line for line in said.splitlines() if "torchao" not in line]
+    assert len(ours) == 1
+    assert re.match(r"error( \(rank 1\))?: no file matches 'nowhere.jsonl'", ours[0])

@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 import torch
 
@@ -5,7 +7,7 @@ from streampack import IterablePackedDataset, PackedDataLoader
 from streampack.metrics import Ledger
 from streampack.training.distributed import World
 from streampack.training.loss import label_weights
-from streampack.training.progress import MetricLogger, StepMeter, memory_metrics, stream_totals, summary
+from streampack.training.progress import MetricLogger, StepMeter, bar, memory_metrics, stream_totals, summary
 
 CPU = torch.device("cpu")
 ROWS = [{"tokens": [1, 2, 3], "labels": [-100, 2, 3]} for _ in range(3)]
@@ -84,6 +86,25 @@ def test_only_rank_0_logs(tmp_path):
     logger.log({"loss": 1.5}, step=3)
     logger.close()
     assert "Step 3 | loss:1.5" in (tmp_path / "log.txt").read_text()
+
+
+def test_what_a_logger_prints_stands_on_lines_of_its_own(monkeypatch, capsys):
+    """As on a terminal, where the bar and the logger write to one place."""
+    place = sys.stdout
+    monkeypatch.setattr(sys, "stderr", place)
+    logger = MetricLogger({"_component_": "torchtune.training.metric_logging.StdoutLogger"}, world=World())
+    with bar(3, done=1) as progress:
+        for step in 2, 3:
+            progress.update()
+            progress.set_postfix_str("loss 1.5")
+            logger.log({"loss": 1.5}, step=step)
+    lines = capsys.readouterr().out.split("\n")
+    assert lines[0] == "going on from step 1 of 3"
+    for step in 2, 3:
+        [line] = [line for line in lines if f"Step {step} |" in line]
+        shown = line.rpartition("\r")[2]  # what is before it on the line was wiped out
+        assert shown == f"Step {step} | loss:1.5 "
+        assert not line.rpartition("\r")[0].rpartition("\r")[2].strip()
 
 
 def test_no_gpu_no_memory_to_report():

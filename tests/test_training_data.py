@@ -109,7 +109,10 @@ def test_a_source_of_which_too_little_is_held_out_is_named(tmp_path: Path) -> No
         (tiny_config(tmp_path / "one"), ""),
     ):
         config.validation = {"share": 1e-9}
-        with pytest.raises(ValueError, match=f"^validation rows{of}: the source has no rows"):
+        expected = (
+            rf"^validation.share=1e-09 holds out none of the rows{of}, of which there are too few: .* give a"
+        )
+        with pytest.raises(ValueError, match=expected):
             held_out_of(config, World())
 
 

@@ -19,7 +19,9 @@ from streampack.loader import PackedDataLoader
 from streampack.methods import METHODS
 from streampack.mix import Leaf, Mix, hold_out
 from streampack.sources import as_source
+from streampack.sources.base import Reading, Source
 from streampack.sources.files import listed_once
+from streampack.sources.holdout import Holdout
 from streampack.training.config import RunConfig, hint_for
 from streampack.training.distributed import World
 from streampack.training.evaluation import HeldOut
@@ -104,6 +106,13 @@ def _fixed_batches(
     try:
         packs = list(islice(dataset.stream(), max_packs))
     except ValueError as error:
+        if _holds_out_none(dataset.lane_config.source):
+            share = dataset.lane_config.source.share  # type: ignore[attr-defined]
+            raise ValueError(
+                f"validation.share={share} holds out none of the rows{of}, of which there are too few: each is chosen "
+                "with that chance, by its content; give a larger share, rows of their own (validation.source), or "
+                "leave validation out"
+            ) from None
         raise ValueError(f"validation rows{of}: {error}") from error
     if not packs:
         raise ValueError(f"the validation rows{of} make no pack; hold out a larger share")
@@ -120,6 +129,16 @@ def _fixed_batches(
         stack_packs(mine[first : first + batch_size], segments=config.packing.segments)
         for first in range(0, len(mine), batch_size)
     ]
+
+
+def _holds_out_none(source: Source) -> bool:
+    """Whether a source has rows, and none is in the share of them that is held out."""
+    if not isinstance(source, Holdout):
+        return False
+    try:
+        return next(iter(source.read(Reading())), None) is None and bool(source.source.probe(1)[0])
+    except ValueError:  # rows that cannot be read are there
+        return False
 
 
 def _dataset(source: Any, **settings: Any) -> IterablePackedDataset:

@@ -1,10 +1,13 @@
-"""Ranks end with the process that launched them."""
+"""Ranks and the process that launches them: they end with it, and it leaves the word to them."""
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 INTERVAL = 0.5
@@ -49,3 +52,38 @@ def _adopted(parent: int) -> bool:
         return "py" not in (process / "exe").readlink().name
     except OSError:  # no /proc, or another user's
         return parent == 1
+
+
+def launch(run: Callable[[], None], *, tracebacks: bool) -> int:
+    """Run torchrun in this process; its exit status, without torchrun's own account of errors that ranks have told.
+
+    torchrun shows its traceback, in which nothing is wrong, and a table of exit codes after what a rank printed. Its
+    log goes on where it is needed: with several machines or restarts.
+
+    Args:
+        run: calls torchrun.
+        tracebacks: let it show them.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    if tracebacks:
+        run()
+        return 0
+    try:
+        run()
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if not Path(failure.error_file).is_file():  # it had no time to say why: the system killed it, perhaps
+            print(f"rank {rank} ended with exit code {failure.exitcode}: {failure.message}", file=sys.stderr)  # noqa: T201
+        return 1
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 0
+
+
+def silence_torchrun() -> None:
+    """Take torchrun's warnings and errors out of its log: that it ends ranks, for one."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
