@@ -108,7 +108,8 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
     logger.log_config(raw)
     profiler = build(cfg.profiler)[0] if cfg.profiler else training.DummyProfiler()
     every = (cfg.validation or {}).get("every")
-    meter, by_source = StepMeter(world, device), SourceMeter(loader, world, device)
+    meter = StepMeter(world, device, untrained=dataset.lane_config.untrained)
+    by_source = SourceMeter(loader, world, device)
     started = time.perf_counter()
 
     def save() -> None:
@@ -178,6 +179,7 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
                 save()
                 newest = step
     profiler.stop()
+    meter.check()
 
     if validation and held_out[-1][0] != step:
         validate()
@@ -191,7 +193,8 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
     if world.is_main:
         folder = save_weights(checkpointer, final, cfg=cfg)
         logger.close()
-        print(summary(ledger, seconds=seconds, tokens=tokens, validation=held_out))
+        listed = dataset.lane_config.quarantine
+        print(summary(ledger, seconds=seconds, tokens=tokens, validation=held_out, quarantine=listed))
         print(f"weights      {folder}")
         record_end(cfg, result, saved=[folder])
     return result

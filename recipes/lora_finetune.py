@@ -122,7 +122,8 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
     logger.log_config(raw)
     profiler = build(cfg.profiler)[0] if cfg.profiler else training.DummyProfiler()
     every = (cfg.validation or {}).get("every")
-    meter, by_source = StepMeter(world, device), SourceMeter(loader, world, device)
+    meter = StepMeter(world, device, untrained=dataset.lane_config.untrained)
+    by_source = SourceMeter(loader, world, device)
     started = time.perf_counter()
 
     def save() -> None:
@@ -192,6 +193,7 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
                 save()
                 newest = step
     profiler.stop()
+    meter.check()
 
     if validation and held_out[-1][0] != step:
         validate()
@@ -208,7 +210,8 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
         if not cfg.save_adapter_weights_only:
             saved["weights"] = save_weights(checkpointer, merged, cfg=cfg)
         logger.close()
-        print(summary(ledger, seconds=seconds, tokens=tokens, validation=held_out))
+        listed = dataset.lane_config.quarantine
+        print(summary(ledger, seconds=seconds, tokens=tokens, validation=held_out, quarantine=listed))
         for what, folder in saved.items():
             print(f"{what:12} {folder}")
         record_end(cfg, result, saved=saved.values())

@@ -204,6 +204,37 @@ def trained_tokens(sample: Sample, cuts: Sequence[int] = ()) -> int:
     return int(np.count_nonzero(labels != IGNORE_INDEX)) - firsts
 
 
+def trains_nothing(sample: Sample) -> bool:
+    """Whether no label of a sample is trained when it is packed whole: its first label never is.
+
+    >>> trains_nothing(Sample(np.array([5, 6, 4]), np.array([5, -100, -100])))
+    True
+    """
+    tokens, labels = sample
+    if labels is tokens:
+        return tokens.size < 2
+    # Most samples end in a trained token, so most need no look at the others.
+    if labels.size > 1 and labels.item(-1) != IGNORE_INDEX:
+        return False
+    return not (labels[1:] != IGNORE_INDEX).any()
+
+
+def untrained_error(length: int, packing: Packing) -> ValueError:
+    """The error for a sample of ``length`` tokens that trains nothing; it lacks its subject, the sample."""
+    kept = sum(stop - start for start, stop in packing.pieces_of(length))
+    way_out = "set untrained to 'drop' or 'keep'"
+    if kept == 1:
+        why = "one token is packed, and the first label of a sequence is never trained"
+    elif kept < length:
+        left = f"of the {kept} tokens that overlong={packing.overlong!r} leaves of its {length}"
+        why = f"{left}, none has a label to train"
+        way_out = f"raise max_seq_len, choose another overlong, or {way_out}"
+    else:
+        why = f"none of its {length} tokens has a label to train"
+        way_out = f"look at its labels, or {way_out}"
+    return ValueError(f"trains nothing: {why}; {way_out}")
+
+
 def trained_if_split(sample: Sample, start: int, stop: int, *, packing: Packing) -> int | None:
     """What a `Fragment` of tokens ``[start, stop)`` says of its sample: None if ``packing`` leaves it whole.
 

@@ -54,8 +54,8 @@ def method_loader(
     to be compared with, and warns. The row of ``minibatch_packing`` may be ``batch_size * max_seq_len`` long, and
     torchtune's models refuse rows beyond their own ``max_seq_len``: set that as high.
 
-    ``loader.sampler`` is a `PlannedSampler`: call its ``set_epoch`` before each epoch; its ``state_dict`` says from
-    where any number of ranks can go on.
+    ``loader.sampler`` is a `PlannedSampler`: iterating again is the next epoch, its ``set_epoch`` sets another one, and
+    its ``state_dict`` says from where any number of ranks can go on.
 
     Args:
         ds: samples with ``tokens`` and ``labels``, or ``input_ids`` and perhaps ``labels``, by number.

@@ -17,13 +17,22 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from streampack import parity as torchtune_parity
-from streampack.assemble import assemble, read_sample, trained_if_split, with_eos
+from streampack.assemble import (
+    assemble,
+    read_sample,
+    trained_if_split,
+    trains_nothing,
+    untrained_error,
+    with_eos,
+)
 from streampack.collate import to_torchtune
 from streampack.components import COMPONENT, build
 from streampack.encode import check_tokenizer, guard_datasets
+from streampack.lane_config import UNTRAINED
 from streampack.metrics import Ledger
 from streampack.plan import Packing, plan_samples, require
 from streampack.types import Fragment, Pack, Sample
+from streampack.untrained import warn_of_untrained
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +71,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
             is as long for every batch. Leave room, or short samples will not fill a pack.
         truncate_eos: a token id that replaces the last token of a sample cut on the right.
         empty: ``"error"`` or ``"drop"``, for samples without a token.
+        untrained: what becomes of a sample of which no token is trained: ``"keep"``, ``"drop"`` or ``"error"``.
+            Default: it is kept and counted in the ledger, and a warning says how many there are.
         vocab_size: if given, token ids must be below it.
         parity: ``"torchtune"`` makes torchtune's packs instead, token for token, with its labels,
             positions and errors; the settings after ``split_across_pack`` then keep their defaults.
@@ -86,6 +97,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         max_seqs_per_pack: int | None = None,
         truncate_eos: int | None = None,
         empty: str = "error",
+        untrained: str | None = None,
         vocab_size: int | None = None,
         parity: str | None = None,
     ) -> None:
@@ -97,11 +109,23 @@ class PackedDataset(Dataset[dict[str, Any]]):
         if parity is not None:
             require(parity, "parity", ("torchtune",))
         require(empty, "empty", ("error", "drop"))
-        settings = (strategy, buffer_size, overlong, truncate_side, max_seqs_per_pack, truncate_eos, empty)
-        if parity and settings != ("exact_fit", 128, None, "right", None, None, "error"):
+        if untrained is not None:
+            require(untrained, "untrained", UNTRAINED)
+        settings = (
+            strategy,
+            buffer_size,
+            overlong,
+            truncate_side,
+            max_seqs_per_pack,
+            truncate_eos,
+            empty,
+            untrained,
+        )
+        if parity and settings != ("exact_fit", 128, None, "right", None, None, "error", None):
             raise ValueError(
                 "parity='torchtune' packs as torchtune does, so strategy, buffer_size, overlong, truncate_side, "
-                "max_seqs_per_pack, truncate_eos and empty have no effect; leave them out, or leave parity out"
+                "max_seqs_per_pack, truncate_eos, empty and untrained have no effect; leave them out, or leave parity "
+                "out"
             )
         if max_packs is not None and (type(max_packs) is not int or max_packs < 0):
             raise ValueError(
@@ -121,6 +145,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         self.split_across_pack = self.packing.split_across_pack
         self.truncate_eos = truncate_eos
         self.empty = empty
+        self.untrained = untrained
         self.vocab_size = vocab_size
         self.parity = parity
         self._ledger = Ledger()
@@ -143,6 +168,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
         self._ends = np.array(ends, np.int64)  # [packs + 1], the spans of pack i are ends[i] to ends[i + 1]
         self._ledger.packs = len(self)
         self._ledger.slots = len(self) * self.max_seq_len
+        if self.untrained is None:
+            warn_of_untrained(self._ledger, max_seq_len=self.max_seq_len)
         log.info("%r", self)
 
     def _planned_packs(self, lengths: array[int]) -> Iterable[Any]:
@@ -158,25 +185,36 @@ class PackedDataset(Dataset[dict[str, Any]]):
     def _read_lengths(self, lengths: array[int]) -> Iterator[tuple[int, int]]:
         """(number, tokens) of every sample that is to be packed. The others are booked as dropped."""
         for index in _progress(len(self.ds)):
-            length = self._read(index).tokens.size
-            kept = length if self.parity else self._kept(index, length)
+            sample = self._read(index)
+            length = sample.tokens.size
+            kept, untrained = (length, False) if self.parity else self._kept(index, sample)
             lengths.append(length)
             self._ledger.samples += 1
+            self._ledger.untrained += untrained
             self._ledger.tokens_in += length
             if kept < length or (not length and self.empty == "drop"):
-                reason = "truncated" if kept else "overlong" if length else "empty"
-                self._ledger.drop(reason, length - kept)
+                dropped = "untrained" if untrained else "overlong" if length else "empty"
+                self._ledger.drop("truncated" if kept else dropped, length - kept)
             if kept or self.parity:
                 yield index, length
 
-    def _kept(self, index: int, length: int) -> int:
-        """How many of a sample's tokens the settings keep."""
+    def _kept(self, index: int, sample: Sample) -> tuple[int, bool]:
+        """How many of a sample's tokens the settings keep, and whether they train nothing."""
+        length = sample.tokens.size
         if length == 0 and self.empty == "drop":
-            return 0
+            return 0, False
         try:
-            return sum(stop - start for start, stop in self.packing.pieces_of(length))
+            bounds = self.packing.pieces_of(length)
+            untrained = bool(bounds) and all(
+                trains_nothing(sample.cut(start, stop)) for start, stop in bounds
+            )
+            if untrained and self.untrained == "error":
+                raise untrained_error(length, self.packing)
         except ValueError as error:
             raise ValueError(f"sample {index} {error}") from None
+        if untrained and self.untrained == "drop":
+            return 0, True
+        return sum(stop - start for start, stop in bounds), untrained
 
     def _read(self, index: int) -> Sample:
         return read_sample(self.ds, index, vocab_size=self.vocab_size)
@@ -312,6 +350,7 @@ def packed_dataset(
     max_seqs_per_pack: int | None = None,
     truncate_eos: int | None = None,
     empty: str = "error",
+    untrained: str | None = None,
     vocab_size: int | None = None,
     parity: str | None = None,
 ) -> PackedDataset:
@@ -381,6 +420,7 @@ def packed_dataset(
         max_seqs_per_pack=max_seqs_per_pack,
         truncate_eos=truncate_eos,
         empty=empty,
+        untrained=untrained,
         vocab_size=vocab_size,
         parity=parity,
     )

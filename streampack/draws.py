@@ -199,7 +199,7 @@ class Draws:
                     position=self.position,
                     origin=(self.due, *error.origin),
                     locate=self.locate,
-                ) from None
+                ) from error.__cause__
             if row is not None:
                 break
             self._turn(self.due)

@@ -8,7 +8,6 @@ from typing import Any
 from streampack.assemble import check_sample, trained_tokens
 from streampack.lane_config import LaneConfig
 from streampack.sources.base import Source
-from streampack.sources.quarantine import UNENCODABLE
 from streampack.types import Sample
 
 
@@ -33,7 +32,7 @@ def estimate_packs(config: LaneConfig, *, rows: int) -> int:
             try:
                 sample = encode(row)
                 check_sample(sample, config.vocab_size)
-            except UNENCODABLE:
+            except Exception:
                 if config.quarantine is None:
                     raise
                 continue

@@ -12,9 +12,10 @@ from torch.utils.data import IterableDataset, get_worker_info
 from streampack.collate import to_torchtune
 from streampack.consumers import Ranks, ranks_to_read
 from streampack.encode import TextEncoder, TokensEncoder, guard_datasets, qualified_name
+from streampack.epochs import EpochCounter
 from streampack.estimate import estimate_packs
 from streampack.lane import Lane
-from streampack.lane_config import LaneConfig
+from streampack.lane_config import UNTRAINED, LaneConfig
 from streampack.metrics import Ledger, Tally
 from streampack.mix import Mix
 from streampack.plan import Packing, require, require_positive
@@ -23,7 +24,8 @@ from streampack.sources import Holdout, TokenShardSource, as_source
 from streampack.sources.base import Source, digest, way_out
 from streampack.sources.quarantine import quarantine_for
 from streampack.stream import PackStream, ledger_of, tallies_of
-from streampack.types import Fragment, ReceiptNumbers, Sample
+from streampack.types import Fragment, Pack, ReceiptNumbers, Sample
+from streampack.untrained import UntrainedWarning
 
 STATE_VERSION = 1
 DEFAULT_LANES = 8
@@ -61,12 +63,17 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             is as long for every batch. Leave room, or short samples will not fill a pack.
         truncate_eos: a token id that replaces the last token of a sample that ``"truncate"`` cut on the right.
         empty: ``"error"`` or ``"drop"``, for samples without a token.
+        untrained: what becomes of a sample of which no token is trained, because its labels are masked or because
+            ``"truncate"`` cut its answer off: ``"keep"``, ``"drop"`` or ``"error"``. Default: it is kept, counted in
+            the ledger, and a warning tells of the first; a training step of such samples alone is an error in the
+            recipes and under `prepare_trainer_for_packing`, unless ``"keep"`` is given.
         shuffle: read in an order that is a function of (seed, epoch, lane). Files are shuffled within
             windows of ``shuffle_window`` rows, their parts among one another; map-style data entirely.
         epochs: how often the data is read; None reads on for ever and never flushes a part-empty pack.
-        num_lanes: the streams the data is divided into, fixed for the life of a run. Default: the
-            smallest multiple of the consumers (ranks x workers) that is at least 8, or less on data so
-            small that each lane's last, part-empty pack would matter.
+        num_lanes: the streams the data is divided into, fixed for the life of a run; steps hold the same packs on any
+            number of ranks that divides it. Default: the smallest multiple of the consumers (ranks x workers) that is
+            at least 8, or less on data so small that each lane's last, part-empty pack would matter (below some 4,000
+            rows or 2 MiB). A run with fewer lanes than ranks goes on, with null packs.
         padding_idx: the token that fills a pack's end.
         vocab_size: if given, token ids must be below it.
         on_bad_record: ``"error"``, or ``"skip"``: records that cannot be read or encoded are passed by, as if they
@@ -93,6 +100,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         max_seqs_per_pack: int | None = None,
         truncate_eos: int | None = None,
         empty: str = "error",
+        untrained: str | None = None,
         shuffle: bool = False,
         shuffle_window: int = 2048,
         seed: int = 0,
@@ -107,6 +115,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         super().__init__()
         kept = quarantine_for(on_bad_record, folder=quarantine, limit=max_bad_records)
         require(empty, "empty", ("error", "drop"))
+        if untrained is not None:
+            require(untrained, "untrained", UNTRAINED)
         require_positive(shuffle_window, "shuffle_window")
         for value, name in ((epochs, "epochs"), (num_lanes, "num_lanes"), (vocab_size, "vocab_size")):
             if value is not None:
@@ -126,6 +136,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             shuffle_window=shuffle_window if shuffle else 0,
             endless=epochs is None,
             empty=empty,
+            untrained=untrained,
             truncate_eos=truncate_eos,
             padding_idx=padding_idx,
             vocab_size=vocab_size,
@@ -133,10 +144,13 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             quarantine=kept,
         )
         self.epochs = epochs
-        self.epoch = 0  # where an iteration without a state begins
+        self.epoch = 0  # where the newest iteration began, or the first one will
+        self.epochs_begun = EpochCounter()
         self.num_lanes = num_lanes
+        self._lanes_asked_for = num_lanes is not None  # and not what a state or an iteration left
         self.receipts: dict[int, ReceiptNumbers] = {}  # a loaded state, until the next iteration takes it up
         self._stream: PackStream | None = None  # the newest iteration
+        self.untrained = UntrainedWarning(self.lane_config)
         self._identity: dict[str, Any] | None = None
         self._ranks: Ranks | None = None  # of the process that this was sent from
 
@@ -144,9 +158,20 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         rank, world_size, _ = ranks_to_read(self._ranks, epochs=self.epochs)
         worker = get_worker_info()
         worker_id, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        self.epoch = self.epochs_begun.upcoming()
         self._stream = self.stream(rank + world_size * worker_id, world_size * num_workers)
+        if (self.num_lanes or 0) < world_size:
+            raise ValueError(
+                f"{self.num_lanes} lanes cannot feed {world_size} ranks: some would have no packs, and others wait "
+                "for them; iterate a PackedDataLoader, which hands out null packs, or use fewer ranks"
+            )
+        self.epochs_begun.begin(epochs=self.epochs or 1)
         self.receipts = {}
-        return map(to_torchtune, self._stream)
+        return map(self._given, self._stream)
+
+    def _given(self, pack: Pack) -> dict[str, Any]:
+        self.untrained.look_at(pack.receipt)
+        return to_torchtune(pack)
 
     def stream(
         self,
@@ -182,13 +207,19 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         return None if self.epochs is None else self.epoch + self.epochs - 1
 
     def lanes_for(self, consumers: int) -> int:
-        """The number of lanes: as set or loaded, otherwise a multiple of ``consumers``."""
+        """Return the number of lanes: as set, loaded or begun with, otherwise a multiple of ``consumers``.
+
+        A run that goes on may have fewer lanes than consumers: some then have nothing to do.
+
+        Raises:
+            ValueError: if fewer were asked for, or the source cannot be read as so many.
+        """
         source = self.lane_config.source
         wanted = self.num_lanes
         if wanted is None:
             at_least = min(DEFAULT_LANES, source.natural_lanes())
             wanted = -(-at_least // consumers) * consumers
-        if wanted < consumers:
+        if wanted < consumers and self._lanes_asked_for:
             raise ValueError(
                 f"{wanted} lanes cannot feed {consumers} consumers (ranks x workers): some would get nothing; "
                 "use fewer workers, or start a new run with more num_lanes"
@@ -202,12 +233,14 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         return wanted
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch, from 0, that the next iteration begins with; it decides the order when shuffling.
+        """Set the epoch, from 0, that the next iteration begins with; it decides the order when shuffling.
 
-        Another one than that of a loaded state puts the state aside.
+        Without it, each iteration begins with the epoch behind the one before. Another epoch than that of a loaded
+        state puts the state aside.
         """
         if require_positive(epoch, "epoch", least=0) != self.epoch:
             self.epoch, self.receipts = epoch, {}
+        self.epochs_begun.set(epoch)
 
     def identity(self) -> dict[str, Any]:
         """What decides which tokens share a pack; a state made under another identity is refused."""
@@ -227,6 +260,9 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
                 "max_seqs_per_pack": packing.max_seqs_per_pack,
                 "truncate_eos": config.truncate_eos,
                 "empty": config.empty,
+                "untrained": "drop"
+                if config.untrained == "drop"
+                else "keep",  # what is an error drops nothing
                 "shuffle_window": config.shuffle_window,
                 "seed": config.seed,
             }
@@ -275,7 +311,9 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         if self.mix is not None and (changes := self.mix.changed(state.get("weights"))):
             warnings.warn(changes, stacklevel=2)
         self.epoch = state["epoch"]
+        self.epochs_begun.set(self.epoch)
         self.num_lanes = num_lanes
+        self._lanes_asked_for = False
         self.receipts = receipts
         self._stream = None
 

@@ -10,14 +10,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from streampack.assemble import assemble, check_sample, trained_tokens
+from streampack.assemble import assemble, trained_tokens, trains_nothing, untrained_error
 from streampack.draws import Draws
 from streampack.lane_config import LaneConfig
 from streampack.metrics import Ledger, Tally
 from streampack.plan import Planner
 from streampack.receipt import Receipt
 from streampack.sources.base import BadRecord, Reader, Reading
-from streampack.sources.quarantine import UNENCODABLE
 from streampack.types import Fragment, Origin, Pack, Position, ReceiptNumbers, Row, Sample, from_tuple
 
 BROKEN: Mapping[str, Any] = MappingProxyType({})
@@ -43,7 +42,7 @@ class Lane:
     """Packs of one lane, from its beginning or from a receipt.
 
     `next_pack` returns None when the epoch's rows and the buffer are used up; `start_epoch` then begins
-    the next one. With ``endless`` it never returns None.
+    the next one. With ``endless`` it returns None only if no row makes a piece.
     """
 
     def __init__(
@@ -198,7 +197,8 @@ class Lane:
                 f"{limit} wait; it is damaged, resume from another checkpoint"
             )
         self.packs, self.epoch = receipt.packs, receipt.epoch
-        self.done = receipt.done and not self.config.endless
+        # Without an end, only a lane that never packed anything is over: see `_read`.
+        self.done = receipt.done and not (self.config.endless and receipt.ledger.packed)
         self.rows_in_epoch = self.pieces_in_epoch = 1  # only an epoch read from its beginning tells
         self.ledger, self.tallies = receipt.ledger, list(receipt.tallies)
         self.reader = self._open(receipt.epoch, receipt.position)
@@ -258,19 +258,14 @@ class Lane:
                 self.row = next(self.reader, None)
             except BadRecord as error:
                 if self.config.quarantine is None:
-                    raise ValueError(str(error)) from None  # a BadRecord cannot leave its process
+                    raise error.unskipped() from None
                 self.reader.skip()
                 self.row = Row(BROKEN, error.position, error.origin)
                 self.broken = error.reason
             if self.row is None:
-                if not self.config.endless:
+                # Without an end, a lane of which no row makes a piece would be read for ever.
+                if not self.config.endless or not self.pieces_in_epoch:
                     return None
-                if not self.pieces_in_epoch:
-                    rows = f"{self.rows_in_epoch} rows, all dropped" if self.rows_in_epoch else "no rows"
-                    raise ValueError(
-                        f"lane {self.lane} of {self.num_lanes} has {rows}; an endless stream needs some in "
-                        "every lane: use fewer lanes, or look at what is dropped"
-                    )
                 self.epoch, self.rows_in_epoch, self.pieces_in_epoch = self.epoch + 1, 0, 0
                 ended, self.reader = self.reader, self._open(self.epoch, None)
                 if isinstance(ended, Draws) and isinstance(self.reader, Draws):
@@ -284,26 +279,21 @@ class Lane:
         config, (data, position, origin) = self.config, row
         if data is BROKEN:
             return self._passed_by(row, self.broken, replay=replay)
-        try:
-            sample = config.encoder(origin)(data)
-            if config.checks:
-                check_sample(sample, config.vocab_size)
-        except Exception as error:
-            if config.quarantine is not None and isinstance(error, UNENCODABLE):
-                return self._passed_by(row, f"{type(error).__name__}: {error}", replay=replay)
-            if isinstance(error, ValueError):
-                raise ValueError(f"{self._place(row)}: {error}") from error
-            if isinstance(error, StopIteration):  # would end the stream in silence
-                raise RuntimeError(f"{self._place(row)}: the encoder raised StopIteration") from error
-            error.add_note(f"while encoding {self._place(row)}")
-            raise
+        sample = config.sample(row)
+        if isinstance(sample, str):
+            return self._passed_by(row, sample, replay=replay)
         try:
             parts = config.cut(sample)
+            trained = None
+            if len(parts) > 1:
+                trained = trained_tokens(sample, [start for start, _ in parts[1:]])
+            untrained = not trained if len(parts) > 1 else bool(parts) and trains_nothing(parts[0][1])
+            if untrained and config.untrained == "error":
+                raise untrained_error(sample.tokens.size, config.packing)
         except ValueError as error:
             raise ValueError(f"{self._place(row)} {error}") from None
-        trained = None
-        if len(parts) > 1:
-            trained = trained_tokens(sample, [start for start, _ in parts[1:]])
+        if untrained and config.untrained == "drop":
+            parts = []
         pieces, first = [], self.planner.next_piece
         for start, part in parts:
             pieces.append(_piece((part, origin, start, self.epoch, position, first, trained)))
@@ -312,21 +302,23 @@ class Lane:
             self.reader.charge(trained_in_packs, pieces=max(1, len(parts)))
         if not replay:
             self.ledger.samples += 1
+            self.ledger.untrained += untrained
             lost = 0
             if not pieces or pieces[0].sample is not sample:  # most samples are one piece
-                lost = self._book_loss(sample, pieces)
+                lost = self._book_loss(sample, pieces, untrained=untrained)
             if self.tallies:
                 tally = self._begin_tally(row)
                 tally.samples += 1
                 tally.tokens_in += lost
         return pieces
 
-    def _book_loss(self, sample: Sample, pieces: list[Piece]) -> int:
+    def _book_loss(self, sample: Sample, pieces: list[Piece], *, untrained: bool) -> int:
         """The tokens of a sample that are in none of its pieces. What pieces hold comes in as they are pulled."""
         lost = sample.tokens.size - sum(piece.sample.tokens.size for piece in pieces)
         if lost or not pieces:
             self.ledger.tokens_in += lost
-            self.ledger.drop("truncated" if pieces else "overlong" if lost else "empty", lost)
+            dropped = "untrained" if untrained else "overlong" if lost else "empty"
+            self.ledger.drop("truncated" if pieces else dropped, lost)
         if not pieces:
             self.planner.next_piece += 1  # a dropped row has a number too, so that a replay can count
         return lost

@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from streampack.assemble import with_eos
+from streampack.assemble import check_sample, with_eos
 from streampack.mix import Mix
 from streampack.plan import Packing
 from streampack.sources.base import Source
 from streampack.sources.quarantine import Quarantine
-from streampack.types import Origin, Sample
+from streampack.types import Origin, Row, Sample
+
+UNTRAINED = ("keep", "drop", "error")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,7 @@ class LaneConfig:
     shuffle_window: int = 0
     endless: bool = False  # an epoch's end rolls into the next without a flush
     empty: str = "error"  # or "drop"
+    untrained: str | None = None  # one of UNTRAINED; None keeps such samples, and warns
     truncate_eos: int | None = None
     padding_idx: int = 0
     vocab_size: int | None = None
@@ -39,6 +42,28 @@ class LaneConfig:
         """Of the row's source."""
         own = None if self.mix is None else self.mix.encoder(origin)
         return self.encode if own is None else own
+
+    def sample(self, row: Row) -> Sample | str:
+        """Encode and check a row. Where records are skipped, the reason is returned in place of an error.
+
+        Raises:
+            ValueError: for a row that makes no sample, with its place. Other errors of the encoder get a note of it.
+        """
+        try:
+            sample = self.encoder(row.origin)(row.data)
+            if self.checks:
+                check_sample(sample, self.vocab_size)
+        except Exception as error:
+            if self.quarantine is not None:
+                return f"{type(error).__name__}: {error}"
+            place = self.source.locate(row.origin)
+            if isinstance(error, ValueError):
+                raise ValueError(f"{place}: {error}") from error
+            if isinstance(error, StopIteration):  # would end the stream in silence
+                raise RuntimeError(f"{place}: the encoder raised StopIteration") from error
+            error.add_note(f"while encoding {place}")
+            raise
+        return sample
 
     def cut(self, sample: Sample) -> list[tuple[int, Sample]]:
         """The pieces that a sample becomes, each with its start in it; none if it is dropped.

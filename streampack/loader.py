@@ -18,7 +18,7 @@ from streampack.metrics import Ledger, Tally
 from streampack.plan import require_positive
 from streampack.receipt import Receipt, bytes_of
 from streampack.shares import Share, Shares
-from streampack.stream import Event, ledger_of
+from streampack.stream import Event, ledger_of, nothing_to_pack
 from streampack.types import Pack, ReceiptNumbers
 
 log = logging.getLogger(__name__)
@@ -42,6 +42,9 @@ class PackedDataLoader:
     packs fill up as well. The order does not depend on ``num_workers``: each worker makes the
     packs of some lanes, and they are merged as one process would have made them. A worker that dies is made
     again and nothing is lost.
+
+    Iterating again is the next epoch; after a resume, ``for epoch in range(loader.epoch, epochs)`` goes on where it
+    stood. ``dataset.set_epoch`` chooses another one.
 
     With a process group, make the loader and iterate it on all ranks. A state says what was handed to the
     trainer; what workers had made beyond that is made again after a resume, on any number of ranks and workers.
@@ -93,11 +96,15 @@ class PackedDataLoader:
         self._identified = False  # the ranks have shared out what the corpus's fingerprint reads
 
     def __iter__(self) -> Iterator[Batch]:
-        """From the loaded state on; without one, from the dataset's epoch on."""
-        if self._resume != self.dataset.epoch:  # as in the dataset, `set_epoch` may have put the state aside
+        """Iterate from the loaded state on; without one, from the epoch behind the newest iteration."""
+        dataset = self.dataset
+        if self._resume != dataset.epoch:  # as in the dataset, `set_epoch` may have put the state aside
             self.receipts, self.slot = {}, 0
-        self._resume = None
-        return _Batches(self)
+        dataset.epoch = dataset.epochs_begun.upcoming()
+        batches = _Batches(self)
+        self._resume = None  # not before: an error leaves the state to be taken up
+        dataset.epochs_begun.begin(epochs=dataset.epochs or 1)
+        return batches
 
     def state_dict(self) -> dict[str, Any]:
         """After the last batch that was handed over, of all ranks: plain values, fresh at every call.
@@ -153,8 +160,9 @@ class PackedDataLoader:
 
     @property
     def epoch(self) -> int:
-        """That this rank's slowest lane is in, from 0, as of the last batch handed over."""
-        return min((Receipt.from_numbers(receipt).epoch for receipt in self.receipts.values()), default=0)
+        """Epoch, from 0, that this rank's slowest lane is in, as of the last batch handed over."""
+        epochs = (Receipt.from_numbers(receipt).epoch for receipt in self.receipts.values())
+        return min(epochs, default=self.dataset.epoch)
 
     def ledger(self) -> Ledger:
         """Where every token of this rank's lanes went, as of the last batch handed over."""
@@ -175,8 +183,21 @@ class _Batches:
         dataset, receipts = loader.dataset, loader.receipts
         consumers = lockstep.world_size * max(1, loader.num_workers)
         dataset.num_lanes = num_lanes = dataset.lanes_for(consumers)
+        workers = min(loader.num_workers, -(-num_lanes // lockstep.world_size))
+        if workers < loader.num_workers and lockstep.rank == 0:
+            log.warning(
+                "num_workers=%d: %d of them has work, for there %s; a new run may set num_lanes",
+                loader.num_workers, workers, "is 1 lane" if num_lanes == 1 else f"are {num_lanes} lanes",
+            )  # fmt: skip
         # Workers do not matter: what they make is merged in the order of the slots.
-        if num_lanes % lockstep.world_size:
+        if num_lanes < lockstep.world_size:
+            warnings.warn(
+                f"{num_lanes} lanes are too few for {lockstep.world_size} ranks: {lockstep.world_size - num_lanes} of "
+                "them hand out null packs only, and a step trains fewer packs than it did; use fewer ranks, or start a "
+                "new run with more num_lanes",
+                stacklevel=3,
+            )
+        elif num_lanes % lockstep.world_size:
             warnings.warn(
                 f"{num_lanes} lanes do not divide evenly among {lockstep.world_size} ranks: every sample still comes "
                 "exactly once, but steps hold other packs than on another number of ranks, and at an epoch's end the "
@@ -213,7 +234,7 @@ class _Batches:
             epoch=None if self.last_epoch is None else self.epoch,
             rank=lockstep.rank,
             world_size=lockstep.world_size,
-            workers=loader.num_workers,
+            workers=workers,
             prefetch=loader.prefetch_factor,
             max_restarts=loader.max_worker_restarts,
         )
@@ -245,7 +266,9 @@ class _Batches:
                 self.batches += 1
                 self.loader.slot = self.slot + self.batches // per_step * self.loader.packs_per_step
                 return self._collate(share.packs if share else [])
-            if self.last_epoch is None or self.epoch >= self.last_epoch:
+            if self.last_epoch is None:
+                raise nothing_to_pack()
+            if self.epoch >= self.last_epoch:
                 self.over = True
             else:
                 self._turn_over()
@@ -321,7 +344,9 @@ class _Batches:
         """From now on, the state says that these were handed over."""
         for share in shares:
             events: list[Event] = [*share.packs, *share.ends]
-            self.receipts.update({event.lane: event.receipt for event in events})
+            for event in events:
+                self.receipts[event.lane] = event.receipt
+                self.loader.dataset.untrained.look_at(event.receipt)
 
     def _fail(self) -> None:
         """Raise a rank's error on all ranks, for good; alone, asked again, this rank tries again."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any
 
-DROP_REASONS = ("overlong", "truncated", "empty", "bad")
-"""Why tokens or samples are left out. ``overlong`` counts whole samples, ``truncated`` what was cut off; ``bad`` are
-broken records, of whose tokens nobody knows."""
+DROP_REASONS = ("overlong", "truncated", "empty", "bad", "untrained")
+"""Why tokens or samples are left out. ``overlong`` and ``untrained`` count whole samples, ``truncated`` what was cut
+off; ``bad`` are broken records, of whose tokens nobody knows."""
 
 
 @dataclass(slots=True)
@@ -29,6 +29,7 @@ class Ledger:
     packs: int = 0
     slots: int = 0  # packs * max_seq_len
     packed: int = 0  # real tokens in packs
+    untrained: int = 0  # samples of which no token is trained, kept or dropped
     dropped: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DROP_REASONS, 0))
     dropped_samples: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DROP_REASONS, 0))
 

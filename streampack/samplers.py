@@ -52,6 +52,7 @@ class PlannedSampler(Sampler[T]):
         self._batches: Sequence[T] | None = None  # of this epoch, of all ranks
         self._start = 0  # where the next iteration begins, counting the batches of all ranks
         self._dealt = 0  # how many were handed out
+        self._begun = False  # this epoch was iterated: the next iteration is the next epoch's
 
     @property
     def batches(self) -> Sequence[T]:
@@ -68,7 +69,10 @@ class PlannedSampler(Sampler[T]):
         return len(self.batches) // self.num_replicas
 
     def __iter__(self) -> Iterator[T]:
-        """The batches of this rank, from the loaded state on; without one, from the epoch's first."""
+        """Iterate over this rank's batches, from the loaded state on; iterating again is the next epoch."""
+        if self._begun:
+            self.set_epoch(self.epoch + 1)
+        self._begun = True
         self._dealt, self._start = self._start, 0
         for first in range(self._dealt, len(self.batches), self.num_replicas):
             self._dealt = first + self.num_replicas
@@ -76,6 +80,7 @@ class PlannedSampler(Sampler[T]):
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is this epoch's. A loaded state holds if it is of the same epoch."""
+        self._begun = False
         if epoch != self.epoch:
             self.epoch = epoch
             self._batches = None
@@ -130,9 +135,8 @@ class MultipackBatchSampler(Sampler[list[int]]):
     [[5, 1, 2]]
 
     The steps depend on ``packs_per_step`` and not on the number of ranks: 8 ranks with one batch each, or 2 with
-    four (gradient accumulation), train on the same step, and one may go on where the other stopped. Call
-    ``set_epoch`` before each epoch, as for a ``DistributedSampler``; the number of batches may differ by a
-    step from epoch to epoch.
+    four (gradient accumulation), train on the same step, and one may go on where the other stopped. Iterating again
+    is the next epoch; ``set_epoch`` sets another one. The number of batches may differ by a step from epoch to epoch.
 
     Where a framework deals out the batches itself, as accelerate does with ``even_batches=False``, leave that
     to it: with ``num_replicas=1`` and ``packs_per_step`` set, each rank gets the same batches as here. Where it calls
@@ -208,7 +212,7 @@ class MultipackBatchSampler(Sampler[list[int]]):
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """The batches of this rank, from the loaded state on; without one, from the epoch's first.
+        """Iterate as `PlannedSampler.__iter__` does.
 
         Raises:
             ValueError: if accelerate would share them out among the ranks once more.

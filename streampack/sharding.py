@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from streampack.assemble import check_sample
 from streampack.sources.base import BadRecord, Reading, Source
-from streampack.sources.quarantine import UNENCODABLE, Quarantine
+from streampack.sources.quarantine import Quarantine
 from streampack.sources.shards import Shard, ShardWriter, read_header, shard_of
 from streampack.types import IGNORE_INDEX, Origin, Position, Row, Sample
 
@@ -119,7 +119,7 @@ class _Samples:
                 row = next(self.reader, None)
             except BadRecord as error:
                 if self.job.quarantine is None:
-                    raise ValueError(str(error)) from None  # a BadRecord cannot leave its process
+                    raise error.unskipped() from None
                 self._pass_by(error.origin, error.reason)
                 self.reader.skip()
                 continue
@@ -134,7 +134,7 @@ class _Samples:
             sample = self.job.encode(row.data)
             check_sample(sample)
         except Exception as error:
-            if self.job.quarantine is not None and isinstance(error, UNENCODABLE):
+            if self.job.quarantine is not None:
                 self._pass_by(row.origin, f"{type(error).__name__}: {error}")
                 return None
             if isinstance(error, ValueError):

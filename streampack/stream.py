@@ -49,11 +49,15 @@ class PackStream:
     def next_event(self) -> Event:
         """The next pack, or the end of a lane's epoch, whose receipt books what was dropped after its last pack."""
         while True:
-            lane = self._turns[0][1] if self._turns else None
-            if lane is None or lane.done:
+            if not self._turns:  # this consumer has no lane
+                raise StopIteration
+            lane = self._turns[0][1]
+            if lane.done:
                 if self.alone and not any(lane.ledger.samples for lane in self.lanes):
                     raise ValueError("the source has no rows at all; check what it reads")
-                epoch = lane.epoch if lane else 0
+                if self.alone and self.last_epoch is None:
+                    raise nothing_to_pack()
+                epoch = lane.epoch
                 if self.last_epoch is None or epoch >= self.last_epoch:
                     raise StopIteration
                 try:
@@ -63,7 +67,9 @@ class PackStream:
                 finally:
                     self._turns = self._in_turn()
                 continue
-            event = lane.next_pack() or LaneEnd(lane.lane, lane.epoch, lane.receipt())
+            event: Event | None = lane.next_pack()
+            if event is None:
+                event = LaneEnd(lane.lane, 0 if self.last_epoch is None else lane.epoch, lane.receipt())
             heapq.heapreplace(self._turns, (self._turn(lane), lane))
             self._receipts[lane.lane] = event.receipt
             return event
@@ -74,6 +80,14 @@ class PackStream:
     def receipts(self) -> dict[int, ReceiptNumbers]:
         """Of every lane that has yielded a pack or ended an epoch; a fresh dict of what nothing changes."""
         return dict(self._receipts)
+
+
+def nothing_to_pack() -> ValueError:
+    """Make the error for a stream without an end that has no pack."""
+    return ValueError(
+        "no lane has a row that makes a pack, and a stream without an end (epochs=None) would wait for one for ever; "
+        "look at what is dropped: ledger() counts it by reason"
+    )
 
 
 def ledger_of(receipts: Mapping[int, ReceiptNumbers]) -> Ledger:

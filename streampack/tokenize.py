@@ -18,12 +18,13 @@ from typing import Any
 
 from streampack.components import build
 from streampack.encode import TokensEncoder, check_tokenizer, guard_datasets, qualified_name
+from streampack.locks import lock_folder
 from streampack.mix import Mix
 from streampack.plan import require, require_positive
 from streampack.sharding import Encode, Job, Progress, Tell, begun, make
 from streampack.sources import as_source
 from streampack.sources.indexed import INDEX
-from streampack.sources.quarantine import UNENCODABLE, quarantine_for
+from streampack.sources.quarantine import BAD_RECORDS_FOLDER, quarantine_for
 from streampack.sources.shards import DTYPES, FORMAT, VERSION, settle
 
 log = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ def tokenize(
     >>> import tempfile
     >>> rows = [{"tokens": [i, i], "labels": [i, i]} for i in range(100)]
     >>> folder = tokenize(rows, out=tempfile.mkdtemp(), lanes=2, progress=False)
-    >>> sorted(path.name for path in folder.iterdir())
+    >>> sorted(path.name for path in folder.glob("[!.]*"))
     ['index.json', 'tokens-00000-00000.bin', 'tokens-00001-00000.bin']
 
     The bytes are a function of the source, the encoder, ``lanes``, ``shard_tokens`` and ``dtype``: the number of
@@ -76,14 +77,17 @@ def tokenize(
         on_bad_record: ``"error"``, or ``"skip"``: records that cannot be read or encoded are left out, as an
             `IterablePackedDataset` passes them by. The index counts them.
         max_bad_records: of one lane; one more is an error.
-        quarantine: a folder for lists of the records left out; see `Quarantine`.
+        quarantine: a folder for lists of the records left out; see `Quarantine`. Default: ``out/bad_records``.
 
     Raises:
         ValueError: for a row that cannot be read or encoded, with its place; for a folder that holds shards of another
-            source, encoder or setting, or that leave out what is an error now; for a mixture. What was complete stays.
+            source, encoder or setting, or that leave out what is an error now; for a folder that another process writes
+            to; for a mixture. What was complete stays.
         RuntimeError: if a worker was killed.
     """
     require_positive(workers, "workers")
+    if on_bad_record == "skip" and quarantine is None:
+        quarantine = Path(out, BAD_RECORDS_FOLDER)
     kept = quarantine_for(on_bad_record, folder=quarantine, limit=max_bad_records)
     source, encode = as_source(source), TokensEncoder() if encoder is None else encoder
     guard_datasets(source)
@@ -104,12 +108,12 @@ def tokenize(
         "dtype": _dtype_for(encode) if dtype == "auto" else dtype,
     }
     job = Job(source, encode, Path(out), plan, kept)
-    job.out.mkdir(parents=True, exist_ok=True)
-    for leftover in job.out.glob(".tokens-*"):
-        leftover.unlink(missing_ok=True)
-    found = [begun(job, lane) for lane in range(lanes)]
-    with _bar(job, found, shown=progress) as tell:
-        _write_index(job, _finish(job, found, workers, tell))
+    with lock_folder(job.out, way_out="wait until it ends, stop it, or give another folder"):
+        for leftover in job.out.glob(".tokens-*"):
+            leftover.unlink(missing_ok=True)
+        found = [begun(job, lane) for lane in range(lanes)]
+        with _bar(job, found, shown=progress) as tell:
+            _write_index(job, _finish(job, found, workers, tell))
     return job.out
 
 
@@ -231,7 +235,7 @@ def _bar(job: Job, found: list[Progress], *, shown: bool) -> Iterator[Tell]:
 def _length(job: Job, row: Mapping[str, Any]) -> int:
     try:
         return job.encode(row).tokens.size
-    except UNENCODABLE:
+    except Exception:  # it is reported where the row is read
         return 0
 
 
@@ -239,7 +243,8 @@ def _write_index(job: Job, lanes: list[Progress]) -> None:
     shards = [shard for progress in lanes for shard in progress.shards]
     bad = sum(progress.bad for progress in lanes)
     if bad:
-        log.warning("%s leaves out %d broken record(s)", job.out, bad)
+        listed = job.quarantine.report() if job.quarantine is not None else ""
+        log.warning("%s leaves out %d broken record(s)%s", job.out, bad, listed and f": {listed}")
     if not shards:
         raise ValueError("the source has no rows; there is nothing to write")
     index = {

@@ -19,14 +19,14 @@ PACKAGE = ROOT / "streampack"
 # Imports point downward only: a unit (a module of streampack, or a subpackage with all in it) imports from layers
 # above its own in this table, or from its own subpackage. `streampack` stands for the package's own __init__.
 LAYERS = (
-    {"types", "plan", "metrics", "components", "consumers", "boundaries", "locks"},
+    {"types", "plan", "metrics", "components", "consumers", "boundaries", "locks", "epochs"},
     {"assemble", "sources", "receipt", "parity", "multipack"},
     {"encode", "collate", "collators", "methods", "samplers"},
     {"attention", "draws"},
     {"mix", "flatten"},
     {"lane_config"},
     {"lane", "sharding"},
-    {"stream", "estimate", "count", "tokenize"},
+    {"stream", "estimate", "count", "tokenize", "untrained"},
     {"iterable", "folding"},
     {"workers", "lockstep"},
     {"shares", "corpus"},
@@ -56,6 +56,7 @@ EXTRAS = [
 
 # Tests of no single module.
 FREE_TESTS = {
+    "test_lanes.py": "lanes, streams and loaders where lanes are few or empty",
     "test_architecture.py": "the house as a whole",
     "test_ranks.py": "several processes, loader and lockstep together",
     "test_isolation.py": "packed equals alone, through the model and the loss",

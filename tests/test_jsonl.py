@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import bz2
 import gc
 import gzip
 import itertools
 import json
+import lzma
 import random
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,8 +19,9 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from streampack import JSONLSource
+from streampack import IterablePackedDataset, JSONLSource
 from streampack.sources import Reading
+from streampack.sources.base import BadRecord
 from streampack.sources.jsonl import divide, parsed
 from streampack.types import Row
 from tests.conformance import check_positions
@@ -497,3 +500,41 @@ def test_readers_of_compressed_files_go_when_they_are_done(tmp_path: Path) -> No
         assert held() is None
     finally:
         gc.enable()
+
+
+PACKED = {
+    "bzip2 data": bz2.compress,
+    "xz data": lzma.compress,
+    "gzip data": gzip.compress,
+    "zstd data": zstandard.compress,
+    "lzma data": lambda text: lzma.compress(text, format=lzma.FORMAT_ALONE),
+    "UTF-16 text": lambda text: text.decode().encode("utf-16"),
+}
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_what_is_no_text_is_refused_whatever_its_name(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "rows.data"
+    path.write_bytes(PACKED[kind](b'{"text": "a"}\n' * 5000))
+    source = JSONLSource(path)
+    with pytest.raises(ValueError, match=rf"{path} is {kind} and would be read as plain text; ") as error:
+        next(source.read(Reading()))
+    assert ("let its name end in" in str(error.value)) == (kind in ("gzip data", "zstd data"))
+    with pytest.raises(ValueError, match=f"is {kind}"):
+        list(stream := IterablePackedDataset(source, max_seq_len=8, on_bad_record="skip", num_lanes=1))
+    assert stream.ledger().dropped_samples["bad"] == 0, "a file is no bad record"
+
+
+def test_a_part_of_what_is_no_text_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "rows.data"
+    path.write_bytes(bz2.compress(random.Random(0).randbytes(20_000)))
+    with pytest.raises(BadRecord, match=f"not a line of JSON .*; {path} is bzip2 data"):
+        next(JSONLSource(path).read(Reading(1, num_lanes=2)))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.bz2", "a.XZ", "a.zip", "a.tar.gz", "a.json.lz4", "a.parquet"])
+def test_names_of_what_is_not_read_are_refused_at_once(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"x")
+    way_out = "ParquetSource" if "parquet" in name else "compress that as .gz or .zst"
+    with pytest.raises(ValueError, match=rf"{tmp_path}/{name} is .*; .*{way_out}"):
+        JSONLSource(tmp_path / name)

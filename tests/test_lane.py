@@ -108,6 +108,7 @@ def test_packs_are_the_oracles(strategy: str, overlong: str, side: str) -> None:
             "truncated": wanted["truncated"],
             "empty": 0,
             "bad": 0,
+            "untrained": 0,
         }
         assert [ledger.packs, ledger.slots, ledger.packed] == [
             wanted[k] for k in ("packs", "slots", "packed")

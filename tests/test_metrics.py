@@ -13,7 +13,7 @@ counts = st.integers(0, 10**9)
 @st.composite
 def ledgers(draw: st.DrawFn) -> Ledger:
     return Ledger(
-        *(draw(counts) for _ in range(5)),
+        *(draw(counts) for _ in range(6)),
         {reason: draw(counts) for reason in DROP_REASONS},
         {reason: draw(counts) for reason in DROP_REASONS},
     )
@@ -27,13 +27,13 @@ def test_the_law(ledger: Ledger) -> None:
 @given(ledgers())
 def test_numbers_round_trip(ledger: Ledger) -> None:
     assert Ledger.from_numbers(ledger.numbers()) == ledger
-    assert len(ledger.numbers()) == 5 + 2 * len(DROP_REASONS)
+    assert len(ledger.numbers()) == 6 + 2 * len(DROP_REASONS)
 
 
 @given(st.lists(ledgers(), max_size=4))
 def test_total_adds_every_count(parts: list[Ledger]) -> None:
     total = Ledger.total(parts)
-    for name in ("samples", "tokens_in", "packs", "slots", "packed", "buffered"):
+    for name in ("samples", "tokens_in", "packs", "slots", "packed", "untrained", "buffered"):
         assert getattr(total, name) == sum(getattr(part, name) for part in parts)
     for reason in DROP_REASONS:
         assert total.dropped[reason] == sum(part.dropped[reason] for part in parts)
@@ -64,8 +64,8 @@ def test_drops_are_booked_by_name() -> None:
     ledger.drop("truncated", 4)
     ledger.drop("truncated", 2)
     ledger.drop("empty", 0)
-    assert ledger.dropped == {"overlong": 0, "truncated": 6, "empty": 0, "bad": 0}
-    assert ledger.dropped_samples == {"overlong": 0, "truncated": 2, "empty": 1, "bad": 0}
+    assert ledger.dropped == {"overlong": 0, "truncated": 6, "empty": 0, "bad": 0, "untrained": 0}
+    assert ledger.dropped_samples == {"overlong": 0, "truncated": 2, "empty": 1, "bad": 0, "untrained": 0}
     assert ledger.buffered == 14
     with pytest.raises(KeyError):
         ledger.drop("bad luck", 1)
@@ -86,9 +86,11 @@ def test_as_dict_is_flat_numbers() -> None:
         "packs": 1,
         "slots": 10,
         "packed": 9,
+        "untrained": 0,
         "dropped_overlong": 1,
         "dropped_truncated": 0,
         "dropped_empty": 0,
+        "dropped_untrained": 0,
         "bad_records": 0,
         "buffered": 2,
         "padding": pytest.approx(0.1),

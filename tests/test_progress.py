@@ -122,4 +122,39 @@ def test_the_summary_balances_the_tokens():
     assert "broken" not in text
     ledger.drop("bad", 0)
     text = summary(ledger, seconds=2.0, tokens=70, validation=[])
-    assert "records      1 broken, passed by" in text
+    assert "bad records  1 skipped" in text.splitlines()
+
+
+def meter_after(*steps, untrained=None):
+    """A meter after steps of (tokens, whether they are trained), each a pack of 8."""
+    meter = StepMeter(World(), CPU, untrained=untrained)
+    for tokens, trained in steps:
+        rows = [{"tokens": [1] * tokens, "labels": [1 if trained else -100] * tokens}]
+        meter.start()
+        for batch in PackedDataLoader(IterablePackedDataset(rows, max_seq_len=8)):
+            meter.add(batch, torch.tensor(0.0), label_weights(batch, loss_norm="token"))
+        meter.reduce()
+        meter.stop()
+    return meter
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [(8, False)],
+        [(2, False), (8, True)],  # little, but nothing was trained before
+        [(8, True), (4, False), (8, True)],
+    ],
+)
+def test_a_step_that_trains_nothing_is_an_error(steps):
+    with pytest.raises(
+        ValueError, match=rf"^1 of {len(steps)} step\(s\) trained nothing: .*data.untrained=drop"
+    ):
+        meter_after(*steps).metrics()
+    with pytest.raises(ValueError, match="trained nothing"):
+        meter_after(*steps).check()
+    meter_after(*steps, untrained="keep").metrics()
+
+
+def test_what_is_left_at_an_epochs_end_may_train_nothing():
+    meter_after((8, True), (3, False)).metrics()

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from streampack import Holdout, IterablePackedDataset, JSONLSource, MapSource, PackedDataLoader
+from streampack import Holdout, IterablePackedDataset, JSONLSource, MapSource, Mix, PackedDataLoader
 from streampack.sources import ParquetSource, Reading
 from streampack.sources.base import BadRecord
 from streampack.sources.quarantine import Quarantine
@@ -313,3 +313,93 @@ def test_settings_are_checked() -> None:
         stream(ROWS, max_bad_records=-1)
     with pytest.raises(ValueError, match='a quarantine lists what is skipped; set on_bad_record="skip"'):
         stream(ROWS, on_bad_record="error", quarantine="bad")
+
+
+class Failing(Numbers):
+    """An encoder with a bug of its own for some rows, as torchtune's transforms have for ``content: null``."""
+
+    errors = (
+        UnboundLocalError("content"),
+        RuntimeError("internal"),
+        StopIteration(),
+        ZeroDivisionError(),
+        OSError("no file"),
+    )
+
+    def __call__(self, row: Mapping[str, Any], /) -> Any:
+        if row["i"] % 50 == 7:
+            raise self.errors[row["i"] // 50 % len(self.errors)]
+        return super().__call__(row)
+
+
+class FailingRows:
+    """Map-style rows that are made when they are asked for, as torchtune's datasets do."""
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __getitem__(self, i: int) -> Any:
+        Failing()(ROWS[i])
+        return ROWS[i]
+
+
+LEFT = [i for i in range(600) if i % 50 != 7]
+
+
+def test_whatever_an_encoder_raises_is_skipped(tmp_path: Path) -> None:
+    dataset = stream(MapSource(ROWS), encoder=Failing(), quarantine=tmp_path)
+    assert survivors(dataset) == LEFT
+    assert {reason.partition(":")[0] for _, _, reason in listed(tmp_path)} == {
+        *("UnboundLocalError", "RuntimeError", "StopIteration", "ZeroDivisionError", "OSError")
+    }
+    assert dataset.estimate_packs(rows=600) > 0
+
+
+def test_whatever_a_map_style_dataset_raises_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Failing, "errors", Failing.errors[:4])
+    dataset = stream(FailingRows(), quarantine=tmp_path, epochs=2)
+    assert survivors(dataset) == sorted(2 * LEFT)
+    assert len(listed(tmp_path)) == 12
+    state = dataset.state_dict()
+    stream(FailingRows()).load_state_dict(state)
+    mix = Mix([{"name": "a", "source": FailingRows(), "weight": 1}])
+    assert survivors(stream(mix)) == LEFT
+    assert dataset.estimate_packs(rows=600) > 0
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_where_nothing_is_skipped_the_error_is_the_datasets(within: bool) -> None:
+    source = Mix([{"name": "a", "source": FailingRows(), "weight": 1}]) if within else FailingRows()
+    with pytest.raises(UnboundLocalError, match="content") as error:
+        list(stream(source, on_bad_record="error", num_lanes=1, shuffle=False))
+    assert error.value.__notes__[-1] == f"while reading {'a: ' if within else ''}sample 7"
+
+
+def test_a_failing_disk_is_no_bad_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Failing, "errors", (OSError("the network is gone"),))
+    with pytest.raises(OSError, match="the network is gone"):
+        list(stream(FailingRows()))
+
+
+def test_without_a_folder_the_log_names_the_first(caplog: pytest.LogCaptureFixture) -> None:
+    dataset = stream(MapSource(ROWS), encoder=Failing(), shuffle=False, num_lanes=1)
+    list(dataset)
+    messages = [record.getMessage() for record in caplog.records if "quarantine" in record.name]
+    assert messages[0] == "skipped a record of list, offset 7: UnboundLocalError: content"
+    assert len(messages) == 11
+    assert "only counted; set quarantine to a folder" in messages[-1]
+
+
+def test_a_report_counts_by_reason_and_names_the_first(tmp_path: Path) -> None:
+    dataset = stream(
+        MapSource(ROWS), encoder=Failing(), quarantine=tmp_path / "bad", shuffle=False, num_lanes=1
+    )
+    quarantine = dataset.lane_config.quarantine
+    assert quarantine is not None
+    assert quarantine.report() == ""
+    list(dataset)
+    assert quarantine.report() == (
+        f"12 listed in {tmp_path}/bad: 3 UnboundLocalError, 3 RuntimeError, 2 StopIteration; the first is list, 7"
+    )

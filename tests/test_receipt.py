@@ -16,7 +16,7 @@ counts = st.integers(0, 2**62)
 @st.composite
 def ledgers(draw: st.DrawFn) -> Ledger:
     return Ledger(
-        *(draw(counts) for _ in range(5)),
+        *(draw(counts) for _ in range(6)),
         {reason: draw(counts) for reason in DROP_REASONS},
         {reason: draw(counts) for reason in DROP_REASONS},
     )
@@ -63,15 +63,15 @@ def test_round_trip(receipt: Receipt) -> None:
 
 def test_the_bytes_stay_as_they_are() -> None:
     """States lie on disks: with the same version come the same bytes."""
-    assert VERSION == 2
+    assert VERSION == 3
     assert TYPICAL.to_bytes().hex() == (
-        "02d2090001030c808080de02cf0fd0a54c005aaaa64cdea0a68302d20980c0b402b0bcb40200000000000000"
-        "0000fbffffffffffffffffffff900fe8b7"
+        "03d2090001030c808080de02cf0fd0a54c005aaaa64cdea0a68302d20980c0b402b0bcb40200000000000000"
+        "0000000000fbffffffffffffffffffff46567c7c"
     )
     mixed = TYPICAL._replace(done=True, tallies=(Tally(1, 2, 300, 4, 5),))
     assert mixed.to_bytes().hex() == (
-        "02d2090101030c808080de02cf0fd0a54c005aaaa64cdea0a68302d20980c0b402b0bcb40200000000000000"
-        "00010102ac020405fbffffffffffffffffffffb82247ec"
+        "03d2090101030c808080de02cf0fd0a54c005aaaa64cdea0a68302d20980c0b402b0bcb40200000000000000"
+        "00000000010102ac020405fbffffffffffffffffffff319b9b28"
     )
 
 

@@ -54,6 +54,7 @@ def test_others_may_deal_out_the_batches_of_one(ranks: int) -> None:
 def test_an_epoch_is_a_function_of_its_number_and_the_seed() -> None:
     sampler = sampler_of()
     first = list(sampler)
+    sampler.set_epoch(0)
     assert list(sampler) == first, "the same epoch again"
     torch.manual_seed(5)
     np.random.seed(5)  # noqa: NPY002
@@ -281,6 +282,7 @@ def test_a_state_is_taken_up_once() -> None:
     sampler.load_state_dict({**sampler.state_dict(), "dealt": 24})
     whole = list(sampler_of())
     assert list(sampler) == whole[24:]
+    sampler.set_epoch(0)
     assert list(sampler) == whole
 
 
@@ -336,7 +338,7 @@ def test_a_plan_is_made_once_an_epoch() -> None:
         return [10 * epoch, 10 * epoch + 1]
 
     sampler = PlannedSampler(plan, settings={}, num_replicas=1, rank=0)
-    assert (len(sampler), list(sampler), list(sampler)) == (2, [0, 1], [0, 1])
+    assert (len(sampler), list(sampler)) == (2, [0, 1])
     sampler.set_epoch(0)
     assert list(sampler) == [0, 1]
     sampler.set_epoch(7)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing as mp
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streampack import IterablePackedDataset, JSONLSource, Mix, TextEncoder, TokenShardSource, cli
+from streampack import IterablePackedDataset, JSONLSource, Mix, TextEncoder, TokenShardSource, cli, locks
 from streampack.sources import Holdout, Reading
 from streampack.tokenize import from_config, tokenize
 from streampack.types import Sample
@@ -56,7 +57,7 @@ def corpus(folder: Path, count: int = 300) -> JSONLSource:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("[!.]*")) if path.is_file()}
 
 
 def run(
@@ -446,3 +447,42 @@ def test_words_that_make_no_sense(words: list[str], capsys: pytest.CaptureFixtur
 def test_a_config_needs_a_source() -> None:
     with pytest.raises(ValueError, match="data.source is missing; name where the rows come from"):
         from_config({"data": {"encoder": None}})
+
+
+class Meanwhile(TextEncoder):
+    """When half of a shard is written, another process tokenizes to the same folder."""
+
+    def __init__(self, source: JSONLSource, out: Path) -> None:
+        super().__init__(Letters())
+        self.source, self.out = source, out
+        self.rows = 0
+        self.said: list[str] = []
+
+    def __call__(self, row: Mapping[str, Any], /) -> Sample:
+        self.rows += 1
+        if self.rows == 50:
+            context = mp.get_context("fork")
+            queue = context.SimpleQueue()
+            other = context.Process(target=self.tokenize_too, args=(queue,))
+            other.start()
+            other.join()
+            self.said.append(queue.get())
+        return super().__call__(row)
+
+    def tokenize_too(self, queue: Any) -> None:
+        try:
+            tokenize(self.source, out=self.out, encoder=TextEncoder(Letters()), lanes=1, progress=False)
+            queue.put("nothing")
+        except ValueError as error:
+            queue.put(str(error))
+
+
+def test_a_second_one_on_the_same_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(locks.lock_folder.__wrapped__.__kwdefaults__, "patience", 0)  # type: ignore[attr-defined]
+    source, out = corpus(tmp_path / "corpus"), tmp_path / "out"
+    encoder = Meanwhile(source, out)
+    tokenize(source, out=out, encoder=encoder, lanes=1, progress=False)
+    [said] = encoder.said
+    assert said.startswith(f"{out} is in use by process {os.getpid()} on ")
+    assert said.endswith("; wait until it ends, stop it, or give another folder")
+    assert sum(1 for _ in TokenShardSource(out).read(Reading())) == 300

@@ -11,12 +11,70 @@ COMPRESSED = (".gz", ".zst")
 BUFFER_BYTES = 1 << 18
 
 
+KINDS = {
+    b"\x1f\x8b": "gzip data",
+    b"\x28\xb5\x2f\xfd": "zstd data",
+    b"BZh": "bzip2 data",
+    b"\xfd7zXZ\x00": "xz data",
+    b"\x5d\x00\x00": "lzma data",
+    b"PK\x03\x04": "a zip archive",
+    b"7z\xbc\xaf\x27\x1c": "a 7-Zip archive",
+    b"\x04\x22\x4d\x18": "lz4 data",
+    b"\xff\x06\x00\x00sNaPpY": "snappy data",
+    b"PAR1": "a Parquet file",
+    b"ARROW1": "an Arrow file",
+    b"SQLite format 3": "a SQLite database",
+    b"\xff\xfe": "UTF-16 text",
+    b"\xfe\xff": "UTF-16 text",
+}
+"""What a file is whose first bytes are these. None can begin a JSON object."""
+NOT_TEXT = (
+    *(
+        ".bz2",
+        ".xz",
+        ".lzma",
+        ".zip",
+        ".lz4",
+        ".7z",
+        ".br",
+        ".sz",
+        ".snappy",
+        ".tar",
+        ".tgz",
+        ".tar.gz",
+        ".tar.zst",
+    ),
+    *(".parquet", ".arrow", ".feather"),
+)
+
+
 class ArchiveError(Exception):
     """A .zst file that cannot be decompressed."""
 
 
 DAMAGED = (gzip.BadGzipFile, zlib.error, EOFError, ArchiveError)
 """What a compressed stream raises that is broken or cut off."""
+
+
+def kind_of(head: bytes) -> str | None:
+    """Return what a file is by its first bytes, if they are not those of text.
+
+    >>> kind_of(b"BZh91AY&SY"), kind_of(b'{"text": "a"}')
+    ('bzip2 data', None)
+    """
+    return next((kind for magic, kind in KINDS.items() if head.startswith(magic)), None)
+
+
+def not_text(shown: str, kind: str) -> ValueError:
+    """Make the error for a file that is no plain text."""
+    way_out = (
+        "read it with ParquetSource"
+        if "Parquet" in kind
+        else "make it plain text, or compress that as .gz or .zst"
+    )
+    if kind in ("gzip data", "zstd data"):
+        way_out = f"let its name end in {'.gz' if 'gzip' in kind else '.zst'}"
+    return ValueError(f"{shown} is {kind} and would be read as plain text; {way_out}")
 
 
 def content(raw: io.RawIOBase, *, name: str) -> io.BufferedReader:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -51,6 +50,14 @@ class BadRecord(ValueError):
 
     def __str__(self) -> str:
         return f"{self.locate(self.origin)}: {self.reason}"
+
+    def unskipped(self) -> Exception:
+        """Return what to raise where no record is skipped: a `BadRecord` cannot leave its process."""
+        cause = self.__cause__
+        if not isinstance(cause, Exception) or isinstance(cause, ValueError):
+            return ValueError(str(self))
+        cause.add_note(f"while reading {self.locate(self.origin)}")
+        return cause
 
 
 class Reader(Protocol):
@@ -107,15 +114,23 @@ def way_out(source: Source) -> str:
     )
 
 
+def reason_of(error: Exception) -> str:
+    """Say in a list of bad records why one is there; a ValueError's message says it alone."""
+    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+
+
 def readable(
-    fetch: Callable[[Item], Mapping[str, Any]],
+    fetch: Callable[[Item], Mapping[str, Any]], bad: type[Exception] = ValueError
 ) -> Callable[[Item], list[Mapping[str, Any]]]:
     """``fetch`` for a probe: a list of the row, or none if its record is broken, which is found when it is read."""
 
     def call(item: Item) -> list[Mapping[str, Any]]:
-        with suppress(ValueError):
+        try:
             return [fetch(item)]
-        return []
+        except OSError:
+            raise
+        except bad:
+            return []
 
     return call
 

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from typing import Any
+from urllib.parse import urlsplit
 
-from streampack.sources.archives import BUFFER_BYTES, DAMAGED, content
+from streampack.sources.archives import BUFFER_BYTES, DAMAGED, NOT_TEXT, content, kind_of, not_text
 from streampack.sources.base import Reader, Reading, spread
 from streampack.sources.files import Corpus, Name, find_files
 from streampack.sources.indexed import places
@@ -22,6 +23,7 @@ PARTS_PER_LANE = 16  # enough for shuffling parts to mix a sorted file, few enou
 MAX_PART_BYTES = 1 << 30
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _scan = json.JSONDecoder().raw_decode
+HEAD_BYTES = 16  # that show what kind of file it is
 PROBED_FILES = 16  # compressed ones: each takes up to 4 MiB of reading
 PROBED_BYTES = 1 << 22  # of a compressed file's content, to learn how well it compresses
 
@@ -73,6 +75,12 @@ class JSONLSource:
             paths, manifest=manifest, storage_options=storage_options, retries=retries, timeout=timeout
         )
         self.files = self.corpus.files
+        for file in self.files:
+            if (name := urlsplit(file.path).path.lower()).endswith(NOT_TEXT):
+                raise not_text(
+                    file.shown, "a Parquet file" if name.endswith(".parquet") else "no text, by its name,"
+                )
+        self._kinds: dict[int, str] = {}  # of files with lines that are no JSON, how to say what they are
         self._local = isinstance(self.corpus.storage, LocalStorage)
         self.read_ahead = self.corpus.read_ahead(read_ahead)
         self._size = sum(file.size for file in self.files)  # bytes in the storage, compressed where they are
@@ -183,6 +191,16 @@ class JSONLSource:
     def _fetcher(self) -> Fetcher:
         return Fetcher(self.corpus.storage, self.corpus.retries, ahead=0)
 
+    def _kind(self, number: int) -> str:
+        """End a message by what a file is, by its first bytes, if it is no text. Looks once."""
+        file = self.files[number]
+        if number not in self._kinds:
+            self._kinds[number] = ""
+            with suppress(OSError, ValueError):
+                kind = kind_of(self.corpus.storage.fetch(file, 0, min(HEAD_BYTES, file.size)))
+                self._kinds[number] = f"; {file.shown} is {kind}" if kind and file.seekable else ""
+        return self._kinds[number]
+
     def _stream(self, file: File) -> Any:
         return content(Stretch(self._fetcher(), file, 0, file.size), name=file.shown)
 
@@ -190,7 +208,7 @@ class JSONLSource:
         try:
             row = parsed(raw)
         except ValueError as error:  # JSONDecodeError and UnicodeDecodeError alike
-            raise ValueError(f"not a line of JSON ({error})") from None
+            raise ValueError(f"not a line of JSON ({error}){self._kind(part.file)}") from None
         if not isinstance(row, dict):
             raise ValueError(f"a row must be a JSON object, this is a {type(row).__name__}")
         return row
@@ -261,6 +279,8 @@ class _Lines:
             stop = begin + 1
         self.raw = Stretch(fetcher, self.file, begin, stop, self._first_blocks(fetcher, following))
         self.stream = content(self.raw, name=self.file.shown)
+        if begin == 0 and seekable and (kind := kind_of(self.stream.peek(HEAD_BYTES)[:HEAD_BYTES])):
+            raise not_text(self.file.shown, kind)
         if offset and seekable:
             self.offset = begin + len(self.stream.readline())
         left = 0 if seekable else offset

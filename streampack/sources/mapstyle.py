@@ -7,7 +7,16 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from streampack.sources.base import BadRecord, Reading, digest, permutation, plain, readable, spread
+from streampack.sources.base import (
+    BadRecord,
+    Reading,
+    digest,
+    permutation,
+    plain,
+    readable,
+    reason_of,
+    spread,
+)
 from streampack.types import Origin, Position, Row
 
 PROBES = 8  # rows that the fingerprint looks at
@@ -48,9 +57,17 @@ class MapSource:
         """The number of rows and the content of ten of them."""
         if self._fingerprint is None:
             numbers = sorted({0, *spread(len(self.dataset), PROBES), len(self.dataset) - 1})
-            rows = [plain(self.dataset[i]) for i in numbers]
+            rows = [self._content(i) for i in numbers]
             self._fingerprint = digest(len(self.dataset), rows)
         return self._fingerprint
+
+    def _content(self, number: int) -> Any:
+        try:
+            return plain(self.dataset[number])
+        except OSError:
+            raise
+        except Exception as error:  # a bad record; it is reported where it is read
+            return type(error).__name__
 
     def read(self, reading: Reading) -> _Rows:
         """See `Source.read`. Random access needs no window: any ``shuffle_window`` but 0 permutes the lane."""
@@ -78,7 +95,7 @@ class MapSource:
     def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
         """See `Source.probe`."""
         numbers = spread(len(self.dataset), count)
-        rows = [row for i in numbers for row in readable(self.fetch)((i,))]
+        rows = [row for i in numbers for row in readable(self.fetch, Exception)((i,))]
         return rows, len(self.dataset) / max(1, len(numbers))
 
 
@@ -104,15 +121,15 @@ class _Rows:
         number = self.numbers[self.index if self.order is None else int(self.order[self.index])]
         try:
             data = self.source.dataset[number]
-        except ValueError as error:
-            raise BadRecord(
-                str(error), position=(self.index,), origin=(number,), locate=self.source.locate
-            ) from error
-        except StopIteration as error:
-            raise RuntimeError(f"sample {number}: the dataset raised StopIteration") from error
-        except Exception as error:
+        except OSError as error:  # of a disk or a network, and no property of the record
             error.add_note(f"while reading sample {number}")
             raise
+        except Exception as error:
+            if isinstance(error, StopIteration):  # would end the stream in silence
+                error = RuntimeError(f"sample {number}: the dataset raised StopIteration")
+            raise BadRecord(
+                reason_of(error), position=(self.index,), origin=(number,), locate=self.source.locate
+            ) from error
         row = Row(data, (self.index,), (number,))
         self.index += 1
         return row

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,10 +13,11 @@ from streampack.plan import require, require_positive
 from streampack.sources.base import Source
 from streampack.types import Origin
 
-UNENCODABLE = (ValueError, TypeError, LookupError, AttributeError, AssertionError)
-"""What an encoder raises for a row of other columns or types than it knows; torchtune's `Message` asserts some."""
-
+log = logging.getLogger(__name__)
 LONGEST_REASON = 300  # characters: an encoder's message may hold the whole row
+BAD_RECORDS_FOLDER = "bad_records"  # in a run's output folder, where no other is set
+KINDS, LONGEST_KIND = 3, 60  # of reasons in a report, and characters of each
+LOGGED = 10  # records that each process names where no folder lists them
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +29,14 @@ class Quarantine:
     names is not written again: after a resume, and in later epochs, every record is listed once.
 
     Args:
-        folder: for the files of one stream; None lists nothing.
+        folder: for the files of one stream; without one, the log names the first ten that each process skips.
         limit: of broken records in one lane, over all epochs; counted in its ledger, so that a resume counts on.
     """
 
     folder: str | None = None
     limit: int = 100
     _known: dict[int, set[tuple[str, int]]] = field(default_factory=dict, compare=False)  # by lane
+    _logged: list[tuple[str, int]] = field(default_factory=list, compare=False)
 
     def __post_init__(self) -> None:
         require_positive(self.limit, "max_bad_records", least=0)
@@ -54,6 +58,7 @@ class Quarantine:
     def keep(self, lane: int, *, shard: str, offset: int, reason: str) -> None:
         """List one record. One write each, so that a kill leaves at most the newest line torn."""
         if self.folder is None:
+            self._log(shard, offset, reason)
             return
         path = Path(self.folder, f"lane-{lane:05d}.jsonl")
         if lane not in self._known:
@@ -64,6 +69,28 @@ class Quarantine:
             with path.open("ab", buffering=0) as stream:
                 stream.write(line.encode() + b"\n")
             self._known[lane].add((shard, offset))
+
+    def _log(self, shard: str, offset: int, reason: str) -> None:
+        if len(self._logged) > LOGGED or (shard, offset) in self._logged:
+            return
+        self._logged.append((shard, offset))
+        if len(self._logged) > LOGGED:
+            log.warning(
+                "more records are skipped, and only counted; set quarantine to a folder to list them all"
+            )
+        else:
+            log.warning("skipped a record of %s, offset %d: %s", shard, offset, reason[:LONGEST_REASON])
+
+    def report(self) -> str:
+        """Count the listed records by the kind of reason, and name the first; empty if none is listed."""
+        files = sorted(Path(self.folder).glob("lane-*.jsonl")) if self.folder is not None else []
+        entries = [json.loads(line) for path in files for line in path.read_bytes().splitlines()]
+        if not entries:
+            return ""
+        kinds = Counter(entry["reason"].partition(":")[0] for entry in entries).most_common(KINDS)
+        first = entries[0]
+        counts = ", ".join(f"{count:,} {kind[:LONGEST_KIND]}" for kind, count in kinds)
+        return f"{len(entries):,} listed in {self.folder}: {counts}; the first is {first['shard']}, {first['offset']}"
 
 
 def quarantine_for(

@@ -53,6 +53,7 @@ class Hooks:
         self.checkpoint: Path | None = None  # that `train` resumes from
         self.steps: Steps | None = None  # of the newest training
         self.plan: Plan | None = None  # of its steps, where num_train_epochs says how many
+        self.first_epoch = 0  # that the first training began with
         self.evaluations: dict[IterablePackedDataset, Evaluation] = {}
         self.mean: TokenMean | None = None  # of the evaluation in progress
         self.totals: dict[str, float] = {}  # for the logs
@@ -146,6 +147,10 @@ class Hooks:
             batch_size=self.trainer._train_batch_size,  # args' own, or less: auto_find_batch_size
             batches_per_step=self.trainer.args.gradient_accumulation_steps,
         )
+        if self.steps is None:
+            self.first_epoch = self.packs.epochs_begun.upcoming()
+        else:  # trained before: the same packs again, as from Trainer's own loaders
+            self.packs.set_epoch(self.first_epoch)
         if (
             self.plan is not None or self.trainer.args.max_steps <= 0
         ):  # again, where auto_find_batch_size begins anew

@@ -22,6 +22,7 @@ from streampack.sources import as_source
 from streampack.sources.base import Reading, Source
 from streampack.sources.files import listed_once
 from streampack.sources.holdout import Holdout
+from streampack.sources.quarantine import BAD_RECORDS_FOLDER
 from streampack.training.config import RunConfig, hint_for
 from streampack.training.distributed import World
 from streampack.training.evaluation import HeldOut
@@ -57,6 +58,8 @@ def build_data(
     with listed_once(world.once):
         source = as_source(build(settings.pop("source"), inject=inject))
     encoder = build(settings.pop("encoder", None), inject=inject)
+    if settings.get("on_bad_record") == "skip" and settings.get("quarantine") is None:
+        settings["quarantine"] = Path(config.output_dir, BAD_RECORDS_FOLDER)
     common: dict[str, Any] = {
         "padding_idx": padding_id(tokenizer),
         "vocab_size": vocab_size,

@@ -24,7 +24,7 @@ from streampack.training.distributed import World
 from streampack.types import Fragment, Sample
 
 OF_SAMPLES = (
-    "corpus", "encoder", "max_seq_len", "overlong", "truncate_side", "truncate_eos", "empty", "seed"
+    "corpus", "encoder", "max_seq_len", "overlong", "truncate_side", "truncate_eos", "empty", "untrained", "seed"
 )  # fmt: skip
 """Of a dataset's identity, what a method's samples depend on."""
 
@@ -89,6 +89,8 @@ class MethodLoader:
         self.world = world
         with world.together():
             self._pieces, self._read = read_pieces(dataset, world=world)
+        if world.is_main:
+            dataset.untrained.look_in(self._read)
         samples = [piece.sample for piece in self._pieces]
         config = dataset.lane_config
         _require_same(samples, config.source, world)

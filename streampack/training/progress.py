@@ -13,6 +13,7 @@ import torch
 from streampack.collate import Batch
 from streampack.components import build
 from streampack.metrics import Ledger
+from streampack.sources.quarantine import Quarantine
 from streampack.training.distributed import World
 from streampack.training.methods import Loader
 
@@ -23,14 +24,23 @@ class StepMeter:
     """Counts over the batches of a step and over all ranks, and how fast they went by.
 
     The sums stay on the device until `metrics` reads them, so that nothing waits for a GPU in between.
+
+    A step that trains nothing is an error, raised by `metrics` and `check` on all ranks, unless ``untrained`` is
+    ``"keep"``: the loss would be 0. A step that is mostly padding may train nothing, if one before it did train:
+    at an epoch's end, little may be left.
     """
 
-    def __init__(self, world: World, device: torch.device) -> None:
+    def __init__(self, world: World, device: torch.device, *, untrained: str | None = None) -> None:
         self.world = world
         self.device = device
+        self.untrained = untrained
+        self.empty_steps = torch.zeros(
+            (), dtype=torch.int64, device=device
+        )  # that trained nothing, and should have
         self.window = self._zeros()  # all ranks', since the last report
         self.total = self._zeros()  # all ranks', since the beginning
         self.steps, self.seconds = 0, 0.0  # in the window
+        self.made = 0  # steps in all
         self.start()
 
     def start(self) -> None:
@@ -62,16 +72,32 @@ class StepMeter:
         sums[0] += self.loss
         sums[1] += self.z_loss
         self.world.add_up(sums)
+        weight, tokens, slots = (sums[COUNTS.index(name)] for name in ("weight", "tokens", "slots"))
+        trained_before = self.total[COUNTS.index("weight")] > 0
+        self.empty_steps += (weight == 0) & (tokens > 0) & ((2 * tokens >= slots) | ~trained_before)
         self.step = sums
         self.window += sums
         self.total += sums
-        weight = sums[COUNTS.index("weight")]
         return torch.where(weight > 0, self.world.size / weight, 0.0)
 
     def stop(self) -> None:
         """End the step."""
         self.steps += 1
+        self.made += 1
         self.seconds += time.perf_counter() - self.started
+
+    def check(self) -> None:
+        """Waits for the device.
+
+        Raises:
+            ValueError: if a step trained nothing.
+        """
+        if self.untrained != "keep" and (count := int(self.empty_steps)):
+            raise ValueError(
+                f"{count} of {self.made} step(s) trained nothing: no label of their tokens is trained. Look at the "
+                "labels, and whether data.overlong=truncate cuts answers off; ledger_untrained counts such samples in "
+                "the metrics. data.untrained=drop leaves them out, data.untrained=keep lets such steps be"
+            )
 
     @property
     def tokens(self) -> int:
@@ -83,11 +109,15 @@ class StepMeter:
 
         ``loss`` is per trained token (or per sample, by the weights) and without ``z_loss``, which is there where it
         counts; ``padding`` is a share of 1.
+
+        Raises:
+            ValueError: see `check`.
         """
         before = time.perf_counter()
         loss, z_loss, weight = self.step[:3].tolist()  # waits for the GPU
         sums = dict(zip(COUNTS, self.window.tolist(), strict=True))
         seconds = self.seconds + time.perf_counter() - before
+        self.check()
         metrics = {
             "loss": loss / weight if weight else 0.0,
             "tokens_per_second": sums["tokens"] / max(seconds, 1e-9),
@@ -146,7 +176,14 @@ class MetricLogger:
             self.logger.close()
 
 
-def summary(ledger: Ledger, *, seconds: float, tokens: int, validation: list[tuple[int, float]]) -> str:
+def summary(
+    ledger: Ledger,
+    *,
+    seconds: float,
+    tokens: int,
+    validation: list[tuple[int, float]],
+    quarantine: Quarantine | None = None,
+) -> str:
     """The closing lines of a run: what was packed, where every token went, how fast it was."""
     dropped = sum(ledger.dropped.values())
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in ledger.dropped.items() if count)
@@ -157,7 +194,10 @@ def summary(ledger: Ledger, *, seconds: float, tokens: int, validation: list[tup
         f"speed        {tokens / max(seconds, 1e-9):,.0f} tokens/s over {seconds:,.0f} s",
     ]
     if bad := ledger.dropped_samples["bad"]:
-        lines.append(f"records      {bad:,} broken, passed by")
+        listed = quarantine.report() if quarantine is not None else ""
+        lines.append(f"bad records  {bad:,} skipped{listed and f'; {listed}'}")
+    if ledger.untrained:
+        lines.append(f"untrained    {ledger.untrained:,} samples train nothing")
     if validation:
         (first_step, first), (last_step, last) = validation[0], validation[-1]
         lines.append(f"held-out     loss {first:.3f} (step {first_step}) -> {last:.3f} (step {last_step})")
