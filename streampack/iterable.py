@@ -159,7 +159,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         worker = get_worker_info()
         worker_id, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
         self.epoch = self.epochs_begun.upcoming()
-        self._stream = self.stream(rank + world_size * worker_id, world_size * num_workers)
+        self._stream = stream = self.stream(rank + world_size * worker_id, world_size * num_workers)
         if (self.num_lanes or 0) < world_size:
             raise ValueError(
                 f"{self.num_lanes} lanes cannot feed {world_size} ranks: some would have no packs, and others wait "
@@ -167,7 +167,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             )
         self.epochs_begun.begin(epochs=self.epochs or 1)
         self.receipts = {}
-        return map(self._given, self._stream)
+        return _Dicts(stream, self._given)
 
     def _given(self, pack: Pack) -> dict[str, Any]:
         self.untrained.look_at(pack.receipt)
@@ -188,18 +188,23 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         """
         if not 0 <= consumer < consumers:
             raise ValueError(f"consumer={consumer} of consumers={consumers} cannot be; count from 0")
-        receipts = self.receipts if receipts is None else receipts
         self.num_lanes = num_lanes = self.lanes_for(consumers)
-        lanes = [
-            Lane(self.lane_config, lane=lane, num_lanes=num_lanes, receipt=receipts.get(lane))
-            for lane in range(consumer, num_lanes, consumers)
-        ]
-        for lane in lanes:
-            begin = first_epoch if first_epoch is not None else 0 if lane.lane in receipts else self.epoch
+        config, epoch = self.lane_config, self.epoch
+
+        def open_lane(number: int, receipt: ReceiptNumbers | None) -> Lane:
+            lane = Lane(config, lane=number, num_lanes=num_lanes, receipt=receipt)
+            begin = first_epoch if first_epoch is not None else 0 if receipt is not None else epoch
             if lane.epoch < begin:
                 lane.start_epoch(begin)
-        mine = {lane.lane: receipts[lane.lane] for lane in lanes if lane.lane in receipts}
-        return PackStream(lanes, mine, last_epoch=self.last_epoch, alone=consumers == 1)
+            return lane
+
+        return PackStream(
+            range(consumer, num_lanes, consumers),
+            open_lane,
+            receipts=self.receipts if receipts is None else receipts,
+            last_epoch=self.last_epoch,
+            alone=consumers == 1,
+        )
 
     @property
     def last_epoch(self) -> int | None:
@@ -324,7 +329,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
     def ledger(self) -> Ledger:
         """Where every token went that this process has read, as of the last pack."""
         if self._stream is not None:
-            return Ledger.total(lane.ledger for lane in self._stream.lanes)
+            return ledger_of(self._stream.receipts())
         return ledger_of(self.receipts)
 
     @property
@@ -370,6 +375,20 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             ValueError: if the source cannot tell its size.
         """
         return estimate_packs(self.lane_config, rows=rows)
+
+
+class _Dicts:
+    """The packs of a stream in torchtune's format; one that cannot be converted is not consumed."""
+
+    def __init__(self, stream: PackStream, form: Callable[[Pack], dict[str, Any]]) -> None:
+        self.stream = stream
+        self.form = form
+
+    def __iter__(self) -> _Dicts:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        return self.stream.next_as(self.form)
 
 
 def _are_known(source: Source, encode: Callable[[Mapping[str, Any]], Sample], vocab_size: int | None) -> bool:

@@ -7,7 +7,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from streampack.collate import Batch, null_pack, stack_packs
 from streampack.consumers import require_group_of_now
@@ -89,22 +89,39 @@ class PackedDataLoader:
         self.pin_memory = pin_memory
         self.lockstep = Lockstep(timeout=timedelta(seconds=timeout))
         self._packs_per_step = packs_per_step
-        # As of the last batch; after a load of all lanes, then of ours.
-        self.receipts: dict[int, ReceiptNumbers] = {}
-        self.slot = 0  # of the epoch's slots, one for each pack of a step, those of the steps handed over
+        self._progress = Progress(Handed({}))  # of the newest iteration
         self._resume: int | None = None  # a state was loaded and not taken up yet: the epoch its run began in
         self._identified = False  # the ranks have shared out what the corpus's fingerprint reads
 
     def __iter__(self) -> Iterator[Batch]:
         """Iterate from the loaded state on; without one, from the epoch behind the newest iteration."""
         dataset = self.dataset
+        self._require_whole("iterated anew")
         if self._resume != dataset.epoch:  # as in the dataset, `set_epoch` may have put the state aside
-            self.receipts, self.slot = {}, 0
+            self._progress = Progress(Handed({}))
         dataset.epoch = dataset.epochs_begun.upcoming()
-        batches = _Batches(self)
-        self._resume = None  # not before: an error leaves the state to be taken up
+        self._progress.midway = True  # ranks agree on several things now
+        try:
+            batches = _Batches(self)
+        except Exception:
+            self._progress.midway = False
+            raise
+        self._progress, self._resume = (
+            batches.progress,
+            None,
+        )  # not before: an error leaves the state to be taken up
         dataset.epochs_begun.begin(epochs=dataset.epochs or 1)
         return batches
+
+    @property
+    def receipts(self) -> dict[int, ReceiptNumbers]:
+        """As of the last batch handed over: of all lanes after a load, then of this rank's."""
+        return self._progress.handed.receipts
+
+    @property
+    def slot(self) -> int:
+        """Of the epoch's slots, one for each pack of a step, those of the steps handed over."""
+        return self._progress.handed.slot
 
     def state_dict(self) -> dict[str, Any]:
         """After the last batch that was handed over, of all ranks: plain values, fresh at every call.
@@ -115,6 +132,7 @@ class PackedDataLoader:
 
     def state_of(self, receipts: Mapping[int, ReceiptNumbers], slot: int) -> dict[str, Any]:
         """The state that holds these receipts of this rank's lanes, and those that the others give. A collective."""
+        self._require_whole("asked for a state")
         self._identify()
         return {**self.dataset.state_with(self.lockstep.merge(bytes_of(receipts))), "slot": slot}
 
@@ -129,8 +147,17 @@ class PackedDataLoader:
         if type(slot) is not int or not 0 <= slot < 2**63:
             raise ValueError(f"the state is damaged: slot {slot!r} is no number of packs")
         self.dataset.load_state_dict(state)
-        self.receipts, self.slot = dict(self.dataset.receipts), slot
+        self._progress = Progress(Handed(dict(self.dataset.receipts), slot))
         self._resume = self.dataset.epoch
+
+    def _require_whole(self, what: str) -> None:
+        """Refuse where an interrupted ``next()`` may have left this rank and the others at different agreements."""
+        if self._progress.midway and not self.lockstep.alone:
+            raise RuntimeError(
+                f"the loader of rank {self.lockstep.rank} cannot be {what}: an exception cut its last next() or iter() "
+                "short, and the ranks may wait for different things; end this process, which the other ranks will "
+                "notice, and resume from the last checkpoint"
+            )
 
     def _identify(self) -> None:
         """Each rank reads its share of what the corpus's fingerprint needs, once."""
@@ -173,6 +200,28 @@ class PackedDataLoader:
         return self.dataset.tallies_of(self.receipts)
 
 
+class Handed(NamedTuple):
+    """What the trainer was handed by one iteration, up to its last batch."""
+
+    receipts: dict[int, ReceiptNumbers]  # never changed: a batch makes a new one
+    slot: int = 0  # of the epoch, after the steps handed over
+    epoch: int = 0
+    begun: int = 0  # the slot at which this iteration began to make steps of that epoch
+    batches: int = 0  # of that epoch, in this iteration
+
+
+class Progress:
+    """Where an iteration stands, for itself and its loader. ``handed`` is replaced as a whole, as a batch is returned.
+
+    ``midway`` is set during a ``next()``: found set at the beginning of the next one, an exception struck in between,
+    and nothing but ``handed`` can be relied on.
+    """
+
+    def __init__(self, handed: Handed) -> None:
+        self.handed = handed
+        self.midway = False
+
+
 class _Batches:
     """One iteration: makes this rank's share of every batch, and agrees with the others which batches there are."""
 
@@ -183,7 +232,7 @@ class _Batches:
         dataset, receipts = loader.dataset, loader.receipts
         consumers = lockstep.world_size * max(1, loader.num_workers)
         dataset.num_lanes = num_lanes = dataset.lanes_for(consumers)
-        workers = min(loader.num_workers, -(-num_lanes // lockstep.world_size))
+        self.workers = workers = min(loader.num_workers, -(-num_lanes // lockstep.world_size))
         if workers < loader.num_workers and lockstep.rank == 0:
             log.warning(
                 "num_workers=%d: %d of them has work, for there %s; a new run may set num_lanes",
@@ -224,27 +273,31 @@ class _Batches:
         share_division(source, num_lanes, lockstep)
         # All ranks begin in the same epoch, also one whose lanes have made no pack in it yet.
         self.last_epoch = dataset.last_epoch
-        self.epoch = 0
+        epoch = 0
         if self.last_epoch is not None:
             epochs = (Receipt.from_numbers(receipt).epoch for receipt in receipts.values())
-            self.epoch = max(epochs, default=dataset.epoch)
+            epoch = max(epochs, default=dataset.epoch)
+        own = {lane: of for lane, of in receipts.items() if lane % lockstep.world_size == lockstep.rank}
+        # Ours, should the loader be iterated once more meanwhile: its state is of the newest iteration.
+        self.progress = Progress(Handed(own, loader.slot, epoch, loader.slot))
+        self._begin()
+
+    def _begin(self) -> None:
+        """Go on after the last batch that was handed over."""
+        loader, handed = self.loader, self.progress.handed
+        self.epoch, self.slot, self.batches = handed.epoch, handed.begun, handed.batches
         self.shares = Shares(
-            dataset,
-            receipts=receipts,
+            loader.dataset,
+            receipts=handed.receipts,
             epoch=None if self.last_epoch is None else self.epoch,
-            rank=lockstep.rank,
-            world_size=lockstep.world_size,
-            workers=workers,
+            rank=self.lockstep.rank,
+            world_size=self.lockstep.world_size,
+            workers=self.workers,
             prefetch=loader.prefetch_factor,
             max_restarts=loader.max_worker_restarts,
         )
-        # Ours, should the loader be iterated once more meanwhile: its state is of the newest iteration.
-        self.receipts = loader.receipts = {
-            lane: receipt for lane, receipt in receipts.items() if lane % lockstep.world_size == lockstep.rank
-        }
-        self.slot = loader.slot  # where this iteration began to make steps of this epoch
-        self.prepared = 0  # shares made in this epoch
-        self.batches = 0  # of them, handed over
+        self.filed: dict[int, ReceiptNumbers] = {}  # with the batch in the making
+        self.prepared = self.batches  # shares made in this epoch
         self.making: list[Share] = []  # of the round that is not asked about yet
         self.asked: deque[tuple[list[Share], Answer]] = deque()  # rounds, and what all ranks say of them
         self.rounds = 0  # asked about
@@ -258,21 +311,49 @@ class _Batches:
         return self
 
     def __next__(self) -> Batch:
+        """The next batch.
+
+        Raises:
+            Exception: whatever went wrong. Nothing is consumed: alone, asked again, this rank goes on after the last
+                batch handed over, and makes again what it had prepared beyond it.
+            RuntimeError: where the call before this one was interrupted, with several ranks.
+        """
+        progress = self.progress
+        if progress.midway:
+            self.loader._require_whole("asked for a batch")
+            self.shares.close()
+            self._begin()
+        progress.midway = True
+        self.filed = {}
+        batch = self._next()
+        slot = self.slot + self.batches // self.loader.batches_per_step * self.loader.packs_per_step
+        receipts = progress.handed.receipts.copy()
+        receipts.update(self.filed)
+        handed = Handed(receipts, slot, self.epoch, self.slot, self.batches)
+        # From here on there is no call and no loop, where Python raises interrupts: the batch is booked and returned.
+        progress.handed = handed
+        progress.midway = False
+        if batch is None:
+            raise StopIteration
+        return batch
+
+    def _next(self) -> Batch | None:
+        """Make the next batch; None at the end."""
         per_step = self.loader.batches_per_step
         while not self.over:
             share = self._take()
             if share is not None or self.batches % per_step:
+                batch = self._collate(share.packs if share else [])
                 self._file([share] if share else [])
                 self.batches += 1
-                self.loader.slot = self.slot + self.batches // per_step * self.loader.packs_per_step
-                return self._collate(share.packs if share else [])
+                return batch
             if self.last_epoch is None:
                 raise nothing_to_pack()
             if self.epoch >= self.last_epoch:
                 self.over = True
             else:
                 self._turn_over()
-        raise StopIteration
+        return None
 
     def _take(self) -> Share | None:
         """Our share of the next batch; None when no rank has anything left in this epoch."""
@@ -341,11 +422,11 @@ class _Batches:
         self.rest = None
 
     def _file(self, shares: list[Share]) -> None:
-        """From now on, the state says that these were handed over."""
+        """With the next batch that is handed over, the state says that these were."""
         for share in shares:
             events: list[Event] = [*share.packs, *share.ends]
             for event in events:
-                self.receipts[event.lane] = event.receipt
+                self.filed[event.lane] = event.receipt
                 self.loader.dataset.untrained.look_at(event.receipt)
 
     def _fail(self) -> None:
@@ -354,11 +435,13 @@ class _Batches:
         try:
             if self.lockstep.alone:
                 assert error is not None
-                self.failed, self.failing, self.rest = None, False, None
-                self.prepared = self.batches
                 raise error
             self.shares.close()
-            self.lockstep.raise_any(error, doing="making packs")
+            try:
+                self.lockstep.raise_any(error, doing="making packs")
+            except Exception:
+                self.progress.midway = False  # all ranks are here
+                raise
         finally:
             del error  # the traceback holds this frame: a cycle would keep the workers alive
 

@@ -40,6 +40,7 @@ class Lockstep:
         self.rank = 0 if self.alone else dist.get_rank()
         self.world_size = 1 if self.alone else dist.get_world_size()
         self.group = None if self.alone else dist.new_group(backend="gloo", timeout=timeout)
+        self.gathering = False
 
     def say(self, count: int, *, failed: bool = False) -> Answer:
         """Of the next batches, so many are ours too, and then we failed; every rank asks as often as the others."""
@@ -49,16 +50,32 @@ class Lockstep:
         return _Pending(*self._tell(torch.tensor([word], device="cpu")))
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank. All ranks must call it, and it waits for all."""
+        """Every rank's value, by rank. All ranks must call it, and it waits for all.
+
+        Raises:
+            RuntimeError: if an interrupt struck the last one: the others may wait for another part of it.
+        """
         if self.alone:
             return [value]
-        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        heard, work = self._tell(torch.tensor([mine.numel()], device="cpu"))
-        work.wait()
-        sizes: list[int] = heard.tolist()
-        heard, work = self._tell(mine, sizes)
-        work.wait()
-        return [pickle.loads(theirs.numpy().tobytes()) for theirs in torch.split(heard, sizes)]
+        if self.gathering:
+            raise RuntimeError(
+                f"rank {self.rank} was interrupted while it agreed with the other ranks, and may be out of step with "
+                "them; end this process, which they will notice, and resume from the last checkpoint"
+            )
+        self.gathering = True
+        try:
+            mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+            heard, work = self._tell(torch.tensor([mine.numel()], device="cpu"))
+            work.wait()
+            sizes: list[int] = heard.tolist()
+            heard, work = self._tell(mine, sizes)
+            work.wait()
+            values = [pickle.loads(theirs.numpy().tobytes()) for theirs in torch.split(heard, sizes)]
+        except Exception:  # a rank is gone, and whatever is asked from now on raises
+            self.gathering = False
+            raise
+        self.gathering = False
+        return values
 
     def share(self, work: Callable[[], Result], *, doing: str) -> list[Result]:
         """What ``work`` gives on every rank, by rank; if it fails on one, all raise. A collective, as `gather`."""

@@ -83,7 +83,8 @@ class Shares:
         """Our share of one more batch of the epoch: at most ``room`` packs, fewer when it has no more.
 
         Raises:
-            Exception: whatever went wrong where packs are made; asked again, it goes on from there.
+            Exception: whatever went wrong where packs are made. Asked again, it goes on from there after an error
+                that a stream or a worker raised; after any other, such as an interrupt, make new ones.
         """
         share = self.share
         while not room or len(share.packs) < room:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
+from typing import TypeVar
 
 from streampack.lane import Lane
 from streampack.metrics import Ledger, Tally
@@ -12,27 +13,40 @@ from streampack.receipt import Receipt
 from streampack.types import LaneEnd, Pack, ReceiptNumbers
 
 Event = Pack | LaneEnd
+OpenLane = Callable[[int, ReceiptNumbers | None], Lane]
+Form = TypeVar("Form")
 
 
 class PackStream:
     """The packs of some lanes, one of each lane in turn, epoch after epoch.
 
     Whose turn it is follows from the lanes alone (the fewest packs in this epoch, then the lowest number),
-    so it needs no state of its own.
+    so it needs no state of its own. Any exception, a `KeyboardInterrupt` among them, may strike a lane between two
+    statements, so the next call opens that lane again from its last receipt.
+
+    Args:
+        lanes: the numbers of the lanes.
+        open_lane: makes a lane of its number and its receipt, ``None`` at the beginning.
+        receipts: of the lanes that do not begin.
+        last_epoch: the epoch after which the stream ends; ``None`` if it never does.
+        alone: these are all the lanes there are.
     """
 
     def __init__(
         self,
-        lanes: list[Lane],
-        receipts: dict[int, ReceiptNumbers],
+        lanes: Iterable[int],
+        open_lane: OpenLane,
         *,
+        receipts: Mapping[int, ReceiptNumbers],
         last_epoch: int | None,
         alone: bool = False,
     ) -> None:
-        self.lanes = lanes
-        self.alone = alone  # these are all the lanes there are
+        self.open_lane = open_lane
+        self.lanes = [open_lane(lane, receipts.get(lane)) for lane in lanes]
+        self.alone = alone
         self.last_epoch = last_epoch
-        self._receipts = receipts
+        self._receipts = {lane.lane: receipts[lane.lane] for lane in self.lanes if lane.lane in receipts}
+        self._midway: int | None = None  # the lane that was asked and has not answered yet
         # The smallest is next: within an epoch, the lanes that are done come last; then the epoch is over.
         turn = ("done", "packs", "lane")
         self._turn = attrgetter(*turn) if last_epoch is None else attrgetter("epoch", *turn)
@@ -42,12 +56,29 @@ class PackStream:
         return self
 
     def __next__(self) -> Pack:
-        while not isinstance(event := self.next_event(), Pack):
-            pass
-        return event
+        return self.next_as(_as_it_is)
+
+    def next_as(self, form: Callable[[Pack], Form]) -> Form:
+        """``form`` of the next pack. The pack counts as handed out when ``form`` has returned, not before."""
+        while True:
+            event = self._event()
+            if isinstance(event, Pack):
+                formed = form(event)
+                self._receipts[event.lane], self._midway = event.receipt, None
+                return formed
+            self._receipts[event.lane], self._midway = event.receipt, None
 
     def next_event(self) -> Event:
         """The next pack, or the end of a lane's epoch, whose receipt books what was dropped after its last pack."""
+        event = self._event()
+        # Two stores and the return: Python raises an interrupt at calls and loops only.
+        self._receipts[event.lane], self._midway = event.receipt, None
+        return event
+
+    def _event(self) -> Event:
+        """The next event. The lane that gave it is opened again unless the caller files the receipt."""
+        if self._midway is not None:
+            self._open_again(self._midway)
         while True:
             if not self._turns:  # this consumer has no lane
                 raise StopIteration
@@ -60,19 +91,25 @@ class PackStream:
                 epoch = lane.epoch
                 if self.last_epoch is None or epoch >= self.last_epoch:
                     raise StopIteration
-                try:
-                    for ended in self.lanes:
-                        if ended.epoch == epoch:
-                            ended.start_epoch(epoch + 1)
-                finally:
-                    self._turns = self._in_turn()
+                for ended in self.lanes:
+                    if ended.epoch == epoch:
+                        self._midway = ended.lane
+                        ended.start_epoch(epoch + 1)
+                self._turns = self._in_turn()
+                self._midway = None
                 continue
+            self._midway = lane.lane
             event: Event | None = lane.next_pack()
             if event is None:
                 event = LaneEnd(lane.lane, 0 if self.last_epoch is None else lane.epoch, lane.receipt())
             heapq.heapreplace(self._turns, (self._turn(lane), lane))
-            self._receipts[lane.lane] = event.receipt
             return event
+
+    def _open_again(self, number: int) -> None:
+        i = next(i for i, lane in enumerate(self.lanes) if lane.lane == number)
+        self.lanes[i] = self.open_lane(number, self._receipts.get(number))
+        self._turns = self._in_turn()
+        self._midway = None
 
     def _in_turn(self) -> list[tuple[tuple[int, ...], Lane]]:
         return sorted((self._turn(lane), lane) for lane in self.lanes)  # no two lanes have the same turn
@@ -88,6 +125,10 @@ def nothing_to_pack() -> ValueError:
         "no lane has a row that makes a pack, and a stream without an end (epochs=None) would wait for one for ever; "
         "look at what is dropped: ledger() counts it by reason"
     )
+
+
+def _as_it_is(pack: Pack) -> Pack:
+    return pack
 
 
 def ledger_of(receipts: Mapping[int, ReceiptNumbers]) -> Ledger:

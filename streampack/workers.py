@@ -6,8 +6,8 @@ import logging
 import multiprocessing as mp
 import os
 import pickle
-import queue
 import signal
+import socket
 import sys
 import threading
 import time
@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
+from queue import SimpleQueue
 from typing import Any
 
 from streampack.folding import Folded, fold, unfold
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 EVENTS, END, ERROR, DIED = "events", "end", "error", "died"
 TOGETHER = 4  # packs that come at once, at most: what is ready waits while the next one is made ...
 PATIENCE = 0.1  # ... which is not begun when so many seconds have passed
+LINGER = 10.0  # seconds that `Worker.close` waits for a killed process, and for its receiver
 
 
 class Worker:
@@ -40,6 +42,7 @@ class Worker:
     trainer happens to be; here it is noticed when its next pack is asked for, and mended there: a new process
     goes on after the last pack that arrived. An error in the stream is raised here, and asking again tries
     again; an error of a kind that cannot travel between processes arrives as a RuntimeError that says the same.
+    After any other exception, such as an interrupt, close it and make a new one.
 
     Args:
         dataset: as it stands in this process; forked, or pickled where processes are spawned.
@@ -75,11 +78,21 @@ class Worker:
         self._start()
 
     def _start(self) -> None:
+        # Whatever is there when an interrupt strikes, `close` ends.
         self.home = os.getpid()
-        self.pipe, theirs = mp.Pipe()
+        self.receiver: threading.Thread | None = None
+        # Both are implemented in C and hold no lock of Python's: an interrupted wait leaves nothing locked, as it may
+        # with `queue.Queue`, whose other side would wait without end.
+        self.inbox: SimpleQueue[tuple[str, Any]] = SimpleQueue()
+        self.room: SimpleQueue[bool] = (
+            SimpleQueue()
+        )  # a True for each message that may come, a False at the end
         most = max(1, min(TOGETHER, self.prefetch // 2))
+        for _ in range(1 + self.prefetch // most - (most > 1)):  # as many more are being handed on, and made
+            self.room.put(True)
+        self.pipe, self.theirs = mp.Pipe()
         arguments = (
-            theirs,
+            self.theirs,
             self.dataset,
             self.consumer,
             self.consumers,
@@ -89,11 +102,10 @@ class Worker:
         )
         self.process = mp.Process(target=_serve, args=arguments, daemon=True)
         self.process.start()
-        theirs.close()  # or the pipe would not end with the process
-        self.inbox: queue.Queue[tuple[str, Any]] = queue.Queue(
-            self.prefetch // most - (most > 1)  # as many more are being handed on, and made
+        self.theirs.close()  # or the pipe would not end with the process
+        self.receiver = threading.Thread(
+            target=_receive, args=(self.pipe, self.inbox, self.room), daemon=True
         )
-        self.receiver = threading.Thread(target=_receive, args=(self.pipe, self.inbox), daemon=True)
         self.receiver.start()
 
     def __iter__(self) -> Iterator[Event]:
@@ -102,16 +114,14 @@ class Worker:
     def __next__(self) -> Event:
         if self.ended:
             raise StopIteration
-        if self.pipe.closed:
-            raise RuntimeError(
-                f"worker {self.consumer} of {self.consumers} was closed; iterate the loader anew"
-            )
+        self._require_open()
         if self.erred:
             self.erred = False
             with suppress(OSError):  # if it died since, the inbox says so
                 self.pipe.send(None)
         while not self.arrived:
             kind, value = self.inbox.get()
+            self.room.put(True)
             if kind == EVENTS:
                 self.arrived.extend(map(unfold, value))
             elif kind == END:
@@ -126,14 +136,20 @@ class Worker:
                 finally:
                     del error, value  # the traceback holds this frame: a cycle would keep the process alive
             else:
+                self._require_open()
                 self._mend()
         event = self.arrived.popleft()
         self.receipts[event.lane] = event.receipt
         return event
 
+    def _require_open(self) -> None:
+        if self.pipe.closed:
+            raise RuntimeError(
+                f"worker {self.consumer} of {self.consumers} was closed; iterate the loader anew"
+            )
+
     def _mend(self) -> None:
-        self.process.kill()  # if it only closed its pipe
-        self.process.join()
+        _end(self.process)  # if it only closed its pipe
         what = f"worker {self.consumer} of {self.consumers} (pid {self.process.pid}) died"
         code = self.process.exitcode or 0
         what += f" of signal {signal.Signals(-code).name}" if code < 0 else f" with exit code {code}"
@@ -149,38 +165,62 @@ class Worker:
         self._start()
 
     def close(self) -> None:
-        """End the process, and the thread that listens to it."""
+        """End the process, and the thread that listens to it; wait for each `LINGER` seconds at most.
+
+        An interrupted call is repeated by the next one.
+        """
         if self.pipe.closed:
             return
-        self.process.kill()
-        self.process.join()
-        if threading.current_thread() is self.receiver:  # the garbage collector may run in any thread
-            self.inbox.maxsize = 0
-        else:
-            while self.receiver.is_alive():
-                with suppress(queue.Empty):  # it may wait for room to say that the process died
-                    self.inbox.get(timeout=0.01)
+        if hasattr(self, "process"):
+            _end(self.process)
+        _shut(self.pipe)  # the process may be held up, and others may hold its end of the pipe
+        self.room.put(False)
+        receiver = self.receiver
+        # The garbage collector may run in any thread. One that was not started cannot be waited for.
+        if receiver is not None and receiver.is_alive() and receiver is not threading.current_thread():
+            receiver.join(LINGER)
+        if hasattr(self, "process"):
+            with suppress(ValueError):  # it still runs, or is closed already
+                self.process.close()
+        self.theirs.close()
         self.pipe.close()
-        self.process.close()
 
     def __del__(self) -> None:
         # At the interpreter's end the modules that `close` needs are gone, and daemons are ended anyway. A copy
         # that some process forked along is not the one to end anything.
-        if hasattr(self, "receiver") and not sys.is_finalizing() and self.home == os.getpid():
+        if hasattr(self, "pipe") and not sys.is_finalizing() and self.home == os.getpid():
             self.close()
 
 
-def _receive(pipe: Connection, inbox: queue.Queue[tuple[str, Any]]) -> None:
+def _end(process: mp.Process) -> None:
+    """Kill a process, if it was started, and wait until it is gone, but not without end."""
+    with suppress(ValueError, AttributeError):  # it is closed, or was not started
+        process.kill()
+        # Not `process.join`: with a limit, it waits for a pipe that the process's own children may hold.
+        give_up, pause = time.monotonic() + LINGER, 0.0005
+        while process.is_alive() and time.monotonic() < give_up:
+            time.sleep(pause)
+            pause = min(0.05, 2 * pause)
+
+
+def _shut(pipe: Connection) -> None:
+    """End all reading and writing on a pipe, whoever holds its ends."""
+    with suppress(OSError), socket.socket(fileno=os.dup(pipe.fileno())) as end:
+        end.shutdown(socket.SHUT_RDWR)
+
+
+def _receive(pipe: Connection, inbox: SimpleQueue[tuple[str, Any]], room: SimpleQueue[bool]) -> None:
     """In a thread of the trainer's process: keep the inbox filled."""
-    try:
-        while True:
+    ends = False
+    with suppress(
+        Exception
+    ):  # EOFError or OSError; whatever else it were, silence would be waited for without end
+        while not ends and room.get():
             message = pipe.recv()
             ends = message[0] == END
             inbox.put(message)
             del message  # or an error in it stays, with its traceback, and all that the trainer's frames hold
-            if ends:
-                return
-    except Exception:  # EOFError or OSError; whatever else it were, silence would be waited for without end
+    if not ends:
         inbox.put((DIED, None))
 
 

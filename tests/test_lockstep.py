@@ -786,3 +786,18 @@ def test_generated_cases(case: tuple[Any, ...]) -> None:
 @given(cases())
 def test_more_generated_cases(case: tuple[Any, ...]) -> None:
     check_case(case)
+
+
+def test_after_an_interrupted_agreement_a_rank_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its next word would be taken for the answer to an older question."""
+    lockstep = Lockstep(timeout=timedelta(seconds=1))
+    lockstep.alone = False
+
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lockstep, "_tell", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lockstep.gather(1)
+    with pytest.raises(RuntimeError, match="rank 0 was interrupted while it agreed .* last checkpoint"):
+        lockstep.gather(1)

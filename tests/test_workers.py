@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from streampack.stream import Event
 from streampack.types import LaneEnd, Pack
 from streampack.workers import Worker
 from tests.corpus import Numbers, rows, write
+from tests.interrupts import Injector, within
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks at processes through /proc"),
@@ -299,7 +301,7 @@ def test_a_kill_in_the_middle_of_writing_a_pack() -> None:
     found = [content(next(one))]
     for _ in range(2):
         deadline = time.monotonic() + 10
-        while state_of(one.process.pid) != "S" or not one.inbox.full():
+        while state_of(one.process.pid) != "S" or not one.room.empty():
             assert time.monotonic() < deadline
         time.sleep(0.1)  # it sleeps in write(): 0.5 MB a pack, and nobody reads
         one.process.kill()
@@ -538,26 +540,72 @@ def test_a_copy_that_was_forked_along_ends_nothing() -> None:
     assert found == expected(dataset(epochs=3))
 
 
-def test_the_garbage_collector_may_run_in_the_receiving_thread() -> None:
+def test_the_garbage_collector_may_run_in_the_receiving_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker in a cycle is closed by whichever thread allocates at the wrong moment, its own receiver included."""
-    one = worker(dataset(epochs=3), prefetch=1)
-    put, done = one.inbox.put, threading.Event()
+    held: list[Worker] = []
+    closed = threading.Event()
 
-    def close_and_put(message: Any) -> None:
-        one.close()
-        done.set()
-        for _ in range(5):
-            put(message)  # more than the inbox holds, and nobody takes any
+    class Inbox(SimpleQueue[Any]):
+        def put(self, message: Any, block: bool = True, timeout: float | None = None) -> None:
+            if threading.current_thread() is not threading.main_thread() and not closed.is_set():
+                while not held:
+                    time.sleep(0.001)
+                closed.set()  # before: closing puts something, too
+                held[0].close()
+            super().put(message)
 
-    one.inbox.put = close_and_put  # type: ignore[method-assign]
-    next(one)
+    monkeypatch.setattr(workers, "SimpleQueue", Inbox)
+    held.append(one := worker(dataset(epochs=3), prefetch=1))
     with suppress(RuntimeError):  # it may be closed by now
         next(one)
-    assert done.wait(10)
+    assert closed.wait(10)
     with pytest.raises(RuntimeError, match="worker 0 of 1 was closed; iterate the loader anew"):
-        next(one)
+        list(one)
+    assert one.receiver is not None
     one.receiver.join(10)
     assert not one.receiver.is_alive()
+
+
+def test_closing_waits_for_nobody_who_holds_the_other_end_of_the_pipe() -> None:
+    """As a process does that was forked between the making of the pipe and the closing of its end here."""
+    one = worker(dataset(epochs=99), prefetch=1)
+    next(one)
+    kept = os.dup(one.pipe.fileno())  # an end of this pipe that does not close with the process
+    theirs = one.theirs = mp.connection.Connection(os.dup(kept))
+    assert one.receiver is not None
+    with within(20, "closing"):
+        one.close()
+    assert not one.receiver.is_alive()
+    assert theirs.closed
+    os.close(kept)
+
+
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # a socket that was not handed on
+def test_what_was_not_started_is_closed() -> None:
+    """An interrupt may strike between any two steps of a worker's start, and of its closing."""
+    before, of, injector = held(), dataset(), Injector()
+    one: list[Worker] = []
+
+    def start_and_close() -> None:
+        one.append(new := Worker.__new__(Worker))
+        new.__init__(of, consumer=0, consumers=1, receipts={})  # type: ignore[misc]
+        new.close()
+
+    injector.call(start_and_close)
+    places = injector.places
+    assert places > 100
+    for at in range(1, places, places // 20):
+        injector = Injector(at)
+        with within(20, f"closing after an interrupt at {at}"), suppress(KeyboardInterrupt):
+            injector.call(start_and_close)
+        with within(20, f"closing after an interrupt at {at}"):
+            while one:
+                one.pop().__del__()
+    gc.collect()
+    assert not [thread for thread in held()["threads"] - before["threads"] if thread.is_alive()]
+    assert gone(list(held()["children"] - before["children"]), within=10)
 
 
 def fork(target: Callable[..., None], *args: Any) -> Any:

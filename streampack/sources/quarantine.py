@@ -66,9 +66,11 @@ class Quarantine:
             self._known[lane] = _mended(path)
         if (shard, offset) not in self._known[lane]:
             line = json.dumps({"shard": shard, "offset": offset, "reason": reason[:LONGEST_REASON]})
+            known = self._known.pop(lane)  # an interrupt in the middle: the file says what it holds
             with path.open("ab", buffering=0) as stream:
                 stream.write(line.encode() + b"\n")
-            self._known[lane].add((shard, offset))
+            known.add((shard, offset))
+            self._known[lane] = known
 
     def _log(self, shard: str, offset: int, reason: str) -> None:
         if len(self._logged) > LOGGED or (shard, offset) in self._logged:
