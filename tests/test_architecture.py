@@ -59,6 +59,7 @@ FREE_TESTS = {
     "test_lanes.py": "lanes, streams and loaders where lanes are few or empty",
     "test_architecture.py": "the house as a whole",
     "test_ranks.py": "several processes, loader and lockstep together",
+    "test_interrupts.py": "exceptions in the middle of next(): loader, workers, streams and sources together",
     "test_isolation.py": "packed equals alone, through the model and the loss",
     "test_stock_recipe.py": "torchtune's own recipe on our PackedDataset",
     "test_transformers_models.py": "packed equals alone, for the families of Hugging Face models",
