@@ -8,12 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
+import pyarrow
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pyarrow import parquet
 
-from streampack import Holdout, IterableSource, JSONLSource, MapSource
+from streampack import Holdout, IterableSource, JSONLSource, MapSource, ParquetSource
 from streampack.sources import Reading, as_source
 from streampack.sources.storage import LocalStorage
 from tests.conformance import check_positions
@@ -382,3 +385,52 @@ def test_an_iterable_dataset_with_a_length_is_an_iterable() -> None:
             return iter(numbered(3))
 
     assert type(as_source(Sized())) is IterableSource
+
+
+# One file by two names.
+
+
+def twice(folder: Path, how: str) -> dict[str, Any]:
+    """Arguments of a source of files that name ``data`` twice."""
+    folder.mkdir(exist_ok=True)
+    (folder / "sub").mkdir()
+    [data] = folder.glob("data.*")
+    link = data.with_name("link" + "".join(data.suffixes))
+    if how == "a link beside it":
+        link.symlink_to(data.name)
+        return {"paths": str(folder / f"*{data.suffix}")}
+    if how == "another name of it":
+        os.link(data, link)
+        return {"paths": [data, link]}
+    if how == "a linked folder":
+        (folder / "also").symlink_to(folder)
+        return {"paths": [data, folder / "also" / data.name]}
+    names = {"a manifest": ["./", ""], "a manifest with a link": ["", "link"]}[how]
+    link.symlink_to(data.name)
+    lines = [link.name if name == "link" else name + data.name for name in names]
+    (folder / "names.txt").write_text("\n".join(lines))
+    return {"manifest": folder / "names.txt"}
+
+
+HOWS = ("a link beside it", "another name of it", "a linked folder", "a manifest", "a manifest with a link")
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".parquet"])
+def test_a_file_by_two_names_is_refused(tmp_path: Path, how: str, suffix: str) -> None:
+    data, source = tmp_path / f"data{suffix}", JSONLSource
+    if suffix == ".parquet":
+        source = ParquetSource  # type: ignore[assignment]
+        parquet.write_table(pyarrow.table({"text": ["a", "b"]}), data)
+    else:
+        write(data, numbered(5))
+    arguments = twice(tmp_path, how)
+    with pytest.raises(ValueError, match="(is named twice|and .* are one file); name every file once"):
+        source(**arguments)
+
+
+def test_an_url_by_two_names_is_refused() -> None:
+    lines = b'{"name": "./a b.jsonl", "size": 9}\n{"name": "a b.jsonl", "size": 9}\n'
+    fsspec.filesystem("memory").pipe("/twice/names.txt", lines)
+    with pytest.raises(ValueError, match="are one file; name every file once"):
+        JSONLSource(manifest="memory://twice/names.txt")

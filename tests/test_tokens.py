@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -276,6 +277,23 @@ def test_ids_are_looked_at_unless_shards_can_hold_no_others(tmp_path: Path, dtyp
         list(IterablePackedDataset(source, max_seq_len=8, vocab_size=300))
 
 
+@pytest.mark.parametrize("name", ["./{}", ".//{}", "link.bin", "linked.bin"])
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_shard_by_two_names_is_refused(tmp_path: Path, name: str, remote: bool) -> None:
+    """All of its documents would be trained twice an epoch."""
+    folder = make(rows_of(9, masked=False), tmp_path / "shards", lanes=1)
+    [first] = [entry["name"] for entry in json.loads((folder / "index.json").read_text())["shards"]]
+    if remote and "link" in name:
+        pytest.skip("nobody tells what is a link there")
+    (folder / "link.bin").symlink_to(folder / first)
+    os.link(folder / first, folder / "linked.bin")
+    second = {"name": name.format(first)}
+    edit(folder, lambda index: index["shards"].append({**index["shards"][0], **second}))
+    place = published(folder) if remote else folder
+    with pytest.raises(ValueError, match="(is named twice|and .* are one file); name every file once"):
+        TokenShardSource(place)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -287,7 +305,7 @@ def test_ids_are_looked_at_unless_shards_can_hold_no_others(tmp_path: Path, dtyp
         (lambda index: index["shards"][0].update(tokens=10**6), "bytes and .*index.json says"),
         (lambda index: index["shards"][0].update(tokens=-1), "its description is damaged"),
         (lambda index: index["shards"][0].update(tokens="9"), "its description is damaged"),
-        (lambda index: index["shards"].append(index["shards"][0]), "names a shard twice"),
+        (lambda index: index["shards"].append(index["shards"][0]), "is named twice; name every file once"),
         (lambda index: index.update(shards=[]), "names no shard"),
         (lambda index: index.pop("shards"), "names no shards; is it one of `streampack tokenize`?"),
         (lambda index: index.update(version=2), "is of format 'streampack-tokens', version 2; this reads"),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import glob
 import os
+import posixpath
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -215,7 +215,7 @@ def _look(path: str) -> Listed | None:
         return None
     place = os.path.normpath(Path(path).absolute())
     blank = found.st_size <= BLANK_BYTES and Path(place).read_bytes().isspace()
-    return Listed(place, 0 if blank else found.st_size)
+    return Listed(place, 0 if blank else found.st_size, inode=inode_of(found))
 
 
 def _remote(storage: RemoteStorage, pattern: str, tries: Retries) -> list[Listed]:
@@ -226,14 +226,35 @@ def _remote(storage: RemoteStorage, pattern: str, tries: Retries) -> list[Listed
     raise ValueError(f"no file matches {redact(pattern)!r}; check the path or the glob")
 
 
+def require_distinct(found: Iterable[Listed]) -> None:
+    """Refuse a file that comes twice, be it by other names: over a link, or as ``./a`` beside ``a``.
+
+    Raises:
+        ValueError: naming both.
+    """
+    known: dict[Any, Listed] = {}
+    for listed in found:
+        key: Any = listed.inode
+        if key is None:
+            parts = urlsplit(listed.path)
+            key = (parts.scheme, parts.netloc, posixpath.normpath(unquote(parts.path)), parts.query)
+        first = known.setdefault(key, listed)
+        if first is not listed:
+            twice = (
+                "is named twice" if first.path == listed.path else f"and {redact(listed.path)} are one file"
+            )
+            raise ValueError(f"{redact(first.path)} {twice}; name every file once (a mixture can weight it)")
+
+
+def inode_of(found: os.stat_result) -> tuple[int, int] | None:
+    """What tells a file from every other of this machine, whatever it is called; None where nothing does."""
+    return (found.st_dev, found.st_ino) if found.st_ino else None
+
+
 def _sorted(found: list[Listed]) -> tuple[File, ...]:
     """The manifest, in the order of the paths; names are relative to the common folder."""
     found = sorted(found)
-    for listed, following in pairwise(found):
-        if listed.path == following.path:
-            raise ValueError(
-                f"{redact(listed.path)} is named twice; name every file once (a mixture can weight it)"
-            )
+    require_distinct(found)
     paths = [unquote(urlsplit(f.path).path) if "://" in f.path else f.path for f in found]
     folder = os.path.commonpath([Path(path).parent for path in paths])
     for listed in found:

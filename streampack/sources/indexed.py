@@ -18,7 +18,7 @@ import numpy.typing as npt
 from streampack.plan import require_positive
 from streampack.sources.archives import BUFFER_BYTES
 from streampack.sources.base import spread
-from streampack.sources.files import Corpus, Name, once
+from streampack.sources.files import Corpus, Name, inode_of, once, require_distinct
 from streampack.sources.manifest import named_in
 from streampack.sources.ranges import Block, Fetcher, Stretch
 from streampack.sources.remote import RemoteStorage, scheme_of
@@ -55,21 +55,22 @@ class Index(NamedTuple):
                     f"{redact(self.path)}, shard {number}: {name!r} of {size!r} bytes is no shard; an entry has a name "
                     "and a size above 0"
                 )
-        if len({name for name, _ in shards}) < len(shards):
-            raise ValueError(f"{redact(self.path)} names a shard twice")
         # A manifest of as many lines: which names are refused is said in one place.
         lines = "\n".join(json.dumps({"name": name, "size": size}) for name, size in shards)
         found = named_in(self.path, lines)
+        if isinstance(self.storage, LocalStorage):
+            for number, (listed, (_, size)) in enumerate(zip(found, shards, strict=True)):
+                there = Path(listed.path).stat()
+                if there.st_size != size:
+                    raise ValueError(
+                        f"{listed.path} has {there.st_size} bytes and {self.path} says {size}; it was cut off or "
+                        "replaced: copy it anew"
+                    )
+                found[number] = listed._replace(inode=inode_of(there))
+        require_distinct(found)
         files = tuple(
             File(listed.path, name, size) for listed, (name, size) in zip(found, shards, strict=True)
         )
-        if isinstance(self.storage, LocalStorage):
-            for file in files:
-                if (there := Path(file.path).stat().st_size) != file.size:
-                    raise ValueError(
-                        f"{file.path} has {there} bytes and {self.path} says {file.size}; it was cut off or replaced: "
-                        "copy it anew"
-                    )
         return Corpus(files, self.storage, self.retries)
 
 

@@ -27,6 +27,7 @@ class Listed(NamedTuple):
     path: str
     size: int | None = None
     tag: str | None = None
+    inode: tuple[int, int] | None = None  # device and number, of a file of this machine
 
 
 class RemoteStorage:
