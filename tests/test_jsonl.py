@@ -9,6 +9,7 @@ import itertools
 import json
 import lzma
 import random
+import tracemalloc
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -538,3 +539,72 @@ def test_names_of_what_is_not_read_are_refused_at_once(tmp_path: Path, name: str
     way_out = "ParquetSource" if "parquet" in name else "compress that as .gz or .zst"
     with pytest.raises(ValueError, match=rf"{tmp_path}/{name} is .*; .*{way_out}"):
         JSONLSource(tmp_path / name)
+
+
+# Lines that are too long.
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("num_lanes", [1, 3])
+@pytest.mark.parametrize("at", [0, 7, 19])
+def test_a_line_that_is_too_long_is_a_bad_record(
+    tmp_path: Path, suffix: str, num_lanes: int, at: int
+) -> None:
+    rows = numbered(20)
+    rows[at] = {"i": at, "text": "x" * 300_000}
+    source = JSONLSource(write(tmp_path / f"a.jsonl{suffix}", rows), max_line_bytes=1000)
+    found, bad = [], []
+    for lane in range(num_lanes):
+        reader = source.read(Reading(lane, num_lanes=num_lanes))
+        while True:
+            try:
+                if (row := next(reader, None)) is None:
+                    break
+                found.append(row.data["i"])
+            except ValueError as error:
+                bad.append(str(error))
+                reader.skip()
+    assert sorted(found) == [i for i in range(20) if i != at]
+    words = f"a.jsonl{suffix}:{at + 1}: the line is longer than max_line_bytes=1000; write its rows shorter"
+    assert len(bad) == 1
+    assert words in bad[0]
+    assert {row["i"] for row in source.probe(20)[0]} <= set(found)
+    with pytest.raises(ValueError, match="the line is longer than max_line_bytes=1000"):
+        source.fetch((0, sum(len(json.dumps(row)) + 1 for row in rows[:at])))
+
+
+def test_the_longest_line_is_one_byte_shorter_than_the_first_that_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"i": 1, "text": "x" * 50}, {"i": 2}])
+    longest = len(path.read_bytes().splitlines(keepends=True)[0])
+    assert len(read_all(JSONLSource(path, max_line_bytes=longest))) == 2
+    with pytest.raises(ValueError, match=f"longer than max_line_bytes={longest - 1}"):
+        read_all(JSONLSource(path, max_line_bytes=longest - 1))
+    path.write_bytes(path.read_bytes().rstrip() + b" " * 100)  # no newline at the end
+    with pytest.raises(ValueError, match="longer than max_line_bytes=100"):
+        read_all(JSONLSource(path, max_line_bytes=100))
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_memory_does_not_grow_with_a_line(tmp_path: Path, suffix: str) -> None:
+    """48 MiB without a newline, on each of eight lanes, most of which only look for its end."""
+    path = tmp_path / f"a.jsonl{suffix}"
+    data = b'{"i": 1}\n' + b"x" * (48 << 20) + b'\n{"i": 2}\n'
+    path.write_bytes({"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[suffix](data))
+    source = JSONLSource(path, max_line_bytes=1 << 16)
+    tracemalloc.start()
+    try:
+        found = []
+        for lane in range(8):
+            reader = source.read(Reading(lane, num_lanes=8))
+            while True:
+                try:
+                    if (row := next(reader, None)) is None:
+                        break
+                    found.append(row.data["i"])
+                except ValueError:
+                    reader.skip()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert sorted(found) == [1, 2]
+    assert peak < 8 << 20, f"{peak / 2**20:.0f} MiB"

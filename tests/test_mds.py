@@ -6,6 +6,7 @@ import gzip
 import json
 import pickle
 import struct
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -349,4 +350,48 @@ def test_a_shard_by_two_names_is_refused(tmp_path: Path, name: str) -> None:
     index["shards"].append(second)
     (tmp_path / "index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match="(is named twice|and .* are one file); name every file once"):
+        MDSSource(tmp_path)
+
+
+@pytest.mark.parametrize("compression", ["gz", "zstd:3"])
+@pytest.mark.parametrize("says", [None, 1 << 20, 1 << 60])
+def test_a_shard_that_decompresses_to_more_than_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: str, says: int | None
+) -> None:
+    """16 MiB of zeros behind some KB; the index may say anything."""
+    write_mds(tmp_path, texts(3), TEXTS, compression=compression)
+    index = json.loads((tmp_path / "index.json").read_text())
+    [entry] = index["shards"]
+    bomb = COMPRESS[compression][1](bytes(16 << 20))
+    (tmp_path / entry["zip_data"]["basename"]).write_bytes(bomb)
+    entry["zip_data"]["bytes"] = len(bomb)
+    entry["raw_data"] = {**entry["raw_data"], "bytes": says}
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    monkeypatch.setattr("streampack.sources.mds.LARGEST", 2 << 20)
+    reader = MDSSource(tmp_path).read(Reading())
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="has more content than the [0-9,]+ bytes that its index names"):
+            next(reader)
+        assert tracemalloc.get_traced_memory()[1] < 12 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_value_that_is_nested_too_deep_is_a_bad_record(tmp_path: Path) -> None:
+    deep: list[Any] = []
+    for _ in range(600):
+        deep = [deep]
+    write_mds(tmp_path, [{"value": 1}, {"value": deep}, {"value": 3}], {"value": "json"})
+    reader = MDSSource(tmp_path).read(Reading())
+    assert next(reader).data == {"value": 1}
+    with pytest.raises(ValueError, match="sample 1: not a sample of its columns .601 objects and arrays lie"):
+        next(reader)
+    reader.skip()
+    assert next(reader).data == {"value": 3}
+
+
+def test_an_index_that_is_nested_too_deep(tmp_path: Path) -> None:
+    (tmp_path / "index.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="index.json is no JSON .100000 objects and arrays lie"):
         MDSSource(tmp_path)

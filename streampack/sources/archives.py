@@ -9,6 +9,8 @@ from typing import Any
 
 COMPRESSED = (".gz", ".zst")
 BUFFER_BYTES = 1 << 18
+LARGEST_WINDOW = 1 << 27  # bytes that a zstd frame may ask to be kept, as `zstd --long` does
+FRAME, SKIPPABLE = b"\x28\xb5\x2f\xfd", b"\x2a\x4d\x18"
 
 
 KINDS = {
@@ -87,7 +89,11 @@ def content(raw: io.RawIOBase, *, name: str) -> io.BufferedReader:
 
 
 class _Zstd(io.RawIOBase):
-    """Decompresses frame after frame. zstandard's own reader takes a file that was cut off for one that ends."""
+    """Decompresses frame after frame, and in a frame block after block: a block has 128 KiB of content at most.
+
+    zstandard's own reader takes a file that was cut off for one that ends, and its decompressor gives all at once that
+    it can make of what it is given: of 29 KB, 600 MiB.
+    """
 
     def __init__(self, raw: io.RawIOBase) -> None:
         try:
@@ -95,28 +101,57 @@ class _Zstd(io.RawIOBase):
         except ImportError as error:
             raise ImportError("reading .zst files needs zstandard: pip install 'streampack[zstd]'") from error
         self.zstandard = zstandard
-        self.raw = raw
+        self.raw = io.BufferedReader(raw, 1 << 16)
         self.frame: Any = None  # being decompressed
-        self.ready = b""  # decompressed
+        self.ready = memoryview(b"")  # decompressed
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         while not self.ready:
-            chunk = self.frame.unused_data if self.frame is not None and self.frame.eof else b""
-            chunk = chunk or self.raw.read(1 << 16) or b""
-            if not chunk:
-                if self.frame is not None and not self.frame.eof:
-                    raise ArchiveError("it ends in the middle")
+            if (chunk := self._begin() if self.frame is None else self._block()) is None:
                 return 0
-            if self.frame is None or self.frame.eof:
-                self.frame = self.zstandard.ZstdDecompressor().decompressobj()
             try:
-                self.ready = self.frame.decompress(chunk)
+                self.ready = memoryview(self.frame.decompress(chunk))
             except self.zstandard.ZstdError as error:
                 raise ArchiveError(str(error)) from error
+            if self.frame.eof:
+                self.frame = None
         count = min(len(buffer), len(self.ready))
         buffer[:count] = self.ready[:count]
         self.ready = self.ready[count:]
         return count
+
+    def _begin(self) -> bytes | None:
+        """The header of the next frame; None at the file's end. RFC 8878, 3.1."""
+        while (magic := self.raw.read(4)) and magic[1:] == SKIPPABLE and 0x50 <= magic[0] < 0x60:
+            left = int.from_bytes(self._take(4), "little")
+            while left:
+                left -= len(self._take(min(left, 1 << 16)))
+        if not magic:
+            return None
+        if len(magic) < 4:
+            raise ArchiveError("it ends in the middle")
+        if magic != FRAME:
+            raise ArchiveError("there is no zstd frame where one should begin")
+        descriptor = self._take(1)
+        [flags] = descriptor
+        single = flags >> 5 & 1
+        size = (0 if single else 1) + (0, 1, 2, 4)[flags & 3] + (single, 2, 4, 8)[flags >> 6]
+        self.checked = bool(flags & 4)
+        self.frame = self.zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW).decompressobj()
+        return magic + descriptor + self._take(size)
+
+    def _block(self) -> bytes:
+        """The next block of the frame, with the checksum that follows the last one."""
+        head = self._take(3)
+        number = int.from_bytes(head, "little")
+        size = 1 if number >> 1 & 3 == 1 else number >> 3  # of one byte that is repeated, or as it is
+        return head + self._take(size + 4 * (number & 1 and self.checked))
+
+    def _take(self, size: int) -> bytes:
+        data = self.raw.read(size)
+        if len(data) < size:
+            raise ArchiveError("it ends in the middle")
+        return data

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from streampack.sources.nesting import shallow_json
 
 SCALARS = (
     "uint8",
@@ -109,7 +110,7 @@ def _array(dtype: str, shape: list[int] | None, data: bytes) -> Any:
 _PLAIN: dict[str, Decode] = {  # all of which can be pickled, for spawned workers
     "bytes": bytes,
     "str": partial(str, encoding="utf-8"),
-    "json": json.loads,
+    "json": shallow_json,
     "int": partial(int.from_bytes, byteorder="little", signed=True),
     "str_int": int,
     "str_float": float,

@@ -20,6 +20,7 @@ from streampack.sources.archives import BUFFER_BYTES
 from streampack.sources.base import spread
 from streampack.sources.files import Corpus, Name, inode_of, once, require_distinct
 from streampack.sources.manifest import named_in
+from streampack.sources.nesting import shallow_json
 from streampack.sources.ranges import Block, Fetcher, Stretch
 from streampack.sources.remote import RemoteStorage, scheme_of
 from streampack.sources.retry import Retries
@@ -99,7 +100,7 @@ def read_index(
         storage = remote = RemoteStorage(scheme, options=storage_options or {}, patience=timeout)
         path, text = once(partial(_whole, remote, path, tries), of=redact(path))
     try:
-        content = json.loads(text)
+        content = shallow_json(text)
     except ValueError as error:
         raise ValueError(f"{redact(path)} is no JSON ({error})") from None
     if not isinstance(content, dict):

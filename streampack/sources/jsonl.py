@@ -10,10 +10,12 @@ from itertools import chain
 from typing import Any
 from urllib.parse import urlsplit
 
+from streampack.plan import require_positive
 from streampack.sources.archives import BUFFER_BYTES, DAMAGED, NOT_TEXT, content, kind_of, not_text
 from streampack.sources.base import Reader, Reading, spread
 from streampack.sources.files import Corpus, Name, find_files
 from streampack.sources.indexed import places
+from streampack.sources.nesting import require_shallow
 from streampack.sources.ranges import Block, Fetcher, Stretch, blocks
 from streampack.sources.storage import File, LocalStorage, together
 from streampack.sources.window import Damage, Part, Record, read_parts
@@ -21,6 +23,7 @@ from streampack.types import Origin
 
 PARTS_PER_LANE = 16  # enough for shuffling parts to mix a sorted file, few enough to keep reads long
 MAX_PART_BYTES = 1 << 30
+LONGEST_LINE = 1 << 26  # bytes, as a rule
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _scan = json.JSONDecoder().raw_decode
 HEAD_BYTES = 16  # that show what kind of file it is
@@ -53,10 +56,12 @@ class JSONLSource:
             or of permission.
         timeout: seconds that one request may take.
         read_ahead: bytes, per lane, that are fetched behind a URL before they are needed.
+        max_line_bytes: the longest line, decompressed; of a longer one no more than that is held in memory.
 
     Raises:
         ValueError: if nothing matches, a file is empty, or one is named twice. Rows that are no JSON
-            objects raise when they are read, with file and line.
+            objects raise when they are read, with file and line, and so do lines that are too long, and rows in which
+            more than 500 objects and arrays lie inside one another.
     """
 
     max_lanes: int | None = None
@@ -70,7 +75,9 @@ class JSONLSource:
         retries: int = 5,
         timeout: float = 30.0,
         read_ahead: int = 8 << 20,
+        max_line_bytes: int = LONGEST_LINE,
     ) -> None:
+        self.max_line_bytes = require_positive(max_line_bytes, "max_line_bytes")
         self.corpus = find_files(
             paths, manifest=manifest, storage_options=storage_options, retries=retries, timeout=timeout
         )
@@ -150,7 +157,7 @@ class JSONLSource:
 
         Of compressed files, the first rows of up to 16. However many files there are, about ``count`` are opened.
         """
-        rows: dict[tuple[int, int], bytes] = {}
+        rows: dict[tuple[int, int], bytes | Damage] = {}
         plain = [number for number, file in enumerate(self.files) if file.seekable]
         sizes = [self.files[number].size for number in plain]
         whole = float(sum(sizes))  # bytes of content
@@ -177,7 +184,8 @@ class JSONLSource:
         for (number, offset), raw in rows.items():
             with suppress(ValueError):  # a broken record is found when it is read
                 decoded.append(self._decode(Part(number), offset, raw))
-        return decoded, whole / max(1, sum(map(len, rows.values())))
+        sizes = [len(raw) for raw in rows.values() if isinstance(raw, bytes)]
+        return decoded, whole / max(1, sum(sizes))
 
     def _first_from(self, place: Part) -> Record | None:
         # A row belongs to where it begins; from here, that is wherever the next one does. Behind the last row comes the
@@ -204,7 +212,9 @@ class JSONLSource:
     def _stream(self, file: File) -> Any:
         return content(Stretch(self._fetcher(), file, 0, file.size), name=file.shown)
 
-    def _decode(self, part: Part, offset: int, raw: bytes) -> Mapping[str, Any]:
+    def _decode(self, part: Part, offset: int, raw: bytes | Damage) -> Mapping[str, Any]:
+        if isinstance(raw, Damage):
+            raise ValueError(str(raw))
         try:
             row = parsed(raw)
         except ValueError as error:  # JSONDecodeError and UnicodeDecodeError alike
@@ -221,11 +231,15 @@ def parsed(line: bytes) -> Any:
     {'text': 'a'}
 
     Raises:
-        ValueError: if it is no JSON, or no UTF-8.
+        ValueError: if it is no JSON, no UTF-8, or nested too deep.
     """
+    require_shallow(line)
     # Half a surrogate pair may be where nobody needs it; a byte order mark, where files were joined.
     text = line.decode("utf-8", "surrogatepass").rstrip(" \t\r\n")
-    value, end = _scan(text, len(text) - len(text.lstrip(" \t\r\n\ufeff")))
+    try:
+        value, end = _scan(text, len(text) - len(text.lstrip(" \t\r\n\ufeff")))
+    except RecursionError:
+        raise ValueError("it is nested too deep to be parsed here") from None
     if end < len(text):
         raise json.JSONDecodeError("Extra data", text, len(text) - len(text[end:].lstrip(" \t\r\n")))
     return value
@@ -263,6 +277,7 @@ class _Lines:
         self.source = source
         self.file = source.files[part.file]
         self.stop = part.stop
+        self.longest = source.max_line_bytes
         self.offset = offset
         self.seekable = seekable = self.file.seekable
         if seekable and offset > self.file.size:
@@ -282,7 +297,8 @@ class _Lines:
         if begin == 0 and seekable and (kind := kind_of(self.stream.peek(HEAD_BYTES)[:HEAD_BYTES])):
             raise not_text(self.file.shown, kind)
         if offset and seekable:
-            self.offset = begin + len(self.stream.readline())
+            self.offset = begin
+            self._pass_line()
         left = 0 if seekable else offset
         # Decompressed again, and thrown away. In pieces that are below the buffer's size the stream below sees the same
         # reads as it does from `readline`: a damaged file shows its damage at the same line.
@@ -300,11 +316,15 @@ class _Lines:
 
     def __next__(self) -> Record:
         while self.stop is None or self.offset < self.stop:
-            line = self.stream.readline() if self.seekable else self._read(self.stream.readline)
+            line = self._line(self.longest + 1)
             if not line:
                 break
             offset, self.offset = self.offset, self.offset + len(line)
             self.source.bytes_read += len(line)
+            if len(line) > self.longest:
+                if line[-1:] != b"\n":
+                    self._pass_line()
+                return offset, self._too_long(offset), self.offset
             if offset == 0:
                 line = line.removeprefix(BYTE_ORDER_MARK)
             if line and not line.isspace():
@@ -312,6 +332,20 @@ class _Lines:
         if self.offset == 0:
             raise ValueError(f"{self.file.shown} holds no rows; remove it from the corpus")
         raise StopIteration
+
+    def _line(self, most: int) -> bytes:
+        return self.stream.readline(most) if self.seekable else self._read(self.stream.readline, most)
+
+    def _pass_line(self) -> None:
+        """Go to the end of the line, or of the part, whose rows begin before its end; hold none of it."""
+        while (self.stop is None or self.offset < self.stop) and (some := self._line(BUFFER_BYTES // 4)):
+            self.offset += len(some)
+            if some.endswith(b"\n"):
+                return
+
+    def _too_long(self, offset: int) -> Damage:
+        what = f"the line is longer than max_line_bytes={self.longest}; write its rows shorter, or raise max_line_bytes"
+        return Damage(what, offset=offset, resume=self.offset)
 
     def _read(self, read: Callable[..., bytes], *size: int) -> bytes:
         """Of a compressed file."""

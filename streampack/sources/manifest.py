@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit, urlunsplit
 
 from streampack.sources.answers import opaque
+from streampack.sources.nesting import shallow_json
 from streampack.sources.remote import Listed
 from streampack.sources.storage import redact
 
@@ -40,7 +40,7 @@ def named_in(manifest: str, text: str) -> list[Listed]:
 
 
 def _entry(manifest: str, line: str) -> Listed:
-    entry: Mapping[str, Any] = json.loads(line) if line.startswith("{") else {"name": line}
+    entry: Mapping[str, Any] = shallow_json(line.encode()) if line.startswith("{") else {"name": line}
     name, size, tag = entry.get("name"), entry.get("size"), entry.get("tag")
     if (
         not isinstance(name, str)

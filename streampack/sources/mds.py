@@ -22,6 +22,7 @@ from streampack.sources.storage import File, redact, together
 from streampack.sources.window import Damage, Part, Record, read_parts
 from streampack.types import Origin
 
+LARGEST = 1 << 30  # bytes of a compressed shard's content, at most, whatever its index says
 COMPRESSIONS = {"gz": ".gz", "zstd": ".zst"}
 
 
@@ -31,6 +32,7 @@ class Shard(NamedTuple):
     samples: int
     columns: list[Column]
     suffix: str  # of its compression; "" is none
+    size: int  # bytes of its content, at most
 
 
 class MDSSource:
@@ -233,9 +235,14 @@ def _decompressed(
     shard: Shard, file: File, part: Part, fetcher: Fetcher, following: Iterable[Block]
 ) -> Iterator[bytes]:
     try:
-        data = content(Stretch(fetcher, file, 0, file.size, following), name=shard.suffix).read()
+        data = content(Stretch(fetcher, file, 0, file.size, following), name=shard.suffix).read(
+            shard.size + 1
+        )
     except DAMAGED as error:
         raise Damage(f"{file.name} is damaged: {error}", offset=part.start, resume=None) from error
+    if len(data) > shard.size:
+        what = f"{file.name} has more content than the {shard.size:,} bytes that its index names, or that are read"
+        raise Damage(what, offset=part.start, resume=None)
     _check_length(shard, file, part, len(data))
     _check_count(data, shard, file)
     assert part.stop is not None
@@ -281,4 +288,7 @@ def _entry(entry: Any, keep: list[str] | None) -> tuple[Shard, tuple[str, int]]:
     there = [column.name for column in columns]
     if lacking := [name for name in keep or [] if name not in there]:
         raise ValueError(f"it has no column {lacking[0]!r}; it has {', '.join(map(repr, there))}")
-    return Shard(samples, columns, suffix), (data.get("basename", ""), data.get("bytes", 0))
+    raw = entry.get("raw_data")
+    size = raw.get("bytes") if isinstance(raw, dict) else None
+    size = min(size, LARGEST) if type(size) is int else LARGEST
+    return Shard(samples, columns, suffix, size), (data.get("basename", ""), data.get("bytes", 0))

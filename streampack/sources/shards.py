@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from streampack.sources.nesting import shallow_json
 from streampack.types import IntArray
 
 FORMAT = "streampack-tokens"
@@ -128,7 +129,7 @@ def require_described(raw: bytes, shard: Shard, *, shown: str) -> None:
 
 def _parsed(raw: bytes, *, shown: str) -> dict[str, Any]:
     try:
-        header = json.loads(raw)
+        header = shallow_json(raw)
     except ValueError:
         header = None
     if not isinstance(header, dict):
