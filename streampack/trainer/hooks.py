@@ -42,13 +42,14 @@ class Hooks:
         "log",
         "compute_loss",
         "_get_num_items_in_batch",
+        "_track_num_input_tokens",
     )
 
     def __init__(self, trainer: Trainer, packs: IterablePackedDataset, *, attention: str) -> None:
         self.trainer = trainer
         self.packs = packs
         self.attention = attention
-        self.own = {name: getattr(trainer, name) for name in self.NAMES}
+        self.own = {name: getattr(trainer, name) for name in self.NAMES if hasattr(trainer, name)}
         self.callback = _callback(self)
         self.checkpoint: Path | None = None  # that `train` resumes from
         self.steps: Steps | None = None  # of the newest training
@@ -62,7 +63,7 @@ class Hooks:
 
     def enter(self) -> None:
         """Take the methods' places."""
-        for name in self.NAMES:
+        for name in self.own:
             setattr(self.trainer, name, getattr(self, name))
         self.trainer.add_callback(self.callback)
         self.trainer.args.ignore_data_skip = True  # a resumed stream begins where it should
@@ -256,6 +257,15 @@ class Hooks:
         """At least 1: where a step holds prompts alone, the loss would be 0 / 0, and then the model NaN."""
         self._counted = count = self.own["_get_num_items_in_batch"](batch_samples, device)
         return count.clamp(min=1) if torch.is_tensor(count) else count
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Hand on a mask of the batch's real tokens (``include_num_input_tokens_seen="non_padding"``).
+
+        Trainer adds up the attention mask, in whose place a model with varlen attention gets boundaries.
+        """
+        assert self.steps is not None
+        mask = torch.ones(self.steps.sizes.popleft(), dtype=torch.bool, device=inputs["input_ids"].device)
+        self.own["_track_num_input_tokens"]({**inputs, "attention_mask": mask})
 
     def count(self) -> None:
         """See for the logs where the tokens of all ranks went so far. A collective."""

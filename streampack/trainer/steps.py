@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ class Steps:
         self.trainer = trainer
         self.first = first  # steps made before the first of these
         self.given = 0  # batches
+        self.sizes: deque[int] = deque()  # real tokens of the batches of the step that is made
         self.epoch = 0  # of the newest batch given, from that in which the run began
         # Receipts and slot when the newest step began.
         self._before: tuple[dict[int, ReceiptNumbers], int] = ({}, 0)
@@ -53,6 +55,7 @@ class Steps:
             self._end()
             raise StopIteration
         self.given += 1
+        self.sizes.append(batch.num_tokens)
         self.epoch = self._epoch()
         return self.as_inputs(batch)
 
