@@ -128,7 +128,7 @@ def _validate(rest: list[str]) -> int:
     if len(rest) != 1:
         raise UsageError(f"validate takes one config, a name or a path; got {' '.join(rest) or 'none'}")
     path, config = _read_yaml("validate", rest[0])
-    from streampack.training.config import validate
+    from streampack.training.validate import validate
 
     problems = validate(config)
     for problem in problems:

@@ -98,7 +98,7 @@ def resolve(path: str) -> Any:
         raise ValueError(
             f"_component_ {path!r} is not among the components that a config may name; {_way_out(path)}"
         )
-    found = _locate(parts)
+    found = locate(path)
     # A module holds what it imported, too: my_rows.system may be os.system.
     home = str(getattr(getattr(found, "func", found), "__module__", "")).split(".")[0]
     if home != package:
@@ -154,8 +154,14 @@ def _find_in_working_directory(package: str) -> None:
         importlib.invalidate_caches()
 
 
-def _locate(parts: list[str]) -> Any:
-    path, hint = ".".join(parts), "check the spelling"
+def locate(path: str) -> Any:
+    """Whatever a dotted path names, without a look at what a config may name; `resolve` looks first.
+
+    Raises:
+        ValueError: if there is no such thing, or it cannot be called.
+        ImportError: if a library that it needs is not installed.
+    """
+    parts, hint = path.split("."), "check the spelling"
     for depth in range(len(parts) - 1, 0, -1):
         module = ".".join(parts[:depth])
         try:

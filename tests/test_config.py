@@ -4,7 +4,9 @@ import pytest
 import streampack_configs
 from omegaconf import OmegaConf
 
-from streampack.training.config import read_config, validate
+from streampack.training.config import RunConfig, read_config
+from streampack.training.hints import OF_TORCHTUNE
+from streampack.training.validate import validate
 
 QUICKSTART = Path(streampack_configs.__path__[0]) / "quickstart.yaml"
 
@@ -28,7 +30,7 @@ def test_reads_a_config_and_resolves_interpolations():
         ({"optimizer": ...}, "missing key 'optimizer'"),
         ({"batch_size": 0}, "batch_size=0 is below 1"),
         ({"max_steps": -3}, "max_steps=-3 is below 1"),
-        ({"epochs": 1.5}, "epochs=1.5 is not a whole number"),
+        ({"epochs": 1.5}, "epochs: 1.5 is a float; a run takes int"),
         ({"max_steps": None, "epochs": None}, "neither epochs nor max_steps is set"),
         ({"loss_norm": "pack"}, "loss_norm='pack' is unknown; choose one of 'token', 'sample'"),
         (
@@ -42,11 +44,14 @@ def test_reads_a_config_and_resolves_interpolations():
 def test_a_bad_config_says_what_is_wrong(changes, message):
     with pytest.raises(ValueError, match=message):
         read_config(written(**changes))
-    assert any(message.split("=")[0].split(" is")[0] in problem for problem in validate(written(**changes)))
+    assert any(
+        message.split("=")[0].split(" is")[0] in problem
+        for problem in validate(written(**changes), files=False)
+    )
 
 
 def test_validate_finds_nothing_in_ours():
-    assert validate(OmegaConf.load(QUICKSTART)) == []
+    assert validate(OmegaConf.load(QUICKSTART), files=False) == []
 
 
 def test_validate_names_the_node_of_every_problem():
@@ -54,7 +59,7 @@ def test_validate_names_the_node_of_every_problem():
     config["optimizer"]["rate"] = 4
     config["data"]["source"]["_component_"] = "os.system"
     config["data"]["encoder"]["message_transform"]["_component_"] = "torchtune.data.Nothing"
-    problems = validate(config)
+    problems = validate(config, files=False)
     assert len(problems) == 3
     for place, what in (
         ("optimizer", "'rate'"),
@@ -71,7 +76,79 @@ def test_validate_reports_an_interpolation_that_fails():
 
 def test_only_the_environment_adds_to_what_a_config_may_name(monkeypatch):
     node = {"_component_": "json.loads"}
-    assert "not among the components" in validate(written(profiler=node))[0]
-    assert len(validate(written(profiler=node, trusted_packages=["json"]))) == 2
+    assert "not among the components" in validate(written(profiler=node), files=False)[0]
+    assert len(validate(written(profiler=node, trusted_packages=["json"]), files=False)) == 2
     monkeypatch.setenv("STREAMPACK_TRUST", "json")
-    assert validate(written(profiler=node)) == []
+    assert validate(written(profiler=node), files=False) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("gradient_accumulation_steps", "packs_per_step"),
+        ("log_every_n_steps", "write log_every"),
+        ("enable_activation_checkpointing", "write activation_checkpointing"),
+        ("resume_from_checkpoint", "write resume=True"),
+        ("loss", "the loss is built in"),
+        ("optimizer_in_bwd", "remove the key"),
+        ("dataset", "write data.source"),
+        ("max_steps_per_epoch", "write max_steps"),
+        ("trusted_packages", "add --trust NAME"),
+    ],
+)
+def test_torchtunes_keys_are_answered(key, hint):
+    with pytest.raises(ValueError, match=f"unknown key '{key}': .*{hint}"):
+        read_config(written(**{key: 1}))
+
+
+def test_every_key_of_torchtunes_fine_tuning_configs_is_known_or_answered():
+    """Those of its recipes for all weights and for adapters, which are what ours stand in for."""
+    from torchtune import _recipe_registry as registry
+
+    folder = Path(registry.__file__).parent.parent / "recipes" / "configs"
+    kinds = [
+        f"{kind}_finetune_{where}" for kind in ("full", "lora") for where in ("single_device", "distributed")
+    ]
+    keys = set()
+    for recipe in registry.get_all_recipes():
+        if recipe.name in kinds:
+            for config in recipe.configs:
+                keys |= set(OmegaConf.load(folder / config.file_path))
+    assert len(keys) > 25
+    assert keys - set(RunConfig.__dataclass_fields__) - set(OF_TORCHTUNE) == set()
+    assert not set(RunConfig.__dataclass_fields__) & set(OF_TORCHTUNE)
+
+
+@pytest.mark.parametrize(
+    ("model", "recipe", "message"),
+    [
+        (
+            "lora_llama3",
+            "full_finetune",
+            "lora_llama3 has adapters, and full_finetune trains all .* name llama3",
+        ),
+        (
+            "qlora_llama3_8b",
+            "pretrain",
+            "qlora_llama3_8b has adapters, .* run lora_finetune, or name llama3_8b",
+        ),
+        (
+            "llama3",
+            "lora_finetune",
+            "llama3 has no adapters for lora_finetune to train; name lora_llama3",
+        ),
+    ],
+)
+def test_the_model_is_the_recipes(model, recipe, message):
+    path = f"torchtune.models.llama3.{model}"
+    with pytest.raises(ValueError, match=message):
+        read_config(written(model={"_component_": path}), recipe=recipe)
+
+
+def test_packs_longer_than_the_model():
+    config = written()
+    config["data"]["max_seq_len"] = 4096
+    with pytest.raises(
+        ValueError, match=r"data.max_seq_len=4096 is above model.max_seq_len=512, .*; lower data.max_seq"
+    ):
+        read_config(config)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from streampack.attention import ATTENTIONS
-from streampack.components import COMPONENT, resolve
+from streampack.components import COMPONENT
+from streampack.iterable import IterablePackedDataset
 from streampack.methods import METHODS
 from streampack.plan import require, require_positive
+from streampack.training.hints import hint_for
 from streampack.training.loss import LOSS_NORMS
+from streampack.training.nodes import node_problems, type_problems
 
 Node = dict[str, Any]
 
@@ -23,6 +25,10 @@ OF_ONE_RECIPE = {
     "z_loss": "pretrain",
 }
 """Keys that only one recipe heeds; the others refuse them rather than ignore them."""
+
+NODES = {"tokenizer", "model", "checkpointer", "optimizer", "metric_logger", "lr_scheduler", "profiler"}
+DTYPES = ("bf16", "fp32", "fp64")
+VALIDATION_KEYS = ("share", "source", "max_packs", "every")
 
 
 @dataclass(kw_only=True)
@@ -79,10 +85,20 @@ class RunConfig:
         ):  # fmt: skip
             if getattr(self, name) is not None:
                 require_positive(getattr(self, name), name)
+        require_positive(self.num_workers, "num_workers", least=0)
+        require_positive(self.seed, "seed", least=0)
+        if self.dtype == "fp16":
+            raise ValueError("dtype fp16 needs loss scaling, which no recipe does; use bf16 or fp32")
+        require(self.dtype, "dtype", DTYPES)
         if self.epochs is None and self.max_steps is None:
             raise ValueError("neither epochs nor max_steps is set; say when the run ends")
         require(self.loss_norm, "loss_norm", LOSS_NORMS)
         require(self.attention, "attention", ATTENTIONS)
+        self._check_validation()
+        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
+            raise ValueError(
+                f"clip_grad_norm={self.clip_grad_norm} is no norm; give a number above 0, or null"
+            )
         if self.data.get("method") is not None:
             require(self.data["method"], "data.method", METHODS)
         if self.samples_in_row > 1 and not self.document_masking:
@@ -98,6 +114,23 @@ class RunConfig:
                 "the slowest rank may need for a step and a checkpoint"
             )
 
+    def _check_validation(self) -> None:
+        section = self.validation or {}
+        if unknown := sorted(set(section) - set(VALIDATION_KEYS)):
+            raise ValueError(f"validation has no {unknown[0]!r}; its keys are {', '.join(VALIDATION_KEYS)}")
+        if section and ("share" in section) == ("source" in section):
+            raise ValueError(
+                "validation needs a share of the rows, or a source of its own; give one of the two"
+            )
+        for key in ("max_packs", "every"):
+            if section.get(key) is not None:
+                require_positive(section[key], f"validation.{key}")
+        share = section.get("share")
+        if share is not None and (not isinstance(share, int | float) or not 0 < share < 1):
+            raise ValueError(
+                f"validation.share={share!r} is no share of the rows; give a number between 0 and 1"
+            )
+
     @property
     def samples_in_row(self) -> int:
         """How many samples of ``data.max_seq_len`` a row of a batch may hold."""
@@ -107,36 +140,94 @@ class RunConfig:
 def read_config(config: Any, *, recipe: str | None = None) -> RunConfig:
     """A `RunConfig` from what `parse` gives, or from a plain mapping.
 
+    Nothing is built: `streampack.training.validate` does more.
+
     Raises:
-        ValueError: for an unknown or a missing key, one that ``recipe`` does not heed, or a value out of range.
+        ValueError: for an unknown or a missing key, one that ``recipe`` does not heed, a value out of range, or a
+            component that cannot be called like this.
     """
     values = to_plain(config)
-    problems = _keys(values)
-    for key, theirs in OF_ONE_RECIPE.items():
-        if key in values and recipe not in (None, theirs):
-            problems.append(f"{key} does nothing in the {recipe} recipe; remove it, or run {theirs}")
-    if problems:
+    if problems := config_problems(values, recipe=recipe):
         raise ValueError("; ".join(problems))
     return RunConfig(**values)
 
 
-def validate(config: Any) -> list[str]:
-    """What is wrong with a config, without building anything: keys, values, and every component's arguments."""
-    from omegaconf.errors import OmegaConfBaseException
+def config_problems(values: Mapping[str, Any], *, recipe: str | None = None) -> list[str]:
+    """What can be said against a config without building anything or opening a file."""
+    known = {f.name for f in fields(RunConfig)}
+    required = {f.name for f in fields(RunConfig) if f.default is MISSING and f.default_factory is MISSING}
+    problems = [
+        f"unknown key {key!r}: {hint_for(key, known, top=True)}" for key in values if key not in known
+    ]
+    problems += [f"missing key {key!r}" for key in sorted(required - set(values))]
+    for key, theirs in OF_ONE_RECIPE.items():
+        if key in values and recipe not in (None, theirs):
+            problems.append(f"{key} does nothing in the {recipe} recipe; remove it, or run {theirs}")
+    problems += [f"{key}: {problem}" for key, problem in type_problems(RunConfig, values, name="a run")]
+    for key in NODES & set(values):
+        if isinstance(values[key], Mapping) and COMPONENT not in values[key]:
+            problems.append(f"{key} names no {COMPONENT}, so there is nothing to build")
+    if not problems:
+        try:
+            RunConfig(**values)
+        except ValueError as error:
+            problems.append(str(error))
+        problems += _model_problems(values, recipe=recipe)
+    if isinstance(values.get("data"), Mapping):
+        problems += _data_problems(values["data"])
+    return problems + [problem for key, node in values.items() for problem in node_problems(node, key)]
 
-    try:
-        values = to_plain(config)
-    except OmegaConfBaseException as error:
-        return [str(error).splitlines()[0]]
-    problems = []
-    if "data" in values:  # one of ours; for torchtune's own, only the components can be checked
-        problems = _keys(values)
-        if not problems:
-            try:
-                RunConfig(**values)
-            except ValueError as error:
-                problems.append(str(error))
-    return problems + [problem for key, node in values.items() for problem in _components(node, key)]
+
+def _data_problems(data: Mapping[str, Any]) -> list[str]:
+    """Those of the packer's settings."""
+    settings = {key: value for key, value in data.items() if key not in ("source", "encoder", "method")}
+    known = inspect.signature(IterablePackedDataset).parameters
+    problems = [f"data.{key} is missing" for key in ("source", "max_seq_len") if data.get(key) is None]
+    problems += [
+        f"data: unknown key {key!r}: {hint_for(key, [*known, 'method'])}"
+        for key in settings
+        if key not in known
+    ]
+    problems += [
+        f"data.{key}: {problem}"
+        for key, problem in type_problems(IterablePackedDataset, settings, name="packing")
+    ]
+    if not problems:
+        try:
+            IterablePackedDataset([{"tokens": [0], "labels": [0]}], **settings)
+        except ValueError as error:
+            problems.append(f"data: {error}")
+    return problems
+
+
+def _model_problems(values: Mapping[str, Any], *, recipe: str | None) -> list[str]:
+    """What a builder's name and arguments say. Of others, the recipe sees it when the model is there."""
+    model, problems = values["model"], []
+    builder = str(model[COMPONENT]).rpartition(".")[2]
+    adapters = builder.startswith(("lora_", "qlora_"))
+    if str(model[COMPONENT]).startswith("torchtune.models."):
+        if adapters and recipe in ("full_finetune", "pretrain"):
+            full = builder.removeprefix("q").removeprefix("lora_")
+            problems.append(
+                f"model: {builder} has adapters, and {recipe} trains all weights; run lora_finetune, or name {full}"
+            )
+        if not adapters and recipe == "lora_finetune":
+            problems.append(
+                f"model: {builder} has no adapters for lora_finetune to train; name lora_{builder}, "
+                "or run full_finetune"
+            )
+    most, wanted = model.get("max_seq_len"), values["data"].get("max_seq_len")
+    if isinstance(most, int) and isinstance(wanted, int) and wanted > most:
+        problems.append(too_long(wanted, most))
+    return problems
+
+
+def too_long(max_seq_len: int, most: int) -> str:
+    """The message for packs that are longer than what a model takes."""
+    return (
+        f"data.max_seq_len={max_seq_len} is above model.max_seq_len={most}, the positions that the model has; lower "
+        "data.max_seq_len, or raise model.max_seq_len if the builder takes it"
+    )
 
 
 def to_plain(config: Any) -> dict[str, Any]:
@@ -147,35 +238,3 @@ def to_plain(config: Any) -> dict[str, Any]:
     if not isinstance(plain, dict):
         raise ValueError(f"a config is a mapping of keys to values, this is a {type(plain).__name__}")
     return {str(key): value for key, value in plain.items()}
-
-
-def _keys(values: Mapping[str, Any]) -> list[str]:
-    known = {f.name for f in fields(RunConfig)}
-    required = {f.name for f in fields(RunConfig) if f.default is MISSING and f.default_factory is MISSING}
-    problems = [f"unknown key {key!r}: {hint_for(key, known)}" for key in values if key not in known]
-    problems += [f"missing key {key!r}" for key in sorted(required - set(values))]
-    return problems
-
-
-def hint_for(key: str, known: Collection[str]) -> str:
-    """What to write in the place of a key that is not ``known``."""
-    close = difflib.get_close_matches(key, known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"the keys are {', '.join(sorted(known))}"
-
-
-def _components(node: Any, where: str) -> list[str]:
-    if isinstance(node, list):
-        return [p for i, item in enumerate(node) for p in _components(item, f"{where}[{i}]")]
-    if not isinstance(node, dict):
-        return []
-    problems = []
-    if COMPONENT in node:
-        try:
-            component = resolve(node[COMPONENT])
-            # Partly: the recipe gives tokenizers, optimizers and the like.
-            inspect.signature(component).bind_partial(**{k: v for k, v in node.items() if k != COMPONENT})
-        except (ValueError, ImportError) as error:
-            problems.append(f"{where}: {error}")
-        except TypeError as error:
-            problems.append(f"{where}: {node[COMPONENT]}: {error}")
-    return problems + [p for key, value in node.items() for p in _components(value, f"{where}.{key}")]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,13 +25,22 @@ from streampack.sources.base import Reading, Source
 from streampack.sources.files import listed_once
 from streampack.sources.holdout import Holdout
 from streampack.sources.quarantine import BAD_RECORDS_FOLDER
-from streampack.training.config import RunConfig, hint_for
+from streampack.training.config import RunConfig
 from streampack.training.distributed import World
 from streampack.training.evaluation import HeldOut
+from streampack.training.hints import hint_for
 from streampack.training.methods import Loader, MethodLoader
-from streampack.types import IGNORE_INDEX
+from streampack.types import IGNORE_INDEX, Sample
 
-VALIDATION_KEYS = ("share", "source", "max_packs", "every")
+
+@dataclass(frozen=True)
+class Datasets:
+    """What a run trains on, and of every source of it what is held out."""
+
+    train: IterablePackedDataset
+    held_out: dict[str, IterablePackedDataset]  # by the source's name; read in one lane, without shuffling
+    shares: dict[str, float]  # of each of them
+    settings: dict[str, Any]  # of all of them, but for the encoder and epochs
 
 
 def build_data(
@@ -46,6 +57,27 @@ def build_data(
     Raises:
         ValueError: for a data or validation section that does not fit.
     """
+    world = world or World()
+    datasets = build_datasets(config, tokenizer=tokenizer, vocab_size=vocab_size, world=world)
+    found = {}
+    for name, dataset in datasets.held_out.items():
+        batches = _fixed_batches(
+            dataset,
+            name=name,
+            max_packs=(config.validation or {}).get("max_packs", 32),
+            batch_size=config.batch_size,
+            world=world,
+        )
+        found[name] = HeldOut(batches, share=datasets.shares[name])
+    return datasets.train, found
+
+
+def build_datasets(config: RunConfig, *, tokenizer: Any, vocab_size: int | None, world: World) -> Datasets:
+    """Those of `build_data`, before a row is read.
+
+    Raises:
+        ValueError: for a data or validation section that does not fit.
+    """
     tokenizer = check_tokenizer(tokenizer)
     inject = {"tokenizer": tokenizer, "model_transform": tokenizer}
     settings = dict(config.data)
@@ -54,7 +86,6 @@ def build_data(
         settings.setdefault("overlong", "split")
     if "source" not in settings:
         raise ValueError("data.source is missing; name where the rows come from")
-    world = world or World()
     with listed_once(world.once):
         source = as_source(build(settings.pop("source"), inject=inject))
     encoder = build(settings.pop("encoder", None), inject=inject)
@@ -68,37 +99,36 @@ def build_data(
     }
     held_out = None
     validation = config.validation or {}
-    if unknown := sorted(set(validation) - set(VALIDATION_KEYS)):
-        raise ValueError(f"validation has no {unknown[0]!r}; its keys are {', '.join(VALIDATION_KEYS)}")
     if "source" in validation:
         with listed_once(world.once):
             held_out = as_source(build(validation["source"], inject=inject))
     elif "share" in validation:
         source, held_out = hold_out(source, share=validation["share"])
-    elif validation:
-        raise ValueError("validation needs a share of the rows, or a source of its own")
     epochs = None if config.max_steps is not None and config.epochs is None else config.epochs
     train = _dataset(source, encoder=encoder, epochs=epochs, **common)
     if held_out is None:
-        return train, {}
-    default = train.lane_config.encode
-    leaves = held_out.leaves(default) if isinstance(held_out, Mix) else [Leaf("", held_out, default, 1.0)]
-    found = {}
-    for leaf in leaves:
-        fixed = common | {"shuffle": False, "num_lanes": 1, "encoder": leaf.encoder}
-        if folder := settings.get("quarantine"):  # a list of its own, that one rank keeps
-            fixed["quarantine"] = Path(folder, "validation", leaf.name) if world.is_main else None
-        # The limit is for a lane of training; one lane reads it all here, until there are packs enough.
-        fixed["max_bad_records"] = sys.maxsize
-        batches = _fixed_batches(
-            _dataset(leaf.source, **fixed),
-            name=leaf.name,
-            max_packs=validation.get("max_packs", 32),
-            batch_size=config.batch_size,
-            world=world,
-        )
-        found[leaf.name] = HeldOut(batches, share=leaf.share)
-    return train, found
+        return Datasets(train, {}, {}, common)
+    fixed = dict(common)
+    # The limit is for a lane of training; one lane reads it all here, until there are packs enough.
+    fixed["max_bad_records"] = sys.maxsize
+    if folder := settings.get("quarantine"):  # a list of its own, that one rank keeps
+        fixed["quarantine"] = Path(folder, "validation") if world.is_main else None
+    leaves = leaves_of(held_out, train.lane_config.encode)
+    datasets = {leaf.name: first_rows(leaf, fixed) for leaf in leaves}
+    return Datasets(train, datasets, {leaf.name: leaf.share for leaf in leaves}, common)
+
+
+def leaves_of(source: Source, encoder: Callable[[Mapping[str, Any]], Sample]) -> list[Leaf]:
+    """The sources that have rows: those of a mixture, or the source itself, without a name."""
+    return source.leaves(encoder) if isinstance(source, Mix) else [Leaf("", source, encoder, 1.0)]
+
+
+def first_rows(leaf: Leaf, settings: Mapping[str, Any]) -> IterablePackedDataset:
+    """The packs of one source's rows in their order, by themselves."""
+    own: dict[str, Any] = {"shuffle": False, "num_lanes": 1, "encoder": leaf.encoder}
+    if folder := settings.get("quarantine"):
+        own["quarantine"] = Path(folder, leaf.name)
+    return _dataset(leaf.source, **{**settings, **own})
 
 
 def _fixed_batches(

@@ -13,8 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torchtune import modules, training, utils
+from torchtune.modules import peft
 
-from streampack.components import build
+from streampack.components import COMPONENT, build
+from streampack.training.config import too_long
 from streampack.training.distributed import World
 
 OUTPUT_CHUNKS = 8  # torchtune makes an fp32 copy of the logits; in chunks it is made and freed piece by piece
@@ -93,6 +95,11 @@ def build_model(
         model: nn.Module = build(node)
     if hasattr(model, "set_num_output_chunks"):
         model.set_num_output_chunks(OUTPUT_CHUNKS)  # type: ignore[operator]
+    if add_weights is None and peft.get_adapter_params(model):
+        raise ValueError(
+            f"model: {node[COMPONENT]} has adapters, and this recipe trains all weights; run lora_finetune, or name a "
+            "builder without adapters"
+        )
     if add_weights is not None:
         weights = {**weights, **add_weights(model)}
     if compile_layers:
@@ -159,8 +166,13 @@ def allow_long_rows(model: nn.Module, *, max_seq_len: int, samples_in_row: int) 
 
     torchtune's models refuse rows beyond the positions that they know. Positions restart in every sample, so
     they never get there.
+
+    Raises:
+        ValueError: if a sample of ``max_seq_len`` tokens is longer than what the model takes.
     """
     most = getattr(model, "max_seq_len", None)
+    if isinstance(most, int) and max_seq_len > most:
+        raise ValueError(too_long(max_seq_len, most))
     if most is not None and max_seq_len <= most < max_seq_len * samples_in_row:
         model.max_seq_len = max_seq_len * samples_in_row  # type: ignore[assignment]
 

@@ -1,0 +1,104 @@
+"""What is wrong with the ``_component_`` nodes of a config, by their signatures; nothing is called."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from streampack.components import COMPONENT, refuse_code, resolve
+
+Find = Callable[[str], Any]
+NUMBERS = {bool: (bool,), int: (int,), float: (int, float), str: (str, Path)}
+
+
+def node_problems(node: Any, where: str, *, find: Find = resolve) -> Iterator[str]:
+    """The problems of a node and of those in it: components, the names of their arguments, and their types.
+
+    ``find`` gives the component of a dotted path, or None for one that is not looked at.
+    """
+    if isinstance(node, list):
+        for number, item in enumerate(node):
+            yield from node_problems(item, f"{where}.{number}", find=find)
+    if not isinstance(node, Mapping):
+        return
+    arguments = {key: value for key, value in node.items() if key != COMPONENT}
+    try:
+        refuse_code(arguments)
+        component = find(node[COMPONENT]) if COMPONENT in node else None
+        if component is not None:
+            inspect.signature(component).bind_partial(
+                **arguments
+            )  # the recipe adds tokenizers, optimizers, ...
+            for key, value in type_problems(component, arguments):
+                yield f"{where}.{key}: {value}"
+    except (ValueError, ImportError) as error:
+        yield f"{where}: {error}"
+    except TypeError as error:
+        yield f"{where}: {node[COMPONENT]}: {error}"
+    for key, value in arguments.items():
+        yield from node_problems(value, f"{where}.{key}", find=find)
+
+
+def type_problems(
+    component: Any, arguments: Mapping[str, Any], *, name: str | None = None
+) -> Iterator[tuple[str, str]]:
+    """(argument, what is wrong with it), as far as the component's annotations say; ``name`` it so.
+
+    >>> def f(lr: float, layers: list[str] | None = None): ...
+    >>> list(type_problems(f, {"lr": "abc", "layers": ["q"]}))
+    [('lr', "'abc' is a str; f takes float")]
+    """
+    component = getattr(component, "func", component)
+    function = component.__init__ if inspect.isclass(component) else component
+    try:
+        hints = get_type_hints(function)
+    except (NameError, TypeError, AttributeError):  # annotations that cannot be resolved say nothing
+        return
+    for key, value in arguments.items():
+        if key in hints and not fits(value, hints[key]):
+            wanted = getattr(hints[key], "__name__", "") if isinstance(hints[key], type) else ""
+            wanted = wanted or str(hints[key]).replace("typing.", "")
+            yield (
+                key,
+                f"{value!r} is a {type(value).__name__}; {name or component.__qualname__} takes {wanted}",
+            )
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value of a YAML file can be of a type; True where that cannot be said."""
+    if value is None or (isinstance(value, Mapping) and COMPONENT in value):
+        return True  # many arguments that may be None do not say so
+    origin, args = get_origin(hint), get_args(hint)
+    if hint is type(None):
+        return False
+    if origin in (Union, types.UnionType):
+        # Beside a number, a tensor or the like is nothing that a YAML file can hold.
+        numbers = any(each in NUMBERS for each in args) and not isinstance(value, Mapping)
+        known = [
+            each
+            for each in args
+            if each in NUMBERS or get_origin(each) is not None or each in (Any, list, dict)
+        ]
+        return any(fits(value, each) for each in (known if numbers else args))
+    if origin is Literal:
+        return value in args
+    if hint in NUMBERS:
+        return isinstance(value, NUMBERS[hint]) and (hint is bool or not isinstance(value, bool))
+    if (
+        hint in (list, tuple)
+        or origin in (list, tuple)
+        or (origin is not None and issubclass_of(origin, Sequence))
+    ):
+        inner = [each for each in args if each is not Ellipsis] or [Any]
+        return isinstance(value, list) and all(any(fits(item, each) for each in inner) for item in value)
+    if hint is dict or (origin is not None and issubclass_of(origin, Mapping)):
+        return isinstance(value, Mapping)
+    return True
+
+
+def issubclass_of(origin: Any, base: type) -> bool:
+    """As ``issubclass``, False for what is no class."""
+    return isinstance(origin, type) and issubclass(origin, base)

@@ -1,0 +1,199 @@
+"""Everything that can be said against a config before it trains: its sections, its files, its first rows.
+
+Tokenizer, rows, optimizer and schedule are built; the model is not, nor what writes files.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf.errors import OmegaConfBaseException
+
+from streampack.assemble import as_sample
+from streampack.components import COMPONENT, build, locate, resolve, trusted_by_user
+from streampack.iterable import IterablePackedDataset
+from streampack.training.config import RunConfig, config_problems, to_plain
+from streampack.training.data import build_datasets, first_rows, leaves_of
+from streampack.training.distributed import World
+from streampack.training.nodes import node_problems
+from streampack.types import IGNORE_INDEX
+
+OF_TORCHTUNES_RECIPES = {
+    "dataset",
+    "datasets",
+    "dataloader",
+    "loss",
+    "kd_loss",
+    "tasks",
+    "prompt",
+    "quantizer",
+}
+STEPS = 100  # of the schedule that is tried
+ROWS = 4  # of a stock config's dataset
+
+
+def for_torchtune(values: Mapping[str, Any]) -> bool:
+    """Whether this is a config of one of torchtune's own recipes, which know other keys than ours."""
+    return "data" not in values and bool(OF_TORCHTUNES_RECIPES & set(values))
+
+
+def validate(config: Any, *, recipe: str | None = None, files: bool = True) -> list[str]:
+    """What is wrong with a config, in words that begin with the key; nothing if it is well-formed.
+
+    Args:
+        config: a mapping, OmegaConf's or plain.
+        recipe: which of our recipes it is for, if that is known.
+        files: open files, build the tokenizer, and read and encode the first rows of every source. False looks at
+            keys, values and components only.
+    """
+    try:
+        values = to_plain(config)
+    except (OmegaConfBaseException, ValueError) as error:
+        return [str(error).splitlines()[0]]
+    if recipe is None and for_torchtune(values):
+        problems = [p for key, node in values.items() for p in node_problems(node, key, find=_installed)]
+        problems += list(_not_packed(values.get("dataset"), "dataset"))
+        return problems or (_stock_problems(values) if files else [])
+    problems = config_problems(values, recipe=recipe)
+    if problems:
+        return problems
+    cfg = RunConfig(**values)
+    problems += _training_problems(values)
+    return problems + (_file_problems(cfg) if files else [])
+
+
+@contextmanager
+def _noted(problems: list[str], where: str) -> Iterator[None]:
+    """Make a line of ``problems`` of whatever goes wrong in the block."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except Exception as error:  # a tokenizer or source of anybody's, and whatever it raises
+        text = " ".join(str(error).split())
+        named = text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
+        problems.append(named if named.startswith((f"{where}:", f"{where}.")) else f"{where}: {named}")
+
+
+def _training_problems(values: Mapping[str, Any]) -> list[str]:
+    """Those of the device, the optimizer and the schedule, which are tried on a model of one number."""
+    problems: list[str] = []
+    optimizer = None
+    if (device := values.get("device", "auto")) != "auto":
+        with _noted(problems, "device"):
+            torch.device(device)
+    if values.get("optimizer"):
+        with _noted(problems, "optimizer"):
+            optimizer = build(values["optimizer"], [torch.nn.Parameter(torch.zeros(1))])
+    if values.get("lr_scheduler") and optimizer is not None:
+        with _noted(problems, "lr_scheduler"):
+            build(values["lr_scheduler"], inject={"optimizer": optimizer, "num_training_steps": STEPS})
+    return problems
+
+
+def _file_problems(cfg: RunConfig) -> list[str]:
+    problems = list(_checkpoint_problems(cfg.checkpointer))
+    tokenizer = None
+    with _noted(problems, "tokenizer"):
+        tokenizer = build(cfg.tokenizer)
+    if tokenizer is None:
+        return problems  # no row can be encoded without it
+    cfg = replace(cfg, data={**cfg.data, "quarantine": None})
+    with _noted(problems, "data"):
+        vocab_size = _vocab_size(cfg.model)
+        datasets = build_datasets(cfg, tokenizer=tokenizer, vocab_size=vocab_size, world=World())
+        config = datasets.train.lane_config
+        train = {
+            leaf.name: first_rows(leaf, datasets.settings) for leaf in leaves_of(config.source, config.encode)
+        }
+        for section, found in (("data", train), ("validation", datasets.held_out)):
+            for name, dataset in found.items():
+                with _noted(problems, f"{section}: source {name!r}" if name else section):
+                    _require_training(dataset)
+    return problems
+
+
+def _require_training(dataset: IterablePackedDataset) -> None:
+    """Raise ValueError unless the first pack of a dataset trains something."""
+    pack = next(iter(dataset.stream()), None)
+    if pack is None:
+        raise ValueError("the rows make no pack; there are none, or all of them were dropped")
+    if not (pack.labels != IGNORE_INDEX).any():
+        raise ValueError(
+            f"the first pack trains nothing: every label of its {len(pack.fragments)} sample(s) is masked, or was cut "
+            "off; check the roles of the messages, overlong and max_seq_len"
+        )
+
+
+def _vocab_size(model: Mapping[str, Any]) -> int | None:
+    """What a model node says of its embedding; without a word, nobody knows before it is built."""
+    size = model.get("vocab_size")
+    return size if isinstance(size, int) else None
+
+
+def _checkpoint_problems(node: Mapping[str, Any]) -> Iterator[str]:
+    """Files that a checkpointer of torchtune's would look for, and formats that it does not know."""
+    from torchtune.training.checkpointing import ModelType
+
+    folder, kind = node.get("checkpoint_dir"), node.get("model_type")
+    if kind is not None and kind not in ModelType.__members__:
+        close = difflib.get_close_matches(str(kind), ModelType.__members__, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(ModelType.__members__)}"
+        yield f"checkpointer.model_type={kind!r} is unknown; {hint}"
+    if not isinstance(folder, str):
+        return  # a node that makes the files
+    if not Path(folder).is_dir():
+        yield f"checkpointer.checkpoint_dir={folder!r} is no folder; download the weights, or correct the path"
+        return
+    names = node.get("checkpoint_files")
+    for name in names if isinstance(names, list) else []:
+        if isinstance(name, str) and not Path(folder, name).is_file():
+            yield f"checkpointer.checkpoint_files: there is no {name!r} in {folder}"
+
+
+def _installed(path: str) -> Any:
+    """What torchtune's own recipes would find, as far as it can be imported without running a stranger's module."""
+    package = path.split(".")[0]
+    if package in ("streampack", "torch", "torchao", "torchtune", "transformers"):
+        return locate(path)
+    if path.split(".")[0] in trusted_by_user():
+        return resolve(path)
+    if importlib.util.find_spec(package) is None:
+        raise ValueError(f"_component_ {path!r}: {package} is not installed")
+    return None
+
+
+def _not_packed(node: Any, where: str) -> Iterator[str]:
+    """Nodes of `packed_dataset` whose recipe would drop the boundaries between samples."""
+    if isinstance(node, list):
+        for number, each in enumerate(node):
+            yield from _not_packed(each, f"{where}.{number}")
+    elif not isinstance(node, Mapping) or node.get(COMPONENT) != "streampack.packed_dataset":
+        return
+    elif node.get("packed") is not True:
+        yield (
+            f"{where}.packed={node.get('packed')!r}: write `packed: True` beside `_component_: "
+            "streampack.packed_dataset`, or the recipe drops the boundaries between samples"
+        )
+
+
+def _stock_problems(values: Mapping[str, Any]) -> list[str]:
+    """Of a config for torchtune's recipes: those of the tokenizer, the rows, the optimizer and the schedule."""
+    problems = _training_problems(values)
+    tokenizer = None
+    with _noted(problems, "tokenizer"):
+        tokenizer = build(values.get("tokenizer"))
+    node = values.get("dataset")
+    if tokenizer is not None and isinstance(node, Mapping) and "dataset" in node:
+        with _noted(problems, "dataset"):
+            rows = build(node["dataset"], tokenizer)
+            for number in range(min(ROWS, len(rows))):
+                as_sample(rows[number])
+    return problems
