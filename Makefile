@@ -88,7 +88,7 @@ clean:  ## remove .venv, builds and caches
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found on the PATH; install one or set PYTHON=/path/to/python"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -c constraints.txt -e ".[tune,hf,zstd,inspect,dev]"
+	$(BIN)/python -m pip install -c constraints.txt -e ".[tune,hf,zstd,dev]"
 	@touch $@
 
 .site-gpu/.installed: constraints.txt $(wildcard wheels/*.whl)

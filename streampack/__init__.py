@@ -1,4 +1,18 @@
-"""streampack: streaming sequence packing for LLM training."""
+"""Streaming sequence packing for LLM training.
+
+>>> import streampack
+>>> rows = [{"tokens": [i] * n, "labels": [i] * n} for i, n in enumerate([5, 4, 2, 3, 4])]
+>>> packs = streampack.IterablePackedDataset(rows, max_seq_len=8)
+>>> for batch in streampack.PackedDataLoader(packs, batch_size=2):
+...     print(batch.tokens.tolist())
+[[0, 0, 0, 0, 0, 3, 3, 3], [1, 1, 1, 1, 4, 4, 4, 4]]
+[[2, 2, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 0]]
+
+From rows to batches: a source (`JSONLSource`, `ParquetSource`, `HFSource`, ...; several are a `Mix`), an encoder
+(`TextEncoder`, `ChatEncoder`, ...), `IterablePackedDataset`, `PackedDataLoader`. A model is made ready by
+`prepare_model_for_packing`, a Hugging Face Trainer by `prepare_trainer_for_packing`. The command `streampack` trains
+from configs; README.md and docs/ say more.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +54,8 @@ if TYPE_CHECKING:
         TokenShardSource,
     )
     from streampack.trainer import prepare_trainer_for_packing
+
+__version__ = "0.1.0"  # pyproject.toml reads it from here
 
 __all__ = [
     "IGNORE_INDEX",
@@ -115,6 +131,10 @@ _MODULES = {
     "prepare_model_for_packing": "attention",
     "prepare_trainer_for_packing": "trainer",
 }
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:

@@ -154,6 +154,16 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self._identity: dict[str, Any] | None = None
         self._ranks: Ranks | None = None  # of the process that this was sent from
 
+    def __repr__(self) -> str:
+        config, mix = self.lane_config, self.mix
+        source = type(config.source).__name__ if mix is None else f"Mix of {', '.join(mix.names)}"
+        shuffled = f"shuffled by seed {config.seed}" if config.shuffle_window else "in order"
+        epochs = "for ever" if self.epochs is None else f"{self.epochs} epoch(s)"
+        return (
+            f"<{type(self).__name__}: packs of {config.packing.max_seq_len} tokens from {source}, "
+            f"{config.packing.strategy}, {shuffled}, {epochs}>"
+        )
+
     def __iter__(self) -> Iterator[dict[str, Any]]:
         rank, world_size, _ = ranks_to_read(self._ranks, epochs=self.epochs)
         worker = get_worker_info()

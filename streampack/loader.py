@@ -93,6 +93,11 @@ class PackedDataLoader:
         self._resume: int | None = None  # a state was loaded and not taken up yet: the epoch its run began in
         self._identified = False  # the ranks have shared out what the corpus's fingerprint reads
 
+    def __repr__(self) -> str:
+        step = "" if self._packs_per_step is None else f", {self._packs_per_step} packs a step"
+        workers = f"{self.num_workers} worker(s)"
+        return f"<{type(self).__name__}: batches of {self.batch_size}{step}, {workers}, of {self.dataset}>"
+
     def __iter__(self) -> Iterator[Batch]:
         """Iterate from the loaded state on; without one, from the epoch behind the newest iteration."""
         dataset = self.dataset

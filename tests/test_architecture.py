@@ -19,7 +19,7 @@ PACKAGE = ROOT / "streampack"
 # Imports point downward only: a unit (a module of streampack, or a subpackage with all in it) imports from layers
 # above its own in this table, or from its own subpackage. `streampack` stands for the package's own __init__.
 LAYERS = (
-    {"types", "plan", "metrics", "components", "consumers", "boundaries", "locks", "epochs"},
+    {"types", "plan", "metrics", "components", "consumers", "boundaries", "locks", "epochs", "catalog"},
     {"assemble", "sources", "receipt", "parity", "multipack"},
     {"encode", "collate", "collators", "methods", "samplers"},
     {"attention", "draws"},
@@ -34,7 +34,9 @@ LAYERS = (
     {"trainer"},
     {"streampack"},
     {"training"},
-    {"recipes", "cli"},
+    {"recipes", "tune_cli"},
+    {"cli"},
+    {"__main__"},
 )
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
 
@@ -51,7 +53,7 @@ EXTRAS = [
         "tokenizers",
     ),  # tune
     *("transformers", "datasets", "accelerate", "pyarrow"),  # hf
-    *("flash_attn", "fsspec", "s3fs", "zstandard", "rich", "matplotlib", "trl", "grain"),  # the others
+    *("flash_attn", "fsspec", "s3fs", "zstandard", "trl", "grain"),  # the others
 ]
 
 # Tests of no single module.
@@ -150,7 +152,7 @@ def test_imports_point_downward(path: Path) -> None:
         ("lane", "streampack", "from streampack import IterablePackedDataset"),
         ("sources", "streampack.sources", "from ..encode import Encoder"),
         ("training", "streampack.training", "import streampack.cli"),
-        ("cli", "streampack", "import streampack_recipes.full_finetune"),
+        ("tune_cli", "streampack", "import streampack_recipes.full_finetune"),
         ("types", "streampack", "from benchmarks import lengths"),
     ],
 )
@@ -226,6 +228,50 @@ def test_all_is_sorted_and_documented() -> None:
     assert len(names) == len(set(names))
     undocumented = [name for name in names if not is_documented(name, getattr(streampack, name))]
     assert not undocumented, f"public and without a docstring of their own: {undocumented}"
+
+
+def test_dir_and_help_show_what_is_public() -> None:
+    """Also before anything was used: names are looked up in their modules when they are."""
+    code = """
+import contextlib, io, pydoc, streampack, sys
+print(sorted(set(streampack.__all__) - set(dir(streampack))), "torch" in sys.modules)
+text = pydoc.plain(pydoc.render_doc(streampack))
+print([name for name in streampack.__all__ if name not in text])
+print("class IterablePackedDataset(" in text, "prepare_model_for_packing(model" in text)
+"""
+    assert run_python(code).splitlines() == ["[] False", "[]", "True True"]
+
+
+def test_one_version() -> None:
+    from streampack import __version__
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["project"]["dynamic"] == ["version"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "streampack.__version__"}
+    assert re.fullmatch(r"\d+\.\d+\.\d+", __version__)
+
+
+# Requirements of extras that we do not import, and who needs them.
+NEEDED_BY = {
+    "torchao": "torchtune", "torchdata": "torchtune", "accelerate": "transformers' Trainer", "aiohttp": "fsspec",
+    "s3fs": "fsspec", "moto": "a process of its own", "flask": "moto", "flask-cors": "moto", "pytest-xdist": "pytest",
+    "ruff": "make lint", "mypy": "make lint", "flash-attn": "streampack.attention.flash, by name",
+}  # fmt: skip
+
+
+def test_no_extra_names_what_nothing_imports() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    wanted = {re.split(r"[<>=\[]", each)[0] for extra in extras.values() for each in extra}
+    folders = ("streampack", "recipes", "tests", "benchmarks", "examples", "stress")
+    texts = [path.read_text(encoding="utf-8") for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    seen = {name.split(".")[0] for text in texts for _, name in imported(text, "streampack")}
+    seen |= {
+        name
+        for text in texts
+        for name in re.findall(r"(?:import_module|importorskip|find_spec)\(\"(\w+)", text)
+    }
+    assert {name for name in wanted - set(NEEDED_BY) if name.replace("-", "_") not in seen} == set()
 
 
 def is_documented(name: str, value: object) -> bool:

@@ -7,12 +7,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 from streampack_recipes.full_finetune import train
 
+from streampack.training.model import allow_long_rows
 from streampack.training.overrides import with_overrides
 from tests.tiny import losses, tiny_config
 
@@ -171,6 +173,7 @@ def test_a_changed_corpus_is_refused_at_resume(tmp_path):
         ({"data.source._component_": "os.system"}, "not among the components"),
         ({"data.source.paths": "/nowhere/*.jsonl"}, "no file matches '/nowhere/"),
         ({"data.max_len": 5}, "data: unknown key 'max_len': did you mean 'max_seq_len'"),
+        ({"data.max_seq_len": 64}, "data.max_seq_len=64 is above model.max_seq_len=32"),
         ({"data.max_seq_len": 8}, r"rows.jsonl:\d+ has \d+ tokens, max_seq_len is 8"),
         ({"data.encoder.column": "body"}, r"rows.jsonl:\d+: column 'body' is missing"),
         ({"model.vocab_size": 9}, "size mismatch"),
@@ -183,6 +186,12 @@ def test_a_changed_corpus_is_refused_at_resume(tmp_path):
 def test_bad_configs(tmp_path, changes, message):
     with pytest.raises((ValueError, RuntimeError), match=message):
         train(tiny_config(tmp_path, **changes))
+
+
+def test_a_model_whose_config_does_not_say_how_long_it_is():
+    with pytest.raises(ValueError, match="data.max_seq_len=64 is above model.max_seq_len=32"):
+        allow_long_rows(SimpleNamespace(max_seq_len=32), max_seq_len=64, samples_in_row=1)
+    allow_long_rows(SimpleNamespace(), max_seq_len=64, samples_in_row=1)  # it does not say it either
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from streampack import (
     IterableSource,
     JSONLSource,
     MapSource,
+    Mix,
     TokensEncoder,
     collate_packed,
 )
@@ -806,3 +807,16 @@ def test_unknown_words(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         make(MapSource(rows(3)), **settings)
     assert str(error.value).startswith(message)
+
+
+def test_repr_says_what_it_is():
+    rows = [{"tokens": [1], "labels": [1]}]
+    data = IterablePackedDataset(rows, max_seq_len=8)
+    assert repr(data) == (
+        "<IterablePackedDataset: packs of 8 tokens from MapSource, exact_fit, in order, 1 epoch(s)>"
+    )
+    mix = Mix([{"name": name, "source": rows, "weight": 1} for name in ("web", "code")])
+    data = IterablePackedDataset(mix, max_seq_len=8, strategy="best_fit", shuffle=True, seed=3, epochs=None)
+    assert repr(data) == (
+        "<IterablePackedDataset: packs of 8 tokens from Mix of web, code, best_fit, shuffled by seed 3, for ever>"
+    )

@@ -229,3 +229,10 @@ def test_with_a_limit_of_sequences_all_batches_have_one_shape():
     free = {tuple(batch.seq_lens.shape) for batch in PackedDataLoader(dataset(), batch_size=4)}
     assert len(free) > 1
     assert max(free)[1] > 4
+
+
+def test_repr_says_what_it_is():
+    data = IterablePackedDataset([{"tokens": [1], "labels": [1]}], max_seq_len=8)
+    loader = PackedDataLoader(data, batch_size=2, num_workers=1, packs_per_step=4)
+    assert repr(loader) == f"<PackedDataLoader: batches of 2, 4 packs a step, 1 worker(s), of {data!r}>"
+    assert repr(PackedDataLoader(data)) == f"<PackedDataLoader: batches of 1, 0 worker(s), of {data!r}>"

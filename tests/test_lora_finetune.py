@@ -129,9 +129,41 @@ def test_a_model_without_adapters_is_refused(tmp_path):
     config = lora_config(tmp_path)
     config.model = {"_component_": "torchtune.models.llama3.llama3", **BASE}
     with pytest.raises(
+        ValueError, match="llama3 has no adapters for lora_finetune to train; name lora_llama3, or"
+    ):
+        train(config)
+    config.model._component_ = f"{__name__}.base_model"  # a builder whose name says nothing
+    with pytest.raises(
         ValueError, match="TransformerDecoder has no adapters to train; name one of torchtune's lora_"
     ):
         train(config)
+
+
+def test_a_model_with_adapters_is_refused_by_the_other_recipes(tmp_path):
+    from streampack_recipes.full_finetune import train as train_all
+
+    config = lora_config(tmp_path)
+    with pytest.raises(
+        ValueError, match="lora_llama3 has adapters, and full_finetune trains all weights; run lora_"
+    ):
+        train_all(config)
+    config.model._component_ = f"{__name__}.adapted_model"
+    with pytest.raises(
+        ValueError, match="adapted_model has adapters, and this recipe trains all weights; run lora_"
+    ):
+        train_all(config)
+
+
+def base_model(**settings):
+    from torchtune.models.llama3 import llama3
+
+    return llama3(**settings)
+
+
+def adapted_model(**settings):
+    from torchtune.models.llama3 import lora_llama3
+
+    return lora_llama3(**settings)
 
 
 def test_adapters_only(tmp_path):

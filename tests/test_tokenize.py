@@ -433,15 +433,19 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize(
-    "words",
-    [[], ["--config", "x.yaml"], ["--out", "x"], ["--config", "x", "--out", "y", "--workers", "two"],
-     ["--config", "x", "--out", "y", "stray"], ["--config", "x", "--out", "y", "--wrokers", "2"]],
-)  # fmt: skip
-def test_words_that_make_no_sense(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["tokenize", *words]) == 2
-    assert capsys.readouterr().err.startswith(
-        "streampack: error: tokenize takes --config with a name or a path and"
-    )
+    ("words", "error"),
+    [
+        ("", "the following arguments are required: --out"),
+        ("--config x.yaml", "the following arguments are required: --out"),
+        ("--out x", "--config is missing: name a config or the path of a YAML file"),
+        ("--config x --out y --workers two", "argument --workers: invalid int value: 'two'"),
+        ("--config x --out y stray", "'stray' is neither an option nor KEY=VALUE"),
+        ("--config x --out y --wrokers 2", "'--wrokers' is neither an option nor KEY=VALUE"),
+    ],
+)
+def test_words_that_make_no_sense(words: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tokenize", *words.split()]) == 2
+    assert capsys.readouterr().err.startswith(f"streampack: error: {error}")
 
 
 def test_a_config_needs_a_source() -> None:

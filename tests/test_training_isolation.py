@@ -140,9 +140,9 @@ def test_verify_needs_no_weights_and_no_data(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        ([], "verify takes --config with a name or a path, then KEY=VALUE; got nothing"),
-        (["quickstart"], "verify takes --config with a name or a path, then KEY=VALUE; got quickstart"),
-        (["--config", "quickstart", "dense"], "KEY=VALUE; got --config quickstart dense"),
+        ([], "--config is missing: name a config or the path of a YAML file"),
+        (["attention=dense"], "--config is missing: name a config or the path of a YAML file"),
+        (["--config", "quickstart", "dense"], "'dense' is neither an option nor KEY=VALUE"),
         (["--config", "quikstart"], "did you mean 'quickstart'?"),
     ],
 )

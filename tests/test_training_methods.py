@@ -16,9 +16,10 @@ from streampack_recipes.lora_finetune import train as train_lora
 
 from streampack import IterablePackedDataset, MapSource, Mix, PackedDataLoader
 from streampack.methods import METHODS
-from streampack.training.config import read_config, validate
+from streampack.training.config import read_config
 from streampack.training.distributed import OtherRankFailed, World, join_world
 from streampack.training.methods import MethodLoader, read_pieces
+from streampack.training.validate import validate
 from tests.ranks import RankError, run_ranks
 from tests.test_lora_finetune import lora_config
 from tests.tiny import losses, tiny_config

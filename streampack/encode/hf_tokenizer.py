@@ -202,7 +202,7 @@ def _load(path: str, revision: str | None) -> Any:
         raise ValueError(f"no Hugging Face tokenizer at {path!r}: there is no such folder")
     try:
         return AutoTokenizer.from_pretrained(
-            str(folder) if folder.is_dir() else path, revision=revision or "main"
+            str(folder) if folder.is_dir() else path, revision=revision or "main", trust_remote_code=False
         )
     except (OSError, ValueError, KeyError) as error:
         where = (

@@ -116,6 +116,9 @@ class MethodLoader:
         self._totals = Ledger()  # of all ranks
         self._resume = False  # a state was loaded and not taken up yet
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: method {self.method}, of {self.dataset}>"
+
     def __iter__(self) -> Iterator[Batch]:
         """From the loaded state on; without one, from the first epoch's beginning."""
         if not self._resume:

@@ -166,7 +166,10 @@ def _installed(path: str) -> Any:
     if path.split(".")[0] in trusted_by_user():
         return resolve(path)
     if importlib.util.find_spec(package) is None:
-        raise ValueError(f"_component_ {path!r}: {package} is not installed")
+        raise ValueError(
+            f"_component_ {path!r}: {package} is not installed; if it lies in the working directory, --trust {package} "
+            "has it checked"
+        )
     return None
 
 

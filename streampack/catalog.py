@@ -1,0 +1,63 @@
+"""Recipes and configs of ours by name, and what to say to a name that is none."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from collections.abc import Iterable
+from pathlib import Path
+
+RECIPES: dict[str, tuple[str, ...]] = {
+    "full_finetune": ("quickstart", "llama3_2/1B_full_streamed"),
+    "lora_finetune": ("lora_quickstart", "llama3_2/1B_lora_streamed"),
+    "pretrain": ("pretrain_quickstart", "llama3_2/1B_continued_fineweb_edu", "llama3_2/1B_pretrain_bucket"),
+}
+"""Every recipe, and the configs made for it. Written out: finding them would mean importing recipes.
+`tests/test_cli.py` holds the table against the folders."""
+
+LISTED = "neither a name that `streampack ls` lists"
+
+
+class UsageError(ValueError):
+    """What the user typed cannot be done; the message says what can."""
+
+
+def our_files() -> dict[str, Path]:
+    """Name -> file, for every recipe and config of ours."""
+    recipes, configs = folder_of("streampack_recipes"), folder_of("streampack_configs")
+    files = {name: recipes / f"{name}.py" for name in RECIPES}
+    files |= {name: configs / f"{name}.yaml" for names in RECIPES.values() for name in names}
+    return files
+
+
+def config_file(config: str) -> Path:
+    """The YAML file of a config that is named, or the path of.
+
+    Raises:
+        UsageError: if it is neither.
+    """
+    path = our_files().get(config, Path(config))
+    if path.suffix not in (".yaml", ".yml") or not path.is_file():
+        names = [name for configs in RECIPES.values() for name in configs]
+        raise UsageError(unknown("config", config, names, rule=f"{LISTED} nor a YAML file"))
+    return path
+
+
+def folder_of(package: str) -> Path:
+    """Where a package of ours is installed."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise UsageError(f"package {package} is not installed; install streampack again, with pip")
+    return Path(spec.submodule_search_locations[0])
+
+
+def unknown(kind: str, value: str, known: Iterable[str], *, rule: str) -> str:
+    """Say what is wrong with a name, what would be right, and what may have been meant.
+
+    >>> unknown("config", "quikstart", ["quickstart"], rule="`streampack ls` lists them")
+    "unknown config 'quikstart': `streampack ls` lists them; did you mean 'quickstart'?"
+    """
+    close = difflib.get_close_matches(value, list(known), n=1)
+    return f"unknown {kind} {value!r}: {rule}" + (
+        f"; did you mean {close[0]!r}?" if close and close[0] != value else ""
+    )

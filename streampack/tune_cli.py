@@ -1,0 +1,138 @@
+"""torchtune's own command line, with our recipes on top of its list."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from streampack.catalog import LISTED, RECIPES, UsageError, our_files, unknown
+
+
+def require_torchtune(command: str) -> None:
+    """Raise UsageError without torchtune; with it, keep torchao from complaining when it is imported."""
+    if importlib.util.find_spec("torchtune") is None:
+        raise UsageError(
+            f"`streampack {command}` needs torchtune, which is not installed: pip install 'streampack[tune]'"
+        )
+    # torchao 0.15 has no C++ extensions for torch 2.13, which only quantization would want, and says so.
+    logging.getLogger("torchao").setLevel(logging.ERROR)
+
+
+def hand_over(command: str, words: Sequence[str]) -> int:
+    """Let torchtune's command line run ``ls``, ``cat`` or ``run``."""
+    registry = registry_with_ours(command)
+    from torchtune._cli.tune import TuneCLIParser
+
+    # torchtune looks for "--config" as a word of its own, and counts sys.argv to tell whether options of
+    # torchrun's stand before the recipe.
+    sys.argv = ["streampack", command]
+    for word in words:
+        sys.argv += word.split("=", 1) if word.startswith("--config=") else [word]
+    tune = TuneCLIParser()
+    _rename(tune._parser)
+    args = tune.parse_args()
+    if command != "run":
+        tune.run(args)
+        return 0
+    _check_run(args, registry)
+    from streampack.training.launcher import launch, silence_torchrun
+
+    tracebacks = "--traceback" in args.recipe_args
+    if not (tracebacks or args.max_restarts or args.rdzv_endpoint):
+        silence_torchrun()
+    return launch(lambda: tune.run(args), tracebacks=tracebacks)
+
+
+def theirs(name: str) -> Path:
+    """The file of a recipe or config of torchtune's.
+
+    Raises:
+        UsageError: if there is none of this name.
+    """
+    registry = registry_with_ours("cp")
+    import torchtune
+
+    recipes: Path = Path(torchtune.__file__).parent.parent / "recipes"  # what is absolute, of ours, stays so
+    files: dict[str, Path] = {
+        recipe.name: recipes / recipe.file_path for recipe in registry.get_all_recipes()
+    }
+    for recipe in registry.get_all_recipes():
+        files |= {config.name: recipes / "configs" / config.file_path for config in recipe.configs}
+    if name not in files:
+        raise UsageError(unknown("recipe or config", name, files, rule="`streampack ls --all` lists them"))
+    return files[name]
+
+
+def registry_with_ours(command: str) -> Any:
+    """Torchtune's list of recipes, ours first."""
+    require_torchtune(command)
+    from torchtune import _recipe_registry as registry
+
+    known = {recipe.name for recipe in registry.get_all_recipes()}
+    files = our_files()
+    registry._ALL_RECIPES[:0] = [
+        registry.Recipe(
+            name=name,
+            file_path=str(files[name]),
+            configs=[registry.Config(name=config, file_path=str(files[config])) for config in configs],
+            supports_distributed=True,
+        )
+        for name, configs in RECIPES.items()
+        if name not in known
+    ]
+    return registry
+
+
+def _rename(parser: argparse.ArgumentParser) -> None:
+    """Put our command's name into the messages of torchtune's parsers."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, sub in action.choices.items():
+                sub.prog = f"streampack {name}"
+                sub.usage = sub.usage and sub.usage.replace("tune ", "streampack ", 1)
+
+
+def _check_run(args: argparse.Namespace, registry: Any) -> None:
+    """Make of a recipe or config that torchtune would fail on, deep in runpy, one that works, or an error."""
+    recipes = {recipe.name: recipe for recipe in registry.get_all_recipes()}
+    if args.recipe not in recipes:
+        file = next((f for f in (Path(args.recipe), Path(f"{args.recipe}.py")) if f.is_file()), None)
+        if file is not None:
+            # By path. torchtune would make a module name of it, which fails for an absolute path, and
+            # in a folder called recipes/, where its own package of that name is found instead.
+            recipe = registry.Recipe(
+                name=args.recipe, file_path=str(file.resolve()), configs=[], supports_distributed=True
+            )
+            registry._ALL_RECIPES.append(recipe)
+        elif not _is_module(args.recipe):
+            raise UsageError(
+                unknown("recipe", args.recipe, recipes, rule=f"{LISTED} nor a Python file or module")
+            )
+
+    words = args.recipe_args
+    fitting = recipes[args.recipe].configs if args.recipe in recipes else []
+    if "--config" not in words or words[-1] == "--config":
+        choice = " or ".join([*(config.name for config in fitting), "the path of a YAML file"])
+        raise UsageError(f"recipe {args.recipe} needs --config with {choice}")
+    config = words[words.index("--config") + 1]
+    names = [config.name for recipe in recipes.values() for config in recipe.configs]
+    if config not in names and not Path(config).is_file():
+        raise UsageError(unknown("config", config, names, rule=f"{LISTED} nor a file"))
+
+
+def _is_module(recipe: str) -> bool:
+    """Whether torchtune, which turns slashes into dots and cuts an extension off, will find it."""
+    name = os.path.splitext(recipe)[0].replace("/", ".")  # noqa: PTH122 - as torchtune does it
+    sys.path.append(str(Path.cwd()))
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+    finally:
+        sys.path.pop()
