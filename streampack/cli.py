@@ -35,7 +35,9 @@ RECIPE and CONFIG are names that `streampack ls` lists, or paths. For example:
 
 `streampack COMMAND --help` says more of each.
 """
-RUN_USAGE = "streampack run [TORCHRUN-OPTIONS] RECIPE --config CONFIG [KEY=VALUE ...] [--trust NAME] [--traceback]"
+RUN_USAGE = (
+    "streampack run [TORCHRUN-OPTIONS] RECIPE --config CONFIG [KEY=VALUE ...] [--trust NAME] [--traceback]"
+)
 RUN_DESCRIPTION = """\
 Train with a recipe. torchrun's options, such as --nproc_per_node 2, go before RECIPE; what follows the config
 takes the place of what it says, entries of lists by their number: data.source.sources.0.weight=0.3; ~KEY removes

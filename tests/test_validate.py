@@ -52,6 +52,7 @@ TOKENS = {"_component_": "streampack.TokensEncoder"}
 
 # What is changed in a sound config: the beginning of the only problem that is named.
 BROKEN = [
+    ({"validation.share": 1e-9}, "validation.share=1e-09 holds out none of the rows, of which there are too few"),
     ({"data.shufle": True}, "data: unknown key 'shufle': did you mean 'shuffle'?"),
     ({"data.strategy": "bestfit"}, "data: strategy='bestfit' is unknown; choose one of 'next_fit', "),
     ({"data.max_seq_len": "abc"}, "data.max_seq_len: 'abc' is a str; packing takes int"),
@@ -114,7 +115,7 @@ BROKEN = [
                 "source": {"_component_": "streampack.JSONLSource", "paths": "{folder}/columns.jsonl"}
             }
         },
-        "validation: ",
+        "validation rows: {folder}/columns.jsonl:1: column 'text' is missing",
     ),
     ({"dtype": "fp8"}, "dtype='fp8' is unknown; choose one of 'bf16', 'fp32', 'fp64'"),
     ({"dtype": "fp16"}, "dtype fp16 needs loss scaling, which no recipe does; use bf16 or fp32"),

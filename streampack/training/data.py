@@ -30,7 +30,7 @@ from streampack.training.distributed import World
 from streampack.training.evaluation import HeldOut
 from streampack.training.hints import hint_for
 from streampack.training.methods import Loader, MethodLoader
-from streampack.types import IGNORE_INDEX, Sample
+from streampack.types import IGNORE_INDEX, Pack, Sample
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,24 @@ def _fixed_batches(
     dataset: IterablePackedDataset, *, name: str, max_packs: int, batch_size: int, world: World
 ) -> list[Batch]:
     """Of the first packs of a dataset, those of this rank."""
+    packs = held_out_packs(dataset, name=name, max_packs=max_packs)
+    batches = math.ceil(len(packs) / (world.size * batch_size))
+    mine = packs[world.rank :: world.size]
+    config = dataset.lane_config
+    filler = null_pack(config.packing.max_seq_len, padding_idx=config.padding_idx)
+    mine += [filler] * (batches * batch_size - len(mine))
+    return [
+        stack_packs(mine[first : first + batch_size], segments=config.packing.segments)
+        for first in range(0, len(mine), batch_size)
+    ]
+
+
+def held_out_packs(dataset: IterablePackedDataset, *, name: str, max_packs: int) -> list[Pack]:
+    """The first packs of what is held out of the source ``name``.
+
+    Raises:
+        ValueError: if there are none, or they train nothing.
+    """
     of = f" of source {name!r}" if name else ""
     try:
         packs = list(islice(dataset.stream(), max_packs))
@@ -153,15 +171,7 @@ def _fixed_batches(
         raise ValueError(
             f"the validation rows{of} train nothing in {len(packs)} pack(s): every label is masked; hold out other rows"
         )
-    batches = math.ceil(len(packs) / (world.size * batch_size))
-    mine = packs[world.rank :: world.size]
-    config = dataset.lane_config
-    filler = null_pack(config.packing.max_seq_len, padding_idx=config.padding_idx)
-    mine += [filler] * (batches * batch_size - len(mine))
-    return [
-        stack_packs(mine[first : first + batch_size], segments=config.packing.segments)
-        for first in range(0, len(mine), batch_size)
-    ]
+    return packs
 
 
 def _holds_out_none(source: Source) -> bool:

@@ -20,7 +20,7 @@ from streampack.assemble import as_sample
 from streampack.components import COMPONENT, build, locate, resolve, trusted_by_user
 from streampack.iterable import IterablePackedDataset
 from streampack.training.config import RunConfig, config_problems, to_plain
-from streampack.training.data import build_datasets, first_rows, leaves_of
+from streampack.training.data import build_datasets, first_rows, held_out_packs, leaves_of
 from streampack.training.distributed import World
 from streampack.training.nodes import node_problems
 from streampack.types import IGNORE_INDEX
@@ -79,7 +79,7 @@ def _noted(problems: list[str], where: str) -> Iterator[None]:
     except Exception as error:  # a tokenizer or source of anybody's, and whatever it raises
         text = " ".join(str(error).split())
         named = text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
-        problems.append(named if named.startswith((f"{where}:", f"{where}.")) else f"{where}: {named}")
+        problems.append(named if named.startswith((f"{where}:", f"{where}.", f"{where} ")) else f"{where}: {named}")
 
 
 def _training_problems(values: Mapping[str, Any]) -> list[str]:
@@ -110,13 +110,12 @@ def _file_problems(cfg: RunConfig) -> list[str]:
         vocab_size = _vocab_size(cfg.model)
         datasets = build_datasets(cfg, tokenizer=tokenizer, vocab_size=vocab_size, world=World())
         config = datasets.train.lane_config
-        train = {
-            leaf.name: first_rows(leaf, datasets.settings) for leaf in leaves_of(config.source, config.encode)
-        }
-        for section, found in (("data", train), ("validation", datasets.held_out)):
-            for name, dataset in found.items():
-                with _noted(problems, f"{section}: source {name!r}" if name else section):
-                    _require_training(dataset)
+        for leaf in leaves_of(config.source, config.encode):
+            with _noted(problems, f"data: source {leaf.name!r}" if leaf.name else "data"):
+                _require_training(first_rows(leaf, datasets.settings))
+        for name, dataset in datasets.held_out.items():
+            with _noted(problems, "validation"):
+                held_out_packs(dataset, name=name, max_packs=1)
     return problems
 
 
