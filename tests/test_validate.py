@@ -52,7 +52,10 @@ TOKENS = {"_component_": "streampack.TokensEncoder"}
 
 # What is changed in a sound config: the beginning of the only problem that is named.
 BROKEN = [
-    ({"validation.share": 1e-9}, "validation.share=1e-09 holds out none of the rows, of which there are too few"),
+    (
+        {"validation.share": 1e-9},
+        "validation.share=1e-09 holds out none of the rows, of which there are too few",
+    ),
     ({"data.shufle": True}, "data: unknown key 'shufle': did you mean 'shuffle'?"),
     ({"data.strategy": "bestfit"}, "data: strategy='bestfit' is unknown; choose one of 'next_fit', "),
     ({"data.max_seq_len": "abc"}, "data.max_seq_len: 'abc' is a str; packing takes int"),
@@ -181,6 +184,15 @@ def test_a_sound_config_has_no_problems(sound, monkeypatch):
     assert validate(changed(sound, {})) == []
     assert validate(changed(sound, {}), recipe="full_finetune") == []
     assert {path: path.stat().st_mtime_ns for path in Path(sound["folder"]).rglob("*")} == before
+
+
+def test_a_record_that_a_run_would_skip_is_no_problem(sound):
+    before = sorted(Path(sound["folder"]).rglob("*"))
+    paths = ["{folder}/rows.jsonl", "{folder}/no.jsonl"]
+    for folder in (None, "{folder}/bad"):
+        settings = {"data.source.paths": paths, "data.on_bad_record": "skip", "data.quarantine": folder}
+        assert validate(changed(sound, settings)) == []
+    assert sorted(Path(sound["folder"]).rglob("*")) == before
 
 
 @pytest.mark.parametrize(("changes", "message"), BROKEN, ids=lambda each: str(each)[:60])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -79,7 +80,9 @@ def _noted(problems: list[str], where: str) -> Iterator[None]:
     except Exception as error:  # a tokenizer or source of anybody's, and whatever it raises
         text = " ".join(str(error).split())
         named = text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
-        problems.append(named if named.startswith((f"{where}:", f"{where}.", f"{where} ")) else f"{where}: {named}")
+        problems.append(
+            named if named.startswith((f"{where}:", f"{where}.", f"{where} ")) else f"{where}: {named}"
+        )
 
 
 def _training_problems(values: Mapping[str, Any]) -> list[str]:
@@ -105,17 +108,19 @@ def _file_problems(cfg: RunConfig) -> list[str]:
         tokenizer = build(cfg.tokenizer)
     if tokenizer is None:
         return problems  # no row can be encoded without it
-    cfg = replace(cfg, data={**cfg.data, "quarantine": None})
-    with _noted(problems, "data"):
-        vocab_size = _vocab_size(cfg.model)
-        datasets = build_datasets(cfg, tokenizer=tokenizer, vocab_size=vocab_size, world=World())
-        config = datasets.train.lane_config
-        for leaf in leaves_of(config.source, config.encode):
-            with _noted(problems, f"data: source {leaf.name!r}" if leaf.name else "data"):
-                _require_training(first_rows(leaf, datasets.settings))
-        for name, dataset in datasets.held_out.items():
-            with _noted(problems, "validation"):
-                held_out_packs(dataset, name=name, max_packs=1)
+    # What a run lists of skipped records goes nowhere.
+    with tempfile.TemporaryDirectory() as scratch:
+        cfg = replace(cfg, output_dir=scratch, data={**cfg.data, "quarantine": None})
+        with _noted(problems, "data"):
+            vocab_size = _vocab_size(cfg.model)
+            datasets = build_datasets(cfg, tokenizer=tokenizer, vocab_size=vocab_size, world=World())
+            config = datasets.train.lane_config
+            for leaf in leaves_of(config.source, config.encode):
+                with _noted(problems, f"data: source {leaf.name!r}" if leaf.name else "data"):
+                    _require_training(first_rows(leaf, datasets.settings))
+            for name, dataset in datasets.held_out.items():
+                with _noted(problems, "validation"):
+                    held_out_packs(dataset, name=name, max_packs=1)
     return problems
 
 
