@@ -51,50 +51,6 @@ def as_sample(row: Mapping[str, Any], *, tokens: str = "tokens", labels: str | N
     return Sample(ids, targets)
 
 
-def sample_of(row: Mapping[str, Any]) -> Sample:
-    """A row of ready tokens in either convention, as a `Sample`.
-
-    torchtune's has ``tokens`` and ``labels``; Hugging Face's has ``input_ids``, and without ``labels`` all
-    tokens are trained.
-
-    >>> sample_of({"input_ids": [1, 5, 2]}).labels.tolist()
-    [1, 5, 2]
-
-    Raises:
-        ValueError: for a row of both conventions, and all that `as_sample` refuses.
-    """
-    if "input_ids" not in row:
-        return as_sample(row)
-    if "tokens" in row:
-        raise ValueError(
-            "there are both 'tokens' and 'input_ids'; remove the one that is not to be trained on"
-        )
-    return as_sample(row, tokens="input_ids", labels="labels" if "labels" in row else None)
-
-
-def read_sample(ds: Any, index: int, *, vocab_size: int | None = None) -> Sample:
-    """Sample ``index`` of a map-style dataset, checked; errors say which one it is.
-
-    Raises:
-        ValueError: for a row that is no sample, or one that packing would take something from.
-    """
-    try:
-        row = ds[index]
-    except Exception as error:
-        error.add_note(f"while reading sample {index}")
-        raise
-    if not isinstance(row, Mapping):
-        raise ValueError(
-            f"sample {index} is a {type(row).__name__}; it must be a dict with 'tokens' and 'labels'"
-        )
-    try:
-        sample = sample_of(row)
-        check_sample(sample, vocab_size)
-    except ValueError as error:
-        raise ValueError(f"sample {index}: {error}") from None
-    return sample
-
-
 def _integers(row: Mapping[str, Any], column: str, *, codes: str) -> IntArray:
     """A column as int32 or int64; lists by way of machine arrays of the first of these type codes that holds them."""
     try:

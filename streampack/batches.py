@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from streampack.assemble import assemble, read_sample, trained_if_split
+from streampack.assemble import assemble, trained_if_split
 from streampack.collate import Batch, stack_packs
 from streampack.encode import guard_datasets
 from streampack.methods import Row, method_of, packing_of, plan_batches
 from streampack.multipack import share_of
 from streampack.plan import require_positive
+from streampack.rows import read_sample
 from streampack.samplers import PlannedSampler, digest_of, place
 from streampack.types import Fragment, Pack, Sample
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from streampack.assemble import sample_of
 from streampack.boundaries import TELLING, require_no_padding, sequence_lengths
 from streampack.plan import require, require_positive
+from streampack.rows import as_mapping, sample_of
 from streampack.types import IGNORE_INDEX, IntArray, Sample
 
 Feature = Mapping[str, Any]
@@ -202,6 +202,7 @@ class PaddedCollator:
 
     def __call__(self, features: Sequence[Feature]) -> dict[str, torch.Tensor]:
         """The batch as keyword arguments of a model."""
+        features = _mappings(features)
         if any("seq_lens" in feature for feature in features):
             raise ValueError(
                 "a pack came where a sample was expected: an attention_mask of rows does not keep its sequences apart; "
@@ -227,7 +228,8 @@ class _Row(NamedTuple):
     seq_lens: list[int]
 
 
-def _flat_row(features: Sequence[Feature]) -> _Row:
+def _flat_row(given: Sequence[Feature]) -> _Row:
+    features = _mappings(given)
     if any("seq_lens" in feature for feature in features):
         parts, seq_lens = [], []
         for number, feature in enumerate(features):
@@ -262,6 +264,16 @@ def _pack(feature: Feature, number: int) -> tuple[Sample, list[int]]:
     lengths = [int(length) for length in feature["seq_lens"]][: feature["num_seqs"]]
     used = sum(lengths)
     return Sample(np.asarray(feature["tokens"])[:used], np.asarray(feature["labels"])[:used]), lengths
+
+
+def _mappings(features: Sequence[Any]) -> list[Feature]:
+    found: list[Feature] = []
+    for number, feature in enumerate(features):
+        try:
+            found.append(as_mapping(feature))
+        except ValueError as error:
+            raise ValueError(f"sample {number} of the batch: {error}") from None
+    return found
 
 
 def _samples(features: Sequence[Feature]) -> list[Sample]:

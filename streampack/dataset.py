@@ -17,20 +17,15 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from streampack import parity as torchtune_parity
-from streampack.assemble import (
-    assemble,
-    read_sample,
-    trained_if_split,
-    trains_nothing,
-    untrained_error,
-    with_eos,
-)
+from streampack.assemble import assemble, trained_if_split, trains_nothing, untrained_error, with_eos
 from streampack.collate import to_torchtune
 from streampack.components import COMPONENT, build
 from streampack.encode import check_tokenizer, guard_datasets
 from streampack.lane_config import UNTRAINED
 from streampack.metrics import Ledger
 from streampack.plan import Packing, plan_samples, require
+from streampack.rows import read_sample
+from streampack.sources.tables import by_rows
 from streampack.types import Fragment, Pack, Sample
 from streampack.untrained import warn_of_untrained
 
@@ -56,7 +51,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
     `collate_packed` both take it.
 
     Args:
-        ds: a map-style dataset of ``{"tokens", "labels"}``.
+        ds: a map-style dataset of ``{"tokens", "labels"}`` or ``{"input_ids"}``; or columns of such.
         max_seq_len: tokens in a pack.
         padding_idx: the token that fills a pack's end.
         max_packs: stop at so many packs; what was read and not packed stands in the ledger as buffered.
@@ -101,6 +96,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         vocab_size: int | None = None,
         parity: str | None = None,
     ) -> None:
+        ds = by_rows(ds)
         if not (hasattr(ds, "__len__") and hasattr(ds, "__getitem__")):
             raise ValueError(
                 f"a {type(ds).__name__} has no samples by number (it needs __len__ and __getitem__); "

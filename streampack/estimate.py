@@ -7,6 +7,7 @@ from typing import Any
 
 from streampack.assemble import check_sample, trained_tokens
 from streampack.lane_config import LaneConfig
+from streampack.rows import encode_row
 from streampack.sources.base import Source
 from streampack.types import Sample
 
@@ -30,7 +31,7 @@ def estimate_packs(config: LaneConfig, *, rows: int) -> int:
         tokens = trained = 0
         for row in sampled:
             try:
-                sample = encode(row)
+                sample = encode_row(encode, row)
                 check_sample(sample, config.vocab_size)
             except Exception:
                 if config.quarantine is None:

@@ -20,6 +20,7 @@ from streampack.metrics import Ledger, Tally
 from streampack.mix import Mix
 from streampack.plan import Packing, require, require_positive
 from streampack.receipt import bytes_of, numbers_of
+from streampack.rows import encode_row
 from streampack.sources import Holdout, TokenShardSource, as_source
 from streampack.sources.base import Source, digest, way_out
 from streampack.sources.quarantine import quarantine_for
@@ -49,7 +50,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
 
     Args:
         source: a `Source`; or a path or glob of JSONL files; or any map-style dataset of
-            ``{"tokens", "labels"}``; or any deterministic iterable of such rows; several, by their shares, are a `Mix`.
+            ``{"tokens", "labels"}`` or ``{"input_ids"}``; or columns of such, a pandas frame too; or any deterministic
+            iterable of rows; several, by their shares, are a `Mix`.
         max_seq_len: tokens in a pack.
         encoder: makes a `Sample` of a row; rows of ready tokens need none, sources of a `Mix` may have their own.
         strategy: ``"exact_fit"`` (default), ``"best_fit"``, ``"first_fit"``, ``"next_fit"``, ``"wrap"``.
@@ -369,7 +371,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         """
         config = self.lane_config
         row, encode = config.source.fetch(fragment.origin), config.encoder(fragment.origin)
-        start, piece = [p for p in config.cut(encode(row)) if p[0] <= fragment.start][-1]
+        start, piece = [p for p in config.cut(encode_row(encode, row)) if p[0] <= fragment.start][-1]
         tokens = piece.tokens[fragment.start - start : fragment.stop - start]
         found = {"place": config.source.locate(fragment.origin), "row": row, "tokens": tokens.tolist()}
         if self.mix is not None:
@@ -411,7 +413,7 @@ def _are_known(source: Source, encode: Callable[[Mapping[str, Any]], Sample], vo
     shards = source.source if type(source) is Holdout else source
     if type(encode) is not TokensEncoder or type(shards) is not TokenShardSource:
         return False
-    as_stored = encode.tokens == "tokens" and encode.labels in ("labels", None)
+    as_stored = encode.tokens in ("tokens", None) and encode.labels in ("labels", None)
     return as_stored and (vocab_size is None or shards.ids_below <= vocab_size)
 
 

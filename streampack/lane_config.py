@@ -9,6 +9,7 @@ from typing import Any
 from streampack.assemble import check_sample, with_eos
 from streampack.mix import Mix
 from streampack.plan import Packing
+from streampack.rows import encode_row
 from streampack.sources.base import Source
 from streampack.sources.quarantine import Quarantine
 from streampack.types import Origin, Row, Sample
@@ -50,7 +51,8 @@ class LaneConfig:
             ValueError: for a row that makes no sample, with its place. Other errors of the encoder get a note of it.
         """
         try:
-            sample = self.encoder(row.origin)(row.data)
+            encode = self.encoder(row.origin)
+            sample = encode_row(encode, row.data) if self.checks else encode(row.data)
             if self.checks:
                 check_sample(sample, self.vocab_size)
         except Exception as error:

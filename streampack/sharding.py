@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from streampack.assemble import check_sample
+from streampack.rows import encode_row
 from streampack.sources.base import BadRecord, Reading, Source
 from streampack.sources.quarantine import Quarantine
 from streampack.sources.shards import Shard, ShardWriter, read_header, shard_of
@@ -131,7 +132,7 @@ class _Samples:
     def _encode(self, row: Row) -> Sample | None:
         place = self.job.source.locate
         try:
-            sample = self.job.encode(row.data)
+            sample = encode_row(self.job.encode, row.data)
             check_sample(sample)
         except Exception as error:
             if self.job.quarantine is not None:

@@ -21,6 +21,7 @@ from streampack.encode import TokensEncoder, check_tokenizer, guard_datasets, qu
 from streampack.locks import lock_folder
 from streampack.mix import Mix
 from streampack.plan import require, require_positive
+from streampack.rows import encode_row
 from streampack.sharding import Encode, Job, Progress, Tell, begun, make
 from streampack.sources import as_source
 from streampack.sources.indexed import INDEX
@@ -234,7 +235,7 @@ def _bar(job: Job, found: list[Progress], *, shown: bool) -> Iterator[Tell]:
 
 def _length(job: Job, row: Mapping[str, Any]) -> int:
     try:
-        return job.encode(row).tokens.size
+        return encode_row(job.encode, row).tokens.size
     except Exception:  # it is reported where the row is read
         return 0
 

@@ -21,6 +21,7 @@ PACKAGE = ROOT / "streampack"
 LAYERS = (
     {"types", "plan", "metrics", "components", "consumers", "boundaries", "locks", "epochs", "catalog"},
     {"assemble", "sources", "receipt", "parity", "multipack"},
+    {"rows"},
     {"encode", "collate", "collators", "methods", "samplers"},
     {"attention", "draws"},
     {"mix", "flatten"},

@@ -372,7 +372,7 @@ GOOD: Any = {"tokens": [1, 2], "labels": [1, 2]}
             iter([GOOD]),
             "a list_iterator has no samples by number (it needs __len__ and __getitem__); pack a stream",
         ),
-        ([GOOD, [1, 2]], "sample 1 is a list; it must be a dict with 'tokens' and 'labels'"),
+        ([GOOD, "text"], "sample 1: the row is a str, 'text'; it must be a dict, or the ids of its tokens"),
         ([GOOD, {"labels": [1]}], "sample 1: column 'tokens' is missing; the row's columns are 'labels'"),
         ([GOOD, {"tokens": [1]}], "sample 1: column 'labels' is missing; the row's columns are 'tokens'"),
         ([{"tokens": [], "labels": []}], "sample 0 has 0 tokens; remove it"),

@@ -238,7 +238,7 @@ def test_a_name_with_glob_characters_is_a_name(tmp_path: Path) -> None:
             "no file matches '{d}/none.jsonl' (looked in {cwd}); check the path or the glob",
         ),
         (lambda d: str(d / "*.txt"), "no file matches '{d}/*.txt'"),
-        (lambda d: d, "no file matches '{d}'"),  # a folder
+        (lambda d: d / "sub", "the folder {d}/sub holds no .jsonl or"),
         (lambda d: [d / "a.jsonl", d / "none.jsonl"], "no file matches '{d}/none.jsonl'"),
         (lambda d: [], "no files given; name at least one"),
         (lambda d: "", "no file matches ''"),

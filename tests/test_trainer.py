@@ -381,3 +381,16 @@ def test_settings_that_would_train_wrongly_are_refused(
     monkeypatch.setattr(target, name, value, raising=False)
     with pytest.raises(ValueError, match=message):
         prepare_trainer_for_packing(trainer)
+
+
+def test_models_that_predict_no_tokens_are_refused(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(vocab_size=16, num_labels=2, pad_token_id=0, **sizes)
+    packs = IterablePackedDataset([{"input_ids": [1, 2]}], max_seq_len=4, epochs=None)
+    trainer = transformers.Trainer(
+        transformers.LlamaForSequenceClassification(config), settings(tmp_path), train_dataset=packs
+    )
+    with pytest.raises(
+        ValueError, match="LlamaForSequenceClassification has a head for SequenceClassification and"
+    ):
+        prepare_trainer_for_packing(trainer)

@@ -226,3 +226,19 @@ def test_rows_that_trl_packed_or_flattened_are_refused(tmp_path: Path) -> None:
     trainer.args.eval_packing = None
     with pytest.raises(ValueError, match=r"column 'seq_lengths' says that the row holds \d+ sequences"):
         next(iter(packs_of(trainer)))
+
+
+def test_trainers_of_other_losses_are_refused() -> None:
+    from trl import DPOTrainer, RewardTrainer
+
+    for kind in (DPOTrainer, RewardTrainer):
+        with pytest.raises(
+            ValueError, match=f"^{kind.__name__} compares, scores or samples whole answers, and packs keep"
+        ):
+            prepare_trainer_for_packing(kind.__new__(kind))  # refused for what it is, whatever is in it
+
+    class Mine(DPOTrainer):  # type: ignore[misc]
+        pass
+
+    with pytest.raises(ValueError, match=r"^DPOTrainer compares"):
+        prepare_trainer_for_packing(Mine.__new__(Mine))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from streampack.assemble import as_sample
+from streampack.rows import sample_of
 from streampack.sources.base import digest
 from streampack.types import Sample
 
@@ -35,21 +36,36 @@ class Encoder(Protocol):
 class TokensEncoder:
     """Rows that are tokens already. ``labels=None`` trains on every token.
 
-    >>> TokensEncoder(tokens="input_ids", labels=None)({"input_ids": [4, 5]}).labels.tolist()
+    >>> TokensEncoder()({"input_ids": [4, 5]}).labels.tolist()
     [4, 5]
+
+    Args:
+        tokens: the column of the ids. Default: ``tokens``, as torchtune names them, or ``input_ids``, as Hugging Face
+            does; a bare list of ids will do as well. Rows with ``input_ids`` may lack labels, see `sample_of`.
+        labels: the column of the labels.
     """
 
-    def __init__(self, *, tokens: str = "tokens", labels: str | None = "labels") -> None:
+    def __init__(self, *, tokens: str | None = None, labels: str | None = "labels") -> None:
         self.tokens = tokens
         self.labels = labels
 
     def __call__(self, row: Mapping[str, Any], /) -> Sample:
         """See `Encoder`."""
+        tokens, labels = self.tokens, self.labels
         try:
-            return as_sample(row, tokens=self.tokens, labels=self.labels)
+            if labels == "labels" and tokens in (None, "input_ids"):
+                if type(row) is dict and "tokens" in row and tokens is None and "input_ids" not in row:
+                    return as_sample(row)  # the usual case, looked at first
+                if tokens is not None and isinstance(row, Mapping) and "tokens" in row:
+                    row = {name: value for name, value in row.items() if name != "tokens"}
+                return sample_of(row)
+            if tokens is None:
+                tokens = "input_ids" if "input_ids" in row else "tokens"
+            return as_sample(row, tokens=tokens, labels=labels)
         except ValueError as error:
-            hint = next((encoder for column, encoder in ENCODERS.items() if column in row), None)
-            if self.tokens in row or hint is None:
+            there = row if isinstance(row, Mapping) else ()
+            hint = next((encoder for column, encoder in ENCODERS.items() if column in there), None)
+            if hint is None or not {"tokens", "input_ids", tokens}.isdisjoint(there):
                 raise
             raise ValueError(
                 f"{error}; such rows need an encoder: encoder={hint}, or data.encoder in a config"

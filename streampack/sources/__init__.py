@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from streampack.sources.base import Reading, Source
+from streampack.sources.formats import JSON_LINES, PARQUET, in_folder
 from streampack.sources.hf import HFSource
 from streampack.sources.holdout import Holdout
+from streampack.sources.indexed import INDEX
 from streampack.sources.iterable import IterableSource
 from streampack.sources.jsonl import JSONLSource
 from streampack.sources.mapstyle import MapSource
 from streampack.sources.mds import MDSSource
 from streampack.sources.parquet import ParquetSource
+from streampack.sources.shards import FORMAT
+from streampack.sources.tables import by_rows
 from streampack.sources.tokens import TokenShardSource
 
 __all__ = [
@@ -32,9 +38,10 @@ __all__ = [
 
 
 def as_source(data: Any) -> Source:
-    """A `Source` of whatever holds rows: a source, a path or glob, a map-style dataset, an iterable.
+    """A `Source` of whatever holds rows: a source, a path or glob, a map-style dataset, columns, an iterable.
 
-    Files whose names end in ``.parquet`` are read as Parquet, others as JSON lines.
+    Files whose names end in ``.parquet`` are read as Parquet, others as JSON lines. A folder is of token shards or of
+    MosaicML's if it has their index, otherwise of the Parquet or JSON lines files in it, at any depth.
 
     >>> type(as_source([{"tokens": [1], "labels": [1]}])).__name__
     'MapSource'
@@ -42,7 +49,8 @@ def as_source(data: Any) -> Source:
     if isinstance(data, Source):
         return data
     if isinstance(data, str | os.PathLike):
-        return ParquetSource(data) if os.fspath(data).endswith(".parquet") else JSONLSource(data)
+        return _of_path(os.fspath(data))
+    data = by_rows(data)
     if type(data).__module__ == "datasets.iterable_dataset":
         return HFSource(data)
     # torch's IterableDataset inherits a __getitem__ that only raises, and may have a length.
@@ -55,3 +63,17 @@ def as_source(data: Any) -> Source:
         f"a {type(data).__name__} holds no rows; give a source, a path of JSONL files, a map-style dataset "
         "or an iterable"
     )
+
+
+def _of_path(path: str) -> Source:
+    folder = Path(path).expanduser()
+    if not path or not folder.is_dir():
+        return ParquetSource(path) if path.endswith(".parquet") else JSONLSource(path)
+    if (folder / INDEX).is_file():
+        made_here = json.loads((folder / INDEX).read_text()).get("format") == FORMAT
+        return TokenShardSource(folder) if made_here else MDSSource(folder)
+    if not in_folder(str(folder), PARQUET):
+        return JSONLSource(folder)
+    if in_folder(str(folder), JSON_LINES):
+        raise ValueError(f"{path} holds Parquet and JSON lines; name those to read, such as {path}/*.parquet")
+    return ParquetSource(folder)

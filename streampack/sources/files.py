@@ -17,6 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 from streampack.plan import require_positive
 from streampack.sources.base import Source, digest
+from streampack.sources.formats import in_folder
 from streampack.sources.manifest import named_in
 from streampack.sources.remote import Listed, RemoteStorage, scheme_of
 from streampack.sources.retry import Retries
@@ -112,11 +113,12 @@ def find_files(
     paths: Name | Iterable[Name] | None,
     *,
     manifest: Name | None,
+    endings: Sequence[str],
     storage_options: Mapping[str, Any] | None,
     retries: int,
     timeout: float,
 ) -> Corpus:
-    """The files that paths and globs, or a manifest, name, sorted.
+    """The files that paths, folders and globs, or a manifest, name, sorted; of a folder, those with these ``endings``.
 
     Raises:
         ValueError: if nothing matches, a file is empty, one is named twice, or a name leads elsewhere.
@@ -136,7 +138,10 @@ def find_files(
     [(scheme, _)] = places
     if not scheme:
         once(lambda: None, of="files of each machine")  # to say so where another rank has a URL
-        found = _named(patterns[0]) if manifest else _local(patterns)
+        patterns = [
+            str(Path(pattern).expanduser()) if pattern[:1] == "~" else pattern for pattern in patterns
+        ]
+        found = _named(patterns[0]) if manifest else _local(patterns, endings)
         return Corpus(_sorted(found), LocalStorage(), tries)
     storage = RemoteStorage(scheme, options=storage_options or {}, patience=timeout)
     shown = [redact(pattern) for pattern in patterns]
@@ -189,14 +194,19 @@ def _named(manifest: str) -> list[Listed]:
     return [_look(listed.path) or listed for listed in found]
 
 
-def _local(patterns: list[str]) -> list[Listed]:
+def _local(patterns: list[str], endings: Sequence[str]) -> list[Listed]:
     found: list[Listed] = []
     for pattern in patterns:
         if (listed := _look(pattern)) is not None:
             found.append(listed)
             continue
-        matches = [_look(match) for match in sorted(glob.glob(pattern, recursive=True))]
-        files = [listed for listed in matches if listed is not None]
+        folder = pattern != "" and Path(pattern).is_dir()
+        matches = in_folder(pattern, endings) if folder else sorted(glob.glob(pattern, recursive=True))
+        files = [listed for listed in map(_look, matches) if listed is not None]
+        if not files and folder:
+            raise ValueError(
+                f"the folder {pattern} holds no {' or '.join(endings)} file; name the files, or a glob of them"
+            )
         if not files:
             raise ValueError(
                 f"no file matches {pattern!r} (looked in {Path.cwd()}); check the path or the glob"

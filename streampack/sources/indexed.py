@@ -89,7 +89,7 @@ def read_index(
     storage: Storage
     if scheme is None:
         once(lambda: None, of="a folder of each machine")  # to say so where another rank has a URL
-        path = os.path.normpath(Path(path).absolute() / INDEX)
+        path = os.path.normpath(Path(path).expanduser().absolute() / INDEX)
         storage = LocalStorage()
         if not Path(path).is_file():
             raise ValueError(f"there is no {path}; name the folder that holds {INDEX} and its shards")

@@ -14,6 +14,7 @@ from streampack.plan import require_positive
 from streampack.sources.archives import BUFFER_BYTES, DAMAGED, NOT_TEXT, content, kind_of, not_text
 from streampack.sources.base import Reader, Reading, spread
 from streampack.sources.files import Corpus, Name, find_files
+from streampack.sources.formats import JSON_LINES, require_json_lines, whole_json
 from streampack.sources.indexed import places
 from streampack.sources.nesting import require_shallow
 from streampack.sources.ranges import Block, Fetcher, Stretch, blocks
@@ -48,8 +49,8 @@ class JSONLSource:
     ['a', 'b']
 
     Args:
-        paths: files or globs of this machine, or URLs (``http``, ``https``, ``s3``, ``hf``); globs where the
-            storage can list files.
+        paths: files, folders or globs of this machine, or URLs (``http``, ``https``, ``s3``, ``hf``); globs where the
+            storage can list files. Of a folder, the ``.jsonl`` and ``.ndjson`` files in it, at any depth.
         manifest: instead of ``paths``, a text file that names the files, one a line, relative to its folder.
         storage_options: for the storage behind URLs, as fsspec takes them; may hold secrets, and is never shown.
         retries: how often a read that fails is tried again, with growing waits; not for want of the file
@@ -79,8 +80,9 @@ class JSONLSource:
     ) -> None:
         self.max_line_bytes = require_positive(max_line_bytes, "max_line_bytes")
         self.corpus = find_files(
-            paths, manifest=manifest, storage_options=storage_options, retries=retries, timeout=timeout
-        )
+            paths, manifest=manifest, endings=JSON_LINES, storage_options=storage_options, retries=retries,
+            timeout=timeout,
+        )  # fmt: skip
         self.files = self.corpus.files
         for file in self.files:
             if (name := urlsplit(file.path).path.lower()).endswith(NOT_TEXT):
@@ -89,6 +91,7 @@ class JSONLSource:
                 )
         self._kinds: dict[int, str] = {}  # of files with lines that are no JSON, how to say what they are
         self._local = isinstance(self.corpus.storage, LocalStorage)
+        require_json_lines(self.files, local=self._local)
         self.read_ahead = self.corpus.read_ahead(read_ahead)
         self._size = sum(file.size for file in self.files)  # bytes in the storage, compressed where they are
         self.bytes_read = 0  # by this copy of the source, decompressed
@@ -218,7 +221,9 @@ class JSONLSource:
         try:
             row = parsed(raw)
         except ValueError as error:  # JSONDecodeError and UnicodeDecodeError alike
-            raise ValueError(f"not a line of JSON ({error}){self._kind(part.file)}") from None
+            whole = f"; if the file is one JSON document, {whole_json(self.files[part.file].shown)}"
+            hint = self._kind(part.file) or (whole if raw[:1] in (b"[", b"{") else "")
+            raise ValueError(f"not a line of JSON ({error}){hint}") from None
         if not isinstance(row, dict):
             raise ValueError(f"a row must be a JSON object, this is a {type(row).__name__}")
         return row

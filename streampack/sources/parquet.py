@@ -10,6 +10,7 @@ from typing import Any
 
 from streampack.sources.base import Reader, Reading, digest, spread
 from streampack.sources.files import Corpus, Divisible, Name, find_files
+from streampack.sources.formats import PARQUET
 from streampack.sources.ranges import Fetcher
 from streampack.sources.rowgroups import Footers, RowGroups, group_of, plain_row, starts_of
 from streampack.sources.storage import Together, together
@@ -37,7 +38,7 @@ class ParquetSource:
     group is read in one go, as it is stored, and decoded 1,024 rows at a time.
 
     Args:
-        paths: files or globs of this machine, or URLs (``http``, ``https``, ``s3``, ``hf``).
+        paths: files, folders or globs of this machine, or URLs (``http``, ``https``, ``s3``, ``hf``).
         columns: the top-level columns to read; default: all.
         manifest: see `JSONLSource`, as for the arguments below.
         storage_options: for the storage behind URLs.
@@ -72,8 +73,9 @@ class ParquetSource:
             raise ValueError(f"columns={columns!r} is no list of columns; give their names, or None for all")
         self.columns = None if columns is None else list(columns)
         self.corpus = find_files(
-            paths, manifest=manifest, storage_options=storage_options, retries=retries, timeout=timeout
-        )
+            paths, manifest=manifest, endings=PARQUET, storage_options=storage_options, retries=retries,
+            timeout=timeout,
+        )  # fmt: skip
         self.files = self.corpus.files
         self.read_ahead = self.corpus.read_ahead(read_ahead)
         self._divided: dict[int, list[list[Part]]] = {}  # the lanes, by their number

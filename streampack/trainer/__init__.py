@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from streampack.attention import Inputs
@@ -72,6 +73,7 @@ def prepare_trainer_for_packing(
         ValueError: for a model whose samples would see one another, data that is no stream of packs, and settings
             under which the loss or the order would be wrong; each with the way out.
     """
+    _require_next_token_loss(trainer)
     packs = trainer.train_dataset if train_dataset is None else train_dataset
     if not isinstance(packs, IterablePackedDataset):
         raise ValueError(
@@ -91,6 +93,26 @@ def prepare_trainer_for_packing(
     trainer.train_dataset, trainer.eval_dataset = packs, held_out
     hooks.enter()
     return inputs
+
+
+def _require_next_token_loss(trainer: Trainer) -> None:
+    """Refuse trainers and models whose loss is not that of the next token, sequence by sequence."""
+    for kind in type(trainer).__mro__:
+        other = kind.__name__ not in ("SFTTrainer", "BaseTrainer", "_BaseTrainer")
+        if other and kind.__name__.endswith("Trainer") and kind.__module__.startswith("trl."):
+            raise ValueError(
+                f"{kind.__name__} compares, scores or samples whole answers, and packs keep only tokens and labels; "
+                "leave this trainer's loader as it is, or train with Trainer or SFTTrainer"
+            )
+    model = trainer.model
+    name = type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
+    if head := re.search(
+        "For(SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice)", name
+    ):
+        raise ValueError(
+            f"{name} has a head for {head[1]} and predicts no next tokens, for which alone packs have labels; leave "
+            "this trainer's loader as it is, with transformers' own collators"
+        )
 
 
 def _check_settings(trainer: Trainer, packs: IterablePackedDataset) -> None:
