@@ -133,3 +133,11 @@ def test_the_loss_alone(tmp_path: Path, true_loss: float) -> None:
     )  # fmt: skip
     prepare_trainer_for_packing(trainer)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(true_loss, rel=1e-6)
+
+
+def test_shuffled_packs_are_evaluated_in_the_same_order_each_time(tmp_path: Path) -> None:
+    """Iterating packs again is their next epoch, in which others would share a pack."""
+    packs = stream(ROWS, epochs=1)
+    trainer = packed(tmp_path, eval_dataset=packs)
+    first, second = (trainer.predict(packs).label_ids for _ in range(2))
+    assert np.array_equal(first, second)
