@@ -17,6 +17,7 @@ from streampack.sources.files import corpora_of, divisible_of, listing_of
 from streampack.sources.hub import commit_of
 from streampack.sources.storage import together
 
+Listing = tuple[int, int, str]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -29,18 +30,31 @@ def require_same_files(source: Source, lockstep: Lockstep) -> None:
     Raises:
         ValueError: on all ranks, if one has other files than rank 0.
     """
-    files = [] if lockstep.alone else listing_of(source)
-    if not files:
+    ours = None if lockstep.alone else listing(source)
+    if ours is None:
         return
-    listing = digest(*((file.name, file.size, file.tag, commit_of(file.path)) for file in files))
-    first, *others = lockstep.gather((len(files), sum(file.size for file in files), listing))
+    first, *others = lockstep.gather(ours)
     for rank, theirs in enumerate(others, 1):
         if theirs != first:
-            raise ValueError(
-                f"rank {rank} lists {_shown(*theirs)}, and rank 0 lists {_shown(*first)}; all ranks must read one "
-                "corpus: check what is mounted there, and whether its listing is an old one from a cache; of the Hub, "
-                "name the commit, hf://datasets/org/name@<commit>"
-            )
+            raise ValueError(other_files(rank, theirs, first))
+
+
+def listing(source: Source) -> Listing | None:
+    """Number, bytes, and a digest of names, sizes and versions of a source's files; None of a source without."""
+    files = listing_of(source)
+    if not files:
+        return None
+    found = digest(*((file.name, file.size, file.tag, commit_of(file.path)) for file in files))
+    return len(files), sum(file.size for file in files), found
+
+
+def other_files(rank: int, theirs: Listing | None, first: Listing | None) -> str:
+    """The message for a rank whose `listing` is another than that of rank 0."""
+    return (
+        f"rank {rank} lists {_shown(theirs)}, and rank 0 lists {_shown(first)}; all ranks must read one "
+        "corpus: check what is mounted there, and whether its listing is an old one from a cache; of the Hub, "
+        "name the commit, hf://datasets/org/name@<commit>"
+    )
 
 
 def share_fingerprint(source: Source, lockstep: Lockstep) -> None:
@@ -95,5 +109,8 @@ def share_out(
     return [shares[i % size][i // size] for i in range(len(items))]
 
 
-def _shown(files: int, size: int, listing: str) -> str:
-    return f"{files:,} file(s) of {size:,} bytes (names, sizes, versions: {listing})"
+def _shown(found: Listing | None) -> str:
+    if found is None:
+        return "no files"
+    files, size, names = found
+    return f"{files:,} file(s) of {size:,} bytes (names, sizes, versions: {names})"

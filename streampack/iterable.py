@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
 from streampack.collate import to_torchtune
 from streampack.consumers import Ranks, ranks_to_read
-from streampack.encode import TextEncoder, TokensEncoder, guard_datasets, qualified_name
+from streampack.encode import TextEncoder, TokensEncoder, guard_datasets
 from streampack.epochs import EpochCounter
 from streampack.estimate import estimate_packs
+from streampack.identity import identity_of_run
 from streampack.lane import Lane
 from streampack.lane_config import UNTRAINED, LaneConfig
 from streampack.metrics import Ledger, Tally
@@ -22,7 +23,8 @@ from streampack.plan import Packing, require, require_positive
 from streampack.receipt import bytes_of, numbers_of
 from streampack.rows import encode_row
 from streampack.sources import Holdout, TokenShardSource, as_source
-from streampack.sources.base import Source, digest, way_out
+from streampack.sources.base import Source, way_out
+from streampack.sources.identity import difference, state_of
 from streampack.sources.quarantine import quarantine_for
 from streampack.stream import PackStream, ledger_of, tallies_of
 from streampack.types import Fragment, Pack, ReceiptNumbers, Sample
@@ -259,31 +261,31 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             self.epoch, self.receipts = epoch, {}
         self.epochs_begun.set(epoch)
 
-    def identity(self) -> dict[str, Any]:
-        """What decides which tokens share a pack; a state made under another identity is refused."""
+    def identity(self, *, listed: bool = False) -> dict[str, Any]:
+        """What decides which tokens share a pack, as plain values; a state made under another identity is refused.
+
+        ``listed`` leaves out what would have to be read from all files, for a comparison at a run's beginning.
+        """
+        found: dict[str, Any] = state_of(self._compared(), listed=listed)
+        return found
+
+    def _compared(self) -> dict[str, Any]:
         if self._identity is None:
-            config, packing = self.lane_config, self.lane_config.packing
-            encoder = _fingerprint(config.encode)
-            if self.mix is not None:
-                encoder = digest(*(_fingerprint(leaf.encoder) for leaf in self.mix.leaves(config.encode)))
-            self._identity = {
-                "corpus": config.source.fingerprint(),
-                "encoder": encoder,
-                "max_seq_len": packing.max_seq_len,
-                "strategy": packing.strategy,
-                "buffer_size": packing.buffer_size,
-                "overlong": packing.overlong,
-                "truncate_side": packing.truncate_side,
-                "max_seqs_per_pack": packing.max_seqs_per_pack,
-                "truncate_eos": config.truncate_eos,
-                "empty": config.empty,
-                "untrained": "drop"
-                if config.untrained == "drop"
-                else "keep",  # what is an error drops nothing
-                "shuffle_window": config.shuffle_window,
-                "seed": config.seed,
-            }
+            self._identity = identity_of_run(self.lane_config)
         return self._identity
+
+    def require_identity(self, theirs: Any, *, names: Collection[str] | None = None) -> None:
+        """Compare with the identity in a state, or with the parts of it that are named.
+
+        Raises:
+            ValueError: saying which file, row or setting differs first.
+        """
+        ours = self._compared()
+        words = difference(theirs, {name: ours[name] for name in ours if names is None or name in names})
+        if words is not None:
+            raise ValueError(
+                f"the state was made {words}; resume with what the run began with, or start a new run"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """After the last pack yielded: ``{"lanes": {lane: receipt}, ...}``, plain values, fresh at every call.
@@ -304,7 +306,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         weights = {} if self.mix is None else {"weights": self.mix.shares}
         return {
             "version": STATE_VERSION,
-            "identity": dict(self.identity()),
+            "identity": self.identity(),
             "epoch": self.epoch,
             "num_lanes": self.num_lanes,
             "lanes": dict(lanes),
@@ -318,13 +320,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             ValueError: if the state is from another corpus, encoder or config, or is no state.
         """
         identity, num_lanes, receipts = _checked(state)
-        for name, ours in self.identity().items():
-            theirs = identity.get(name)
-            if type(theirs) is not type(ours) or theirs != ours:
-                raise ValueError(
-                    f"the state was made with {name}={theirs!r} and this dataset has {name}={ours!r}; "
-                    "resume with what the run began with, or start a new run"
-                )
+        self.require_identity(identity)
         if self.mix is not None and (changes := self.mix.changed(state.get("weights"))):
             warnings.warn(changes, stacklevel=2)
         self.epoch = state["epoch"]
@@ -336,7 +332,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
 
     def __getstate__(self) -> dict[str, Any]:
         # What iterates has files open; it stays in its process.
-        return {**self.__dict__, "_stream": None, "_ranks": Ranks.here()}
+        return {**self.__dict__, "_stream": None, "_identity": None, "_ranks": Ranks.here()}
 
     def ledger(self) -> Ledger:
         """Where every token went that this process has read, as of the last pack."""
@@ -415,10 +411,6 @@ def _are_known(source: Source, encode: Callable[[Mapping[str, Any]], Sample], vo
         return False
     as_stored = encode.tokens in ("tokens", None) and encode.labels in ("labels", None)
     return as_stored and (vocab_size is None or shards.ids_below <= vocab_size)
-
-
-def _fingerprint(encode: Callable[[Mapping[str, Any]], Sample]) -> str:
-    return encode.fingerprint() if hasattr(encode, "fingerprint") else qualified_name(encode)
 
 
 def _checked(state: Any) -> tuple[Mapping[str, Any], int | None, dict[int, ReceiptNumbers]]:

@@ -5,19 +5,22 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
+from streampack.agreement import require_one_run
 from streampack.collate import Batch, null_pack, stack_packs
 from streampack.consumers import require_group_of_now
-from streampack.corpus import require_same_files, share_division, share_fingerprint
+from streampack.corpus import share_division, share_fingerprint
 from streampack.iterable import IterablePackedDataset
 from streampack.lockstep import Answer, Lockstep
 from streampack.metrics import Ledger, Tally
 from streampack.plan import require_positive
 from streampack.receipt import Receipt, bytes_of
 from streampack.shares import Share, Shares
+from streampack.sources.base import digest, plain
 from streampack.stream import Event, ledger_of, nothing_to_pack
 from streampack.types import Pack, ReceiptNumbers
 
@@ -138,7 +141,7 @@ class PackedDataLoader:
     def state_of(self, receipts: Mapping[int, ReceiptNumbers], slot: int) -> dict[str, Any]:
         """The state that holds these receipts of this rank's lanes, and those that the others give. A collective."""
         self._require_whole("asked for a state")
-        self._identify()
+        self._identify("save", lambda: {"slot": slot, "epoch": self.dataset.epoch})
         return {**self.dataset.state_with(self.lockstep.merge(bytes_of(receipts))), "slot": slot}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -147,7 +150,7 @@ class PackedDataLoader:
         Raises:
             ValueError: if the state is from another corpus, encoder or config, or is no state.
         """
-        self._identify()
+        self._identify("load", lambda: {"state": digest(plain(state))})
         slot = state.get("slot", 0) if isinstance(state, Mapping) else 0
         if type(slot) is not int or not 0 <= slot < 2**63:
             raise ValueError(f"the state is damaged: slot {slot!r} is no number of packs")
@@ -164,8 +167,9 @@ class PackedDataLoader:
                 "notice, and resume from the last checkpoint"
             )
 
-    def _identify(self) -> None:
-        """Each rank reads its share of what the corpus's fingerprint needs, once."""
+    def _identify(self, doing: str, settings: Callable[[], dict[str, Any]]) -> None:
+        """Compare what the ranks were given; each reads its share of what the corpus's fingerprint needs, once."""
+        require_one_run(self.dataset, self.lockstep, doing=f"{doing} a state", settings=settings)
         if not self._identified:
             share_fingerprint(self.dataset.lane_config.source, self.lockstep)
             self._identified = True
@@ -235,6 +239,7 @@ class _Batches:
         self.lockstep = lockstep = loader.lockstep
         require_group_of_now(alone=lockstep.alone)
         dataset, receipts = loader.dataset, loader.receipts
+        require_one_run(dataset, lockstep, doing="iterate", settings=partial(self._settings, loader))
         consumers = lockstep.world_size * max(1, loader.num_workers)
         dataset.num_lanes = num_lanes = dataset.lanes_for(consumers)
         self.workers = workers = min(loader.num_workers, -(-num_lanes // lockstep.world_size))
@@ -259,13 +264,6 @@ class _Batches:
                 "run a num_lanes that the ranks divide",
                 stacklevel=3,
             )
-        source = dataset.lane_config.source
-        budget = getattr(source, "retry_budget", 0.0)
-        if not lockstep.alone and budget >= lockstep.timeout.total_seconds():
-            raise ValueError(
-                f"reading may be tried again for {budget:.0f} s and the other ranks wait {lockstep.timeout} at "
-                "most; lower the source's retries or raise the loader's timeout"
-            )
         step = loader.packs_per_step
         whole = loader.batches_per_step * lockstep.world_size * loader.packs_per_batch
         if whole != step and lockstep.rank == 0:
@@ -274,8 +272,7 @@ class _Batches:
                 "null packs, which cost time and train nothing; a multiple of %d holds none",
                 step, lockstep.world_size, loader.batch_size, whole - step, lockstep.world_size * loader.batch_size,
             )  # fmt: skip
-        require_same_files(source, lockstep)
-        share_division(source, num_lanes, lockstep)
+        share_division(dataset.lane_config.source, num_lanes, lockstep)
         # All ranks begin in the same epoch, also one whose lanes have made no pack in it yet.
         self.last_epoch = dataset.last_epoch
         epoch = 0
@@ -314,6 +311,28 @@ class _Batches:
 
     def __iter__(self) -> _Batches:
         return self
+
+    @staticmethod
+    def _settings(loader: PackedDataLoader) -> dict[str, Any]:
+        """What must be the same on all ranks, beside the data."""
+        dataset, lockstep, mix = loader.dataset, loader.lockstep, loader.dataset.mix
+        dataset.lanes_for(lockstep.world_size * max(1, loader.num_workers))  # raises where that cannot be
+        budget = getattr(dataset.lane_config.source, "retry_budget", 0.0)
+        if not lockstep.alone and budget >= lockstep.timeout.total_seconds():
+            raise ValueError(
+                f"reading may be tried again for {budget:.0f} s and the other ranks wait {lockstep.timeout} at "
+                "most; lower the source's retries or raise the loader's timeout"
+            )
+        return {
+            "packs_per_step": loader.packs_per_step,
+            "packs_per_batch": loader.packs_per_batch,
+            "epochs": dataset.epochs,
+            "epoch": dataset.epoch,
+            "on_bad_record": "error" if dataset.lane_config.quarantine is None else "skip",
+            "weights": None if mix is None else mix.shares,
+            "slot": loader.slot,
+            "state": digest(sorted(bytes_of(loader.receipts).items())),
+        }
 
     def __next__(self) -> Batch:
         """The next batch.

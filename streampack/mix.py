@@ -13,8 +13,10 @@ from streampack.draws import STOPS, Draws, Weighing
 from streampack.plan import require
 from streampack.sources import Holdout, as_source
 from streampack.sources.base import Reader, Reading, Source, digest, way_out
+from streampack.sources.examples import Example, examples_of
 from streampack.sources.files import Corpus, Divisible, corpora_of, divisible_of, listing_of
 from streampack.sources.holdout import PARTS
+from streampack.sources.identity import identity_of
 from streampack.sources.storage import File
 from streampack.types import Origin, Position, Sample
 
@@ -172,6 +174,21 @@ class Mix:
     def fingerprint(self) -> str:
         """Names, order, ``stop`` and the sources'; not the weights."""
         return digest("mix", self.stop, [(entry.name, entry.source.fingerprint()) for entry in self.entries])
+
+    def identity(self) -> dict[str, Any]:
+        """See `identity_of`; not the weights."""
+        names = ", ".join(entry.name for entry in self.entries)
+        own = {"source": "Mix", "stop": self.stop, "names": names}
+        return {**own, **{f"{entry.name}/": identity_of(entry.source) for entry in self.entries}}
+
+    def examples(self, count: int) -> list[Example]:
+        """Some of each source's."""
+        each = max(1, count // len(self.entries))
+        return [
+            Example((number, *row.origin), row.data)
+            for number, entry in enumerate(self.entries)
+            for row in examples_of(entry.source, each)
+        ]
 
     def corpora(self) -> list[Corpus]:
         """Those of all sources."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from streampack.assemble import check_sample
 from streampack.rows import encode_row
 from streampack.sources.base import BadRecord, Reading, Source
+from streampack.sources.identity import state_of
 from streampack.sources.quarantine import Quarantine
 from streampack.sources.shards import Shard, ShardWriter, read_header, shard_of
 from streampack.types import IGNORE_INDEX, Origin, Position, Row, Sample
@@ -29,6 +30,12 @@ class Job:
     out: Path
     plan: Mapping[str, Any]  # what decides their bytes; it stands in every header
     quarantine: Quarantine | None = None  # None: a broken record is an error
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """The plan as plain values. Without the encoder's name, so that a renamed one makes the same bytes."""
+        plan = state_of(self.plan)
+        return {**plan, "encoder": {key: plan["encoder"][key] for key in ("fingerprint", "samples")}}
 
     def path(self, lane: int, number: int) -> Path:
         """Of a lane's shard. Sorted, they are in the order of the lanes."""
@@ -57,10 +64,14 @@ def begun(job: Job, lane: int) -> Progress:
         header = read_header(path)
         for key, ours in job.plan.items():
             theirs = header.get("plan", {}).get(key)
-            if theirs != ours:
+            if hasattr(ours, "difference"):
+                words = ours.difference(theirs)
+                different = None if words is None else f"another {key}: {words}"
+            else:
+                different = None if theirs == ours else f"{key}={theirs!r} and this is {key}={ours!r}"
+            if different is not None:
                 raise ValueError(
-                    f"{path} was made with {key}={theirs!r} and this is {key}={ours!r}; give another folder, or remove "
-                    "the old shards"
+                    f"{path} was made with {different}; give another folder, or remove the old shards"
                 )
         if (bad := header.get("bad", 0)) and job.quarantine is None:
             raise ValueError(
@@ -80,7 +91,7 @@ def make(job: Job, progress: Progress, tell: Tell) -> Progress:
         ValueError: for a row that cannot be read or encoded, or one that is passed by too many, with its place.
     """
     lane, shards, writer, untold = progress.lane, list(progress.shards), None, 0
-    notes = {"lane": lane, "plan": job.plan}
+    notes = {"lane": lane, "plan": job.recorded}
     samples = _Samples(job, progress)
     try:
         for count, (row, sample) in enumerate(samples, 1):

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from streampack.components import build
-from streampack.encode import TokensEncoder, check_tokenizer, guard_datasets, qualified_name
+from streampack.encode import TokensEncoder, check_tokenizer, guard_datasets
+from streampack.identity import Encoded
 from streampack.locks import lock_folder
 from streampack.mix import Mix
 from streampack.plan import require, require_positive
@@ -103,7 +104,7 @@ def tokenize(
     require(dtype, "dtype", ("auto", *DTYPES))
     plan = {
         "corpus": source.fingerprint(),
-        "encoder": encode.fingerprint() if hasattr(encode, "fingerprint") else qualified_name(encode),
+        "encoder": Encoded.of(encode, source),
         "lanes": lanes,
         "shard_tokens": require_positive(shard_tokens, "shard_tokens"),
         "dtype": _dtype_for(encode) if dtype == "auto" else dtype,
@@ -252,7 +253,7 @@ def _write_index(job: Job, lanes: list[Progress]) -> None:
         "format": FORMAT,
         "version": VERSION,
         "dtype": job.plan["dtype"],
-        "plan": job.plan,
+        "plan": job.recorded,
         "bad_records": bad,
         "shards": [
             {key: value for key, value in asdict(shard).items() if key != "dtype"} for shard in shards

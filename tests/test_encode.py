@@ -351,6 +351,8 @@ class Transform:
     def __init__(self) -> None:
         self.column_map = {"input": "q", "output": "a"}
         self.train_on_input = False
+        self.rule = lambda text: text  # has another address in every process
+        self.parts = [object(), {"b", "a", "c"}]
 
 
 FINGERPRINT_ELSEWHERE = """

@@ -121,6 +121,7 @@ def test_a_resume_reads_at_most_the_window_and_the_pieces_in_flight(tmp_path: Pa
             source, encoder = JSONLSource(path), Numbers()
             resumed = make(source, encoder=encoder, **settings)
             resumed.load_state_dict(state)
+            source.bytes_read = encoder.calls = 0  # a few rows were looked at, to compare
             stream = resumed.stream()
             # Up to a window before the row in question, and up to a window to have the last one whole.
             rows_read = source.bytes_read / line
@@ -256,7 +257,6 @@ BASE: dict[str, Any] = {
         ("shuffle_window", "9", "10", {"shuffle_window": 10}),
         ("shuffle_window", "9", "0", {"shuffle": False}),
         ("seed", "0", "1", {"seed": 1}),
-        ("encoder", "'numbers'", "'letters'", {"encoder": Numbers("letters")}),
     ],
 )
 def test_a_state_of_another_config_is_refused(
@@ -279,11 +279,17 @@ def test_a_state_of_another_corpus_is_refused(tmp_path: Path) -> None:
     before = make(MapSource(rows(50)))
     next(iter(before))
     state = before.state_dict()
+    words = iter(
+        [
+            "corpus.rows=50 and this dataset has corpus.rows=51;",
+            "another corpus: sample 0 is another row;",
+            "corpus.source='MapSource' and this dataset has corpus.source='JSONLSource';",
+        ]
+    )
     for source in (MapSource(rows(51)), MapSource(rows(50, seed=1)), write(tmp_path / "a.jsonl", rows(50))):
-        with pytest.raises(
-            ValueError, match="the state was made with corpus='[0-9a-f]{16}' and this dataset has corpus="
-        ):
+        with pytest.raises(ValueError) as error:
             make(source).load_state_dict(state)
+        assert str(error.value).startswith("the state was made with " + next(words))
     make(MapSource(rows(50))).load_state_dict(state)
 
 

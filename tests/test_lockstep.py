@@ -674,7 +674,8 @@ def test_an_error_at_the_start_of_one_rank_is_raised_on_all() -> None:
 
     def loader(rows: list[dict[str, int]]) -> PackedDataLoader:
         source: Any = IterableSource(rows, stride=True)
-        source.fingerprint = lambda: "the same"
+        source.identity = lambda: {"source": "the same"}
+        source.examples = lambda count: []
         return PackedDataLoader(
             IterablePackedDataset(source, max_seq_len=12, buffer_size=4, num_lanes=2, encoder=Numbers())
         )

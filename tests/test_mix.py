@@ -648,7 +648,7 @@ def test_names_order_and_stop_may_not_change() -> None:
     next(iter(data))
     state = data.state_dict()
     for other in (three("never"), Mix(list(reversed(three().entries))), Mix(three().entries[:2])):
-        with pytest.raises(ValueError, match="the state was made with corpus="):
+        with pytest.raises(ValueError, match=r"the state was made with corpus\.(stop|names)="):
             make(other).load_state_dict(state)
     make(three()).load_state_dict(pickle.loads(pickle.dumps(state)))
 

@@ -84,7 +84,7 @@ def manifest(shards: int) -> dict[str, float]:
             "memory": kept(lambda: JSONLSource(pattern)),
             "seconds": clocked(lambda: JSONLSource(pattern))[0],
             "pickled": len(pickle.dumps(source)),
-            "identified": clocked(lambda: source.corpus.identify(tags))[0],
+            "identified": clocked(lambda: source.corpus.identify(tags).state())[0],
         }
 
 

@@ -76,7 +76,7 @@ class MessagesEncoder:
         from torchtune.data import Message
 
         transform = self.message_transform
-        settings = sorted((k, str(v)) for k, v in getattr(transform, "__dict__", {}).items())
+        settings = sorted((k, _setting(v)) for k, v in getattr(transform, "__dict__", {}).items())
         probe = self.tokenizer(
             {"messages": [Message("user", PROBE, masked=True), Message("assistant", PROBE, eot=True)]}
         )
@@ -90,3 +90,14 @@ class MessagesEncoder:
             plain(probe["mask"]),
             choices,
         )
+
+
+def _setting(value: Any) -> str:
+    """Without a memory address: of what has no better name, the class, for what it does shows in the encoded rows."""
+    if isinstance(value, Mapping):
+        return str(sorted((str(key), _setting(item)) for key, item in value.items()))
+    if isinstance(value, list | tuple):
+        return str([_setting(item) for item in value])
+    if isinstance(value, set | frozenset):
+        return str(sorted(map(_setting, value)))
+    return qualified_name(value) if " at 0x" in (shown := str(value)) else shown

@@ -17,6 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 from streampack.plan import require_positive
 from streampack.sources.base import Source, digest
+from streampack.sources.filemarks import FileMarks
 from streampack.sources.formats import in_folder
 from streampack.sources.manifest import named_in
 from streampack.sources.remote import Listed, RemoteStorage, scheme_of
@@ -52,17 +53,32 @@ class Corpus:
     files: tuple[File, ...]
     storage: Storage
     retries: Retries
-    _fingerprint: str | None = field(default=None, init=False)
+    _marks: FileMarks | None = field(default=None, init=False)
 
     def fingerprint(self) -> str:
         """Names, sizes, and each file's ETag or a hash of its first and last 64 KiB; never a modification time."""
-        return self._fingerprint or self.identify(together(self.tag, self.files))
+        return self.marks().content
 
-    def identify(self, tags: Sequence[str]) -> str:
-        """The fingerprint, of the tags of all files in their order, whoever has read them; it is kept."""
-        named = ((file.name, file.size, tag) for file, tag in zip(self.files, tags, strict=True))
-        self._fingerprint = digest(*named)
-        return self._fingerprint
+    def marks(self) -> FileMarks:
+        """What a state remembers of the files; reads their ends, once."""
+        return self._marks or self.identify(together(self.tag, self.files))
+
+    def identify(self, tags: Sequence[str]) -> FileMarks:
+        """Keep the tags of all files, in the files' order, whoever has read them."""
+        self._marks = FileMarks(self.files, tags)
+        return self._marks
+
+    def state(self) -> dict[str, Any]:
+        """See `Compared`."""
+        return self.marks().state()
+
+    def listed(self) -> str:
+        """See `Compared`: the files are compared by themselves, for they are many."""
+        return "listed"
+
+    def difference(self, theirs: Any) -> str | None:
+        """See `Compared`."""
+        return self.marks().difference(theirs)
 
     def tag(self, file: File) -> str:
         """Its ETag, or a hash of its first and last 64 KiB."""

@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from streampack.sources.base import Reader, Reading, digest, plain
+from streampack.sources.base import Reader, Reading, digest
+from streampack.sources.examples import EXAMPLES, Example, MarkedRows, leading
+from streampack.sources.identity import state_of
 from streampack.sources.mapstyle import MapSource
 from streampack.sources.window import Part, Record, read_parts
 from streampack.types import Origin
@@ -104,6 +106,14 @@ class HFSource:
         """The number of rows and the content of ten; of a stream, shards, columns and two shards' first rows."""
         return self.rows.fingerprint()
 
+    def identity(self) -> dict[str, Any]:
+        """See `identity_of`."""
+        return self.rows.identity()
+
+    def examples(self, count: int) -> list[Example]:
+        """Rows from all over the dataset; of a stream, the first of one shard."""
+        return self.rows.examples(count)
+
     def read(self, reading: Reading) -> Reader:
         """See `Source.read`."""
         return self.rows.read(reading)
@@ -149,19 +159,31 @@ class _Stream:
                 "a stream that is interleaved, repeated or cut cannot be divided; use one consumer, a map-style "
                 "dataset (streaming=False), or give the streams to a Mix"
             )
-        self._fingerprint: str | None = None
+        self._identity: dict[str, Any] | None = None
 
     def fingerprint(self) -> str:
-        if self._fingerprint is None:
-            info, ends = self.dataset.info, sorted({0, self.shards - 1})
-            first = [plain(next(self._rows(shard), None)) for shard in ends]
-            features = (
-                None if self.dataset.features is None else sorted(map(str, self.dataset.features.items()))
-            )
-            self._fingerprint = digest(
-                info.dataset_name, info.config_name, str(self.dataset.split), self.shards, features, first
-            )
-        return self._fingerprint
+        return digest(state_of(self.identity()))
+
+    def identity(self) -> dict[str, Any]:
+        if self._identity is None:
+            info, features = self.dataset.info, self.dataset.features
+            first = self.examples(EXAMPLES)
+            if self.shards > 1:
+                first += leading(self._rows(self.shards - 1), 1, part=self.shards - 1)
+            self._identity = {
+                "source": "HFSource",
+                "name": info.dataset_name,
+                "config": info.config_name,
+                "split": str(self.dataset.split),
+                "shards": self.shards,
+                "columns": None if features is None else ", ".join(sorted(features)),
+                "features": None if features is None else digest(sorted(map(str, features.items()))),
+                "content": MarkedRows.of(first, self.locate),
+            }
+        return self._identity
+
+    def examples(self, count: int) -> list[Example]:
+        return leading(self._rows(0), count, part=0)
 
     def read(self, reading: Reading) -> Reader:
         return read_parts(

@@ -8,7 +8,9 @@ from typing import Any
 
 from streampack.plan import require
 from streampack.sources.base import Reader, Reading, Source, digest, plain, way_out
+from streampack.sources.examples import Example, MarkedRows, columns_of, examples_of
 from streampack.sources.files import Corpus, Divisible, corpora_of, divisible_of, listing_of
+from streampack.sources.identity import identity_of
 from streampack.sources.storage import File
 from streampack.types import Origin, Position, Row
 
@@ -44,10 +46,30 @@ class Holdout:
         self.share = share
         self.part = part
         self.max_lanes = source.max_lanes
+        self._examples: list[Example] | None = None
 
     def fingerprint(self) -> str:
-        """The source's, the share and the part."""
-        return digest(self.source.fingerprint(), self.share, self.part)
+        """The source's, the share, the part, and what of the rows decides to which part each belongs."""
+        hashed = self.identity()["hashed"].state()
+        return digest(self.source.fingerprint(), self.share, self.part, hashed)
+
+    def identity(self) -> dict[str, Any]:
+        """See `identity_of`. Other columns of the same files are other rows here: the split is by their content."""
+        if self._examples is None:
+            self._examples = examples_of(self.source)
+        columns = columns_of(self._examples)
+        return {
+            "source": "Holdout",
+            "of": identity_of(self.source),
+            "share": self.share,
+            "part": self.part,
+            "columns": None if columns is None else ", ".join(columns),
+            "hashed": MarkedRows.of(self._examples, self.locate),
+        }
+
+    def examples(self, count: int) -> list[Example]:
+        """The source's, of both parts."""
+        return examples_of(self.source, count)
 
     def corpora(self) -> list[Corpus]:
         """The source's."""

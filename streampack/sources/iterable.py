@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from streampack.sources.base import Reader, Reading, digest, plain
+from streampack.sources.base import Reader, Reading, digest
+from streampack.sources.examples import EXAMPLES, Example, MarkedRows, differs_at, leading
 from streampack.sources.window import Part, Record, read_parts
 from streampack.types import Origin
 
@@ -37,15 +38,40 @@ class IterableSource:
         self.rows = rows
         self.max_lanes: int | None = None if stride else 1
         self.rows_read = 0  # by this copy of the source
-        self._newest: Iterator[Any] | None = None  # that a function made
+        self._newest: Iterator[Any] | None = None  # that a function or an iterable made
+        self._first: MarkedRows | None = None  # what the fingerprint is made of
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_newest": None}
 
     def fingerprint(self) -> str:
-        """A digest of the first row: all that can be known without reading everything."""
-        first = next(self._iterate(), None)
-        return digest(plain(first))
+        """A digest of the first rows: all that can be known without reading everything."""
+        return digest(self.identity()["content"].state())
+
+    def identity(self) -> dict[str, Any]:
+        """See `identity_of`.
+
+        Raises:
+            ValueError: if the iterable, iterated again, begins with another row.
+        """
+        if self._first is None:
+            given = self.examples(EXAMPLES)
+            broken = any(row.data is None for row in given[-1:])
+            first = MarkedRows.of(given, self.locate, ended=len(given) < EXAMPLES and not broken)
+            again = MarkedRows.of(self.examples(1), self.locate, ended=not given)
+            if differs_at(again.marks, first.marks[:1]) is not None:
+                raise ValueError(
+                    f"{type(self.rows).__name__} gives other rows each time it is iterated, so neither a second epoch "
+                    "nor a resume is possible; make it begin anew, in the same order: shuffle with "
+                    "IterablePackedDataset(..., shuffle=True), and open files in the function that is given to "
+                    "IterableSource"
+                )
+            self._first = first
+        return {"source": "IterableSource", "content": self._first}
+
+    def examples(self, count: int) -> list[Example]:
+        """The first rows."""
+        return leading(self._iterate(), count, part=0)
 
     def read(self, reading: Reading) -> Reader:
         """See `Source.read`."""
@@ -80,13 +106,12 @@ class IterableSource:
 
     def _iterate(self) -> Iterator[Mapping[str, Any]]:
         rows = self.rows() if callable(self.rows) else self.rows
-        if isinstance(rows, Iterator):
-            if rows is self._newest:
-                raise ValueError(
-                    "the function returned the same iterator twice; it must make a new one each time"
-                )
-            self._newest = rows
-        return iter(rows)
+        iterator = iter(rows)
+        if iterator is self._newest:
+            what = "function" if callable(self.rows) else f"{type(self.rows).__name__}"
+            raise ValueError(f"the {what} returned the same iterator twice; it must make a new one each time")
+        self._newest = iterator
+        return iterator
 
 
 class _Strided:

@@ -6,13 +6,15 @@ import heapq
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain
+from functools import partial
+from itertools import chain, islice, repeat
 from typing import Any
 from urllib.parse import urlsplit
 
 from streampack.plan import require_positive
 from streampack.sources.archives import BUFFER_BYTES, DAMAGED, NOT_TEXT, content, kind_of, not_text
 from streampack.sources.base import Reader, Reading, spread
+from streampack.sources.examples import Example, example
 from streampack.sources.files import Corpus, Name, find_files
 from streampack.sources.formats import JSON_LINES, require_json_lines, whole_json
 from streampack.sources.indexed import places
@@ -100,6 +102,10 @@ class JSONLSource:
     def fingerprint(self) -> str:
         """Names, sizes, and each file's ETag or a hash of its first and last 64 KiB; never a modification time."""
         return self.corpus.fingerprint()
+
+    def identity(self) -> dict[str, Any]:
+        """See `identity_of`."""
+        return {"source": "JSONLSource", "files": self.corpus}
 
     def corpora(self) -> list[Corpus]:
         """What the fingerprint reads."""
@@ -190,6 +196,30 @@ class JSONLSource:
         sizes = [len(raw) for raw in rows.values() if isinstance(raw, bytes)]
         return decoded, whole / max(1, sum(sizes))
 
+    def examples(self, count: int) -> list[Example]:
+        """Rows all over the files; of compressed ones, if all are, the first rows of the first file."""
+        plain = [number for number, file in enumerate(self.files) if file.seekable]
+        if plain:
+            found = places([self.files[number].size for number in plain], count)
+            parts = [Part(plain[i], at, at + 1) for i, at in found]
+            records = zip(parts, together(self._found_from, parts), strict=True)
+        else:
+            lines = islice(_Lines(self, Part(0), 0, self._fetcher()), count)
+            records = zip(repeat(Part(0)), list(_until_damage(lines)), strict=False)
+        return [
+            example(partial(self._decoded, part, record[1]), (part.file, record[0]))
+            for part, record in records
+            if record is not None
+        ]
+
+    def _found_from(self, place: Part) -> Record | None:
+        with suppress(ValueError):  # a file without rows is found when it is read
+            return self._first_from(place)
+        return None
+
+    def _decoded(self, part: Part, raw: bytes, origin: Origin) -> Mapping[str, Any]:
+        return self._decode(part, origin[1], raw)
+
     def _first_from(self, place: Part) -> Record | None:
         # A row belongs to where it begins; from here, that is wherever the next one does. Behind the last row comes the
         # first: a row that is alone in its file would never be found otherwise.
@@ -264,6 +294,11 @@ def divide(files: Sequence[File], num_lanes: int) -> list[list[Part]]:
             lanes[lane].append(Part(number, start, stop) if file.seekable else Part(number))
             heapq.heapreplace(load, (least + stop - start, lane))
     return lanes
+
+
+def _until_damage(records: Iterator[Record]) -> Iterator[Record]:
+    with suppress(Damage):  # which is found when it is read
+        yield from records
 
 
 class _Lines:

@@ -7,19 +7,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from streampack.sources.base import (
-    BadRecord,
-    Reading,
-    digest,
-    permutation,
-    plain,
-    readable,
-    reason_of,
-    spread,
-)
+from streampack.sources.base import BadRecord, Reading, digest, permutation, readable, reason_of, spread
+from streampack.sources.examples import EXAMPLES, Example, MarkedRows, example
 from streampack.types import Origin, Position, Row
-
-PROBES = 8  # rows that the fingerprint looks at
 
 
 class MapDataset(Protocol):
@@ -51,23 +41,23 @@ class MapSource:
                 f"the dataset ({type(dataset).__name__}) is empty; it must have at least one row"
             )
         self.dataset = dataset
-        self._fingerprint: str | None = None
+        self._rows: MarkedRows | None = None  # what the fingerprint is made of
 
     def fingerprint(self) -> str:
-        """The number of rows and the content of ten of them."""
-        if self._fingerprint is None:
-            numbers = sorted({0, *spread(len(self.dataset), PROBES), len(self.dataset) - 1})
-            rows = [self._content(i) for i in numbers]
-            self._fingerprint = digest(len(self.dataset), rows)
-        return self._fingerprint
+        """The number of rows and the content of twelve of them."""
+        identity = self.identity()
+        return digest(identity["rows"], identity["content"].state())
 
-    def _content(self, number: int) -> Any:
-        try:
-            return plain(self.dataset[number])
-        except OSError:
-            raise
-        except Exception as error:  # a bad record; it is reported where it is read
-            return type(error).__name__
+    def identity(self) -> dict[str, Any]:
+        """See `identity_of`."""
+        if self._rows is None:
+            self._rows = MarkedRows.of(self.examples(EXAMPLES), self.locate)
+        return {"source": "MapSource", "rows": len(self.dataset), "content": self._rows}
+
+    def examples(self, count: int) -> list[Example]:
+        """The first row, the last, and others from all over the dataset."""
+        numbers = {0, *spread(len(self.dataset), max(1, count - 2)), len(self.dataset) - 1}
+        return [example(self.fetch, (number,)) for number in sorted(numbers)]
 
     def read(self, reading: Reading) -> _Rows:
         """See `Source.read`. Random access needs no window: any ``shuffle_window`` but 0 permutes the lane."""

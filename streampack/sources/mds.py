@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 from streampack.sources.archives import DAMAGED, content
 from streampack.sources.base import Reader, Reading, readable
 from streampack.sources.columns import Column, decoder, left_out, row_of
+from streampack.sources.examples import Example, example
 from streampack.sources.files import Corpus, Name
 from streampack.sources.indexed import Offsets, divide, offsets_of, places, read_index, records
 from streampack.sources.ranges import Ahead, Block, Fetcher, Stretch, blocks
@@ -90,6 +92,10 @@ class MDSSource:
         """Names, sizes, and each file's ETag or a hash of its first and last 64 KiB: an index may lack checksums."""
         return self.corpus.fingerprint()
 
+    def identity(self) -> dict[str, Any]:
+        """See `identity_of`."""
+        return {"source": "MDSSource", "files": self.corpus}
+
     def corpora(self) -> list[Corpus]:
         """What the fingerprint reads."""
         return [self.corpus]
@@ -139,6 +145,19 @@ class MDSSource:
         rows = chain.from_iterable(together(readable(self.fetch), numbers))
         return list(rows), self.samples / max(1, len(numbers))
 
+    def examples(self, count: int) -> list[Example]:
+        """Samples from all over the shards; of compressed ones, if any are, the first of one shard."""
+        if not any(shard.suffix for shard in self.shards):
+            numbers = places([shard.samples for shard in self.shards], count)
+            return together(partial(example, self.fetch), numbers)
+        number = next((i for i, shard in enumerate(self.shards) if shard.samples), 0)
+        part = Part(number, 0, min(count, self.shards[number].samples))
+        fetcher = Fetcher(self.corpus.storage, self.corpus.retries, ahead=0)
+        with suppress(ValueError):  # damage is found when it is read
+            samples = list(_Samples(self, part, 0, fetcher))
+            return [example(partial(self._decoded, part, raw), (number, at)) for at, raw, _ in samples]
+        return []
+
     def _divide(self, num_lanes: int) -> list[list[Part]]:
         lanes = divide(
             [shard.samples for shard in self.shards], [file.size for file in self.files], num_lanes
@@ -155,6 +174,9 @@ class MDSSource:
             ]
             for parts in lanes
         ]
+
+    def _decoded(self, part: Part, raw: bytes, origin: Origin) -> Mapping[str, Any]:
+        return self._decode(part, origin[1], raw)
 
     def _decode(self, part: Part, offset: int, raw: bytes) -> Mapping[str, Any]:
         columns = self.shards[part.file].columns

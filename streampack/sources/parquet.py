@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from streampack.sources.base import Reader, Reading, digest, spread
+from streampack.sources.examples import Example
 from streampack.sources.files import Corpus, Divisible, Name, find_files
 from streampack.sources.formats import PARQUET
 from streampack.sources.ranges import Fetcher
@@ -85,6 +86,11 @@ class ParquetSource:
         """Of the files, as for JSON lines, and the columns."""
         return digest(DIVISION, self.corpus.fingerprint(), self.columns)
 
+    def identity(self) -> dict[str, Any]:
+        """See `identity_of`."""
+        columns = None if self.columns is None else ", ".join(self.columns)
+        return {"source": "ParquetSource", "files": self.corpus, "columns": columns, "division": DIVISION}
+
     def corpora(self) -> list[Corpus]:
         """What the fingerprint reads."""
         return [self.corpus]
@@ -155,6 +161,15 @@ class ParquetSource:
                     ]
         whole = sum(file.size for file in self.files)
         return rows, known / max(1, len(rows)) * whole / max(1, size)
+
+    def examples(self, count: int) -> list[Example]:
+        """The first rows of one row group: of the corpus, nothing is read for less."""
+        with suppress(ValueError):  # damage is found when it is read
+            starts = starts_of(self.footers.get(0, self._fetcher()))
+            part = Part(0, 0, min(count, *starts[1:2]))
+            rows = RowGroups(self.footers, part, 0, self._fetcher())
+            return [Example((0, number), plain_row(raw)) for number, raw, _ in rows]
+        return []
 
     def divisible(self) -> list[Divisible]:
         """See `divisible_of`."""

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from streampack.sources.base import Reader, Reading, digest, readable
+from streampack.sources.examples import Example, example
+from streampack.sources.filemarks import FileMarks
 from streampack.sources.files import Name
 from streampack.sources.indexed import Offsets, divide, offsets_of, places, read_index, records
 from streampack.sources.ranges import Ahead, Block, Fetcher, blocks
@@ -94,6 +97,16 @@ class TokenShardSource:
     def fingerprint(self) -> str:
         """The shards' names and checksums as the index has them: the same wherever the folder lies."""
         return digest("tokens", [(shard.name, shard.tokens, shard.crc32) for shard in self.shards])
+
+    def identity(self) -> dict[str, Any]:
+        """See `identity_of`."""
+        files = self.listing()
+        return {"source": "TokenShardSource", "files": FileMarks(files, [file.tag or "" for file in files])}
+
+    def examples(self, count: int) -> list[Example]:
+        """Documents from all over the shards."""
+        numbers = places([shard.documents for shard in self.shards], count)
+        return together(partial(example, self.fetch), numbers)
 
     def listing(self) -> list[File]:
         """The shards, each by the checksum that the index has: no fingerprint reads them, and ranks compare them so."""

@@ -175,12 +175,7 @@ class MethodLoader:
                 f"the state is of {'a stream' if theirs is None else f'method={theirs!r}'} and this run has "
                 f"method={self.method!r}; go on with what the run began with, or start a new run"
             )
-        for name, ours in self._identity().items():
-            if (value := state["identity"].get(name)) != ours:
-                raise ValueError(
-                    f"the state was made with {name}={value!r} and this dataset has {name}={ours!r}; "
-                    "resume with what the run began with, or start a new run"
-                )
+        self.dataset.require_identity(state["identity"], names=OF_SAMPLES)
         self.sampler.load_state_dict(state["sampler"])
         self._handed = state["sampler"]["dealt"] // self.world.size
         self._totals = Ledger.from_numbers(state["ledger"])

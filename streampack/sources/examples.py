@@ -1,0 +1,151 @@
+"""A few fixed rows of a source: by what they hold, and by what an encoder makes of them, two runs are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple
+
+from streampack.sources.base import BadRecord, Reading, Source, digest, plain
+from streampack.types import Origin
+
+EXAMPLES = 12
+UNKNOWN = "-"
+"""The mark of a row that could not be read or encoded. It is equal to any other: whoever mended the row, or the
+encoder's bug that it showed, may go on with the run."""
+END = "end"
+"""The mark behind the last row of a source that has fewer than were asked for."""
+
+
+class Example(NamedTuple):
+    """One row, and where it stands; ``data`` is None if it could not be read."""
+
+    origin: Origin
+    data: Any
+
+
+def examples_of(source: Source, count: int = EXAMPLES) -> list[Example]:
+    """About ``count`` rows of a source, the same at each call and in each process.
+
+    A source says which, as ``examples(count)``, if it can find rows all over the corpus for little; otherwise they are
+    the first ones.
+    """
+    own: Callable[[int], list[Example]] | None = getattr(source, "examples", None)
+    return first_rows(source, count) if own is None else own(count)
+
+
+def first_rows(source: Source, count: int) -> list[Example]:
+    """The first rows of a source that is read as one lane."""
+    reader = source.read(Reading())
+    found: list[Example] = []
+    while len(found) < count:
+        try:
+            row = next(reader, None)
+        except BadRecord as error:
+            found.append(Example(error.origin, None))
+            reader.skip()
+            continue
+        if row is None:
+            break
+        found.append(Example(row.origin, row.data))
+    return found
+
+
+def leading(rows: Iterator[Any], count: int, *, part: int) -> list[Example]:
+    """The first rows that an iterator gives, up to one that it cannot give; row n is ``(part, n)``."""
+    found: list[Example] = []
+    try:
+        for row in islice(rows, count):
+            found.append(Example((part, len(found)), row))
+    except Exception:
+        found.append(Example((part, len(found)), None))
+    return found
+
+
+def example(fetch: Callable[[Origin], Any], origin: Origin) -> Example:
+    """One row by ``fetch``. No error of a row is one of the run: it is raised where the row is read for training."""
+    try:
+        return Example(origin, fetch(origin))
+    except Exception:
+        return Example(origin, None)
+
+
+def mark(value: Any) -> str:
+    """Eight hex digits for the content of a row or a sample."""
+    try:
+        return digest(plain(value))[:8]
+    except Exception:  # nested without end, or with an attribute that raises
+        return UNKNOWN
+
+
+@dataclass(frozen=True)
+class MarkedRows:
+    """The marks of some rows, and where those stand."""
+
+    marks: tuple[str, ...]
+    places: tuple[Callable[[], str], ...]  # of each mark: in words, found when asked
+
+    @classmethod
+    def of(
+        cls, examples: Iterable[Example], locate: Callable[[Origin], str], *, ended: bool = False
+    ) -> MarkedRows:
+        """Those of the rows' own content. ``ended``: the source has no more."""
+        given = list(examples)
+        marks = [UNKNOWN if row.data is None else mark(row.data) for row in given]
+        places: list[Callable[[], str]] = [_Place(locate, row.origin) for row in given]
+        return cls((*marks, END) if ended else tuple(marks), tuple(places))
+
+    def state(self) -> str:
+        """As a state holds them."""
+        return " ".join(self.marks)
+
+    def listed(self) -> str:
+        """See `Compared`: a few rows are read for little."""
+        return self.state()
+
+    def difference(self, theirs: Any) -> str | None:
+        """Where the first row stands whose content differs; None where all are the same."""
+        if not isinstance(theirs, str):
+            return "the rows that were looked at are unknown"
+        number = differs_at(theirs.split(" ") if theirs else [], self.marks)
+        if number is None:
+            return None
+        return (
+            f"{self.places[number]()} is another row"
+            if number < len(self.places)
+            else f"it has {number} row(s)"
+        )
+
+
+@dataclass(frozen=True)
+class _Place:
+    locate: Callable[[Origin], str]
+    origin: Origin
+
+    def __call__(self) -> str:
+        return self.locate(self.origin)
+
+
+def differs_at(theirs: Iterable[str], ours: Iterable[str]) -> int | None:
+    """The number of the first mark that differs. Behind a row that was not read at the end, nothing is known.
+
+    >>> differs_at(["a", "-", "c"], ["a", "b", "d"]), differs_at(["a"], ["a", "b"]), differs_at(["-"], ["a", "b"])
+    (2, 1, None)
+    """
+    theirs, ours = list(theirs), list(ours)
+    if UNKNOWN in (*theirs[-1:], *ours[-1:]):
+        shorter = min(len(theirs), len(ours))
+        theirs, ours = theirs[:shorter], ours[:shorter]
+    for number, pair in enumerate(zip(theirs, ours, strict=False)):
+        if pair[0] != pair[1] and UNKNOWN not in pair:
+            return number
+    return None if len(theirs) == len(ours) else min(len(theirs), len(ours))
+
+
+def columns_of(examples: Iterable[Example]) -> list[str] | None:
+    """The names of the columns of the first row that could be read."""
+    for row in examples:
+        if isinstance(row.data, Mapping):
+            return sorted(map(str, row.data))
+    return None

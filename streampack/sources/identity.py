@@ -1,0 +1,83 @@
+"""What tells one corpus from another, by name, so that a refusal can say what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from streampack.sources.base import Source
+
+
+class Compared(Protocol):
+    """A part of an identity that is compared by its content and explains how it differs."""
+
+    def state(self) -> Any:
+        """What a state keeps of it: plain values, some kilobytes at most."""
+
+    def listed(self) -> Any:
+        """The same as far as it is known for little, before a run begins."""
+
+    def difference(self, theirs: Any) -> str | None:
+        """What differs from the ``state`` of another, in words; None if nothing does. ``theirs`` may be anything."""
+
+
+def identity_of(source: Source) -> dict[str, Any]:
+    """What tells a source from another: plain values, mappings of them, and `Compared`.
+
+    A source gives it as ``identity()``. Of one without, or whose class overrides only ``fingerprint``, that is all.
+    """
+    own: Callable[[], dict[str, Any]] | None = getattr(source, "identity", None)
+    if own is not None and _definer(source, "identity") is _definer(source, "fingerprint"):
+        return own()
+    return {"source": type(source).__name__, "fingerprint": source.fingerprint()}
+
+
+def state_of(value: Any, *, listed: bool = False) -> Any:
+    """An identity as plain values; ``listed``: without what would have to be read from all over the corpus.
+
+    >>> state_of({"rows": 3, "of": {"source": "MapSource"}})
+    {'rows': 3, 'of': {'source': 'MapSource'}}
+    """
+    if isinstance(value, Mapping):
+        return {name: state_of(item, listed=listed) for name, item in value.items()}
+    if hasattr(value, "difference"):
+        compared: Compared = value
+        return compared.listed() if listed else compared.state()
+    return value
+
+
+def difference(theirs: Any, ours: Any) -> str | None:
+    """The first difference of ``ours`` from the state of another identity, in words; None if there is none.
+
+    >>> difference({"seed": 0}, {"seed": 1})
+    'with seed=0 and this dataset has seed=1'
+    """
+    found = first_difference(theirs, ours)
+    if found is None:
+        return None
+    name, before, now = found
+    if hasattr(now, "difference"):
+        return f"with another {name.partition('.')[0]}: {now.difference(before)}"
+    return f"with {name}={before!r} and this dataset has {name}={now!r}"
+
+
+def first_difference(theirs: Any, ours: Any, name: str = "") -> tuple[str, Any, Any] | None:
+    """The dotted name of the first part that differs, and both values of it; None if none does.
+
+    >>> first_difference({"corpus": {"rows": 3}}, {"corpus": {"rows": 4}})
+    ('corpus.rows', 3, 4)
+    """
+    if isinstance(ours, Mapping):
+        known = theirs if isinstance(theirs, Mapping) else {}
+        for key, value in ours.items():
+            found = first_difference(known.get(key), value, f"{name}.{key}" if name else str(key))
+            if found is not None:
+                return found
+        return None
+    if hasattr(ours, "difference"):
+        return None if ours.difference(theirs) is None else (name, theirs, ours)
+    return None if type(theirs) is type(ours) and theirs == ours else (name, theirs, ours)
+
+
+def _definer(source: Source, method: str) -> type | None:
+    return next((kind for kind in type(source).__mro__ if method in vars(kind)), None)
