@@ -26,7 +26,7 @@ from torchtune import training
 from streampack.attention import prepare_model_for_packing
 from streampack.components import build
 from streampack.training.config import RunConfig, read_config
-from streampack.training.data import build_data, build_loader, total_steps
+from streampack.training.data import build_data, build_loader, opening, total_steps
 from streampack.training.distributed import World, join_world
 from streampack.training.evaluation import evaluate
 from streampack.training.isolation import verify_isolation
@@ -118,6 +118,8 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
     if newest is not None and scheduler is not None:
         restore_schedule(scheduler, run["scheduler"])
 
+    if text := opening(cfg, loader, world=world):
+        print(text)
     logger = MetricLogger(cfg.metric_logger, world=world)
     logger.log_config(raw)
     profiler = build(cfg.profiler)[0] if cfg.profiler else training.DummyProfiler()

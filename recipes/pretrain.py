@@ -27,7 +27,7 @@ from streampack.attention import prepare_model_for_packing
 from streampack.components import build
 from streampack.flatten import join_documents
 from streampack.training.config import RunConfig, read_config
-from streampack.training.data import build_data, build_loader, total_steps
+from streampack.training.data import build_data, build_loader, opening, total_steps
 from streampack.training.distributed import World, join_world
 from streampack.training.evaluation import HeldOut, evaluate
 from streampack.training.isolation import verify_isolation
@@ -114,6 +114,8 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
     if newest is not None and scheduler is not None:
         restore_schedule(scheduler, run["scheduler"])
 
+    if text := opening(cfg, loader, world=world):
+        print(text)
     logger = MetricLogger(cfg.metric_logger, world=world)
     logger.log_config(raw)
     profiler = build(cfg.profiler)[0] if cfg.profiler else training.DummyProfiler()

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from streampack.assemble import check_sample
+from streampack.assemble import check_sample, trains_nothing
 from streampack.lane import Lane
 from streampack.lane_config import LaneConfig
 from streampack.sources import Holdout, MapSource
@@ -41,7 +41,10 @@ def packed_lengths(config: LaneConfig, rows: Iterable[int]) -> list[int]:
                 raise ValueError(f"{config.source.locate((number,))}: {error}") from error
             lengths.append(0)
             continue
-        lengths.append(sample.tokens.size if _keeps(config.source, row) else 0)
+        kept = _keeps(config.source, row) and not (
+            config.untrained == "drop" and _trains_nothing(config, sample)
+        )
+        lengths.append(sample.tokens.size if kept else 0)
     return lengths
 
 
@@ -51,6 +54,13 @@ def _keeps(source: Source, row: object) -> bool:
             return False
         source = source.source
     return True
+
+
+def _trains_nothing(config: LaneConfig, sample: Sample) -> bool:
+    length, packing = sample.tokens.size, config.packing
+    if not length or (length > packing.max_seq_len and packing.overlong == "error"):
+        return False  # counted as what it is
+    return all(trains_nothing(sample.cut(*bounds)) for bounds in packing.pieces_of(length))
 
 
 def count_packs(config: LaneConfig, lengths: list[int], *, epoch: int, lane: int, num_lanes: int) -> int:
@@ -85,7 +95,7 @@ def count_packs(config: LaneConfig, lengths: list[int], *, epoch: int, lane: int
 
     planned = replace(
         config, source=numbered, encode=encode, empty="drop", endless=False, truncate_eos=None, checks=False,
-        quarantine=None,
+        quarantine=None, untrained=None,
     )  # fmt: skip
     planning = Lane(planned, lane=lane, num_lanes=num_lanes)
     planning.start_epoch(epoch)

@@ -13,7 +13,7 @@ from streampack.collate import to_torchtune
 from streampack.consumers import Ranks, ranks_to_read
 from streampack.encode import TextEncoder, TokensEncoder, guard_datasets
 from streampack.epochs import EpochCounter
-from streampack.estimate import estimate_packs
+from streampack.estimate import Estimate, estimate
 from streampack.identity import identity_of_run
 from streampack.lane import Lane
 from streampack.lane_config import UNTRAINED, LaneConfig
@@ -156,6 +156,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self._stream: PackStream | None = None  # the newest iteration
         self.untrained = UntrainedWarning(self.lane_config)
         self._identity: dict[str, Any] | None = None
+        self._estimates: dict[tuple[int, int], Estimate] = {}
         self._ranks: Ranks | None = None  # of the process that this was sent from
 
     def __repr__(self) -> str:
@@ -377,12 +378,27 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         return found
 
     def estimate_packs(self, *, rows: int = 256) -> int:
-        """About how many packs one epoch makes, from ``rows`` rows all over the corpus. Padding is left out.
+        """Estimate how many packs one epoch makes, from ``rows`` rows all over the corpus; small data is counted.
+
+        Raises:
+            ValueError: as `estimate`.
+        """
+        return max(1, round(self.estimate(rows=rows).packs))
+
+    def estimate(self, *, rows: int = 256, num_lanes: int | None = None) -> Estimate:
+        """Estimate the packs of an epoch, with their standard error, and how much of the data is cut off.
+
+        Args:
+            rows: to encode, from all over the corpus.
+            num_lanes: each has a part-empty last pack. Default: as many as one process reads.
 
         Raises:
             ValueError: if the source cannot tell its size.
         """
-        return estimate_packs(self.lane_config, rows=rows)
+        key = (rows, self.lanes_for(1) if num_lanes is None else num_lanes)
+        if key not in self._estimates:
+            self._estimates[key] = estimate(self.lane_config, rows=rows, num_lanes=key[1])
+        return self._estimates[key]
 
 
 class _Dicts:

@@ -31,6 +31,12 @@ def broken(row: Any) -> Sample:
         {"source": HALF, "shuffle": True, "overlong": "split"},
         {"overlong": "drop", "strategy": "next_fit", "max_seqs_per_pack": 4},
         {"encoder": broken, "on_bad_record": "skip", "truncate_eos": 7},
+        {
+            "source": [
+                {**row, "labels": ([-100] * 9 + row["labels"][9:])[: len(row["labels"])]} for row in ROWS
+            ],
+            "untrained": "drop",
+        },
         {"num_lanes": 3, "source": [*ROWS, {"tokens": [], "labels": []}], "empty": "drop"},
     ],
 )

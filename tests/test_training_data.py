@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from streampack import IterablePackedDataset, PackedDataLoader
 from streampack.collate import Batch
 from streampack.sources.files import listing_of
 from streampack.tokenize import tokenize
 from streampack.training.config import read_config
-from streampack.training.data import build_data
+from streampack.training.data import build_data, opening, total_steps
 from streampack.training.distributed import World, join_world
 from tests.ranks import RankError, run_ranks
 from tests.test_training_sources import mixed_config
@@ -153,3 +154,18 @@ def test_broken_records_of_validation_are_listed_apart_once_and_without_a_limit(
     }
     assert {str(path.parent) for path in listed} == {"validation/counting", "validation/words"}
     assert [len(lines.splitlines()) for lines in listed.values()] == [3, 3]
+
+
+def test_the_opening_says_how_data_is_divided_and_what_truncation_costs(tmp_path: Path) -> None:
+    masked = [25 if i % 4 else 5 for i in range(40)]
+    rows = [{"tokens": [1] * 30, "labels": [-100] * n + [1] * (30 - n)} for n in masked]
+    config = read_config(tiny_config(tmp_path, epochs=1, max_steps=None, packs_per_step=2, validation=None))
+    data = IterablePackedDataset(rows, max_seq_len=20, overlong="truncate", num_lanes=2)
+    loader = PackedDataLoader(data, packs_per_step=2)
+    assert opening(config, loader, world=World()).splitlines() == [
+        "data         2 lanes, an epoch is 40 packs",
+        "overlong     100.0% of 40 samples looked at are longer than max_seq_len=20: overlong=truncate loses 33.3% of "
+        "the tokens, 62.5% of the trained ones",
+        "untrained    75.0% of them train nothing (data.untrained)",
+    ]
+    assert total_steps(config, loader, world=World()) == 20

@@ -30,11 +30,13 @@ class Quarantine:
 
     Args:
         folder: for the files of one stream; without one, the log names the first ten that each process skips.
+        quiet: where no folder lists them, do not log them either.
         limit: of broken records in one lane, over all epochs; counted in its ledger, so that a resume counts on.
     """
 
     folder: str | None = None
     limit: int = 100
+    quiet: bool = False
     _known: dict[int, set[tuple[str, int]]] = field(default_factory=dict, compare=False)  # by lane
     _logged: list[tuple[str, int]] = field(default_factory=list, compare=False)
 
@@ -58,7 +60,8 @@ class Quarantine:
     def keep(self, lane: int, *, shard: str, offset: int, reason: str) -> None:
         """List one record. One write each, so that a kill leaves at most the newest line torn."""
         if self.folder is None:
-            self._log(shard, offset, reason)
+            if not self.quiet:
+                self._log(shard, offset, reason)
             return
         path = Path(self.folder, f"lane-{lane:05d}.jsonl")
         if lane not in self._known:

@@ -150,8 +150,9 @@ class Hooks:
         )
         if self.steps is None:
             self.first_epoch = self.packs.epochs_begun.upcoming()
-        else:  # trained before: the same packs again, as from Trainer's own loaders
-            self.packs.set_epoch(self.first_epoch)
+        self.packs.set_epoch(
+            self.first_epoch
+        )  # trained before: the same again, as from Trainer's own loaders
         if (
             self.plan is not None or self.trainer.args.max_steps <= 0
         ):  # again, where auto_find_batch_size begins anew

@@ -6,6 +6,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -31,6 +32,8 @@ from streampack.training.evaluation import HeldOut
 from streampack.training.hints import hint_for
 from streampack.training.methods import Loader, MethodLoader
 from streampack.types import IGNORE_INDEX, Pack, Sample
+
+PROBED = 1024  # rows that are encoded to estimate the length of a run
 
 
 @dataclass(frozen=True)
@@ -236,16 +239,56 @@ def total_steps(config: RunConfig, loader: Loader, *, world: World) -> int:
         by_epochs = config.epochs * loader.steps_per_epoch
     else:
         with world.together():  # a thousand ranks need not all read the sample
-            by_epochs = _estimated_steps(config, loader) if world.is_main else 0
+            by_epochs = _estimated_steps(config, loader, world) if world.is_main else 0
         by_epochs = world.from_main(by_epochs)
     return min(by_epochs, config.max_steps or by_epochs)
 
 
-def _estimated_steps(config: RunConfig, loader: PackedDataLoader) -> int:
+def _estimated_steps(config: RunConfig, loader: PackedDataLoader, world: World) -> int:
     assert config.epochs is not None
     try:
-        return math.ceil(config.epochs * loader.dataset.estimate_packs() / loader.packs_per_step)
+        packs = loader.dataset.estimate(rows=PROBED, num_lanes=_lanes(config, loader, world)).at_most
+        return math.ceil(config.epochs * packs / loader.packs_per_step)
     except ValueError:
         if config.max_steps is None:
             raise
         return config.max_steps
+
+
+def _lanes(config: RunConfig, loader: Loader, world: World) -> int:
+    return loader.dataset.lanes_for(world.size * max(1, config.num_workers))
+
+
+def opening(config: RunConfig, loader: Loader, *, world: World) -> str:
+    """Say how data is divided, how long an epoch is, what truncation costs; empty but on rank 0. A collective."""
+    with world.together():
+        return _opening(config, loader, world) if world.is_main else ""
+
+
+def _opening(config: RunConfig, loader: Loader, world: World) -> str:
+    dataset = loader.dataset
+    packing = dataset.lane_config.packing
+    num_lanes = 1 if isinstance(loader, MethodLoader) else _lanes(config, loader, world)
+    parts = [] if isinstance(loader, MethodLoader) else [f"{num_lanes} lane{'s' * (num_lanes > 1)}"]
+    known = None
+    if config.epochs is not None or packing.overlong in ("truncate", "drop"):
+        # A stream without a length has none, nor a mixture without an end. A bad row is reported where it is read.
+        with suppress(Exception):
+            known = dataset.estimate(rows=PROBED, num_lanes=num_lanes)
+    if known is None:
+        return f"data         {', '.join(parts) or config.data['method']}"
+    if not isinstance(loader, MethodLoader):
+        about = f"about {known.packs:,.0f} packs (standard error {known.error / known.packs:.1%})"
+        parts.append(f"an epoch is {about if known.error else f'{known.packs:,.0f} packs'}")
+    else:
+        parts.append(f"an epoch is {loader.steps_per_epoch:,} steps")
+    lines = [f"data         {', '.join(parts)}"]
+    if known.longer and packing.overlong in ("truncate", "drop"):
+        lines.append(
+            f"overlong     {known.longer:.1%} of {known.samples:,} samples looked at are longer than "
+            f"max_seq_len={packing.max_seq_len}: overlong={packing.overlong} loses {known.cut:.1%} of the tokens, "
+            f"{known.cut_trained:.1%} of the trained ones"
+        )
+    if known.untrained:
+        lines.append(f"untrained    {known.untrained:.1%} of them train nothing (data.untrained)")
+    return "\n".join(lines)

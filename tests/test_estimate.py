@@ -1,0 +1,106 @@
+"""How long an epoch is: counted where that is cheap, else estimated upward; and what truncation costs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.lengths import lengths
+from streampack import IGNORE_INDEX, IterablePackedDataset, Mix, TokensEncoder
+from streampack.estimate import estimate
+from streampack.plan import plan_packs
+
+FLAN = lengths("flan", count=12_000, longest=400)
+MANY = [{"tokens": [1] * n, "labels": [1] * n} for n in FLAN.tolist()]
+
+
+def dataset(rows: Any, **settings: Any) -> IterablePackedDataset:
+    return IterablePackedDataset(rows, **{"max_seq_len": 256, "overlong": "truncate", **settings})
+
+
+@pytest.mark.parametrize("num_lanes", [1, 8])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"strategy": "next_fit"}, {"split_across_pack": True, "overlong": "split"}, {"shuffle": True}],
+)
+def test_small_data_is_counted(settings: dict[str, Any], num_lanes: int) -> None:
+    data = dataset(MANY[:500], num_lanes=num_lanes, **settings)
+    known = data.estimate(num_lanes=num_lanes)
+    assert (known.packs, known.error) == (len(list(data)), 0)
+    assert known.at_most == data.estimate_packs() == known.packs
+
+
+@pytest.mark.parametrize("kind", ["map", "jsonl"])
+@pytest.mark.parametrize("strategy", ["exact_fit", "next_fit"])
+def test_an_estimate_of_much_data_is_upward_and_close(tmp_path: Path, kind: str, strategy: str) -> None:
+    """Skewed lengths, packs that the strategy leaves part-empty, and lanes that each end with such a one."""
+    source: Any = MANY
+    if kind == "jsonl":
+        source = tmp_path / "rows.jsonl"
+        source.write_text("".join(json.dumps({"tokens": row["tokens"]}) + "\n" for row in MANY))
+    encoder = TokensEncoder(labels=None)
+    known = dataset(source, strategy=strategy, encoder=encoder).estimate(rows=1024, num_lanes=8)
+    actual = sum(
+        sum(1 for _ in plan_packs(np.minimum(FLAN, 256)[lane::8].tolist(), 256, strategy=strategy))
+        for lane in range(8)
+    )
+    assert 0 < known.error < 0.05 * actual
+    assert actual <= known.at_most < 1.1 * actual
+    assert known.packs == pytest.approx(actual, rel=0.05)
+
+
+def test_a_mixture_is_estimated() -> None:
+    mix = Mix(
+        [{"name": "a", "source": MANY[:6000], "weight": 1}, {"name": "b", "source": MANY[6000:], "weight": 2}]
+    )
+    data = dataset(mix, num_lanes=2)
+    known = data.estimate(rows=1024)
+    assert known.packs == pytest.approx(len(list(data)), rel=0.1)
+    assert known.error > 0
+
+
+def test_what_truncation_costs() -> None:
+    """Of 300 samples, a third is long; of half of these, the answer is cut off."""
+    short = {"tokens": [1] * 10, "labels": [IGNORE_INDEX] * 5 + [1] * 5}
+    answered = {"tokens": [1] * 40, "labels": [IGNORE_INDEX] * 10 + [1] * 30}
+    lost = {"tokens": [1] * 40, "labels": [IGNORE_INDEX] * 30 + [1] * 10}
+    rows = [short, short, short, short, answered, lost] * 50
+    known = dataset(rows, max_seq_len=20).estimate(rows=300)
+    assert (known.samples, known.longer, known.untrained) == (300, pytest.approx(1 / 3), pytest.approx(1 / 6))
+    assert known.cut == pytest.approx(40 / 120)
+    assert known.cut_trained == pytest.approx(30 / 60)
+    dropped = dataset(rows, max_seq_len=20, overlong="drop").estimate(rows=300)
+    assert (dropped.cut, dropped.cut_trained, dropped.untrained) == (
+        pytest.approx(80 / 120), pytest.approx(40 / 60), 0,
+    )  # fmt: skip
+    split = dataset(rows, max_seq_len=20, overlong="split").estimate(rows=300)
+    assert (split.cut, split.cut_trained, split.untrained) == (0, 0, 0)
+    left = dataset(rows, max_seq_len=20, untrained="drop")
+    assert left.estimate(rows=300).packs == len(list(left))
+
+
+def test_long_documents_are_not_all_read() -> None:
+    read = []
+
+    class Counting(TokensEncoder):
+        def __call__(self, row: Any, /) -> Any:
+            read.append(1)
+            return super().__call__(row)
+
+    document = {"tokens": np.ones(1 << 17, np.int32), "labels": np.ones(1 << 17, np.int32)}
+    data = dataset([document] * 2000, encoder=Counting(), overlong="split", split_across_pack=True)
+    known = data.estimate(rows=1024)
+    assert known.packs == pytest.approx(2000 * (1 << 17) / 256, rel=0.01)
+    assert len(read) == 64
+
+
+def test_bad_records_are_left_out_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"tokens": [1] * 10} if i % 10 else {} for i in range(200)]
+    data = dataset(rows, encoder=TokensEncoder(labels=None), on_bad_record="skip", num_lanes=1)
+    known = estimate(data.lane_config, rows=50)
+    assert not caplog.records
+    assert known.packs == len(list(data))
