@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
+from streampack.collate import Batch
 from streampack.lane_config import LaneConfig
 from streampack.metrics import Ledger
 from streampack.receipt import Receipt, untrained_samples
@@ -49,3 +51,54 @@ def warn_of_untrained(ledger: Ledger, *, max_seq_len: int) -> None:
         if truncated
         else "",
     )
+
+
+class TrainedSteps:
+    """What the steps of a training loop trained, of this rank; a step that trains nothing on any rank is an error.
+
+    Unless ``untrained="keep"`` says that such steps are meant to be. One that is mostly padding may train nothing, if
+    one before it did train: at an epoch's end, little may be left.
+    """
+
+    def __init__(self, config: LaneConfig) -> None:
+        self.wanted = config.untrained != "keep"
+        self.steps: list[tuple[int, int, int]] = []  # since the last look: trained tokens, tokens, slots
+        self.now = (0, 0, 0)  # of the step in the making
+        self.made = 0
+        self.any_trained = False
+
+    def add(self, batch: Batch, *, ends: bool) -> None:
+        """Count a batch on the CPU; the step may end with it."""
+        if not self.wanted:
+            return
+        trained, tokens, slots = self.now
+        self.now = (
+            trained + int(batch.num_trained),
+            tokens + batch.num_tokens,
+            slots + batch.tokens.numel(),
+        )
+        if ends:
+            self.steps.append(self.now)
+            self.now = (0, 0, 0)
+
+    def take(self) -> list[tuple[int, int, int]]:
+        """Give away what was counted."""
+        steps, self.steps = self.steps, []
+        return steps
+
+    def check(self, ranks: Sequence[Sequence[tuple[int, int, int]]]) -> None:
+        """Check what all ranks gave away.
+
+        Raises:
+            ValueError: if a step trained nothing.
+        """
+        for step in zip(*ranks, strict=True):
+            trained, tokens, slots = (sum(counts) for counts in zip(*step, strict=True))
+            self.made += 1
+            if not trained and tokens and (2 * tokens >= slots or not self.any_trained):
+                raise ValueError(
+                    f"step {self.made} of this training trained nothing: no label of its {tokens} tokens is trained; "
+                    "look at the labels, and whether overlong='truncate' cuts answers off; untrained='drop' leaves "
+                    "such samples out, untrained='keep' lets such steps be"
+                )
+            self.any_trained |= trained > 0

@@ -251,7 +251,11 @@ def test_the_logs_say_where_the_tokens_went(tmp_path: Path) -> None:
 def test_a_step_of_prompts_alone_trains_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = [{"tokens": [3] * 64, "labels": [-100] * 64}] * 8
     trainer = packed(
-        tmp_path, stream(rows), max_steps=2, weight_decay=0.0, eval_dataset=stream(rows, epochs=1)
+        tmp_path,
+        stream(rows, untrained="keep"),
+        max_steps=2,
+        weight_decay=0.0,
+        eval_dataset=stream(rows, epochs=1),
     )
     before = [parameter.clone() for parameter in trainer.model.parameters()]
     trainer.train()
@@ -394,3 +398,21 @@ def test_models_that_predict_no_tokens_are_refused(tmp_path: Path) -> None:
         ValueError, match="LlamaForSequenceClassification has a head for SequenceClassification and"
     ):
         prepare_trainer_for_packing(trainer)
+
+
+@pytest.mark.parametrize("logging_steps", [1, 100])
+def test_a_step_that_trains_nothing_is_an_error(tmp_path: Path, logging_steps: int) -> None:
+    cut_off = [{"tokens": [5] * 90, "labels": [-100] * 70 + [5] * 20}] * 40
+    args = {"max_steps": 3, "logging_steps": logging_steps, "gradient_accumulation_steps": 1}
+
+    def train(**changes: Any) -> Any:
+        packs = IterablePackedDataset(cut_off, max_seq_len=64, overlong="truncate", num_lanes=1, **changes)
+        trainer = transformers.Trainer(model(), settings(tmp_path, **args), train_dataset=packs)
+        prepare_trainer_for_packing(trainer)
+        return trainer.train()
+
+    with pytest.raises(
+        ValueError, match="step 1 of this training trained nothing: no label of its 128 tokens"
+    ):
+        train()
+    assert train(untrained="keep").training_loss == 0.0

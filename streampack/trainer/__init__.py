@@ -56,7 +56,9 @@ def prepare_trainer_for_packing(
     of data that Trainer's own loader serves; Trainer would weigh each batch the same, however few tokens it trains.
     Where several ranks predict, the rows of null packs have labels of -100 only; and Trainer's own loader gives some
     rows twice, to fill up its last batch.
-    Logs get ``num_tokens``, ``padding`` and ``dropped_tokens``: real tokens so far, a share of 1, tokens.
+    Logs get ``num_tokens``, ``padding``, ``untrained`` and ``dropped_tokens``: real tokens so far, a share of 1,
+    samples that train nothing, tokens. A step that trains nothing is an error, raised with the next log or at the end,
+    unless the packs were made with ``untrained="keep"``.
 
     Preparing twice is harmless; the last one holds. `Trainer` over map-style data needs none of this:
     ``data_collator=FlatteningCollator()`` will do.

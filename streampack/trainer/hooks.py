@@ -116,6 +116,8 @@ class Hooks:
         max_steps, epochs = trainer.args.max_steps, self.packs.epochs
         try:
             result = self.own["train"](resume_from_checkpoint, trial, ignore_keys_for_eval)
+            if self.steps is not None:
+                self.steps.check_trained()
             self._warn_of_rest()
             return result
         finally:
@@ -150,9 +152,8 @@ class Hooks:
         )
         if self.steps is None:
             self.first_epoch = self.packs.epochs_begun.upcoming()
-        self.packs.set_epoch(
-            self.first_epoch
-        )  # trained before: the same again, as from Trainer's own loaders
+        # Trained before: the same packs again, as from Trainer's own loaders.
+        self.packs.set_epoch(self.first_epoch)
         if (
             self.plan is not None or self.trainer.args.max_steps <= 0
         ):  # again, where auto_find_batch_size begins anew
@@ -271,10 +272,12 @@ class Hooks:
     def count(self) -> None:
         """See for the logs where the tokens of all ranks went so far. A collective."""
         assert self.steps is not None
+        self.steps.check_trained()
         ledger = self.steps.ledger()
         self.totals = {
             "num_tokens": ledger.packed,
             "padding": ledger.padding,
+            "untrained": ledger.untrained,
             "dropped_tokens": sum(ledger.dropped.values()),
         }
         # TRL adds up the attention mask for this, which may hold boundaries, and its number would go over ours.

@@ -12,6 +12,7 @@ from streampack.loader import PackedDataLoader
 from streampack.metrics import Ledger
 from streampack.stream import ledger_of
 from streampack.types import ReceiptNumbers
+from streampack.untrained import TrainedSteps
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -37,6 +38,7 @@ class Steps:
         # Receipts and slot when the newest step began.
         self._before: tuple[dict[int, ReceiptNumbers], int] = ({}, 0)
         self._batches: Any = None  # the loader's iteration
+        self.trained = TrainedSteps(loader.dataset.lane_config)
         self._next: Batch | None = None  # the next step's first batch, if that was fetched already
         self._fetched = False
 
@@ -56,6 +58,7 @@ class Steps:
             raise StopIteration
         self.given += 1
         self.sizes.append(batch.num_tokens)
+        self.trained.add(batch, ends=self.given % self.loader.batches_per_step == 0)
         self.epoch = self._epoch()
         return self.as_inputs(batch)
 
@@ -98,6 +101,14 @@ class Steps:
     def ledger(self) -> Ledger:
         """Of all ranks. A collective."""
         return Ledger.total(self.loader.lockstep.gather(ledger_of(self._stand()[0])))
+
+    def check_trained(self) -> None:
+        """Look whether the steps since the last look trained something. A collective.
+
+        Raises:
+            ValueError: if one trained nothing, on all ranks.
+        """
+        self.trained.check(self.loader.lockstep.gather(self.trained.take()))
 
     def close(self) -> None:
         """Let go of the worker processes."""
