@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streampack.boundaries import require_one_sequence
-from streampack.plan import Packing
+from streampack.plan import Packing, require_positive
 from streampack.types import IGNORE_INDEX, IntArray, Sample, from_tuple
 
 # numpy looks types up by their classes for every array otherwise.
@@ -81,7 +81,7 @@ def _integers(row: Mapping[str, Any], column: str, *, codes: str) -> IntArray:
             f"column {column!r} has shape {list(found.shape)} and type {found.dtype}; "
             "it must be a flat sequence of whole numbers"
         )
-    if found.dtype == UINT64 and np.maximum.reduce(found) >= 2**63:
+    if found.dtype.kind == "u" and found.itemsize == 8 and np.maximum.reduce(found) >= 2**63:
         raise ValueError(f"column {column!r} holds {np.maximum.reduce(found)}, which is no int64")
     return narrowed(found)
 
@@ -134,13 +134,28 @@ def check_sample(sample: Sample, vocab_size: int | None = None) -> None:
     if int(ids[ids.argmax()]) >= limit:  # np.max takes twice as long to begin
         bad = tokens[(tokens < 0) | (tokens >= limit)][0]
         raise ValueError(f"token id {bad} is outside the vocabulary of {_bounds(vocab_size)}")
-    if vocab_size is not None and not same:
-        outside = (labels < 0) & (labels != IGNORE_INDEX) | (labels >= vocab_size)
-        if outside.any():
-            bad = labels[outside][0]
-            raise ValueError(
-                f"label {bad} is neither {IGNORE_INDEX} nor in the vocabulary of {_bounds(vocab_size)}"
-            )
+    if same:
+        return
+    below = labels[labels < 0]
+    above = labels[labels >= vocab_size] if vocab_size is not None else ()
+    for bad in (*below[below != IGNORE_INDEX][:1], *above[:1]):
+        raise ValueError(
+            f"label {bad} is neither {IGNORE_INDEX} nor in the vocabulary of {_bounds(vocab_size)}"
+        )
+
+
+def require_id(value: object, name: str, *, vocab_size: int | None) -> int:
+    """Return a setting that is a token id; raise if it is none, or outside the vocabulary.
+
+    >>> require_id(5, "padding_idx", vocab_size=10)
+    5
+    """
+    number = require_positive(value, name, least=0)
+    if vocab_size is not None and number >= vocab_size:
+        raise ValueError(
+            f"{name}={number} is outside the vocabulary of {_bounds(vocab_size)}; give a token of the model's"
+        )
+    return number
 
 
 def _bounds(vocab_size: int | None) -> str:
@@ -191,17 +206,33 @@ def untrained_error(length: int, packing: Packing) -> ValueError:
     return ValueError(f"trains nothing: {why}; {way_out}")
 
 
-def trained_if_split(sample: Sample, start: int, stop: int, *, packing: Packing) -> int | None:
+def trained_if_split(
+    sample: Sample, start: int, stop: int, *, packing: Packing, isolated: bool = True
+) -> int | None:
     """What a `Fragment` of tokens ``[start, stop)`` says of its sample: None if ``packing`` leaves it whole.
+
+    Unless samples are ``isolated``, a fragment's first label is trained, too, but where the fragment begins a pack.
 
     >>> whole = Sample(np.arange(10), np.arange(10))
     >>> trained_if_split(whole, 4, 8, packing=Packing(4, overlong="split"))
     7
+    >>> trained_if_split(whole, 3, 7, packing=Packing(4, split_across_pack=True), isolated=False)
+    8
     """
+    if start == 0 and stop == sample.tokens.size:
+        return None
     bounds = packing.pieces_of(sample.tokens.size)
     base, end = bounds[0][0], bounds[-1][1]
     cuts = packing.cuts(end - base, start - base, stop - base)
-    return trained_tokens(sample.cut(base, end), cuts) if cuts else None
+    if not cuts:
+        return None
+    part = sample.cut(base, end)
+    if isolated:
+        return trained_tokens(part, cuts)
+    # Each cut begins a pack. So does the sample, if its first fragment fills one.
+    firsts = [0, *cuts] if cuts[0] == packing.max_seq_len else cuts
+    lost = sum(1 for first in firsts if part.labels[first] != IGNORE_INDEX)
+    return int(np.count_nonzero(part.labels != IGNORE_INDEX)) - lost
 
 
 def with_eos(sample: Sample, eos: int) -> Sample:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from streampack.assemble import assemble, trained_if_split
+from streampack.assemble import assemble, require_id, trained_if_split
 from streampack.collate import Batch, stack_packs
 from streampack.encode import guard_datasets
 from streampack.methods import Row, method_of, packing_of, plan_batches
@@ -87,6 +88,9 @@ def method_loader(
             "__len__ and __getitem__); stream it with IterablePackedDataset, whose strategy 'exact_fit' needs none"
         )
     guard_datasets(ds)
+    if vocab_size is not None:
+        vocab_size = require_positive(vocab_size, "vocab_size")
+    padding_idx = require_id(padding_idx, "padding_idx", vocab_size=vocab_size)
     if lengths is None:
         lengths = [read_sample(ds, index, vocab_size=vocab_size).tokens.size for index in range(len(ds))]
     elif len(lengths) != len(ds):
@@ -200,18 +204,14 @@ class _Rows(Dataset[Batch]):
 
     def _pack(self, row: Row, samples: dict[int, Sample], width: int) -> Pack:
         sequences = [samples[index].cut(start, stop) for index, start, stop in row]
+        trained = partial(trained_if_split, packing=self.packing, isolated=self.method.isolated)
         fragments = [
-            Fragment(
-                (index,), start, stop, trained_if_split(samples[index], start, stop, packing=self.packing)
-            )
+            Fragment((index,), start, stop, trained(samples[index], start, stop))
             for index, start, stop in row
         ]
         if not self.method.isolated and row:
             tokens, labels = zip(*sequences, strict=True)
             sequences = [Sample(np.concatenate(tokens), np.concatenate(labels))]
-            fragments = [
-                fragment._replace(trained=None) for fragment in fragments
-            ]  # counts sequences kept apart
         return Pack(
             *assemble(sequences, max_seq_len=width, padding_idx=self.padding_idx),
             seq_lens=tuple(sequence.tokens.size for sequence in sequences),

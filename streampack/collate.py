@@ -81,7 +81,7 @@ class Batch:
     @property
     def num_trained(self) -> torch.Tensor:
         """Tokens that the loss counts, as a 0-d tensor on the batch's device."""
-        return (self.labels != IGNORE_INDEX).sum()
+        return (self.labels[:, 1:] != IGNORE_INDEX).sum()  # no logits come before a row's first
 
 
 def collate_packed(packs: Sequence[Mapping[str, Any]], *, segments: int | None = None) -> Batch:

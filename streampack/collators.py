@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from streampack.assemble import check_sample
 from streampack.boundaries import TELLING, require_no_padding, sequence_lengths
 from streampack.plan import require, require_positive
 from streampack.rows import as_mapping, sample_of
@@ -289,6 +290,7 @@ def _samples(features: Sequence[Feature]) -> list[Sample]:
                 )
         try:
             sample = sample_of(feature)
+            check_sample(sample)
         except ValueError as error:
             raise ValueError(f"sample {number} of the batch: {error}") from None
         if not sample.tokens.size:

@@ -17,13 +17,20 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from streampack import parity as torchtune_parity
-from streampack.assemble import assemble, trained_if_split, trains_nothing, untrained_error, with_eos
+from streampack.assemble import (
+    assemble,
+    require_id,
+    trained_if_split,
+    trains_nothing,
+    untrained_error,
+    with_eos,
+)
 from streampack.collate import to_torchtune
 from streampack.components import COMPONENT, build
 from streampack.encode import check_tokenizer, guard_datasets
 from streampack.lane_config import UNTRAINED
 from streampack.metrics import Ledger
-from streampack.plan import Packing, plan_samples, require
+from streampack.plan import Packing, plan_samples, require, require_positive
 from streampack.rows import read_sample
 from streampack.sources.tables import by_rows
 from streampack.types import Fragment, Pack, Sample
@@ -123,6 +130,11 @@ class PackedDataset(Dataset[dict[str, Any]]):
                 "max_seqs_per_pack, truncate_eos, empty and untrained have no effect; leave them out, or leave parity "
                 "out"
             )
+        if vocab_size is not None:
+            vocab_size = require_positive(vocab_size, "vocab_size")
+        padding_idx = require_id(padding_idx, "padding_idx", vocab_size=vocab_size)
+        if truncate_eos is not None:
+            truncate_eos = require_id(truncate_eos, "truncate_eos", vocab_size=vocab_size)
         if max_packs is not None and (type(max_packs) is not int or max_packs < 0):
             raise ValueError(
                 f"max_packs={max_packs!r} is no number of packs; give at least 0, or None for all"
@@ -253,16 +265,14 @@ class PackedDataset(Dataset[dict[str, Any]]):
             )
         else:
             tokens, labels = assemble(sequences, max_seq_len=self.max_seq_len, padding_idx=self.padding_idx)
-        trained = partial(trained_if_split, packing=self.packing)
+        trained = partial(trained_if_split, packing=self.packing, isolated=not self.parity)
         return to_torchtune(
             Pack(
                 tokens,
                 labels,
                 seq_lens=tuple(stop - start for _, start, stop in spans),
                 fragments=tuple(
-                    Fragment(
-                        (sample,), start, stop, None if self.parity else trained(samples[sample], start, stop)
-                    )
+                    Fragment((sample,), start, stop, trained(samples[sample], start, stop))
                     for sample, start, stop in spans
                 ),
                 epoch=0,

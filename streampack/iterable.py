@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
+from streampack.assemble import require_id
 from streampack.collate import to_torchtune
 from streampack.consumers import Ranks, ranks_to_read
 from streampack.encode import TextEncoder, TokensEncoder, guard_datasets
@@ -126,7 +127,9 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             if value is not None:
                 require_positive(value, name)
         seed = require_positive(seed, "seed", least=0)
-        padding_idx = require_positive(padding_idx, "padding_idx", least=0)
+        padding_idx = require_id(padding_idx, "padding_idx", vocab_size=vocab_size)
+        if truncate_eos is not None:
+            truncate_eos = require_id(truncate_eos, "truncate_eos", vocab_size=vocab_size)
         packing = Packing(
             max_seq_len, strategy, buffer_size, split_across_pack, overlong, truncate_side, max_seqs_per_pack
         )

@@ -290,6 +290,8 @@ def test_missing_column_names_those_that_are_there() -> None:
         ([3, -100], [3, 3], 10, "token id -100 is outside the vocabulary of 10 ids (0 to 9)"),
         ([3, 4], [10, 4], 10, "label 10 is neither -100 nor in the vocabulary of 10 ids (0 to 9)"),
         ([3, 4], [-100, -1], 10, "label -1 is neither -100 nor in the vocabulary of 10 ids (0 to 9)"),
+        ([3, 4], [-100, -1], None, "label -1 is neither -100 nor in the vocabulary of ids from 0"),
+        ([3, 4], [-101, 4], None, "label -101 is neither -100 nor in the vocabulary of ids from 0"),
     ],
 )
 def test_ids_outside_the_vocabulary(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
@@ -15,8 +17,16 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from streampack import IterablePackedDataset, collate_packed
-from streampack.training.loss import LOSS_NORMS, label_weights, loss_terms, summed_cross_entropy
+from streampack import IterablePackedDataset, PackedDataset, collate_packed, method_loader
+from streampack.collate import Batch
+from streampack.methods import METHODS
+from streampack.training.loss import (
+    LOSS_NORMS,
+    label_weights,
+    loss_terms,
+    summed_cross_entropy,
+    token_losses,
+)
 from streampack.types import IGNORE_INDEX
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -279,3 +289,61 @@ def test_an_unknown_norm_is_refused() -> None:
     )
     with pytest.raises(ValueError, match="loss_norm='pack' is unknown; choose one of 'token', 'sample'"):
         label_weights(batch, loss_norm="pack")
+
+
+# Every sample counts 1, whichever way its packs are made.
+
+
+def samples_of(count: int) -> list[dict[str, list[int]]]:
+    """Of 1 to 40 tokens; of a third the first label is trained, and of a few none is."""
+    rows = []
+    for i in range(count):
+        tokens = [1 + i % 90] * (1 + i * 17 % 40)
+        labels = [token if (i + place) % 3 else IGNORE_INDEX for place, token in enumerate(tokens)]
+        rows.append({"tokens": tokens, "labels": labels if i % 11 else [IGNORE_INDEX] * len(tokens)})
+    return rows
+
+
+def batches_made_by(way: str, rows: list[Any]) -> list[Batch]:
+    if way.startswith("parity"):
+        limit, split = (16, True) if way == "parity, split" else (40, False)
+        packs = PackedDataset(rows, max_seq_len=limit, split_across_pack=split, parity="torchtune")
+        return [collate_packed([packs[i]]) for i in range(len(packs))]
+    if way == "streamed":
+        return [collate_packed([p]) for p in IterablePackedDataset(rows, max_seq_len=16, overlong="split")]
+    if way == "wrapped":
+        return [collate_packed([p]) for p in PackedDataset(rows, max_seq_len=16, split_across_pack=True)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # `fixed_length` says that it leaks
+        overlong = None if way.startswith("fixed_length") else "split"
+        return list(method_loader(rows, method=way, max_seq_len=16, batch_size=2, overlong=overlong))
+
+
+WAYS = ["parity", "parity, split", "streamed", "wrapped", *METHODS]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_sample_counts_one_however_it_is_cut(way: str) -> None:
+    rows = samples_of(60)
+    logits_at = torch.zeros(1)
+    by_sample: dict[int, float] = defaultdict(float)
+    counted = 0
+    for batch in batches_made_by(way, rows):
+        weights = label_weights(batch, loss_norm="sample")
+        logits = logits_at.expand(*batch.labels.shape, 100)
+        losses = token_losses(logits, batch.labels, weights=label_weights(batch, loss_norm="token"))
+        counted += round(float(losses.sum()) / math.log(100))
+        assert label_weights(batch, loss_norm="token").sum() == batch.num_trained
+        for row, fragments in zip(weights, batch.fragments, strict=True):
+            start = 0
+            for fragment in fragments:
+                stop = start + fragment.stop - fragment.start
+                by_sample[fragment.origin[0]] += float(row[start:stop].sum())
+                start = stop
+    trained = {number for number, weight in by_sample.items() if weight}
+    assert len(trained) > 40
+    assert {number: round(by_sample[number], 9) for number in trained} == dict.fromkeys(trained, 1.0)
+    # What counts is what the loss adds up: a row's first label has no logits to hold against it.
+    assert counted == sum(
+        int(label_weights(batch, loss_norm="token").sum()) for batch in batches_made_by(way, rows)
+    )

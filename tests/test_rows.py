@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from streampack import FlatteningCollator, IterablePackedDataset, PackedDataset, Sample, TokensEncoder
+from streampack import (
+    FlatteningCollator,
+    IterablePackedDataset,
+    PackedDataset,
+    Sample,
+    TokensEncoder,
+    method_loader,
+)
 from streampack.rows import sample_of
 
 IDS = [[1, 2, 3], [4, 5], [6]]
@@ -171,3 +178,54 @@ def test_a_row_may_be_used_again() -> None:
 
     assert packs_of(Reused()) == (PACKED, TRAINED)
     assert PackedDataset(Reused(), max_seq_len=6)[0]["tokens"].tolist() == PACKED[0]
+
+
+@pytest.mark.parametrize("kind", ["<u8", ">u8"])
+def test_ids_beyond_int64_are_refused_in_any_order_of_bytes(kind: str) -> None:
+    with pytest.raises(ValueError, match="column 'input_ids' holds 9223372036854775808, which is no int64"):
+        sample_of({"input_ids": np.array([1, 2**63], kind)})
+
+
+def test_labels_below_zero_are_refused_at_every_door() -> None:
+    row = {"input_ids": [5, 6], "labels": [-100, -1]}
+    message = "label -1 is neither -100 nor in the vocabulary of ids from 0"
+    with pytest.raises(ValueError, match=f"^sample 0: {message}"):
+        packs_of([row])
+    with pytest.raises(ValueError, match=f"^sample 0: {message}"):
+        packs_of([row], encoder=lambda row: row)
+    with pytest.raises(ValueError, match=f"^sample 0: {message}"):
+        PackedDataset([row], max_seq_len=6)
+    with pytest.raises(ValueError, match=f"^sample 0 of the batch: {message}"):
+        FlatteningCollator()([row])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"padding_idx": 10},
+            "padding_idx=10 is outside the vocabulary of 10 ids (0 to 9); give a token of the model's",
+        ),
+        (
+            {"truncate_eos": 10},
+            "truncate_eos=10 is outside the vocabulary of 10 ids (0 to 9); give a token of the",
+        ),
+        ({"padding_idx": True}, "padding_idx=True is not a whole number; give one of at least 0"),
+        ({"truncate_eos": False}, "truncate_eos=False is not a whole number; give one of at least 0"),
+        ({"truncate_eos": -1}, "truncate_eos=-1 is below 0; give at least 0"),
+        ({"vocab_size": True}, "vocab_size=True is not a whole number; give one of at least 1"),
+    ],
+)
+def test_settings_that_are_token_ids_are_checked_against_the_vocabulary(settings: Any, message: str) -> None:
+    rows = [{"input_ids": [1]}]
+    given = {"max_seq_len": 6, "vocab_size": 10, **settings}
+    doors: list[Callable[[], Any]] = [
+        lambda: IterablePackedDataset(rows, **given),
+        lambda: PackedDataset(rows, **given),
+    ]
+    if "truncate_eos" not in settings:
+        doors.append(lambda: method_loader(rows, method="exact_fit", batch_size=1, **given))
+    for door in doors:
+        with pytest.raises(ValueError) as error:
+            door()
+        assert str(error.value).startswith(message)

@@ -31,6 +31,7 @@ def label_weights(batch: Batch, *, loss_norm: str) -> torch.Tensor:
     """
     require(loss_norm, "loss_norm", LOSS_NORMS)
     weights = (batch.labels != IGNORE_INDEX).double()
+    weights[:, 0] = 0  # no logits come before it; torchtune's own packs have a label there all the same
     if loss_norm == "token":
         return weights
     for row, fragments in zip(weights, batch.fragments, strict=True):
