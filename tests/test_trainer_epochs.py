@@ -89,17 +89,23 @@ def test_epochs_of_a_stream_are_estimated(
         "save_strategy": "steps",
         "save_steps": 500,
     }
-    monkeypatch.setattr("streampack.trainer.epochs.MARGIN", 1.3)
+    real = IterablePackedDataset.estimate
+
+    def estimate_times(factor: float) -> None:
+        def estimate(packs: IterablePackedDataset, **changes: Any) -> Any:
+            found = real(packs, **changes)
+            return found._replace(packs=found.packs * factor)
+
+        monkeypatch.setattr(IterablePackedDataset, "estimate", estimate)
+
+    estimate_times(1.3)
     trainer = packed(tmp_path / "run", stream(str(file), epochs=1), **common)
     assert trainer.train().global_step == expected < trainer.state.max_steps <= expected * 1.4
-    assert "an epoch is about" in caplog.text
-    assert (
-        "estimated from 4096 rows at most, and 30 % more; training ends with the data, or there"
-        in caplog.text
-    )
+    assert "an epoch is at most" in caplog.text
+    assert "estimated from 300 samples; training ends with the data, or there" in caplog.text
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == [f"checkpoint-{expected}"]
 
-    monkeypatch.setattr("streampack.trainer.epochs.MARGIN", 0.5)
+    estimate_times(0.5)
     short = packed(tmp_path / "short", stream(str(file), epochs=1), **common)
     assert short.train().global_step < expected
     assert f"max_steps={short.state.max_steps} was estimated, and the data goes on behind it" in caplog.text

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PROBED = 4096  # rows from which an epoch's packs are estimated
-MARGIN = 1.05  # a schedule that ends a little late does less harm than one that leaves data out
 
 
 def require_epochs(packs: IterablePackedDataset, args: TrainingArguments) -> None:
@@ -68,15 +67,19 @@ def plan_epochs(loader: PackedDataLoader, epochs: float) -> Plan:
         ValueError: for a row that cannot be encoded, or is too long; with its place.
     """
     packs, ranks = loader.dataset, loader.lockstep
+    num_lanes = packs.lanes_for(ranks.world_size * max(1, loader.num_workers))
     if (source := map_source_of(packs.lane_config.source)) is None:
-        size = loader.packs_per_step
-        steps = max(1, math.ceil(packs.estimate_packs(rows=PROBED) * MARGIN / size))
+        # Rank 0's for all: with another number of steps, a rank would wait for ever.
+        found, *_ = ranks.share(
+            lambda: packs.estimate(rows=PROBED, num_lanes=num_lanes), doing="estimating an epoch"
+        )
+        steps = math.ceil(found.at_most / loader.packs_per_step)
         plan = Plan((steps,) * math.ceil(epochs), epochs, exact=False)
         if ranks.rank == 0:
             log.warning(
-                "max_steps is %d, where the learning rate's schedule ends: an epoch is about %d steps of %d packs, "
-                "estimated from %d rows at most, and %.0f %% more; training ends with the data, or there",
-                plan.total, steps, size, PROBED, 100 * MARGIN - 100,
+                "max_steps is %d, where the learning rate's schedule ends: an epoch is at most %d steps of %d packs, "
+                "estimated from %d samples; training ends with the data, or there",
+                plan.total, steps, loader.packs_per_step, found.samples,
             )  # fmt: skip
         return plan
     config, size = packs.lane_config, len(source.dataset)
@@ -87,7 +90,6 @@ def plan_epochs(loader: PackedDataLoader, epochs: float) -> Plan:
     lengths = [0] * size
     for rank, part in enumerate(parts):
         lengths[rank :: ranks.world_size] = part
-    num_lanes = packs.lanes_for(ranks.world_size * max(1, loader.num_workers))
     mine = range(ranks.rank, num_lanes, ranks.world_size)
 
     def count() -> list[int]:

@@ -154,17 +154,17 @@ class Hooks:
             self.first_epoch = self.packs.epochs_begun.upcoming()
         # Trained before: the same packs again, as from Trainer's own loaders.
         self.packs.set_epoch(self.first_epoch)
-        if (
-            self.plan is not None or self.trainer.args.max_steps <= 0
-        ):  # again, where auto_find_batch_size begins anew
-            epochs = self.trainer.args.num_train_epochs
-            self.packs.epochs = math.ceil(epochs)
-            self.plan = plan_epochs(loader, epochs)
-            self.trainer.args.max_steps = self.plan.total
         first = 0
         if self.checkpoint is not None:
             loader.load_state_dict(read_stream(self.checkpoint))
             first = read_trainer(self.checkpoint)["global_step"]
+        args = self.trainer.args
+        if (
+            self.plan is not None or args.max_steps <= 0
+        ):  # planned again where auto_find_batch_size begins anew
+            self.packs.epochs = math.ceil(args.num_train_epochs)
+            self.plan = plan_epochs(loader, args.num_train_epochs)
+            args.max_steps = self.plan.total
         self.steps = Steps(loader, self.as_inputs, trainer=self.trainer, first=first)
         return self.steps
 
