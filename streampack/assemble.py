@@ -136,9 +136,13 @@ def check_sample(sample: Sample, vocab_size: int | None = None) -> None:
         raise ValueError(f"token id {bad} is outside the vocabulary of {_bounds(vocab_size)}")
     if same:
         return
-    below = labels[labels < 0]
-    above = labels[labels >= vocab_size] if vocab_size is not None else ()
-    for bad in (*below[below != IGNORE_INDEX][:1], *above[:1]):
+    below = labels < 0  # counted, not picked out: that takes three times as long
+    wrong = np.count_nonzero(below) != np.count_nonzero(labels == IGNORE_INDEX)
+    if wrong or (vocab_size is not None and labels[labels.argmax()] >= vocab_size):
+        outside = below & (labels != IGNORE_INDEX)
+        if vocab_size is not None:
+            outside |= labels >= vocab_size
+        bad = labels[outside][0]
         raise ValueError(
             f"label {bad} is neither {IGNORE_INDEX} nor in the vocabulary of {_bounds(vocab_size)}"
         )
