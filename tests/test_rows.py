@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from streampack import (
     method_loader,
 )
 from streampack.rows import sample_of
+from streampack.sources import MapSource
 
 IDS = [[1, 2, 3], [4, 5], [6]]
 PACKED = [[1, 2, 3, 4, 5, 6]]
@@ -177,6 +179,12 @@ def test_a_row_may_be_used_again() -> None:
             return self.row
 
     assert packs_of(Reused()) == (PACKED, TRAINED)
+    assert len({row["tokens"][0] for row in MapSource(Reused()).probe(3)[0]}) == 3
+    with_state = IterablePackedDataset(Reused(), max_seq_len=6)
+    list(with_state)
+    IterablePackedDataset([{"tokens": ids, "labels": ids} for ids in IDS], max_seq_len=6).load_state_dict(
+        with_state.state_dict()
+    )
     assert PackedDataset(Reused(), max_seq_len=6)[0]["tokens"].tolist() == PACKED[0]
 
 
@@ -229,3 +237,66 @@ def test_settings_that_are_token_ids_are_checked_against_the_vocabulary(settings
         with pytest.raises(ValueError) as error:
             door()
         assert str(error.value).startswith(message)
+
+
+# Memory that is used again: the next row, or sample, lies where the last one did.
+
+
+def one_dict() -> Iterator[dict[str, Any]]:
+    row: dict[str, Any] = {}
+    for number in range(60):
+        row["tokens"] = row["labels"] = [1 + number] * (1 + number % 5)
+        yield row
+
+
+def one_list() -> Iterator[dict[str, Any]]:
+    tokens: list[int] = []
+    for number in range(60):
+        tokens[:] = [1 + number] * (1 + number % 5)
+        yield {"tokens": tokens, "labels": tokens}
+
+
+def one_array() -> Iterator[dict[str, Any]]:
+    memory = np.zeros(5, np.int32)
+    for number in range(60):
+        view = memory[: 1 + number % 5]
+        view[:] = 1 + number
+        yield {"input_ids": view}
+
+
+def one_tensor() -> Iterator[dict[str, Any]]:
+    for row in one_array():
+        yield {"input_ids": torch.from_numpy(row["input_ids"])}
+
+
+def one_message() -> Iterator[dict[str, Any]]:
+    message: dict[str, Any] = {}
+    for number in range(60):
+        message["ids"] = [1 + number] * (1 + number % 5)
+        yield {"messages": [message]}
+
+
+REUSED: dict[str, Any] = {
+    rows.__name__: rows for rows in (one_dict, one_list, one_array, one_tensor, one_message)
+}
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("name", REUSED)
+def test_a_generator_may_use_its_memory_again(name: str, shuffle: bool) -> None:
+    """With ``shuffle`` a window of rows is held; a state looks at some rows at once."""
+    make = REUSED[name]
+    settings: Any = {"max_seq_len": 8, "shuffle": shuffle, "shuffle_window": 16}
+    if name == "one_message":
+        settings["encoder"] = lambda row: row["messages"][0]["ids"]
+    fresh = [copy.deepcopy(row) for row in make()]
+    expected = list(IterablePackedDataset(lambda: iter(fresh), **settings))
+    dataset = IterablePackedDataset(make, **settings)
+    stream = iter(dataset)
+    packs = [next(stream) for _ in range(5)]
+    resumed = IterablePackedDataset(make, **settings)
+    resumed.load_state_dict(dataset.state_dict())
+    packs += list(resumed)
+    assert [pack["tokens"].tolist() for pack in packs] == [pack["tokens"].tolist() for pack in expected]
+    tokens = [token for pack in packs for token in pack["tokens"].tolist() if token]
+    assert sorted(tokens) == [1 + number for number in range(60) for _ in range(1 + number % 5)]

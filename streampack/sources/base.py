@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
+from streampack.sources.copies import own_row
 from streampack.types import Origin, Position, Row
 
 Item = TypeVar("Item")
@@ -128,7 +129,7 @@ def readable(
 
     def call(item: Item) -> list[Mapping[str, Any]]:
         try:
-            return [fetch(item)]
+            return [own_row(fetch(item))]
         except OSError:
             raise
         except bad:

@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from streampack.sources.base import BadRecord, Reading, Source, digest, plain
+from streampack.sources.copies import own_row
 from streampack.types import Origin
 
 EXAMPLES = 12
@@ -19,7 +20,7 @@ END = "end"
 
 
 class Example(NamedTuple):
-    """One row, and where it stands; ``data`` is None if it could not be read."""
+    """One row, copied, and where it stands; ``data`` is None if it could not be read."""
 
     origin: Origin
     data: Any
@@ -48,7 +49,7 @@ def first_rows(source: Source, count: int) -> list[Example]:
             continue
         if row is None:
             break
-        found.append(Example(row.origin, row.data))
+        found.append(Example(row.origin, own_row(row.data)))
     return found
 
 
@@ -57,7 +58,7 @@ def leading(rows: Iterator[Any], count: int, *, part: int) -> list[Example]:
     found: list[Example] = []
     try:
         for row in islice(rows, count):
-            found.append(Example((part, len(found)), row))
+            found.append(Example((part, len(found)), own_row(row)))
     except Exception:
         found.append(Example((part, len(found)), None))
     return found
@@ -66,7 +67,7 @@ def leading(rows: Iterator[Any], count: int, *, part: int) -> list[Example]:
 def example(fetch: Callable[[Origin], Any], origin: Origin) -> Example:
     """One row by ``fetch``. No error of a row is one of the run: it is raised where the row is read for training."""
     try:
-        return Example(origin, fetch(origin))
+        return Example(origin, own_row(fetch(origin)))
     except Exception:
         return Example(origin, None)
 

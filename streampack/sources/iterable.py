@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Any
 
 from streampack.sources.base import Reader, Reading, digest
+from streampack.sources.copies import own_row
 from streampack.sources.examples import EXAMPLES, Example, MarkedRows, differs_at, leading
 from streampack.sources.window import Part, Record, read_parts
 from streampack.types import Origin
@@ -19,6 +20,9 @@ class IterableSource:
 
     It is one lane: a resume reads it again from its start. ``stride=True`` allows several lanes, each of
     which reads everything and keeps its share.
+
+    A row and what it holds may be filled anew for the next one: rows that must be kept are copied, with the dicts,
+    lists, arrays and tensors in them (objects of other classes are not: make those anew).
 
     >>> from streampack.sources import Reading
     >>> source = IterableSource(lambda: ({"tokens": [i], "labels": [i]} for i in range(3)))
@@ -78,7 +82,9 @@ class IterableSource:
         return read_parts(
             [Part(0, reading.lane)],
             reading,
-            open_part=lambda part, offset, following: _Strided(self, offset, reading.num_lanes),
+            open_part=lambda part, offset, following: _Strided(
+                self, offset, reading.num_lanes, held=reading.shuffle_window > 0
+            ),
             decode=lambda part, offset, raw: raw,
             place=lambda part, offset: f"row {offset}",
             locate=self.locate,
@@ -117,12 +123,13 @@ class IterableSource:
 class _Strided:
     """Every ``step``-th row, from row ``offset`` on."""
 
-    def __init__(self, source: IterableSource, offset: int, step: int) -> None:
+    def __init__(self, source: IterableSource, offset: int, step: int, *, held: bool) -> None:
         self.source = source
         self.iterator = source._iterate()
         self.at = 0  # rows taken from the iterator
         self.offset = offset
         self.step = step
+        self.held = held  # until others were read; a row that is not is encoded before the next is asked for
 
     def __iter__(self) -> _Strided:
         return self
@@ -133,4 +140,4 @@ class _Strided:
             self.at += 1
             self.source.rows_read += 1
         self.offset += self.step
-        return self.offset - self.step, row, self.offset
+        return self.offset - self.step, own_row(row) if self.held else row, self.offset
