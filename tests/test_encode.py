@@ -79,7 +79,7 @@ def test_tokens_fingerprint_says_the_columns() -> None:
     [
         ({"text": "a"}, "TextEncoder(tokenizer)"),
         ({"id": 1, "messages": []}, "ChatEncoder(tokenizer)"),
-        ({"conversations": []}, "ChatEncoder(tokenizer, column='conversations')"),
+        ({"conversations": []}, "ChatEncoder(tokenizer)"),
         ({"prompt": "a", "completion": "b"}, "PromptCompletionEncoder(tokenizer)"),
         ({"instruction": "a", "output": "b"}, "MessagesEncoder(tokenizer, message_transform=AlpacaToMessages())"),
     ],

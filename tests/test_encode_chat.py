@@ -117,6 +117,14 @@ def test_other_forms_of_the_same_conversation(tokenizers: dict[str, Any]) -> Non
     assert row == {"messages": TALK}, "the row is left as it was"
 
 
+def test_sharegpt_rows_need_no_setting(tokenizers: dict[str, Any]) -> None:
+    encoder = ChatEncoder(tokenizers["chatml"])
+    turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello there"}]
+    assert trained_texts(encoder, encoder({"conversations": turns})) == ["hello there<|im_end|>\n"]
+    with pytest.raises(ValueError, match="column 'messages' is missing"):
+        encoder({"dialog": turns})
+
+
 def test_tool_calls_are_rendered(tokenizers: dict[str, Any]) -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [CALL]}
     messages = [USER, call, {"role": "tool", "content": "rain"}, ANSWER]

@@ -15,7 +15,7 @@ PROBE = "The quick brown fox: 0123456789, naïve 漢字, def f(x): return x\n"
 ENCODERS = {
     "text": "TextEncoder(tokenizer)",
     "messages": "ChatEncoder(tokenizer)",
-    "conversations": "ChatEncoder(tokenizer, column='conversations')",
+    "conversations": "ChatEncoder(tokenizer)",
     "completion": "PromptCompletionEncoder(tokenizer)",
     "instruction": "MessagesEncoder(tokenizer, message_transform=AlpacaToMessages())",
     "content": "TextEncoder(tokenizer, column='content')",

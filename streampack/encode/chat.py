@@ -17,6 +17,8 @@ from streampack.sources.base import digest, plain
 from streampack.types import IGNORE_INDEX, Sample
 
 ANSWERS = ("all", "last")
+COLUMNS = ("messages", "conversations")
+"""Where OpenAI's and ShareGPT's rows have their messages."""
 
 
 class ChatEncoder:
@@ -28,7 +30,7 @@ class ChatEncoder:
 
     Args:
         tokenizer: a tokenizer of transformers, or an `HFTokenizer`.
-        column: which column holds the messages.
+        column: which column holds the messages; default: ``"messages"``, or ``"conversations"`` in rows without it.
         tools: which column holds the tools' descriptions, if there are any.
         answers: ``"all"``, or ``"last"`` to train the last answer of each row only.
         ignore: columns to leave out on purpose, such as ``["tools"]``, which would be refused.
@@ -41,7 +43,7 @@ class ChatEncoder:
         self,
         tokenizer: Any,
         *,
-        column: str = "messages",
+        column: str | None = None,
         tools: str = "tools",
         answers: str = "all",
         ignore: Sequence[str] = (),
@@ -55,8 +57,9 @@ class ChatEncoder:
 
     def __call__(self, row: Mapping[str, Any], /) -> Sample:
         """See `Encoder`."""
-        messages = conversation(row, self.column)
-        refuse_left_out(row, used=(self.column, self.tools), ignore=self.ignore)
+        column = self.column or next((name for name in COLUMNS if name in row), COLUMNS[0])
+        messages = conversation(row, column)
+        refuse_left_out(row, used=(column, self.tools), ignore=self.ignore)
         tools = (
             None
             if self.tools in self.ignore
