@@ -30,6 +30,7 @@ from streampack.components import COMPONENT, build
 from streampack.encode import check_tokenizer, guard_datasets
 from streampack.lane_config import UNTRAINED
 from streampack.metrics import Ledger
+from streampack.nothing import nothing_to_pack
 from streampack.plan import Packing, plan_samples, require, require_positive
 from streampack.rows import read_sample
 from streampack.sources.tables import by_rows
@@ -174,6 +175,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
         self._lengths = np.array(lengths, np.int64)  # [samples read]
         self._spans = np.array(spans, np.int64).reshape(-1, 3)  # [sequences, (sample, start, stop)]
         self._ends = np.array(ends, np.int64)  # [packs + 1], the spans of pack i are ends[i] to ends[i + 1]
+        if not len(self) and not self.parity and self.max_packs != 0:
+            raise nothing_to_pack(self._ledger)
         self._ledger.packs = len(self)
         self._ledger.slots = len(self) * self.max_seq_len
         if self.untrained is None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -26,7 +29,7 @@ from streampack.rows import encode_row
 from streampack.sources import Holdout, TokenShardSource, as_source
 from streampack.sources.base import Source, way_out
 from streampack.sources.identity import difference, state_of
-from streampack.sources.quarantine import quarantine_for
+from streampack.sources.quarantine import Quarantine, quarantine_for
 from streampack.stream import PackStream, ledger_of, tallies_of
 from streampack.types import Fragment, Pack, ReceiptNumbers, Sample
 from streampack.untrained import UntrainedWarning
@@ -177,7 +180,10 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         worker = get_worker_info()
         worker_id, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
         self.epoch = self.epochs_begun.upcoming()
-        self._stream = stream = self.stream(rank + world_size * worker_id, world_size * num_workers)
+        consumer, consumers = rank + world_size * worker_id, world_size * num_workers
+        self._stream = stream = self.stream(consumer, consumers)
+        if consumer == 0 and consumers > 1:  # the others, which see no more than their own lanes, say nothing
+            stream.others = partial(self._lanes_of_others, consumers)
         if (self.num_lanes or 0) < world_size:
             raise ValueError(
                 f"{self.num_lanes} lanes cannot feed {world_size} ranks: some would have no packs, and others wait "
@@ -186,6 +192,14 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self.epochs_begun.begin(epochs=self.epochs or 1)
         self.receipts = {}
         return _Dicts(stream, self._given)
+
+    def _lanes_of_others(self, consumers: int) -> Iterator[Lane]:
+        config = self.lane_config
+        if config.quarantine is not None:  # each lists its own
+            config = replace(config, quarantine=Quarantine(limit=sys.maxsize))
+        for number in range(self.num_lanes or 0):
+            if number % consumers:
+                yield Lane(config, lane=number, num_lanes=self.num_lanes or 1)
 
     def _given(self, pack: Pack) -> dict[str, Any]:
         self.untrained.look_at(pack.receipt)

@@ -14,6 +14,7 @@ from streampack.assemble import assemble, trained_tokens, trains_nothing, untrai
 from streampack.draws import Draws
 from streampack.lane_config import LaneConfig
 from streampack.metrics import Ledger, Tally
+from streampack.nothing import FIRST_ROWS, warn_of_first_rows
 from streampack.plan import Planner
 from streampack.receipt import Receipt
 from streampack.sources.base import BadRecord, Reader, Reading
@@ -244,6 +245,8 @@ class Lane:
                 return None
             self.pending = self._pieces(row, replay=False)
             self.row = None
+            if not self.pending:
+                self._look_at_drops()
         piece = self.held[self.planner.next_piece] = pending.pop(0)
         self.pieces_in_epoch += 1
         length = piece.sample.tokens.size
@@ -322,6 +325,13 @@ class Lane:
         if not pieces:
             self.planner.next_piece += 1  # a dropped row has a number too, so that a replay can count
         return lost
+
+    def _look_at_drops(self) -> None:
+        """Say so early where every row is dropped: a corpus may take days to read."""
+        planner = self.planner
+        kept = self.ledger.packed or planner.buffered or self.held
+        if planner.next_piece == FIRST_ROWS and not kept:  # a dropped row has one number
+            warn_of_first_rows(self.lane, self.ledger)
 
     def _passed_by(self, row: Row, reason: str, *, replay: bool) -> list[Piece]:
         """A broken record is a dropped row: it has a number, and a replay books it no second time."""

@@ -17,11 +17,12 @@ from streampack.corpus import share_division, share_fingerprint
 from streampack.iterable import IterablePackedDataset
 from streampack.lockstep import Answer, Lockstep
 from streampack.metrics import Ledger, Tally
+from streampack.nothing import nothing_to_pack
 from streampack.plan import require_positive
 from streampack.receipt import Receipt, bytes_of
 from streampack.shares import Share, Shares
 from streampack.sources.base import digest, plain
-from streampack.stream import Event, ledger_of, nothing_to_pack
+from streampack.stream import Event, ledger_of
 from streampack.types import Pack, ReceiptNumbers
 
 log = logging.getLogger(__name__)
@@ -371,9 +372,9 @@ class _Batches:
                 self._file([share] if share else [])
                 self.batches += 1
                 return batch
-            if self.last_epoch is None:
-                raise nothing_to_pack()
-            if self.epoch >= self.last_epoch:
+            if not self.batches:
+                self._require_packs()
+            if self.last_epoch is None or self.epoch >= self.last_epoch:
                 self.over = True
             else:
                 self._turn_over()
@@ -438,6 +439,13 @@ class _Batches:
         self._file(shares + self.making)
         self.asked.clear()
         self.making = []
+
+    def _require_packs(self) -> None:
+        """Raise on all ranks if the run has no pack. A collective, where all ranks have seen an epoch without one."""
+        receipts = {**self.progress.handed.receipts, **self.filed}
+        whole = Ledger.total(self.lockstep.gather(ledger_of(receipts)))
+        if not whole.packs:
+            raise nothing_to_pack(whole)
 
     def _turn_over(self) -> None:
         """To the next epoch."""

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from streampack.lane import Lane
 from streampack.metrics import Ledger, Tally
+from streampack.nothing import nothing_to_pack
 from streampack.receipt import Receipt
 from streampack.types import LaneEnd, Pack, ReceiptNumbers
 
@@ -50,6 +51,9 @@ class PackStream:
         # The smallest is next: within an epoch, the lanes that are done come last; then the epoch is over.
         turn = ("done", "packs", "lane")
         self._turn = attrgetter(*turn) if last_epoch is None else attrgetter("epoch", *turn)
+        self.others: Callable[[], Iterable[Lane]] | None = (
+            None  # makes those of the other consumers, to look at
+        )
         self._turns = self._in_turn()  # a heap
 
     def __iter__(self) -> PackStream:
@@ -84,10 +88,8 @@ class PackStream:
                 raise StopIteration
             lane = self._turns[0][1]
             if lane.done:
-                if self.alone and not any(lane.ledger.samples for lane in self.lanes):
-                    raise ValueError("the source has no rows at all; check what it reads")
-                if self.alone and self.last_epoch is None:
-                    raise nothing_to_pack()
+                if not any(lane.ledger.packs for lane in self.lanes):
+                    self._require_packs()
                 epoch = lane.epoch
                 if self.last_epoch is None or epoch >= self.last_epoch:
                     raise StopIteration
@@ -105,6 +107,17 @@ class PackStream:
             heapq.heapreplace(self._turns, (self._turn(lane), lane))
             return event
 
+    def _require_packs(self) -> None:
+        """Raise if the other lanes have no pack either, as far as this stream may know of them."""
+        ledgers = [lane.ledger for lane in self.lanes]
+        for other in [] if self.others is None else self.others():
+            if other.next_pack() is not None:
+                self.others = None
+                return
+            ledgers.append(other.ledger)
+        if self.alone or self.others is not None:
+            raise nothing_to_pack(Ledger.total(ledgers))
+
     def _open_again(self, number: int) -> None:
         i = next(i for i, lane in enumerate(self.lanes) if lane.lane == number)
         self.lanes[i] = self.open_lane(number, self._receipts.get(number))
@@ -119,18 +132,6 @@ class PackStream:
         return dict(self._receipts)
 
 
-def nothing_to_pack() -> ValueError:
-    """Make the error for a stream without an end that has no pack."""
-    return ValueError(
-        "no lane has a row that makes a pack, and a stream without an end (epochs=None) would wait for one for ever; "
-        "look at what is dropped: ledger() counts it by reason"
-    )
-
-
-def _as_it_is(pack: Pack) -> Pack:
-    return pack
-
-
 def ledger_of(receipts: Mapping[int, ReceiptNumbers]) -> Ledger:
     """The ledgers of all lanes, added up."""
     return Ledger.total(Receipt.from_numbers(receipt).ledger for receipt in receipts.values())
@@ -140,3 +141,7 @@ def tallies_of(receipts: Mapping[int, ReceiptNumbers]) -> list[Tally]:
     """What each source of a mixture gave in all lanes; ``epochs`` are those of all lanes, added up."""
     lanes = [Receipt.from_numbers(receipt).tallies for receipt in receipts.values()]
     return [Tally.total(tallies) for tallies in zip(*lanes, strict=True)]
+
+
+def _as_it_is(pack: Pack) -> Pack:
+    return pack

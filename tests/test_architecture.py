@@ -20,7 +20,7 @@ PACKAGE = ROOT / "streampack"
 # above its own in this table, or from its own subpackage. `streampack` stands for the package's own __init__.
 LAYERS = (
     {"types", "plan", "metrics", "components", "consumers", "boundaries", "locks", "epochs", "catalog"},
-    {"assemble", "sources", "receipt", "parity", "multipack"},
+    {"assemble", "sources", "receipt", "parity", "multipack", "nothing"},
     {"rows"},
     {"encode", "collate", "collators", "methods", "samplers"},
     {"attention", "draws"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,11 @@ def as_source(data: Any) -> Source:
         return data
     if isinstance(data, str | os.PathLike):
         return _of_path(os.fspath(data))
+    if _are_paths(data):
+        files = [os.fspath(path) for path in data]
+        return (
+            ParquetSource(files) if all(path.endswith(".parquet") for path in files) else JSONLSource(files)
+        )
     data = by_rows(data)
     if type(data).__module__ == "datasets.iterable_dataset":
         return HFSource(data)
@@ -63,6 +69,14 @@ def as_source(data: Any) -> Source:
         f"a {type(data).__name__} holds no rows; give a source, a path of JSONL files, a map-style dataset "
         "or an iterable"
     )
+
+
+def _are_paths(data: Any) -> bool:
+    """Whether this is a list of files. A list of texts is none, and its rows are refused with a way out."""
+    if not isinstance(data, list | tuple) or not all(isinstance(item, str | os.PathLike) for item in data):
+        return False
+    first = next(iter(data), "")
+    return isinstance(first, os.PathLike) or "://" in first or bool(glob(first))
 
 
 def _of_path(path: str) -> Source:
