@@ -176,7 +176,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         self._spans = np.array(spans, np.int64).reshape(-1, 3)  # [sequences, (sample, start, stop)]
         self._ends = np.array(ends, np.int64)  # [packs + 1], the spans of pack i are ends[i] to ends[i + 1]
         if not len(self) and not self.parity and self.max_packs != 0:
-            raise nothing_to_pack(self._ledger)
+            log.warning("%s", nothing_to_pack(self._ledger))
         self._ledger.packs = len(self)
         self._ledger.slots = len(self) * self.max_seq_len
         if self.untrained is None:

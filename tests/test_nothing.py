@@ -109,11 +109,14 @@ def test_it_is_said_early(caplog: pytest.LogCaptureFixture) -> None:
     assert "all dropped" not in caplog.text
 
 
-def test_a_map_style_dataset_of_nothing() -> None:
+def test_a_map_style_dataset_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Whose length says so as well."""
     data = [{"tokens": [1] * 30, "labels": [1] * 30}] * 4
-    with pytest.raises(ValueError, match="all 4 that were read are dropped .4 longer than a pack"):
-        PackedDataset(data, max_seq_len=24, overlong="drop")
+    assert len(PackedDataset(data, max_seq_len=24, overlong="drop")) == 0
+    assert "no row makes a pack: all 4 that were read are dropped (4 longer than a pack)" in caplog.text
+    caplog.clear()
     assert len(PackedDataset(data, max_seq_len=24, overlong="drop", max_packs=0)) == 0
+    assert "no row" not in caplog.text
 
 
 def test_a_list_of_paths_is_files(tmp_path: Path) -> None:
