@@ -6,8 +6,6 @@ import json
 import logging
 import multiprocessing as mp
 import os
-import threading
-import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -21,6 +19,7 @@ from streampack.encode import TokensEncoder, check_tokenizer, guard_datasets
 from streampack.identity import Encoded
 from streampack.locks import lock_folder
 from streampack.mix import Mix
+from streampack.orphans import end_with_parent, on_main_thread
 from streampack.plan import require, require_positive
 from streampack.rows import encode_row
 from streampack.sharding import Encode, Job, Progress, Tell, begun, make
@@ -173,17 +172,10 @@ class Worker:
 _worker: Worker | None = None
 
 
-def _begin(job: Job, counted: Any, stop: Any, parent: int) -> None:
+def _begin(job: Job, counted: Any, stop: Any, by_kernel: bool) -> None:
     global _worker
     _worker = Worker(job, counted, stop)
-    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
-
-
-def _leave_with(parent: int) -> None:
-    """End this process when its parent was killed: the queue that it waits at would not tell."""
-    while os.getppid() == parent:
-        time.sleep(0.2)
-    os._exit(1)
+    end_with_parent(by_kernel=by_kernel)  # the queue that it waits at would not tell
 
 
 def _work(progress: Progress) -> Progress:
@@ -193,7 +185,9 @@ def _work(progress: Progress) -> Progress:
 
 def _share_out(job: Job, missing: list[Progress], workers: int, tell: Tell) -> list[Progress]:
     counted, stop, told = mp.Value("q", 0), mp.RawValue("b", 0), 0
-    with ProcessPoolExecutor(workers, initializer=_begin, initargs=(job, counted, stop, os.getpid())) as pool:
+    with ProcessPoolExecutor(
+        workers, initializer=_begin, initargs=(job, counted, stop, on_main_thread())
+    ) as pool:
         futures = [pool.submit(_work, progress) for progress in missing]
         try:
             running = set(futures)

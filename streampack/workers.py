@@ -15,12 +15,13 @@ import traceback
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
 from streampack.folding import Folded, fold, unfold
 from streampack.iterable import IterablePackedDataset
+from streampack.orphans import end_with_parent, on_main_thread
 from streampack.stream import Event
 from streampack.types import ReceiptNumbers
 
@@ -99,6 +100,7 @@ class Worker:
             self.receipts,
             self.first_epoch,
             most,
+            on_main_thread(),
         )
         self.process = mp.Process(target=_serve, args=arguments, daemon=True)
         self.process.start()
@@ -232,11 +234,12 @@ def _serve(
     receipts: Mapping[int, ReceiptNumbers],
     first_epoch: int | None,
     most: int,
+    by_kernel: bool,
 ) -> None:
     """In the worker's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not by a handler of the trainer's that was forked along
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    end_with_parent(by_kernel=by_kernel)
     stream, size = None, 1
     while True:
         events: list[Folded] = []
@@ -274,10 +277,3 @@ def _portable(error: Exception) -> Exception:
     except Exception:
         log.debug("%s cannot be sent between processes", type(error), exc_info=True)
     return RuntimeError(f"{type(error).__name__}: {error}")
-
-
-def _die_with_parent() -> None:
-    parent = mp.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    os._exit(1)

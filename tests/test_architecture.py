@@ -19,7 +19,18 @@ PACKAGE = ROOT / "streampack"
 # Imports point downward only: a unit (a module of streampack, or a subpackage with all in it) imports from layers
 # above its own in this table, or from its own subpackage. `streampack` stands for the package's own __init__.
 LAYERS = (
-    {"types", "plan", "metrics", "components", "consumers", "boundaries", "locks", "epochs", "catalog"},
+    {
+        "types",
+        "plan",
+        "metrics",
+        "components",
+        "consumers",
+        "boundaries",
+        "locks",
+        "epochs",
+        "catalog",
+        "orphans",
+    },
     {"assemble", "sources", "receipt", "parity", "multipack", "nothing"},
     {"rows"},
     {"encode", "collate", "collators", "methods", "samplers"},

@@ -642,6 +642,43 @@ def test_workers_die_with_their_trainer(busy: str, how: signal.Signals) -> None:
     assert gone(pids, within=5)
 
 
+@pytest.mark.parametrize("stopped", [[0], [1], [0, 1]])
+def test_stopped_workers_die_with_a_trainer_that_was_killed(stopped: list[int]) -> None:
+    """They cannot see that; and the last one holds pipes by which the others would."""
+    of = dataset([{"i": i, "n": 100_000} for i in range(20)], max_seq_len=100_000)
+    ours, theirs = mp.Pipe()
+    trainer = fork(train_and_wait, theirs, of, 1)
+    pids = ours.recv()
+    for number in stopped:
+        os.kill(pids[number], signal.SIGSTOP)
+    os.kill(trainer.pid, signal.SIGKILL)
+    trainer.join()
+    try:
+        assert gone(pids, within=10)
+    finally:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def start_in_a_thread_that_ends(pipe: Any) -> None:
+    one: list[Worker] = []
+    thread = threading.Thread(target=lambda: one.append(worker(dataset(epochs=99))))
+    thread.start()
+    thread.join()
+    for _ in range(200):
+        next(one[0])
+    pipe.send(one[0].restarts)
+
+
+def test_a_worker_outlives_the_thread_that_made_it() -> None:
+    ours, theirs = mp.Pipe()
+    trainer = fork(start_in_a_thread_that_ends, theirs)
+    assert ours.poll(30)
+    assert ours.recv() == 0
+    trainer.join(10)
+
+
 def train_and_leave(pipe: Any) -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)  # as trainers do that want to write a checkpoint first
     one = worker(dataset(epochs=99))
