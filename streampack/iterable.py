@@ -256,6 +256,10 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         if wanted is None:
             at_least = min(DEFAULT_LANES, source.natural_lanes())
             wanted = -(-at_least // consumers) * consumers
+            if source.max_lanes is not None and wanted > source.max_lanes >= consumers:
+                wanted = (
+                    source.max_lanes // consumers * consumers
+                )  # of four shards three consumers read a lane each
         if wanted < consumers and self._lanes_asked_for:
             raise ValueError(
                 f"{wanted} lanes cannot feed {consumers} consumers (ranks x workers): some would get nothing; "

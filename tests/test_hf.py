@@ -117,6 +117,27 @@ def test_a_narrow_stream_says_how_it_gets_wider(tmp_path: Path) -> None:
         IterablePackedDataset(dataset.take(5), max_seq_len=32, num_lanes=2).stream()
 
 
+@pytest.mark.parametrize(("consumers", "lanes"), [(1, 4), (2, 4), (3, 3), (4, 4)])
+def test_fewer_consumers_than_shards_get_as_many_lanes_each(
+    tmp_path: Path, consumers: int, lanes: int
+) -> None:
+    (tmp_path / "shards").mkdir()
+    for shard in range(4):
+        rows = "".join(json.dumps({"input_ids": [1 + 10 * shard + i] * 4}) + "\n" for i in range(10))
+        (tmp_path / "shards" / f"{shard}.jsonl").write_text(rows)
+    dataset = streamed(tmp_path / "shards")
+    assert dataset.num_shards == 4
+    packs = IterablePackedDataset(dataset, max_seq_len=8)
+    found = [
+        token
+        for consumer in range(consumers)
+        for pack in packs.stream(consumer, consumers)
+        for token in pack.tokens.tolist()
+    ]
+    assert packs.num_lanes == lanes
+    assert sorted(set(found)) == list(range(1, 41))
+
+
 def test_a_shuffled_stream_is_refused(tmp_path: Path) -> None:
     dataset = streamed(shards(tmp_path))
     for shuffled in (

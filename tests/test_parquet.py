@@ -82,6 +82,25 @@ def test_rows_are_plain_python_values(tmp_path: Path) -> None:
     ]
 
 
+DOTTED = {
+    "a.b": ["x", "y"], "a": [{"b": "deep", "c": 1}, {"b": "deeper", "c": 2}], "text": ["t", "u"], "m.l": [[1], [2, 3]],
+    "a.b.c": [4, 5],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "columns", [None, ["a.b"], ["a"], ["text"], ["m.l"], ["a.b.c"], ["a.b", "text"], ["a.b", "a"]]
+)
+def test_names_with_dots_are_names(tmp_path: Path, columns: list[str] | None) -> None:
+    """To pyarrow they are also paths into nested columns."""
+    pq.write_table(pa.table(DOTTED), tmp_path / "a.parquet", row_group_size=1)
+    names = columns or list(DOTTED)
+    expected = [{name: DOTTED[name][i] for name in DOTTED if name in names} for i in range(2)]
+    assert read(ParquetSource(tmp_path / "a.parquet", columns=columns)) == expected
+    with pytest.raises(ValueError, match="has no column 'a.c'; it has 'a.b', 'a'"):
+        read(ParquetSource(tmp_path / "a.parquet", columns=["a.c"]))
+
+
 @pytest.mark.parametrize("compression", ["none", "snappy", "zstd", "gzip"])
 @pytest.mark.parametrize("version", ["1.0", "2.0"])
 def test_ways_of_writing(tmp_path: Path, compression: str, version: str) -> None:

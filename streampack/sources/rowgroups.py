@@ -110,6 +110,7 @@ class RowGroups:
             )
             for start, stop in ranges
         ]
+        wanted = self.footers.columns
         try:
             table = parquet.ParquetFile(
                 _Sparse(held, self.file.size),
@@ -119,9 +120,11 @@ class RowGroups:
             )
             at = first
             for batch in table.iter_batches(
-                BATCH_ROWS, row_groups=[group], columns=self.footers.columns, use_threads=False
+                BATCH_ROWS, row_groups=[group], columns=wanted, use_threads=False
             ):
-                columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+                found = zip(batch.schema.names, batch.columns, strict=True)
+                # "a.b" names a column of that name to us, and a field within a column "a" to pyarrow, too.
+                columns = {name: column for name, column in found if wanted is None or name in wanted}
                 for i in range(max(0, self.offset - at), min(batch.num_rows, self.stop - at)):
                     yield at + i, (columns, i), at + i + 1
                 at += batch.num_rows
@@ -137,7 +140,7 @@ class RowGroups:
         metadata, found = self.footer.row_group(group), []
         for i in range(metadata.num_columns):
             column = metadata.column(i)
-            if self.footers.columns is None or column.path_in_schema.split(".")[0] in self.footers.columns:
+            if self.footers.columns is None or _is_within(column.path_in_schema, self.footers.columns):
                 start = column.data_page_offset
                 if column.has_dictionary_page and 0 < column.dictionary_page_offset < start:
                     start = column.dictionary_page_offset
@@ -204,6 +207,11 @@ class _Sparse(io.RawIOBase):
                 self.at += len(found)
                 return found
         raise ValueError(f"byte {self.at} is outside the columns")
+
+
+def _is_within(path: str, columns: Sequence[str]) -> bool:
+    """Whether a leaf may belong to one of these columns, whose names may have dots in them, too."""
+    return any(path == name or path.startswith(f"{name}.") for name in columns)
 
 
 def plain_row(raw: tuple[Mapping[str, Any], int]) -> Mapping[str, Any]:
