@@ -303,7 +303,9 @@ def test_in_the_config_of_a_recipe(folder: Path, tmp_path: Path) -> None:
         (ours, {"_component_": "streampack.MessagesEncoder", "message_transform": transform}, END),
     ):
         config = tiny_config(
-            tmp_path, tokenizer=tokenizer, **{"data.encoder": encoder, "data.max_seq_len": 128}
+            tmp_path,
+            tokenizer=tokenizer,
+            **{"data.encoder": encoder, "data.max_seq_len": 128, "model.max_seq_len": 128},
         )
         if end == END:
             config.data.source.paths = str(rows)

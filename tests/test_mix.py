@@ -306,7 +306,7 @@ def test_elastic() -> None:
         second = make(three(), **settings)
         second.load_state_dict(first.state_dict())
         for pack in islice(second.stream(consumer, 2), 20):
-            lanes[pack.lane].append(pack.tokens.tobytes())
+            lanes[pack.lane].append(pack.tokens.astype(np.int64).tobytes())
     for lane, found in lanes.items():
         assert found == [pack[0] for pack in packs[40:] if pack[-1] == lane]
 

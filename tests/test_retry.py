@@ -326,6 +326,10 @@ class Ranks:
     def gather(self, value: Any) -> list[Any]:
         return [value, value]
 
+    def raise_any(self, error: Exception | None, *, doing: str) -> None:
+        if error is not None:
+            raise error
+
 
 def test_a_budget_that_outlasts_the_other_ranks_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", ROWS)

@@ -714,7 +714,8 @@ from streampack import IterablePackedDataset, PackedDataLoader
 from tests.corpus import Numbers
 
 def batches(path, num_workers):
-    data = IterablePackedDataset(path, max_seq_len=24, encoder=Numbers(), num_lanes=2, shuffle=True, epochs=2)
+    settings = {"num_lanes": 2, "shuffle": True, "epochs": 2, "untrained": "keep"}
+    data = IterablePackedDataset(path, max_seq_len=24, encoder=Numbers(), **settings)
     loader = PackedDataLoader(data, batch_size=3, num_workers=num_workers)
     return [(b.tokens.tolist(), b.labels.tolist(), b.fragments) for b in loader]
 
@@ -723,7 +724,8 @@ if __name__ == "__main__":
     found = batches(sys.argv[1], 1)
     assert found == batches(sys.argv[1], 0)
     print(len(found), "batches")
-    kept = iter(PackedDataLoader(IterablePackedDataset(sys.argv[1], max_seq_len=24, encoder=Numbers(), epochs=None)))
+    endless = IterablePackedDataset(sys.argv[1], max_seq_len=24, encoder=Numbers(), untrained="keep", epochs=None)
+    kept = iter(PackedDataLoader(endless))
     next(kept)  # and is alive at the end
 """
 
