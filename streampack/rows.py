@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from streampack.assemble import as_sample, check_sample
+from streampack.assemble import as_sample, check_sample, pair_of
 from streampack.types import IGNORE_INDEX, Sample
 
 TRAINED_MASKS = ("completion_mask", "assistant_masks", "assistant_mask")
@@ -103,8 +103,8 @@ def encode_row(encode: Callable[[Any], Any], row: Any) -> Sample:
     >>> encode_row(lambda row: {"input_ids": row["n"] * [7]}, {"n": 2}).tokens.tolist()
     [7, 7]
     """
-    encoded, kind = encode(row), type(encode).__module__
-    return encoded if kind.startswith("streampack.") else own_sample(encoded)
+    encoded = encode(row)
+    return encoded if type(encode).__module__.startswith("streampack.") else own_sample(encoded)
 
 
 def own_sample(encoded: Any) -> Sample:
@@ -113,11 +113,11 @@ def own_sample(encoded: Any) -> Sample:
     Raises:
         ValueError: for what is none of the forms that `encode_row` names.
     """
-    pair = isinstance(encoded, tuple) and len(encoded) == 2 and not _is_one(encoded[0])
-    if pair or isinstance(encoded, Sample):
-        tokens, labels = encoded
-        row: Mapping[str, Any] = {"tokens": tokens, "labels": labels}
-    elif isinstance(encoded, Mapping):
+    if isinstance(encoded, Sample) or (
+        isinstance(encoded, tuple) and len(encoded) == 2 and not _is_one(encoded[0])
+    ):
+        return pair_of(*encoded)
+    if isinstance(encoded, Mapping):
         row = encoded
     elif _is_one(encoded):
         raise ValueError(
