@@ -99,7 +99,7 @@ def published(
 
 def ours(objective: str) -> Planner:
     """`MultipackBatchSampler`'s plan."""
-    from streampack.multipack import plan_steps
+    from streampack.map_style.multipack import plan_steps
 
     return lambda lengths, max_tokens, ranks: plan_steps(
         lengths, max_tokens=max_tokens, packs_per_step=ranks, objective=objective

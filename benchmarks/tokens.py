@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks import report
 from streampack import IterablePackedDataset, PackedDataLoader, TokenShardSource
 from streampack.sources import Reading
-from streampack.tokenize import tokenize
+from streampack.tokenize.tokenize import tokenize
 
 MEANS = (1000, 30_000)  # tokens in a document
 PACKS = (4096, 32_768, 131_072)

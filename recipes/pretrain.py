@@ -24,14 +24,14 @@ from omegaconf import DictConfig
 from torchtune import training
 
 from streampack.attention import prepare_model_for_packing
-from streampack.components import build
-from streampack.flatten import join_documents
+from streampack.distributed.world import World, join_world
+from streampack.instantiate import build
+from streampack.losses import label_weights, loss_terms
+from streampack.map_style.flatten import join_documents
 from streampack.training.config import RunConfig, read_config
 from streampack.training.data import build_data, build_loader, opening, total_steps
-from streampack.training.distributed import World, join_world
 from streampack.training.evaluation import HeldOut, evaluate
 from streampack.training.isolation import verify_isolation
-from streampack.training.loss import label_weights, loss_terms
 from streampack.training.model import (
     allow_long_rows,
     build_model,

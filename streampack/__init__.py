@@ -19,18 +19,22 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from streampack.metrics import Ledger
-from streampack.plan import plan_packs
+from streampack.accounting import Ledger
+from streampack.packing.planner import plan_packs
 from streampack.types import IGNORE_INDEX, Fragment, Pack, Sample
 
 if TYPE_CHECKING:
     from streampack.attention import make_mask, prepare_model_for_packing
     from streampack.attention.probe import find_leaks
-    from streampack.batches import method_loader
-    from streampack.collate import Batch, collate_packed
-    from streampack.collators import FlatteningCollator, PaddedCollator
-    from streampack.dataset import PackedDataset, packed_dataset
-    from streampack.encode import (
+    from streampack.integrations.hf_trainer import prepare_trainer_for_packing
+    from streampack.loader.data_loader import PackedDataLoader
+    from streampack.map_style.collators import FlatteningCollator, PaddedCollator
+    from streampack.map_style.dataset import PackedDataset, packed_dataset
+    from streampack.map_style.flatten import flatten_batch, join_documents
+    from streampack.map_style.method_loader import method_loader
+    from streampack.map_style.samplers import MultipackBatchSampler
+    from streampack.packing.batch import Batch, collate_packed
+    from streampack.packing.encoders import (
         ChatEncoder,
         HFTokenizer,
         MessagesEncoder,
@@ -38,11 +42,6 @@ if TYPE_CHECKING:
         TextEncoder,
         TokensEncoder,
     )
-    from streampack.flatten import flatten_batch, join_documents
-    from streampack.iterable import IterablePackedDataset
-    from streampack.loader import PackedDataLoader
-    from streampack.mix import Mix
-    from streampack.samplers import MultipackBatchSampler
     from streampack.sources import (
         HFSource,
         Holdout,
@@ -53,7 +52,8 @@ if TYPE_CHECKING:
         ParquetSource,
         TokenShardSource,
     )
-    from streampack.trainer import prepare_trainer_for_packing
+    from streampack.sources.mixture import Mix
+    from streampack.streaming.dataset import IterablePackedDataset
 
 __version__ = "0.1.0"  # pyproject.toml reads it from here
 

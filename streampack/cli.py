@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from streampack import __version__
 from streampack.catalog import RECIPES, UsageError, config_file, our_files, unknown
-from streampack.components import trust
+from streampack.instantiate import trust
 from streampack.tune_cli import hand_over, require_torchtune, theirs
 
 COMMANDS = {
@@ -249,7 +249,7 @@ def _tokenize(options: argparse.Namespace) -> int:
     path, config = _read("tokenize", options)
     from omegaconf import OmegaConf
 
-    from streampack.tokenize import from_config, tokenize
+    from streampack.tokenize.tokenize import from_config, tokenize
 
     try:
         tokenize(

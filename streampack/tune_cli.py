@@ -41,7 +41,7 @@ def hand_over(command: str, words: Sequence[str]) -> int:
         tune.run(args)
         return 0
     _check_run(args, registry)
-    from streampack.training.launcher import launch, silence_torchrun
+    from streampack.distributed.launcher import launch, silence_torchrun
 
     tracebacks = "--traceback" in args.recipe_args
     if not (tracebacks or args.max_restarts or args.rdzv_endpoint):

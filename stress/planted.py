@@ -9,16 +9,22 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from streampack import IterablePackedDataset, PackedDataLoader, collate, loader, lockstep, shares, workers
-from streampack.iterable import STATE_VERSION
-from streampack.lane import Lane
-from streampack.lockstep import Lockstep
-from streampack.metrics import Ledger
-from streampack.plan import Planner
-from streampack.receipt import Receipt
-from streampack.sources import mapstyle, window
+from streampack import IterablePackedDataset, PackedDataLoader
+from streampack.accounting import Ledger
+from streampack.distributed import rank_sync as lockstep
+from streampack.distributed.rank_sync import Lockstep
+from streampack.loader import data_loader as loader
+from streampack.loader import merge as shares
+from streampack.loader import workers
+from streampack.loader.workers import Worker
+from streampack.packing import batch as collate
+from streampack.packing.planner import Planner
+from streampack.sources import map_style as mapstyle
+from streampack.sources import shuffling as window
+from streampack.streaming.dataset import STATE_VERSION
+from streampack.streaming.lane import Lane
+from streampack.streaming.lane_state import Receipt
 from streampack.types import LaneEnd, Pack
-from streampack.workers import Worker
 
 BUGS: dict[str, Callable[[], None]] = {}
 

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 
 from streampack import IterablePackedDataset, JSONLSource, PackedDataLoader, Sample
-from streampack.metrics import Ledger
-from streampack.receipt import Receipt
+from streampack.accounting import Ledger
+from streampack.streaming.lane_state import Receipt
 from stress.corpus import Corpus, Numbers, pack, unpack
 from stress.line import Run, line
 

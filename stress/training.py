@@ -204,8 +204,8 @@ def wait_for(ranks: Ranks, victim: int) -> bool:
 
 def save_and_die(folder: Path, victim: int, number: int) -> dict[int, list[Any]]:
     """In a rank: save step 5, train, save step 10; rank ``victim`` ends at the ``number``-th point of the latter."""
+    from streampack.distributed.world import join_world
     from streampack.training.checkpoint import Checkpoints
-    from streampack.training.distributed import join_world
     from tests.test_checkpoint import die_at
 
     weights = {}
@@ -224,8 +224,8 @@ def save_and_die(folder: Path, victim: int, number: int) -> dict[int, list[Any]]
 
 def load_newest(folder: Path) -> tuple[int, list[Any]]:
     """In a rank: the step of the newest checkpoint, and its weights."""
+    from streampack.distributed.world import join_world
     from streampack.training.checkpoint import Checkpoints
-    from streampack.training.distributed import join_world
 
     with join_world(_cpu(), timeout=60) as world:
         model, optimizer = small(world)

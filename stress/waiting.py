@@ -8,7 +8,7 @@ import time
 import torch.distributed as dist
 
 from streampack import PackedDataLoader
-from streampack.lockstep import Answer, _Alone
+from streampack.distributed.rank_sync import Answer, _Alone
 from stress.corpus import Corpus
 from stress.line import Run, line
 from stress.ranks import Ranks

@@ -156,8 +156,8 @@ def test_imports_point_downward(path: Path) -> None:
 @pytest.mark.parametrize(
     ("unit", "package", "source"),
     [
-        ("plan", "streampack", "from streampack.lane import Lane"),
-        ("plan", "streampack", "import streampack.lane"),
+        ("plan", "streampack", "from streampack.streaming.lane import Lane"),
+        ("plan", "streampack", "import streampack.streaming.lane"),
         ("plan", "streampack", "from .lane import Lane"),
         ("plan", "streampack", "from . import lane"),
         ("plan", "streampack", "def f():\n    from streampack import lane"),
@@ -176,7 +176,7 @@ def test_an_import_upward_is_seen(unit: str, package: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("unit", "package", "source"),
     [
-        ("lane", "streampack", "from streampack.plan import plan_packs"),
+        ("lane", "streampack", "from streampack.packing.planner import plan_packs"),
         (
             "sources",
             "streampack.sources",

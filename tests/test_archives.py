@@ -12,7 +12,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streampack.sources.archives import DAMAGED, content
+from streampack.storage.compression import DAMAGED, content
 
 TEXT = b"".join(b'{"i": %d, "text": "%s"}\n' % (i, b"ab" * (i * 37 % 90)) for i in range(4000))
 

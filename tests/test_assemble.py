@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from streampack import IGNORE_INDEX, Sample
-from streampack.assemble import (
+from streampack.packing.assemble import (
     as_sample,
     assemble,
     check_sample,

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from streampack import Batch, IterablePackedDataset, prepare_model_for_packing
 from streampack.attention import Inputs, varlen_attention
 from streampack.attention.torchtune import _order, _why_not
-from streampack.training.loss import summed_cross_entropy
+from streampack.losses import summed_cross_entropy
 from tests.models_table import LIMITS, figures
 from tests.ranks import run_ranks
 from tests.test_isolation import (

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from streampack import IGNORE_INDEX, Batch, IterablePackedDataset, method_loader, prepare_model_for_packing
-from streampack.collate import null_pack
-from streampack.methods import METHODS, plan_batches
+from streampack.map_style.methods import METHODS, plan_batches
+from streampack.packing.batch import null_pack
 
 LIMIT = 32
 LENGTHS = [int(length) for length in np.random.default_rng(0).integers(1, LIMIT + 1, 50)]

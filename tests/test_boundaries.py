@@ -17,7 +17,7 @@ from streampack import (
     TokensEncoder,
     method_loader,
 )
-from streampack.boundaries import sequence_lengths
+from streampack.packing.boundaries import sequence_lengths
 
 WHOLE = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}, {"input_ids": [8, 9], "labels": [-100, 9]}]
 ROW = {"input_ids": [5, 6, 7, 8, 9], "labels": [5, 6, 7, -100, 9]}

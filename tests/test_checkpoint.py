@@ -13,8 +13,8 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from streampack.distributed.world import join_world
 from streampack.training.checkpoint import Checkpoints
-from streampack.training.distributed import join_world
 from tests.ranks import run_ranks
 
 

@@ -233,7 +233,7 @@ def test_run_on_two_processes(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "rows_of_mine.py").write_text("def build(): ...\n")
     (tmp_path / "folder" / "mine.py").write_text(
-        "import os; from streampack.components import resolve\n"
+        "import os; from streampack.instantiate import resolve\n"
         "resolve('rows_of_mine.build'); open('rank' + os.environ['RANK'], 'w').close()\n"
     )
     (tmp_path / "mine.yaml").write_text(CONFIG)

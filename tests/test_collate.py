@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from streampack import IGNORE_INDEX, Batch, Fragment, IterablePackedDataset, Pack, Sample, collate_packed
-from streampack.assemble import assemble
-from streampack.collate import null_pack, stack_packs, to_torchtune
-from streampack.folding import fold, unfold
+from streampack.loader.wire import fold, unfold
+from streampack.packing.assemble import assemble
+from streampack.packing.batch import null_pack, stack_packs, to_torchtune
 from tests import oracle
 
 LIMIT = 12

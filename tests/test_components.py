@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from streampack import JSONLSource, TokensEncoder
-from streampack.components import COMPONENTS, TRUST, build, resolve, trust
+from streampack.instantiate import COMPONENTS, TRUST, build, resolve, trust
 from tests.tiny import WordTokenizer
 
 # Public and private callables of packages that hold components. Each runs code, reads or writes files, or opens
@@ -81,12 +81,12 @@ ATTACKS = [
     "torchtune.models.llama3._model_builders.llama3",
     "streampack.cli.main",
     "streampack.cli.sys.exit",
-    "streampack.components.build",
-    "streampack.components.resolve",
-    "streampack.components.trust",
-    "streampack.components.os.system",
-    "streampack.components.importlib.import_module",
-    "streampack.tokenize.tokenize",
+    "streampack.instantiate.build",
+    "streampack.instantiate.resolve",
+    "streampack.instantiate.trust",
+    "streampack.instantiate.os.system",
+    "streampack.instantiate.importlib.import_module",
+    "streampack.tokenize.tokenize.tokenize",
     "streampack.training.checkpoint.Checkpoints",
     "streampack.training.weights.shutil.copy",
     "streampack_recipes.quickstart.main",

@@ -17,9 +17,9 @@ from streampack import (
     IterablePackedDataset,
     MultipackBatchSampler,
     PackedDataLoader,
-    consumers,
     prepare_model_for_packing,
 )
+from streampack.streaming import consumers
 from tests import hf_trainers
 from tests.ranks import run_ranks
 
@@ -76,7 +76,7 @@ def read_plainly() -> dict[str, Any]:
         id, num_workers = 0, 1
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("streampack.consumers", "streampack.iterable"):
+        for module in ("streampack.streaming.consumers", "streampack.streaming.dataset"):
             patch.setattr(f"{module}.get_worker_info", lambda: Worker)
         found["spawned"] = seen(pickle.loads(sent), 16)
     return found

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
 import streampack
-from streampack.collate import collate_packed
-from streampack.dataset import PackedDataset, packed_dataset
-from streampack.iterable import IterablePackedDataset
-from streampack.plan import OVERLONG, STRATEGIES, plan_packs
+from streampack.map_style.dataset import PackedDataset, packed_dataset
+from streampack.packing.batch import collate_packed
+from streampack.packing.planner import OVERLONG, STRATEGIES, plan_packs
+from streampack.streaming.dataset import IterablePackedDataset
 from streampack.types import IGNORE_INDEX
 
 

@@ -25,8 +25,7 @@ from torchtune.models.llama3 import llama3
 from benchmarks.scale.ranks import connections
 from streampack import IterablePackedDataset, PackedDataLoader, collate_packed
 from streampack.attention import make_mask
-from streampack.collate import null_pack, to_torchtune
-from streampack.training.distributed import (
+from streampack.distributed.world import (
     GROUPS,
     OTHER_FILES,
     OtherRankFailed,
@@ -34,7 +33,8 @@ from streampack.training.distributed import (
     allow_connections,
     join_world,
 )
-from streampack.training.loss import LOSS_NORMS, label_weights, summed_cross_entropy
+from streampack.losses import LOSS_NORMS, label_weights, summed_cross_entropy
+from streampack.packing.batch import null_pack, to_torchtune
 from streampack.training.model import build_model, clip_gradients
 from streampack.training.progress import StepMeter
 from tests.ranks import RankError, open_store, run_ranks

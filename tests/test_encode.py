@@ -21,7 +21,7 @@ from streampack import (
     TextEncoder,
     TokensEncoder,
 )
-from streampack.encode import sentencepiece_of, without_truncation
+from streampack.packing.encoders import sentencepiece_of, without_truncation
 
 
 class WordTokenizer:

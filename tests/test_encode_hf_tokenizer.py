@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from streampack import IGNORE_INDEX, HFTokenizer, IterablePackedDataset, JSONLSource, TextEncoder
-from streampack.components import build
-from streampack.encode import check_tokenizer, padding_id
-from streampack.tokenize import tokenize
+from streampack.instantiate import build
+from streampack.packing.encoders import check_tokenizer, padding_id
+from streampack.tokenize.tokenize import tokenize
 from tests.hf_tokenizers import BOS, DATED, END, EOS, MARKED, START, byte_level, llama_like
 
 HABITS = {

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from streampack import IGNORE_INDEX, IterablePackedDataset, MapSource, MessagesEncoder, Mix, PackedDataset
-from streampack.batches import method_loader
-from streampack.encode import guard_datasets
+from streampack.map_style.method_loader import method_loader
+from streampack.packing.encoders import guard_datasets
 from tests.hf_tokenizers import MARKED, byte_level
 
 tune_data = pytest.importorskip("torchtune.data")

@@ -18,8 +18,8 @@ from streampack import (
     PackedDataset,
     method_loader,
 )
-from streampack.samplers import PlannedSampler
-from streampack.trainer.evaluation import Evaluation
+from streampack.integrations.hf_trainer.evaluation import Evaluation
+from streampack.map_style.samplers import PlannedSampler
 
 ROWS = [{"tokens": [i + 1] * 5, "labels": [i + 1] * 5} for i in range(40)]
 

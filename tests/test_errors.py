@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationKeyError
 from streampack_recipes import full_finetune
 
+from streampack.distributed.world import OtherRankFailed
 from streampack.training import errors
-from streampack.training.distributed import OtherRankFailed
 from streampack.training.errors import shown_errors
 from tests.tiny import tiny_config
 

@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks.lengths import lengths
 from streampack import IGNORE_INDEX, IterablePackedDataset, Mix, TokensEncoder
-from streampack.estimate import estimate
-from streampack.plan import plan_packs
+from streampack.packing.planner import plan_packs
+from streampack.streaming.estimate import estimate
 
 FLAN = lengths("flan", count=12_000, longest=400)
 MANY = [{"tokens": [1] * n, "labels": [1] * n} for n in FLAN.tolist()]

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streampack import IterablePackedDataset, JSONLSource
-from streampack.sources.filemarks import GROUPS, FileMarks
-from streampack.sources.storage import File
+from streampack.storage.base import File
+from streampack.storage.file_marks import GROUPS, FileMarks
 from tests.corpus import Numbers, rows, write
 
 

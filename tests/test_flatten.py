@@ -17,7 +17,7 @@ from streampack import (
     flatten_batch,
     join_documents,
 )
-from streampack.collate import null_pack, to_torchtune
+from streampack.packing.batch import null_pack, to_torchtune
 
 lengths_of = st.lists(st.integers(1, 12), min_size=1, max_size=20)
 

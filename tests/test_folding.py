@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streampack import Sample
-from streampack.assemble import assemble
-from streampack.folding import fold, unfold
-from streampack.stream import Event
+from streampack.loader.wire import fold, unfold
+from streampack.packing.assemble import assemble
+from streampack.streaming.round_robin import Event
 from streampack.types import Fragment, LaneEnd, Pack
 
 

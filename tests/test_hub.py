@@ -14,10 +14,10 @@ import pytest
 
 from streampack import PackedDataLoader, TokenShardSource
 from streampack.sources import Reading
-from streampack.sources.hub import PINNED
-from streampack.sources.remote import RemoteStorage
-from streampack.sources.storage import File
-from streampack.tokenize import tokenize
+from streampack.storage.base import File
+from streampack.storage.hub import PINNED
+from streampack.storage.remote import RemoteStorage
+from streampack.tokenize.tokenize import tokenize
 from tests.conformance import check_resume_everywhere, content
 from tests.hub import Hub
 from tests.test_remote import KINDS, packs, shards, source, stream, used

@@ -30,10 +30,10 @@ from streampack import (
 )
 from streampack.sources import Reading
 from streampack.sources.base import digest, plain
+from streampack.sources.corpus_identity import identity_of, state_of
 from streampack.sources.examples import EXAMPLES, UNKNOWN, Example, examples_of
 from streampack.sources.holdout import PARTS
-from streampack.sources.identity import identity_of, state_of
-from streampack.tokenize import tokenize
+from streampack.tokenize.tokenize import tokenize
 from tests import test_corpus, test_mds
 from tests.corpus import Numbers, numbered, rows, write
 
@@ -220,7 +220,7 @@ def test_an_encoder_that_changes_its_row_changes_a_copy() -> None:
 ELSEWHERE = """
 import json
 from streampack.sources import Holdout, MapSource, Reading
-from streampack.sources.identity import identity_of, state_of
+from streampack.sources.corpus_identity import identity_of, state_of
 
 class Held:
     def __init__(self, i):

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from streampack import IterablePackedDataset, JSONLSource, MapSource, Mix, PackedDataLoader
-from streampack.collate import Batch
-from streampack.sources.quarantine import Quarantine
+from streampack.packing.batch import Batch
+from streampack.sources.bad_records import Quarantine
 from tests.corpus import Numbers, rows, write
 from tests.interrupts import Injector, within
 
@@ -176,7 +176,7 @@ def test_a_pack_that_cannot_be_converted_is_not_consumed(monkeypatch: pytest.Mon
     found = [next(iterator)["tokens"].tolist() for _ in range(3)]
     before = data.state_dict()
     with monkeypatch.context() as patch:
-        patch.setattr("streampack.iterable.to_torchtune", fail)
+        patch.setattr("streampack.streaming.dataset.to_torchtune", fail)
         with pytest.raises(MemoryError):
             next(iterator)
     assert data.state_dict() == before
@@ -196,7 +196,7 @@ def test_a_batch_that_cannot_be_collated_is_not_consumed(
     iterator = iter(loader)
     found = [seen(next(iterator)) for _ in range(5)]
     with monkeypatch.context() as patch:
-        patch.setattr("streampack.loader.stack_packs", fail)
+        patch.setattr("streampack.loader.data_loader.stack_packs", fail)
         for _ in range(3):
             with pytest.raises(MemoryError):
                 next(iterator)
@@ -224,7 +224,7 @@ def test_a_loader_that_could_not_be_iterated_keeps_its_state(
     loader = run.loader()
     loader.load_state_dict(run.states[6])
     with monkeypatch.context() as patch:
-        patch.setattr("streampack.loader.Shares", fail)
+        patch.setattr("streampack.loader.data_loader.Shares", fail)
         with pytest.raises(MemoryError):
             iter(loader)
     assert loader.state_dict() == run.states[6]

@@ -19,8 +19,8 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from streampack import IGNORE_INDEX, Batch, Fragment, IterablePackedDataset, collate_packed
 from streampack.attention import make_mask
-from streampack.collate import null_pack, to_torchtune
-from streampack.training.loss import summed_cross_entropy
+from streampack.losses import summed_cross_entropy
+from streampack.packing.batch import null_pack, to_torchtune
 
 VOCAB, MAX_SEQ_LEN = 61, 32
 LENGTHS = (5, 32, 1, 17, 9, 2, 23, 12, 3, 8, 20)

@@ -21,8 +21,8 @@ from streampack import (
     TokensEncoder,
     collate_packed,
 )
-from streampack.receipt import Receipt, numbers_of
-from streampack.stream import ledger_of
+from streampack.streaming.lane_state import Receipt, numbers_of
+from streampack.streaming.round_robin import ledger_of
 from tests.conformance import check_resume_everywhere, content
 from tests.corpus import Numbers, all_of, make_source, rows, samples_in, write
 

@@ -120,7 +120,7 @@ def test_every_row_of_several_files_exactly_once(
 def test_the_division_covers_every_byte_once_and_evenly(
     sizes: list[tuple[int, bool]], num_lanes: int
 ) -> None:
-    from streampack.sources.storage import File
+    from streampack.storage.base import File
 
     manifest = [File(f"/{i}.jsonl" + ".gz" * z, f"{i}", size) for i, (size, z) in enumerate(sizes)]
     lanes = divide(manifest, num_lanes)

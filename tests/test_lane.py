@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streampack import IGNORE_INDEX, Pack, Sample, TokensEncoder
-from streampack.lane import Lane
-from streampack.lane_config import LaneConfig
-from streampack.plan import Packing
-from streampack.receipt import Receipt
+from streampack.packing.planner import Packing
 from streampack.sources import IterableSource, JSONLSource, MapSource
+from streampack.streaming.lane import Lane
+from streampack.streaming.lane_config import LaneConfig
+from streampack.streaming.lane_state import Receipt
 from streampack.types import ReceiptNumbers
 from tests import oracle
 from tests.corpus import STRIDE, Numbers, make_source, rows, write

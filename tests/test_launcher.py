@@ -19,9 +19,9 @@ from omegaconf import OmegaConf
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from streampack.locks import lock_folder
-from streampack.training.distributed import join_world
-from streampack.training.launcher import INTERVAL, launch
+from streampack.distributed.launcher import INTERVAL, launch
+from streampack.distributed.world import join_world
+from streampack.storage.locks import lock_folder
 from tests.tiny import losses, tiny_config
 
 LAUNCHER = """
@@ -32,7 +32,7 @@ rank.wait()
 RANK = """
 import os, sys, time
 from pathlib import Path
-from streampack.training.launcher import end_with_launcher
+from streampack.distributed.launcher import end_with_launcher
 folder, orphan = Path(sys.argv[1]), sys.argv[2] == "orphan"
 parent = os.getppid()
 (folder / "pid").write_text(str(os.getpid()))

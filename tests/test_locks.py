@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from streampack.locks import LOCK_FILE, lock_folder
+from streampack.storage.locks import LOCK_FILE, lock_folder
 
 HOLDER = """
 import sys, time
-from streampack.locks import lock_folder
+from streampack.storage.locks import lock_folder
 with lock_folder(sys.argv[1], way_out="-"):
     print("held", flush=True)
     if sys.argv[2:] == ["fork"]:

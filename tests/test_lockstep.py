@@ -20,11 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streampack import IterablePackedDataset, IterableSource, MapSource, PackedDataLoader, Sample
-from streampack.collate import Batch
-from streampack.loader import ROUND
-from streampack.lockstep import Lockstep, verdict
-from streampack.receipt import Receipt
-from streampack.stream import Event, PackStream
+from streampack.distributed.rank_sync import Lockstep, verdict
+from streampack.loader.data_loader import ROUND
+from streampack.packing.batch import Batch
+from streampack.streaming.lane_state import Receipt
+from streampack.streaming.round_robin import Event, PackStream
 from streampack.types import ReceiptNumbers
 from tests.corpus import Numbers, rows
 
@@ -144,7 +144,7 @@ class Here:
 
 @pytest.fixture(autouse=True)
 def _no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streampack.shares.Worker", Here)
+    monkeypatch.setattr("streampack.loader.merge.Worker", Here)
 
 
 @dataclass(frozen=True)

@@ -18,15 +18,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from streampack import IterablePackedDataset, PackedDataset, collate_packed, method_loader
-from streampack.collate import Batch
-from streampack.methods import METHODS
-from streampack.training.loss import (
+from streampack.losses import (
     LOSS_NORMS,
     label_weights,
     loss_terms,
     summed_cross_entropy,
     token_losses,
 )
+from streampack.map_style.methods import METHODS
+from streampack.packing.batch import Batch
 from streampack.types import IGNORE_INDEX
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)

@@ -12,11 +12,11 @@ from streampack import (
     IterablePackedDataset,
     PaddedCollator,
     collate_packed,
-    collators,
     make_mask,
     prepare_model_for_packing,
 )
 from streampack.attention.mappings import packed_of
+from streampack.map_style import collators
 from tests.hf_trainers import model, samples, truth
 
 transformers = pytest.importorskip("transformers")

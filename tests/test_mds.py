@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streampack import IterablePackedDataset, MDSSource
-from streampack.encode import TokensEncoder
+from streampack.packing.encoders import TokensEncoder
 from streampack.sources import Reading
 from streampack.sources.base import plain
 from tests.conformance import check_positions, check_resume_everywhere

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streampack.methods import METHODS, Row, plan_batches
-from streampack.plan import Span, plan_packs
+from streampack.map_style.methods import METHODS, Row, plan_batches
+from streampack.packing.planner import Span, plan_packs
 from streampack.sources.base import permutation
 
 LIMIT = 16
@@ -123,7 +123,7 @@ def test_exact_fit_is_the_streams() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_multipack_gives_the_batches_of_a_step_even_costs(ranks: int) -> None:
     """Rows of a step are dealt out in turn from the costliest on, and every rank gets one of each turn."""
-    from streampack.multipack import plan_steps
+    from streampack.map_style.multipack import plan_steps
 
     order = order_of(LENGTHS)
     steps = plan_steps([LENGTHS[i] for i in order], max_tokens=LIMIT, packs_per_step=12)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streampack import Ledger
-from streampack.metrics import DROP_REASONS, Tally
+from streampack.accounting import DROP_REASONS, Tally
 
 counts = st.integers(0, 10**9)
 

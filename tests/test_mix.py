@@ -25,12 +25,12 @@ from streampack import (
     Sample,
     TokensEncoder,
 )
-from streampack.draws import Draws, Stand, Weighing
-from streampack.lane import Lane
-from streampack.metrics import Ledger, Tally
-from streampack.mix import TOTAL_WEIGHT, hold_out
-from streampack.receipt import Receipt, numbers_of
+from streampack.accounting import Ledger, Tally
 from streampack.sources import Holdout, Reading
+from streampack.sources.mixture import TOTAL_WEIGHT, hold_out
+from streampack.sources.mixture_scheduler import Draws, Stand, Weighing
+from streampack.streaming.lane import Lane
+from streampack.streaming.lane_state import Receipt, numbers_of
 from tests.conformance import check_positions, check_resume_everywhere, content
 from tests.corpus import Numbers, all_of, rows, samples_in, write
 

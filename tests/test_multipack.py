@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import multipack as bench
-from streampack.multipack import LAID, Step, _step, plan_steps
+from streampack.map_style.multipack import LAID, Step, _step, plan_steps
 
 LIMIT = 24
 lengths_of = st.lists(st.integers(1, LIMIT), min_size=12, max_size=60)

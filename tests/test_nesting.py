@@ -11,7 +11,7 @@ import pytest
 from streampack import JSONLSource
 from streampack.sources import Reading
 from streampack.sources.jsonl import parsed
-from streampack.sources.nesting import DEEPEST, require_shallow, shallow_json
+from streampack.storage.json_depth import DEEPEST, require_shallow, shallow_json
 
 
 def nested(depth: int, *, mixed: bool = False) -> bytes:

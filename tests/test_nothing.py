@@ -17,8 +17,8 @@ from streampack import (
     PackedDataset,
     ParquetSource,
 )
-from streampack.nothing import FIRST_ROWS
 from streampack.sources import as_source
+from streampack.streaming.empty_runs import FIRST_ROWS
 from tests import test_parquet
 from tests.corpus import Numbers, all_of, rows, samples_in, write
 from tests.test_agreement import loader

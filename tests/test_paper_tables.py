@@ -12,7 +12,7 @@ import torch
 from benchmarks.paper import __main__ as command
 from benchmarks.paper import data, picture, run, tables, train
 from benchmarks.paper.settings import CPU_DATA, FULL, GPU_DATA, ROWS, SMOKE, TINY, Budget, Row
-from streampack.methods import METHODS
+from streampack.map_style.methods import METHODS
 
 ROOT = Path(__file__).resolve().parent.parent
 LENGTHS = np.array([5, 2, 40, 17, 40, 9])

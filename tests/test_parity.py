@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from streampack.dataset import PackedDataset
+from streampack.map_style.dataset import PackedDataset
 from streampack.types import IGNORE_INDEX
 
 torchtune_datasets = pytest.importorskip("torchtune.datasets")

@@ -14,9 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from streampack import IterablePackedDataset
-from streampack.sources import ParquetSource, Reading, as_source, parquet, rowgroups, storage
+from streampack.sources import ParquetSource, Reading, as_source, parquet
+from streampack.sources import row_groups as rowgroups
 from streampack.sources.parquet import FEW, LARGE
-from streampack.sources.window import Part
+from streampack.sources.shuffling import Part
+from streampack.storage import base as storage
 from tests.conformance import check_positions, check_resume_everywhere
 from tests.corpus import Numbers, rows
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.lengths import lengths as benchmark_lengths
-from streampack.plan import OVERLONG, STRATEGIES, Packing, Planner, Span, plan_packs
+from streampack.packing.planner import OVERLONG, STRATEGIES, Packing, Planner, Span, plan_packs
 from tests import oracle
 
 CHOOSING = tuple(oracle.CHOOSE)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from streampack import Batch, IterablePackedDataset, collate_packed, find_leaks, prepare_model_for_packing
 from streampack.attention import document_ids, make_mask, varlen_attention
 from streampack.attention.report import CAUSES, WAY_OUT
-from streampack.collate import null_pack, to_torchtune
+from streampack.packing.batch import null_pack, to_torchtune
 from tests.ranks import run_ranks
 from tests.test_isolation import MAX_SEQ_LEN, VOCAB, build, stream_and_batch
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from streampack import IterablePackedDataset, PackedDataLoader
-from streampack.metrics import Ledger
-from streampack.training.distributed import World
-from streampack.training.loss import label_weights
+from streampack.accounting import Ledger
+from streampack.distributed.world import World
+from streampack.losses import label_weights
 from streampack.training.progress import MetricLogger, StepMeter, bar, memory_metrics, stream_totals, summary
 
 CPU = torch.device("cpu")

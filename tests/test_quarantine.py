@@ -18,8 +18,8 @@ import zstandard
 
 from streampack import Holdout, IterablePackedDataset, JSONLSource, MapSource, Mix, PackedDataLoader
 from streampack.sources import ParquetSource, Reading
+from streampack.sources.bad_records import Quarantine
 from streampack.sources.base import BadRecord
-from streampack.sources.quarantine import Quarantine
 from tests.conformance import check_resume_everywhere, content
 from tests.corpus import Numbers, rows
 

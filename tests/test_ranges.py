@@ -9,9 +9,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streampack.sources.ranges import TAIL_BYTES, Fetcher, Stretch, tail_of
-from streampack.sources.retry import Retries
-from streampack.sources.storage import File
+from streampack.storage.base import File
+from streampack.storage.ranges import TAIL_BYTES, Fetcher, Stretch, tail_of
+from streampack.storage.retries import Retries
 
 
 class Memory:

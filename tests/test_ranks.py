@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from streampack import IterablePackedDataset, JSONLSource, MapSource, PackedDataLoader
-from streampack.lockstep import Lockstep, verdict
+from streampack.distributed.rank_sync import Lockstep, verdict
 from tests.corpus import Numbers, rows, write
 from tests.test_lockstep import (
     CORPORA,

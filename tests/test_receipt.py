@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streampack import Ledger
-from streampack.metrics import DROP_REASONS, Tally
-from streampack.receipt import VERSION, Receipt, bytes_of, numbers_of
+from streampack.accounting import DROP_REASONS, Tally
+from streampack.streaming.lane_state import VERSION, Receipt, bytes_of, numbers_of
 
 counts = st.integers(0, 2**62)
 

@@ -31,9 +31,9 @@ import pytest
 
 from streampack import IterablePackedDataset, JSONLSource, PackedDataLoader
 from streampack.sources import ParquetSource, Reading
-from streampack.sources.remote import RemoteStorage, scheme_of
-from streampack.sources.retry import Retries
-from streampack.sources.storage import redact
+from streampack.storage.base import redact
+from streampack.storage.remote import RemoteStorage, scheme_of
+from streampack.storage.retries import Retries
 from tests.conformance import check_positions, check_resume_everywhere
 from tests.corpus import Numbers, rows
 from tests.ranks import run_ranks
@@ -193,7 +193,7 @@ def test_a_fork_does_not_end_its_parents_connections(monkeypatch: pytest.MonkeyP
     first = weakref.ref(storage.filesystem())
     assert storage.filesystem() is first()
     # The module's own name for it: others who are asked for their process meanwhile answer truly.
-    monkeypatch.setattr("streampack.sources.remote.os", SimpleNamespace(getpid=lambda: 1))
+    monkeypatch.setattr("streampack.storage.remote.os", SimpleNamespace(getpid=lambda: 1))
     assert storage.filesystem() is not first()
     gc.collect()
     assert first() is not None, "let go of, s3fs closes its sockets, which are the parent's, too"
@@ -217,7 +217,7 @@ def test_a_process_ends_while_it_reads_ahead(web: Web) -> None:
     web.fault = lambda path: None if len(web.requests) < 8 else "stall"
     code = f"""
 from streampack.sources import JSONLSource, Reading
-from streampack.sources.remote import RemoteStorage
+from streampack.storage.remote import RemoteStorage
 RemoteStorage.block = 10_000
 print(next(JSONLSource({urls(web)!r}).read(Reading())).data["i"])
 """

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from streampack import IterablePackedDataset, MDSSource, TokenShardSource
-from streampack.encode import TokensEncoder
+from streampack.packing.encoders import TokensEncoder
 from streampack.sources import Reading
 from streampack.sources.base import plain
-from streampack.sources.ranges import Fetcher
-from streampack.sources.remote import RemoteStorage
-from streampack.sources.retry import Retries
-from streampack.tokenize import tokenize
+from streampack.storage.ranges import Fetcher
+from streampack.storage.remote import RemoteStorage
+from streampack.storage.retries import Retries
+from streampack.tokenize.tokenize import tokenize
 from tests.conformance import check_resume_everywhere
 from tests.test_mds import write_mds
 from tests.web import Web, random_faults

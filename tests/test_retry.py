@@ -15,9 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streampack import IterablePackedDataset, IterableSource, JSONLSource, PackedDataLoader
-from streampack.sources import Holdout, ranges, retry
-from streampack.sources.retry import PERMANENT, Busy, Retries
-from streampack.sources.storage import File, LocalStorage
+from streampack.sources import Holdout
+from streampack.storage import ranges
+from streampack.storage import retries as retry
+from streampack.storage.base import File, LocalStorage
+from streampack.storage.retries import PERMANENT, Busy, Retries
 from tests.corpus import Numbers, make_source, rows, write
 
 ROWS = rows(60)

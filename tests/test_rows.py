@@ -18,7 +18,7 @@ from streampack import (
     TokensEncoder,
     method_loader,
 )
-from streampack.rows import sample_of
+from streampack.packing.token_rows import sample_of
 from streampack.sources import MapSource
 
 IDS = [[1, 2, 3], [4, 5], [6]]

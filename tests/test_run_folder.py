@@ -16,14 +16,14 @@ from omegaconf import OmegaConf
 from streampack_recipes import quickstart
 from streampack_recipes.full_finetune import train
 
-from streampack.locks import LOCK_FILE, lock_folder
+from streampack.storage.locks import LOCK_FILE, lock_folder
 from streampack.training import run_folder
 from streampack.training.run_folder import Interrupted
 from tests.tiny import losses, tiny_config
 
 HOLDER = """
 import sys, time
-from streampack.locks import lock_folder
+from streampack.storage.locks import lock_folder
 with lock_folder(sys.argv[1], way_out="-"):
     print("held", flush=True)
     time.sleep(60)

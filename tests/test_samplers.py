@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
 from streampack import FlatteningCollator, MultipackBatchSampler
-from streampack.samplers import PlannedSampler, place
+from streampack.map_style.samplers import PlannedSampler, place
 
 LENGTHS = np.random.default_rng(0).integers(1, 40, 400).tolist()
 SETTINGS: dict[str, Any] = {"max_tokens": 64, "packs_per_step": 12, "seed": 3}

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.scale import simulation as sim
 from streampack import IterablePackedDataset, JSONLSource, MapSource, PackedDataLoader
-from streampack.plan import Packing
+from streampack.packing.planner import Packing
 from tests.corpus import Numbers, rows, write
 from tests.test_lockstep import Board, Here, OnBoard, together
 
@@ -112,7 +112,7 @@ def test_an_epoch_is_that_of_real_loaders(topology: sim.Topology, num_lanes: int
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_workers_do_not_matter(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is why the simulation has none. With two or three, ranks x workers do not divide the lanes."""
-    monkeypatch.setattr("streampack.shares.Worker", Here)
+    monkeypatch.setattr("streampack.loader.merge.Worker", Here)
     topology, num_lanes = sim.Topology(4, 12, batch_size=2), 12
     corpus = dealt_rows(num_lanes)
     packs = sim.plan(corpus, PACKING)

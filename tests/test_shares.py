@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streampack import IterablePackedDataset, MapSource
-from streampack.shares import Shares
-from streampack.stream import Event
+from streampack.loader.merge import Shares
+from streampack.streaming.round_robin import Event
 from tests.corpus import Numbers, rows
 
 
@@ -59,5 +59,5 @@ def handed_over(workers: int) -> list[tuple[int, int, list[int]]]:
 def test_errors_of_any_worker_change_nothing(workers: int, fails: frozenset[int]) -> None:
     Failing.fails, Failing.calls = fails, 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("streampack.shares.Worker", Failing)
+        patch.setattr("streampack.loader.merge.Worker", Failing)
         assert handed_over(workers) == handed_over(0)

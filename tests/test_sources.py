@@ -18,7 +18,7 @@ from pyarrow import parquet
 
 from streampack import Holdout, IterableSource, JSONLSource, MapSource, ParquetSource
 from streampack.sources import Reading, as_source
-from streampack.sources.storage import LocalStorage
+from streampack.storage.base import LocalStorage
 from tests.conformance import check_positions
 from tests.corpus import numbered, read_all, write
 

@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streampack import IterablePackedDataset, JSONLSource, Mix, TextEncoder, TokenShardSource, cli, locks
+from streampack import IterablePackedDataset, JSONLSource, Mix, TextEncoder, TokenShardSource, cli
 from streampack.sources import Holdout, Reading
 from streampack.sources.examples import EXAMPLES
-from streampack.tokenize import from_config, tokenize
+from streampack.storage import locks
+from streampack.tokenize.tokenize import from_config, tokenize
 from streampack.types import Sample
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -18,15 +18,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streampack import Holdout, IterablePackedDataset, MDSSource, Mix, TokenShardSource
-from streampack.assemble import as_sample
-from streampack.encode import TokensEncoder
+from streampack.packing.assemble import as_sample
+from streampack.packing.encoders import TokensEncoder
 from streampack.sources import Reading
 from streampack.sources.base import plain
 from streampack.sources.indexed import divide
-from streampack.sources.remote import RemoteStorage
-from streampack.sources.shards import ShardWriter, read_header, require_described
-from streampack.sources.storage import File, LocalStorage
-from streampack.tokenize import tokenize
+from streampack.sources.token_files import ShardWriter, read_header, require_described
+from streampack.storage.base import File, LocalStorage
+from streampack.storage.remote import RemoteStorage
+from streampack.tokenize.tokenize import tokenize
 from streampack.types import IGNORE_INDEX, Row
 from tests.conformance import check_positions, check_resume_everywhere
 from tests.web import Web, random_faults

@@ -24,7 +24,7 @@ from streampack import (
     PaddedCollator,
     prepare_trainer_for_packing,
 )
-from streampack.trainer.checkpoints import STREAM_FILE, newest_checkpoint, write_stream
+from streampack.integrations.hf_trainer.checkpoints import STREAM_FILE, newest_checkpoint, write_stream
 from tests.hf_trainers import (
     MAX_SEQ_LEN,
     SAMPLES,

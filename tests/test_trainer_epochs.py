@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from streampack import IterablePackedDataset, PackedDataLoader
-from streampack.trainer.epochs import plan_epochs
+from streampack.integrations.hf_trainer.epochs import plan_epochs
 from tests.hf_trainers import held_out, losses, packed, samples, stream
 from tests.ranks import run_ranks
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from streampack import IterablePackedDataset, PackedDataLoader
-from streampack.collate import Batch
-from streampack.sources.files import listing_of
-from streampack.tokenize import tokenize
+from streampack.distributed.world import World, join_world
+from streampack.packing.batch import Batch
+from streampack.storage.listing import listing_of
+from streampack.tokenize.tokenize import tokenize
 from streampack.training.config import read_config
 from streampack.training.data import build_data, opening, total_steps
-from streampack.training.distributed import World, join_world
 from tests.ranks import RankError, run_ranks
 from tests.test_training_sources import mixed_config
 from tests.tiny import WordTokenizer, tiny_config

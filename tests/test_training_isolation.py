@@ -13,7 +13,7 @@ from torch import nn
 
 from streampack.attention import prepare_model_for_packing
 from streampack.cli import main
-from streampack.training.distributed import join_world
+from streampack.distributed.world import join_world
 from streampack.training.isolation import probe_config, verify_isolation
 from tests.ranks import RankError, run_ranks
 from tests.test_isolation import MAX_SEQ_LEN, build

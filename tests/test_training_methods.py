@@ -15,9 +15,9 @@ from streampack_recipes.full_finetune import train
 from streampack_recipes.lora_finetune import train as train_lora
 
 from streampack import IterablePackedDataset, MapSource, Mix, PackedDataLoader
-from streampack.methods import METHODS
+from streampack.distributed.world import OtherRankFailed, World, join_world
+from streampack.map_style.methods import METHODS
 from streampack.training.config import read_config
-from streampack.training.distributed import OtherRankFailed, World, join_world
 from streampack.training.methods import MethodLoader, read_pieces
 from streampack.training.validate import validate
 from tests.ranks import RankError, run_ranks
@@ -206,7 +206,7 @@ def test_what_is_too_long_is_treated_as_in_a_stream(
 
 
 def test_a_split_sample_weighs_one_over_all_its_rows() -> None:
-    from streampack.training.loss import label_weights
+    from streampack.losses import label_weights
 
     rows = [{"tokens": [3] * 12, "labels": [3] * 12}, {"tokens": [4] * 4, "labels": [4] * 4}]
     data = IterablePackedDataset(rows, max_seq_len=5, overlong="split")

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from streampack import IGNORE_INDEX, IterablePackedDataset, Mix, PackedDataLoader
-from streampack.training.distributed import World
-from streampack.training.loss import LOSS_NORMS, label_weights, token_losses
+from streampack.distributed.world import World
+from streampack.losses import LOSS_NORMS, label_weights, token_losses
 from streampack.training.sources import SourceMeter, source_ids
 from streampack.training.validate import validate
 from tests.tiny import WORDS, losses, tiny_config

@@ -33,7 +33,7 @@ from streampack import (
 from streampack.attention import dense_mask
 from streampack.attention.families import PROVEN
 from streampack.attention.probe import _pack_of
-from streampack.training.loss import summed_cross_entropy
+from streampack.losses import summed_cross_entropy
 from tests.hf_models import EXPERTS, FAMILIES, HEADS, MAX_SEQ_LEN, VOCAB, WINDOW, build
 from tests.models_table import EVERY, LIMITS, PAGE, VARIABLE, figures, over_the_limit, read_page
 from tests.ranks import run_ranks

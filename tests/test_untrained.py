@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from streampack import IGNORE_INDEX, IterablePackedDataset, PackedDataLoader, PackedDataset, Sample
-from streampack.assemble import trains_nothing
-from streampack.mix import Mix
+from streampack.packing.assemble import trains_nothing
+from streampack.sources.mixture import Mix
 from tests.conformance import check_resume_everywhere
 
 ANSWER = 3

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from streampack.sources import Reading
 from streampack.sources.base import Reader
-from streampack.sources.window import Part, Record, read_parts
+from streampack.sources.shuffling import Part, Record, read_parts
 from streampack.types import Row
 from tests.conformance import check_positions
 

@@ -21,10 +21,11 @@ from typing import Any
 
 import pytest
 
-from streampack import IterablePackedDataset, IterableSource, Sample, workers
-from streampack.stream import Event
+from streampack import IterablePackedDataset, IterableSource, Sample
+from streampack.loader import workers
+from streampack.loader.workers import Worker
+from streampack.streaming.round_robin import Event
 from streampack.types import LaneEnd, Pack
-from streampack.workers import Worker
 from tests.corpus import Numbers, rows, write
 from tests.interrupts import Injector, within
 

@@ -15,8 +15,8 @@ import torch
 from benchmarks import lengths as corpora
 from benchmarks.gpu.settings import Settings
 from streampack import IGNORE_INDEX, Fragment, IterablePackedDataset, Pack, collate_packed
-from streampack.assemble import as_sample, assemble
-from streampack.collate import Batch, to_torchtune
+from streampack.packing.assemble import as_sample, assemble
+from streampack.packing.batch import Batch, to_torchtune
 
 T = TypeVar("T")
 Samples = Sequence[dict[str, Any]]

@@ -135,7 +135,7 @@ def feed_of(name: str, model: nn.Module, *, device: str) -> Feed:
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, feed: Feed, step: Step) -> torch.Tensor:
     """One optimizer step. Returns the loss summed over its trained tokens, still on the device."""
-    from streampack.training.loss import summed_cross_entropy
+    from streampack.losses import summed_cross_entropy
 
     total = torch.zeros((), device=next(model.parameters()).device)
     for batch in step.passes:

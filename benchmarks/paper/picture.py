@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.gpu.machine import ROOT
-from streampack.methods import METHODS, Row, plan_batches
+from streampack.map_style.methods import METHODS, Row, plan_batches
 
 SAMPLES = (11, 6, 7, 4, 8, 4, 3, 4, 3, 4, 5, 4)  # axolotl's example; 63 tokens
 MAX_SEQ_LEN = 16

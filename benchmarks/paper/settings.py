@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Literal, NamedTuple
 
-from streampack.methods import METHODS
+from streampack.map_style.methods import METHODS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,10 +26,10 @@ from benchmarks.gpu.model import Shape
 from benchmarks.paper.data import PADDING, Corpus, Samples, corpus_of
 from benchmarks.paper.settings import Budget, Row, Settings
 from streampack import prepare_model_for_packing
-from streampack.batches import method_loader
-from streampack.collate import Batch
-from streampack.methods import METHODS
-from streampack.training.loss import summed_cross_entropy
+from streampack.losses import summed_cross_entropy
+from streampack.map_style.method_loader import method_loader
+from streampack.map_style.methods import METHODS
+from streampack.packing.batch import Batch
 
 logging.getLogger("torchao").setLevel(logging.ERROR)  # says at import that it has no C++ extensions
 

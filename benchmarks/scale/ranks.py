@@ -86,8 +86,8 @@ def _identify(pattern: str, _rank: int, _size: int) -> dict[str, float]:
     import torch.distributed as dist
 
     from streampack import JSONLSource
-    from streampack.corpus import require_same_files, share_fingerprint
-    from streampack.lockstep import Lockstep
+    from streampack.distributed.corpus import require_same_files, share_fingerprint
+    from streampack.distributed.rank_sync import Lockstep
 
     source = JSONLSource(pattern)
     lockstep = Lockstep(timeout=timedelta(seconds=60))
@@ -102,9 +102,9 @@ def _divide(pattern: str, lanes: int, _rank: int, _size: int) -> dict[str, float
     import torch.distributed as dist
 
     from streampack import ParquetSource
-    from streampack.corpus import require_same_files, share_division
-    from streampack.lockstep import Lockstep
-    from streampack.sources.rowgroups import Footers
+    from streampack.distributed.corpus import require_same_files, share_division
+    from streampack.distributed.rank_sync import Lockstep
+    from streampack.sources.row_groups import Footers
 
     source = ParquetSource(pattern)
     lockstep = Lockstep(timeout=timedelta(seconds=60))
@@ -121,7 +121,7 @@ def _agree(rank: int, size: int) -> dict[str, float]:
     import torch.distributed as dist
 
     from streampack import IterablePackedDataset, PackedDataLoader
-    from streampack.lockstep import Lockstep
+    from streampack.distributed.rank_sync import Lockstep
 
     before = len(connections())
     lockstep = Lockstep(timeout=timedelta(seconds=60))

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from streampack.loader import ROUND
-from streampack.lockstep import verdict
-from streampack.plan import Packing, Planner
+from streampack.distributed.rank_sync import verdict
+from streampack.loader.data_loader import ROUND
+from streampack.packing.planner import Packing, Planner
 from streampack.sources.jsonl import divide
 
 Ints = npt.NDArray[np.int64]

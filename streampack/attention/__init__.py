@@ -14,8 +14,8 @@ from streampack.attention.dense import dense_mask, document_ids
 from streampack.attention.flex import flex_mask
 from streampack.attention.mappings import packed_of
 from streampack.attention.varlen import cu_seqlens_of, varlen_attention
-from streampack.consumers import model_parallel_mesh
-from streampack.plan import require
+from streampack.packing.planner import require
+from streampack.streaming.consumers import model_parallel_mesh
 
 __all__ = [
     "ATTENTIONS",

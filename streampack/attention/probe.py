@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from streampack.attention.report import Kind, Leak, LeakReport
-from streampack.collate import Batch
+from streampack.packing.batch import Batch
 from streampack.types import IGNORE_INDEX, Fragment
 
 SAMPLES = 4  # looked at in a pack

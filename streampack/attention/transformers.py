@@ -21,7 +21,7 @@ from streampack.attention.flash import flash_attention, flash_unfit
 from streampack.attention.mappings import labels_of, packed_of, positions_of
 from streampack.attention.probe import find_leaks
 from streampack.attention.varlen import cu_seqlens_of, varlen_attention, varlen_unfit
-from streampack.plan import require
+from streampack.packing.planner import require
 
 if TYPE_CHECKING:
     from streampack.attention import Packed

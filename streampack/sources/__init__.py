@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from streampack.sources.base import Reading, Source
-from streampack.sources.formats import JSON_LINES, PARQUET, in_folder
-from streampack.sources.hf import HFSource
+from streampack.sources.column_tables import by_rows
 from streampack.sources.holdout import Holdout
+from streampack.sources.hugging_face import HFSource
 from streampack.sources.indexed import INDEX
 from streampack.sources.iterable import IterableSource
 from streampack.sources.jsonl import JSONLSource
-from streampack.sources.mapstyle import MapSource
+from streampack.sources.map_style import MapSource
 from streampack.sources.mds import MDSSource
 from streampack.sources.parquet import ParquetSource
-from streampack.sources.shards import FORMAT
-from streampack.sources.tables import by_rows
-from streampack.sources.tokens import TokenShardSource
+from streampack.sources.token_files import FORMAT
+from streampack.sources.token_shards import TokenShardSource
+from streampack.storage.formats import JSON_LINES, PARQUET, in_folder
 
 __all__ = [
     "HFSource",

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
-from streampack.sources.copies import own_row
+from streampack.sources.row_copies import own_row
 from streampack.types import Origin, Position, Row
 
 Item = TypeVar("Item")

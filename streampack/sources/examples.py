@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from streampack.sources.base import BadRecord, Reading, Source, digest, plain
-from streampack.sources.copies import own_row
+from streampack.sources.row_copies import own_row
 from streampack.types import Origin
 
 EXAMPLES = 12

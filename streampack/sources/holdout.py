@@ -6,12 +6,12 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from streampack.plan import require
+from streampack.packing.planner import require
 from streampack.sources.base import Reader, Reading, Source, digest, plain, way_out
+from streampack.sources.corpus_identity import identity_of
 from streampack.sources.examples import Example, MarkedRows, columns_of, examples_of
-from streampack.sources.files import Corpus, Divisible, corpora_of, divisible_of, listing_of
-from streampack.sources.identity import identity_of
-from streampack.sources.storage import File
+from streampack.storage.base import File
+from streampack.storage.listing import Corpus, Divisible, corpora_of, divisible_of, listing_of
 from streampack.types import Origin, Position, Row
 
 PARTS = ("train", "validation")

@@ -15,17 +15,17 @@ from urllib.parse import urlsplit, urlunsplit
 import numpy as np
 import numpy.typing as npt
 
-from streampack.plan import require_positive
-from streampack.sources.archives import BUFFER_BYTES
+from streampack.packing.planner import require_positive
 from streampack.sources.base import spread
-from streampack.sources.files import Corpus, Name, inode_of, once, require_distinct
-from streampack.sources.manifest import named_in
-from streampack.sources.nesting import shallow_json
-from streampack.sources.ranges import Block, Fetcher, Stretch
-from streampack.sources.remote import RemoteStorage, scheme_of
-from streampack.sources.retry import Retries
-from streampack.sources.storage import File, LocalStorage, Storage, redact
-from streampack.sources.window import Damage, Part
+from streampack.sources.shuffling import Damage, Part
+from streampack.storage.base import File, LocalStorage, Storage, redact
+from streampack.storage.compression import BUFFER_BYTES
+from streampack.storage.json_depth import shallow_json
+from streampack.storage.listing import Corpus, Name, inode_of, once, require_distinct
+from streampack.storage.manifest import named_in
+from streampack.storage.ranges import Block, Fetcher, Stretch
+from streampack.storage.remote import RemoteStorage, scheme_of
+from streampack.storage.retries import Retries
 
 INDEX = "index.json"
 PARTS_PER_LANE = 16  # enough for shuffling parts to mix a sorted corpus, few enough to keep reads long

@@ -7,9 +7,9 @@ from itertools import islice
 from typing import Any
 
 from streampack.sources.base import Reader, Reading, digest
-from streampack.sources.copies import own_row
 from streampack.sources.examples import EXAMPLES, Example, MarkedRows, differs_at, leading
-from streampack.sources.window import Part, Record, read_parts
+from streampack.sources.row_copies import own_row
+from streampack.sources.shuffling import Part, Record, read_parts
 from streampack.types import Origin
 
 Rows = Iterable[Mapping[str, Any]]

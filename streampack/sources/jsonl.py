@@ -11,17 +11,17 @@ from itertools import chain, islice, repeat
 from typing import Any
 from urllib.parse import urlsplit
 
-from streampack.plan import require_positive
-from streampack.sources.archives import BUFFER_BYTES, DAMAGED, NOT_TEXT, content, kind_of, not_text
+from streampack.packing.planner import require_positive
 from streampack.sources.base import Reader, Reading, spread
 from streampack.sources.examples import Example, example
-from streampack.sources.files import Corpus, Name, find_files
-from streampack.sources.formats import JSON_LINES, require_json_lines, whole_json
 from streampack.sources.indexed import places
-from streampack.sources.nesting import require_shallow
-from streampack.sources.ranges import Block, Fetcher, Stretch, blocks
-from streampack.sources.storage import File, LocalStorage, together
-from streampack.sources.window import Damage, Part, Record, read_parts
+from streampack.sources.shuffling import Damage, Part, Record, read_parts
+from streampack.storage.base import File, LocalStorage, together
+from streampack.storage.compression import BUFFER_BYTES, DAMAGED, NOT_TEXT, content, kind_of, not_text
+from streampack.storage.formats import JSON_LINES, require_json_lines, whole_json
+from streampack.storage.json_depth import require_shallow
+from streampack.storage.listing import Corpus, Name, find_files
+from streampack.storage.ranges import Block, Fetcher, Stretch, blocks
 from streampack.types import Origin
 
 PARTS_PER_LANE = 16  # enough for shuffling parts to mix a sorted file, few enough to keep reads long

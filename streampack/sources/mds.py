@@ -13,15 +13,15 @@ from functools import partial
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
-from streampack.sources.archives import DAMAGED, content
 from streampack.sources.base import Reader, Reading, readable
-from streampack.sources.columns import Column, decoder, left_out, row_of
 from streampack.sources.examples import Example, example
-from streampack.sources.files import Corpus, Name
 from streampack.sources.indexed import Offsets, divide, offsets_of, places, read_index, records
-from streampack.sources.ranges import Ahead, Block, Fetcher, Stretch, blocks
-from streampack.sources.storage import File, redact, together
-from streampack.sources.window import Damage, Part, Record, read_parts
+from streampack.sources.mds_columns import Column, decoder, left_out, row_of
+from streampack.sources.shuffling import Damage, Part, Record, read_parts
+from streampack.storage.base import File, redact, together
+from streampack.storage.compression import DAMAGED, content
+from streampack.storage.listing import Corpus, Name
+from streampack.storage.ranges import Ahead, Block, Fetcher, Stretch, blocks
 from streampack.types import Origin
 
 LARGEST = 1 << 30  # bytes of a compressed shard's content, at most, whatever its index says

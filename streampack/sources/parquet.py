@@ -10,12 +10,12 @@ from typing import Any
 
 from streampack.sources.base import Reader, Reading, digest, spread
 from streampack.sources.examples import Example
-from streampack.sources.files import Corpus, Divisible, Name, find_files
-from streampack.sources.formats import PARQUET
-from streampack.sources.ranges import Fetcher
-from streampack.sources.rowgroups import Footers, RowGroups, group_of, plain_row, starts_of
-from streampack.sources.storage import Together, together
-from streampack.sources.window import Damage, Part, read_parts
+from streampack.sources.row_groups import Footers, RowGroups, group_of, plain_row, starts_of
+from streampack.sources.shuffling import Damage, Part, read_parts
+from streampack.storage.base import Together, together
+from streampack.storage.formats import PARQUET
+from streampack.storage.listing import Corpus, Divisible, Name, find_files
+from streampack.storage.ranges import Fetcher
 from streampack.types import Origin
 
 PARTS_PER_LANE = 16  # enough for shuffling parts to mix a sorted corpus, few enough to keep reads long

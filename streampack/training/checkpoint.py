@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from streampack.training.distributed import World
+from streampack.distributed.world import World
 
 RUN_FILE = "run.pt"
 PATTERN = re.compile(r"step_(\d+)")

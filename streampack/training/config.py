@@ -9,12 +9,12 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from streampack.attention import ATTENTIONS
-from streampack.components import COMPONENT
-from streampack.iterable import IterablePackedDataset
-from streampack.methods import METHODS
-from streampack.plan import require, require_positive
+from streampack.instantiate import COMPONENT
+from streampack.losses import LOSS_NORMS
+from streampack.map_style.methods import METHODS
+from streampack.packing.planner import require, require_positive
+from streampack.streaming.dataset import IterablePackedDataset
 from streampack.training.hints import hint_for
-from streampack.training.loss import LOSS_NORMS
 from streampack.training.nodes import node_problems, type_problems
 
 Node = dict[str, Any]

@@ -14,20 +14,20 @@ from typing import Any
 
 import torch
 
-from streampack.collate import Batch, null_pack, stack_packs
-from streampack.components import build
-from streampack.encode import check_tokenizer, padding_id
-from streampack.iterable import IterablePackedDataset
-from streampack.loader import PackedDataLoader
-from streampack.methods import METHODS
-from streampack.mix import Leaf, Mix, hold_out
+from streampack.distributed.world import World
+from streampack.instantiate import build
+from streampack.loader.data_loader import PackedDataLoader
+from streampack.map_style.methods import METHODS
+from streampack.packing.batch import Batch, null_pack, stack_packs
+from streampack.packing.encoders import check_tokenizer, padding_id
 from streampack.sources import as_source
+from streampack.sources.bad_records import BAD_RECORDS_FOLDER
 from streampack.sources.base import Reading, Source
-from streampack.sources.files import listed_once
 from streampack.sources.holdout import Holdout
-from streampack.sources.quarantine import BAD_RECORDS_FOLDER
+from streampack.sources.mixture import Leaf, Mix, hold_out
+from streampack.storage.listing import listed_once
+from streampack.streaming.dataset import IterablePackedDataset
 from streampack.training.config import RunConfig
-from streampack.training.distributed import World
 from streampack.training.evaluation import HeldOut
 from streampack.training.hints import hint_for
 from streampack.training.methods import Loader, MethodLoader

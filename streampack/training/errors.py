@@ -17,8 +17,8 @@ import torch
 import yaml
 from omegaconf.errors import OmegaConfBaseException
 
+from streampack.distributed.world import OtherRankFailed
 from streampack.training.checkpoint import CheckpointError
-from streampack.training.distributed import OtherRankFailed
 
 TRACEBACK = "STREAMPACK_TRACEBACK"
 """An environment variable; set to anything but 0, it does what ``--traceback`` does."""

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from streampack.attention import Inputs
-from streampack.collate import Batch
-from streampack.training.distributed import World
-from streampack.training.loss import label_weights, summed_cross_entropy
+from streampack.distributed.world import World
+from streampack.losses import label_weights, summed_cross_entropy
+from streampack.packing.batch import Batch
 from streampack.training.model import evaluating
 
 

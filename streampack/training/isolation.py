@@ -11,9 +11,9 @@ from torchtune import training
 from streampack.attention import Inputs, prepare_model_for_packing
 from streampack.attention.probe import find_leaks
 from streampack.attention.report import LeakReport
-from streampack.components import build
+from streampack.distributed.world import World
+from streampack.instantiate import build
 from streampack.training.config import read_config
-from streampack.training.distributed import World
 from streampack.training.model import pick_device
 
 PROBED = 256  # tokens of the probe's pack, two blocks of a block mask; fewer where packs are shorter

@@ -8,19 +8,19 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from streampack.batches import method_loader
-from streampack.collate import Batch
-from streampack.iterable import IterablePackedDataset
-from streampack.lane import Lane, Piece
-from streampack.loader import PackedDataLoader
-from streampack.methods import METHODS
-from streampack.metrics import Ledger, Tally
-from streampack.multipack import share_of
-from streampack.plan import Packing, require
-from streampack.samplers import digest_of
+from streampack.accounting import Ledger, Tally
+from streampack.distributed.world import World
+from streampack.loader.data_loader import PackedDataLoader
+from streampack.map_style.method_loader import method_loader
+from streampack.map_style.methods import METHODS
+from streampack.map_style.multipack import share_of
+from streampack.map_style.samplers import digest_of
+from streampack.packing.batch import Batch
+from streampack.packing.planner import Packing, require
+from streampack.sources.bad_records import Quarantine
 from streampack.sources.base import Source
-from streampack.sources.quarantine import Quarantine
-from streampack.training.distributed import World
+from streampack.streaming.dataset import IterablePackedDataset
+from streampack.streaming.lane import Lane, Piece
 from streampack.types import Fragment, Sample
 
 OF_SAMPLES = (

@@ -15,9 +15,9 @@ from torch.distributed.fsdp import FSDPModule
 from torchtune import modules, training, utils
 from torchtune.modules import peft
 
-from streampack.components import COMPONENT, build
+from streampack.distributed.world import World
+from streampack.instantiate import COMPONENT, build
 from streampack.training.config import too_long
-from streampack.training.distributed import World
 
 OUTPUT_CHUNKS = 8  # torchtune makes an fp32 copy of the logits; in chunks it is made and freed piece by piece
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from streampack.components import COMPONENT, refuse_code, resolve
+from streampack.instantiate import COMPONENT, refuse_code, resolve
 
 Find = Callable[[str], Any]
 NUMBERS = {bool: (bool,), int: (int,), float: (int, float), str: (str, Path)}

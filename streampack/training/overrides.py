@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from streampack.components import COMPONENT, trust
+from streampack.instantiate import COMPONENT, trust
 from streampack.training.errors import TRACEBACK, shown_errors
 
 AS_TEXT = "max_filename"  # of torchtune's checkpoint files: its leading zeros count

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from streampack.collate import Batch
-from streampack.components import build
-from streampack.metrics import Ledger
-from streampack.sources.quarantine import Quarantine
-from streampack.training.distributed import World
+from streampack.accounting import Ledger
+from streampack.distributed.world import World
+from streampack.instantiate import build
+from streampack.packing.batch import Batch
+from streampack.sources.bad_records import Quarantine
 from streampack.training.methods import Loader
 
 COUNTS = ("loss", "z_loss", "weight", "trained", "tokens", "slots", "samples")

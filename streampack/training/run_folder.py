@@ -9,11 +9,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from streampack.locks import lock_folder
-from streampack.metrics import Ledger
+from streampack.accounting import Ledger
+from streampack.distributed.world import World
+from streampack.storage.locks import lock_folder
 from streampack.training.checkpoint import Checkpoints
 from streampack.training.config import RunConfig
-from streampack.training.distributed import World
 
 OVER = "finished.json"
 """Written last, when the weights are whole: what the run was, see `record_end`."""

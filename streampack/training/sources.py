@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from streampack.collate import Batch
-from streampack.metrics import Tally
-from streampack.mix import Mix
-from streampack.training.distributed import World
+from streampack.accounting import Tally
+from streampack.distributed.world import World
+from streampack.packing.batch import Batch
+from streampack.sources.mixture import Mix
 from streampack.training.methods import Loader
 
 

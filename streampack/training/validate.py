@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from omegaconf.errors import OmegaConfBaseException
 
-from streampack.assemble import as_sample
-from streampack.components import COMPONENT, build, locate, resolve, trusted_by_user
-from streampack.iterable import IterablePackedDataset
+from streampack.distributed.world import World
+from streampack.instantiate import COMPONENT, build, locate, resolve, trusted_by_user
+from streampack.packing.assemble import as_sample
+from streampack.streaming.dataset import IterablePackedDataset
 from streampack.training.config import RunConfig, config_problems, to_plain
 from streampack.training.data import build_datasets, first_rows, held_out_packs, leaves_of
-from streampack.training.distributed import World
 from streampack.training.nodes import node_problems
 from streampack.types import IGNORE_INDEX
 

@@ -1,0 +1,109 @@
+"""From Trainer's ``num_train_epochs`` to steps: counted for map-style data, estimated for streams."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from streampack.loader.data_loader import PackedDataLoader
+from streampack.streaming.dataset import IterablePackedDataset
+from streampack.streaming.pack_count import count_packs, map_source_of, packed_lengths
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+log = logging.getLogger(__name__)
+
+PROBED = 4096  # rows from which an epoch's packs are estimated
+
+
+def require_epochs(packs: IterablePackedDataset, args: TrainingArguments) -> None:
+    """Check that ``num_train_epochs`` can say when to stop, where ``max_steps`` does not.
+
+    Raises:
+        ValueError: if the packs never end, say otherwise, or cannot tell their size.
+    """
+    epochs = math.ceil(args.num_train_epochs)
+    if packs.epochs is None or packs.epochs not in (1, epochs):
+        raise ValueError(
+            f"max_steps is {args.max_steps}, so num_train_epochs={args.num_train_epochs} says how often the data is "
+            f"read, and the packs have epochs={packs.epochs}; give IterablePackedDataset epochs=1, or set max_steps"
+        )
+    if map_source_of(packs.lane_config.source) is None:
+        try:
+            packs.estimate_packs()
+        except ValueError as error:
+            raise ValueError(
+                f"max_steps is {args.max_steps}, and how many packs this stream makes is known at its end only "
+                f"({error}); set max_steps in TrainingArguments"
+            ) from None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How many steps a training of some epochs takes."""
+
+    steps: tuple[int, ...]  # of each epoch
+    epochs: float
+    exact: bool
+
+    @property
+    def total(self) -> int:
+        """Steps of the training; the last epoch may be read in part."""
+        whole = int(self.epochs)
+        return max(1, sum(self.steps[:whole]) + math.ceil((self.epochs - whole) * self.steps[-1]))
+
+    def position(self, epoch: int, step: int) -> float:
+        """Where training stands after some steps of an epoch, in epochs."""
+        return epoch + min(1.0, step / self.steps[min(epoch, len(self.steps) - 1)])
+
+
+def plan_epochs(loader: PackedDataLoader, epochs: float) -> Plan:
+    """Find how many steps of this loader it takes to read its data ``epochs`` times. A collective.
+
+    Raises:
+        ValueError: for a row that cannot be encoded, or is too long; with its place.
+    """
+    packs, ranks = loader.dataset, loader.lockstep
+    num_lanes = packs.lanes_for(ranks.world_size * max(1, loader.num_workers))
+    if (source := map_source_of(packs.lane_config.source)) is None:
+        # Rank 0's for all: with another number of steps, a rank would wait for ever.
+        found, *_ = ranks.share(
+            lambda: packs.estimate(rows=PROBED, num_lanes=num_lanes), doing="estimating an epoch"
+        )
+        steps = math.ceil(found.at_most / loader.packs_per_step)
+        plan = Plan((steps,) * math.ceil(epochs), epochs, exact=False)
+        if ranks.rank == 0:
+            log.warning(
+                "max_steps is %d, where the learning rate's schedule ends: an epoch is at most %d steps of %d packs, "
+                "estimated from %d samples; training ends with the data, or there",
+                plan.total, steps, loader.packs_per_step, found.samples,
+            )  # fmt: skip
+        return plan
+    config, size = packs.lane_config, len(source.dataset)
+    log.info("reading %d samples for their lengths, to count the steps of %s epochs", size, epochs)
+    parts = ranks.share(
+        lambda: packed_lengths(config, range(ranks.rank, size, ranks.world_size)), doing="reading lengths"
+    )
+    lengths = [0] * size
+    for rank, part in enumerate(parts):
+        lengths[rank :: ranks.world_size] = part
+    mine = range(ranks.rank, num_lanes, ranks.world_size)
+
+    def count() -> list[int]:
+        return [
+            sum(count_packs(config, lengths, epoch=epoch, lane=lane, num_lanes=num_lanes) for lane in mine)
+            for epoch in range(packs.epoch, packs.epoch + math.ceil(epochs))
+        ]
+
+    counts = ranks.share(count, doing="counting packs")
+    return Plan(tuple(_steps(of_ranks, loader) for of_ranks in zip(*counts, strict=True)), epochs, exact=True)
+
+
+def _steps(packs: tuple[int, ...], loader: PackedDataLoader) -> int:
+    """Steps of an epoch. The slots of a step belong to the ranks in turn, each with packs for its first slots."""
+    ranks = loader.lockstep.world_size
+    last = max((count - 1) * ranks + rank for rank, count in enumerate(packs) if count)
+    return last // loader.packs_per_step + 1

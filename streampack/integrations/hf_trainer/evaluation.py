@@ -1,0 +1,114 @@
+"""Evaluation on packs, and its loss: a mean over trained tokens, whatever the batches and ranks."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from streampack.integrations.hf_trainer.steps import AsInputs
+from streampack.loader.data_loader import PackedDataLoader
+from streampack.streaming.dataset import IterablePackedDataset
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+log = logging.getLogger(__name__)
+
+
+def require_end(packs: IterablePackedDataset, name: str) -> None:
+    """Refuse packs without an end: an evaluation reads all of them.
+
+    Raises:
+        ValueError: if they have none.
+    """
+    if packs.epochs is None:
+        raise ValueError(f"{name} has epochs=None and would never end; give it epochs=1")
+
+
+class Evaluation:
+    """Evaluation batches as the model's arguments, the same in every evaluation."""
+
+    # What accelerate's GradientState asks of the loader that is iterated.
+    end_of_dataloader = False
+    remainder = -1  # rows of the last batch to keep in predictions; -1: all
+
+    def __init__(self, loader: PackedDataLoader, as_inputs: AsInputs) -> None:
+        self.loader = loader
+        self.as_inputs = as_inputs
+        self.packs = 0  # of this rank in the newest evaluation, null packs left out
+        self._epoch = loader.dataset.epoch
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        from accelerate.state import GradientState
+
+        self.packs, self.end_of_dataloader, self.remainder = 0, False, -1
+        self.loader.dataset.set_epoch(self._epoch)
+        state = GradientState()
+        state._add_dataloader(self)  # Trainer asks it which batch is the last (batch_eval_metrics)
+        try:
+            batches = iter(self.loader)
+            batch = next(batches, None)
+            while batch is not None:
+                following = next(batches, None)
+                self.end_of_dataloader = following is None
+                packs = sum(map(bool, batch.fragments))
+                if following is None and self.loader.lockstep.alone:
+                    self.remainder = packs  # null packs come last; among several ranks they come anywhere
+                self.packs += packs
+                yield self.as_inputs(batch)
+                batch = following
+        finally:
+            state._remove_dataloader(self)
+
+    def count_packs(self) -> int:
+        """Count the packs of all ranks, null packs left out. A collective."""
+        return sum(self.loader.lockstep.gather(self.packs))
+
+
+class TokenMean:
+    """The losses of an evaluation's batches, each weighed by how many tokens it trains.
+
+    Trainer averages over batches instead, and a part-empty last one counts as much as a full one.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self._losses: list[torch.Tensor] = []  # of this rank; the mean over ranks is that of the batch
+        self._counts: list[torch.Tensor] = []  # trained tokens of all ranks
+
+    def add(self, loss: torch.Tensor, count: torch.Tensor) -> None:
+        """Take in a batch of all ranks."""
+        self._losses.append(loss.detach())
+        self._counts.append(count)
+
+    def apply(self, metrics: dict[str, Any], name: str) -> None:
+        """Put the mean over tokens in the place of Trainer's mean over batches. A collective."""
+        if name not in metrics or not self._counts:
+            return
+        counts = torch.stack(self._counts).double().cpu()
+        losses = torch.stack(self._losses).double().cpu()
+        if self.trainer.args.world_size > 1:
+            mine = losses.float().to(self.trainer.args.device)
+            losses = self.trainer.accelerator.reduce(mine, reduction="mean").double().cpu()
+        if self.trainer.args.logging_nan_inf_filter and losses.isfinite().any():
+            counts = counts.where(losses.isfinite(), 0.0)
+            losses = losses.nan_to_num(0.0, 0.0, 0.0)
+        metrics[name] = self._weighted(losses, counts)
+        if math.isnan(metrics[name]) and not counts.any():
+            log.warning("%s is NaN: no token of the evaluation data is trained (all labels are -100)", name)
+        self._apply_to_trl(counts)
+
+    def _apply_to_trl(self, counts: torch.Tensor) -> None:
+        """Weigh the other means over batches that TRL's SFTTrainer keeps, for its log, in the same way."""
+        kept = getattr(self.trainer, "_metrics", {}).get("eval", {})
+        for name in ("entropy", "mean_token_accuracy"):
+            if len(kept.get(name, ())) == len(counts):
+                kept[name] = [self._weighted(torch.tensor(kept[name]).double(), counts)]
+
+    @staticmethod
+    def _weighted(values: torch.Tensor, counts: torch.Tensor) -> float:
+        return ((values * counts).sum() / counts.sum()).item()

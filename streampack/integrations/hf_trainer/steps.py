@@ -1,0 +1,134 @@
+"""The batches of a training in progress, as the model's arguments."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from streampack.accounting import Ledger
+from streampack.loader.data_loader import PackedDataLoader
+from streampack.packing.batch import Batch
+from streampack.streaming.round_robin import ledger_of
+from streampack.streaming.untrained import TrainedSteps
+from streampack.types import ReceiptNumbers
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+log = logging.getLogger(__name__)
+
+AsInputs = Callable[[Batch], dict[str, Any]]
+
+
+class Steps:
+    """Training batches, and the stream's state as of the last step that the trainer has made."""
+
+    def __init__(
+        self, loader: PackedDataLoader, as_inputs: AsInputs, *, trainer: Trainer, first: int
+    ) -> None:
+        self.loader = loader
+        self.as_inputs = as_inputs
+        self.trainer = trainer
+        self.first = first  # steps made before the first of these
+        self.given = 0  # batches
+        self.sizes: deque[int] = deque()  # real tokens of the batches of the step that is made
+        self.epoch = 0  # of the newest batch given, from that in which the run began
+        # Receipts and slot when the newest step began.
+        self._before: tuple[dict[int, ReceiptNumbers], int] = ({}, 0)
+        self._batches: Any = None  # the loader's iteration
+        self.trained = TrainedSteps(loader.dataset.lane_config)
+        self._next: Batch | None = None  # the next step's first batch, if that was fetched already
+        self._fetched = False
+
+    def __iter__(self) -> Steps:
+        return self  # Trainer iterates anew where a callback ends its epoch; the stream goes on
+
+    def __next__(self) -> dict[str, Any]:
+        if self.given % self.loader.batches_per_step:
+            batch = next(self._batches, None)
+        elif self.trainer.state.global_step >= self.trainer.args.max_steps:
+            batch = None  # a run resumed at its end: Trainer would make one step more
+        else:
+            batch = self._fetch()
+            self._next, self._fetched = None, False
+        if batch is None:
+            self._end()
+            raise StopIteration
+        self.given += 1
+        self.sizes.append(batch.num_tokens)
+        self.trained.add(batch, ends=self.given % self.loader.batches_per_step == 0)
+        self.epoch = self._epoch()
+        return self.as_inputs(batch)
+
+    def _fetch(self) -> Batch | None:
+        """Fetch the first batch of the next step; None at the end of the data. Between steps, a collective."""
+        if not self._fetched:
+            if self._batches is None:
+                self._batches = iter(self.loader)
+            self._before = dict(self.loader.receipts), self.loader.slot
+            self._next, self._fetched = next(self._batches, None), True
+        return self._next
+
+    def _epoch(self) -> int:
+        return int(self._batches.epoch - self.loader.dataset.epoch)
+
+    def ends_epoch(self) -> bool:
+        """Look whether the newest step was the last one of an epoch that another follows. A collective."""
+        return self._fetch() is not None and self._epoch() > self.epoch
+
+    def has_more(self) -> bool:
+        """Look whether the data goes on behind the newest step. A collective."""
+        return self._fetch() is not None
+
+    def steps_in_epoch(self) -> int:
+        """Count the steps made in this epoch, before a resume too."""
+        return self._stand()[1] // self.loader.packs_per_step
+
+    def _stand(self) -> tuple[dict[int, ReceiptNumbers], int]:
+        """Receipts and slot as of the last step that was made."""
+        made = self.trainer.state.global_step - self.first
+        # Saved on SIGTERM (enable_jit_checkpoint): the batches of a step were given, and it was not made.
+        if self._fetched or self.given > made * self.loader.batches_per_step:
+            return self._before
+        return self.loader.receipts, self.loader.slot
+
+    def state_dict(self) -> dict[str, Any]:
+        """To be saved with the trainer as it is. A collective."""
+        return self.loader.state_of(*self._stand())
+
+    def ledger(self) -> Ledger:
+        """Of all ranks. A collective."""
+        return Ledger.total(self.loader.lockstep.gather(ledger_of(self._stand()[0])))
+
+    def check_trained(self) -> None:
+        """Look whether the steps since the last look trained something. A collective.
+
+        Raises:
+            ValueError: if one trained nothing, on all ranks.
+        """
+        self.trained.check(self.loader.lockstep.gather(self.trained.take()))
+
+    def close(self) -> None:
+        """Let go of the worker processes."""
+        self._batches, self._next, self._fetched = None, None, False
+
+    def _end(self) -> None:
+        """End the training with the data, as Trainer does at max_steps: it would ask for more, and then begin anew."""
+        args, state, control = self.trainer.args, self.trainer.state, self.trainer.control
+        control.should_training_stop = True
+        steps = self.first + self.given // self.loader.batches_per_step
+        if steps >= args.max_steps:
+            return
+        log.warning(
+            "the data ended after step %d of max_steps=%d, and so does the training; with "
+            "IterablePackedDataset(..., epochs=None) it never ends",
+            steps, args.max_steps,
+        )  # fmt: skip
+        if self.given:
+            control.should_log |= args.logging_strategy != "no"
+            if args.eval_strategy == "steps" and args.eval_delay <= steps:
+                control.should_evaluate |= steps % state.eval_steps != 0
+            if args.save_strategy == "steps":
+                control.should_save |= state.save_steps <= 0 or steps % state.save_steps != 0

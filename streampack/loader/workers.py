@@ -1,0 +1,279 @@
+"""Worker processes that read, encode and pack; one that dies is made again from its last receipts."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any
+
+from streampack.distributed.orphans import end_with_parent, on_main_thread
+from streampack.loader.wire import Folded, fold, unfold
+from streampack.streaming.dataset import IterablePackedDataset
+from streampack.streaming.round_robin import Event
+from streampack.types import ReceiptNumbers
+
+log = logging.getLogger(__name__)
+
+EVENTS, END, ERROR, DIED = "events", "end", "error", "died"
+TOGETHER = 4  # packs that come at once, at most: what is ready waits while the next one is made ...
+PATIENCE = 0.1  # ... which is not begun when so many seconds have passed
+LINGER = 10.0  # seconds that `Worker.close` waits for a killed process, and for its receiver
+
+
+class Worker:
+    """One process that runs `IterablePackedDataset.stream` for one consumer; iterating gives its events.
+
+    Packs come through a pipe as plain bytes: no shared memory that a SIGKILL could leave behind, and a
+    pipe of its own, so that a process that dies in the middle of writing is seen as dead at once and
+    harms no other. They come several at a time where they are made quickly: whenever some arrive, the trainer's
+    process takes a core from whatever works there. torch's DataLoader raises a worker's death wherever the
+    trainer happens to be; here it is noticed when its next pack is asked for, and mended there: a new process
+    goes on after the last pack that arrived. An error in the stream is raised here, and asking again tries
+    again; an error of a kind that cannot travel between processes arrives as a RuntimeError that says the same.
+    After any other exception, such as an interrupt, close it and make a new one.
+
+    Args:
+        dataset: as it stands in this process; forked, or pickled where processes are spawned.
+        consumer: which share of the lanes, of ``consumers``.
+        receipts: where to begin.
+        first_epoch: see `IterablePackedDataset.stream`.
+        prefetch: packs that may lie ready in this process, about.
+        max_restarts: deaths to mend before giving up.
+    """
+
+    def __init__(
+        self,
+        dataset: IterablePackedDataset,
+        *,
+        consumer: int,
+        consumers: int,
+        receipts: Mapping[int, ReceiptNumbers],
+        first_epoch: int | None = None,
+        prefetch: int = 8,
+        max_restarts: int = 3,
+    ) -> None:
+        self.dataset = dataset
+        self.consumer = consumer
+        self.consumers = consumers
+        self.receipts = dict(receipts)  # as of the last event that was handed on
+        self.first_epoch = first_epoch
+        self.prefetch = prefetch
+        self.max_restarts = max_restarts
+        self.restarts = 0
+        self.ended = False
+        self.erred = False  # its last word was an error; it tries again when asked
+        self.arrived: deque[Event] = deque()  # and not handed on
+        self._start()
+
+    def _start(self) -> None:
+        # Whatever is there when an interrupt strikes, `close` ends.
+        self.home = os.getpid()
+        self.receiver: threading.Thread | None = None
+        # Both are implemented in C and hold no lock of Python's: an interrupted wait leaves nothing locked, as it may
+        # with `queue.Queue`, whose other side would wait without end.
+        self.inbox: SimpleQueue[tuple[str, Any]] = SimpleQueue()
+        self.room: SimpleQueue[bool] = (
+            SimpleQueue()
+        )  # a True for each message that may come, a False at the end
+        most = max(1, min(TOGETHER, self.prefetch // 2))
+        for _ in range(1 + self.prefetch // most - (most > 1)):  # as many more are being handed on, and made
+            self.room.put(True)
+        self.pipe, self.theirs = mp.Pipe()
+        arguments = (
+            self.theirs,
+            self.dataset,
+            self.consumer,
+            self.consumers,
+            self.receipts,
+            self.first_epoch,
+            most,
+            on_main_thread(),
+        )
+        self.process = mp.Process(target=_serve, args=arguments, daemon=True)
+        self.process.start()
+        self.theirs.close()  # or the pipe would not end with the process
+        self.receiver = threading.Thread(
+            target=_receive, args=(self.pipe, self.inbox, self.room), daemon=True
+        )
+        self.receiver.start()
+
+    def __iter__(self) -> Iterator[Event]:
+        return self
+
+    def __next__(self) -> Event:
+        if self.ended:
+            raise StopIteration
+        self._require_open()
+        if self.erred:
+            self.erred = False
+            with suppress(OSError):  # if it died since, the inbox says so
+                self.pipe.send(None)
+        while not self.arrived:
+            kind, value = self.inbox.get()
+            self.room.put(True)
+            if kind == EVENTS:
+                self.arrived.extend(map(unfold, value))
+            elif kind == END:
+                self.ended = True
+                self.close()
+                raise StopIteration
+            elif kind == ERROR:
+                self.erred = True
+                error, error.__notes__ = value
+                try:
+                    raise error
+                finally:
+                    del error, value  # the traceback holds this frame: a cycle would keep the process alive
+            else:
+                self._require_open()
+                self._mend()
+        event = self.arrived.popleft()
+        self.receipts[event.lane] = event.receipt
+        return event
+
+    def _require_open(self) -> None:
+        if self.pipe.closed:
+            raise RuntimeError(
+                f"worker {self.consumer} of {self.consumers} was closed; iterate the loader anew"
+            )
+
+    def _mend(self) -> None:
+        _end(self.process)  # if it only closed its pipe
+        what = f"worker {self.consumer} of {self.consumers} (pid {self.process.pid}) died"
+        code = self.process.exitcode or 0
+        what += f" of signal {signal.Signals(-code).name}" if code < 0 else f" with exit code {code}"
+        if self.restarts >= self.max_restarts:
+            self.inbox.put((DIED, None))  # to say so again when asked again
+            raise RuntimeError(
+                f"{what}, after {self.restarts} restart(s); if the system killed it, it may lack memory: use "
+                "fewer workers or a smaller buffer_size"
+            )
+        self.restarts += 1
+        log.warning("%s; restart %d of %d from its last receipts", what, self.restarts, self.max_restarts)
+        self.close()
+        self._start()
+
+    def close(self) -> None:
+        """End the process, and the thread that listens to it; wait for each `LINGER` seconds at most.
+
+        An interrupted call is repeated by the next one.
+        """
+        if self.pipe.closed:
+            return
+        if hasattr(self, "process"):
+            _end(self.process)
+        _shut(self.pipe)  # the process may be held up, and others may hold its end of the pipe
+        self.room.put(False)
+        receiver = self.receiver
+        # The garbage collector may run in any thread. One that was not started cannot be waited for.
+        if receiver is not None and receiver.is_alive() and receiver is not threading.current_thread():
+            receiver.join(LINGER)
+        if hasattr(self, "process"):
+            with suppress(ValueError):  # it still runs, or is closed already
+                self.process.close()
+        self.theirs.close()
+        self.pipe.close()
+
+    def __del__(self) -> None:
+        # At the interpreter's end the modules that `close` needs are gone, and daemons are ended anyway. A copy
+        # that some process forked along is not the one to end anything.
+        if hasattr(self, "pipe") and not sys.is_finalizing() and self.home == os.getpid():
+            self.close()
+
+
+def _end(process: mp.Process) -> None:
+    """Kill a process, if it was started, and wait until it is gone, but not without end."""
+    with suppress(ValueError, AttributeError):  # it is closed, or was not started
+        process.kill()
+        # Not `process.join`: with a limit, it waits for a pipe that the process's own children may hold.
+        give_up, pause = time.monotonic() + LINGER, 0.0005
+        while process.is_alive() and time.monotonic() < give_up:
+            time.sleep(pause)
+            pause = min(0.05, 2 * pause)
+
+
+def _shut(pipe: Connection) -> None:
+    """End all reading and writing on a pipe, whoever holds its ends."""
+    with suppress(OSError), socket.socket(fileno=os.dup(pipe.fileno())) as end:
+        end.shutdown(socket.SHUT_RDWR)
+
+
+def _receive(pipe: Connection, inbox: SimpleQueue[tuple[str, Any]], room: SimpleQueue[bool]) -> None:
+    """In a thread of the trainer's process: keep the inbox filled."""
+    ends = False
+    with suppress(
+        Exception
+    ):  # EOFError or OSError; whatever else it were, silence would be waited for without end
+        while not ends and room.get():
+            message = pipe.recv()
+            ends = message[0] == END
+            inbox.put(message)
+            del message  # or an error in it stays, with its traceback, and all that the trainer's frames hold
+    if not ends:
+        inbox.put((DIED, None))
+
+
+def _serve(
+    pipe: Connection,
+    dataset: IterablePackedDataset,
+    consumer: int,
+    consumers: int,
+    receipts: Mapping[int, ReceiptNumbers],
+    first_epoch: int | None,
+    most: int,
+    by_kernel: bool,
+) -> None:
+    """In the worker's process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not by a handler of the trainer's that was forked along
+    end_with_parent(by_kernel=by_kernel)
+    stream, size = None, 1
+    while True:
+        events: list[Folded] = []
+        word: tuple[str, Any] | None = None
+        try:
+            if stream is None:
+                stream = dataset.stream(consumer, consumers, receipts=receipts, first_epoch=first_epoch)
+            begun = time.monotonic()
+            while not events or (len(events) < size and time.monotonic() < begun + PATIENCE):
+                events.append(fold(stream.next_event()))
+        except StopIteration:
+            word = (END, None)
+        except Exception as error:
+            where = f"in worker {consumer} of {consumers}:\n{traceback.format_exc()}"
+            # Apart from the error: not every class of errors pickles its notes.
+            word = (ERROR, (_portable(error), [*getattr(error, "__notes__", ()), where]))
+        try:
+            if events:
+                pipe.send_bytes(pickle.dumps((EVENTS, events), 5))
+            if word is not None:
+                pipe.send_bytes(pickle.dumps(word))
+                if word[0] == END:
+                    return
+                pipe.recv()
+        except (EOFError, OSError):
+            return
+        size = min(2 * size, most)  # the first ones alone, so that the first batch comes at once
+
+
+def _portable(error: Exception) -> Exception:
+    """The error, if its class survives the way through a pipe: many that take several arguments fail at its end."""
+    try:
+        if type(pickle.loads(pickle.dumps(error))) is type(error):
+            return error
+    except Exception:
+        log.debug("%s cannot be sent between processes", type(error), exc_info=True)
+    return RuntimeError(f"{type(error).__name__}: {error}")

@@ -1,0 +1,324 @@
+"""Collators for Hugging Face models: one flat row without padding, or padded rows with an attention mask."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from streampack.packing.assemble import check_sample
+from streampack.packing.boundaries import TELLING, require_no_padding, sequence_lengths
+from streampack.packing.planner import require, require_positive
+from streampack.packing.token_rows import as_mapping, sample_of
+from streampack.types import IGNORE_INDEX, IntArray, Sample
+
+Feature = Mapping[str, Any]
+
+
+class FlatteningCollator:
+    """One row of all samples of a batch, end to end: what transformers' ``DataCollatorWithFlattening`` gives.
+
+    The tensors are the same, bit for bit, and so are the options, up to ``return_tensors``. Beyond it, a feature
+    may be a sample (``input_ids``, or ``tokens`` and ``labels``), a row that TRL has packed or any other with
+    ``seq_lengths`` or ``position_ids`` that begin anew (in a Trainer ``remove_unused_columns=False`` keeps the former),
+    or a pack of an `IterablePackedDataset` or a `PackedDataset`, whose own padding is left out; and the row may be
+    padded, for tensor cores or static shapes.
+
+    >>> collate = FlatteningCollator(return_flash_attn_kwargs=True)
+    >>> batch = collate([{"input_ids": [10, 11, 12]}, {"input_ids": [20, 21]}])
+    >>> for name, value in batch.items():
+    ...     print(name, value.tolist() if hasattr(value, "tolist") else value)
+    input_ids [[10, 11, 12, 20, 21]]
+    labels [[-100, 11, 12, -100, 21]]
+    position_ids [[0, 1, 2, 0, 1]]
+    cu_seq_lens_q [0, 3, 5]
+    cu_seq_lens_k [0, 3, 5]
+    max_length_q 3
+    max_length_k 3
+
+    transformers' own attention keeps the samples apart by ``position_ids`` only if the model makes no cache, and by
+    default it makes one. Trainer and TRL switch it off. In a loop of your own::
+
+        inputs = prepare_model_for_packing(model)
+        loss = model(**inputs(batch)).loss  # for each batch
+
+    Where a model with its cache on is seen in this process, the first batch warns.
+
+    Padding is a sequence of its own: label -100, positions from ``position_ids_start``, its own ``seq_idx``, the
+    last entry of ``cu_seq_lens_*``. A kernel that is not told of it leaves its rows unwritten, and a NaN among
+    them reaches the gradients, its label notwithstanding.
+
+    Args:
+        return_position_ids: give ``position_ids``  # [1, tokens] int64
+        separator_id: the first label of every sequence.
+        return_flash_attn_kwargs: give ``cu_seq_lens_q``, ``cu_seq_lens_k``  # [sequences + 1] int32
+            and ``max_length_q``, ``max_length_k``, Python integers.
+        return_seq_idx: give ``seq_idx``, the number of each token's sequence  # [1, tokens] int32
+        position_ids_start: the position of every sequence's first token; RoBERTa-like models count from 2.
+        return_tensors: ``"pt"`` or ``"np"``.
+        padding_idx: the token of the padding.
+        pad_to_multiple_of: pad the row to a multiple of so many tokens.
+        max_tokens: pad every row to so many tokens.
+        max_seqs: with ``max_tokens``: give ``cu_seq_lens_*`` as if there were so many sequences and padding, the
+            missing ones empty, and ``max_tokens`` as the ``max_length_*``. Then no shape and no integer
+            depends on the data, and a compiled model is compiled once.
+
+    Raises:
+        ValueError: for a setting or a batch that does not fit, naming the sample.
+    """
+
+    def __init__(
+        self,
+        *,
+        return_position_ids: bool = True,
+        separator_id: int = IGNORE_INDEX,
+        return_flash_attn_kwargs: bool = False,
+        return_seq_idx: bool = False,
+        position_ids_start: int = 0,
+        return_tensors: str = "pt",
+        padding_idx: int = 0,
+        pad_to_multiple_of: int | None = None,
+        max_tokens: int | None = None,
+        max_seqs: int | None = None,
+    ) -> None:
+        require(return_tensors, "return_tensors", ("pt", "np"))
+        sizes = {"pad_to_multiple_of": pad_to_multiple_of, "max_tokens": max_tokens, "max_seqs": max_seqs}
+        for name, value in sizes.items():
+            if value is not None:
+                require_positive(value, name)
+        if pad_to_multiple_of and max_tokens:
+            raise ValueError(
+                f"pad_to_multiple_of={pad_to_multiple_of} and max_tokens={max_tokens}: give one of the two"
+            )
+        if max_seqs and not max_tokens:
+            raise ValueError(
+                f"max_seqs={max_seqs} without max_tokens: the row's length would still vary; give both"
+            )
+        self.return_position_ids = return_position_ids
+        self.separator_id = separator_id
+        self.return_flash_attn_kwargs = return_flash_attn_kwargs
+        self.return_seq_idx = return_seq_idx
+        self.position_ids_start = position_ids_start
+        self.return_tensors = return_tensors
+        self.padding_idx = padding_idx
+        self.pad_to_multiple_of = pad_to_multiple_of
+        self.max_tokens = max_tokens
+        self.max_seqs = max_seqs
+
+    def __call__(
+        self,
+        features: Sequence[Feature],
+        *,
+        return_tensors: str | None = None,
+        separator_id: int | None = None,
+    ) -> dict[str, Any]:
+        """The batch as keyword arguments of a model."""
+        _warn_of_caches()
+        return_tensors = self.return_tensors if return_tensors is None else return_tensors
+        require(return_tensors, "return_tensors", ("pt", "np"))
+        row = _flat_row(features)
+        row.labels[np.cumsum([0, *row.seq_lens[:-1]])] = (
+            self.separator_id if separator_id is None else separator_id
+        )
+        row = self._padded(row)
+        seq_lens = np.array(row.seq_lens)
+        starts = np.cumsum(seq_lens) - seq_lens
+        total = row.tokens.size
+        batch: dict[str, Any] = {"input_ids": row.tokens[None], "labels": row.labels[None]}
+        if self.return_position_ids:
+            places = np.arange(total) - np.repeat(starts, seq_lens)
+            batch["position_ids"] = places[None] + self.position_ids_start
+        if self.return_seq_idx:
+            batch["seq_idx"] = np.repeat(np.arange(seq_lens.size, dtype=np.int32), seq_lens)[None]
+        if self.return_flash_attn_kwargs:
+            ends = np.append(starts, total).astype(np.int32)
+            if self.max_seqs is not None:
+                ends = np.append(ends, np.full(self.max_seqs + 2 - ends.size, total, np.int32))
+            batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = ends
+            longest = total if self.max_seqs is not None else int(seq_lens.max())
+            batch["max_length_q"] = batch["max_length_k"] = longest
+        if return_tensors == "pt":
+            return {
+                name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+                for name, value in batch.items()
+            }
+        return batch
+
+    def _padded(self, row: _Row) -> _Row:
+        """With the padding as one more sequence, where there is any."""
+        used = row.tokens.size
+        if self.max_seqs is not None and len(row.seq_lens) > self.max_seqs:
+            raise ValueError(
+                f"the batch has {len(row.seq_lens)} sequences, max_seqs is {self.max_seqs}; raise max_seqs, or give "
+                "batches of fewer samples (max_seqs_per_pack)"
+            )
+        if self.max_tokens is not None and used > self.max_tokens:
+            raise ValueError(
+                f"the batch has {used} tokens, max_tokens is {self.max_tokens}; raise max_tokens, or give batches of "
+                "fewer samples (MultipackBatchSampler keeps to a budget)"
+            )
+        size = self.max_tokens or used + -used % (self.pad_to_multiple_of or 1)
+        if size == used:
+            return row
+        padding = size - used
+        return _Row(
+            np.pad(row.tokens, (0, padding), constant_values=self.padding_idx),
+            np.pad(row.labels, (0, padding), constant_values=IGNORE_INDEX),
+            [*row.seq_lens, padding],
+        )
+
+
+class PaddedCollator:
+    """A row for each sample, padded to the longest: what flattening is compared with.
+
+    >>> batch = PaddedCollator()([{"input_ids": [10, 11, 12]}, {"input_ids": [20, 21]}])
+    >>> for name, value in batch.items():
+    ...     print(name, value.tolist())
+    input_ids [[10, 11, 12], [20, 21, 0]]
+    labels [[-100, 11, 12], [-100, 21, -100]]
+    attention_mask [[1, 1, 1], [1, 1, 0]]
+
+    The first label of a row is -100, as in a flat one: no token comes before it to predict it from, and so the
+    same samples count the same trained tokens either way. All tensors are ``[batch, longest]`` int64.
+
+    Args:
+        padding_idx: the token of the padding.
+        pad_to_multiple_of: pad the rows to a multiple of so many tokens.
+
+    Raises:
+        ValueError: for a bad setting or sample, naming it, and for packs, whose boundaries a mask of this form
+            cannot hold.
+    """
+
+    def __init__(self, *, padding_idx: int = 0, pad_to_multiple_of: int | None = None) -> None:
+        self.padding_idx = padding_idx
+        self.pad_to_multiple_of = (
+            1 if pad_to_multiple_of is None else require_positive(pad_to_multiple_of, "pad_to_multiple_of")
+        )
+
+    def __call__(self, features: Sequence[Feature]) -> dict[str, torch.Tensor]:
+        """The batch as keyword arguments of a model."""
+        features = _mappings(features)
+        if any("seq_lens" in feature for feature in features):
+            raise ValueError(
+                "a pack came where a sample was expected: an attention_mask of rows does not keep its sequences apart; "
+                "use FlatteningCollator"
+            )
+        samples = _samples(features)
+        longest = max(sample.tokens.size for sample in samples)
+        shape = (len(samples), longest + -longest % self.pad_to_multiple_of)
+        tokens = np.full(shape, self.padding_idx, np.int64)
+        labels = np.full(shape, IGNORE_INDEX, np.int64)
+        mask = np.zeros(shape, np.int64)
+        for i, sample in enumerate(samples):
+            tokens[i, : sample.tokens.size] = sample.tokens
+            labels[i, 1 : sample.tokens.size] = sample.labels[1:]
+            mask[i, : sample.tokens.size] = 1
+        arrays = {"input_ids": tokens, "labels": labels, "attention_mask": mask}
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+class _Row(NamedTuple):
+    tokens: IntArray  # [total], fresh memory
+    labels: IntArray  # [total], fresh memory
+    seq_lens: list[int]
+
+
+def _flat_row(given: Sequence[Feature]) -> _Row:
+    features = _mappings(given)
+    if any("seq_lens" in feature for feature in features):
+        parts, seq_lens = [], []
+        for number, feature in enumerate(features):
+            part, lengths = _pack(feature, number)
+            parts.append(part)
+            seq_lens += lengths
+        if not seq_lens:
+            raise ValueError("the packs of this batch hold no sequence; give at least one that does")
+    else:
+        parts = _samples([{name: f[name] for name in f if name not in TELLING} for f in features])
+        seq_lens = []
+        for number, (feature, part) in enumerate(zip(features, parts, strict=True)):
+            try:
+                require_no_padding(feature)
+                seq_lens += sequence_lengths(feature, part.tokens.size)
+            except ValueError as error:
+                raise ValueError(f"sample {number} of the batch: {error}") from None
+    return _Row(
+        np.concatenate([part.tokens for part in parts], dtype=np.int64),
+        np.concatenate([part.labels for part in parts], dtype=np.int64),
+        seq_lens,
+    )
+
+
+def _pack(feature: Feature, number: int) -> tuple[Sample, list[int]]:
+    """The tokens and labels of a pack without its padding, and its sequences' lengths."""
+    if missing := {"tokens", "labels", "seq_lens", "num_seqs"} - set(feature):
+        raise ValueError(
+            f"feature {number} has no {', '.join(map(repr, sorted(missing)))}; a batch holds packs of "
+            "streampack.PackedDataset or IterablePackedDataset only, or samples only"
+        )
+    lengths = [int(length) for length in feature["seq_lens"]][: feature["num_seqs"]]
+    used = sum(lengths)
+    return Sample(np.asarray(feature["tokens"])[:used], np.asarray(feature["labels"])[:used]), lengths
+
+
+def _mappings(features: Sequence[Any]) -> list[Feature]:
+    found: list[Feature] = []
+    for number, feature in enumerate(features):
+        try:
+            found.append(as_mapping(feature))
+        except ValueError as error:
+            raise ValueError(f"sample {number} of the batch: {error}") from None
+    return found
+
+
+def _samples(features: Sequence[Feature]) -> list[Sample]:
+    if not features:
+        raise ValueError("the batch is empty; give at least one sample")
+    samples = []
+    for number, feature in enumerate(features):
+        for column in ("tokens", "input_ids", "labels"):
+            if (column in feature) != (column in features[0]):
+                raise ValueError(
+                    f"sample {number} of the batch {'has' if column in feature else 'lacks'} {column!r} and the first "
+                    "does not agree; give all samples the same columns"
+                )
+        try:
+            sample = sample_of(feature)
+            check_sample(sample)
+        except ValueError as error:
+            raise ValueError(f"sample {number} of the batch: {error}") from None
+        if not sample.tokens.size:
+            raise ValueError(f"sample {number} of the batch has 0 tokens; remove it")
+        samples.append(sample)
+    return samples
+
+
+_looked = False
+
+
+def _warn_of_caches() -> None:
+    """Warn once if there is a model here whose cache is on: it takes a flat row for one sequence, in silence."""
+    global _looked
+    library = sys.modules.get("transformers.modeling_utils")
+    if _looked or library is None:
+        return
+    _looked = True
+    for thing in gc.get_objects():
+        if (
+            issubclass(type(thing), library.PreTrainedModel)
+            and getattr(getattr(thing, "config", None), "use_cache", False)
+            and thing.can_generate()
+        ):
+            warnings.warn(
+                f"a {type(thing).__name__} in this process has its cache on, and with one transformers ignores "
+                "position_ids: the samples of a flat row would see one another; inputs = prepare_model_for_packing("
+                "model), then model(**inputs(batch)), or set model.config.use_cache = False",
+                stacklevel=3,
+            )
+            return

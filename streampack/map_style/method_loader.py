@@ -1,0 +1,223 @@
+"""One loader for every method of making batches: the same samples, the same `Batch`, another word."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from streampack.map_style.methods import Row, method_of, packing_of, plan_batches
+from streampack.map_style.multipack import share_of
+from streampack.map_style.samplers import PlannedSampler, digest_of, place
+from streampack.packing.assemble import assemble, require_id, trained_if_split
+from streampack.packing.batch import Batch, stack_packs
+from streampack.packing.encoders import guard_datasets
+from streampack.packing.planner import require_positive
+from streampack.packing.token_rows import read_sample
+from streampack.types import Fragment, Pack, Sample
+
+
+def method_loader(
+    ds: Any,
+    *,
+    method: str,
+    max_seq_len: int,
+    batch_size: int,
+    lengths: Sequence[int] | None = None,
+    packs_per_step: int | None = None,
+    overlong: str | None = None,
+    padding_idx: int = 0,
+    pad_to_multiple_of: int = 1,
+    max_batch_tokens: int | None = None,
+    vocab_size: int | None = None,
+    seed: int = 0,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+    num_replicas: int | None = None,
+    rank: int | None = None,
+) -> DataLoader[Batch]:
+    """Batches of a map-style dataset for this rank, made by the method of that name.
+
+    >>> rows = [{"tokens": [i] * n, "labels": [i] * n} for i, n in enumerate([5, 4, 2, 3])]
+    >>> for method in ("random_padding", "minibatch_packing", "exact_fit"):
+    ...     loader = method_loader(rows, method=method, max_seq_len=8, batch_size=2)
+    ...     print(method, [tuple(batch.tokens.shape) for batch in loader])
+    random_padding [(2, 5), (2, 4)]
+    minibatch_packing [(1, 7), (1, 7)]
+    exact_fit [(2, 8)]
+
+    What each method does stands at `streampack.map_style.methods.plan_batches`. Whichever it is, batches go through
+    ``prepare_model_for_packing`` and the same loop. All but ``fixed_length`` keep samples apart; that one is there
+    to be compared with, and warns. The row of ``minibatch_packing`` may be ``batch_size * max_seq_len`` long, and
+    torchtune's models refuse rows beyond their own ``max_seq_len``: set that as high.
+
+    ``loader.sampler`` is a `PlannedSampler`: iterating again is the next epoch, its ``set_epoch`` sets another one, and
+    its ``state_dict`` says from where any number of ranks can go on.
+
+    Args:
+        ds: samples with ``tokens`` and ``labels``, or ``input_ids`` and perhaps ``labels``, by number.
+        method: one of `streampack.map_style.methods.METHODS`.
+        max_seq_len: see `plan_batches`, as for ``batch_size``, ``overlong`` and ``seed``.
+        batch_size: rows of a batch; for ``minibatch_packing``, samples.
+        lengths: tokens of each sample. Left out, every sample is read once for it.
+        packs_per_step: see `plan_batches`.
+        overlong: what becomes of a sample longer than ``max_seq_len``.
+        padding_idx: the token that fills a row's end.
+        pad_to_multiple_of: rows that are not of ``max_seq_len`` become a multiple of this.
+        max_batch_tokens: refuse to make a batch of more tokens, padding included, than memory holds.
+        vocab_size: if given, token ids must be below it.
+        seed: of the random order, with the epoch.
+        num_workers: processes that read samples and make batches.
+        pin_memory: put batches into page-locked memory, for faster copies to a GPU.
+        num_replicas: how many ranks share the batches. Default: the process group's size, 1 without one.
+        rank: which of them this is. Default: its rank there.
+
+    Raises:
+        ValueError: for a bad setting, data without numbers or without lengths, a bad sample, or a batch that is
+            too large.
+    """
+    made = method_of(method)
+    if not (hasattr(ds, "__len__") and hasattr(ds, "__getitem__")):
+        raise ValueError(
+            f"method={method!r} must know all lengths, and a {type(ds).__name__} has no samples by number (it needs "
+            "__len__ and __getitem__); stream it with IterablePackedDataset, whose strategy 'exact_fit' needs none"
+        )
+    guard_datasets(ds)
+    if vocab_size is not None:
+        vocab_size = require_positive(vocab_size, "vocab_size")
+    padding_idx = require_id(padding_idx, "padding_idx", vocab_size=vocab_size)
+    if lengths is None:
+        lengths = [read_sample(ds, index, vocab_size=vocab_size).tokens.size for index in range(len(ds))]
+    elif len(lengths) != len(ds):
+        raise ValueError(f"there are {len(lengths)} lengths and {len(ds)} samples; give one for each")
+    if not made.isolated:
+        warnings.warn(
+            f"method={method!r} lets the samples of a row see one another, which makes a worse model; it is there "
+            f"to be compared with. Train with {method + '_posid'!r}, or a method that cuts no sample",
+            stacklevel=2,
+        )
+    rows = _Rows(
+        ds,
+        method=method,
+        max_seq_len=max_seq_len,
+        lengths=lengths,
+        overlong=overlong,
+        padding_idx=padding_idx,
+        pad_to_multiple_of=pad_to_multiple_of,
+        vocab_size=vocab_size,
+    )
+    num_replicas, rank = place(num_replicas, rank)
+    packs_per_step = share_of(packs_per_step, batch_size * num_replicas)
+
+    def plan(epoch: int) -> list[list[Row]]:
+        batches = plan_batches(
+            method,
+            lengths,
+            max_seq_len=max_seq_len,
+            batch_size=batch_size,
+            num_replicas=num_replicas,
+            packs_per_step=packs_per_step,
+            overlong=overlong,
+            seed=seed,
+            epoch=epoch,
+        )
+        if max_batch_tokens is not None:
+            largest = max(batches, key=lambda batch: len(batch) * rows.width(batch))
+            if (tokens := len(largest) * rows.width(largest)) > max_batch_tokens:
+                raise ValueError(
+                    f"method={method!r} makes a batch of {len(largest)} x {rows.width(largest)} = {tokens} tokens, "
+                    f"max_batch_tokens is {max_batch_tokens}; lower batch_size or max_seq_len, or cut long samples "
+                    "with overlong='truncate'"
+                )
+        return batches
+
+    settings = {
+        "method": method,
+        "lengths": digest_of(np.array(lengths)),
+        "max_seq_len": max_seq_len,
+        "batch_size": batch_size,
+        "overlong": overlong,
+        "seed": seed,
+    }
+    if method == "multipack":
+        settings["packs_per_step"] = packs_per_step
+    sampler = PlannedSampler(plan, settings=settings, num_replicas=num_replicas, rank=rank)
+    len(sampler)  # plans the first epoch, so that what cannot be planned is said here
+    return DataLoader(
+        rows,
+        batch_size=None,  # the sampler's items are whole batches
+        sampler=sampler,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        generator=torch.Generator().manual_seed(seed),  # or it would draw from the global one
+    )
+
+
+class _Rows(Dataset[Batch]):
+    """From the spans of a batch's rows to the `Batch`."""
+
+    def __init__(
+        self,
+        ds: Any,
+        *,
+        method: str,
+        max_seq_len: int,
+        lengths: Sequence[int],
+        overlong: str | None,
+        padding_idx: int,
+        pad_to_multiple_of: int,
+        vocab_size: int | None,
+    ) -> None:
+        self.ds = ds
+        self.method = method_of(method)
+        self.packing = packing_of(method, max_seq_len=max_seq_len, overlong=overlong)
+        self.lengths = lengths
+        self.padding_idx = padding_idx
+        self.pad_to_multiple_of = require_positive(pad_to_multiple_of, "pad_to_multiple_of")
+        self.vocab_size = vocab_size
+
+    def width(self, batch: list[Row]) -> int:
+        """Tokens of each of the batch's rows, padding included."""
+        if self.method.packed:
+            return self.packing.max_seq_len
+        longest = max(1, *(sum(stop - start for _, start, stop in row) for row in batch))
+        return longest + -longest % self.pad_to_multiple_of
+
+    def __getitem__(self, batch: list[Row]) -> Batch:
+        width = self.width(batch)
+        samples = {index: self._read(index) for index in {span.index for row in batch for span in row}}
+        return stack_packs([self._pack(row, samples, width) for row in batch])
+
+    def _read(self, index: int) -> Sample:
+        sample = read_sample(self.ds, index, vocab_size=self.vocab_size)
+        if sample.tokens.size != self.lengths[index]:
+            raise ValueError(
+                f"sample {index} has {sample.tokens.size} tokens and {self.lengths[index]} were planned; make the "
+                "dataset give the same sample each time, or correct lengths"
+            )
+        return sample
+
+    def _pack(self, row: Row, samples: dict[int, Sample], width: int) -> Pack:
+        sequences = [samples[index].cut(start, stop) for index, start, stop in row]
+        trained = partial(trained_if_split, packing=self.packing, isolated=self.method.isolated)
+        fragments = [
+            Fragment((index,), start, stop, trained(samples[index], start, stop))
+            for index, start, stop in row
+        ]
+        if not self.method.isolated and row:
+            tokens, labels = zip(*sequences, strict=True)
+            sequences = [Sample(np.concatenate(tokens), np.concatenate(labels))]
+        return Pack(
+            *assemble(sequences, max_seq_len=width, padding_idx=self.padding_idx),
+            seq_lens=tuple(sequence.tokens.size for sequence in sequences),
+            fragments=tuple(fragments),
+            epoch=-1,
+            number=-1,
+            lane=-1,
+            receipt=((), b""),
+        )

@@ -1,0 +1,263 @@
+"""Samplers that plan a whole epoch, deal it out to the ranks, and can go on from any batch."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch.distributed as dist
+from torch.utils.data import Sampler
+
+from streampack.map_style.multipack import checked_lengths, plan_steps, share_of
+from streampack.packing.planner import require_positive
+from streampack.sources.base import permutation
+from streampack.streaming.consumers import require_data_parallel, require_not_sharded
+
+T = TypeVar("T")
+
+
+class PlannedSampler(Sampler[T]):
+    """The batches of a planned epoch, dealt out: number i goes to rank ``i % num_replicas``.
+
+    ``plan(epoch)`` gives the batches of all ranks; every rank plans the same, and takes its share. An epoch is
+    planned when it is first asked for. ``settings`` is what the plan depends on; a state that was made with
+    other ones is refused.
+
+    >>> sampler = PlannedSampler(lambda epoch: [[0], [1], [2], [3]], settings={}, num_replicas=2, rank=1)
+    >>> list(sampler), len(sampler)
+    ([[1], [3]], 2)
+
+    Args:
+        plan: from the number of an epoch to its batches, a multiple of ``num_replicas``.
+        settings: plain values.
+        num_replicas: how many ranks share the batches. Default: the process group's size, 1 without one.
+        rank: which of them this is. Default: its rank there.
+    """
+
+    def __init__(
+        self,
+        plan: Callable[[int], Sequence[T]],
+        *,
+        settings: Mapping[str, Any],
+        num_replicas: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        self.num_replicas, self.rank = place(num_replicas, rank)
+        self.settings = dict(settings)
+        self.epoch = 0
+        self._plan = plan
+        self._batches: Sequence[T] | None = None  # of this epoch, of all ranks
+        self._start = 0  # where the next iteration begins, counting the batches of all ranks
+        self._dealt = 0  # how many were handed out
+        self._begun = False  # this epoch was iterated: the next iteration is the next epoch's
+
+    @property
+    def batches(self) -> Sequence[T]:
+        """Of this epoch, of all ranks."""
+        if self._batches is None:
+            self._batches = self._plan(self.epoch)
+            assert len(self._batches) % self.num_replicas == 0, (
+                "ranks would differ in their number of batches"
+            )
+        return self._batches
+
+    def __len__(self) -> int:
+        """Batches of this epoch on this rank, which is the same number on every rank."""
+        return len(self.batches) // self.num_replicas
+
+    def __iter__(self) -> Iterator[T]:
+        """Iterate over this rank's batches, from the loaded state on; iterating again is the next epoch."""
+        if self._begun:
+            self.set_epoch(self.epoch + 1)
+        self._begun = True
+        self._dealt, self._start = self._start, 0
+        for first in range(self._dealt, len(self.batches), self.num_replicas):
+            self._dealt = first + self.num_replicas
+            yield self.batches[first + self.rank]
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is this epoch's. A loaded state holds if it is of the same epoch."""
+        self._begun = False
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self._batches = None
+            self._start = self._dealt = 0
+
+    def state_dict(self, *, consumed: int | None = None) -> dict[str, Any]:
+        """From which any number of ranks can go on: plain values, the same on every rank.
+
+        ``consumed`` is how many batches of this epoch each rank has trained on. Left out, it is how many this
+        sampler has handed out; a DataLoader with workers asks for some of them ahead.
+        """
+        dealt = self._dealt if consumed is None else consumed * self.num_replicas
+        return {"epoch": self.epoch, "dealt": dealt, **self.settings}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The next iteration goes on after the batch at which ``state`` was taken.
+
+        Raises:
+            ValueError: for a state made with other settings, or one that stands where this number of ranks cannot
+                go on together.
+        """
+        if set(state) != {"epoch", "dealt", *self.settings}:
+            raise ValueError(
+                f"the state holds {sorted(state)}; this sampler's holds {sorted(self.state_dict())}"
+            )
+        for name, value in self.settings.items():
+            if state[name] != value:
+                raise ValueError(
+                    f"the state was made with {name}={state[name]!r}, this sampler has {name}={value!r}; "
+                    "go on with what the run began with, or start anew without the state"
+                )
+        dealt = state["dealt"]
+        if dealt % self.num_replicas:
+            raise ValueError(
+                f"the state stands after {dealt} batches of all ranks, which {self.num_replicas} ranks cannot share; "
+                "save at the end of a step, or go on with a number of ranks that divides it"
+            )
+        self.set_epoch(state["epoch"])
+        self._start = self._dealt = dealt
+
+
+class MultipackBatchSampler(Sampler[list[int]]):
+    """Batches of at most ``max_tokens``, nearly full, that cost the ranks of a step the same.
+
+    A ``batch_sampler`` for any DataLoader over map-style data whose lengths are known; `FlatteningCollator`
+    makes one row of each batch. Every global step has ``packs_per_step`` batches with the same budget of tokens
+    and nearly the same sum of squared lengths, and each rank gets an equal number of them. Every sample comes
+    exactly once an epoch. Planning takes 0.2 s for 100,000 samples.
+
+    >>> sampler = MultipackBatchSampler([5, 4, 2, 3, 4, 6], max_tokens=12, num_replicas=2, rank=0)
+    >>> list(sampler)
+    [[5, 1, 2]]
+
+    The steps depend on ``packs_per_step`` and not on the number of ranks: 8 ranks with one batch each, or 2 with
+    four (gradient accumulation), train on the same step, and one may go on where the other stopped. Iterating again
+    is the next epoch; ``set_epoch`` sets another one. The number of batches may differ by a step from epoch to epoch.
+
+    Where a framework deals out the batches itself, as accelerate does with ``even_batches=False``, leave that
+    to it: with ``num_replicas=1`` and ``packs_per_step`` set, each rank gets the same batches as here. Where it calls
+    ``dataloader.sampler.set_epoch``, as torchtune's recipes do, make this the ``sampler``, with ``batch_size=None`` and
+    a dataset that takes a list of numbers.
+
+    The idea is that of multipack (github.com/imoneoi/multipack_sampler); see `streampack.map_style.multipack`.
+
+    Args:
+        lengths: tokens of each sample.
+        max_tokens: the budget of a batch. A sample may not be longer.
+        packs_per_step: batches of a global step, over all ranks and accumulated gradients; a multiple of
+            ``num_replicas``, and the default.
+        objective: ``"quadratic"`` evens out the sum of squared lengths; ``"linear"`` only fills, for models whose
+            cost is in the tokens alone, and for batches of a few samples.
+        shuffle: in an order that ``seed`` and the epoch decide.
+        seed: of the shuffling.
+        drop_last: leave out the samples of the last, part-empty step; ``dropped`` says how many they are.
+        num_replicas: how many ranks there are. Default: the process group's size, 1 without one.
+        rank: which of them this is. Default: its rank there.
+
+    Raises:
+        ValueError: for a bad setting, a sample longer than ``max_tokens``, or fewer samples than a step has packs.
+    """
+
+    def __init__(
+        self,
+        lengths: Iterable[int],
+        *,
+        max_tokens: int,
+        packs_per_step: int | None = None,
+        objective: str = "quadratic",
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        num_replicas, rank = place(num_replicas, rank)
+        self.packs_per_step = share_of(packs_per_step, num_replicas)
+        self.max_tokens = max_tokens
+        self.objective = objective
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self._lengths = np.array(checked_lengths(lengths, require_positive(max_tokens, "max_tokens")))
+        settings = {
+            "lengths": digest_of(self._lengths),
+            "max_tokens": max_tokens,
+            "packs_per_step": self.packs_per_step,
+            "objective": objective,
+            "shuffle": shuffle,
+            "seed": seed,
+            "drop_last": drop_last,
+        }
+        # accelerate looks for set_epoch here, as in torch's BatchSampler, when it shares out the batches itself.
+        self.sampler = PlannedSampler(self._plan, settings=settings, num_replicas=num_replicas, rank=rank)
+
+    def _plan(self, epoch: int) -> list[list[int]]:
+        count = len(self._lengths)
+        order = permutation(count, self.seed, epoch) if self.shuffle else np.arange(count)
+        steps = plan_steps(
+            self._lengths[order].tolist(),
+            max_tokens=self.max_tokens,
+            packs_per_step=self.packs_per_step,
+            objective=self.objective,
+            drop_last=self.drop_last,
+        )
+        return [order[pack].tolist() for step in steps for pack in step]
+
+    def __len__(self) -> int:
+        """Batches of this epoch on this rank, which is the same number on every rank."""
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Iterate as `PlannedSampler.__iter__` does.
+
+        Raises:
+            ValueError: if accelerate would share them out among the ranks once more.
+        """
+        if self.sampler.num_replicas > 1:
+            require_not_sharded(sys._getframe(1).f_locals.get("self"), num_replicas=self.sampler.num_replicas)
+        return iter(self.sampler)
+
+    @property
+    def dropped(self) -> int:
+        """Samples that ``drop_last`` leaves out of this epoch."""
+        return len(self._lengths) - sum(map(len, self.sampler.batches))
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is this epoch's. A loaded state holds if it is of the same epoch."""
+        self.sampler.set_epoch(epoch)
+
+    def state_dict(self, *, consumed: int | None = None) -> dict[str, Any]:
+        """See `PlannedSampler.state_dict`."""
+        return self.sampler.state_dict(consumed=consumed)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `PlannedSampler.load_state_dict`."""
+        self.sampler.load_state_dict(state)
+
+
+def place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+    """How many ranks there are, and which this is: as given, else as the process group says.
+
+    Raises:
+        ValueError: for a rank that is not among them, and for ranks of a model-parallel group if ``rank`` is left out.
+    """
+    grouped = dist.is_available() and dist.is_initialized()
+    if grouped and rank is None and (num_replicas is None or num_replicas > 1):
+        require_data_parallel("without rank= each rank gets its own")
+    if num_replicas is None:
+        num_replicas = dist.get_world_size() if grouped else 1
+    if rank is None:
+        rank = dist.get_rank() if grouped else 0
+    require_positive(num_replicas, "num_replicas")
+    if not 0 <= rank < num_replicas:
+        raise ValueError(f"rank={rank} is not among the num_replicas={num_replicas}, which count from 0")
+    return num_replicas, rank
+
+
+def digest_of(lengths: np.ndarray[Any, np.dtype[Any]]) -> str:
+    """Sixteen hex digits that say which lengths these are."""
+    return hashlib.blake2b(lengths.astype("<i8").tobytes(), digest_size=8).hexdigest()

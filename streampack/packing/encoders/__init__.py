@@ -1,0 +1,31 @@
+"""Rows become samples: ready tokens, plain text, conversations, prompts with completions.
+
+An encoder is a callable ``row -> Sample`` with a ``fingerprint()``. Tokenizers of torchtune and of Hugging Face will
+do. A tokenizer's own limit is switched off, because it would drop tokens uncounted: ``overlong`` says what becomes of a
+long sample.
+"""
+
+from streampack.packing.encoders.base import PROBE, Encoder, TokensEncoder, qualified_name
+from streampack.packing.encoders.chat import ChatEncoder, PromptCompletionEncoder
+from streampack.packing.encoders.hf_tokenizer import HFTokenizer
+from streampack.packing.encoders.messages import MessagesEncoder
+from streampack.packing.encoders.text import TextEncoder, sentencepiece_of
+from streampack.packing.encoders.tokenizer import check_tokenizer, padding_id, without_truncation
+from streampack.packing.encoders.transforms import guard_datasets
+
+__all__ = [
+    "PROBE",
+    "ChatEncoder",
+    "Encoder",
+    "HFTokenizer",
+    "MessagesEncoder",
+    "PromptCompletionEncoder",
+    "TextEncoder",
+    "TokensEncoder",
+    "check_tokenizer",
+    "guard_datasets",
+    "padding_id",
+    "qualified_name",
+    "sentencepiece_of",
+    "without_truncation",
+]

@@ -1,0 +1,82 @@
+"""The contract of an encoder, rows that are tokens already, and what all encoders use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from streampack.packing.assemble import as_sample
+from streampack.packing.token_rows import sample_of
+from streampack.sources.base import digest
+from streampack.types import Sample
+
+PROBE = "The quick brown fox: 0123456789, naïve 漢字, def f(x): return x\n"
+
+ENCODERS = {
+    "text": "TextEncoder(tokenizer)",
+    "messages": "ChatEncoder(tokenizer)",
+    "conversations": "ChatEncoder(tokenizer)",
+    "completion": "PromptCompletionEncoder(tokenizer)",
+    "instruction": "MessagesEncoder(tokenizer, message_transform=AlpacaToMessages())",
+    "content": "TextEncoder(tokenizer, column='content')",
+}
+"""Columns of rows that are no tokens yet, and what would make tokens of them."""
+
+
+class Encoder(Protocol):
+    """What makes a `Sample` of a row."""
+
+    def __call__(self, row: Mapping[str, Any], /) -> Sample:
+        """Raise ValueError for a row that makes no sample; the caller adds its place."""
+
+    def fingerprint(self) -> str:
+        """A digest of all that decides the tokens; a state made with another one is refused."""
+
+
+class TokensEncoder:
+    """Rows that are tokens already. ``labels=None`` trains on every token.
+
+    >>> TokensEncoder()({"input_ids": [4, 5]}).labels.tolist()
+    [4, 5]
+
+    Args:
+        tokens: the column of the ids. Default: ``tokens``, as torchtune names them, or ``input_ids``, as Hugging Face
+            does; a bare list of ids will do as well. Rows with ``input_ids`` may lack labels, see `sample_of`.
+        labels: the column of the labels.
+    """
+
+    def __init__(self, *, tokens: str | None = None, labels: str | None = "labels") -> None:
+        self.tokens = tokens
+        self.labels = labels
+
+    def __call__(self, row: Mapping[str, Any], /) -> Sample:
+        """See `Encoder`."""
+        tokens, labels = self.tokens, self.labels
+        try:
+            if labels == "labels" and tokens in (None, "input_ids"):
+                if type(row) is dict and "tokens" in row and tokens is None and "input_ids" not in row:
+                    return as_sample(row)  # the usual case, looked at first
+                if tokens is not None and isinstance(row, Mapping) and "tokens" in row:
+                    row = {name: value for name, value in row.items() if name != "tokens"}
+                return sample_of(row)
+            if tokens is None:
+                tokens = "input_ids" if "input_ids" in row else "tokens"
+            return as_sample(row, tokens=tokens, labels=labels)
+        except ValueError as error:
+            there = row if isinstance(row, Mapping) else ()
+            hint = next((encoder for column, encoder in ENCODERS.items() if column in there), None)
+            if hint is None or not {"tokens", "input_ids", tokens}.isdisjoint(there):
+                raise
+            raise ValueError(
+                f"{error}; such rows need an encoder: encoder={hint}, or data.encoder in a config"
+            ) from None
+
+    def fingerprint(self) -> str:
+        """The columns' names."""
+        return digest("tokens", self.tokens, self.labels)
+
+
+def qualified_name(thing: Any) -> str:
+    """Of a function or class, or of an object's class."""
+    named = thing if hasattr(thing, "__qualname__") else type(thing)
+    return f"{named.__module__}.{named.__qualname__}"

@@ -1,0 +1,174 @@
+"""Conversations, and prompts with their completions, by Hugging Face tokenizers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from streampack.packing.assemble import as_sample, missing_column
+from streampack.packing.encoders.base import PROBE
+from streampack.packing.encoders.conversation import conversation, parsed, refuse_left_out
+from streampack.packing.encoders.hf_tokenizer import HFTokenizer
+from streampack.packing.encoders.tokenizer import check_ends, check_tokenizer, own_bos
+from streampack.packing.planner import require
+from streampack.sources.base import digest, plain
+from streampack.types import IGNORE_INDEX, Sample
+
+ANSWERS = ("all", "last")
+COLUMNS = ("messages", "conversations")
+"""Where OpenAI's and ShareGPT's rows have their messages."""
+
+
+class ChatEncoder:
+    """Conversations by the chat template of a Hugging Face tokenizer; the assistant's answers are trained.
+
+    Rows hold OpenAI's messages or ShareGPT's, as lists or JSON text. Tool calls and tools are rendered by the template,
+    or refused where it leaves them out. A message with ``weight: 0`` is not trained. Answers are told apart by the
+    template's ``{% generation %}`` markers, else by rendering what comes before them, which is checked on the tokens.
+
+    Args:
+        tokenizer: a tokenizer of transformers, or an `HFTokenizer`.
+        column: which column holds the messages; default: ``"messages"``, or ``"conversations"`` in rows without it.
+        tools: which column holds the tools' descriptions, if there are any.
+        answers: ``"all"``, or ``"last"`` to train the last answer of each row only.
+        ignore: columns to leave out on purpose, such as ``["tools"]``, which would be refused.
+
+    Raises:
+        ValueError: for another tokenizer, or one without a chat template.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        column: str | None = None,
+        tools: str = "tools",
+        answers: str = "all",
+        ignore: Sequence[str] = (),
+    ) -> None:
+        require(answers, "answers", ANSWERS)
+        self.tokenizer = _chat_tokenizer(tokenizer)
+        self.column = column
+        self.tools = tools
+        self.answers = answers
+        self.ignore = tuple(ignore)
+
+    def __call__(self, row: Mapping[str, Any], /) -> Sample:
+        """See `Encoder`."""
+        column = self.column or next((name for name in COLUMNS if name in row), COLUMNS[0])
+        messages = conversation(row, column)
+        refuse_left_out(row, used=(column, self.tools), ignore=self.ignore)
+        tools = (
+            None
+            if self.tools in self.ignore
+            else parsed(row.get(self.tools) or None, f"column {self.tools!r}")
+        )
+        trained = [_is_trained(m) for m in messages]
+        if self.answers == "last":
+            last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)
+            trained = [flag and i == last for i, flag in enumerate(trained)]
+        return _sample(*self.tokenizer.chat(messages, trained, tools=tools or None))
+
+    def decode(self, tokens: list[int]) -> str:
+        """What the tokens say, special tokens included."""
+        return self.tokenizer.decode(tokens)
+
+    def fingerprint(self) -> str:
+        """The tokenizer with its template, and the settings."""
+        return digest(
+            "chat", self.tokenizer.fingerprint(), self.column, self.tools, self.answers, self.ignore
+        )
+
+
+class PromptCompletionEncoder:
+    """Prompts and completions: the completion is trained, the prompt is not.
+
+    Both are text, which is tokenized as one and ends with EOS, or both are lists of messages, which go through the
+    chat template of a Hugging Face tokenizer. The prompt's tokens must be the same with and without the completion.
+
+    Args:
+        tokenizer: one of transformers or torchtune.
+        prompt: which column holds the prompt.
+        completion: which column holds the completion.
+        add_bos: as for `TextEncoder`.
+        add_eos: whether a completion that is text ends with EOS.
+
+    Raises:
+        ValueError: for a tokenizer that ignores ``add_bos`` or ``add_eos``.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        prompt: str = "prompt",
+        completion: str = "completion",
+        add_bos: bool | None = None,
+        add_eos: bool = True,
+    ) -> None:
+        self.tokenizer = check_tokenizer(tokenizer)
+        check_ends(self.tokenizer, add_bos=add_bos, add_eos=add_eos)
+        self.prompt = prompt
+        self.completion = completion
+        self.add_bos = own_bos(self.tokenizer) if add_bos is None else add_bos
+        self.add_eos = add_eos
+
+    def __call__(self, row: Mapping[str, Any], /) -> Sample:
+        """See `Encoder`."""
+        for column in (self.prompt, self.completion):
+            if column not in row:
+                raise missing_column(row, column)
+        prompt, completion = row[self.prompt], row[self.completion]
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return self._of_text(prompt, completion)
+        if any(value is None or isinstance(value, str | bytes) for value in (prompt, completion)):
+            raise ValueError(
+                f"column {self.prompt!r} holds a {type(prompt).__name__} and {self.completion!r} a "
+                f"{type(completion).__name__}; both must be text, or both lists of messages"
+            )
+        before, after = conversation(row, self.prompt), conversation(row, self.completion)
+        trained = [False] * len(before) + [_is_trained(m) for m in after]
+        return _sample(*_chat_tokenizer(self.tokenizer).chat([*before, *after], trained))
+
+    def _of_text(self, prompt: str, completion: str) -> Sample:
+        encode = self.tokenizer.encode
+        head = encode(prompt, add_bos=self.add_bos, add_eos=False)
+        ids = encode(prompt + completion, add_bos=self.add_bos, add_eos=self.add_eos)
+        if list(ids[: len(head)]) != list(head):
+            raise ValueError(
+                f"a token crosses from the prompt ({prompt[-16:]!r}) into the completion ({completion[:16]!r}), so no "
+                "mask is right; move white space from the prompt's end to the completion's beginning"
+            )
+        return _sample(ids, np.arange(len(ids)) >= len(head))
+
+    def decode(self, tokens: list[int]) -> str:
+        """What the tokens say, as the tokenizer decodes them."""
+        return str(self.tokenizer.decode(tokens))
+
+    def fingerprint(self) -> str:
+        """The columns, the settings, and the tokenizer."""
+        own = self.tokenizer.fingerprint() if isinstance(self.tokenizer, HFTokenizer) else None
+        probe = plain(self.tokenizer.encode(PROBE, add_bos=self.add_bos, add_eos=self.add_eos))
+        return digest("prompt", self.prompt, self.completion, self.add_bos, self.add_eos, probe, own)
+
+
+def _chat_tokenizer(tokenizer: Any) -> HFTokenizer:
+    ready = check_tokenizer(tokenizer)
+    if not isinstance(ready, HFTokenizer):
+        raise ValueError(
+            f"a {type(ready).__name__} has no chat template; give a Hugging Face tokenizer (tokenizer: {{_component_: "
+            "streampack.HFTokenizer, path: ...}), or use MessagesEncoder with one of torchtune's message transforms"
+        )
+    _ = ready.chat  # or the refusal that says what is missing
+    return ready
+
+
+def _is_trained(message: Mapping[str, Any]) -> bool:
+    return bool(message["role"] == "assistant" and message.get("weight", 1) == 1)
+
+
+def _sample(ids: Any, trained: Any) -> Sample:
+    tokens = as_sample({"tokens": ids}, labels=None).tokens
+    return Sample(tokens, np.where(trained, tokens, IGNORE_INDEX))

@@ -1,0 +1,151 @@
+"""Conversations of a data set, checked and brought into one form: OpenAI's, without nulls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from streampack.packing.assemble import missing_column
+
+SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+}
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys under which a message carries its chain of thought."""
+
+COMPANIONS = ("system", "tools", "functions", "history")
+"""Columns that often stand beside a conversation, and change what the model would have seen."""
+
+
+def conversation(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
+    """The messages of a row: dicts with ``role``, ``content`` (text) and, where there are any, ``tool_calls``.
+
+    Takes OpenAI's form and ShareGPT's (``from``, ``value``), lists, arrays or JSON text. Content in parts is joined if
+    all of it is text. The row is left as it is.
+
+    >>> conversation({"messages": '[{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]'}, "messages")
+    [{'role': 'user', 'content': 'Hi'}]
+
+    Raises:
+        ValueError: for anything that is no conversation of text, naming the message.
+    """
+    if column not in row:
+        raise missing_column(row, column)
+    found = parsed(row[column], f"column {column!r}")
+    if not isinstance(found, list | tuple | np.ndarray):
+        raise ValueError(
+            f"column {column!r} holds a {type(found).__name__}; it must be a list of messages, or JSON text of one"
+        )
+    if len(found) == 0:
+        raise ValueError(f"column {column!r} holds no message; leave the row out")
+    return [_message(message, f"column {column!r}, message {i}") for i, message in enumerate(found)]
+
+
+def parsed(value: Any, place: str) -> Any:
+    """What JSON text says; anything but text is returned as it is.
+
+    Raises:
+        ValueError: for text that is no JSON.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place} holds text that is no JSON: {error}") from None
+
+
+def refuse_left_out(row: Mapping[str, Any], *, used: Sequence[str], ignore: Sequence[str]) -> None:
+    """Refuse a row with a companion column that is neither used nor ignored on purpose.
+
+    Raises:
+        ValueError: naming the column and the ways out.
+    """
+    for name in COMPANIONS:
+        if name in row and name not in used and name not in ignore and not _empty(row[name]):
+            raise ValueError(
+                f"column {name!r} would be left out, and the model trained without it; make it part of the messages, "
+                f"remove it, or say ignore: [{name}]"
+            )
+
+
+def _message(given: Any, place: str) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{place} is a {type(given).__name__}; it must be a dict with 'role' and 'content'")
+    message = {str(key): value for key, value in given.items() if value is not None}
+    if "role" not in message and "from" in message:
+        role = message.pop("from")
+        if role not in SHAREGPT_ROLES:
+            raise ValueError(
+                f"{place} is from {role!r}; the known ones are {', '.join(SHAREGPT_ROLES)}; give it a 'role' instead"
+            )
+        message = {"role": SHAREGPT_ROLES[role], "content": message.pop("value", None), **message}
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise ValueError(f"{place} has no role; its keys are {', '.join(map(repr, given)) or 'none'}")
+    place = f"{place} ({role})"
+    if not _empty(message.pop("function_call", None)):
+        raise ValueError(f"{place} has a function_call, OpenAI's older form; write it as tool_calls")
+    if not _empty(message.pop("refusal", None)):
+        raise ValueError(f"{place} has a refusal; make it the content, or leave the row out")
+    calls = parsed(message.pop("tool_calls", None), f"{place}, tool_calls")
+    content = message.pop("content", None)
+    if content is None:
+        if _empty(calls) and not any(message.get(key) for key in REASONING):
+            raise ValueError(
+                f"{place} has no content (null) and no tool_calls; mend the row, or leave it out"
+            )
+        content = ""
+    made = {"role": role, "content": _text(content, place), **message}
+    if not _empty(calls):
+        made["tool_calls"] = [_call(call, f"{place}, tool call {i}") for i, call in enumerate(calls)]
+    if made.get("weight", 1) not in (0, 1):
+        raise ValueError(f"{place} has weight={made['weight']!r}; it must be 0 (not trained) or 1")
+    return made
+
+
+def _text(content: Any, place: str) -> str:
+    """Content as text, its parts joined."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple | np.ndarray):
+        raise ValueError(f"{place} has content of type {type(content).__name__}; it must be text")
+    texts = []
+    for part in content:
+        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
+        text = (
+            (part.get("text", part.get("content")) if isinstance(part, Mapping) else part)
+            if kind == "text"
+            else None
+        )
+        if not isinstance(text, str):
+            what = repr(kind) if kind != "text" else f"text of type {type(text).__name__}"
+            raise ValueError(f"{place} has a part that is {what}; only text can be packed")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _call(call: Any, place: str) -> dict[str, Any]:
+    """A tool call with its arguments as a dict, which is what chat templates ask for."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError(
+            f"{place} names no function; it must be {{'function': {{'name': ..., 'arguments': ...}}}}"
+        )
+    arguments = function.get("arguments")
+    arguments = {} if arguments in (None, "") else parsed(arguments, f"{place}, arguments")
+    rest = {key: value for key, value in call.items() if key != "function" and value is not None}
+    outer = rest if function is not call else {}
+    return {"type": "function", **outer, "function": {**function, "arguments": arguments}}
+
+
+def _empty(value: Any) -> bool:
+    """Whether there is nothing in it: what tables hold where a row has none."""
+    return value is None or (isinstance(value, str | Sequence | Mapping | np.ndarray) and len(value) == 0)

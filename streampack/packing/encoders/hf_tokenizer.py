@@ -1,0 +1,249 @@
+"""A tokenizer of transformers behind torchtune's interface."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from streampack.packing.encoders.base import PROBE
+from streampack.packing.encoders.template import ChatTemplate
+from streampack.sources.base import digest
+
+TORCHTUNE_ROLES = {"ipython": "tool"}  # torchtune's name: the template's
+
+
+class HFTokenizer:
+    """A Hugging Face tokenizer for our encoders and recipes, and for torchtune's datasets.
+
+    BOS and EOS come exactly where they are asked for, whatever the tokenizer adds by itself (its post-processor,
+    ``add_bos_token``, ``add_eos_token``); nothing is truncated; chat goes through the chat template, which writes its
+    own BOS. In a config: ``tokenizer: {_component_: streampack.HFTokenizer, path: my_model}``.
+
+    Args:
+        path: a folder, a name on the Hub, or a tokenizer that is loaded (which is copied).
+        chat_template: Jinja text, or the path of a file with it, in place of the tokenizer's own.
+        template_kwargs: what else the template may ask for, such as ``{"enable_thinking": False}``.
+        date: what a template that writes today's date is told (YYYY-MM-DD).
+        revision: branch, tag or commit on the Hub.
+
+    Raises:
+        ValueError: if there is no tokenizer, or it adds tokens to a text that asks for none.
+    """
+
+    max_seq_len: int | None = None  # nothing is cut here
+
+    def __init__(
+        self,
+        path: Any,
+        *,
+        chat_template: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        date: str | None = None,
+        revision: str | None = None,
+    ) -> None:
+        given = isinstance(path, str | PathLike)
+        self.tokenizer: Any = _load(str(path), revision) if given else copy.deepcopy(path)
+        self.name = str(path) if given else type(path).__name__
+        self._backend = _backend(self.tokenizer)
+        self._templates = _templates(self.tokenizer, chat_template)
+        self._template_settings = {**self.tokenizer.special_tokens_map, **(template_kwargs or {})}
+        self._date = date
+        self.bos_id: int | None = self.tokenizer.bos_token_id
+        self.eos_id: int | None = self.tokenizer.eos_token_id
+        self.stop_tokens = [] if self.eos_id is None else [self.eos_id]
+        known = self.tokenizer.get_vocab()
+        self.vocab_size = 1 + max(known.values(), default=-1)
+        pad = self.tokenizer.pad_token_id
+        # Padding is never attended and never trained, so any id will do.
+        self.pad_id: int = next((i for i in (pad, self.eos_id) if i is not None), 0)
+        body, self._own_prefix = self._body(PROBE), self._found_prefix()
+        for name, index, token in (("BOS", 0, self.bos_id), ("EOS", -1, self.eos_id)):
+            if token is not None and body and body[index] == token:
+                raise ValueError(
+                    f"the tokenizer {self.name} adds {name} where add_special_tokens=False forbids it"
+                )
+
+    def __repr__(self) -> str:
+        return f"HFTokenizer({self.name!r}, vocab_size={self.vocab_size})"
+
+    def encode(self, text: str, add_bos: bool | None = True, add_eos: bool = True) -> list[int]:
+        """Token ids of a text. ``add_bos=None`` begins it as the tokenizer does by itself.
+
+        As with torchtune's tokenizers, ``add_bos=True`` adds nothing where there is no BOS token.
+
+        Raises:
+            ValueError: for ``add_eos=True`` where there is no EOS token.
+        """
+        ids = self._body(text)
+        if add_bos is None:
+            ids = self._own_prefix + ids
+        elif add_bos and self.bos_id is not None:
+            ids = [self.bos_id, *ids]
+        if add_eos:
+            if self.eos_id is None:
+                raise ValueError(
+                    f"the tokenizer {self.name} has no EOS token; set its eos_token, or say add_eos: False"
+                )
+            ids.append(self.eos_id)
+        return ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """The text of token ids, special tokens included unless told otherwise."""
+        ids = [int(i) for i in token_ids]
+        if self._backend is not None:
+            return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
+        return str(self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    @cached_property
+    def chat(self) -> ChatTemplate:
+        """The chat template.
+
+        Raises:
+            ValueError: if there is none, or it writes today's date.
+        """
+        if not self._templates:
+            raise ValueError(
+                f"the tokenizer {self.name} has no chat template; give it one: chat_template: my.jinja"
+            )
+        chat = ChatTemplate(
+            self._templates, tokenize=self._body, settings=self._template_settings, date=self._date
+        )
+        self._try(chat)
+        return chat
+
+    def tokenize_messages(
+        self, messages: Sequence[Any], *, inference: bool = False
+    ) -> tuple[list[int], list[bool]]:
+        """Token ids and mask (True: not trained) of torchtune's messages. With ``inference``, the answer is to come."""
+        turns = [
+            {"role": TORCHTUNE_ROLES.get(message.role, message.role), "content": message.text_content}
+            for message in messages
+        ]
+        if inference:
+            if turns[-1] == {"role": "assistant", "content": ""}:  # as torchtune's generation asks for one
+                turns.pop()
+            ids = self._body(self.chat.render(turns, prompt=True)[0])
+            return ids, [True] * len(ids)
+        ids, trained = self.chat(turns, [not message.masked for message in messages])
+        return ids, (~trained).tolist()
+
+    def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
+        """A sample with its ``messages`` replaced by ``tokens`` and ``mask``, as torchtune's model tokenizers do."""
+        rest = {key: value for key, value in sample.items() if key != "messages"}
+        tokens, mask = self.tokenize_messages(sample["messages"], inference=inference)
+        return {**rest, "tokens": tokens, "mask": mask}
+
+    def fingerprint(self) -> str:
+        """A digest of vocabulary, special tokens, templates and how a sentence comes out."""
+        vocabulary = sorted(self.tokenizer.get_vocab().items(), key=lambda item: item[1])
+        return digest(
+            vocabulary, self.bos_id, self.eos_id, self._own_prefix, self._body(PROBE), sorted(self._templates.items()),
+            sorted((key, repr(value)) for key, value in self._template_settings.items()), self._date,
+        )  # fmt: skip
+
+    def _body(self, text: str) -> list[int]:
+        """The tokens of a text with nothing added and nothing cut."""
+        if self._backend is not None:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+            return ids
+        return list(
+            self.tokenizer(text, add_special_tokens=False, truncation=False, padding=False, verbose=False)[
+                "input_ids"
+            ]
+        )
+
+    def _found_prefix(self) -> list[int]:
+        """What the tokenizer sets before a text by itself."""
+        if self._backend is not None:
+            whole = self._backend.encode(PROBE).ids
+        else:
+            whole = list(self.tokenizer(PROBE, truncation=False, padding=False, verbose=False)["input_ids"])
+        body = self._body(PROBE)
+        at = next((i for i in range(len(whole) - len(body) + 1) if whole[i : i + len(body)] == body), 0)
+        return list(whole[:at])
+
+    def _try(self, chat: ChatTemplate) -> None:
+        """Warn if a template ends no answer. One that asks for more than a question and an answer is tried by rows."""
+        try:
+            ids, trained = chat(
+                [{"role": "user", "content": PROBE}, {"role": "assistant", "content": "Yes."}], [False, True]
+            )
+        except ValueError as error:
+            if "today's date" in str(error):
+                raise
+            return
+        special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
+        if special and not any(token in special for token, flag in zip(ids, trained, strict=True) if flag):
+            warnings.warn(
+                f"the chat template of {self.name} ends no answer with a special token that is trained, so the model "
+                "does not learn to stop; set {% endgeneration %} behind the end-of-turn token, or add one",
+                stacklevel=5,
+            )
+
+
+def is_hf(tokenizer: Any) -> bool:
+    """Whether it is a tokenizer of transformers."""
+    bases = {(base.__module__, base.__name__) for base in type(tokenizer).__mro__}
+    return ("transformers.tokenization_utils_base", "PreTrainedTokenizerBase") in bases
+
+
+def _load(path: str, revision: str | None) -> Any:
+    from transformers import AutoTokenizer
+
+    folder = Path(path).expanduser()
+    if folder.is_file():
+        raise ValueError(f"{path} is a file; give the folder that it is in, with its tokenizer_config.json")
+    if not folder.is_dir() and path.startswith(("/", ".", "~")):
+        raise ValueError(f"no Hugging Face tokenizer at {path!r}: there is no such folder")
+    try:
+        return AutoTokenizer.from_pretrained(
+            str(folder) if folder.is_dir() else path, revision=revision or "main", trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError) as error:
+        where = (
+            f"{sorted(p.name for p in folder.iterdir())[:8]} in it"
+            if folder.is_dir()
+            else "no such folder here"
+        )
+        raise ValueError(
+            f"no Hugging Face tokenizer at {path!r} ({where}): {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _backend(tokenizer: Any) -> Any:
+    """The tokenizer of `tokenizers` that does all of the work, truncation and padding off; None if there is more to it.
+
+    Asking it takes four fifths of the time, and does not start threads, of which it would warn after a fork.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return None
+    if any(getattr(type(tokenizer), name) is not getattr(PreTrainedTokenizerFast, name)
+           for name in ("__call__", "encode", "_encode_plus", "_decode")):  # fmt: skip
+        return None
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = tokenizer.split_special_tokens
+    return backend
+
+
+def _templates(tokenizer: Any, given: str | None) -> dict[str, str]:
+    """The chat templates by name; none if there is none."""
+    if given is not None:
+        text = given if "{" in given else Path(given).expanduser().read_text(encoding="utf-8")
+        return {"default": text}
+    own = getattr(tokenizer, "chat_template", None)
+    if isinstance(own, Mapping):
+        if "default" not in own:
+            raise ValueError(
+                f"the tokenizer has chat templates {sorted(own)} and no default; name one by chat_template"
+            )
+        return {name: text for name, text in own.items() if name in ("default", "tool_use")}
+    return {} if own is None else {"default": own}

@@ -1,0 +1,103 @@
+"""Chat and instruct rows, by torchtune's message transforms and model tokenizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from streampack.packing.assemble import as_sample
+from streampack.packing.encoders.base import PROBE, qualified_name
+from streampack.packing.encoders.hf_tokenizer import HFTokenizer
+from streampack.packing.encoders.tokenizer import check_tokenizer
+from streampack.packing.encoders.transforms import GuardedTransform, validate
+from streampack.sources.base import digest, plain
+from streampack.types import IGNORE_INDEX, Sample
+
+
+class MessagesEncoder:
+    """Chat and instruct rows, as torchtune's ``SFTDataset`` makes them: row -> messages -> tokens and mask.
+
+    Masked tokens get the label ``IGNORE_INDEX``. What torchtune's transforms would drop or make up in silence is
+    refused: nulls, tool calls, images, columns beside the conversation.
+
+    Args:
+        tokenizer: one of torchtune's model tokenizers, or a Hugging Face tokenizer with a chat template.
+        message_transform: one of torchtune's (``InputOutputToMessages``, ``ShareGPTToMessages``,
+            ``OpenAIToMessages``, ...), or any callable that returns ``{"messages": [...]}``.
+        tool_calls: ``"error"``, or ``"json"`` to write OpenAI's tool calls as lines of JSON.
+        ignore: columns and keys of messages to leave out on purpose, which would be refused.
+
+    Raises:
+        ValueError: for a tokenizer that takes no messages, or a transform that does not fit.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        message_transform: Callable[[Mapping[str, Any]], Any],
+        tool_calls: str = "error",
+        ignore: Sequence[str] = (),
+    ) -> None:
+        self.tokenizer = check_tokenizer(tokenizer)
+        if not callable(self.tokenizer):
+            raise ValueError(
+                f"a {type(self.tokenizer).__name__} takes text only, no messages; give one of torchtune's model "
+                "tokenizers, or streampack.HFTokenizer, which has the chat template of its model"
+            )
+        if isinstance(self.tokenizer, HFTokenizer):
+            _ = self.tokenizer.chat  # or the refusal that says what is missing
+        self.message_transform = message_transform
+        self.guarded = GuardedTransform(message_transform, tool_calls=tool_calls, ignore=ignore)
+
+    def __call__(self, row: Mapping[str, Any], /) -> Sample:
+        """See `Encoder`."""
+        messages = self.guarded(row)["messages"]
+        validate(messages)
+        try:
+            encoded = self.tokenizer({"messages": messages})
+        except Exception:
+            for message in messages:
+                message.text_content.encode()  # half a surrogate pair is no text, and the error may not say so
+            raise
+        tokens = as_sample(encoded, labels=None).tokens
+        if tokens.size != len(encoded["mask"]):
+            raise ValueError(f"the tokenizer gave {tokens.size} tokens and a mask of {len(encoded['mask'])}")
+        return Sample(tokens, np.where(encoded["mask"], IGNORE_INDEX, tokens))
+
+    def decode(self, tokens: list[int]) -> str:
+        """What the tokens say, as the tokenizer decodes them."""
+        return str(self.tokenizer.decode(tokens))
+
+    def fingerprint(self) -> str:
+        """The transform's name and settings, and how a short conversation comes out of the tokenizer."""
+        from torchtune.data import Message
+
+        transform = self.message_transform
+        settings = sorted((k, _setting(v)) for k, v in getattr(transform, "__dict__", {}).items())
+        probe = self.tokenizer(
+            {"messages": [Message("user", PROBE, masked=True), Message("assistant", PROBE, eot=True)]}
+        )
+        own = self.tokenizer.fingerprint() if isinstance(self.tokenizer, HFTokenizer) else None
+        choices = (self.guarded.tool_calls, self.guarded.ignore, own)
+        return digest(
+            "messages",
+            qualified_name(transform),
+            settings,
+            plain(probe["tokens"]),
+            plain(probe["mask"]),
+            choices,
+        )
+
+
+def _setting(value: Any) -> str:
+    """Without a memory address: of what has no better name, the class, for what it does shows in the encoded rows."""
+    if isinstance(value, Mapping):
+        return str(sorted((str(key), _setting(item)) for key, item in value.items()))
+    if isinstance(value, list | tuple):
+        return str([_setting(item) for item in value])
+    if isinstance(value, set | frozenset):
+        return str(sorted(map(_setting, value)))
+    return qualified_name(value) if " at 0x" in (shown := str(value)) else shown

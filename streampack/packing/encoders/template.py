@@ -1,0 +1,207 @@
+"""A chat template: conversations to tokens, and which of these the model is to answer."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from streampack.packing.encoders.conversation import REASONING
+
+MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+DATE = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+WAYS_OUT = (
+    "give a chat_template that marks the answers with {% generation %} ... {% endgeneration %}, "
+    "or train the last answer only (answers: last)"
+)
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class ChatTemplate:
+    """Conversations rendered by a Jinja template, with the tokens of chosen messages told apart.
+
+    Where the template marks its answers with ``{% generation %}``, those are the answers. Otherwise an answer is what
+    stands behind the conversation before it, rendered with a generation prompt. Either way the tokens up to each
+    boundary must be those of the text up to there alone, as they are at inference; a row of which this does not hold
+    is refused, because no mask would be right.
+
+    Args:
+        templates: ``{"default": template}``, and ``"tool_use"`` if there is another one for rows with tools.
+        tokenize: text to ids, adding nothing.
+        settings: what the template may ask for: special tokens, and whatever the user set.
+        date: what a template that writes today's date is told, as YYYY-MM-DD.
+    """
+
+    def __init__(
+        self,
+        templates: Mapping[str, str],
+        *,
+        tokenize: Callable[[str], list[int]],
+        settings: Mapping[str, Any],
+        date: str | None = None,
+    ) -> None:
+        self.tokenize = tokenize
+        self.settings = dict(settings)
+        self.templates = {name: _dated(text, date) for name, text in templates.items()}
+
+    def __call__(
+        self, messages: Messages, trained: Sequence[bool], *, tools: Any = None
+    ) -> tuple[list[int], npt.NDArray[np.bool_]]:
+        """Token ids, and which of them to train: those of the messages that are ``trained``.
+
+        Raises:
+            ValueError: for a conversation that the template refuses, leaves a part out of, or renders so that the
+                tokens of a trained message cannot be told apart.
+        """
+        marks = MARKER.search(self._template(tools)) is not None
+        text, spans = self.render(messages, tools=tools, spans=marks)
+        self._refuse_left_out(messages, text, tools)
+        ids = self.tokenize(text)
+        mask = np.zeros(len(ids), dtype=bool)
+        is_answer = [message["role"] == "assistant" for message in messages]
+        if all(trained) and not all(is_answer):  # nothing is to be told apart
+            mask[:] = True
+            return ids, mask
+        numbers = [i for i, chosen in enumerate(trained) if chosen]
+        if marks and all(is_answer[i] for i in numbers):
+            answers = dict(zip([i for i, is_one in enumerate(is_answer) if is_one], spans, strict=False))
+            if len(spans) != sum(is_answer):
+                raise ValueError(
+                    f"the chat template marks {len(spans)} stretch(es) with {{% generation %}} in a conversation of "
+                    f"{sum(is_answer)} answer(s); mark each answer once"
+                )
+        else:
+            answers = {i: self._by_prefix(messages, i, text, tools) for i in numbers}
+        for i in numbers:
+            start, end = answers[i]
+            if _tail(messages[i]["content"]) not in text[start:end]:
+                raise ValueError(
+                    f"what the chat template marks with {{% generation %}} for message {i} does not hold its content; "
+                    "set the markers around it"
+                )
+            mask[self._boundary(text, ids, start, i) : self._boundary(text, ids, end, i)] = True
+        return ids, mask
+
+    def render(
+        self, messages: Messages, *, tools: Any = None, prompt: bool = False, spans: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a conversation and, if asked for, the (start, end) of what it marks as generated.
+
+        Raises:
+            ValueError: if the template refuses the conversation.
+        """
+        from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        template = self._template(tools)
+        try:
+            [text], found = render_jinja_template(
+                conversations=[[dict(message) for message in messages]],
+                tools=tools,
+                chat_template=template,
+                add_generation_prompt=prompt,
+                return_assistant_tokens_mask=spans,
+                **self.settings,
+                strftime_now=None,  # what is rendered tomorrow must be the same
+            )
+        except (TemplateError, TypeError) as error:
+            if isinstance(error, TypeError) and "strftime_now" in template:
+                raise ValueError(
+                    "the chat template writes today's date, so a run could not go on tomorrow with the same tokens; "
+                    'say which date to write: date: "2025-01-31"'
+                ) from error
+            raise ValueError(f"the chat template refuses the conversation: {error}") from error
+        return text, list(found[0]) if spans else []
+
+    def _template(self, tools: Any) -> str:
+        return self.templates.get("tool_use" if tools else "default", self.templates["default"])
+
+    def _by_prefix(self, messages: Messages, i: int, text: str, tools: Any) -> tuple[int, int]:
+        """Where message ``i`` stands in the text, by rendering what comes before it, and it too."""
+        is_answer = messages[i]["role"] == "assistant"
+        if i == 0 and is_answer:
+            raise ValueError(
+                "the conversation begins with an answer, and the chat template does not mark where it begins; begin "
+                "with a message of the user, or mark answers with {% generation %}"
+            )
+        start = self._prefix(messages[:i], text, tools, prompt=is_answer) if i else 0
+        return start, self._prefix(messages[: i + 1], text, tools, prompt=False)
+
+    def _prefix(self, messages: Messages, text: str, tools: Any, *, prompt: bool) -> int:
+        head, _ = self.render(messages, tools=tools, prompt=prompt)
+        if not text.startswith(head):
+            at = next(
+                i for i, (a, b) in enumerate(zip(head, text + "\0" * len(head), strict=False)) if a != b
+            )
+            raise ValueError(
+                f"the chat template renders the first {len(messages)} message(s) in another way when others follow "
+                f"({head[at : at + 24]!r} becomes {text[at : at + 24]!r}), so the answers' tokens cannot be told "
+                f"apart; {WAYS_OUT}"
+            )
+        return len(head)
+
+    def _boundary(self, text: str, ids: list[int], at: int, i: int) -> int:
+        """The number of tokens before a place in the text, if they are the same with nothing behind it."""
+        if at in (0, len(text)):
+            return len(ids) if at else 0
+        head = self.tokenize(text[:at])
+        if ids[: len(head)] != head:
+            raise ValueError(
+                f"a token crosses a boundary of message {i}: the text before {text[at : at + 16]!r} makes other tokens "
+                "alone than with what follows, so no mask is right; let the chat template set a special token there, "
+                "or white space on the other side of it"
+            )
+        return len(head)
+
+    def _refuse_left_out(self, messages: Messages, text: str, tools: Any) -> None:
+        """Refuse what the template leaves out in silence: a message of a role that it does not know, tools, calls."""
+        at = 0
+        for i, message in enumerate(messages):
+            tail = _tail(message["content"])
+            found = text.find(tail, at)
+            if found < 0:  # elsewhere, escaped, or not at all
+                changed = [dict(m, content="x" if m is message else m["content"]) for m in messages]
+                if self.render(changed, tools=tools)[0] == text:
+                    raise ValueError(
+                        f"the chat template leaves out message {i}, of role {message['role']!r}; give it a role that "
+                        "the template knows, or another chat_template"
+                    )
+            else:
+                at = found + len(tail)
+            for call in message.get("tool_calls", ()):
+                if call["function"]["name"] not in text:
+                    raise ValueError(
+                        f"the chat template leaves out the tool_calls of message {i}; give a chat_template that "
+                        "renders them, or leave the row out"
+                    )
+        last = messages[-1]
+        thought = next((last[key] for key in REASONING if isinstance(last.get(key), str)), "")
+        if last["role"] == "assistant" and _tail(thought) not in text:
+            raise ValueError(
+                "the chat template leaves out the reasoning of the last message; give a chat_template that renders it, "
+                "or remove it from the rows"
+            )
+        for tool in tools or ():
+            name = tool.get("function", tool).get("name", "")
+            if name not in text:
+                raise ValueError(
+                    f"the chat template leaves out the tool {name!r}; give a chat_template that renders tools, or say "
+                    "ignore: [tools]"
+                )
+
+
+def _tail(content: str) -> str:
+    """The end of a message's content, which survives the trimming that templates do."""
+    return content.strip()[-32:].strip()
+
+
+def _dated(template: str, date: str | None) -> str:
+    if date is None:
+        return template
+    day = datetime.date.fromisoformat(date)
+    return DATE.sub(lambda found: repr(day.strftime(found[2])), template)

@@ -1,0 +1,94 @@
+"""Plain text for pretraining."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from streampack.packing.assemble import as_sample, missing_column
+from streampack.packing.encoders.base import PROBE
+from streampack.packing.encoders.hf_tokenizer import HFTokenizer
+from streampack.packing.encoders.tokenizer import check_ends, check_tokenizer, own_bos
+from streampack.sources.base import digest, plain
+from streampack.types import Sample
+
+
+class TextEncoder:
+    """Plain text for pretraining: every token is trained.
+
+    Args:
+        tokenizer: one of torchtune's, a Hugging Face tokenizer, or anything with ``encode(text, add_bos=, add_eos=)``.
+        column: which column holds the text.
+        add_bos: whether each text begins with BOS. None: as the tokenizer does by itself.
+        add_eos: whether each text ends with EOS.
+
+    Raises:
+        ValueError: for a tokenizer that ignores ``add_bos`` or ``add_eos``, or has no such token.
+    """
+
+    def __init__(
+        self, tokenizer: Any, *, column: str = "text", add_bos: bool | None = None, add_eos: bool = True
+    ) -> None:
+        self.tokenizer = check_tokenizer(tokenizer)
+        check_ends(self.tokenizer, add_bos=add_bos, add_eos=add_eos)
+        self.column = column
+        self.add_bos = own_bos(self.tokenizer) if add_bos is None else add_bos
+        self.add_eos = add_eos
+        self._processor = sentencepiece_of(self.tokenizer)
+
+    def __call__(self, row: Mapping[str, Any], /) -> Sample:
+        """See `Encoder`."""
+        if self.column not in row:
+            raise missing_column(row, self.column)
+        text = row[self.column]
+        if not isinstance(text, str):
+            raise ValueError(f"column {self.column!r} holds a {type(text).__name__}; it must be text")
+        try:
+            tokens = self._encode(text)
+        except Exception:
+            text.encode()  # half a surrogate pair is no text, and a RuntimeError of SentencePiece does not say so
+            raise
+        if self._processor is not None:
+            return Sample(tokens, tokens)
+        return as_sample({"tokens": tokens}, labels=None)
+
+    def makes_only(self, vocab_size: int | None) -> bool:
+        """Whether it is known that all ids are from 0 and below ``vocab_size``, so that nobody has to look."""
+        return self._processor is not None and (
+            vocab_size is None or bool(self._processor.vocab_size() <= vocab_size)
+        )
+
+    def decode(self, tokens: list[int]) -> str:
+        """What the tokens say, as the tokenizer decodes them."""
+        return str(self.tokenizer.decode(tokens))
+
+    def _encode(self, text: str) -> Any:
+        if self._processor is None:
+            return self.tokenizer.encode(text, add_bos=self.add_bos, add_eos=self.add_eos)
+        ids = self._processor.encode(text, add_bos=self.add_bos, add_eos=self.add_eos, return_type="numpy")
+        return ids.copy()  # into memory that can be written to
+
+    def fingerprint(self) -> str:
+        """The settings, and how a sentence comes out."""
+        own = self.tokenizer.fingerprint() if isinstance(self.tokenizer, HFTokenizer) else None
+        return digest("text", self.column, self.add_bos, self.add_eos, plain(self._encode(PROBE)), own)
+
+
+def sentencepiece_of(tokenizer: Any) -> Any:
+    """The SentencePiece processor of a tokenizer of torchtune's that does nothing but ask it; None of any other.
+
+    It can give arrays. The lists that torchtune asks for cost it a twentieth of its work, and as much again to make
+    arrays of. A subclass may do something else to a text, so only torchtune's own classes are taken for what they are.
+    """
+    base = getattr(tokenizer, "_spm_model", tokenizer)  # within the tokenizer of a model
+    processor = getattr(base, "spm_model", None)
+    parts = (tokenizer, base)
+    if processor is None or not all(type(part).__module__.startswith("torchtune.") for part in parts):
+        return None
+    if any("encode" in vars(part) for part in parts):
+        return None
+    try:
+        found = processor.encode(PROBE, add_bos=True, add_eos=False, return_type="numpy")
+    except (TypeError, ValueError, RuntimeError):  # an older release cannot, nor a model without a beginning
+        return None
+    return processor if found.tolist() == tokenizer.encode(PROBE, add_bos=True, add_eos=False) else None

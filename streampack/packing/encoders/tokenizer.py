@@ -1,0 +1,97 @@
+"""Tokenizers made ready for encoders and recipes, or refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from streampack.packing.encoders.base import PROBE
+from streampack.packing.encoders.hf_tokenizer import HFTokenizer, is_hf
+
+
+def check_tokenizer(tokenizer: Any) -> Any:
+    """A tokenizer that encoders and recipes can use: Hugging Face's are wrapped, limits of length switched off.
+
+    Raises:
+        ValueError: for what is no tokenizer, or one that hides what encoders must ask for.
+    """
+    if is_hf(tokenizer):
+        return HFTokenizer(tokenizer)
+    kind = type(tokenizer)
+    if kind.__module__.split(".")[0] == "tokenizers":
+        raise ValueError(
+            f"a {kind.__name__} of the tokenizers library does not say which of its tokens are BOS and EOS; wrap it: "
+            "HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=..., eos_token=...))"
+        )
+    if isinstance(tokenizer, str | dict):
+        raise ValueError(
+            f"the tokenizer is {tokenizer!r}; name a component: "
+            "{_component_: streampack.HFTokenizer, path: ...} or one of torchtune's tokenizers"
+        )
+    return without_truncation(tokenizer)
+
+
+def check_ends(tokenizer: Any, *, add_bos: bool | None, add_eos: bool) -> None:
+    """Refuse a tokenizer that does not begin and end a text as asked, by trying it on one.
+
+    Raises:
+        ValueError: naming what it ignores.
+    """
+    try:
+        plain = list(tokenizer.encode(PROBE, add_bos=False, add_eos=False))
+        begun = list(tokenizer.encode(PROBE, add_bos=bool(add_bos), add_eos=False))
+        ended = list(tokenizer.encode(PROBE, add_bos=False, add_eos=add_eos))
+    except (TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{_name(tokenizer)} has no encode(text, add_bos=, add_eos=): {error}; give one of torchtune's, or a "
+            "Hugging Face tokenizer"
+        ) from error
+    for name, flag, asked, made, at in (
+        ("BOS", "add_bos", add_bos, begun, 0), ("EOS", "add_eos", add_eos, ended, -1),
+    ):  # fmt: skip
+        token = getattr(tokenizer, f"{name.lower()}_id", None)
+        there = bool(made) and made[at] == token if token is not None else len(made) > len(plain)
+        if asked and not there:
+            raise ValueError(
+                f"{_name(tokenizer)} adds no {name}, though {flag} is True; say {flag}: False, or give a tokenizer "
+                "that has one (streampack.HFTokenizer takes Hugging Face's)"
+            )
+        if asked is False and there and token is not None:
+            raise ValueError(
+                f"{_name(tokenizer)} adds {name} though {flag} is False; say {flag}: True, or give another tokenizer"
+            )
+
+
+def own_bos(tokenizer: Any) -> bool | None:
+    """The ``add_bos`` that leaves the beginning of a text to the tokenizer."""
+    return None if isinstance(tokenizer, HFTokenizer) else True  # what torchtune's take for granted
+
+
+def padding_id(tokenizer: Any) -> int:
+    """The id to pad with: the tokenizer's, or its EOS, or 0. Padding is never attended and never trained.
+
+    >>> padding_id(object())
+    0
+    """
+    found = (getattr(tokenizer, name, None) for name in ("pad_id", "eos_id"))
+    return next((i for i in found if isinstance(i, int) and i >= 0), 0)
+
+
+def without_truncation(tokenizer: Any) -> Any:
+    """A copy of a torchtune tokenizer that does not cut, be it by its own limit or by that of a tokenizer.json."""
+    inner: Any = getattr(tokenizer, "tokenizer", None)
+    limited = type(inner).__module__.split(".")[0] == "tokenizers" and (inner.truncation or inner.padding)
+    if getattr(tokenizer, "max_seq_len", None) is None and not limited:
+        return tokenizer
+    whole = copy.copy(tokenizer)
+    if limited:
+        whole.tokenizer = copy.deepcopy(inner)
+        whole.tokenizer.no_truncation()
+        whole.tokenizer.no_padding()
+    else:
+        whole.max_seq_len = None
+    return whole
+
+
+def _name(tokenizer: Any) -> str:
+    return f"the tokenizer ({getattr(tokenizer, 'name', None) or type(tokenizer).__name__})"

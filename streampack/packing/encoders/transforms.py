@@ -1,0 +1,230 @@
+"""torchtune's message transforms, guarded: what they would drop or make up in silence is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from streampack.packing.assemble import missing_column
+from streampack.packing.encoders.conversation import REASONING, conversation, refuse_left_out
+from streampack.packing.planner import require
+
+TOOL_CALLS = ("error", "json")
+ROLES = ("system", "user", "assistant", "ipython")
+COLUMNS = {
+    "OpenAIToMessages": ("messages",),
+    "ShareGPTToMessages": ("conversations", "image"),
+    "InputOutputToMessages": ("input", "output", "image"),
+    "AlpacaToMessages": ("instruction", "input", "output"),
+}
+"""torchtune's transforms, and the columns that their ``column_map`` can rename."""
+
+NO_IMAGE = "it has an image, which a pack has no place for; train on it unpacked, or remove the image"
+
+
+class GuardedTransform:
+    """A message transform whose rows and messages are checked.
+
+    torchtune's `OpenAIToMessages` gives a message without text the content of the message before it, and drops tool
+    calls, unknown parts and weights; its other transforms format ``None`` into prompts and pass over columns that a
+    ``column_map`` misspells. Transforms of one's own have their messages checked only.
+
+    Args:
+        transform: one of torchtune's, or any callable that returns ``{"messages": [...]}``.
+        tool_calls: ``"error"``, or ``"json"``: OpenAI's tool calls become lines of JSON behind the message's text,
+            and messages of the role ``tool`` torchtune's ``ipython``.
+        ignore: columns and keys of messages to leave out on purpose.
+
+    Raises:
+        ValueError: for a transform that makes pairs, or a ``column_map`` with unknown keys.
+    """
+
+    def __init__(
+        self, transform: Callable[[Any], Any], *, tool_calls: str = "error", ignore: Sequence[str] = ()
+    ) -> None:
+        require(tool_calls, "tool_calls", TOOL_CALLS)
+        self.transform = transform
+        self.tool_calls = tool_calls
+        self.ignore = tuple(ignore)
+        self.kind = _kind(transform)
+        if self.kind == "ChosenRejectedToMessages":
+            raise ValueError(
+                "ChosenRejectedToMessages makes pairs of a chosen and a rejected answer, for preference training; to "
+                "train on the chosen ones: OpenAIToMessages with column_map: {messages: chosen}"
+            )
+        given = getattr(transform, "_column_map", getattr(transform, "column_map", None)) or {}
+        known = COLUMNS.get(self.kind, ())
+        if known and (unknown := sorted(set(given) - set(known))):
+            raise ValueError(
+                f"column_map of {self.kind} has {unknown[0]!r}, which it does not read; its keys are {', '.join(known)}"
+            )
+        self.columns = {name: given.get(name, name) for name in known}
+        self.mapped = given
+
+    def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """``{"messages": [...]}`` of a row.
+
+        Raises:
+            ValueError: for a row of which something would be dropped or made up.
+        """
+        weights: list[Any] = []
+        if self.kind:
+            refuse_left_out(row, used=tuple(self.columns.values()), ignore=self.ignore)
+            row = self._without_image(row)
+        if self.kind == "OpenAIToMessages":
+            messages = self._for_torchtune(conversation(row, self.columns["messages"]))
+            weights = messages
+            row = {**row, self.columns["messages"]: messages}
+        elif self.kind == "ShareGPTToMessages":
+            weights = self._conversations(row)
+        elif self.kind:
+            self._texts(row)
+        try:
+            made = self.transform(row)["messages"]
+        except KeyError as error:
+            # A column, or something within one: the key of a turn, a role.
+            raise ValueError(
+                f"the message transform found no {error}, in the row or within it; the row's columns are "
+                f"{', '.join(map(repr, row)) or 'none'}"
+            ) from error
+        self._mask(made, weights)
+        for i, message in enumerate(made):
+            _check(message, i)
+        return {"messages": made}
+
+    def _for_torchtune(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """OpenAI's messages as torchtune's transform reads them: nothing but text, in roles that it knows."""
+        for i, message in enumerate(messages):
+            calls = message.pop("tool_calls", ())
+            if (calls or message["role"] == "tool") and self.tool_calls == "error":
+                raise ValueError(
+                    f"message {i} ({message['role']}) has tool calls or a tool's answer, which torchtune's transform "
+                    "drops; render them by the model's chat template (streampack.ChatEncoder with "
+                    "streampack.HFTokenizer), or as lines of JSON (tool_calls: json)"
+                )
+            lines = [json.dumps({k: call["function"][k] for k in ("name", "arguments")}, ensure_ascii=False)
+                     for call in calls]  # fmt: skip
+            message["content"] = "\n".join([*([message["content"]] if message["content"] else []), *lines])
+            if message["role"] == "tool":
+                message["role"] = "ipython"
+            if message["role"] not in ROLES:
+                raise ValueError(
+                    f"message {i} has the role {message['role']!r}, which torchtune does not know; its roles are "
+                    f"{', '.join(ROLES)}, and tool with tool_calls: json"
+                )
+            for key in REASONING:
+                if message.get(key) and key not in self.ignore:
+                    raise ValueError(
+                        f"message {i} ({message['role']}) has {key!r}, which torchtune's transform drops; say "
+                        f"ignore: [{key}], or use streampack.ChatEncoder"
+                    )
+        return messages
+
+    def _conversations(self, row: Mapping[str, Any]) -> list[Any]:
+        column = self.columns["conversations"]
+        if column not in row:
+            raise missing_column(row, column)
+        turns = row[column]
+        if isinstance(turns, str) or not hasattr(turns, "__iter__"):
+            raise ValueError(f"column {column!r} holds a {type(turns).__name__}; it must be a list of turns")
+        for i, turn in enumerate(turns):
+            if "value" in turn and not isinstance(turn["value"], str):
+                raise ValueError(
+                    f"column {column!r}, turn {i} has a value of type {type(turn['value']).__name__}; it must be text"
+                )
+        return [{**turn, "role": turn.get("from")} for turn in turns]
+
+    def _texts(self, row: Mapping[str, Any]) -> None:
+        """Whether the columns of a prompt and its answer are text."""
+        for name, column in self.columns.items():
+            optional = self.kind == "AlpacaToMessages" and name == "input"
+            if name == "image" or (column in row and row[column] is None and optional):
+                continue
+            if column not in row:
+                if optional and name in self.mapped:
+                    raise ValueError(
+                        f"column {column!r}, which column_map gives for 'input', is missing; the row's columns are "
+                        f"{', '.join(map(repr, row)) or 'none'}; where there is no input, it must be empty"
+                    )
+                continue  # torchtune's transform says so
+            if not isinstance(row[column], str):
+                raise ValueError(f"column {column!r} holds a {type(row[column]).__name__}; it must be text")
+
+    def _without_image(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The row without an empty image, which torchtune would open."""
+        names = {"image", self.columns.get("image", "image")} & set(row)
+        if "image" not in COLUMNS[self.kind] or not names:
+            return row
+        if any(row[name] is not None for name in names):
+            raise ValueError(NO_IMAGE)
+        return {name: value for name, value in row.items() if name not in names}
+
+    def _mask(self, made: Sequence[Any], given: Sequence[Mapping[str, Any]]) -> None:
+        """Mask messages of weight 0; say which turns are a tool's, as torchtune's tokenizers expect it."""
+        replaced = getattr(self.transform, "new_system_prompt", None) is not None
+        kept = [message for message in given if not (message["role"] == "system" and replaced)]
+        if not kept:
+            return
+        turns = made[-len(kept) :]
+        for i, (message, turn) in enumerate(zip(turns, kept, strict=True)):
+            if turn.get("weight", 1) not in (None, 0, 1):
+                raise ValueError(
+                    f"message {i} has weight={turn['weight']!r}; it must be 0 (not trained) or 1"
+                )
+            if turn.get("weight") == 0:
+                message.masked = True
+            if "ipython" in [m.role for m in turns[i : i + 2]]:
+                message.eot = message.role == "user"
+
+
+def guard_datasets(data: Any) -> None:
+    """Guard the message transforms of torchtune's datasets, wherever they stand in a source.
+
+    torchtune's builders (``chat_dataset``, ``alpaca_dataset``) make their transforms themselves, so rows reach them
+    without passing our encoders.
+    """
+    if isinstance(data, str | bytes | Mapping | None):
+        return
+    inner = getattr(data, "_prepare_sample", None)
+    transform = getattr(inner, "_message_transform", None)
+    if inner is not None and transform is not None and _kind(transform) in COLUMNS:
+        inner._message_transform = GuardedTransform(transform)
+    for name in ("dataset", "source"):  # of a map-style source, a subset, a part that is held out
+        if (within := getattr(data, name, None)) is not None:
+            guard_datasets(within)
+    for within in getattr(data, "_datasets", ()):  # torchtune's ConcatDataset
+        guard_datasets(within)
+    for entry in getattr(data, "entries", ()):  # a mixture
+        guard_datasets(entry.source)
+
+
+def validate(messages: Sequence[Any]) -> None:
+    """Check that messages take turns, as torchtune does; a tool's answer and the call before it count as no turn.
+
+    Raises:
+        ValueError: of torchtune's.
+    """
+    from torchtune.data import validate_messages  # nine seconds to import, so not at the top
+
+    roles = [message.role for message in messages]
+    tools = [role == "ipython" or roles[i + 1 : i + 2] == ["ipython"] for i, role in enumerate(roles)]
+    validate_messages([message for message, tool in zip(messages, tools, strict=True) if not tool])
+
+
+def _kind(transform: Any) -> str:
+    """The name of the class of torchtune's whose ``__call__`` a transform has; empty for any other."""
+    for base in type(transform).__mro__:
+        if "__call__" in vars(base):
+            return base.__name__ if base.__module__ == "torchtune.data._messages" else ""
+    return ""
+
+
+def _check(message: Any, i: int) -> None:
+    for part in message.content:
+        if part["type"] != "text":
+            raise ValueError(f"message {i} ({message.role}): {NO_IMAGE}")
+        if not isinstance(part["content"], str):
+            raise ValueError(
+                f"message {i} ({message.role}) has content of type {type(part['content']).__name__}; it must be text"
+            )

@@ -1,0 +1,125 @@
+"""Broken records that a run passes by: a list of them, and how many are too many."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from streampack.packing.planner import require, require_positive
+from streampack.sources.base import Source
+from streampack.types import Origin
+
+log = logging.getLogger(__name__)
+LONGEST_REASON = 300  # characters: an encoder's message may hold the whole row
+BAD_RECORDS_FOLDER = "bad_records"  # in a run's output folder, where no other is set
+KINDS, LONGEST_KIND = 3, 60  # of reasons in a report, and characters of each
+LOGGED = 10  # records that each process names where no folder lists them
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """Where the broken records of a run are listed, and how many one lane may have.
+
+    Each lane appends to a file of its own, ``lane-00003.jsonl``, a line for each record: ``shard`` (its name in the
+    corpus), ``offset`` (the byte of its line, or its row number) and ``reason``. What a lane's file already
+    names is not written again: after a resume, and in later epochs, every record is listed once.
+
+    Args:
+        folder: for the files of one stream; without one, the log names the first ten that each process skips.
+        quiet: where no folder lists them, do not log them either.
+        limit: of broken records in one lane, over all epochs; counted in its ledger, so that a resume counts on.
+    """
+
+    folder: str | None = None
+    limit: int = 100
+    quiet: bool = False
+    _known: dict[int, set[tuple[str, int]]] = field(default_factory=dict, compare=False)  # by lane
+    _logged: list[tuple[str, int]] = field(default_factory=list, compare=False)
+
+    def __post_init__(self) -> None:
+        require_positive(self.limit, "max_bad_records", least=0)
+
+    def pass_by(self, lane: int, *, source: Source, origin: Origin, reason: str, before: int) -> None:
+        """Let one record of a lane go, which has let ``before`` others go, and list it.
+
+        Raises:
+            ValueError: if that is one too many.
+        """
+        if before >= self.limit:
+            raise ValueError(
+                f"{source.locate(origin)}: {reason}; lane {lane} has passed by {self.limit} broken records before this "
+                "one: look at them, and raise max_bad_records if they may be left out"
+            )
+        shard = source.shard(origin) if hasattr(source, "shard") else source.locate(origin)
+        self.keep(lane, shard=shard, offset=origin[-1], reason=reason)
+
+    def keep(self, lane: int, *, shard: str, offset: int, reason: str) -> None:
+        """List one record. One write each, so that a kill leaves at most the newest line torn."""
+        if self.folder is None:
+            if not self.quiet:
+                self._log(shard, offset, reason)
+            return
+        path = Path(self.folder, f"lane-{lane:05d}.jsonl")
+        if lane not in self._known:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._known[lane] = _mended(path)
+        if (shard, offset) not in self._known[lane]:
+            line = json.dumps({"shard": shard, "offset": offset, "reason": reason[:LONGEST_REASON]})
+            known = self._known.pop(lane)  # an interrupt in the middle: the file says what it holds
+            with path.open("ab", buffering=0) as stream:
+                stream.write(line.encode() + b"\n")
+            known.add((shard, offset))
+            self._known[lane] = known
+
+    def _log(self, shard: str, offset: int, reason: str) -> None:
+        if len(self._logged) > LOGGED or (shard, offset) in self._logged:
+            return
+        self._logged.append((shard, offset))
+        if len(self._logged) > LOGGED:
+            log.warning(
+                "more records are skipped, and only counted; set quarantine to a folder to list them all"
+            )
+        else:
+            log.warning("skipped a record of %s, offset %d: %s", shard, offset, reason[:LONGEST_REASON])
+
+    def report(self) -> str:
+        """Count the listed records by the kind of reason, and name the first; empty if none is listed."""
+        files = sorted(Path(self.folder).glob("lane-*.jsonl")) if self.folder is not None else []
+        entries = [json.loads(line) for path in files for line in path.read_bytes().splitlines()]
+        if not entries:
+            return ""
+        kinds = Counter(entry["reason"].partition(":")[0] for entry in entries).most_common(KINDS)
+        first = entries[0]
+        counts = ", ".join(f"{count:,} {kind[:LONGEST_KIND]}" for kind, count in kinds)
+        return f"{len(entries):,} listed in {self.folder}: {counts}; the first is {first['shard']}, {first['offset']}"
+
+
+def quarantine_for(
+    on_bad_record: str, *, folder: str | os.PathLike[str] | None, limit: int
+) -> Quarantine | None:
+    """That of a run; None where a broken record is an error.
+
+    Raises:
+        ValueError: for settings that make no sense together.
+    """
+    require(on_bad_record, "on_bad_record", ("error", "skip"))
+    if on_bad_record == "error" and folder is not None:
+        raise ValueError('a quarantine lists what is skipped; set on_bad_record="skip"')
+    kept = Quarantine(None if folder is None else os.fspath(folder), limit)
+    return kept if on_bad_record == "skip" else None
+
+
+def _mended(path: Path) -> set[tuple[str, int]]:
+    """The records that a file names, after a torn last line was cut off: it is written again."""
+    if not path.exists():
+        return set()
+    lines = path.read_bytes()
+    whole = lines.rfind(b"\n") + 1
+    if whole < len(lines):
+        os.truncate(path, whole)
+    entries = map(json.loads, lines[:whole].splitlines())
+    return {(entry["shard"], entry["offset"]) for entry in entries}

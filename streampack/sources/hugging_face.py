@@ -1,0 +1,254 @@
+"""Hugging Face datasets: map-style ones by row number, streaming ones by shard and row."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from streampack.sources.base import Reader, Reading, digest
+from streampack.sources.corpus_identity import state_of
+from streampack.sources.examples import EXAMPLES, Example, MarkedRows, leading
+from streampack.sources.map_style import MapSource
+from streampack.sources.shuffling import Part, Record, read_parts
+from streampack.types import Origin
+
+ROW_WISE = frozenset(
+    {
+        "ArrowExamplesIterable",
+        "ExamplesIterable",
+        "FilteredExamplesIterable",
+        "FormattedExamplesIterable",
+        "MappedExamplesIterable",
+        "RebatchedArrowExamplesIterable",
+        "SelectColumnsIterable",
+        "VerticallyConcatenatedMultiSourcesExamplesIterable",
+    }
+)
+"""What a stream is made of whose shards, read one by one, give the same rows as the whole. An interleaved one's do not:
+datasets 5.2 gives three rows of the five of two interleaved streams of three shards when it is sharded three ways."""
+
+
+class HFSource:
+    """A dataset of Hugging Face's ``datasets``, or the name of one.
+
+    >>> from datasets import Dataset
+    >>> from streampack.sources import Reading
+    >>> rows = Dataset.from_list([{"text": "a"}, {"text": "b"}, {"text": "c"}])
+    >>> [row.data["text"] for row in HFSource(rows).read(Reading(1, num_lanes=2))]
+    ['b']
+    >>> [row.data["text"] for row in HFSource(rows.to_iterable_dataset()).read(Reading(start=(0, 1, 0)))]
+    ['b', 'c']
+
+    A map-style dataset is read as `MapSource` reads one. A streaming one is as many lanes as it has shards, at most;
+    ``dataset.reshard()`` makes more of Parquet files, one of each row group. A resume reads the shard again up to its
+    place, as the dataset's own ``state_dict()`` makes it do, at about 8 us a row: what is slow to make of a row
+    belongs into the encoder, not into ``map``. A stream that does more than change or drop rows one by one (it is
+    interleaved, repeated, cut by ``take``) is one lane.
+
+    Args:
+        dataset: a ``Dataset``, an ``IterableDataset``, or what ``datasets.load_dataset`` loads by name.
+        name: the dataset's configuration, for a dataset by name, as for the arguments below.
+        split: of its parts, such as ``"train"``.
+        data_files: of a local folder or a builder such as ``"json"``.
+        revision: of its repository: a commit keeps a run's corpus from changing.
+        streaming: read it from where it lies; False downloads it, for rows by number.
+        columns: the columns to keep; default: all.
+
+    Raises:
+        ValueError: for a stream that is shuffled: its buffer is lost on resume, so rows would be lost and others
+            repeated; for several splits, and for what is no dataset.
+        ImportError: without datasets.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        name: str | None = None,
+        split: str | None = None,
+        data_files: Any = None,
+        revision: str | None = None,
+        streaming: bool = True,
+        columns: Sequence[str] | None = None,
+    ) -> None:
+        try:
+            import datasets
+        except ImportError as error:
+            raise ImportError(
+                "reading Hugging Face datasets needs datasets: pip install 'streampack[hf]'"
+            ) from error
+        if isinstance(dataset, str):
+            dataset = datasets.load_dataset(
+                dataset, name=name, split=split, data_files=data_files, revision=revision, streaming=streaming
+            )
+        elif any(given is not None for given in (name, split, data_files, revision)):
+            raise ValueError(
+                "name, split, data_files and revision are for a dataset by name; this one is loaded already"
+            )
+        if isinstance(dataset, Mapping):
+            raise ValueError(f"the dataset has several splits; name one: split={next(iter(dataset), None)!r}")
+        if not isinstance(dataset, datasets.Dataset | datasets.IterableDataset):
+            raise ValueError(f"a {type(dataset).__name__} is no Hugging Face dataset; give one, or its name")
+        if columns is not None:
+            there = dataset.column_names
+            if there is not None and (lacking := [column for column in columns if column not in there]):
+                raise ValueError(
+                    f"the dataset has no column {lacking[0]!r}; it has {', '.join(map(repr, there))}"
+                )
+            dataset = dataset.select_columns(list(columns))
+        self.rows = MapSource(dataset) if isinstance(dataset, datasets.Dataset) else _Stream(dataset)
+        self.max_lanes = self.rows.max_lanes
+        self.way_out = self.rows.way_out if isinstance(self.rows, _Stream) else None
+
+    def fingerprint(self) -> str:
+        """The number of rows and the content of ten; of a stream, shards, columns and two shards' first rows."""
+        return self.rows.fingerprint()
+
+    def identity(self) -> dict[str, Any]:
+        """See `identity_of`."""
+        return self.rows.identity()
+
+    def examples(self, count: int) -> list[Example]:
+        """Rows from all over the dataset; of a stream, the first of one shard."""
+        return self.rows.examples(count)
+
+    def read(self, reading: Reading) -> Reader:
+        """See `Source.read`."""
+        return self.rows.read(reading)
+
+    def locate(self, origin: Origin) -> str:
+        """``sample N``; of a stream, ``shard N, row M``, from 0."""
+        return self.rows.locate(origin)
+
+    def fetch(self, origin: Origin) -> Mapping[str, Any]:
+        """See `Source.fetch`. Of a stream, reads the shard up to the row."""
+        return self.rows.fetch(origin)
+
+    def natural_lanes(self) -> int:
+        """One per 512 rows; of a stream, one per shard."""
+        return self.rows.natural_lanes()
+
+    def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
+        """See `Source.probe`. A stream must say how many rows it has."""
+        return self.rows.probe(count)
+
+
+class _Stream:
+    """The rows of an ``IterableDataset``. A part is a shard, an offset the number of a row in it."""
+
+    def __init__(self, dataset: Any) -> None:
+        makers = set(_makers(dataset._ex_iterable))
+        if any("Shuffled" in maker for maker in makers):
+            raise ValueError(
+                "the stream is shuffled, and datasets loses the shuffle buffer on resume: rows would be lost and "
+                "others come twice; leave .shuffle() out, and use IterablePackedDataset(..., shuffle=True)"
+            )
+        self.dataset = dataset
+        # The whole of it where its shards are not its parts.
+        self.shards = dataset.num_shards if makers <= ROW_WISE else 1
+        self.whole = self.shards != dataset.num_shards
+        self.max_lanes: int | None = self.shards
+        self.way_out = (
+            "a stream has a lane for each of its shards at most; dataset.reshard() makes more of Parquet files, and a "
+            "map-style dataset (streaming=False) has as many as needed"
+        )
+        if self.whole:
+            self.way_out = (
+                "a stream that is interleaved, repeated or cut cannot be divided; use one consumer, a map-style "
+                "dataset (streaming=False), or give the streams to a Mix"
+            )
+        self._identity: dict[str, Any] | None = None
+
+    def fingerprint(self) -> str:
+        return digest(state_of(self.identity()))
+
+    def identity(self) -> dict[str, Any]:
+        if self._identity is None:
+            info, features = self.dataset.info, self.dataset.features
+            first = self.examples(EXAMPLES)
+            if self.shards > 1:
+                first += leading(self._rows(self.shards - 1), 1, part=self.shards - 1)
+            self._identity = {
+                "source": "HFSource",
+                "name": info.dataset_name,
+                "config": info.config_name,
+                "split": str(self.dataset.split),
+                "shards": self.shards,
+                "columns": None if features is None else ", ".join(sorted(features)),
+                "features": None if features is None else digest(sorted(map(str, features.items()))),
+                "content": MarkedRows.of(first, self.locate),
+            }
+        return self._identity
+
+    def examples(self, count: int) -> list[Example]:
+        return leading(self._rows(0), count, part=0)
+
+    def read(self, reading: Reading) -> Reader:
+        return read_parts(
+            [Part(shard) for shard in range(reading.lane, self.shards, reading.num_lanes)],
+            reading,
+            open_part=lambda part, offset, following: _Rows(self._rows(part.file), offset),
+            decode=lambda part, offset, raw: raw,
+            place=lambda part, offset: self.locate((part.file, offset)),
+            locate=self.locate,
+        )
+
+    def locate(self, origin: Origin) -> str:
+        shard, row = origin
+        return f"shard {shard}, row {row}"
+
+    def fetch(self, origin: Origin) -> Mapping[str, Any]:
+        return next(islice(self._rows(origin[0]), origin[1], None))
+
+    def natural_lanes(self) -> int:
+        return self.shards
+
+    def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
+        splits = self.dataset.info.splits or {}
+        split = splits.get(str(self.dataset.split))
+        if self.whole or split is None or not split.num_examples:
+            raise ValueError("the length of this stream is unknown; set max_steps")
+        rows = list(islice(self._rows(0), count))
+        return rows, split.num_examples / max(1, len(rows))
+
+    def _rows(self, shard: int) -> Iterator[Mapping[str, Any]]:
+        dataset = self.dataset if self.whole else self.dataset.shard(self.shards, shard)
+        if "torch" in sys.modules:
+            from torch.utils.data import get_worker_info
+
+            if get_worker_info() is not None:
+                # Iterated plainly in a worker of torch's, a stream would share its rows out once more.
+                return ({key: values[0] for key, values in batch.items()} for batch in dataset.iter(1))
+        rows: Iterator[Mapping[str, Any]] = iter(dataset)
+        return rows
+
+
+class _Rows:
+    """The rows of one shard, from a number on."""
+
+    def __init__(self, rows: Iterator[Mapping[str, Any]], offset: int) -> None:
+        self.rows = rows
+        self.left = offset  # to pass by
+        self.offset = offset
+
+    def __iter__(self) -> _Rows:
+        return self
+
+    def __next__(self) -> Record:
+        while self.left:
+            next(self.rows)
+            self.left -= 1
+        row = next(self.rows)
+        self.offset += 1
+        return self.offset - 1, row, self.offset
+
+
+def _makers(iterable: Any) -> Iterator[str]:
+    """The names of the classes that a stream is made of, from the outermost on."""
+    yield type(iterable).__name__
+    inner = [getattr(iterable, "ex_iterable", None), *getattr(iterable, "ex_iterables", [])]
+    for each in inner:
+        if each is not None:
+            yield from _makers(each)

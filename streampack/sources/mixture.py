@@ -1,0 +1,374 @@
+"""`Mix`: several sources as one, each with its share of the tokens that are trained."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, NamedTuple
+from zlib import crc32
+
+from streampack.packing.planner import require
+from streampack.sources import Holdout, as_source
+from streampack.sources.base import Reader, Reading, Source, digest, way_out
+from streampack.sources.corpus_identity import identity_of
+from streampack.sources.examples import Example, examples_of
+from streampack.sources.holdout import PARTS
+from streampack.sources.mixture_scheduler import STOPS, Draws, Weighing
+from streampack.storage.base import File
+from streampack.storage.listing import Corpus, Divisible, corpora_of, divisible_of, listing_of
+from streampack.types import Origin, Position, Sample
+
+TOTAL_WEIGHT = (
+    1 << 24
+)  # weights as whole numbers that add up to about this: shares are exact to 0.00001 points
+TURN_BITS = 20  # a source's epoch is the mixture's, then its turn in it: no two are shuffled alike
+
+
+Encode = Callable[[Mapping[str, Any]], Sample]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One source of a mixture."""
+
+    name: str
+    source: Source
+    weight: float
+    encoder: Encode | None = None
+
+
+class Leaf(NamedTuple):
+    """A source that has rows, wherever it stands in a mixture of mixtures."""
+
+    name: str  # "code", or "web/en" for one within another
+    source: Source
+    encoder: Encode
+    share: float  # of the trained tokens of the whole, 0 to 1
+
+
+class Mix:
+    """Several sources as one, each with its share of the trained tokens; a `Source` that is packed as any other.
+
+    >>> from streampack import IterablePackedDataset
+    >>> short = [{"tokens": [1] * 3, "labels": [1] * 3}] * 1000
+    >>> long = [{"tokens": [2] * 9, "labels": [2] * 9}] * 500
+    >>> mix = Mix([{"name": "short", "source": short, "weight": 1}, {"name": "long", "source": long, "weight": 3}])
+    >>> data = IterablePackedDataset(mix, max_seq_len=36)
+    >>> packs = list(data)
+    >>> {name: (tally.trained, tally.epochs) for name, tally in data.tallies().items()}
+    {'short': (2000, 1), 'long': (6016, 2)}
+
+    The shares are of trained tokens: those that a label of the packs says, not padding, prompts or what is cut off.
+    In every lane, the next row comes from the source that is furthest behind its share (see `Draws`), so
+    every source must have rows in every lane. ``stop`` says when an epoch ends:
+
+    - ``"first_exhausted"``: when a source that is due has no row left. No row comes twice in an epoch.
+    - ``"all_exhausted"``: when every source was read to its end. One that is due again before that begins anew, in
+      another order. Every row comes at least once.
+    - ``"never"``: sources begin anew for ever; the run ends by its steps.
+
+    In a config, under ``data``::
+
+        source:
+          _component_: streampack.Mix
+          stop: never
+          sources:
+            - {name: code, weight: 0.3, source: {...}, encoder: {...}}
+            - {name: web, weight: 0.7, source: {...}, encoder: {...}}
+
+    A source may be a `Mix` itself: its weight is shared out by its own weights, and it ends by its own rule. Weights
+    may be changed at a resume, with a warning: the rows that wait are those that the old ones chose, and the new ones
+    choose from the next row on. Names, order and ``stop`` may not.
+
+    Args:
+        sources: a mapping for each, with ``name``, ``source`` (whatever an `IterablePackedDataset` takes), ``weight``
+            (above 0; only their ratios matter) and, if its rows need one of their own, ``encoder``.
+        stop: when an epoch ends.
+
+    Raises:
+        ValueError: for a name that is missing, used twice or holds a slash, a weight that is no number above 0, or an
+            unknown ``stop``; when it is read, if a source has no rows in some lane, or trains nothing.
+    """
+
+    def __init__(self, sources: Sequence[Mapping[str, Any] | Entry], *, stop: str = "all_exhausted") -> None:
+        self.stop = stop
+        require(stop, "stop", STOPS)
+        self.entries = [given if isinstance(given, Entry) else _entry(given) for given in sources]
+        if not self.entries:
+            raise ValueError("a mixture of no sources has no rows; name at least one")
+        seen: set[str] = set()
+        for entry in self.entries:
+            if entry.name in seen:
+                raise ValueError(f"two sources are named {entry.name!r}; give each a name of its own")
+            seen.add(entry.name)
+        total = math.fsum(entry.weight for entry in self.entries)
+        own = [max(1, round(entry.weight / total * TOTAL_WEIGHT)) for entry in self.entries]
+        self.weights = tuple(own)  # of the whole tree: first our own, then those of every mixture within
+        self.names: list[str] = []  # of the sources that have rows, in the tree: "code", "web/en", "web/de"
+        self.max_lanes: int | None = None
+        self._offsets: list[int] = []  # of each entry: a mixture's in weights
+        self._first: list[int] = []  # and in names
+        for entry in self.entries:
+            self._offsets.append(len(self.weights))
+            self._first.append(len(self.names))
+            if isinstance(entry.source, Mix):
+                self.weights += entry.source.weights
+                self.names += [f"{entry.name}/{name}" for name in entry.source.names]
+            else:
+                self.names.append(entry.name)
+            if (most := entry.source.max_lanes) is not None:
+                self.max_lanes = most if self.max_lanes is None else min(most, self.max_lanes)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Of every source and mixture within, its share of the mixture that it belongs to."""
+        shares = {}
+        for entry, weight in zip(self.entries, self.weights, strict=False):
+            shares[entry.name] = round(weight / TOTAL_WEIGHT, 7)
+            if isinstance(entry.source, Mix):
+                shares |= {f"{entry.name}/{name}": share for name, share in entry.source.shares.items()}
+        return shares
+
+    def changed(self, before: Any) -> str | None:
+        """What to tell whoever resumes with other `shares` than those of a state."""
+        ours = self.shares
+        if not isinstance(before, Mapping) or before == ours:
+            return None
+        changes = [
+            f"{name} {before.get(name)} -> {ours[name]}" for name in ours if before.get(name) != ours[name]
+        ]
+        return (
+            f"the mixture's weights changed since the state was written: {', '.join(changes)}. The rows that wait were "
+            "drawn by the old ones; the next are drawn by the new ones, and the shares approach them"
+        )
+
+    def leaf(self, origin: Origin) -> int:
+        """The number, in `names`, of the source that a row is from."""
+        number, *rest = origin
+        source = self.entries[number].source
+        return self._first[number] + (source.leaf(tuple(rest)) if isinstance(source, Mix) else 0)
+
+    def encoder(self, origin: Origin) -> Encode | None:
+        """Of the source that a row is from: its own, or that of the mixture around it."""
+        entry = self.entries[origin[0]]
+        own = entry.source.encoder(origin[1:]) if isinstance(entry.source, Mix) else None
+        return entry.encoder if own is None else own
+
+    def leaves(self, default: Encode) -> list[Leaf]:
+        """Every source that has rows, in the order of `names`."""
+        found: list[Leaf] = []
+        for entry in self.entries:
+            encoder = default if entry.encoder is None else entry.encoder
+            share = self.shares[entry.name]
+            if isinstance(entry.source, Mix):
+                found += [
+                    Leaf(f"{entry.name}/{name}", source, own, share * part)
+                    for name, source, own, part in entry.source.leaves(encoder)
+                ]
+            else:
+                found.append(Leaf(entry.name, entry.source, encoder, share))
+        return found
+
+    def fingerprint(self) -> str:
+        """Names, order, ``stop`` and the sources'; not the weights."""
+        return digest("mix", self.stop, [(entry.name, entry.source.fingerprint()) for entry in self.entries])
+
+    def identity(self) -> dict[str, Any]:
+        """See `identity_of`; not the weights."""
+        names = ", ".join(entry.name for entry in self.entries)
+        own = {"source": "Mix", "stop": self.stop, "names": names}
+        return {**own, **{f"{entry.name}/": identity_of(entry.source) for entry in self.entries}}
+
+    def examples(self, count: int) -> list[Example]:
+        """Some of each source's."""
+        each = max(1, count // len(self.entries))
+        return [
+            Example((number, *row.origin), row.data)
+            for number, entry in enumerate(self.entries)
+            for row in examples_of(entry.source, each)
+        ]
+
+    def corpora(self) -> list[Corpus]:
+        """Those of all sources."""
+        return [corpus for entry in self.entries for corpus in corpora_of(entry.source)]
+
+    def listing(self) -> list[File]:
+        """That of all sources."""
+        return [file for entry in self.entries for file in listing_of(entry.source)]
+
+    def divisible(self) -> list[Divisible]:
+        """See `divisible_of`."""
+        return [part for entry in self.entries for part in divisible_of(entry.source)]
+
+    def read(self, reading: Reading, *, stagger: int = 0) -> Draws:
+        """See `Source.read`. Every row of the `Draws` must be charged; lanes begin up to ``stagger`` tokens apart."""
+        if reading.start is None:
+            return self._draws(reading, weighing=Weighing(self.weights), stagger=stagger)
+        numbers = iter(reading.start)
+        weighing = Weighing.from_numbers(numbers, count=len(self.weights))
+        return self._draws(reading, weighing=weighing, stagger=stagger, start=numbers)
+
+    def _draws(
+        self,
+        reading: Reading,
+        *,
+        weighing: Weighing,
+        stagger: int,
+        start: Iterator[int] | None = None,
+        offset: int = 0,
+        root: bool = True,
+    ) -> Draws:
+        return Draws(
+            [entry.name for entry in self.entries],
+            opens=partial(self._open, reading, offset, stagger),
+            locate=self.locate,
+            stop=self.stop,
+            weighing=weighing,
+            offset=offset,
+            reading=reading,
+            stagger=stagger,
+            start=start,
+            root=root,
+        )
+
+    def _open(
+        self,
+        reading: Reading,
+        offset: int,
+        stagger: int,
+        number: int,
+        *,
+        turn: int,
+        start: Position | None,
+        weighing: Weighing,
+    ) -> Reader:
+        entry = self.entries[number]
+        # A seed of its own, or sources of equal size would be permuted alike, pairs of aligned rows side by side.
+        own = replace(
+            reading,
+            epoch=reading.epoch << TURN_BITS | turn,
+            seed=crc32(f"{reading.seed} {entry.name}".encode()),
+            start=start,
+        )
+        if isinstance(entry.source, Mix):
+            numbers = None if start is None else iter(start)
+            within = offset + self._offsets[number]
+            return entry.source._draws(
+                own, weighing=weighing, stagger=stagger, start=numbers, offset=within, root=False
+            )
+        return entry.source.read(own)
+
+    def locate(self, origin: Origin) -> str:
+        """The source's name, and where the row stands in it."""
+        entry = self.entries[origin[0]]
+        return f"{entry.name}: {entry.source.locate(origin[1:])}"
+
+    def shard(self, origin: Origin) -> str:
+        """The source's name, and its name of the shard, or where the row stands in it."""
+        entry = self.entries[origin[0]]
+        within = entry.source.shard if hasattr(entry.source, "shard") else entry.source.locate
+        return f"{entry.name}/{within(origin[1:])}"
+
+    def fetch(self, origin: Origin) -> Mapping[str, Any]:
+        """See `Source.fetch`."""
+        return self.entries[origin[0]].source.fetch(origin[1:])
+
+    @property
+    def retry_budget(self) -> float:
+        """The longest of the sources'."""
+        return max(float(getattr(entry.source, "retry_budget", 0.0)) for entry in self.entries)
+
+    def natural_lanes(self) -> int:
+        """As many as the smallest source fills: each must have rows in every lane."""
+        return min(entry.source.natural_lanes() for entry in self.entries)
+
+    @property
+    def way_out(self) -> str:
+        """See `streampack.sources.base.way_out`."""
+        return way_out(self._narrowest().source)
+
+    def _narrowest(self) -> Entry:
+        limited = [entry for entry in self.entries if entry.source.max_lanes is not None]
+        return min(limited, key=lambda entry: entry.source.max_lanes or 0)
+
+    def narrowest(self) -> str:
+        """The source that allows the fewest lanes, by name and kind."""
+        entry = self._narrowest()
+        if isinstance(entry.source, Mix):
+            return f"{entry.name}/{entry.source.narrowest()}"
+        return f"{entry.name} ({type(entry.source).__name__})"
+
+    def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
+        """See `Source.probe`; about as many rows of each source, which may need different encoders."""
+        rows: list[Mapping[str, Any]] = []
+        total = 0.0
+        for entry in self.entries:
+            some, scale = entry.source.probe(max(1, count // len(self.entries)))
+            rows += some
+            total += len(some) * scale
+        return rows, total / max(1, len(rows))
+
+    def epoch_tokens(
+        self, tokens_of: Callable[[Source, Encode | None], tuple[float, float]]
+    ) -> tuple[float, float]:
+        """Tokens of one epoch, and how many of them are trained, given the same of one source read once.
+
+        Raises:
+            ValueError: if it never ends, or a source trains nothing.
+        """
+        if self.stop == "never":
+            raise ValueError("a mixture with stop='never' has no end; set max_steps")
+        parts = []
+        for entry, weight in zip(self.entries, self.weights, strict=False):
+            source = entry.source
+            inner = _with_default(tokens_of, entry.encoder)
+            tokens, trained = source.epoch_tokens(inner) if isinstance(source, Mix) else inner(source, None)
+            if not trained:
+                raise ValueError(f"no token of source {entry.name!r} is trained, as far as a sample tells")
+            parts.append((weight, tokens, trained))
+        total = sum(weight for weight, _, _ in parts)
+        ends = min if self.stop == "first_exhausted" else max
+        size = ends(trained * total / weight for weight, _, trained in parts)
+        return sum(size * weight / total * tokens / trained for weight, tokens, trained in parts), size
+
+
+def hold_out(source: Source, *, share: float) -> tuple[Source, Source]:
+    """A source without a share of its rows, and that share: see `Holdout`. Of a mixture, the share of every source.
+
+    The held-out part of a mixture has the same weights and ends when the first source does: no row counts twice.
+    """
+    if not isinstance(source, Mix):
+        train, held_out = (Holdout(source, share=share, part=part) for part in PARTS)
+        return train, held_out
+    halves = [hold_out(entry.source, share=share) for entry in source.entries]
+    parts = [
+        [replace(entry, source=half[part]) for entry, half in zip(source.entries, halves, strict=True)]
+        for part in (0, 1)
+    ]
+    return Mix(parts[0], stop=source.stop), Mix(parts[1], stop="first_exhausted")
+
+
+def _with_default(
+    tokens_of: Callable[[Source, Encode | None], tuple[float, float]], default: Encode | None
+) -> Callable[[Source, Encode | None], tuple[float, float]]:
+    return lambda source, encoder: tokens_of(source, default if encoder is None else encoder)
+
+
+def _entry(given: Mapping[str, Any]) -> Entry:
+    keys = [field.name for field in fields(Entry)]
+    name = given.get("name")
+    if not isinstance(name, str) or not name or "/" in name:
+        raise ValueError(f"a source of a mixture is named {name!r}; give it a name without a slash")
+    if unknown := sorted(set(given) - set(keys)):
+        raise ValueError(f"source {name!r} has no {unknown[0]!r}; its keys are {', '.join(keys)}")
+    for key in ("source", "weight"):
+        if given.get(key) is None:
+            raise ValueError(f"source {name!r} has no {key}; its keys are {', '.join(keys)}")
+    weight = given["weight"]
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+        raise ValueError(
+            f"source {name!r} has weight={weight!r}; give a number above 0, its share of the trained tokens"
+        )
+    return Entry(name, as_source(given["source"]), float(weight), given.get("encoder"))

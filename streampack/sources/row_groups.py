@@ -1,0 +1,235 @@
+"""Row groups: what a footer says of them, and their rows."""
+
+from __future__ import annotations
+
+import io
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from streampack.sources.shuffling import Damage, Part, Record
+from streampack.storage.base import File
+from streampack.storage.ranges import Block, Fetcher, blocks
+
+FOOTER_BYTES = 1 << 13  # asked for at first; a longer footer takes a second request
+KEPT_FOOTERS = 64  # a footer of 1,000 row groups takes about 1 MB of memory
+BATCH_ROWS = 1024  # decoded at a time
+PADDING_BYTES = 100  # old writers' column chunks end that much later than their footers say (PARQUET-816)
+
+
+class Footers:
+    """The metadata of Parquet files, read when it is asked for; the newest are kept."""
+
+    def __init__(self, files: Sequence[File], columns: Sequence[str] | None) -> None:
+        self.files = files
+        self.columns = columns  # that every file must have
+        self._kept: OrderedDict[int, Any] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": OrderedDict()}
+
+    def known(self, number: int) -> Any:
+        """Of a file, if it is at hand."""
+        return self._kept.get(number)
+
+    def get(self, number: int, fetcher: Fetcher) -> Any:
+        """As pyarrow has it.
+
+        Raises:
+            Damage: if the file has none.
+            ValueError: if a column is not there.
+        """
+        if (footer := self._kept.get(number)) is None:
+            footer = self._kept[number] = self._read(self.files[number], fetcher)
+            if len(self._kept) > KEPT_FOOTERS:
+                self._kept.popitem(last=False)
+        return footer
+
+    def _read(self, file: File, fetcher: Fetcher) -> Any:
+        import pyarrow
+        from pyarrow import parquet
+
+        tail = fetcher.take(_tail(file))
+        if tail[-4:] != b"PAR1" or (length := int.from_bytes(tail[-8:-4], "little") + 8) > file.size:
+            raise Damage("this is no Parquet file, or its end is missing", offset=0, resume=None)
+        if length > len(tail):
+            tail = fetcher.take((file, file.size - length, file.size - len(tail))) + tail
+        try:
+            footer = parquet.read_metadata(pyarrow.BufferReader(b"PAR1" + tail[-length:]))
+        except (pyarrow.ArrowException, OSError) as error:
+            raise Damage(f"the footer is damaged: {error}", offset=0, resume=None) from None
+        there = footer.schema.to_arrow_schema().names
+        if lacking := [name for name in self.columns or [] if name not in there]:
+            raise ValueError(
+                f"{file.shown} has no column {lacking[0]!r}; it has {', '.join(map(repr, there))}"
+            )
+        return footer
+
+
+class RowGroups:
+    """The rows of one part, each with its number in the file; raw, a row is its batch's columns and its place there."""
+
+    def __init__(
+        self, footers: Footers, part: Part, offset: int, fetcher: Fetcher, following: Part | None = None
+    ) -> None:
+        self.footers = footers
+        self.file = footers.files[part.file]
+        self.fetcher = fetcher
+        self.following = following
+        self.footer = footers.get(part.file, fetcher)
+        self.starts = starts_of(self.footer)
+        # Not the footer's own count of rows: where it differs from its row groups', they are what is there.
+        self.stop = self.starts[-1] if part.stop is None else part.stop
+        self.offset = offset
+        self.rows: Iterator[Record] = iter(())
+
+    def __iter__(self) -> Iterator[Record]:
+        return self
+
+    def __next__(self) -> Record:
+        while (record := next(self.rows, None)) is None:
+            if self.offset >= self.stop:
+                raise StopIteration
+            self.rows = self._group(group_of(self.footer, self.offset))
+        self.offset += 1
+        return record
+
+    def _group(self, group: int) -> Iterator[Record]:
+        """The rows of a row group from ``self.offset`` on."""
+        import pyarrow
+        from pyarrow import parquet
+
+        first, last = self.starts[group], self.starts[group + 1]
+        ranges = self._ranges(group)
+        self.fetcher.plan(self._plan(group))
+        held = [
+            _Held(
+                start, b"".join(map(self.fetcher.take, blocks(self.fetcher.storage, self.file, start, stop)))
+            )
+            for start, stop in ranges
+        ]
+        wanted = self.footers.columns
+        try:
+            table = parquet.ParquetFile(
+                _Sparse(held, self.file.size),
+                metadata=self.footer,
+                pre_buffer=False,  # or it would read the columns in between, which are not here
+                page_checksum_verification=True,
+            )
+            at = first
+            for batch in table.iter_batches(
+                BATCH_ROWS, row_groups=[group], columns=wanted, use_threads=False
+            ):
+                found = zip(batch.schema.names, batch.columns, strict=True)
+                # "a.b" names a column of that name to us, and a field within a column "a" to pyarrow, too.
+                columns = {name: column for name, column in found if wanted is None or name in wanted}
+                for i in range(max(0, self.offset - at), min(batch.num_rows, self.stop - at)):
+                    yield at + i, (columns, i), at + i + 1
+                at += batch.num_rows
+            if at != last:
+                raise ValueError(f"{at - first} rows are there and {last - first} should be")
+        except (pyarrow.ArrowException, OSError, ValueError) as error:
+            # All its bytes are here, so it is not the storage; what the columns hold from here on is lost.
+            what = f"row group {group} is damaged: {error}"
+            raise Damage(what, offset=self.offset, resume=last if last < self.stop else None) from None
+
+    def _ranges(self, group: int) -> list[tuple[int, int]]:
+        """Where the needed columns of a row group lie: ranges of bytes, neighbours joined."""
+        metadata, found = self.footer.row_group(group), []
+        for i in range(metadata.num_columns):
+            column = metadata.column(i)
+            if self.footers.columns is None or _is_within(column.path_in_schema, self.footers.columns):
+                start = column.data_page_offset
+                if column.has_dictionary_page and 0 < column.dictionary_page_offset < start:
+                    start = column.dictionary_page_offset
+                stop = start + column.total_compressed_size
+                if not 0 <= start <= stop <= self.file.size:
+                    what = f"row group {group} is damaged: it lies outside the file"
+                    resume = last if (last := self.starts[group + 1]) < self.stop else None
+                    raise Damage(what, offset=self.offset, resume=resume)
+                found.append((start, min(stop + PADDING_BYTES, self.file.size)))
+        joined: list[tuple[int, int]] = []
+        for start, stop in sorted(found):
+            if joined and start <= joined[-1][1]:
+                joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+            else:
+                joined.append((start, stop))
+        return joined
+
+    def _plan(self, group: int) -> Iterator[Block]:
+        """The row group, those of the part behind it, and what is known of the part that follows."""
+        while group < len(self.starts) - 1 and self.starts[group] < self.stop:
+            with suppress(Damage):  # which is raised when its turn comes
+                for start, stop in self._ranges(group):
+                    yield from blocks(self.fetcher.storage, self.file, start, stop)
+            group += 1
+        if self.following is None:
+            return
+        if self.footers.known(self.following.file) is None:
+            yield _tail(self.footers.files[self.following.file])
+            return
+        following = RowGroups(self.footers, self.following, self.following.start, self.fetcher)
+        yield from following._plan(group_of(following.footer, following.offset))
+
+
+class _Held(NamedTuple):
+    start: int
+    data: bytes
+
+
+class _Sparse(io.RawIOBase):
+    """Some ranges of a file, for pyarrow to read from."""
+
+    def __init__(self, held: list[_Held], size: int) -> None:
+        self.held = held
+        self.size = size
+        self.at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.size}[whence]
+        return self.at
+
+    def read(self, size: int = -1) -> bytes:
+        for start, data in self.held:
+            if start <= self.at < start + len(data):
+                found = data[self.at - start : self.at - start + size]
+                self.at += len(found)
+                return found
+        raise ValueError(f"byte {self.at} is outside the columns")
+
+
+def _is_within(path: str, columns: Sequence[str]) -> bool:
+    """Whether a leaf may belong to one of these columns, whose names may have dots in them, too."""
+    return any(path == name or path.startswith(f"{name}.") for name in columns)
+
+
+def plain_row(raw: tuple[Mapping[str, Any], int]) -> Mapping[str, Any]:
+    """Plain Python values of a raw row."""
+    columns, i = raw
+    return {name: column[i].as_py() for name, column in columns.items()}
+
+
+def _tail(file: File) -> Block:
+    return (file, max(0, file.size - FOOTER_BYTES), file.size)
+
+
+def starts_of(footer: Any) -> list[int]:
+    """The first row of every row group, and the end."""
+    return [0, *accumulate(footer.row_group(i).num_rows for i in range(footer.num_row_groups))]
+
+
+def group_of(footer: Any, row: int) -> int:
+    """The row group that holds a row."""
+    starts = starts_of(footer)
+    return max(i for i, start in enumerate(starts[:-1]) if start <= row) if len(starts) > 1 else 0

@@ -1,0 +1,225 @@
+"""Token shards: documents that are tokens already, in files made for mapping into memory.
+
+A folder holds shards and an ``index.json`` that names them. A shard, all numbers little-endian:
+
+| bytes | what |
+|---|---|
+| 4,096 | the header: a JSON object, filled up with spaces, a line's end last |
+| ``tokens`` x 2 or 4 | the documents' tokens, end to end, ``uint16`` or ``uint32`` as ``dtype`` says |
+| 0 to 6 | zeros, up to a multiple of 8 |
+| (``documents`` + 1) x 8 | ``int64``: where each document begins, counted in tokens; the end last |
+| ``tokens`` / 8, rounded up | only if ``masked``: a bit for each token, lowest first: 0 where its label is -100 |
+
+``crc32`` in the header is of all that follows it. The index repeats what a reader needs of every header; when a shard
+is opened, the two are compared.
+So ``np.memmap(path, "<u2", offset=4096, shape=tokens)`` has the tokens without any of our code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from array import array
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from streampack.storage.json_depth import shallow_json
+from streampack.types import IntArray
+
+FORMAT = "streampack-tokens"
+VERSION = 1
+HEADER_BYTES = 4096  # a page, so that mapped tokens begin with one
+DTYPES = ("uint16", "uint32")
+COUNTS = ("documents", "tokens", "crc32")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What an index says of a shard, and where in the file things lie that follows from it."""
+
+    name: str
+    dtype: str
+    documents: int
+    tokens: int
+    masked: bool
+    crc32: int
+
+    @property
+    def width(self) -> int:
+        """Bytes of a token."""
+        return np.dtype(self.dtype).itemsize
+
+    @property
+    def offsets_at(self) -> int:
+        """Where the offsets begin."""
+        return -(-(HEADER_BYTES + self.tokens * self.width) // 8) * 8
+
+    @property
+    def mask_at(self) -> int:
+        """Where the mask begins, if there is one."""
+        return self.offsets_at + 8 * (self.documents + 1)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self.mask_at + (-(-self.tokens // 8) if self.masked else 0)
+
+
+def shard_of(name: str, header: Mapping[str, Any]) -> Shard:
+    """A header, or an entry of an index, checked.
+
+    Raises:
+        ValueError: if it is of another format, or a value is out of range.
+    """
+    if header.get("format") != FORMAT or header.get("version") != VERSION:
+        raise ValueError(
+            f"{name} is of format {header.get('format')!r}, version {header.get('version')!r}; this reads {FORMAT!r}, "
+            f"version {VERSION}"
+        )
+    counts = [header.get(key) for key in COUNTS]
+    sound = all(type(count) is int and 0 <= count < 1 << 48 for count in counts)
+    if header.get("dtype") not in DTYPES or type(header.get("masked")) is not bool or not sound:
+        raise ValueError(f"{name}: its description is damaged; make it anew")
+    return Shard(
+        name,
+        header["dtype"],
+        header["documents"],
+        header["tokens"],
+        header["masked"],
+        header["crc32"],
+    )
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """The header of a shard whose size is right.
+
+    Raises:
+        ValueError: for any other file.
+    """
+    with path.open("rb") as file:
+        header = _parsed(file.read(HEADER_BYTES), shown=str(path))
+    shard = shard_of(path.name, header)
+    if (size := path.stat().st_size) != shard.size:
+        raise ValueError(f"{path} has {size} bytes and its header says {shard.size}; remove it")
+    return header
+
+
+def require_described(raw: bytes, shard: Shard, *, shown: str) -> None:
+    """Compare the header that a shard begins with, ``raw``, with what the index says of the shard.
+
+    Raises:
+        ValueError: naming the shard as ``shown``, if they differ, or if it begins with no header.
+    """
+    own, index = asdict(shard_of(shown, _parsed(raw, shown=shown))), asdict(shard)
+    differ = [key for key in own if key != "name" and own[key] != index[key]]
+    if differ:
+        says, said = (", ".join(f"{key} {of[key]}" for key in differ) for of in (own, index))
+        raise ValueError(
+            f"{shown} is not the shard that its index describes: its header says {says}, the index {said}; one of them "
+            "was replaced: copy the folder anew, the index and all shards"
+        )
+
+
+def _parsed(raw: bytes, *, shown: str) -> dict[str, Any]:
+    try:
+        header = shallow_json(raw)
+    except ValueError:
+        header = None
+    if not isinstance(header, dict):
+        raise ValueError(f"{shown} is no token shard: it does not begin with a header")
+    return header
+
+
+class ShardWriter:
+    """Writes one shard. It appears under its name when it is complete, and not before.
+
+    Args:
+        path: where.
+        dtype: of the tokens, one of `DTYPES`.
+    """
+
+    def __init__(self, path: Path, *, dtype: str) -> None:
+        self.path = path
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        # Of this process: one that was left behind by a killed run may still be writing its own.
+        self.unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+        self.file = self.unfinished.open("wb")
+        self.file.write(bytes(HEADER_BYTES))
+        self.offsets = array("q", [0])
+        self.trained: list[npt.NDArray[np.bool_]] = []
+        self.masked = False
+        self.crc32 = 0
+
+    @property
+    def tokens(self) -> int:
+        """Written so far."""
+        return self.offsets[-1]
+
+    def append(self, tokens: IntArray, trained: npt.NDArray[np.bool_]) -> None:
+        """One document.
+
+        Raises:
+            ValueError: for a token that the shard's type cannot hold.
+        """
+        limit = np.iinfo(self.dtype).max
+        if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) <= limit:
+            bad = tokens[(tokens < 0) | (tokens > limit)][0]
+            raise ValueError(
+                f'token id {bad} does not fit into {self.dtype.name} (0 to {limit}); use dtype="uint32"'
+            )
+        self._write(tokens.astype(self.dtype).tobytes())
+        self.offsets.append(self.tokens + tokens.size)
+        self.trained.append(trained)
+        self.masked |= not trained.all()
+
+    def close(self, notes: Mapping[str, Any]) -> Shard:
+        """Finish it. ``notes`` are plain values that go into the header, too."""
+        self._write(bytes(-(HEADER_BYTES + self.tokens * self.dtype.itemsize) % 8))
+        self._write(np.asarray(self.offsets).astype("<i8").tobytes())
+        if self.masked:
+            self._write(np.packbits(np.concatenate(self.trained), bitorder="little").tobytes())
+        header = {
+            "format": FORMAT,
+            "version": VERSION,
+            "dtype": self.dtype.name,
+            "documents": len(self.offsets) - 1,
+            "tokens": self.tokens,
+            "masked": self.masked,
+            "crc32": self.crc32,
+        }
+        text = json.dumps({**header, **notes}).encode()
+        assert len(text) < HEADER_BYTES, f"a header of {len(text)} bytes"
+        self.file.seek(0)
+        self.file.write(text.ljust(HEADER_BYTES - 1) + b"\n")
+        settle(self.file, self.unfinished, self.path)
+        return shard_of(self.path.name, header)
+
+    def abandon(self) -> None:
+        """Leave nothing behind."""
+        self.file.close()
+        with suppress(FileNotFoundError):
+            self.unfinished.unlink()
+
+    def _write(self, data: bytes) -> None:
+        self.crc32 = zlib.crc32(data, self.crc32)
+        self.file.write(data)
+
+
+def settle(file: Any, unfinished: Path, path: Path) -> None:
+    """Give a written file its name, whole or, if the machine fails now, not at all."""
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
+    unfinished.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

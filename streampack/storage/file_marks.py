@@ -1,0 +1,115 @@
+"""What a state remembers of a corpus's files: 2 KiB at most, and enough to name a file that was changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from typing import Any
+from zlib import crc32
+
+from streampack.sources.base import digest
+from streampack.storage.base import File
+
+GROUPS = 128  # at most; a power of two
+PRIME = (1 << 61) - 1
+WIDTH = 8  # bytes of a sum
+
+
+@dataclass(frozen=True)
+class FileMarks:
+    """The files of a corpus, each with the tag of its content, compared with those of a state.
+
+    Files are dealt out to groups by their names. Of each group two sums modulo a prime are kept: of the files' hashes,
+    and of the same times a weight that is a hash of each name. If one file of a group changed, the quotient of the two
+    differences is its weight, which says which of our files it is; of several, that one of them did. (This is how a
+    sparse signal is recovered from two measurements.) A hundred thousand files take as many bytes as a hundred.
+    """
+
+    files: Sequence[File]
+    tags: Sequence[str]
+
+    @cached_property
+    def content(self) -> str:
+        """A digest of names, sizes and tags, in the files' order."""
+        named = ((file.name, file.size, tag) for file, tag in zip(self.files, self.tags, strict=True))
+        return digest(*named)
+
+    def state(self) -> dict[str, Any]:
+        """As a state holds them: plain values."""
+        return dict(self._state)
+
+    def listed(self) -> str:
+        """See `Compared`: the files are compared by themselves, for they are many."""
+        return "listed"
+
+    @cached_property
+    def _state(self) -> dict[str, Any]:
+        groups = min(GROUPS, 4 << (len(self.files) - 1).bit_length())
+        sums = [number.to_bytes(WIDTH, "little") for pair in self._sums(groups) for number in pair]
+        return {
+            "files": len(self.files),
+            "bytes": sum(file.size for file in self.files),
+            "content": self.content,
+            "sums": b"".join(sums),
+        }
+
+    def difference(self, theirs: Any) -> str | None:
+        """What differs from the files of a state, in words; None if nothing does."""
+        ours = self.state()
+        known = isinstance(theirs, Mapping) and all(type(theirs.get(key)) is type(ours[key]) for key in ours)
+        if not known:
+            return "nothing is known of the files it was made with"
+        if theirs["content"] == ours["content"]:
+            return None
+        words = [self._changed(theirs["sums"])]
+        if (theirs["files"], theirs["bytes"]) != (ours["files"], ours["bytes"]):
+            words.append(
+                f"it had {theirs['files']:,} file(s) of {theirs['bytes']:,} bytes, and now there are "
+                f"{ours['files']:,} of {ours['bytes']:,}"
+            )
+        return "; ".join(word for word in words if word)
+
+    def _changed(self, sums: bytes) -> str:
+        groups, rest = divmod(len(sums), 2 * WIDTH)
+        if rest or not groups or groups & (groups - 1) or groups > GROUPS:
+            return ""
+        numbers = [int.from_bytes(sums[i : i + WIDTH], "little") for i in range(0, len(sums), WIDTH)]
+        differing: dict[int, tuple[int, int]] = {}
+        for group, (plain, weighted) in enumerate(self._sums(groups)):
+            change = (plain - numbers[2 * group]) % PRIME, (weighted - numbers[2 * group + 1]) % PRIME
+            if change != (0, 0):
+                differing[group] = change
+        if not differing:
+            return "its files are the same, in another order"
+        found = []
+        for file, tag in zip(self.files, self.tags, strict=True):
+            weight = _weight(file)
+            change = differing.get(weight % groups, (0, 0))
+            if change[0] and weight * change[0] % PRIME == change[1]:
+                found.append((file, "is new" if change[0] == _hash(file, tag) else "is another file"))
+        if not found:
+            return f"files in {len(differing)} of {groups} groups of them differ"
+        file, what = found[0]
+        others = (
+            f", and so are others in {len(differing) - 1} of {groups} groups" if len(differing) > 1 else ""
+        )
+        return f"{file.shown} {what}{others}"
+
+    def _sums(self, groups: int) -> list[tuple[int, int]]:
+        plain, weighted = [0] * groups, [0] * groups
+        for file, tag in zip(self.files, self.tags, strict=True):
+            weight, number = _weight(file), _hash(file, tag)
+            plain[weight % groups] += number
+            weighted[weight % groups] += weight * number
+        return [(a % PRIME, b % PRIME) for a, b in zip(plain, weighted, strict=True)]
+
+
+def _weight(file: File) -> int:
+    return crc32(file.name.encode("utf-8", "surrogateescape")) + 1
+
+
+def _hash(file: File, tag: str) -> int:
+    data = f"{file.name}\n{file.size}\n{tag}".encode("utf-8", "surrogateescape")
+    return int.from_bytes(blake2b(data, digest_size=WIDTH).digest(), "little") % PRIME

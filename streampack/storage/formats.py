@@ -1,0 +1,59 @@
+"""Formats by the endings of files' names: those that sources read, and whose business the others are."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from streampack.storage.base import File
+from streampack.storage.compression import COMPRESSED
+
+JSON_LINES = tuple(f".{name}{packed}" for name in ("jsonl", "ndjson") for packed in ("", *COMPRESSED))
+PARQUET = (".parquet",)
+READ_BY_DATASETS = {
+    ".csv": "HFSource('csv', data_files={path!r}, split='train')",
+    ".tsv": "HFSource(datasets.load_dataset('csv', data_files={path!r}, sep='\\t', split='train'))",
+}
+"""Formats by their endings, and the source of each."""
+
+
+def in_folder(folder: str, endings: Iterable[str]) -> list[str]:
+    """The files of a folder, at any depth, whose names end so; hidden ones are left out.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> (folder / "en").mkdir()
+    >>> [(folder / name).touch() for name in ("en/a.jsonl", ".b.jsonl", "c.md")]
+    [None, None, None]
+    >>> [Path(path).name for path in in_folder(str(folder), JSON_LINES)]
+    ['a.jsonl']
+    """
+    everything = glob.glob(f"{glob.escape(str(Path(folder)))}/**/*", recursive=True)
+    return sorted(path for path in everything if path.endswith(tuple(endings)) and Path(path).is_file())
+
+
+def require_json_lines(files: Iterable[File], *, local: bool) -> None:
+    """Refuse files that are no JSON lines by their names, or whole JSON documents, where that is cheap to see.
+
+    Raises:
+        ValueError: with what reads them.
+    """
+    for file in files:
+        ending = Path(urlsplit(file.path).path).suffix
+        if ending in READ_BY_DATASETS:
+            source = READ_BY_DATASETS[ending].format(path=file.shown)
+            raise ValueError(f"{file.shown} is no file of JSON lines; let datasets read it: {source}")
+        if ending == ".json" and local and _begins_a_list(file.path):
+            raise ValueError(f"{file.shown} is one JSON array and no lines; {whole_json(file.shown)}")
+
+
+def whole_json(path: str) -> str:
+    """What reads a JSON document that holds all rows."""
+    return f"let datasets read it: HFSource('json', data_files={path!r}, split='train')"
+
+
+def _begins_a_list(path: str) -> bool:
+    with Path(path).open("rb") as file:
+        return file.read(256).lstrip(b" \t\r\n\xef\xbb\xbf").startswith(b"[")

@@ -1,0 +1,115 @@
+"""Repositories of the Hugging Face Hub: held at one commit, read by ranges.
+
+Through `HfFileSystem` alone, a run would read whatever its branch points to now, with the sizes it had before, and each
+read would be retried up to five times below our own retries. https://huggingface.co/docs/hub/api
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from streampack.storage.base import redact
+from streampack.storage.responses import Answer, Said, head_of
+from streampack.storage.retries import Refused
+
+log = logging.getLogger(__name__)
+WAITS = 4  # of a request, that its session limits one by one: for two hosts, to connect and to answer
+# A namespace is no must: models of the Hub's first years (gpt2) have none.
+PINNED = re.compile(r"hf://((?:datasets/|spaces/)?)([^/@]+(?:/[^/@]+)?)@([0-9a-f]{40})(?:/(.*))?")
+
+
+def pinned(fs: Any, paths: Sequence[str], *, timeout: float) -> list[str]:
+    """The same paths at the commits that their branches or tags point to now, each asked for once.
+
+    ``hf://datasets/org/name/a.jsonl`` becomes ``hf://datasets/org/name@<40 digits>/a.jsonl``.
+
+    Args:
+        fs: an `HfFileSystem`.
+        paths: with or without a revision.
+        timeout: seconds that one request may take.
+
+    Raises:
+        Said: holding a FileNotFoundError for a repository or revision that is not there, a ValueError for a bucket
+            and for what the installed huggingface_hub does not take for a path.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi(endpoint=fs.endpoint, token=fs.token)
+    commits: dict[tuple[str, str, str], str] = {}
+    found = []
+    for path in paths:
+        if path.startswith("hf://buckets/"):
+            raise Said(
+                ValueError(
+                    f"{redact(path)}: a bucket has no commits, so its files could change during a run; use a dataset "
+                    "repository"
+                )
+            )
+        try:
+            where = fs.resolve_path(path)
+        except FileNotFoundError:
+            what = "there is no such repository or revision, or it needs a token (HF_TOKEN, or token in the options)"
+            raise Said(FileNotFoundError(f"{redact(path)}: {what}")) from None
+        except ValueError:
+            what = "huggingface_hub refuses the path; name the repository with its namespace (openai-community/gpt2)"
+            raise Said(ValueError(f"{redact(path)}: {what}")) from None
+        if PINNED.fullmatch(path):
+            found.append(path)
+            continue
+        repo = (where.repo_type, where.repo_id, where.revision)
+        if repo not in commits:
+            # Without `expand`, the answer lists every file of the repository.
+            info = api.repo_info(
+                where.repo_id,
+                revision=where.revision,
+                repo_type=where.repo_type,
+                timeout=timeout,
+                expand=["sha"],
+            )
+            commits[repo] = info.sha
+            log.info("%s@%s is read at commit %s", where.repo_id, where.revision, info.sha)
+        kind = "" if where.repo_type == "model" else f"{where.repo_type}s/"
+        found.append(f"hf://{kind}{where.repo_id}@{commits[repo]}/{where.path_in_repo}".rstrip("/"))
+    return found
+
+
+def commit_of(path: str) -> str | None:
+    """At which commit a path of the Hub is held; nothing of any other path."""
+    found = PINNED.fullmatch(path)
+    return found and found[3]
+
+
+def fetch(fs: Any, path: str, start: int, stop: int, patience: float) -> Answer:
+    """A range of a file at a commit. What the answer calls its version is left out: a commit does not change.
+
+    Raises:
+        Said: holding what an answer without the range amounts to.
+    """
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.utils import build_hf_headers, get_session
+
+    found = PINNED.fullmatch(path)
+    assert found is not None, "a manifest holds pinned paths only"
+    kind, repo, commit, name = found.groups()
+    url = hf_hub_url(repo, name, repo_type=kind[:-2] or None, revision=commit, endpoint=fs.endpoint)
+    headers = {
+        **build_hf_headers(token=fs.token),
+        "Range": f"bytes={start}-{stop - 1}",
+        "Accept-Encoding": "identity",
+    }
+    deadline = time.monotonic() + patience
+    # Large files are sent on to another host; the session leaves the token behind there.
+    with get_session().stream("GET", url, headers=headers, timeout=patience / WAITS) as response:
+        head = head_of(path, response.status_code, response.headers)
+        data = bytearray()
+        for chunk in () if head.empty else response.iter_raw():
+            data += chunk
+            if len(data) > stop - start:
+                raise Said(Refused(f"{path}: the server sends more than the range that it was asked for"))
+            if time.monotonic() > deadline:  # a chunk now and then is no answer
+                raise TimeoutError
+    return Answer(bytes(data), start if head.empty else head.start, head.size, None)

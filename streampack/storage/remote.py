@@ -1,0 +1,259 @@
+"""Files behind a URL, through fsspec: over HTTP and S3 by requests for ranges, whose answers are checked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import urlsplit
+
+from streampack.storage import hub
+from streampack.storage.base import File, changed, ends, redact
+from streampack.storage.responses import Answer, Said, head_of, opaque, refusal
+from streampack.storage.retries import PERMANENT, Refused
+
+SCHEMES = ("http", "https", "s3", "hf", "memory")
+
+_INHERITED: list[Any] = []
+"""What forks brought along. Let go of, it would close connections that the parent still uses."""
+
+Result = TypeVar("Result")
+Ask = Callable[[Any, str, int, int, float], Answer]
+
+
+class Listed(NamedTuple):
+    """What a listing says of a file; ``None`` where it does not say."""
+
+    path: str
+    size: int | None = None
+    tag: str | None = None
+    inode: tuple[int, int] | None = None  # device and number, of a file of this machine
+
+
+class RemoteStorage:
+    """One scheme's files. The file system is made in the process that reads, after any fork.
+
+    Args:
+        scheme: one of `SCHEMES`.
+        options: for fsspec; may hold secrets, so it is never shown.
+        patience: seconds that one request may take.
+    """
+
+    block = 1 << 21
+
+    def __init__(self, scheme: str, *, options: Mapping[str, Any], patience: float) -> None:
+        self.scheme = scheme
+        self.patience = patience
+        self._options = dict(options)
+        self._filesystem: tuple[int, Any] | None = None  # the process that made it, and it
+        self._seen: dict[str, str] = {}  # the ETag of files whose manifest has none, as it first was
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_filesystem": None}
+
+    def filesystem(self) -> Any:
+        """Of this process. What a fork brought along has lost its threads."""
+        if self._filesystem is None or self._filesystem[0] != os.getpid():
+            if self._filesystem is not None:
+                _INHERITED.append(self._filesystem[1])
+            self._filesystem = (os.getpid(), _make(self.scheme, self._options))
+        return self._filesystem[1]
+
+    def fetch(self, file: File, start: int, stop: int) -> bytes:
+        """See `Storage.fetch`. A part of a range, another range, another version: none goes for the range."""
+        answer = self._ask(file.path, start, stop)
+        if answer.size != file.size:
+            raise changed(file, f"has {answer.size} bytes and had {file.size}")
+        if answer.tag is not None:
+            tag = file.tag or self._seen.setdefault(file.path, answer.tag)
+            if answer.tag != tag:
+                raise changed(file, f"is version {answer.tag} and was {tag}")
+        if answer.start != start or len(answer.data) != stop - start:
+            raise ConnectionError(
+                f"{file.shown}: {len(answer.data)} bytes of {stop - start} at byte {start} came"
+            )
+        return answer.data
+
+    def tag(self, file: File) -> str:
+        """The listing's or the server's ETag; where there is none, a digest of the first and last 64 KiB."""
+        return file.tag or self._ask(file.path, 0, 1).tag or ends(self, file)
+
+    def pinned(self, paths: Sequence[str]) -> list[str]:
+        """Paths whose content stays: of the Hub, at a commit. Those of other storage, as they are."""
+        if self.scheme != "hf":
+            return list(paths)
+        return self._call(paths[0], lambda fs: hub.pinned(fs, paths, timeout=self.patience))
+
+    def look(self, path: str) -> Listed:
+        """Size and tag, as the answer to a request for one byte says.
+
+        HEAD is refused where a URL is signed, and does not show whether ranges are served.
+        """
+        if self.scheme in ("hf", "memory"):  # what is told of a file there is of its content
+            return self._call(path, lambda fs: _listed(path, fs.info(path)))
+        answer = self._ask(path, 0, 1)
+        return Listed(path, answer.size, answer.tag)
+
+    def find(self, pattern: str) -> list[Listed]:
+        """The files that a glob matches, as one listing says, without a request for each.
+
+        Raises:
+            ValueError: over HTTP, which has no listings.
+        """
+        if self.scheme in ("http", "https"):
+            raise ValueError(
+                f"{redact(pattern)!r} is a glob, and a web server does not list files; name each file, or a manifest"
+            )
+
+        def find(fs: Any) -> list[Listed]:
+            found = fs.glob(pattern, detail=True)
+            return [
+                _listed(f"{self.scheme}://{path.lstrip('/')}", info)
+                for path, info in found.items()
+                if info["type"] == "file"
+            ]
+
+        return self._call(pattern, find)
+
+    def whole(self, path: str) -> bytes:
+        """All of a small file."""
+        size = self.look(path).size or 0
+        return self.fetch(File(path, path, size), 0, size)
+
+    def _ask(self, path: str, start: int, stop: int) -> Answer:
+        ask = _ASK[self.scheme]
+        return self._call(path, lambda fs: ask(fs, path, start, stop, self.patience))
+
+    def _call(self, path: str, call: Callable[[Any], Result]) -> Result:
+        """Other people's errors hold URLs and headers: what leaves here is ours."""
+        shown = redact(path)
+        try:
+            return call(self.filesystem())
+        except (ImportError, Said) as error:
+            raise (error.error if isinstance(error, Said) else error) from None
+        except TimeoutError:
+            raise TimeoutError(f"{shown}: no answer within {self.patience:g} s") from None
+        except PERMANENT as error:
+            raise type(error)(f"{shown}: {_KIND.get(type(error), 'refused')}") from None
+        except Exception as error:
+            response: Any = getattr(error, "response", None)
+            if hasattr(response, "status_code"):  # the Hub's
+                raise refusal(shown, response.status_code, response.headers) from None
+            raise _judged(error)(f"{shown}: {type(error).__name__}") from None
+
+
+_KIND = {FileNotFoundError: "there is no such file", PermissionError: "access is denied"}
+
+
+def _judged(error: Exception) -> type[OSError]:
+    """Whether it may pass. Misconfigured access (no credentials, a bad URL) does not."""
+    permanent = (
+        "NoCredentialsError",
+        "PartialCredentialsError",
+        "InvalidURL",
+        "ParamValidationError",
+        "ProfileNotFound",
+    )
+    return Refused if type(error).__name__ in permanent or isinstance(error, TypeError) else ConnectionError
+
+
+def _make(scheme: str, options: Mapping[str, Any]) -> Any:
+    try:
+        import fsspec
+    except ImportError as error:
+        raise ImportError("reading URLs needs fsspec: pip install 'streampack[remote]'") from error
+    if scheme == "s3":
+        # Retried in one place, ours, or the budget would be multiplied by s3fs's five tries and botocore's five.
+        config = {"retries": {"max_attempts": 0}, **options.get("config_kwargs", {})}
+        options = {**options, "config_kwargs": config}
+    try:
+        # Not from fsspec's cache, which outlives the source and its secrets.
+        filesystem = fsspec.filesystem(scheme, **options, skip_instance_cache=True)
+    except ImportError as error:
+        extra = {"s3": "s3", "hf": "hf"}.get(scheme, "remote")
+        raise ImportError(f"reading {scheme}:// needs more: pip install 'streampack[{extra}]'") from error
+    if scheme == "s3":
+        filesystem.retries = 1
+    return filesystem
+
+
+async def _http(fs: Any, path: str, start: int, stop: int) -> Answer:
+    """Fsspec's own reader takes a short or whole answer for the range, and any failure for a missing file."""
+    session = await fs.set_session()
+    options = {name: value for name, value in fs.kwargs.items() if name != "headers"}
+    # A proxy that compresses would make another length of it.
+    headers = {
+        **fs.kwargs.get("headers", {}),
+        "Range": f"bytes={start}-{stop - 1}",
+        "Accept-Encoding": "identity",
+    }
+    async with session.get(fs.encode_url(path), headers=headers, **options) as response:
+        head = head_of(path, response.status, response.headers)
+        if head.empty:
+            return Answer(b"", start, head.size, head.tag)
+        return Answer(await response.read(), head.start, head.size, head.tag)
+
+
+async def _s3(fs: Any, path: str, start: int, stop: int) -> Answer:
+    """Beside the bytes, s3fs's own reader does not say of which version they are."""
+    bucket, key, version = fs.split_path(path)
+    extra = {"VersionId": version} if version else {}
+    said = f"bytes={start}-{stop - 1}"
+    response = await fs._call_s3("get_object", Bucket=bucket, Key=key, Range=said, **extra)
+    headers = {"Content-Range": response.get("ContentRange", ""), "ETag": response.get("ETag", "")}
+    async with response["Body"] as body:
+        head = head_of(path, response["ResponseMetadata"]["HTTPStatusCode"], headers)
+        return Answer(await body.read(), head.start, head.size, head.tag)
+
+
+def _read(fs: Any, path: str, start: int, stop: int, patience: float) -> Answer:
+    """What a file system without ranged requests of its own gives; ``cache_type`` keeps fsspec from reading more."""
+    listed = _listed(path, fs.info(path))
+    with fs.open(path, "rb", cache_type="none") as stream:
+        stream.seek(start)
+        return Answer(stream.read(stop - start), start, listed.size or 0, listed.tag)
+
+
+def _awaited(get: Callable[[Any, str, int, int], Awaitable[Answer]]) -> Ask:
+    """Asked from another thread than that of fsspec's event loop."""
+
+    def ask(fs: Any, path: str, start: int, stop: int, patience: float) -> Answer:
+        from fsspec.asyn import sync
+
+        answer: Answer = sync(fs.loop, get, fs, path, start, stop, timeout=patience)
+        return answer
+
+    return ask
+
+
+_ASK: dict[str, Ask] = {
+    "http": _awaited(_http),
+    "https": _awaited(_http),
+    "s3": _awaited(_s3),
+    "hf": hub.fetch,
+    "memory": _read,
+}
+
+
+def _listed(path: str, info: Mapping[str, Any]) -> Listed:
+    lfs = info.get("lfs") or {}
+    tag = info.get("ETag") or lfs.get("sha256") or info.get("blob_id")
+    return Listed(path, info.get("size"), opaque(tag))
+
+
+def scheme_of(path: str) -> str | None:
+    """The scheme of a URL, None of a local path.
+
+    Raises:
+        ValueError: for a scheme that is not read, and for fsspec's chains, which can run programs and open archives.
+    """
+    if "://" not in path:
+        return None
+    scheme = urlsplit(path).scheme
+    if scheme not in SCHEMES or "::" in path:
+        # Not redacted but cut: what a chain holds cannot be told apart.
+        raise ValueError(
+            f"URLs that begin with {path.split('://')[0]!r} are refused: only plain ones of {', '.join(SCHEMES)} are "
+            "read, and no chains (::)"
+        )
+    return scheme

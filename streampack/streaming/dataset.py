@@ -1,0 +1,469 @@
+"""`IterablePackedDataset`: a stream of samples in, a stream of packs out."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+from streampack.accounting import Ledger, Tally
+from streampack.packing.assemble import require_id
+from streampack.packing.batch import to_torchtune
+from streampack.packing.encoders import TextEncoder, TokensEncoder, guard_datasets
+from streampack.packing.planner import Packing, require, require_positive
+from streampack.packing.token_rows import encode_row
+from streampack.sources import Holdout, TokenShardSource, as_source
+from streampack.sources.bad_records import Quarantine, quarantine_for
+from streampack.sources.base import Source, way_out
+from streampack.sources.corpus_identity import difference, state_of
+from streampack.sources.mixture import Mix
+from streampack.streaming.consumers import Ranks, ranks_to_read
+from streampack.streaming.epochs import EpochCounter
+from streampack.streaming.estimate import Estimate, estimate
+from streampack.streaming.lane import Lane
+from streampack.streaming.lane_config import UNTRAINED, LaneConfig
+from streampack.streaming.lane_state import bytes_of, numbers_of
+from streampack.streaming.round_robin import PackStream, ledger_of, tallies_of
+from streampack.streaming.run_identity import identity_of_run
+from streampack.streaming.untrained import UntrainedWarning
+from streampack.types import Fragment, Pack, ReceiptNumbers, Sample
+
+STATE_VERSION = 1
+DEFAULT_LANES = 8
+MAX_LANES = 1 << 16  # a lane costs kilobytes, and a damaged state may ask for any number
+
+
+class IterablePackedDataset(IterableDataset[dict[str, Any]]):
+    """Packs of ``max_seq_len`` tokens, made while they are consumed, from samples of any lengths.
+
+    >>> rows = [{"tokens": [i] * n, "labels": [i] * n} for i, n in enumerate([5, 4, 2, 3, 4])]
+    >>> for pack in IterablePackedDataset(rows, max_seq_len=8):
+    ...     print(pack["tokens"].tolist(), pack["seq_lens"].tolist())
+    [0, 0, 0, 0, 0, 3, 3, 3] [5, 3]
+    [1, 1, 1, 1, 4, 4, 4, 4] [4, 4]
+    [2, 2, 0, 0, 0, 0, 0, 0] [2, 6]
+
+    Yields dicts in torchtune's format: ``tokens``, ``labels``, ``input_pos`` (int64, ``[max_seq_len]``) and
+    ``seq_lens``, whose last entry is the padding where there is any; ``num_seqs`` counts the real
+    sequences, and `trace` leads from ``fragments`` back to the rows. Labels are unshifted, the first of
+    every sequence is -100, positions restart at 0.
+
+    Args:
+        source: a `Source`; or a path or glob of JSONL files; or any map-style dataset of
+            ``{"tokens", "labels"}`` or ``{"input_ids"}``; or columns of such, a pandas frame too; or any deterministic
+            iterable of rows; several, by their shares, are a `Mix`.
+        max_seq_len: tokens in a pack.
+        encoder: makes a `Sample` of a row; rows of ready tokens need none, sources of a `Mix` may have their own.
+        strategy: ``"exact_fit"`` (default), ``"best_fit"``, ``"first_fit"``, ``"next_fit"``, ``"wrap"``.
+        split_across_pack: packs are always full, and the sample that crosses a pack's end continues in
+            the next. For pretraining.
+        buffer_size: how many samples may wait, per lane; no sample waits for more packs than that.
+        overlong: what becomes of a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``,
+            ``"truncate"`` or ``"split"``. Default ``"error"``, with ``split_across_pack`` ``"split"``.
+        truncate_side: the side that ``"truncate"`` cuts off.
+        max_seqs_per_pack: at most so many sequences in a pack; the rest is padding. For static shapes: `cu_seqlens`
+            is as long for every batch. Leave room, or short samples will not fill a pack.
+        truncate_eos: a token id that replaces the last token of a sample that ``"truncate"`` cut on the right.
+        empty: ``"error"`` or ``"drop"``, for samples without a token.
+        untrained: what becomes of a sample of which no token is trained, because its labels are masked or because
+            ``"truncate"`` cut its answer off: ``"keep"``, ``"drop"`` or ``"error"``. Default: it is kept, counted in
+            the ledger, and a warning tells of the first; a training step of such samples alone is an error in the
+            recipes and under `prepare_trainer_for_packing`, unless ``"keep"`` is given.
+        shuffle: read in an order that is a function of (seed, epoch, lane). Files are shuffled within
+            windows of ``shuffle_window`` rows, their parts among one another; map-style data entirely.
+        epochs: how often the data is read; None reads on for ever and never flushes a part-empty pack.
+        num_lanes: the streams the data is divided into, fixed for the life of a run; steps hold the same packs on any
+            number of ranks that divides it. Default: the smallest multiple of the consumers (ranks x workers) that is
+            at least 8, or less on data so small that each lane's last, part-empty pack would matter (below some 4,000
+            rows or 2 MiB). A run with fewer lanes than ranks goes on, with null packs.
+        padding_idx: the token that fills a pack's end.
+        vocab_size: if given, token ids must be below it.
+        on_bad_record: ``"error"``, or ``"skip"``: records that cannot be read or encoded are passed by, as if they
+            were not there, and counted as ``bad_records``.
+        max_bad_records: of one lane; one more fails the run.
+        quarantine: a folder for lists of the records passed by; see `Quarantine`.
+
+    Raises:
+        ValueError: for a bad setting, at construction; for a bad row, with its place, when it is read.
+            The row is not consumed by the error.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        *,
+        max_seq_len: int,
+        encoder: Callable[[Mapping[str, Any]], Sample] | None = None,
+        strategy: str = "exact_fit",
+        split_across_pack: bool = False,
+        buffer_size: int = 128,
+        overlong: str | None = None,
+        truncate_side: str = "right",
+        max_seqs_per_pack: int | None = None,
+        truncate_eos: int | None = None,
+        empty: str = "error",
+        untrained: str | None = None,
+        shuffle: bool = False,
+        shuffle_window: int = 2048,
+        seed: int = 0,
+        epochs: int | None = 1,
+        num_lanes: int | None = None,
+        padding_idx: int = 0,
+        vocab_size: int | None = None,
+        on_bad_record: str = "error",
+        max_bad_records: int = 100,
+        quarantine: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__()
+        kept = quarantine_for(on_bad_record, folder=quarantine, limit=max_bad_records)
+        require(empty, "empty", ("error", "drop"))
+        if untrained is not None:
+            require(untrained, "untrained", UNTRAINED)
+        require_positive(shuffle_window, "shuffle_window")
+        for value, name in ((epochs, "epochs"), (num_lanes, "num_lanes"), (vocab_size, "vocab_size")):
+            if value is not None:
+                require_positive(value, name)
+        seed = require_positive(seed, "seed", least=0)
+        padding_idx = require_id(padding_idx, "padding_idx", vocab_size=vocab_size)
+        if truncate_eos is not None:
+            truncate_eos = require_id(truncate_eos, "truncate_eos", vocab_size=vocab_size)
+        packing = Packing(
+            max_seq_len, strategy, buffer_size, split_across_pack, overlong, truncate_side, max_seqs_per_pack
+        )
+        source, encode = as_source(source), TokensEncoder() if encoder is None else encoder
+        guard_datasets(source)
+        self.lane_config = LaneConfig(
+            source=source,
+            encode=encode,
+            packing=packing,
+            seed=seed,
+            shuffle_window=shuffle_window if shuffle else 0,
+            endless=epochs is None,
+            empty=empty,
+            untrained=untrained,
+            truncate_eos=truncate_eos,
+            padding_idx=padding_idx,
+            vocab_size=vocab_size,
+            checks=not _are_known(source, encode, vocab_size),
+            quarantine=kept,
+        )
+        self.epochs = epochs
+        self.epoch = 0  # where the newest iteration began, or the first one will
+        self.epochs_begun = EpochCounter()
+        self.num_lanes = num_lanes
+        self._lanes_asked_for = num_lanes is not None  # and not what a state or an iteration left
+        self.receipts: dict[int, ReceiptNumbers] = {}  # a loaded state, until the next iteration takes it up
+        self._stream: PackStream | None = None  # the newest iteration
+        self.untrained = UntrainedWarning(self.lane_config)
+        self._identity: dict[str, Any] | None = None
+        self._estimates: dict[tuple[int, int], Estimate] = {}
+        self._ranks: Ranks | None = None  # of the process that this was sent from
+
+    def __repr__(self) -> str:
+        config, mix = self.lane_config, self.mix
+        source = type(config.source).__name__ if mix is None else f"Mix of {', '.join(mix.names)}"
+        shuffled = f"shuffled by seed {config.seed}" if config.shuffle_window else "in order"
+        epochs = "for ever" if self.epochs is None else f"{self.epochs} epoch(s)"
+        return (
+            f"<{type(self).__name__}: packs of {config.packing.max_seq_len} tokens from {source}, "
+            f"{config.packing.strategy}, {shuffled}, {epochs}>"
+        )
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        rank, world_size, _ = ranks_to_read(self._ranks, epochs=self.epochs)
+        worker = get_worker_info()
+        worker_id, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        self.epoch = self.epochs_begun.upcoming()
+        consumer, consumers = rank + world_size * worker_id, world_size * num_workers
+        self._stream = stream = self.stream(consumer, consumers)
+        if consumer == 0 and consumers > 1:  # the others, which see no more than their own lanes, say nothing
+            stream.others = partial(self._lanes_of_others, consumers)
+        if (self.num_lanes or 0) < world_size:
+            raise ValueError(
+                f"{self.num_lanes} lanes cannot feed {world_size} ranks: some would have no packs, and others wait "
+                "for them; iterate a PackedDataLoader, which hands out null packs, or use fewer ranks"
+            )
+        self.epochs_begun.begin(epochs=self.epochs or 1)
+        self.receipts = {}
+        return _Dicts(stream, self._given)
+
+    def _lanes_of_others(self, consumers: int) -> Iterator[Lane]:
+        config = self.lane_config
+        if config.quarantine is not None:  # each lists its own
+            config = replace(config, quarantine=Quarantine(limit=sys.maxsize))
+        for number in range(self.num_lanes or 0):
+            if number % consumers:
+                yield Lane(config, lane=number, num_lanes=self.num_lanes or 1)
+
+    def _given(self, pack: Pack) -> dict[str, Any]:
+        self.untrained.look_at(pack.receipt)
+        return to_torchtune(pack)
+
+    def stream(
+        self,
+        consumer: int = 0,
+        consumers: int = 1,
+        *,
+        receipts: Mapping[int, ReceiptNumbers] | None = None,
+        first_epoch: int | None = None,
+    ) -> PackStream:
+        """The packs of one consumer of several. Consumer c owns lanes c, c + consumers, and so on.
+
+        It goes on from ``receipts``, by default those of the loaded state. Lanes behind ``first_epoch`` have
+        ended theirs and begin it.
+        """
+        if not 0 <= consumer < consumers:
+            raise ValueError(f"consumer={consumer} of consumers={consumers} cannot be; count from 0")
+        self.num_lanes = num_lanes = self.lanes_for(consumers)
+        config, epoch = self.lane_config, self.epoch
+
+        def open_lane(number: int, receipt: ReceiptNumbers | None) -> Lane:
+            lane = Lane(config, lane=number, num_lanes=num_lanes, receipt=receipt)
+            begin = first_epoch if first_epoch is not None else 0 if receipt is not None else epoch
+            if lane.epoch < begin:
+                lane.start_epoch(begin)
+            return lane
+
+        return PackStream(
+            range(consumer, num_lanes, consumers),
+            open_lane,
+            receipts=self.receipts if receipts is None else receipts,
+            last_epoch=self.last_epoch,
+            alone=consumers == 1,
+        )
+
+    @property
+    def last_epoch(self) -> int | None:
+        """The number, from 0, of the epoch that ends an iteration; None if it never ends."""
+        return None if self.epochs is None else self.epoch + self.epochs - 1
+
+    def lanes_for(self, consumers: int) -> int:
+        """Return the number of lanes: as set, loaded or begun with, otherwise a multiple of ``consumers``.
+
+        A run that goes on may have fewer lanes than consumers: some then have nothing to do.
+
+        Raises:
+            ValueError: if fewer were asked for, or the source cannot be read as so many.
+        """
+        source = self.lane_config.source
+        wanted = self.num_lanes
+        if wanted is None:
+            at_least = min(DEFAULT_LANES, source.natural_lanes())
+            wanted = -(-at_least // consumers) * consumers
+            if source.max_lanes is not None and wanted > source.max_lanes >= consumers:
+                wanted = (
+                    source.max_lanes // consumers * consumers
+                )  # of four shards three consumers read a lane each
+        if wanted < consumers and self._lanes_asked_for:
+            raise ValueError(
+                f"{wanted} lanes cannot feed {consumers} consumers (ranks x workers): some would get nothing; "
+                "use fewer workers, or start a new run with more num_lanes"
+            )
+        if source.max_lanes is not None and wanted > source.max_lanes:
+            name = source.narrowest() if isinstance(source, Mix) else type(source).__name__
+            raise ValueError(
+                f"{name} can be read as {source.max_lanes} lane(s) and {wanted} are needed for "
+                f"{consumers} consumers (ranks x workers): {way_out(source)}"
+            )
+        return wanted
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, from 0, that the next iteration begins with; it decides the order when shuffling.
+
+        Without it, each iteration begins with the epoch behind the one before. Another epoch than that of a loaded
+        state puts the state aside.
+        """
+        if require_positive(epoch, "epoch", least=0) != self.epoch:
+            self.epoch, self.receipts = epoch, {}
+        self.epochs_begun.set(epoch)
+
+    def identity(self, *, listed: bool = False) -> dict[str, Any]:
+        """What decides which tokens share a pack, as plain values; a state made under another identity is refused.
+
+        ``listed`` leaves out what would have to be read from all files, for a comparison at a run's beginning.
+        """
+        found: dict[str, Any] = state_of(self._compared(), listed=listed)
+        return found
+
+    def _compared(self) -> dict[str, Any]:
+        if self._identity is None:
+            self._identity = identity_of_run(self.lane_config)
+        return self._identity
+
+    def require_identity(self, theirs: Any, *, names: Collection[str] | None = None) -> None:
+        """Compare with the identity in a state, or with the parts of it that are named.
+
+        Raises:
+            ValueError: saying which file, row or setting differs first.
+        """
+        ours = self._compared()
+        words = difference(theirs, {name: ours[name] for name in ours if names is None or name in names})
+        if words is not None:
+            raise ValueError(
+                f"the state was made {words}; resume with what the run began with, or start a new run"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """After the last pack yielded: ``{"lanes": {lane: receipt}, ...}``, plain values, fresh at every call.
+
+        A lane that has yielded nothing has no entry. The states of several consumers are merged by
+        merging ``lanes``.
+        """
+        receipts = self._stream.receipts() if self._stream else self.receipts
+        return self.state_of(receipts)
+
+    def state_of(self, receipts: Mapping[int, ReceiptNumbers]) -> dict[str, Any]:
+        """A state that holds these receipts of packs."""
+        return self.state_with(bytes_of(receipts))
+
+    def state_with(self, lanes: Mapping[int, bytes]) -> dict[str, Any]:
+        """A state that holds these receipts, bytes already."""
+        # For the warning when they change. What a replay goes by is in the receipts.
+        weights = {} if self.mix is None else {"weights": self.mix.shares}
+        return {
+            "version": STATE_VERSION,
+            "identity": self.identity(),
+            "epoch": self.epoch,
+            "num_lanes": self.num_lanes,
+            "lanes": dict(lanes),
+            **weights,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The next iteration goes on after the last pack that was yielded when ``state`` was taken.
+
+        Raises:
+            ValueError: if the state is from another corpus, encoder or config, or is no state.
+        """
+        identity, num_lanes, receipts = _checked(state)
+        self.require_identity(identity)
+        if self.mix is not None and (changes := self.mix.changed(state.get("weights"))):
+            warnings.warn(changes, stacklevel=2)
+        self.epoch = state["epoch"]
+        self.epochs_begun.set(self.epoch)
+        self.num_lanes = num_lanes
+        self._lanes_asked_for = False
+        self.receipts = receipts
+        self._stream = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What iterates has files open; it stays in its process.
+        return {**self.__dict__, "_stream": None, "_identity": None, "_ranks": Ranks.here()}
+
+    def ledger(self) -> Ledger:
+        """Where every token went that this process has read, as of the last pack."""
+        if self._stream is not None:
+            return ledger_of(self._stream.receipts())
+        return ledger_of(self.receipts)
+
+    @property
+    def mix(self) -> Mix | None:
+        """The source, if it is a mixture."""
+        return self.lane_config.mix
+
+    def tallies(self) -> dict[str, Tally]:
+        """What each source of a mixture gave, as `ledger`; empty without a mixture."""
+        receipts = self._stream.receipts() if self._stream else self.receipts
+        return self.tallies_of(receipts)
+
+    def tallies_of(self, receipts: Mapping[int, ReceiptNumbers]) -> dict[str, Tally]:
+        """The same of these lanes."""
+        names = [] if self.mix is None else self.mix.names
+        return dict(zip(names, tallies_of(receipts) or [Tally() for _ in names], strict=True))
+
+    def trace(self, fragment: Fragment) -> dict[str, Any]:
+        """From a sequence in a pack back to its text: the row's place, its data, and the fragment's tokens.
+
+        Where the encoder can decode (those with a tokenizer can), ``text`` is what the tokens say.
+
+        >>> data = IterablePackedDataset([{"tokens": [7, 8], "labels": [7, 8]}], max_seq_len=4)
+        >>> [pack] = data
+        >>> data.trace(pack["fragments"][0])
+        {'place': 'sample 0', 'row': {'tokens': [7, 8], 'labels': [7, 8]}, 'tokens': [7, 8]}
+        """
+        config = self.lane_config
+        row, encode = config.source.fetch(fragment.origin), config.encoder(fragment.origin)
+        start, piece = [p for p in config.cut(encode_row(encode, row)) if p[0] <= fragment.start][-1]
+        tokens = piece.tokens[fragment.start - start : fragment.stop - start]
+        found = {"place": config.source.locate(fragment.origin), "row": row, "tokens": tokens.tolist()}
+        if self.mix is not None:
+            found["source"] = self.mix.names[self.mix.leaf(fragment.origin)]
+        if hasattr(encode, "decode"):
+            found["text"] = encode.decode(found["tokens"])
+        return found
+
+    def estimate_packs(self, *, rows: int = 256) -> int:
+        """Estimate how many packs one epoch makes, from ``rows`` rows all over the corpus; small data is counted.
+
+        Raises:
+            ValueError: as `estimate`.
+        """
+        return max(1, round(self.estimate(rows=rows).packs))
+
+    def estimate(self, *, rows: int = 256, num_lanes: int | None = None) -> Estimate:
+        """Estimate the packs of an epoch, with their standard error, and how much of the data is cut off.
+
+        Args:
+            rows: to encode, from all over the corpus.
+            num_lanes: each has a part-empty last pack. Default: as many as one process reads.
+
+        Raises:
+            ValueError: if the source cannot tell its size.
+        """
+        key = (rows, self.lanes_for(1) if num_lanes is None else num_lanes)
+        if key not in self._estimates:
+            self._estimates[key] = estimate(self.lane_config, rows=rows, num_lanes=key[1])
+        return self._estimates[key]
+
+
+class _Dicts:
+    """The packs of a stream in torchtune's format; one that cannot be converted is not consumed."""
+
+    def __init__(self, stream: PackStream, form: Callable[[Pack], dict[str, Any]]) -> None:
+        self.stream = stream
+        self.form = form
+
+    def __iter__(self) -> _Dicts:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        return self.stream.next_as(self.form)
+
+
+def _are_known(source: Source, encode: Callable[[Mapping[str, Any]], Sample], vocab_size: int | None) -> bool:
+    """Whether all ids are from 0 and below ``vocab_size``, whatever the data, so that nobody has to look.
+
+    Of these very classes: a subclass may do anything, and the sources of a mixture may have encoders of their own.
+    """
+    if type(encode) is TextEncoder:
+        return not isinstance(source, Mix) and encode.makes_only(vocab_size)
+    shards = source.source if type(source) is Holdout else source
+    if type(encode) is not TokensEncoder or type(shards) is not TokenShardSource:
+        return False
+    as_stored = encode.tokens in ("tokens", None) and encode.labels in ("labels", None)
+    return as_stored and (vocab_size is None or shards.ids_below <= vocab_size)
+
+
+def _checked(state: Any) -> tuple[Mapping[str, Any], int | None, dict[int, ReceiptNumbers]]:
+    """Identity, number of lanes and receipts of a state that is whole."""
+    version = state.get("version") if isinstance(state, Mapping) else None
+    if type(version) is not int or version != STATE_VERSION:
+        method = state.get("method") if isinstance(state, Mapping) else None
+        other = f"; it was made with method={method!r}, whose batches no stream makes" if method else ""
+        raise ValueError(f"this is no state of an IterablePackedDataset (version {STATE_VERSION}){other}")
+    identity, num_lanes, lanes = state.get("identity"), state.get("num_lanes"), state.get("lanes")
+    counts = type(state.get("epoch")) is int and (num_lanes is None or type(num_lanes) is int)
+    if not (isinstance(identity, Mapping) and isinstance(lanes, Mapping) and counts):
+        raise ValueError("the state is damaged: it lacks identity, epoch, num_lanes or lanes")
+    if num_lanes is not None and not 0 < num_lanes <= MAX_LANES:
+        raise ValueError(f"the state is damaged: it has {num_lanes} lanes, and 1 to {MAX_LANES} are possible")
+    for lane in lanes:
+        if type(lane) is not int or not 0 <= lane < (num_lanes or 0):
+            raise ValueError(f"the state is damaged: lane {lane!r} is none of its {num_lanes} lanes")
+    return identity, num_lanes, numbers_of(lanes)

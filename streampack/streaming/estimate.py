@@ -1,0 +1,189 @@
+"""How many packs an epoch makes, and what truncation costs: counted where that is cheap, else from a sample of rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from streampack.packing.assemble import check_sample, trained_tokens
+from streampack.packing.planner import plan_samples
+from streampack.packing.token_rows import encode_row
+from streampack.sources import Holdout, JSONLSource
+from streampack.sources.bad_records import Quarantine
+from streampack.sources.base import Source, permutation
+from streampack.streaming.lane import Lane
+from streampack.streaming.lane_config import LaneConfig
+from streampack.types import Sample
+
+COUNTED_ROWS = 4096  # a source of no more rows is counted, ...
+COUNTED_TOKENS = 1 << 22  # ... unless they have more tokens; nor are more of a sample encoded, once it has
+ENOUGH_ROWS = 64
+SIMULATED_PACKS = 100  # made of the sampled lengths, to see how full the strategy makes them
+
+
+class Estimate(NamedTuple):
+    """What is known of an epoch before it is read."""
+
+    packs: float
+    error: float  # of it, one standard error; 0 where the packs were counted
+    samples: int  # that were looked at; the shares below are of these
+    longer: float  # share of the samples that are longer than max_seq_len
+    cut: float  # share of the tokens that are truncated or dropped
+    cut_trained: float  # share of the trained tokens that are
+    untrained: float  # share of the samples that train nothing, or nothing any more
+
+    @property
+    def at_most(self) -> int:
+        """The packs and two standard errors: a schedule that ends too late is better than one that ends too early."""
+        return max(1, math.ceil(self.packs + 2 * self.error))
+
+
+def estimate(config: LaneConfig, *, rows: int, num_lanes: int = 1) -> Estimate:
+    """Estimate an epoch from ``rows`` rows of each source; small sources are counted, in the order of epoch 0.
+
+    Rows that the run skips are left out.
+
+    Raises:
+        ValueError: if a source cannot tell its size, or an epoch has no end. What the encoder raises for a row is
+            raised, unless ``on_bad_record="skip"``.
+    """
+    seen = _Seen(config)
+
+    def tokens_of(
+        source: Source, encoder: Callable[[Mapping[str, Any]], Sample] | None
+    ) -> tuple[float, float]:
+        """Tokens of a source read once, and how many of them are trained."""
+        return seen.look(source, config.encode if encoder is None else encoder, rows)
+
+    if config.mix is not None:
+        tokens, _ = config.mix.epoch_tokens(tokens_of)
+    else:
+        tokens, _ = tokens_of(config.source, None)
+    if config.mix is None and seen.rows_in_all <= COUNTED_ROWS and seen.tokens_in_all <= COUNTED_TOKENS:
+        return seen.estimate(_count(config, num_lanes), error=0.0)
+    packs = (
+        tokens / (config.packing.max_seq_len * seen.fill()) + num_lanes / 2
+    )  # each lane's last is part-empty
+    return seen.estimate(packs, error=packs * seen.relative_error)
+
+
+def _count(config: LaneConfig, num_lanes: int) -> int:
+    quiet = None if config.quarantine is None else Quarantine(limit=2**63, quiet=True)
+    count = 0
+    for lane in range(num_lanes):
+        reading = Lane(replace(config, endless=False, quarantine=quiet), lane=lane, num_lanes=num_lanes)
+        while reading.next_pack() is not None:
+            count += 1
+    return count
+
+
+class _Seen:
+    """What a sample of the rows shows."""
+
+    def __init__(self, config: LaneConfig) -> None:
+        self.config = config
+        self.kept: list[int] = []  # tokens of every piece
+        self.samples = self.longer = self.untrained = 0
+        self.tokens = self.trained = self.lost = self.lost_trained = 0
+        self.rows_in_all = self.tokens_in_all = 0.0
+        self.relative_error = 0.0  # of the source with the largest
+
+    def look(
+        self, source: Source, encode: Callable[[Mapping[str, Any]], Sample], rows: int
+    ) -> tuple[float, float]:
+        """Encode some rows of a source: its tokens that are packed, and its trained ones."""
+        sampled, scale = source.probe(rows)
+        sizes: list[int] = []
+        lengths: list[int] = []
+        trained, before = 0, self.tokens
+        for number in permutation(len(sampled), rows).tolist():
+            if len(lengths) >= ENOUGH_ROWS and self.tokens - before > COUNTED_TOKENS:
+                break
+            row = sampled[number]
+            try:
+                sample = encode_row(encode, row)
+                check_sample(sample, self.config.vocab_size)
+            except Exception:
+                if self.config.quarantine is None:
+                    raise
+                sizes.append(_size(row))
+                lengths.append(0)
+                continue
+            length, trains = self._add(sample)
+            sizes.append(_size(row))
+            lengths.append(length)
+            trained += trains
+        scale *= len(sampled) / max(1, len(lengths))
+        self.rows_in_all += scale * len(lengths)
+        self.tokens_in_all += scale * (self.tokens - before)
+        self.relative_error = max(self.relative_error, _relative_error(source, lengths, sizes, scale))
+        return sum(lengths) * scale, trained * scale
+
+    def _add(self, sample: Sample) -> tuple[int, int]:
+        """Count a sample: its tokens that are packed, and how many are trained."""
+        packing, length = self.config.packing, sample.tokens.size
+        if not length:
+            return 0, 0
+        self.samples += 1
+        self.tokens += length
+        wanted = trained_tokens(sample)
+        self.trained += wanted
+        self.longer += length > packing.max_seq_len
+        if length > packing.max_seq_len and packing.overlong == "error":
+            return 0, 0
+        pieces = packing.pieces_of(length)
+        trains = sum(trained_tokens(sample.cut(*bounds)) for bounds in pieces)
+        self.untrained += bool(pieces) and not trains
+        if not trains and self.config.untrained == "drop":
+            pieces = []
+        tokens = [stop - start for start, stop in pieces]
+        self.kept += tokens
+        self.lost += length - sum(tokens)
+        if packing.overlong in ("truncate", "drop"):
+            self.lost_trained += wanted - trains
+        return sum(tokens), trains
+
+    def fill(self) -> float:
+        """How full the strategy makes packs of such samples, 0 to 1."""
+        packing = self.config.packing
+        tokens = sum(self.kept)
+        if not tokens:
+            return 1.0
+        again = math.ceil(SIMULATED_PACKS * packing.max_seq_len / tokens)
+        lengths = [self.kept[i] for turn in range(again) for i in permutation(len(self.kept), turn).tolist()]
+        packs = sum(1 for _ in plan_samples(enumerate(lengths), packing))
+        return min(1.0, tokens * again / ((packs - 0.5) * packing.max_seq_len))
+
+    def estimate(self, packs: float, *, error: float) -> Estimate:
+        """Put it all together."""
+        return Estimate(
+            packs,
+            error,
+            self.samples,
+            self.longer / max(1, self.samples),
+            self.lost / max(1, self.tokens),
+            self.lost_trained / max(1, self.trained),
+            self.untrained / max(1, self.samples),
+        )
+
+
+def _size(row: Mapping[str, Any]) -> int:
+    """Measure a row roughly as its bytes in a file do."""
+    return len(str(dict(row)))
+
+
+def _relative_error(source: Source, lengths: list[int], sizes: list[int], scale: float) -> float:
+    """Standard error of a source's tokens, as a share of them."""
+    while isinstance(source, Holdout):
+        source = source.source
+    count, total = len(lengths), sum(lengths)
+    if count < 2 or not total:
+        return 0.0
+    expected = [total / count] * count
+    if isinstance(source, JSONLSource):  # whose scale is of bytes: what counts is how tokens go with them
+        expected = [total / max(1, sum(sizes)) * size for size in sizes]
+    variance = sum((length - mean) ** 2 for length, mean in zip(lengths, expected, strict=True)) / (count - 1)
+    left = max(0.0, 1 - 1 / max(1.0, scale))  # nothing is unknown of a source that was seen as a whole
+    return math.sqrt(variance * left / count) / (total / count)

@@ -1,0 +1,87 @@
+"""What is the same for every lane of a run: where rows come from, and how they become pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from streampack.packing.assemble import check_sample, with_eos
+from streampack.packing.planner import Packing
+from streampack.packing.token_rows import encode_row
+from streampack.sources.bad_records import Quarantine
+from streampack.sources.base import Source
+from streampack.sources.mixture import Mix
+from streampack.types import Origin, Row, Sample
+
+UNTRAINED = ("keep", "drop", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class LaneConfig:
+    """All that is the same for every lane of a run."""
+
+    source: Source
+    encode: Callable[[Mapping[str, Any]], Sample]
+    packing: Packing
+    seed: int = 0
+    shuffle_window: int = 0
+    endless: bool = False  # an epoch's end rolls into the next without a flush
+    empty: str = "error"  # or "drop"
+    untrained: str | None = None  # one of UNTRAINED; None keeps such samples, and warns
+    truncate_eos: int | None = None
+    padding_idx: int = 0
+    vocab_size: int | None = None
+    checks: bool = True  # every sample; an encoder may be known to make none but good ones
+    quarantine: Quarantine | None = None  # None: a broken record is an error
+    mix: Mix | None = field(init=False)  # the source, if it is a mixture
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mix", self.source if isinstance(self.source, Mix) else None)
+
+    def encoder(self, origin: Origin) -> Callable[[Mapping[str, Any]], Sample]:
+        """Of the row's source."""
+        own = None if self.mix is None else self.mix.encoder(origin)
+        return self.encode if own is None else own
+
+    def sample(self, row: Row) -> Sample | str:
+        """Encode and check a row. Where records are skipped, the reason is returned in place of an error.
+
+        Raises:
+            ValueError: for a row that makes no sample, with its place. Other errors of the encoder get a note of it.
+        """
+        try:
+            encode = self.encoder(row.origin)
+            sample = encode_row(encode, row.data) if self.checks else encode(row.data)
+            if self.checks:
+                check_sample(sample, self.vocab_size)
+        except Exception as error:
+            if self.quarantine is not None:
+                return f"{type(error).__name__}: {error}"
+            place = self.source.locate(row.origin)
+            if isinstance(error, ValueError):
+                raise ValueError(f"{place}: {error}") from error
+            if isinstance(error, StopIteration):  # would end the stream in silence
+                raise RuntimeError(f"{place}: the encoder raised StopIteration") from error
+            error.add_note(f"while encoding {place}")
+            raise
+        return sample
+
+    def cut(self, sample: Sample) -> list[tuple[int, Sample]]:
+        """The pieces that a sample becomes, each with its start in it; none if it is dropped.
+
+        Raises:
+            ValueError: as `Packing.pieces_of`.
+        """
+        length = sample.tokens.size
+        if 0 < length <= self.packing.max_seq_len:  # most are
+            return [(0, sample)]
+        if length == 0 and self.empty == "drop":
+            return []
+        bounds = self.packing.pieces_of(length)
+        if bounds == [(0, length)]:
+            return [(0, sample)]
+        pieces = [(start, sample.cut(start, stop)) for start, stop in bounds]
+        if self.truncate_eos is not None and bounds and bounds[-1][1] < length:
+            pieces = [(start, with_eos(piece, self.truncate_eos)) for start, piece in pieces]
+        return pieces

@@ -1,0 +1,126 @@
+"""What a run was made with: corpus, encoders, settings. By it a state, and each rank, is known to belong to a run."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from streampack.packing.encoders import TokensEncoder, qualified_name
+from streampack.sources.base import Source
+from streampack.sources.corpus_identity import identity_of
+from streampack.sources.examples import EXAMPLES, UNKNOWN, Example, MarkedRows, differs_at, examples_of, mark
+from streampack.streaming.lane_config import LaneConfig
+from streampack.types import Sample
+
+Encode = Callable[[Mapping[str, Any]], Sample]
+
+
+def identity_of_run(config: LaneConfig) -> dict[str, Any]:
+    """What decides which tokens share a pack: plain values, mappings of them, and `Compared`."""
+    packing, mix = config.packing, config.mix
+    encoder: Any = Encoded.of(config.encode, config.source) if mix is None else {}
+    if mix is not None:
+        encoder = {leaf.name: Encoded.of(leaf.encoder, leaf.source) for leaf in mix.leaves(config.encode)}
+    return {
+        "corpus": identity_of(config.source),
+        "encoder": encoder,
+        "max_seq_len": packing.max_seq_len,
+        "strategy": packing.strategy,
+        "buffer_size": packing.buffer_size,
+        "overlong": packing.overlong,
+        "truncate_side": packing.truncate_side,
+        "max_seqs_per_pack": packing.max_seqs_per_pack,
+        "truncate_eos": config.truncate_eos,
+        "empty": config.empty,
+        "untrained": "drop" if config.untrained == "drop" else "keep",  # what is an error drops nothing
+        "shuffle_window": config.shuffle_window,
+        "seed": config.seed,
+    }
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """An encoder, known by what it makes of a few fixed rows of its source.
+
+    Its name is for messages only: a function that was renamed is the same, a closure over another value is not.
+
+    Args:
+        name: of the function or class.
+        fingerprint: its own, if it has one.
+        samples: the marks of what it made.
+    """
+
+    name: str
+    fingerprint: str | None
+    samples: MarkedRows
+
+    @classmethod
+    def of(cls, encode: Encode, source: Source) -> Encoded:
+        """Encodes up to twelve rows of the source, twice: what differs then says nothing, with a warning."""
+        own = getattr(encode, "fingerprint", None)
+        fingerprint = None if own is None else str(own())
+        name = name_of(encode)[:200]
+        # Of rows that are tokens already, the columns' names say all, and the corpus says the rest.
+        rows = [] if type(encode) is TokensEncoder else examples_of(source, EXAMPLES)
+        marks = [_mark(encode, row) for row in rows]
+        again = [_mark(encode, row) for row in rows]
+        varying = [i for i, pair in enumerate(zip(marks, again, strict=True)) if pair[0] != pair[1]]
+        if varying:
+            place = source.locate(rows[varying[0]].origin)
+            warnings.warn(
+                f"the encoder {name} makes other tokens of the same row each time ({place}): a resumed run trains "
+                "other tokens of the rows that waited; draw what is random from the row itself",
+                stacklevel=2,
+            )
+        kept = tuple(UNKNOWN if i in varying else made for i, made in enumerate(marks))
+        places = MarkedRows.of(rows, source.locate).places if rows else ()
+        return cls(name, fingerprint, MarkedRows(kept, places))
+
+    def state(self) -> dict[str, Any]:
+        """See `Compared`."""
+        return {"name": self.name, "fingerprint": self.fingerprint, "samples": self.samples.state()}
+
+    def listed(self) -> dict[str, Any]:
+        """See `Compared`."""
+        return self.state()
+
+    def difference(self, theirs: Any) -> str | None:
+        """See `Compared`."""
+        known = theirs if isinstance(theirs, Mapping) else {}
+        name, fingerprint, samples = (known.get(key) for key in ("name", "fingerprint", "samples"))
+        before = f"{name} made" if isinstance(name, str) and name != self.name else "it made then"
+        if not isinstance(samples, str):
+            return "nothing is known of it"
+        number = differs_at(samples.split(" ") if samples else [], self.samples.marks)
+        if number is not None and number < len(self.samples.places):
+            return f"{self.name} makes other tokens of {self.samples.places[number]()} than {before}"
+        if number is not None:
+            return f"{self.name} is given other rows"
+        if type(fingerprint) is not type(self.fingerprint) or fingerprint != self.fingerprint:
+            return f"the fingerprint of {self.name} is {self.fingerprint!r} and was {fingerprint!r}"
+        return None
+
+
+def name_of(encode: Any) -> str:
+    """Of an encoder, for people.
+
+    >>> name_of(functools.partial(name_of))
+    'partial(streampack.streaming.run_identity.name_of)'
+    """
+    if isinstance(encode, functools.partial):
+        return f"partial({name_of(encode.func)})"
+    return qualified_name(encode)
+
+
+def _mark(encode: Encode, row: Example) -> str:
+    """An encoder may change the row that it is given, so it gets a copy."""
+    if row.data is None:
+        return UNKNOWN
+    try:
+        return mark(encode(copy.deepcopy(row.data)))
+    except Exception:  # it is raised where the row is read for training
+        return UNKNOWN

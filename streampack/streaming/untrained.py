@@ -1,0 +1,104 @@
+"""Samples of which no token is trained: what to say of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from streampack.accounting import Ledger
+from streampack.packing.batch import Batch
+from streampack.streaming.lane_config import LaneConfig
+from streampack.streaming.lane_state import Receipt, untrained_samples
+from streampack.types import ReceiptNumbers
+
+log = logging.getLogger(__name__)
+
+
+class UntrainedWarning:
+    """Warn once when the ledger first counts such a sample, unless a setting says what becomes of it.
+
+    For the process that consumes the packs: each of those that make them would have a first one.
+    """
+
+    def __init__(self, config: LaneConfig) -> None:
+        self.max_seq_len = config.packing.max_seq_len
+        self.wanted = config.untrained is None
+
+    def look_at(self, receipt: ReceiptNumbers) -> None:
+        """Look at what a pack's lane has read."""
+        if self.wanted and untrained_samples(receipt):
+            self.look_in(Receipt.from_numbers(receipt).ledger)
+
+    def look_in(self, ledger: Ledger) -> None:
+        """Look at the counts of one lane, or of several."""
+        if self.wanted and ledger.untrained:
+            self.wanted = False
+            warn_of_untrained(ledger, max_seq_len=self.max_seq_len)
+
+
+def warn_of_untrained(ledger: Ledger, *, max_seq_len: int) -> None:
+    """Log how many samples a ledger counts that train nothing, if it counts any."""
+    if not ledger.untrained:
+        return
+    truncated = ledger.dropped_samples["truncated"]
+    log.warning(
+        "%d of the first %d samples train nothing: no label is trained but perhaps the first, which never counts%s. "
+        "The ledger goes on counting them as untrained. Set untrained='drop' to leave them out, 'error' to see where "
+        "one is, or 'keep' if they are meant to be there",
+        ledger.untrained,
+        ledger.samples,
+        f" ({truncated} were truncated to max_seq_len={max_seq_len}, which may have cut answers off)"
+        if truncated
+        else "",
+    )
+
+
+class TrainedSteps:
+    """What the steps of a training loop trained, of this rank; a step that trains nothing on any rank is an error.
+
+    Unless ``untrained="keep"`` says that such steps are meant to be. One that is mostly padding may train nothing, if
+    one before it did train: at an epoch's end, little may be left.
+    """
+
+    def __init__(self, config: LaneConfig) -> None:
+        self.wanted = config.untrained != "keep"
+        self.steps: list[tuple[int, int, int]] = []  # since the last look: trained tokens, tokens, slots
+        self.now = (0, 0, 0)  # of the step in the making
+        self.made = 0
+        self.any_trained = False
+
+    def add(self, batch: Batch, *, ends: bool) -> None:
+        """Count a batch on the CPU; the step may end with it."""
+        if not self.wanted:
+            return
+        trained, tokens, slots = self.now
+        self.now = (
+            trained + int(batch.num_trained),
+            tokens + batch.num_tokens,
+            slots + batch.tokens.numel(),
+        )
+        if ends:
+            self.steps.append(self.now)
+            self.now = (0, 0, 0)
+
+    def take(self) -> list[tuple[int, int, int]]:
+        """Give away what was counted."""
+        steps, self.steps = self.steps, []
+        return steps
+
+    def check(self, ranks: Sequence[Sequence[tuple[int, int, int]]]) -> None:
+        """Check what all ranks gave away.
+
+        Raises:
+            ValueError: if a step trained nothing.
+        """
+        for step in zip(*ranks, strict=True):
+            trained, tokens, slots = (sum(counts) for counts in zip(*step, strict=True))
+            self.made += 1
+            if not trained and tokens and (2 * tokens >= slots or not self.any_trained):
+                raise ValueError(
+                    f"step {self.made} of this training trained nothing: no label of its {tokens} tokens is trained; "
+                    "look at the labels, and whether overlong='truncate' cuts answers off; untrained='drop' leaves "
+                    "such samples out, untrained='keep' lets such steps be"
+                )
+            self.any_trained |= trained > 0

@@ -1,0 +1,259 @@
+"""`tokenize`: any source becomes token shards, once, by several processes, and again from where a kill stopped it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing as mp
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from streampack.distributed.orphans import end_with_parent, on_main_thread
+from streampack.instantiate import build
+from streampack.packing.encoders import TokensEncoder, check_tokenizer, guard_datasets
+from streampack.packing.planner import require, require_positive
+from streampack.packing.token_rows import encode_row
+from streampack.sources import as_source
+from streampack.sources.bad_records import BAD_RECORDS_FOLDER, quarantine_for
+from streampack.sources.indexed import INDEX
+from streampack.sources.mixture import Mix
+from streampack.sources.token_files import DTYPES, FORMAT, VERSION, settle
+from streampack.storage.locks import lock_folder
+from streampack.streaming.run_identity import Encoded
+from streampack.tokenize.lane_shards import Encode, Job, Progress, Tell, begun, make
+
+log = logging.getLogger(__name__)
+MOST_LANES = 64  # of a source whose number of lanes was not said: the most workers that can share it out
+SHARD_TOKENS = 1 << 26  # 128 or 256 MiB
+SMALL_VOCABULARY = 1 << 16
+PROBED_ROWS = 64  # for the progress bar's total
+BAD_RECORDS = ("on_bad_record", "max_bad_records", "quarantine")  # what a config's data section says of them
+
+
+class Stopped(Exception):
+    """Another worker failed."""
+
+
+def tokenize(
+    source: Any,
+    *,
+    out: str | os.PathLike[str],
+    encoder: Encode | None = None,
+    workers: int = 1,
+    lanes: int | None = None,
+    shard_tokens: int = SHARD_TOKENS,
+    dtype: str = "auto",
+    progress: bool = True,
+    on_bad_record: str = "error",
+    max_bad_records: int = 100,
+    quarantine: str | os.PathLike[str] | None = None,
+) -> Path:
+    """Make a folder of token shards, for `TokenShardSource`. Returns the folder.
+
+    >>> import tempfile
+    >>> rows = [{"tokens": [i, i], "labels": [i, i]} for i in range(100)]
+    >>> folder = tokenize(rows, out=tempfile.mkdtemp(), lanes=2, progress=False)
+    >>> sorted(path.name for path in folder.glob("[!.]*"))
+    ['index.json', 'tokens-00000-00000.bin', 'tokens-00001-00000.bin']
+
+    The bytes are a function of the source, the encoder, ``lanes``, ``shard_tokens`` and ``dtype``: the number of
+    workers does not change them, nor does a kill. A shard gets its name when it is complete and on disk; the same call
+    again keeps those and goes on behind them. The index is written last.
+
+    Args:
+        source: whatever an `IterablePackedDataset` takes.
+        out: the folder; made if need be.
+        encoder: makes a `Sample` of a row; rows of ready tokens need none.
+        workers: processes, each of which makes one lane's shards at a time.
+        lanes: the parts that the source is divided into. Default: as many as it fills, up to 64.
+        shard_tokens: a shard ends with the document that reaches so many.
+        dtype: ``"uint16"``, ``"uint32"``, or ``"auto"``: what the tokenizer's ``vocab_size`` fits into.
+        progress: show a bar.
+        on_bad_record: ``"error"``, or ``"skip"``: records that cannot be read or encoded are left out, as an
+            `IterablePackedDataset` passes them by. The index counts them.
+        max_bad_records: of one lane; one more is an error.
+        quarantine: a folder for lists of the records left out; see `Quarantine`. Default: ``out/bad_records``.
+
+    Raises:
+        ValueError: for a row that cannot be read or encoded, with its place; for a folder that holds shards of another
+            source, encoder or setting, or that leave out what is an error now; for a folder that another process writes
+            to; for a mixture. What was complete stays.
+        RuntimeError: if a worker was killed.
+    """
+    require_positive(workers, "workers")
+    if on_bad_record == "skip" and quarantine is None:
+        quarantine = Path(out, BAD_RECORDS_FOLDER)
+    kept = quarantine_for(on_bad_record, folder=quarantine, limit=max_bad_records)
+    source, encode = as_source(source), TokensEncoder() if encoder is None else encoder
+    guard_datasets(source)
+    if isinstance(source, Mix):
+        raise ValueError(
+            "a mixture is weighted while it is read; tokenize each of its sources to a folder of its own, and mix those"
+        )
+    most = MOST_LANES if source.max_lanes is None else min(MOST_LANES, source.max_lanes)
+    lanes = min(source.natural_lanes(), most) if lanes is None else require_positive(lanes, "lanes")
+    if source.max_lanes is not None and lanes > source.max_lanes:
+        raise ValueError(f"the source can be read as {source.max_lanes} lane(s), not as {lanes}")
+    require(dtype, "dtype", ("auto", *DTYPES))
+    plan = {
+        "corpus": source.fingerprint(),
+        "encoder": Encoded.of(encode, source),
+        "lanes": lanes,
+        "shard_tokens": require_positive(shard_tokens, "shard_tokens"),
+        "dtype": _dtype_for(encode) if dtype == "auto" else dtype,
+    }
+    job = Job(source, encode, Path(out), plan, kept)
+    with lock_folder(job.out, way_out="wait until it ends, stop it, or give another folder"):
+        for leftover in job.out.glob(".tokens-*"):
+            leftover.unlink(missing_ok=True)
+        found = [begun(job, lane) for lane in range(lanes)]
+        with _bar(job, found, shown=progress) as tell:
+            _write_index(job, _finish(job, found, workers, tell))
+    return job.out
+
+
+def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `tokenize` that a run's config decides.
+
+    From its ``tokenizer``, ``data.source`` and ``data.encoder``, and what ``data`` says of broken records.
+
+    Raises:
+        ValueError: if there is no ``data.source``, or a component cannot be built.
+    """
+    inject = {}
+    if (tokenizer := build(config.get("tokenizer"))) is not None:
+        inject = dict.fromkeys(("tokenizer", "model_transform"), check_tokenizer(tokenizer))
+    data = config.get("data")
+    if not isinstance(data, Mapping) or "source" not in data:
+        raise ValueError("data.source is missing; name where the rows come from")
+    source = as_source(build(data["source"], inject=inject))
+    encoder = build(data.get("encoder"), inject=inject)
+    return {"source": source, "encoder": encoder, **{key: data[key] for key in BAD_RECORDS if key in data}}
+
+
+def _dtype_for(encode: Encode) -> str:
+    size = getattr(getattr(encode, "tokenizer", None), "vocab_size", None)
+    return "uint16" if isinstance(size, int) and size <= SMALL_VOCABULARY else "uint32"
+
+
+def _finish(job: Job, found: list[Progress], workers: int, tell: Tell) -> list[Progress]:
+    """Make what is missing. All lanes, in order."""
+    missing = [progress for progress in found if not progress.ended]
+    if workers == 1 or len(missing) < 2:
+        made = [make(job, progress, tell) for progress in missing]
+    else:
+        made = _share_out(job, missing, min(workers, len(missing)), tell)
+    done = {progress.lane: progress for progress in [*found, *made]}
+    return [done[lane] for lane in sorted(done)]
+
+
+@dataclass
+class Worker:
+    """What a worker process knows."""
+
+    job: Job
+    counted: Any  # tokens that all workers wrote, in shared memory
+    stop: Any  # whether another one failed
+
+    def tell(self, tokens: int) -> None:
+        """Count, and leave if nobody waits for the result."""
+        with self.counted.get_lock():
+            self.counted.value += tokens
+        if self.stop.value:
+            raise Stopped
+
+
+_worker: Worker | None = None
+
+
+def _begin(job: Job, counted: Any, stop: Any, by_kernel: bool) -> None:
+    global _worker
+    _worker = Worker(job, counted, stop)
+    end_with_parent(by_kernel=by_kernel)  # the queue that it waits at would not tell
+
+
+def _work(progress: Progress) -> Progress:
+    assert _worker is not None
+    return make(_worker.job, progress, _worker.tell)
+
+
+def _share_out(job: Job, missing: list[Progress], workers: int, tell: Tell) -> list[Progress]:
+    counted, stop, told = mp.Value("q", 0), mp.RawValue("b", 0), 0
+    with ProcessPoolExecutor(
+        workers, initializer=_begin, initargs=(job, counted, stop, on_main_thread())
+    ) as pool:
+        futures = [pool.submit(_work, progress) for progress in missing]
+        try:
+            running = set(futures)
+            while running:
+                done, running = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
+                for future in done:
+                    future.result()
+                now = counted.value  # read once: workers go on counting
+                tell(now - told)
+                told = now
+        except BrokenProcessPool:
+            raise RuntimeError(
+                "a worker process was killed, perhaps for want of memory; the same call again goes on where it stopped"
+            ) from None
+        finally:
+            stop.value = 1
+            pool.shutdown(cancel_futures=True)
+    return [future.result() for future in futures]
+
+
+@contextmanager
+def _bar(job: Job, found: list[Progress], *, shown: bool) -> Iterator[Tell]:
+    if not shown:
+        yield lambda tokens: None
+        return
+    try:
+        from tqdm import tqdm
+    except ImportError as error:
+        raise ImportError("a progress bar needs tqdm: pip install 'streampack[tune]'") from error
+    total = None
+    with suppress(Exception):  # a stream has no length, and a broken row is reported where it is read
+        rows, scale = job.source.probe(PROBED_ROWS)
+        total = int(sum(_length(job, row) for row in rows) * scale)
+    done = sum(shard.tokens for progress in found for shard in progress.shards)
+    with tqdm(total=total, initial=done, unit="tok", unit_scale=True, desc=f"tokenize {job.out}") as bar:
+        yield bar.update
+        bar.total = bar.n  # until here, an estimate
+        bar.refresh()
+
+
+def _length(job: Job, row: Mapping[str, Any]) -> int:
+    try:
+        return encode_row(job.encode, row).tokens.size
+    except Exception:  # it is reported where the row is read
+        return 0
+
+
+def _write_index(job: Job, lanes: list[Progress]) -> None:
+    shards = [shard for progress in lanes for shard in progress.shards]
+    bad = sum(progress.bad for progress in lanes)
+    if bad:
+        listed = job.quarantine.report() if job.quarantine is not None else ""
+        log.warning("%s leaves out %d broken record(s)%s", job.out, bad, listed and f": {listed}")
+    if not shards:
+        raise ValueError("the source has no rows; there is nothing to write")
+    index = {
+        "format": FORMAT,
+        "version": VERSION,
+        "dtype": job.plan["dtype"],
+        "plan": job.recorded,
+        "bad_records": bad,
+        "shards": [
+            {key: value for key, value in asdict(shard).items() if key != "dtype"} for shard in shards
+        ],
+    }
+    unfinished = job.out / f".tokens-{INDEX}.{os.getpid()}"
+    with unfinished.open("w", encoding="utf-8") as file:
+        json.dump(index, file, indent=1)
+        settle(file, unfinished, job.out / INDEX)
