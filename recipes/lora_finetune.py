@@ -23,7 +23,7 @@ import torch
 from omegaconf import DictConfig
 from torchtune import training
 
-from streampack.attention import prepare_model_for_packing
+from streampack.attention.prepare import prepare_model_for_packing
 from streampack.distributed.world import World, join_world
 from streampack.instantiate import build
 from streampack.losses import label_weights, token_losses

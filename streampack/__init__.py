@@ -20,20 +20,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from streampack.accounting import Ledger
-from streampack.packing.planner import plan_packs
 from streampack.types import IGNORE_INDEX, Fragment, Pack, Sample
 
 if TYPE_CHECKING:
-    from streampack.attention import make_mask, prepare_model_for_packing
-    from streampack.attention.probe import find_leaks
+    from streampack.attention import find_leaks, make_mask, prepare_model_for_packing
     from streampack.integrations.hf_trainer import prepare_trainer_for_packing
-    from streampack.loader.data_loader import PackedDataLoader
-    from streampack.map_style.collators import FlatteningCollator, PaddedCollator
-    from streampack.map_style.dataset import PackedDataset, packed_dataset
-    from streampack.map_style.flatten import flatten_batch, join_documents
-    from streampack.map_style.method_loader import method_loader
-    from streampack.map_style.samplers import MultipackBatchSampler
-    from streampack.packing.batch import Batch, collate_packed
+    from streampack.loader import PackedDataLoader
+    from streampack.map_style import (
+        FlatteningCollator,
+        MultipackBatchSampler,
+        PackedDataset,
+        PaddedCollator,
+        flatten_batch,
+        join_documents,
+        method_loader,
+        packed_dataset,
+    )
+    from streampack.packing import Batch, collate_packed
     from streampack.packing.encoders import (
         ChatEncoder,
         HFTokenizer,
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
         TextEncoder,
         TokensEncoder,
     )
+    from streampack.packing.planner import plan_packs
     from streampack.sources import (
         HFSource,
         Holdout,
@@ -49,11 +53,11 @@ if TYPE_CHECKING:
         JSONLSource,
         MapSource,
         MDSSource,
+        Mix,
         ParquetSource,
         TokenShardSource,
     )
-    from streampack.sources.mixture import Mix
-    from streampack.streaming.dataset import IterablePackedDataset
+    from streampack.streaming import IterablePackedDataset
 
 __version__ = "0.1.0"  # pyproject.toml reads it from here
 
@@ -99,37 +103,38 @@ __all__ = [
 
 # Importing torch takes over a second, which `streampack --help` and a planner of lengths need not wait for.
 _MODULES = {
-    "Batch": "collate",
-    "ChatEncoder": "encode",
-    "FlatteningCollator": "collators",
+    "Batch": "packing",
+    "ChatEncoder": "packing.encoders",
+    "FlatteningCollator": "map_style",
     "HFSource": "sources",
-    "HFTokenizer": "encode",
+    "HFTokenizer": "packing.encoders",
     "Holdout": "sources",
-    "IterablePackedDataset": "iterable",
+    "IterablePackedDataset": "streaming",
     "IterableSource": "sources",
     "JSONLSource": "sources",
     "MDSSource": "sources",
     "MapSource": "sources",
-    "MessagesEncoder": "encode",
-    "Mix": "mix",
-    "MultipackBatchSampler": "samplers",
+    "MessagesEncoder": "packing.encoders",
+    "Mix": "sources",
+    "MultipackBatchSampler": "map_style",
     "PackedDataLoader": "loader",
-    "PackedDataset": "dataset",
-    "PaddedCollator": "collators",
+    "PackedDataset": "map_style",
+    "PaddedCollator": "map_style",
     "ParquetSource": "sources",
-    "PromptCompletionEncoder": "encode",
-    "TextEncoder": "encode",
+    "PromptCompletionEncoder": "packing.encoders",
+    "TextEncoder": "packing.encoders",
     "TokenShardSource": "sources",
-    "TokensEncoder": "encode",
-    "collate_packed": "collate",
-    "flatten_batch": "flatten",
-    "join_documents": "flatten",
-    "find_leaks": "attention.probe",
+    "TokensEncoder": "packing.encoders",
+    "collate_packed": "packing",
+    "find_leaks": "attention",
+    "flatten_batch": "map_style",
+    "join_documents": "map_style",
     "make_mask": "attention",
-    "method_loader": "batches",
-    "packed_dataset": "dataset",
+    "method_loader": "map_style",
+    "packed_dataset": "map_style",
+    "plan_packs": "packing.planner",
     "prepare_model_for_packing": "attention",
-    "prepare_trainer_for_packing": "trainer",
+    "prepare_trainer_for_packing": "integrations.hf_trainer",
 }
 
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from streampack.packing.batch import Batch
-from streampack.packing.planner import require, require_positive
 from streampack.types import IGNORE_INDEX
+from streampack.validation import require, require_positive
 
 LOSS_NORMS = ("token", "sample")
 

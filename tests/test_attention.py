@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_attention
 
 from streampack import Batch, IterablePackedDataset, collate_packed
-from streampack.attention import dense_mask, document_ids, flex_mask, make_mask
+from streampack.attention import dense_mask, document_ids, flex_mask
+from streampack.attention.prepare import make_mask
 
 
 def naive_ids(seq_lens: list[list[int]], max_seq_len: int) -> list[list[int]]:

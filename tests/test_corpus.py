@@ -28,11 +28,11 @@ from streampack import (
 from streampack.distributed.corpus import require_same_files, share_division, share_fingerprint
 from streampack.sources import Reading
 from streampack.sources.base import Source
+from streampack.sources.divisible import divisible_of
 from streampack.sources.holdout import Holdout
 from streampack.sources.row_groups import Footers
 from streampack.storage import base as storage
 from streampack.storage.base import LocalStorage
-from streampack.storage.listing import divisible_of
 from streampack.tokenize.tokenize import tokenize
 from tests import test_mds, test_parquet, test_ranks
 from tests.corpus import Numbers, rows, write

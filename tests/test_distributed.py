@@ -24,7 +24,7 @@ from torchtune.models.llama3 import llama3
 
 from benchmarks.scale.ranks import connections
 from streampack import IterablePackedDataset, PackedDataLoader, collate_packed
-from streampack.attention import make_mask
+from streampack.attention.prepare import make_mask
 from streampack.distributed.world import (
     GROUPS,
     OTHER_FILES,

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from streampack import IterablePackedDataset, JSONLSource, ParquetSource, TokenShardSource
-from streampack.sources import Reading, as_source
+from streampack.sources import Reading
+from streampack.sources.as_source import as_source
 from streampack.tokenize.tokenize import tokenize
 
 ROWS = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}, {"input_ids": [6]}]

@@ -14,7 +14,8 @@ from datasets import Dataset, DatasetDict, IterableDataset
 from torch.utils.data import DataLoader
 
 from streampack import HFSource, Holdout, IterablePackedDataset, MapSource, Mix
-from streampack.sources import Reading, as_source
+from streampack.sources import Reading
+from streampack.sources.as_source import as_source
 from tests.conformance import check_positions, check_resume_everywhere
 
 Row = dict[str, Any]

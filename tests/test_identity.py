@@ -28,8 +28,8 @@ from streampack import (
     Mix,
     Sample,
 )
+from streampack.fingerprint import digest, plain
 from streampack.sources import Reading
-from streampack.sources.base import digest, plain
 from streampack.sources.corpus_identity import identity_of, state_of
 from streampack.sources.examples import EXAMPLES, UNKNOWN, Example, examples_of
 from streampack.sources.holdout import PARTS

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 
 from streampack import IGNORE_INDEX, Batch, Fragment, IterablePackedDataset, collate_packed
-from streampack.attention import make_mask
+from streampack.attention.prepare import make_mask
 from streampack.losses import summed_cross_entropy
 from streampack.packing.batch import null_pack, to_torchtune
 

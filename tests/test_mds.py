@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streampack import IterablePackedDataset, MDSSource
+from streampack.fingerprint import plain
 from streampack.packing.encoders import TokensEncoder
 from streampack.sources import Reading
-from streampack.sources.base import plain
 from tests.conformance import check_positions, check_resume_everywhere
 
 Row = dict[str, Any]

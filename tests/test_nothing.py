@@ -17,7 +17,7 @@ from streampack import (
     PackedDataset,
     ParquetSource,
 )
-from streampack.sources import as_source
+from streampack.sources.as_source import as_source
 from streampack.streaming.empty_runs import FIRST_ROWS
 from tests import test_parquet
 from tests.corpus import Numbers, all_of, rows, samples_in, write

@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from streampack import IterablePackedDataset
-from streampack.sources import ParquetSource, Reading, as_source, parquet
+from streampack.sources import ParquetSource, Reading, parquet
 from streampack.sources import row_groups as rowgroups
+from streampack.sources.as_source import as_source
 from streampack.sources.parquet import FEW, LARGE
 from streampack.sources.shuffling import Part
 from streampack.storage import base as storage

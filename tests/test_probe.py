@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from streampack import Batch, IterablePackedDataset, collate_packed, find_leaks, prepare_model_for_packing
-from streampack.attention import document_ids, make_mask, varlen_attention
+from streampack.attention import document_ids, varlen_attention
+from streampack.attention.prepare import make_mask
 from streampack.attention.report import CAUSES, WAY_OUT
 from streampack.packing.batch import null_pack, to_torchtune
 from tests.ranks import run_ranks

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from streampack import IterablePackedDataset, MDSSource, TokenShardSource
+from streampack.fingerprint import plain
 from streampack.packing.encoders import TokensEncoder
 from streampack.sources import Reading
-from streampack.sources.base import plain
 from streampack.storage.ranges import Fetcher
 from streampack.storage.remote import RemoteStorage
 from streampack.storage.retries import Retries

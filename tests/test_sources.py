@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from streampack import Holdout, IterableSource, JSONLSource, MapSource, ParquetSource
-from streampack.sources import Reading, as_source
+from streampack.sources import Reading
+from streampack.sources.as_source import as_source
 from streampack.storage.base import LocalStorage
 from tests.conformance import check_positions
 from tests.corpus import numbered, read_all, write

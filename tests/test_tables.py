@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from streampack import IterablePackedDataset, PackedDataset
-from streampack.sources import MapSource, as_source
+from streampack.sources import MapSource
+from streampack.sources.as_source import as_source
 
 IDS = [[1, 2, 3], [4, 5], [6]]
 

@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streampack import Holdout, IterablePackedDataset, MDSSource, Mix, TokenShardSource
+from streampack.fingerprint import plain
 from streampack.packing.assemble import as_sample
 from streampack.packing.encoders import TokensEncoder
 from streampack.sources import Reading
-from streampack.sources.base import plain
 from streampack.sources.indexed import divide
 from streampack.sources.token_files import ShardWriter, read_header, require_described
 from streampack.storage.base import File, LocalStorage

@@ -12,7 +12,7 @@ import torch
 from streampack import IterablePackedDataset, PackedDataLoader
 from streampack.distributed.world import World, join_world
 from streampack.packing.batch import Batch
-from streampack.storage.listing import listing_of
+from streampack.sources.divisible import listing_of
 from streampack.tokenize.tokenize import tokenize
 from streampack.training.config import read_config
 from streampack.training.data import build_data, opening, total_steps

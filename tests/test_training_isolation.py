@@ -11,7 +11,7 @@ from streampack_recipes.full_finetune import train
 from streampack_recipes.lora_finetune import train as train_lora
 from torch import nn
 
-from streampack.attention import prepare_model_for_packing
+from streampack.attention.prepare import prepare_model_for_packing
 from streampack.cli import main
 from streampack.distributed.world import join_world
 from streampack.training.isolation import probe_config, verify_isolation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -12,10 +12,23 @@ from torch import nn
 from streampack.attention.dense import document_ids
 from streampack.types import IGNORE_INDEX
 
-if TYPE_CHECKING:
-    from streampack.attention import Packed
-
 ACCEPTED = "seq_lens, cu_seq_lens_q, seq_idx, position_ids, input_pos or an attention_mask of 2 dimensions"
+
+
+class Packed(Protocol):
+    """What a mask is made from. A `Batch` is one."""
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """``[batch, max_seq_len]``; only its shape and device count."""
+
+    @property
+    def input_pos(self) -> torch.Tensor:
+        """``[batch, max_seq_len]``, from 0 in every sequence."""
+
+    @property
+    def seq_lens(self) -> torch.Tensor:
+        """``[batch, most segments]`` int32, zeros at the end."""
 
 
 @dataclass(frozen=True)

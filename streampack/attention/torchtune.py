@@ -20,7 +20,7 @@ from streampack.attention.varlen import cu_seqlens_of, varlen_attention, varlen_
 if TYPE_CHECKING:
     from torchtune.modules import TransformerDecoder
 
-    from streampack.attention import Packed
+    from streampack.attention.mappings import Packed
 
 Attention: TypeAlias = Any  # torchtune's MultiHeadAttention or Gemma2Attention, which have no types
 

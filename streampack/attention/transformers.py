@@ -21,10 +21,10 @@ from streampack.attention.flash import flash_attention, flash_unfit
 from streampack.attention.mappings import labels_of, packed_of, positions_of
 from streampack.attention.probe import find_leaks
 from streampack.attention.varlen import cu_seqlens_of, varlen_attention, varlen_unfit
-from streampack.packing.planner import require
+from streampack.validation import require
 
 if TYPE_CHECKING:
-    from streampack.attention import Packed
+    from streampack.attention.mappings import Packed
 
 # transformers' names of the functions. None may contain "flash": that word alone makes it look for packages.
 _REGISTERED = {"varlen": "streampack_varlen", "flash": "streampack_fa"}

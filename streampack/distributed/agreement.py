@@ -7,7 +7,7 @@ from typing import Any
 
 from streampack.distributed.corpus import listing, other_files
 from streampack.distributed.rank_sync import Lockstep
-from streampack.sources.base import digest
+from streampack.fingerprint import digest
 from streampack.sources.corpus_identity import first_difference
 from streampack.streaming.dataset import IterablePackedDataset
 

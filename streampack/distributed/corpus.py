@@ -12,10 +12,11 @@ from functools import partial
 from typing import TypeVar
 
 from streampack.distributed.rank_sync import Lockstep
-from streampack.sources.base import Source, digest
+from streampack.fingerprint import digest
+from streampack.sources.base import Source
+from streampack.sources.divisible import corpora_of, divisible_of, listing_of
 from streampack.storage.base import together
 from streampack.storage.hub import commit_of
-from streampack.storage.listing import corpora_of, divisible_of, listing_of
 
 Listing = tuple[int, int, str]
 Item = TypeVar("Item")

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Adapters to training frameworks that bring their own loop."""

@@ -14,16 +14,16 @@ from streampack.accounting import Ledger, Tally
 from streampack.distributed.agreement import require_one_run
 from streampack.distributed.corpus import share_division, share_fingerprint
 from streampack.distributed.rank_sync import Answer, Lockstep
+from streampack.fingerprint import digest, plain
 from streampack.loader.merge import Share, Shares
 from streampack.packing.batch import Batch, null_pack, stack_packs
-from streampack.packing.planner import require_positive
-from streampack.sources.base import digest, plain
 from streampack.streaming.consumers import require_group_of_now
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.empty_runs import nothing_to_pack
 from streampack.streaming.lane_state import Receipt, bytes_of
 from streampack.streaming.round_robin import Event, ledger_of
 from streampack.types import Pack, ReceiptNumbers
+from streampack.validation import require_positive
 
 log = logging.getLogger(__name__)
 

@@ -1,1 +1,18 @@
-"""TODO."""
+"""Packing for map-style data: torchtune's `PackedDataset`, samplers, collators, and the methods of the literature."""
+
+from streampack.map_style.collators import FlatteningCollator, PaddedCollator
+from streampack.map_style.dataset import PackedDataset, packed_dataset
+from streampack.map_style.flatten import flatten_batch, join_documents
+from streampack.map_style.method_loader import method_loader
+from streampack.map_style.samplers import MultipackBatchSampler
+
+__all__ = [
+    "FlatteningCollator",
+    "MultipackBatchSampler",
+    "PackedDataset",
+    "PaddedCollator",
+    "flatten_batch",
+    "join_documents",
+    "method_loader",
+    "packed_dataset",
+]

@@ -13,9 +13,9 @@ import torch
 
 from streampack.packing.assemble import check_sample
 from streampack.packing.boundaries import TELLING, require_no_padding, sequence_lengths
-from streampack.packing.planner import require, require_positive
 from streampack.packing.token_rows import as_mapping, sample_of
 from streampack.types import IGNORE_INDEX, IntArray, Sample
+from streampack.validation import require, require_positive
 
 Feature = Mapping[str, Any]
 

@@ -29,13 +29,14 @@ from streampack.packing.assemble import (
 )
 from streampack.packing.batch import to_torchtune
 from streampack.packing.encoders import check_tokenizer, guard_datasets
-from streampack.packing.planner import Packing, plan_samples, require, require_positive
+from streampack.packing.planner import Packing, plan_samples
 from streampack.packing.token_rows import read_sample
 from streampack.sources.column_tables import by_rows
 from streampack.streaming.empty_runs import nothing_to_pack
 from streampack.streaming.lane_config import UNTRAINED
 from streampack.streaming.untrained import warn_of_untrained
 from streampack.types import Fragment, Pack, Sample
+from streampack.validation import require, require_positive
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 
 from streampack.packing.batch import Batch
-from streampack.packing.planner import require_positive
 from streampack.types import IGNORE_INDEX
+from streampack.validation import require_positive
 
 
 def flatten_batch(batch: Batch, *, pad_to_multiple_of: int = 1, padding_idx: int = 0) -> Batch:

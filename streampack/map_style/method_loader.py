@@ -17,9 +17,9 @@ from streampack.map_style.samplers import PlannedSampler, digest_of, place
 from streampack.packing.assemble import assemble, require_id, trained_if_split
 from streampack.packing.batch import Batch, stack_packs
 from streampack.packing.encoders import guard_datasets
-from streampack.packing.planner import require_positive
 from streampack.packing.token_rows import read_sample
 from streampack.types import Fragment, Pack, Sample
+from streampack.validation import require_positive
 
 
 def method_loader(

@@ -14,8 +14,9 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 from streampack.map_style.multipack import plan_steps, share_of
-from streampack.packing.planner import Packing, Span, plan_samples, require, require_positive
+from streampack.packing.planner import Packing, Span, plan_samples
 from streampack.sources.base import permutation
+from streampack.validation import require, require_positive
 
 Row = list[Span]
 """Sequences end to end. An empty row is one of padding: it trains nothing, and keeps shapes and ranks in step."""

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.utils.data import Sampler
 
 from streampack.map_style.multipack import checked_lengths, plan_steps, share_of
-from streampack.packing.planner import require_positive
 from streampack.sources.base import permutation
 from streampack.streaming.consumers import require_data_parallel, require_not_sharded
+from streampack.validation import require_positive
 
 T = TypeVar("T")
 

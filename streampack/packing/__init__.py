@@ -1,1 +1,6 @@
-"""TODO."""
+"""Samples become packs: encoders make samples of rows, the planner chooses, the assembler fills arrays."""
+
+from streampack.packing.batch import Batch, collate_packed
+from streampack.packing.planner import Packing, plan_packs
+
+__all__ = ["Batch", "Packing", "collate_packed", "plan_packs"]

@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from streampack.packing.boundaries import require_one_sequence
-from streampack.packing.planner import Packing, require_positive
+from streampack.packing.planner import Packing
 from streampack.types import IGNORE_INDEX, IntArray, Sample, from_tuple
+from streampack.validation import require_positive
 
 # numpy looks types up by their classes for every array otherwise.
 INT32, INT64, UINT32, UINT64 = map(np.dtype, (np.int32, np.int64, np.uint32, np.uint64))

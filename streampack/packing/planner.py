@@ -16,7 +16,9 @@ import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, SupportsIndex
+from typing import NamedTuple
+
+from streampack.validation import require, require_positive
 
 Strategy = Callable[[list[int], int, Callable[[], bool]], list[int]]
 
@@ -98,22 +100,6 @@ STRATEGIES: dict[str, Strategy | None] = {
     "wrap": None,  # splits, so it chooses nothing: `Planner` cuts the oldest piece at the pack's end
 }
 OVERLONG = ("error", "drop", "truncate", "split")
-
-
-def require(value: object, name: str, allowed: Iterable[str]) -> None:
-    """Raise if ``value`` is not one of the ``allowed`` words."""
-    if value not in (words := list(allowed)):
-        raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(map(repr, words))}")
-
-
-def require_positive(value: object, name: str, *, least: int = 1) -> int:
-    """``value`` as an int; raise if it is not a whole number of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise ValueError(f"{name}={value!r} is not a whole number; give one of at least {least}")
-    number = operator.index(value)
-    if number < least:
-        raise ValueError(f"{name}={number} is below {least}; give at least {least}")
-    return number
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,27 +1,16 @@
-"""Where rows come from."""
+"""Rows: from files, token shards, Hugging Face datasets, memory and iterables; shuffled, mixed, or held out."""
 
-from __future__ import annotations
-
-import json
-import os
-from collections.abc import Iterable
-from glob import glob
-from pathlib import Path
-from typing import Any
-
+from streampack.sources.as_source import as_source
 from streampack.sources.base import Reading, Source
-from streampack.sources.column_tables import by_rows
 from streampack.sources.holdout import Holdout
 from streampack.sources.hugging_face import HFSource
-from streampack.sources.indexed import INDEX
 from streampack.sources.iterable import IterableSource
 from streampack.sources.jsonl import JSONLSource
 from streampack.sources.map_style import MapSource
 from streampack.sources.mds import MDSSource
+from streampack.sources.mixture import Mix
 from streampack.sources.parquet import ParquetSource
-from streampack.sources.token_files import FORMAT
 from streampack.sources.token_shards import TokenShardSource
-from streampack.storage.formats import JSON_LINES, PARQUET, in_folder
 
 __all__ = [
     "HFSource",
@@ -30,64 +19,10 @@ __all__ = [
     "JSONLSource",
     "MDSSource",
     "MapSource",
+    "Mix",
     "ParquetSource",
     "Reading",
     "Source",
     "TokenShardSource",
     "as_source",
 ]
-
-
-def as_source(data: Any) -> Source:
-    """A `Source` of whatever holds rows: a source, a path or glob, a map-style dataset, columns, an iterable.
-
-    Files whose names end in ``.parquet`` are read as Parquet, others as JSON lines. A folder is of token shards or of
-    MosaicML's if it has their index, otherwise of the Parquet or JSON lines files in it, at any depth.
-
-    >>> type(as_source([{"tokens": [1], "labels": [1]}])).__name__
-    'MapSource'
-    """
-    if isinstance(data, Source):
-        return data
-    if isinstance(data, str | os.PathLike):
-        return _of_path(os.fspath(data))
-    if _are_paths(data):
-        files = [os.fspath(path) for path in data]
-        return (
-            ParquetSource(files) if all(path.endswith(".parquet") for path in files) else JSONLSource(files)
-        )
-    data = by_rows(data)
-    if type(data).__module__ == "datasets.iterable_dataset":
-        return HFSource(data)
-    # torch's IterableDataset inherits a __getitem__ that only raises, and may have a length.
-    streams = any(base.__name__ == "IterableDataset" for base in type(data).__mro__)
-    if hasattr(data, "__len__") and hasattr(data, "__getitem__") and not streams:
-        return MapSource(data)
-    if isinstance(data, Iterable) or callable(data):
-        return IterableSource(data)
-    raise ValueError(
-        f"a {type(data).__name__} holds no rows; give a source, a path of JSONL files, a map-style dataset "
-        "or an iterable"
-    )
-
-
-def _are_paths(data: Any) -> bool:
-    """Whether this is a list of files. A list of texts is none, and its rows are refused with a way out."""
-    if not isinstance(data, list | tuple) or not all(isinstance(item, str | os.PathLike) for item in data):
-        return False
-    first = next(iter(data), "")
-    return isinstance(first, os.PathLike) or "://" in first or bool(glob(first))
-
-
-def _of_path(path: str) -> Source:
-    folder = Path(path).expanduser()
-    if not path or not folder.is_dir():
-        return ParquetSource(path) if path.endswith(".parquet") else JSONLSource(path)
-    if (folder / INDEX).is_file():
-        made_here = json.loads((folder / INDEX).read_text()).get("format") == FORMAT
-        return TokenShardSource(folder) if made_here else MDSSource(folder)
-    if not in_folder(str(folder), PARQUET):
-        return JSONLSource(folder)
-    if in_folder(str(folder), JSON_LINES):
-        raise ValueError(f"{path} holds Parquet and JSON lines; name those to read, such as {path}/*.parquet")
-    return ParquetSource(folder)

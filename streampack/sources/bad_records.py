@@ -9,9 +9,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from streampack.packing.planner import require, require_positive
 from streampack.sources.base import Source
 from streampack.types import Origin
+from streampack.validation import require, require_positive
 
 log = logging.getLogger(__name__)
 LONGEST_REASON = 300  # characters: an encoder's message may hold the whole row

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
-from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -14,7 +12,6 @@ from streampack.sources.row_copies import own_row
 from streampack.types import Origin, Position, Row
 
 Item = TypeVar("Item")
-SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,43 +133,6 @@ def readable(
             return []
 
     return call
-
-
-def digest(*parts: object) -> str:
-    """A short stable digest of plain values; 16 hex digits."""
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-
-
-def plain(value: Any) -> Any:
-    """A row's content as plain values: equal content compares equal, be it lists, arrays or tensors.
-
-    The ``repr`` of the result is the same in every process: it holds no memory address, and sets are sorted. Of an
-    object, the class and what `pickle` would store count; of a function, the name.
-
-    Raises:
-        Exception: for what has no content to speak of, such as an open file, and for what is nested without end.
-    """
-    kind = type(value)
-    if kind in SCALARS:
-        return value
-    if kind is dict or isinstance(value, Mapping):
-        return sorted((str(key), plain(item)) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        # Lists of numbers are long.
-        return list(value) if SCALARS.issuperset(map(type, value)) else [plain(item) for item in value]
-    if hasattr(value, "tolist"):
-        items = value.tolist()
-        return plain(items) if getattr(getattr(value, "dtype", None), "hasobject", False) else items
-    if isinstance(value, set | frozenset):
-        return sorted(repr(plain(item)) for item in value)
-    if isinstance(value, type | FunctionType | BuiltinFunctionType | MethodType):
-        return f"{value.__module__}.{value.__qualname__}"
-    if " at 0x" not in repr(value):  # as that of `object` has
-        return value
-    reduced = value.__reduce_ex__(2)
-    if isinstance(reduced, str):
-        return reduced
-    return [plain(type(value)), plain(reduced[1:3]), *(plain(list(items)) for items in reduced[3:5] if items)]
 
 
 def permutation(count: int, *key: int) -> np.ndarray[Any, np.dtype[np.int64]]:

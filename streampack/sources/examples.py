@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
-from streampack.sources.base import BadRecord, Reading, Source, digest, plain
+from streampack.fingerprint import digest, plain
+from streampack.sources.base import BadRecord, Reading, Source
 from streampack.sources.row_copies import own_row
 from streampack.types import Origin
 

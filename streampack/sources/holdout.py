@@ -6,13 +6,15 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from streampack.packing.planner import require
-from streampack.sources.base import Reader, Reading, Source, digest, plain, way_out
+from streampack.fingerprint import digest, plain
+from streampack.sources.base import Reader, Reading, Source, way_out
 from streampack.sources.corpus_identity import identity_of
+from streampack.sources.divisible import Divisible, corpora_of, divisible_of, listing_of
 from streampack.sources.examples import Example, MarkedRows, columns_of, examples_of
 from streampack.storage.base import File
-from streampack.storage.listing import Corpus, Divisible, corpora_of, divisible_of, listing_of
+from streampack.storage.listing import Corpus
 from streampack.types import Origin, Position, Row
+from streampack.validation import require
 
 PARTS = ("train", "validation")
 

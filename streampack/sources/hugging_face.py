@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from streampack.sources.base import Reader, Reading, digest
+from streampack.fingerprint import digest
+from streampack.sources.base import Reader, Reading
 from streampack.sources.corpus_identity import state_of
 from streampack.sources.examples import EXAMPLES, Example, MarkedRows, leading
 from streampack.sources.map_style import MapSource

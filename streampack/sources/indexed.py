@@ -15,7 +15,6 @@ from urllib.parse import urlsplit, urlunsplit
 import numpy as np
 import numpy.typing as npt
 
-from streampack.packing.planner import require_positive
 from streampack.sources.base import spread
 from streampack.sources.shuffling import Damage, Part
 from streampack.storage.base import File, LocalStorage, Storage, redact
@@ -26,6 +25,7 @@ from streampack.storage.manifest import named_in
 from streampack.storage.ranges import Block, Fetcher, Stretch
 from streampack.storage.remote import RemoteStorage, scheme_of
 from streampack.storage.retries import Retries
+from streampack.validation import require_positive
 
 INDEX = "index.json"
 PARTS_PER_LANE = 16  # enough for shuffling parts to mix a sorted corpus, few enough to keep reads long

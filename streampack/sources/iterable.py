@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from streampack.sources.base import Reader, Reading, digest
+from streampack.fingerprint import digest
+from streampack.sources.base import Reader, Reading
 from streampack.sources.examples import EXAMPLES, Example, MarkedRows, differs_at, leading
 from streampack.sources.row_copies import own_row
 from streampack.sources.shuffling import Part, Record, read_parts

@@ -11,7 +11,6 @@ from itertools import chain, islice, repeat
 from typing import Any
 from urllib.parse import urlsplit
 
-from streampack.packing.planner import require_positive
 from streampack.sources.base import Reader, Reading, spread
 from streampack.sources.examples import Example, example
 from streampack.sources.indexed import places
@@ -23,6 +22,7 @@ from streampack.storage.json_depth import require_shallow
 from streampack.storage.listing import Corpus, Name, find_files
 from streampack.storage.ranges import Block, Fetcher, Stretch, blocks
 from streampack.types import Origin
+from streampack.validation import require_positive
 
 PARTS_PER_LANE = 16  # enough for shuffling parts to mix a sorted file, few enough to keep reads long
 MAX_PART_BYTES = 1 << 30

@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from streampack.sources.base import BadRecord, Reading, digest, permutation, readable, reason_of, spread
+from streampack.fingerprint import digest
+from streampack.sources.base import BadRecord, Reading, permutation, readable, reason_of, spread
 from streampack.sources.examples import EXAMPLES, Example, MarkedRows, example
 from streampack.types import Origin, Position, Row
 

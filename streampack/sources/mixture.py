@@ -9,16 +9,19 @@ from functools import partial
 from typing import Any, NamedTuple
 from zlib import crc32
 
-from streampack.packing.planner import require
-from streampack.sources import Holdout, as_source
-from streampack.sources.base import Reader, Reading, Source, digest, way_out
+from streampack.fingerprint import digest
+from streampack.sources import Holdout
+from streampack.sources.as_source import as_source
+from streampack.sources.base import Reader, Reading, Source, way_out
 from streampack.sources.corpus_identity import identity_of
+from streampack.sources.divisible import Divisible, corpora_of, divisible_of, listing_of
 from streampack.sources.examples import Example, examples_of
 from streampack.sources.holdout import PARTS
 from streampack.sources.mixture_scheduler import STOPS, Draws, Weighing
 from streampack.storage.base import File
-from streampack.storage.listing import Corpus, Divisible, corpora_of, divisible_of, listing_of
+from streampack.storage.listing import Corpus
 from streampack.types import Origin, Position, Sample
+from streampack.validation import require
 
 TOTAL_WEIGHT = (
     1 << 24

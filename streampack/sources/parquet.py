@@ -8,13 +8,15 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from streampack.sources.base import Reader, Reading, digest, spread
+from streampack.fingerprint import digest
+from streampack.sources.base import Reader, Reading, spread
+from streampack.sources.divisible import Divisible
 from streampack.sources.examples import Example
 from streampack.sources.row_groups import Footers, RowGroups, group_of, plain_row, starts_of
 from streampack.sources.shuffling import Damage, Part, read_parts
 from streampack.storage.base import Together, together
 from streampack.storage.formats import PARQUET
-from streampack.storage.listing import Corpus, Divisible, Name, find_files
+from streampack.storage.listing import Corpus, Name, find_files
 from streampack.storage.ranges import Fetcher
 from streampack.types import Origin
 

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from streampack.sources.base import Reader, Reading, digest, readable
+from streampack.fingerprint import digest
+from streampack.sources.base import Reader, Reading, readable
 from streampack.sources.examples import Example, example
 from streampack.sources.indexed import Offsets, divide, offsets_of, places, read_index, records
 from streampack.sources.shuffling import Damage, Part, Record, read_parts

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 from urllib.parse import urlsplit
 
-from streampack.sources.base import digest
+from streampack.fingerprint import digest
 from streampack.storage.compression import COMPRESSED
 
 HASHED_BYTES = 1 << 16  # of a file's head and of its tail

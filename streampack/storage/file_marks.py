@@ -9,7 +9,7 @@ from hashlib import blake2b
 from typing import Any
 from zlib import crc32
 
-from streampack.sources.base import digest
+from streampack.fingerprint import digest
 from streampack.storage.base import File
 
 GROUPS = 128  # at most; a power of two

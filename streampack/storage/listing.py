@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from streampack.packing.planner import require_positive
-from streampack.sources.base import Source, digest
-from streampack.storage.base import File, LocalStorage, Storage, Together, redact, together
+from streampack.fingerprint import digest
+from streampack.storage.base import File, LocalStorage, Storage, redact, together
 from streampack.storage.file_marks import FileMarks
 from streampack.storage.formats import in_folder
 from streampack.storage.manifest import named_in
 from streampack.storage.remote import Listed, RemoteStorage, scheme_of
 from streampack.storage.retries import Retries
+from streampack.validation import require_positive
 
 Name = str | os.PathLike[str]
 MAGIC = "*?["
@@ -93,36 +93,6 @@ class Corpus:
     def retry_budget(self) -> float:
         """Seconds that one read may take, in waits and in requests that bring no answer."""
         return self.retries.budget + (self.retries.attempts + 1) * self.storage.patience
-
-
-def corpora_of(source: Source) -> list[Corpus]:
-    """What a source's fingerprint reads; nothing of a source without files."""
-    found: list[Corpus] = getattr(source, "corpora", list)()
-    return found
-
-
-def listing_of(source: Source) -> list[File]:
-    """The files that must be the same on all ranks: a source's own ``listing``, or what its fingerprint reads."""
-    if hasattr(source, "listing"):
-        found: list[File] = source.listing()
-        return found
-    return [file for corpus in corpora_of(source) for file in corpus.files]
-
-
-class Divisible(Protocol):
-    """A source that must read something of its files to cut them into lanes, and can do so before they are read."""
-
-    def is_divided(self, num_lanes: int) -> bool:
-        """Whether that was done."""
-
-    def divide(self, num_lanes: int, together: Together) -> None:
-        """Do it; ``together`` says who reads what, and is asked in any case."""
-
-
-def divisible_of(source: Source) -> list[Divisible]:
-    """The sources within one, itself perhaps, that are `Divisible`."""
-    found: list[Divisible] = getattr(source, "divisible", list)()
-    return found
 
 
 def find_files(

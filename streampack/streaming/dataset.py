@@ -16,9 +16,10 @@ from streampack.accounting import Ledger, Tally
 from streampack.packing.assemble import require_id
 from streampack.packing.batch import to_torchtune
 from streampack.packing.encoders import TextEncoder, TokensEncoder, guard_datasets
-from streampack.packing.planner import Packing, require, require_positive
+from streampack.packing.planner import Packing
 from streampack.packing.token_rows import encode_row
-from streampack.sources import Holdout, TokenShardSource, as_source
+from streampack.sources import Holdout, TokenShardSource
+from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import Quarantine, quarantine_for
 from streampack.sources.base import Source, way_out
 from streampack.sources.corpus_identity import difference, state_of
@@ -33,6 +34,7 @@ from streampack.streaming.round_robin import PackStream, ledger_of, tallies_of
 from streampack.streaming.run_identity import identity_of_run
 from streampack.streaming.untrained import UntrainedWarning
 from streampack.types import Fragment, Pack, ReceiptNumbers, Sample
+from streampack.validation import require, require_positive
 
 STATE_VERSION = 1
 DEFAULT_LANES = 8

@@ -17,9 +17,8 @@ from typing import Any
 from streampack.distributed.orphans import end_with_parent, on_main_thread
 from streampack.instantiate import build
 from streampack.packing.encoders import TokensEncoder, check_tokenizer, guard_datasets
-from streampack.packing.planner import require, require_positive
 from streampack.packing.token_rows import encode_row
-from streampack.sources import as_source
+from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import BAD_RECORDS_FOLDER, quarantine_for
 from streampack.sources.indexed import INDEX
 from streampack.sources.mixture import Mix
@@ -27,6 +26,7 @@ from streampack.sources.token_files import DTYPES, FORMAT, VERSION, settle
 from streampack.storage.locks import lock_folder
 from streampack.streaming.run_identity import Encoded
 from streampack.tokenize.lane_shards import Encode, Job, Progress, Tell, begun, make
+from streampack.validation import require, require_positive
 
 log = logging.getLogger(__name__)
 MOST_LANES = 64  # of a source whose number of lanes was not said: the most workers that can share it out

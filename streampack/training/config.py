@@ -12,10 +12,10 @@ from streampack.attention import ATTENTIONS
 from streampack.instantiate import COMPONENT
 from streampack.losses import LOSS_NORMS
 from streampack.map_style.methods import METHODS
-from streampack.packing.planner import require, require_positive
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.training.hints import hint_for
 from streampack.training.nodes import node_problems, type_problems
+from streampack.validation import require, require_positive
 
 Node = dict[str, Any]
 

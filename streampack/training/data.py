@@ -20,7 +20,7 @@ from streampack.loader.data_loader import PackedDataLoader
 from streampack.map_style.methods import METHODS
 from streampack.packing.batch import Batch, null_pack, stack_packs
 from streampack.packing.encoders import check_tokenizer, padding_id
-from streampack.sources import as_source
+from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import BAD_RECORDS_FOLDER
 from streampack.sources.base import Reading, Source
 from streampack.sources.holdout import Holdout

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torchtune import training
 
-from streampack.attention import Inputs, prepare_model_for_packing
+from streampack.attention import Inputs
+from streampack.attention.prepare import prepare_model_for_packing
 from streampack.attention.probe import find_leaks
 from streampack.attention.report import LeakReport
 from streampack.distributed.world import World

@@ -16,12 +16,13 @@ from streampack.map_style.methods import METHODS
 from streampack.map_style.multipack import share_of
 from streampack.map_style.samplers import digest_of
 from streampack.packing.batch import Batch
-from streampack.packing.planner import Packing, require
+from streampack.packing.planner import Packing
 from streampack.sources.bad_records import Quarantine
 from streampack.sources.base import Source
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.lane import Lane, Piece
 from streampack.types import Fragment, Sample
+from streampack.validation import require
 
 OF_SAMPLES = (
     "corpus", "encoder", "max_seq_len", "overlong", "truncate_side", "truncate_eos", "empty", "untrained", "seed"

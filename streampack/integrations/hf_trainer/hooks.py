@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from streampack.attention import Inputs, prepare_model_for_packing
+from streampack.attention import Inputs
+from streampack.attention.prepare import prepare_model_for_packing
 from streampack.integrations.hf_trainer.checkpoints import (
     newest_checkpoint,
     read_stream,

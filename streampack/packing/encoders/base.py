@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from streampack.fingerprint import digest
 from streampack.packing.assemble import as_sample
 from streampack.packing.token_rows import sample_of
-from streampack.sources.base import digest
 from streampack.types import Sample
 
 PROBE = "The quick brown fox: 0123456789, naïve 漢字, def f(x): return x\n"

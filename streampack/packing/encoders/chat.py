@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from streampack.fingerprint import digest, plain
 from streampack.packing.assemble import as_sample, missing_column
 from streampack.packing.encoders.base import PROBE
 from streampack.packing.encoders.conversation import conversation, parsed, refuse_left_out
 from streampack.packing.encoders.hf_tokenizer import HFTokenizer
 from streampack.packing.encoders.tokenizer import check_ends, check_tokenizer, own_bos
-from streampack.packing.planner import require
-from streampack.sources.base import digest, plain
 from streampack.types import IGNORE_INDEX, Sample
+from streampack.validation import require
 
 ANSWERS = ("all", "last")
 COLUMNS = ("messages", "conversations")

@@ -10,9 +10,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from streampack.fingerprint import digest
 from streampack.packing.encoders.base import PROBE
 from streampack.packing.encoders.template import ChatTemplate
-from streampack.sources.base import digest
 
 TORCHTUNE_ROLES = {"ipython": "tool"}  # torchtune's name: the template's
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from streampack.fingerprint import digest, plain
 from streampack.packing.assemble import as_sample
 from streampack.packing.encoders.base import PROBE, qualified_name
 from streampack.packing.encoders.hf_tokenizer import HFTokenizer
 from streampack.packing.encoders.tokenizer import check_tokenizer
 from streampack.packing.encoders.transforms import GuardedTransform, validate
-from streampack.sources.base import digest, plain
 from streampack.types import IGNORE_INDEX, Sample
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from streampack.fingerprint import digest, plain
 from streampack.packing.assemble import as_sample, missing_column
 from streampack.packing.encoders.base import PROBE
 from streampack.packing.encoders.hf_tokenizer import HFTokenizer
 from streampack.packing.encoders.tokenizer import check_ends, check_tokenizer, own_bos
-from streampack.sources.base import digest, plain
 from streampack.types import Sample
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from streampack.packing.assemble import missing_column
 from streampack.packing.encoders.conversation import REASONING, conversation, refuse_left_out
-from streampack.packing.planner import require
+from streampack.validation import require
 
 TOOL_CALLS = ("error", "json")
 ROLES = ("system", "user", "assistant", "ipython")

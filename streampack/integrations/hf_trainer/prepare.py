@@ -1,0 +1,153 @@
+"""Packed streams under transformers' `Trainer` and the trainers made of it, such as TRL's `SFTTrainer`."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from streampack.attention import Inputs
+from streampack.integrations.hf_trainer.epochs import require_epochs
+from streampack.integrations.hf_trainer.evaluation import require_end
+from streampack.integrations.hf_trainer.hooks import Hooks
+from streampack.streaming.consumers import model_parallel_mesh
+from streampack.streaming.dataset import IterablePackedDataset
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+
+def prepare_trainer_for_packing(
+    trainer: Trainer,
+    *,
+    train_dataset: IterablePackedDataset | None = None,
+    eval_dataset: IterablePackedDataset | dict[str, IterablePackedDataset] | None = None,
+    attention: str = "auto",
+) -> Inputs:
+    """Let a `Trainer` train on a stream of packs: on any number of ranks, and resumed exactly.
+
+    >>> import tempfile
+    >>> from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+    >>> from streampack import IterablePackedDataset
+    >>> packs = IterablePackedDataset([{"tokens": [1, 2, 3], "labels": [1, 2, 3]}] * 9, max_seq_len=8)
+    >>> sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes))
+    >>> args = TrainingArguments(tempfile.mkdtemp(), max_steps=2, per_device_train_batch_size=2, use_cpu=True,
+    ...     report_to="none", disable_tqdm=True, log_level="error", logging_strategy="no", save_strategy="no")
+    >>> trainer = Trainer(model, args, train_dataset=packs)
+    >>> prepare_trainer_for_packing(trainer).attention
+    'varlen'
+    >>> trainer.train().global_step  # doctest: +ELLIPSIS
+    {'train_runtime': ...}
+    2
+
+    The settings are Trainer's own: ``per_device_train_batch_size`` counts packs, and a step trains that many times
+    ``gradient_accumulation_steps`` times the ranks, the next packs of the stream whatever their product is made of.
+    The loss of a step is the mean over its trained tokens on all ranks. accelerate, which would deal the packs out a
+    second time, never sees the loader. Every checkpoint holds the stream's state, and
+    ``train(resume_from_checkpoint=...)`` goes on with the next packs, on another number of ranks too; ``True`` takes
+    the newest checkpoint that was written to its end. Data that ends before ``max_steps`` ends the training, with a
+    last log and checkpoint. Without ``max_steps``, ``num_train_epochs`` says how often packs with ``epochs=1`` are read
+    (give them here then: Trainer's constructor refuses data without a length). The steps are counted for map-style
+    data, each sample of which is encoded once for it, and estimated for streams. Strategies of ``"epoch"`` act where an
+    epoch of the packs ends; with ``epochs=None``, at the end only.
+    The loss of an evaluation (``evaluate``, ``predict``) is the mean over its trained tokens on all ranks, of packs and
+    of data that Trainer's own loader serves; Trainer would weigh each batch the same, however few tokens it trains.
+    Where several ranks predict, the rows of null packs have labels of -100 only; and Trainer's own loader gives some
+    rows twice, to fill up its last batch.
+    Logs get ``num_tokens``, ``padding``, ``untrained`` and ``dropped_tokens``: real tokens so far, a share of 1,
+    samples that train nothing, tokens. A step that trains nothing is an error, raised with the next log or at the end,
+    unless the packs were made with ``untrained="keep"``.
+
+    Preparing twice is harmless; the last one holds. `Trainer` over map-style data needs none of this:
+    ``data_collator=FlatteningCollator()`` will do.
+
+    Args:
+        trainer: built, not trained yet; its model is prepared as by `prepare_model_for_packing`.
+        train_dataset: packs to train on. Default: the trainer's own. `SFTTrainer` accepts only `datasets`' classes;
+            pack what it has tokenized, with ``encoder=TokensEncoder(tokens="input_ids")``.
+        eval_dataset: packs of one epoch to evaluate on, or several by name. Default: the trainer's own, which may
+            also be of another kind: then Trainer's own loader serves it.
+        attention: see `prepare_model_for_packing`.
+
+    Raises:
+        ValueError: for a model whose samples would see one another, data that is no stream of packs, and settings
+            under which the loss or the order would be wrong; each with the way out.
+    """
+    _require_next_token_loss(trainer)
+    packs = trainer.train_dataset if train_dataset is None else train_dataset
+    if not isinstance(packs, IterablePackedDataset):
+        raise ValueError(
+            f"train_dataset is a {type(packs).__name__}; give an IterablePackedDataset, or leave this trainer's "
+            "loader as it is, with data_collator=FlatteningCollator()"
+        )
+    held_out = trainer.eval_dataset if eval_dataset is None else eval_dataset
+    for name, data in (held_out if isinstance(held_out, dict) else {"eval_dataset": held_out}).items():
+        if isinstance(data, IterablePackedDataset):
+            require_end(data, name)
+    _check_settings(trainer, packs)
+    earlier = getattr(trainer.train, "__self__", None)
+    if isinstance(earlier, Hooks):
+        earlier.leave()
+    hooks = Hooks(trainer, packs, attention=attention)
+    inputs = hooks.inputs
+    trainer.train_dataset, trainer.eval_dataset = packs, held_out
+    hooks.enter()
+    return inputs
+
+
+def _require_next_token_loss(trainer: Trainer) -> None:
+    """Refuse trainers and models whose loss is not that of the next token, sequence by sequence."""
+    for kind in type(trainer).__mro__:
+        other = kind.__name__ not in ("SFTTrainer", "BaseTrainer", "_BaseTrainer")
+        if other and kind.__name__.endswith("Trainer") and kind.__module__.startswith("trl."):
+            raise ValueError(
+                f"{kind.__name__} compares, scores or samples whole answers, and packs keep only tokens and labels; "
+                "leave this trainer's loader as it is, or train with Trainer or SFTTrainer"
+            )
+    model = trainer.model
+    name = type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
+    if head := re.search(
+        "For(SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice)", name
+    ):
+        raise ValueError(
+            f"{name} has a head for {head[1]} and predicts no next tokens, for which alone packs have labels; leave "
+            "this trainer's loader as it is, with transformers' own collators"
+        )
+
+
+def _check_settings(trainer: Trainer, packs: IterablePackedDataset) -> None:
+    args = trainer.args
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"this process has {args.n_gpu} GPUs and DataParallel would cut packs' boundaries apart; start one process "
+            "for each (torchrun, accelerate launch), or set CUDA_VISIBLE_DEVICES to one"
+        )
+    for name in ("packing", "padding_free", "eval_packing"):
+        if getattr(args, name, False):
+            raise ValueError(
+                f"{type(args).__name__} has {name}=True, and rows that TRL has packed or flattened cannot be packed "
+                "again: their samples would see one another; leave it out, packing is done here"
+            )
+    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
+    for name in ("tp_size", "cp_size", "sp_size"):
+        # The methods know of models that were loaded with a tp_plan, and of DeepSpeed's settings.
+        size = max(getattr(parallelism, name, 1), getattr(trainer, f"get_{name}", lambda: 1)())
+        if size > 1:
+            raise ValueError(
+                f"{name} is {size}: those ranks must see the same packs, and each rank gets its own; use data "
+                "parallelism only (DDP, FSDP, ZeRO)"
+            )
+    if why := model_parallel_mesh(trainer.model):
+        raise ValueError(why)
+    if args.world_size > 1 and not args.average_tokens_across_devices:
+        raise ValueError(
+            "average_tokens_across_devices=False weighs each rank's tokens by how many that rank has, and a rank may "
+            "have none; leave it at True"
+        )
+    if not (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func):
+        raise ValueError(
+            f"{type(trainer.model).__name__} does not take num_items_in_batch, so each batch would weigh the same, "
+            "however few tokens it trains; give Trainer a compute_loss_func"
+        )
+    if args.max_steps <= 0:
+        require_epochs(packs, args)

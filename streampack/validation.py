@@ -1,0 +1,23 @@
+"""Checks of arguments: each names the value, the limit and what to give."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import SupportsIndex
+
+
+def require(value: object, name: str, allowed: Iterable[str]) -> None:
+    """Raise if ``value`` is not one of the ``allowed`` words."""
+    if value not in (words := list(allowed)):
+        raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(map(repr, words))}")
+
+
+def require_positive(value: object, name: str, *, least: int = 1) -> int:
+    """``value`` as an int; raise if it is not a whole number of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise ValueError(f"{name}={value!r} is not a whole number; give one of at least {least}")
+    number = operator.index(value)
+    if number < least:
+        raise ValueError(f"{name}={number} is below {least}; give at least {least}")
+    return number
