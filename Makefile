@@ -53,8 +53,8 @@ bench: $(VENV)/.installed-bench  ## density and speed beside the peers', time to
 models: setup  ## docs/models.md: which families of models keep samples apart, as the tests see it now
 	mkdir -p build && rm -f build/models.jsonl
 	STREAMPACK_WRITE_TABLES=build/models.jsonl OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not gpu" \
-		tests/test_attention_torchtune.py tests/test_transformers_models.py
-	$(BIN)/python -m tests.models_table build/models.jsonl
+		tests/attention/test_torchtune.py tests/attention/test_transformers.py
+	$(BIN)/python -m tests.support.models_table build/models.jsonl
 
 # A GPU machine without network brings a torch of its own, and no .venv but the wheels of `make wheels`.
 ifneq ($(wildcard wheels/*.whl),)

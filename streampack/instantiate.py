@@ -42,7 +42,7 @@ COMPONENTS = {
     r"torchtune\.training\.metric_logging": r"\w+Logger",
     r"transformers": r"get_(\w+_)?schedule(_\w+)?|Adafactor",
 }
-"""What a config may name: a pattern of modules, and of names that these export. tests/test_components.py has a list of
+"""What a config may name: a pattern of modules, and of names that these export. tests/test_instantiate.py has a list of
 names that must not match."""
 
 UNSAFE_BUILDERS = ("pandas", "iceberg")  # of `datasets`: the first reads pickles, the second imports by name

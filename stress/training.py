@@ -26,7 +26,7 @@ SETTINGS: dict[str, Any] = {"data.num_lanes": 4, "num_workers": 2, "batch_size":
 
 def config_of(folder: Path, **changes: Any) -> Any:
     """A toy of a model on a corpus that has something to learn, as the tests use them; 4 packs a step."""
-    from tests.tiny import tiny_config
+    from tests.support.tiny import tiny_config
 
     return tiny_config(folder, **{**SETTINGS, **changes})
 
@@ -156,7 +156,7 @@ def last_step(folder: Path) -> int:
 def kill_saves(run: Run) -> str:
     """2 ranks, sharded; either of them dies at each point in turn, and what is left is loaded by 1 and 2 ranks."""
     warm_up()
-    from tests import test_checkpoint  # noqa: F401 - before ranks are forked
+    from tests.training import test_checkpoint  # noqa: F401 - before ranks are forked
 
     kinds: Counter[str] = Counter()
     left: Counter[int] = Counter()
@@ -206,7 +206,7 @@ def save_and_die(folder: Path, victim: int, number: int) -> dict[int, list[Any]]
     """In a rank: save step 5, train, save step 10; rank ``victim`` ends at the ``number``-th point of the latter."""
     from streampack.distributed.world import join_world
     from streampack.training.checkpoint import Checkpoints
-    from tests.test_checkpoint import die_at
+    from tests.training.test_checkpoint import die_at
 
     weights = {}
     with join_world(_cpu(), timeout=60) as world:

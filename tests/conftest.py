@@ -3,7 +3,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.models_table import file_record
+from tests.support.models_table import file_record
 
 # Configs of tests name components of tests, in the processes that tests start, too.
 os.environ.setdefault("STREAMPACK_TRUST", "tests")
@@ -36,6 +36,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def record_model() -> Callable[[str, str, str, str], None]:
     """Files what a family of models did with a backend: ``record_model("torchtune", "gemma2", "dense", outcome)``.
 
-    The outcome is what `tests.models_table.figures` makes, or ``"refused: why"``.
+    The outcome is what `tests.support.models_table.figures` makes, or ``"refused: why"``.
     """
     return lambda *record: file_record(record)

@@ -1,4 +1,4 @@
-"""The shape of the house: which module may import which, what is public, which test belongs to what."""
+"""The architecture: which module may import which, what is public, which test belongs to which module."""
 
 from __future__ import annotations
 
@@ -16,38 +16,24 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "streampack"
 
-# Imports point downward only: a unit (a module of streampack, or a subpackage with all in it) imports from layers
-# above its own in this table, or from its own subpackage. `streampack` stands for the package's own __init__.
+# Imports point up this list only, to what comes earlier in a token's way: a unit (a folder of streampack with all that
+# is in it, or a module beside them) imports from the lines above its own. `streampack` is the package's own __init__.
 LAYERS = (
-    {
-        "types",
-        "plan",
-        "metrics",
-        "components",
-        "consumers",
-        "boundaries",
-        "locks",
-        "epochs",
-        "catalog",
-        "orphans",
-    },
-    {"assemble", "sources", "receipt", "parity", "multipack", "nothing"},
-    {"rows"},
-    {"encode", "collate", "collators", "methods", "samplers"},
-    {"attention", "draws"},
-    {"mix", "flatten"},
-    {"lane_config"},
-    {"lane", "sharding", "identity"},
-    {"stream", "estimate", "count", "tokenize", "untrained"},
-    {"iterable", "folding"},
-    {"workers", "lockstep"},
-    {"shares", "corpus"},
-    {"agreement"},
-    {"loader", "dataset", "batches"},
-    {"trainer"},
+    {"types"},
+    {"validation", "fingerprint", "instantiate", "accounting", "catalog"},
+    {"storage"},
+    {"sources"},
+    {"packing"},
+    {"streaming"},
+    {"distributed"},
+    {"loader"},
+    {"map_style"},
+    {"attention", "losses"},
+    {"tokenize"},
+    {"integrations"},
     {"streampack"},
     {"training"},
-    {"recipes", "tune_cli"},
+    {"tune_cli", "recipes"},
     {"cli"},
     {"__main__"},
 )
@@ -69,22 +55,22 @@ EXTRAS = [
     *("flash_attn", "fsspec", "s3fs", "zstandard", "trl", "grain"),  # the others
 ]
 
-# Tests of no single module.
+# Tests of no single module, by their place under tests/.
 FREE_TESTS = {
-    "test_lanes.py": "lanes, streams and loaders where lanes are few or empty",
-    "test_architecture.py": "the house as a whole",
-    "test_ranks.py": "several processes, loader and lockstep together",
-    "test_interrupts.py": "exceptions in the middle of next(): loader, workers, streams and sources together",
-    "test_isolation.py": "packed equals alone, through the model and the loss",
-    "test_stock_recipe.py": "torchtune's own recipe on our PackedDataset",
-    "test_transformers_models.py": "packed equals alone, for the families of Hugging Face models",
-    "test_trl.py": "TRL's SFTTrainer on a stream of packs",
-    "test_examples.py": "the scripts under examples/",
-    "test_after_training.py": "what the recipes leave, in transformers, PEFT and torchtune",
-    "test_stress.py": "the long lines of `make stress`, with small counts",
-    "test_remote_indexed.py": "token shards and MDS over the network",
-    "test_benchmarks.py": "the commands under benchmarks/ that no other test runs",
-    "test_scale.py": "the simulation in benchmarks/scale, against real loaders",
+    "test_architecture.py": "the layers, the public names, the places of tests",
+    "distributed/test_processes.py": "several processes: loader and collectives together",
+    "loader/test_interrupts.py": "exceptions in the middle of next(): loader, workers, streams and sources together",
+    "attention/test_packed_equals_alone.py": "packed equals alone, through the model and the loss",
+    "integrations/test_trl.py": "TRL's SFTTrainer on a stream of packs",
+    "recipes/test_stock_recipe.py": "torchtune's own recipe on our PackedDataset",
+    "recipes/test_examples.py": "the scripts under examples/",
+    "recipes/test_after_training.py": "what the recipes leave, in transformers, PEFT and torchtune",
+    "sources/test_sources.py": "what all sources promise",
+    "streaming/test_few_lanes.py": "lanes, streams and loaders where lanes are few or empty",
+    "stress/test_stress.py": "the long jobs of `make stress`, with small counts",
+    "benchmarks/test_commands.py": "the commands under benchmarks/ that no other test runs",
+    "benchmarks/test_paper_tables.py": "the tables of the paper's comparison",
+    "attention/test_attention.py": "what all backends promise",
 }
 
 
@@ -156,14 +142,18 @@ def test_imports_point_downward(path: Path) -> None:
 @pytest.mark.parametrize(
     ("unit", "package", "source"),
     [
-        ("plan", "streampack", "from streampack.streaming.lane import Lane"),
-        ("plan", "streampack", "import streampack.streaming.lane"),
-        ("plan", "streampack", "from .lane import Lane"),
-        ("plan", "streampack", "from . import lane"),
-        ("plan", "streampack", "def f():\n    from streampack import lane"),
-        ("plan", "streampack", "if TYPE_CHECKING:\n    from streampack.types import Pack"),  # its own layer
-        ("lane", "streampack", "from streampack import IterablePackedDataset"),
-        ("sources", "streampack.sources", "from ..encode import Encoder"),
+        ("packing", "streampack.packing", "from streampack.streaming.lane import Lane"),
+        ("packing", "streampack.packing", "import streampack.streaming.lane"),
+        ("packing", "streampack.packing", "from ..streaming.lane import Lane"),
+        ("packing", "streampack.packing", "from .. import streaming"),
+        ("packing", "streampack.packing", "def f():\n    from streampack import streaming"),
+        (
+            "validation",
+            "streampack",
+            "if TYPE_CHECKING:\n    from streampack.fingerprint import digest",
+        ),  # its own layer
+        ("streaming", "streampack.streaming", "from streampack import IterablePackedDataset"),
+        ("sources", "streampack.sources", "from ..packing.encoders import Encoder"),
         ("training", "streampack.training", "import streampack.cli"),
         ("tune_cli", "streampack", "import streampack_recipes.full_finetune"),
         ("types", "streampack", "from benchmarks import lengths"),
@@ -176,15 +166,15 @@ def test_an_import_upward_is_seen(unit: str, package: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("unit", "package", "source"),
     [
-        ("lane", "streampack", "from streampack.packing.planner import plan_packs"),
+        ("streaming", "streampack.streaming", "from streampack.packing.planner import plan_packs"),
         (
             "sources",
             "streampack.sources",
-            "from .base import Source\nfrom streampack.sources.base import digest",
+            "from .base import Source\nfrom streampack.sources.base import Reading",
         ),
         ("training", "streampack.training", "from streampack import IterablePackedDataset"),
         ("recipes", "recipes", "from streampack import training\nimport streampack_recipes.stdlib_corpus"),
-        ("plan", "streampack", "import torch, numpy as np"),
+        ("packing", "streampack.packing", "import torch, numpy as np"),
     ],
 )
 def test_an_import_downward_is_free(unit: str, package: str, source: str) -> None:
@@ -312,34 +302,79 @@ def test_a_missing_docstring_is_seen() -> None:
 
 
 def test_every_test_file_mirrors_a_module() -> None:
-    strays = []
-    for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        place = path.relative_to(ROOT / "tests")
-        if place.name not in FREE_TESTS and not mirrors(place):
-            strays.append(str(place))
+    places = [path.relative_to(ROOT / "tests") for path in sorted((ROOT / "tests").rglob("test_*.py"))]
+    strays = [str(place) for place in places if str(place) not in FREE_TESTS and not mirrors(place)]
     assert not strays, f"named after no module, and not in FREE_TESTS: {strays}"
+    assert set(FREE_TESTS) <= {str(place) for place in places}
 
 
 def mirrors(place: Path) -> bool:
-    """tests/test_plan.py, test_loss.py, test_sources_jsonl.py and sources/test_jsonl.py all have their modules."""
+    """Whether tests/FOLDER/test_NAME.py, or test_NAME_more.py, has its streampack/FOLDER/NAME.py or folder NAME."""
     stem = place.stem.removeprefix("test_")
-    for root in (PACKAGE, ROOT / "recipes", ROOT / "benchmarks"):
-        modules = [p.relative_to(root).with_suffix("") for p in root.rglob("*.py")]
-        modules += [m.parent for m in modules if m.name == "__init__"]
-        if place.with_name(stem) in [*modules, *(root.name / m for m in modules)]:
-            return True
-        if len(place.parts) == 1 and stem in [n for m in modules for n in (m.name, "_".join(m.parts))]:
-            return True
-    return False
+    folders = [root / place.parent for root in (PACKAGE, ROOT)]
+    modules = [
+        module.stem
+        for folder in folders
+        if folder != ROOT
+        for module in folder.glob("*")
+        if module != PACKAGE
+    ]
+    return any(stem == module or stem.startswith(f"{module}_") for module in modules)
 
 
 def test_a_stray_test_file_is_seen() -> None:
-    assert mirrors(Path("test_plan.py"))
-    assert mirrors(Path("sources/test_base.py"))
-    assert mirrors(Path("test_sources_base.py"))
-    assert mirrors(Path("test_base.py"))
-    assert not mirrors(Path("test_misc.py"))
-    assert not mirrors(Path("sources/test_plan.py"))
+    assert mirrors(Path("test_accounting.py"))
+    assert mirrors(Path("packing/test_planner.py"))
+    assert mirrors(Path("packing/test_encoders_chat.py"))
+    assert mirrors(Path("integrations/test_hf_trainer.py"))
+    assert mirrors(Path("recipes/test_pretrain.py"))
+    assert not mirrors(Path("test_planner.py"))
+    assert not mirrors(Path("packing/test_misc.py"))
+
+
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    """Imports in functions count as well: a circle that is broken so is still one for a reader."""
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in PACKAGE.rglob("*.py")
+    }
+    graph = {
+        name: {target for _, imported_name in imported(path.read_text(encoding="utf-8"), name) for target in
+               [module_of(imported_name, modules)] if target and target != name and not is_init(path)}
+        for name, path in modules.items()
+    }  # fmt: skip
+    assert circles(graph) == []
+
+
+def is_init(path: Path) -> bool:
+    return path.name == "__init__.py"
+
+
+def module_of(name: str, modules: dict[str, Path]) -> str | None:
+    """The module that an imported name lies in."""
+    while name and name not in modules:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+def circles(graph: dict[str, set[str]]) -> list[str]:
+    """Nodes that can be reached from themselves."""
+
+    def reach(start: str) -> set[str]:
+        seen: set[str] = set()
+        todo = list(graph.get(start, ()))
+        while todo:
+            if (node := todo.pop()) not in seen:
+                seen.add(node)
+                todo += graph.get(node, ())
+        return seen
+
+    return sorted(node for node in graph if node in reach(node))
+
+
+def test_a_circle_is_seen() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == ["a", "b", "c"]
+    assert circles({"a": {"b"}, "b": {"c"}, "c": set()}) == []
 
 
 def test_every_package_is_installed() -> None:

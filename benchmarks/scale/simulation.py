@@ -1,7 +1,7 @@
 """A run of any number of ranks, from lengths alone: what each rank trains on in each step.
 
 `Planner` chooses the packs as it does in training. Which rank takes which pack at which step is here the loader's
-arithmetic on whole arrays; ``tests/test_scale.py`` compares it, pack by pack, with what real loaders hand out.
+arithmetic on whole arrays; ``tests/benchmarks/test_scale.py`` compares it, pack by pack, with real loaders.
 """
 
 from __future__ import annotations

@@ -1,0 +1,184 @@
+"""flash-attn is not there on a CPU: these are stand-ins with the signatures that its three generations publish.
+
+Looked up in github.com/Dao-AILab/flash-attention: flash_attn/flash_attn_interface.py (2),
+hopper/flash_attn_interface.py (3) and flash_attn/cute/interface.py (4). What they compute is the CPU's loop.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from streampack.attention import flash, varlen_attention
+from streampack.attention.flash import find_flash, flash_attention, flash_unfit
+from tests.attention.test_varlen import LIMIT, difference, tensors
+
+CUDA = torch.device("cuda")
+CUTS = torch.tensor([0, 7, 7, 20], dtype=torch.int32)
+Sees = tuple[int | None, int | None]
+
+
+def second(
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False, window_size: Sees = (-1, -1),
+    softcap: float = 0.0, alibi_slopes: Any = None, deterministic: bool = False, return_attn_probs: bool = False,
+    block_table: Any = None,
+) -> torch.Tensor:  # fmt: skip
+    return compute(locals(), unlimited=-1)
+
+
+def third(
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int,
+    seqused_q: Any = None, seqused_k: Any = None, softmax_scale: float | None = None, causal: bool = False,
+    qv: Any = None, q_descale: Any = None, k_descale: Any = None, v_descale: Any = None, window_size: Sees = (-1, -1),
+    attention_chunk: int = 0, softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None,
+    deterministic: bool = False, sm_margin: int = 0, return_attn_probs: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    return compute(locals(), unlimited=-1)
+
+
+def fourth(
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, seqused_q: Any = None, seqused_k: Any = None, page_table: Any = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size: Sees = (None, None),
+    learnable_sink: Any = None, softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None,
+    deterministic: bool = False, score_mod: Any = None, mask_mod: Any = None, block_sparse_tensors: Any = None,
+    cu_total_m_blocks: Any = None, cu_total_n_blocks: Any = None, aux_tensors: Any = None, return_lse: bool = False,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    return compute(locals(), unlimited=None), None
+
+
+def compute(given: dict[str, Any], *, unlimited: int | None) -> torch.Tensor:
+    before, behind = given["window_size"]
+    assert given["causal"]
+    assert behind == 0
+    assert torch.equal(given["cu_seqlens_q"], given["cu_seqlens_k"])
+    assert given["max_seqlen_q"] == given["max_seqlen_k"]
+    return varlen_attention(
+        *(given[name] for name in "qkv"),
+        cu_seqlens=given["cu_seqlens_q"],
+        max_seqlen=given["max_seqlen_q"],
+        window=None if before == unlimited else before + 1,
+        scale=given["softmax_scale"],
+        softcap=given["softcap"] or None,
+    )
+
+
+NAMES = {2: "flash_attn", 3: "flash_attn_interface", 4: "flash_attn.cute"}
+STANDS_IN: dict[int, Callable[..., Any]] = {2: second, 3: third, 4: fourth}
+
+
+def install(patch: pytest.MonkeyPatch, *generations: int, gpu: tuple[int, int] = (9, 0)) -> None:
+    """A machine with this GPU and these generations of flash-attn."""
+    patch.setattr(torch.cuda, "get_device_capability", lambda device=None: gpu)
+    patch.setattr(flash, "_found", None)
+    parent = ModuleType("flash_attn")  # also the folder of 4, so that it is there without 2
+    parent.__path__ = []
+    modules: dict[str, ModuleType | None] = dict.fromkeys(NAMES.values())  # None: cannot be imported
+    for generation in generations:
+        module = parent if generation == 2 else ModuleType(NAMES[generation])
+        module.__dict__["flash_attn_varlen_func"] = STANDS_IN[generation]
+        modules[NAMES[generation]] = module
+    if {2, 4} & set(generations):
+        modules["flash_attn"] = parent
+    for name, entry in modules.items():
+        patch.setitem(sys.modules, name, entry)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "installed", "chosen"),
+    [
+        ((8, 0), (2, 3, 4), 3),
+        ((8, 9), (2, 4), 2),
+        ((9, 0), (2, 3, 4), 3),
+        ((9, 0), (2, 4), 4),
+        ((9, 0), (2,), 2),
+        ((10, 0), (2, 3, 4), 4),
+        ((12, 0), (2, 3), 2),
+    ],
+)
+def test_the_generation_suits_the_gpu(
+    gpu: tuple[int, int], installed: tuple[int, ...], chosen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, *installed, gpu=gpu)
+    assert find_flash(CUDA)[0] == chosen
+
+
+@pytest.mark.parametrize(("gpu", "installed"), [((9, 0), ()), ((10, 0), (3,)), ((8, 0), (4,))])
+def test_a_missing_one_names_the_extra(
+    gpu: tuple[int, int], installed: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, *installed, gpu=gpu)
+    with pytest.raises(ImportError) as error:
+        find_flash(CUDA)
+    assert 'pip install "streampack[flash]"' in str(error.value)
+    assert "use attention='varlen', the default" in str(error.value)
+
+
+def test_other_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ValueError, match="attention='flash' needs CUDA, the model is on cpu; use attention='varlen'"
+    ):
+        find_flash(torch.device("cpu"))
+    install(monkeypatch, 2, gpu=(7, 5))
+    with pytest.raises(ValueError, match="needs a GPU of compute capability 8.0 or more, this one has 7.5"):
+        find_flash(CUDA)
+
+
+@pytest.mark.parametrize("generation", NAMES)
+@pytest.mark.parametrize("window", [None, 1, 4])
+@pytest.mark.parametrize("scale", [None, 0.7])
+def test_each_is_called_as_it_is_published(
+    generation: int, window: int | None, scale: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, generation)
+    assert find_flash(CUDA)[0] == generation
+    q, k, v, _ = tensors(20, heads=4, kv_heads=2, dtype=torch.bfloat16)
+    softcap = None if generation == 4 else 5.0
+    settings: dict[str, Any] = {"max_seqlen": 13, "window": window, "scale": scale, "softcap": softcap}
+    ours = flash_attention(q, k, v, cu_seqlens=CUTS, **settings)
+    assert torch.equal(ours, varlen_attention(q, k, v, cu_seqlens=CUTS, **settings))
+
+
+@pytest.mark.parametrize(
+    ("generation", "dtype", "softcap", "why"),
+    [
+        (2, torch.float32, None, "flash-attn computes in 16 bits and the model is in torch.float32"),
+        (4, torch.bfloat16, 50.0, "flash-attn 4 has no softcap to train with and the model has one of 50.0"),
+        (3, torch.bfloat16, 50.0, None),
+    ],
+)
+def test_what_it_cannot_do_is_said(
+    generation: int,
+    dtype: torch.dtype,
+    softcap: float | None,
+    why: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install(monkeypatch, generation)
+    assert flash_unfit(device=CUDA, dtype=dtype, softcap=softcap) == why
+    q, k, v, _ = tensors(20, heads=4, kv_heads=2, dtype=dtype)
+    if why is not None:
+        with pytest.raises(ValueError, match=f"attention='flash': {why}; use attention='flex' or 'dense'"):
+            flash_attention(q, k, v, cu_seqlens=CUTS, max_seqlen=13, softcap=softcap)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 1, 5])
+def test_flash_is_the_loop_on_cuda(window: int | None) -> None:
+    try:
+        find_flash(CUDA)
+    except ImportError as error:
+        pytest.skip(str(error))
+    results = []
+    for attend, device in [(varlen_attention, "cpu"), (flash_attention, "cuda")]:
+        q, k, v, upstream = tensors(20, heads=4, kv_heads=2, dtype=torch.bfloat16, device=device)
+        out = attend(q, k, v, cu_seqlens=CUTS.to(device), max_seqlen=13, window=window)
+        results.append([x.detach().cpu() for x in (out, *torch.autograd.grad(out, (q, k, v), upstream))])
+    for ours, theirs in zip(*results, strict=True):
+        assert difference(ours.double(), theirs.double()) < LIMIT[torch.bfloat16] or window == 1

@@ -1,0 +1,153 @@
+"""Dicts of collators as batches: the samples of a row stay apart, whoever made the dict."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from streampack import (
+    FlatteningCollator,
+    IterablePackedDataset,
+    PaddedCollator,
+    collate_packed,
+    make_mask,
+    prepare_model_for_packing,
+)
+from streampack.attention.mappings import packed_of
+from streampack.map_style import collators
+from tests.support.hf_trainers import model, samples, truth
+
+transformers = pytest.importorskip("transformers")
+
+ROWS = samples(5)
+FEATURES = [{"input_ids": row["tokens"], "labels": row["labels"]} for row in ROWS]
+
+
+def flat(**changes: Any) -> dict[str, Any]:
+    return FlatteningCollator(**changes)(FEATURES)
+
+
+def ones(batch: dict[str, Any]) -> dict[str, Any]:
+    """With the mask that other collators add, and that makes transformers forget the positions."""
+    return batch | {"attention_mask": torch.ones_like(batch["input_ids"])}
+
+
+def left_padded() -> dict[str, Any]:
+    batch = PaddedCollator()(FEATURES)
+    order = batch["attention_mask"].argsort(dim=1, stable=True)
+    return {name: value.gather(1, order) for name, value in batch.items()}
+
+
+def of_trl() -> dict[str, Any]:
+    sft_trainer = pytest.importorskip("trl.trainer.sft_trainer")
+    made: dict[str, Any] = sft_trainer.DataCollatorForLanguageModeling(
+        pad_token_id=0, padding_free=True, pad_to_multiple_of=8
+    )(FEATURES)
+    return made
+
+
+BATCHES = {
+    "flat": flat,
+    "flat, static": lambda: flat(max_tokens=96, max_seqs=7, return_flash_attn_kwargs=True),
+    "flat, by lengths alone": lambda: flat(return_position_ids=False, return_flash_attn_kwargs=True),
+    "flat, by numbers alone": lambda: flat(return_position_ids=False, return_seq_idx=True),
+    "flat, from 2": lambda: flat(position_ids_start=2),
+    "flat, all ones": lambda: ones(flat()),
+    "flat, padded, all ones": lambda: ones(flat(pad_to_multiple_of=16)),
+    "transformers": lambda: transformers.DataCollatorWithFlattening()(FEATURES),
+    "TRL": of_trl,
+    "padded": lambda: PaddedCollator()(FEATURES),
+    "padded on the left": left_padded,
+    "a BatchEncoding": lambda: transformers.BatchEncoding(flat()),
+    "torch's own": lambda: {
+        name: torch.stack([pack[name] for pack in IterablePackedDataset(ROWS, max_seq_len=64)])
+        for name in ("tokens", "labels", "input_pos")
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def true_loss() -> float:
+    return truth(model(), ROWS)
+
+
+@pytest.mark.parametrize("attention", ["dense", "varlen"])
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_dicts_samples_stay_apart(true_loss: float, attention: str, name: str) -> None:
+    made = model()
+    made.config.use_cache = True
+    inputs = prepare_model_for_packing(made, attention=attention)
+    batch = BATCHES[name]()
+    given = {key: value.clone() for key, value in batch.items() if torch.is_tensor(value)}
+    assert made(**inputs(batch)).loss.item() == pytest.approx(true_loss, rel=1e-5)
+    assert all(torch.equal(batch[key], value) for key, value in given.items())
+
+
+def test_without_it_they_see_one_another(true_loss: float) -> None:
+    """The comparison above can fail, in just the loop that a user would write."""
+    made = model()
+    made.config.use_cache = True
+    assert abs(made(**flat()).loss.item() - true_loss) > 3e-3
+
+
+def test_the_first_label_of_a_sample_is_never_trained(true_loss: float) -> None:
+    """Whoever made the dict may have left it in: it would be predicted from the sample before."""
+    made = model()
+    inputs = prepare_model_for_packing(made)
+    batch = flat() | {"labels": flat()["input_ids"].clone()}
+    found = made(**inputs(batch)).loss.item()
+    rows = [{"tokens": row["tokens"], "labels": row["tokens"]} for row in ROWS]
+    assert found == pytest.approx(truth(made, rows), rel=1e-5)
+    assert "labels" not in inputs({name: value for name, value in flat().items() if name != "labels"})
+
+
+def test_torchtune_models_take_dicts_too() -> None:
+    llama3 = pytest.importorskip("torchtune.models.llama3").llama3
+    decoder = llama3(vocab_size=1024, num_layers=1, num_heads=2, num_kv_heads=1, embed_dim=8, max_seq_len=96)
+    inputs = prepare_model_for_packing(decoder)
+    [pack] = IterablePackedDataset(ROWS, max_seq_len=96)
+    batch = collate_packed([pack])
+    logits = decoder(**inputs(FlatteningCollator(max_tokens=96)([pack])))
+    assert torch.equal(logits, decoder(**inputs(batch)))
+    assert torch.equal(make_mask(flat(max_tokens=96)), make_mask(collate_packed([pack])))
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"labels": torch.ones(1, 3)}, "the batch has no tensor of 2 dimensions 'input_ids'"),
+        ({"input_ids": [[1, 2]]}, "the batch has no tensor of 2 dimensions 'input_ids'"),
+        (
+            flat(return_position_ids=False),
+            r"nothing in the batch says where its sequences begin \(it has 'input_ids', 'labels'\); give seq_lens, ",
+        ),
+        (flat() | {"attention_mask": torch.ones(1, 1, 9, 9)}, r"attention_mask has the shape \[1, 1, 9, 9\]"),
+        (flat() | {"position_ids": torch.ones(3, 1, 9)}, r"position_ids has the shape \[3, 1, 9\]"),
+        (
+            flat() | {"cu_seq_lens_q": torch.tensor([0, 3])},
+            r"cu_seq_lens_q ends at 3 and the batch has \d+ tokens",
+        ),
+        (flat() | {"seq_lens": [torch.tensor([3])]}, "seq_lens must be a tensor of 2 dimensions"),
+    ],
+)
+def test_a_dict_without_boundaries_is_refused(batch: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        packed_of(batch)
+
+
+def test_the_collator_warns_of_a_model_with_its_cache_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it can see one; once."""
+    made = model()
+    monkeypatch.setattr(collators.gc, "get_objects", lambda: [made, made.config, FEATURES])
+    monkeypatch.setattr(collators, "_looked", False)
+    made.config.use_cache = True
+    with pytest.warns(
+        UserWarning, match=r"a LlamaForCausalLM in this process has its cache on, .*inputs = prep"
+    ):
+        flat()
+    flat()
+    prepare_model_for_packing(made)
+    monkeypatch.setattr(collators, "_looked", False)
+    flat()

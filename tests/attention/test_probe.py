@@ -1,0 +1,349 @@
+"""The probe sees what leaks, says who saw whom, lets pass what does not, and leaves no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from streampack import Batch, IterablePackedDataset, collate_packed, find_leaks, prepare_model_for_packing
+from streampack.attention import document_ids, varlen_attention
+from streampack.attention.prepare import make_mask
+from streampack.attention.report import CAUSES, WAY_OUT
+from streampack.packing.batch import null_pack, to_torchtune
+from tests.attention.test_packed_equals_alone import MAX_SEQ_LEN, VOCAB, build, stream_and_batch
+from tests.support.ranks import run_ranks
+
+Mask = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (places, document ids) -> [b, L, L] bool
+
+
+class OneLayer(nn.Module):
+    """Embedding, learned positions, one attention with a mask of the test's choice; dropout, to be switched off."""
+
+    def __init__(self, mask: Mask) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.tokens, self.positions = nn.Embedding(VOCAB, 16), nn.Embedding(256, 16)
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, VOCAB)
+        self.dropout = nn.Dropout(0.5)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.5, generator=generator)
+        self.mask = mask
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        hidden = self.dropout(self.tokens(batch.tokens) + self.positions(batch.input_pos))
+        q, k, v = self.qkv(hidden).chunk(3, -1)
+        ids = document_ids(batch.seq_lens, max_seq_len=batch.tokens.shape[1])
+        seen = self.mask(torch.arange(ids.shape[1]), ids)
+        output: torch.Tensor = self.out(hidden + F.scaled_dot_product_attention(q, k, v, attn_mask=seen))
+        return output
+
+
+def same(ids: torch.Tensor) -> torch.Tensor:
+    return ids[:, :, None] == ids[:, None, :]
+
+
+def past(places: torch.Tensor) -> torch.Tensor:
+    return places[:, None] >= places
+
+
+def right(places: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return same(ids) & past(places)
+
+
+def no_boundaries(places: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return past(places).expand(len(ids), -1, -1)
+
+
+def a_token_late(places: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return right(places, F.pad(ids, (1, 0))[:, :-1])
+
+
+def a_token_early(places: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return right(places, torch.cat([ids[:, 1:], ids[:, -1:]], 1))
+
+
+def both_ways(places: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return torch.ones_like(same(ids))
+
+
+def padding_seen(places: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return right(places, ids) | (ids == ids.max())[:, None, :]
+
+
+# Sample 1 has one token, so that a shift by one gives it away as a whole.
+LEAKS = [
+    (no_boundaries, "all", {(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)}),
+    (a_token_late, "neighbour", {(0, 1), (2, 3)}),
+    (a_token_early, "neighbour", {(1, 2), (2, 3)}),
+    (both_ways, "backward", {(a, b) for a in range(4) for b in range(4) if a != b}),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("mask", "cause", "pairs"), LEAKS)
+def test_who_sees_whom(mask: Mask, cause: str, pairs: set[tuple[int, int]], dtype: torch.dtype) -> None:
+    report = find_leaks(OneLayer(mask).to(dtype))
+    found = {(leak.source, leak.sample) for leak in report.leaks if leak.kind == "sample"}
+    # One token among a hundred is less than bf16 can tell from rounding; the others suffice.
+    assert found == pairs if dtype != torch.bfloat16 else found & pairs
+    assert report.cause == CAUSES[cause]
+    assert not report.ok
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("max_seq_len", [8, 50, 256])
+def test_a_right_model_passes(dtype: torch.dtype, max_seq_len: int) -> None:
+    report = find_leaks(OneLayer(right).to(dtype), max_seq_len=max_seq_len)
+    assert report.ok, report
+    assert report.worst < report.limit / 2
+    assert not report.blind or max_seq_len == 8
+    assert sum(report.lengths) < max_seq_len or max_seq_len == 8
+    assert 1 in report.lengths
+
+
+def test_padding_that_is_seen() -> None:
+    report = find_leaks(OneLayer(padding_seen))
+    assert {leak.kind for leak in report.leaks} == {"padding", "alone"}
+    assert report.cause == CAUSES["padding"]
+
+
+def test_logits_that_are_no_numbers() -> None:
+    report = find_leaks(lambda batch: batch.tokens[..., None].double().log().log(), vocab_size=VOCAB)
+    assert not report.ok
+    assert report.worst == float("inf")
+
+
+class RunningOn(OneLayer):
+    def forward(self, batch: Batch) -> torch.Tensor:
+        positions = torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens)
+        return super().forward(Batch(batch.tokens, batch.labels, positions, batch.seq_lens, batch.fragments))
+
+
+def test_positions_that_do_not_restart() -> None:
+    """Nothing leaks; only the comparison with the sample alone can tell. The first begins at 0 all the same."""
+    report = find_leaks(RunningOn(right))
+    assert {leak.kind for leak in report.leaks} == {"alone"}
+    assert {leak.sample for leak in report.leaks} == {1, 2, 3}
+    assert report.cause == CAUSES["alone"]
+
+
+def test_noise_is_not_taken_for_a_leak() -> None:
+    calls = iter(range(100))
+    report = find_leaks(lambda batch: F.one_hot(batch.tokens + next(calls), 200).double(), vocab_size=VOCAB)
+    assert {leak.kind for leak in report.leaks} == {"noise"}
+    assert report.cause == CAUSES["noise"]
+
+
+def test_dropout_in_a_function_is_the_same_at_every_pass() -> None:
+    """A function cannot be put into eval mode, but its random numbers can be repeated: here they alone differ."""
+    model = OneLayer(right).train()
+    report = find_leaks(lambda batch: model(batch), vocab_size=VOCAB)
+    assert {leak.kind for leak in report.leaks} <= {"alone"}
+
+
+def test_the_words() -> None:
+    lines = str(find_leaks(OneLayer(a_token_late))).splitlines()
+    assert lines[0].endswith("a pack of 4 samples (76, 1, 102, 51 tokens), where logits may move by 0.0001:")
+    assert any(line.startswith("  changing sample 0 moved sample 1 by ") for line in lines)
+    assert any(line.startswith("  sample 1 differs from itself alone by ") for line in lines)
+    assert lines[-2:] == [f"likely cause: {CAUSES['neighbour']}", WAY_OUT]
+    text = str(find_leaks(OneLayer(right)))
+    assert text.startswith("no leak in a pack of 4 samples (76, 1, 102, 51 tokens); logits moved by ")
+
+
+def test_a_model_in_which_leaks_cannot_show() -> None:
+    """One that begins with zeros, as some do on purpose, passes any test of isolation; the report says so."""
+    model = OneLayer(no_boundaries)
+    assert not find_leaks(model).blind
+    nn.init.zeros_(model.qkv.weight.data[32:])
+    nn.init.zeros_(model.qkv.bias.data[32:])
+    report = find_leaks(model)
+    assert report.ok
+    assert report.blind
+    assert "but tokens do not see those of their own sample either" in str(report)
+    nn.init.zeros_(model.out.weight)
+    nn.init.zeros_(model.out.bias)
+    with pytest.raises(ValueError, match="all logits of the model are 0, so nothing shows"):
+        find_leaks(model)
+
+
+def test_nothing_is_left_behind() -> None:
+    """Mode of every part, gradients, random state."""
+    model = OneLayer(no_boundaries).train()
+    model.out.eval()
+    model.out.weight.grad = torch.ones_like(model.out.weight)
+    broken = Broken()
+    state, modes = torch.get_rng_state(), [part.training for part in model.modules()]
+    find_leaks(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [part.training for part in model.modules()] == modes
+    assert torch.equal(model.out.weight.grad, torch.ones_like(model.out.weight))
+    assert all(p.grad is None for name, p in model.named_parameters() if name != "out.weight")
+    assert torch.is_grad_enabled()
+
+    with pytest.raises(RuntimeError, match="broken"):
+        find_leaks(broken)
+    assert torch.is_grad_enabled()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(5, 2)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        raise RuntimeError("broken")
+
+
+def test_a_batch_of_ones_own() -> None:
+    _, batch = stream_and_batch("overlong")
+    assert find_leaks(OneLayer(right), batch).ok
+    report = find_leaks(OneLayer(no_boundaries), batch)
+    assert not report.ok
+    assert report.lengths == tuple(f.stop - f.start for f in batch.fragments[0])
+    with pytest.raises(ValueError, match="the first pack of the batch holds no sample"):
+        find_leaks(OneLayer(right), collate_packed([to_torchtune(null_pack(MAX_SEQ_LEN))]))
+
+
+def test_as_many_passes_whatever_the_pack_holds() -> None:
+    """Those of a sharded model are collective: ranks with other packs must not wait for one another."""
+    counts = []
+    for lengths in ((30,), (10, 12), (3, 4, 5, 6, 7)):
+        rows = [{"tokens": list(range(1, n + 1)), "labels": list(range(1, n + 1))} for n in lengths]
+        batch = collate_packed(list(IterablePackedDataset(rows, max_seq_len=MAX_SEQ_LEN)))
+        calls: list[Batch] = []
+        model = OneLayer(right).eval()
+        assert find_leaks(lambda b, calls=calls, model=model: calls.append(b) or model(b), batch).ok
+        counts.append(len(calls))
+    assert counts == [12, 12, 12]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "vocab_size is 0; give the number of tokens that the model knows, at least 2"),
+        ({"vocab_size": 1}, "vocab_size is 1; give"),
+        ({"vocab_size": 9, "max_seq_len": 7}, "max_seq_len is 7; the probe's pack needs 8 tokens or more"),
+    ],
+)
+def test_what_cannot_be_probed(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        find_leaks(lambda batch: batch.tokens[..., None].double(), **arguments)
+    assert message in str(error.value)
+
+
+def test_another_arithmetic_has_another_limit() -> None:
+    model = OneLayer(right)
+    assert find_leaks(model).limit == 1e-4
+    assert find_leaks(model.to(torch.bfloat16)).limit == 0.1
+    assert find_leaks(model.to(torch.float16)).limit == 0.02
+    with torch.autocast("cpu", torch.bfloat16):
+        assert find_leaks(model.float()).limit == 0.1
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert find_leaks(model).limit == 0.01
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert not find_leaks(model, limit=-1.0).ok
+
+
+def test_a_compiled_model_is_not_compiled_for_the_probe() -> None:
+    """Its pack has another length than training's, which torch.compile would take for lengths that vary."""
+    graphs = []
+
+    def count(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    model = torch.compile(OneLayer(right), backend=count)
+    assert find_leaks(model).ok
+    assert graphs == []
+    _, batch = stream_and_batch("exact_fit")
+    find_leaks(model, batch)
+    assert graphs
+
+
+# With torchtune's models.
+
+
+@pytest.mark.parametrize("attention", ["dense", "varlen"])
+@pytest.mark.parametrize("family", ["llama3", "lora", "absolute"])
+def test_torchtune(family: str, attention: str) -> None:
+    model = build(family)
+    inputs = prepare_model_for_packing(model, attention=attention)
+    report = find_leaks(model, inputs=inputs, max_seq_len=MAX_SEQ_LEN)
+    assert report.ok, report
+
+    def wrong(batch: Batch) -> dict[str, Any]:
+        return inputs(batch) | {"mask": None}
+
+    assert not find_leaks(model, inputs=wrong, max_seq_len=MAX_SEQ_LEN).ok
+    if family == "absolute":
+        running = torch.arange(MAX_SEQ_LEN)[None]
+        report = find_leaks(
+            model, inputs=lambda b: inputs(b) | {"input_pos": running}, max_seq_len=MAX_SEQ_LEN
+        )
+        assert {leak.kind for leak in report.leaks} == {"alone"}
+
+
+def test_a_lost_window_of_gemma2() -> None:
+    """Its mask hides what is outside the window; the sample alone, as the model's authors have it, tells."""
+    gemma2 = pytest.importorskip("torchtune.models.gemma2")
+    model = gemma2.gemma2(
+        vocab_size=VOCAB, num_layers=2, num_heads=4, head_dim=16, num_kv_heads=2, embed_dim=64, intermediate_dim=48,
+        max_seq_len=64, sliding_window_size=7,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2, generator=generator)
+    inputs = prepare_model_for_packing(model, attention="varlen")
+    assert find_leaks(model, inputs=inputs, max_seq_len=64).ok
+
+    def windowless(batch: Batch) -> dict[str, Any]:
+        arguments = inputs(batch)
+        arguments["mask"].kernel = lambda *qkv, window, **others: varlen_attention(*qkv, **others)
+        return arguments
+
+    report = find_leaks(model, inputs=windowless, max_seq_len=64)
+    assert {leak.kind for leak in report.leaks} == {"alone"}
+
+
+def sharded(batch: Batch) -> list[Any]:
+    """In a rank: a model over two processes keeps samples apart, is whole in neither, and trains on."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = build("llama3")
+    for layer in model.layers:
+        fully_shard(layer, reshard_after_forward=False)
+    fully_shard(model, reshard_after_forward=False)
+    inputs = prepare_model_for_packing(model)
+    report = find_leaks(model, inputs=inputs, max_seq_len=MAX_SEQ_LEN)
+    leaky = find_leaks(model, inputs=lambda b: inputs(b) | {"mask": None}, max_seq_len=MAX_SEQ_LEN)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), "layers are left whole"
+    logits = model(**inputs(batch))
+    logits.square().mean().backward()
+    norm = sum(float(p.grad.full_tensor().norm()) for p in model.parameters())
+    return [report.ok, leaky.ok, norm > 0]
+
+
+def test_a_sharded_model() -> None:
+    _, batch = stream_and_batch("exact_fit")
+    assert run_ranks(sharded, 2, batch) == [[True, False, True]] * 2
+
+
+def test_the_stock_mask_passes_too() -> None:
+    """For any callable: a batch in, logits out."""
+    model = build("llama3").eval()
+    report = find_leaks(
+        lambda batch: model(batch.tokens, mask=make_mask(batch), input_pos=batch.input_pos),
+        vocab_size=VOCAB,
+        max_seq_len=MAX_SEQ_LEN,
+    )
+    assert report.ok

@@ -1,0 +1,389 @@
+"""Attention over sequences laid end to end, against a naive one over the whole with a mask."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from streampack.attention import cu_seqlens_of, varlen, varlen_attention
+from streampack.attention.varlen import varlen_unfit
+from tests.attention.test_attention import packed, padded
+
+LIMIT = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-2}
+
+
+@given(packed(), st.sampled_from([None, 0, 3]))
+@example(([[4, 1], [5]], 6), None)  # the padding left out
+@example(([[3, 2, 1], [6], [1, 1, 1, 1, 1, 1]], 6), None)
+def test_every_token_is_in_a_sequence(case: tuple[list[list[int]], int], spare: int | None) -> None:
+    seq_lens, size = case
+    most = None if spare is None else max(map(len, seq_lens)) + 1 + spare
+    cu_seqlens = cu_seqlens_of(padded(seq_lens), max_seq_len=size, most=most)
+    assert cu_seqlens.dtype == torch.int32
+    assert len(cu_seqlens) == len(seq_lens) * (most or max(map(len, seq_lens)) + 1) + 1
+    # Without the empty ones: the sequences of each pack, and what is left of it.
+    expected = [0]
+    for number, lengths in enumerate(seq_lens):
+        for length in [*lengths, size - sum(lengths)]:
+            expected += [expected[-1] + length] if length else []
+        assert expected[-1] == (number + 1) * size
+    assert cu_seqlens.unique_consecutive().tolist() == expected
+
+
+def test_the_padding_is_covered_where_there_is_no_entry_for_it() -> None:
+    """It joins the sequence before it, which sees nothing of what comes later."""
+    assert cu_seqlens_of(torch.tensor([[3, 2], [1, 4]]), max_seq_len=6, most=2).tolist() == [0, 3, 6, 7, 12]
+
+
+def test_more_segments_than_most_are_refused() -> None:
+    with pytest.raises(ValueError, match="a pack has 3 segments, most=2; raise most, or leave it out"):
+        cu_seqlens_of(torch.tensor([[3, 2, 1]]), max_seq_len=6, most=2)
+
+
+def test_nothing_waits_for_the_host() -> None:
+    """On the meta device nothing has a value, so whatever asks for one raises."""
+    seq_lens = torch.empty(2, 5, dtype=torch.int32, device="meta")
+    assert cu_seqlens_of(seq_lens, max_seq_len=16).shape == (13,)
+
+
+def naive(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cu_seqlens: torch.Tensor,
+    window: int | None,
+    scale: float | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """All pairs of tokens, in fp64."""
+    q, k, v = (x.double() for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    places = torch.arange(len(q))
+    ids = sum((places[:, None] >= cu_seqlens).long().T)
+    back = places[:, None] - places
+    seen = (ids[:, None] == ids) & (back >= 0) & (back < (window or len(q)))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * (scale or q.shape[-1] ** -0.5)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+
+
+def tensors(
+    tokens: int, *, heads: int, kv_heads: int, dtype: torch.dtype, device: str = "cpu"
+) -> list[torch.Tensor]:
+    """q, k, v and a gradient of the output."""
+    generator = torch.Generator().manual_seed(0)
+    made = [
+        torch.randn(tokens, h, 8, generator=generator, dtype=torch.float64).to(device, dtype)
+        for h in (heads, kv_heads, kv_heads, heads)
+    ]
+    return [x.requires_grad_() for x in made[:3]] + made[3:]
+
+
+def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return float((ours.detach() - theirs.detach()).norm() / theirs.detach().norm().clamp(min=1e-9))
+
+
+@settings(max_examples=60)
+@given(
+    cuts=st.lists(st.integers(0, 40), max_size=6),  # twice the same: an empty sequence
+    heads=st.sampled_from([(1, 1), (4, 4), (4, 2), (6, 1)]),
+    window=st.sampled_from([None, 1, 5, 100]),
+    scale=st.sampled_from([None, 0.7]),
+    softcap=st.sampled_from([None, 2.0]),
+    dtype=st.sampled_from(list(LIMIT)),
+    queries=st.sampled_from([512, 7]),
+)
+def test_attention_is_the_naive_one(
+    cuts: list[int],
+    heads: tuple[int, int],
+    window: int | None,
+    scale: float | None,
+    softcap: float | None,
+    dtype: torch.dtype,
+    queries: int,
+) -> None:
+    cu_seqlens = torch.tensor(sorted([0, *cuts, 40]), dtype=torch.int32)
+    q, k, v, upstream = tensors(40, heads=heads[0], kv_heads=heads[1], dtype=dtype)
+    settings: dict[str, Any] = {
+        "cu_seqlens": cu_seqlens,
+        "window": window,
+        "scale": scale,
+        "softcap": softcap,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(varlen, "QUERIES", queries)
+        ours = varlen_attention(q, k, v, max_seqlen=40, **settings)
+        gradients = torch.autograd.grad(ours, (q, k, v), upstream)
+    assert ours.dtype == dtype
+    assert ours.is_contiguous()
+    expected = naive(q, k, v, **settings)
+    assert difference(ours, expected) < LIMIT[dtype]
+    for ours, theirs in zip(
+        gradients, torch.autograd.grad(expected, (q, k, v), upstream.double()), strict=True
+    ):
+        assert float((ours.detach() - theirs.detach()).norm()) < LIMIT[dtype] * upstream.norm() * 10
+
+
+def test_torch_finds_nothing_wrong_with_the_operator() -> None:
+    """Its fake tensors, its gradients and what it changes: by torch's own checks."""
+    q, k, v, _ = tensors(12, heads=4, kv_heads=2, dtype=torch.float64)
+    cu_seqlens = torch.tensor([0, 5, 12], dtype=torch.int32)
+    for window, scale, softcap in [(None, None, None), (3, 0.5, 2.0)]:
+        arguments = (q, k, v, cu_seqlens, window, scale, softcap)
+        torch.library.opcheck(torch.ops.streampack.varlen_attention, arguments)
+        assert torch.autograd.gradcheck(varlen._varlen_loop, arguments)
+
+
+def test_a_sequence_that_others_surround_is_as_if_alone() -> None:
+    q, k, v, upstream = tensors(40, heads=4, kv_heads=2, dtype=torch.float64)
+    cu_seqlens = torch.tensor([0, 11, 29, 40], dtype=torch.int32)
+    packed = varlen_attention(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=40)
+    gradients = torch.autograd.grad(packed, (q, k, v), upstream)
+    one = slice(11, 29)
+    alone = varlen_attention(
+        *(x[one] for x in (q, k, v)), cu_seqlens=torch.tensor([0, 18], dtype=torch.int32), max_seqlen=18
+    )
+    assert torch.equal(packed[one], alone)
+    for ours, theirs in zip(gradients, torch.autograd.grad(alone, (q, k, v), upstream[one]), strict=True):
+        assert torch.equal(ours[one], theirs[one])
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (0, 2, 1), (1, 2, 0)])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+def test_it_does_not_matter_how_numbers_lie_in_memory(
+    heads: tuple[int, int], order: tuple[int, int, int]
+) -> None:
+    """The kernel does not look at the last stride; a gradient of a sum has none at all."""
+    q, k, v, _ = tensors(40, heads=heads[0], kv_heads=heads[1], dtype=torch.float64)
+    cu_seqlens = torch.tensor([0, 11, 29, 40], dtype=torch.int32)
+    back = [order.index(dim) for dim in range(3)]
+    strided = [x.detach().permute(order).contiguous().permute(back).requires_grad_() for x in (q, k, v)]
+    results = []
+    for inputs in ([q, k, v], strided):
+        out = varlen_attention(*inputs, cu_seqlens=cu_seqlens, max_seqlen=40)
+        results.append([out, *torch.autograd.grad(out.sum(), inputs)])
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("window", "softcap", "expected"), [(None, None, 3), (18, None, 3), (17, None, 2), (None, 2.0, 0)]
+)
+def test_torchs_kernel_computes_the_sequences_that_it_can(
+    window: int | None, softcap: float | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 11, 18 and 11 tokens; both ways."""
+    calls: list[str] = []
+    for name in ("_sdpa", "_sdpa_backward"):
+        own = getattr(varlen, name)
+
+        def counted(*args: Any, own: Any = own, name: str = name, **settings: Any) -> Any:
+            calls.append(name)
+            return own(*args, **settings)
+
+        monkeypatch.setattr(varlen, name, counted)
+    q, k, v, upstream = tensors(40, heads=4, kv_heads=2, dtype=torch.float32)
+    cu_seqlens = torch.tensor([0, 11, 11, 29, 40], dtype=torch.int32)
+    out = varlen_attention(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=40, window=window, softcap=softcap)
+    torch.autograd.grad(out, (q, k, v), upstream)
+    assert calls == ["_sdpa"] * expected + ["_sdpa_backward"] * expected
+
+
+def test_a_cut_a_token_off_shows() -> None:
+    q, k, v, _ = tensors(40, heads=4, kv_heads=2, dtype=torch.float64)
+    right, wrong = (
+        varlen_attention(q, k, v, cu_seqlens=torch.tensor([0, cut, 40], dtype=torch.int32), max_seqlen=40)
+        for cut in (20, 21)
+    )
+    assert difference(wrong, right) > 1e-2
+
+
+def test_autocast_decides_the_type() -> None:
+    q, k, v, _ = tensors(12, heads=4, kv_heads=2, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = varlen_attention(
+            q, k, v.bfloat16(), cu_seqlens=torch.tensor([0, 12], dtype=torch.int32), max_seqlen=12
+        )
+    assert out.dtype == torch.bfloat16
+
+
+class Largest(TorchDispatchMode):
+    """How many numbers the largest tensor has that any operator makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for made in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(made, torch.Tensor):
+                self.numel = max(self.numel, made.numel())
+        return out
+
+
+@pytest.mark.parametrize("window", [None, 2000])
+def test_memory_grows_with_the_longest_sequence_and_not_with_its_square(window: int | None) -> None:
+    tokens, heads = 4096, 2
+    q, k, v, upstream = tensors(tokens, heads=heads, kv_heads=heads, dtype=torch.float32)
+    cu_seqlens = torch.tensor([0, 1000, 1300, tokens], dtype=torch.int32)
+    # Below the operator, where what it does can be seen.
+    with Largest() as seen, torch.no_grad():
+        out, logs = varlen._varlen_loop._init_fn(q, k, v, cu_seqlens, window, None, None)
+        varlen._varlen_loop_backward._init_fn(upstream, q, k, v, out, logs, cu_seqlens, window, None, None)
+    assert seen.numel <= heads * varlen.QUERIES * (tokens - 1300)
+    assert window is None or seen.numel >= heads * varlen.QUERIES * 2000, "or nothing is shown"
+
+
+def random_packs(count: int, *, max_seq_len: int, batch: int = 2) -> list[torch.Tensor]:
+    """``seq_lens`` of batches of which no two have to be of one shape."""
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for _ in range(count):
+        packs = []
+        for _ in range(batch):
+            cuts = torch.randperm(max_seq_len - 1, generator=generator)[
+                : torch.randint(0, 12, (), generator=generator)
+            ]
+            ends = [0, *sorted((cuts + 1).tolist()), max_seq_len]
+            packs.append([stop - start for start, stop in pairwise(ends)])
+        made.append(padded(packs))
+    assert len({lens.shape for lens in made}) > 2
+    return made
+
+
+@pytest.mark.parametrize("most", [None, 14])
+def test_fifty_packs_are_one_graph(most: int | None) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    q, k, v, upstream = tensors(64, heads=4, kv_heads=2, dtype=torch.float32)
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def attend(cu_seqlens: torch.Tensor) -> torch.Tensor:
+        return 2 * varlen_attention(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=32)
+
+    for seq_lens in random_packs(50, max_seq_len=32):
+        cu_seqlens = cu_seqlens_of(seq_lens, max_seq_len=32, most=most)
+        out = attend(cu_seqlens)
+        gradients = torch.autograd.grad(out, (q, k, v), upstream)
+        expected = 2 * varlen_attention(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=32)
+        assert torch.equal(out, expected)
+        for ours, theirs in zip(gradients, torch.autograd.grad(expected, (q, k, v), upstream), strict=True):
+            assert torch.equal(ours, theirs)
+    assert counter.frame_count == 1
+
+
+def test_lengths_that_are_not_marked_are_several_graphs() -> None:
+    """So that the test above can fail."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    q, k, v, _ = tensors(64, heads=2, kv_heads=2, dtype=torch.float32)
+    attend = torch.compile(varlen_attention, backend=counter, dynamic=False)
+    for seq_lens in random_packs(6, max_seq_len=32):
+        cu_seqlens = cu_seqlens_of(seq_lens, max_seq_len=32).clone()
+        attend(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=32)
+    assert counter.frame_count > 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "softcap", "why"),
+    [
+        (torch.float32, 64, None, "torch's kernel computes in 16 bits and the model is in torch.float32"),
+        (torch.bfloat16, 64, 50.0, "torch's kernel has no softcap and the model has one of 50.0"),
+        (torch.bfloat16, 20, None, "a head_dim that is a multiple of 8 and at most 256, the model's is 20"),
+        (torch.bfloat16, 264, None, "a head_dim that is a multiple of 8 and at most 256, the model's is 264"),
+        (torch.float16, 256, None, None),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_said(
+    dtype: torch.dtype, head_dim: int, softcap: float | None, why: str | None
+) -> None:
+    said = varlen_unfit(dtype=dtype, head_dim=head_dim, softcap=softcap)
+    assert said is None if why is None else why in str(said)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2)])
+@pytest.mark.parametrize("window", [None, 5])
+def test_torch_takes_the_call_that_a_gpu_would_get(heads: int, kv_heads: int, window: int | None) -> None:
+    """On tensors that are on CUDA and have no numbers: the kernel's own checks, without a GPU."""
+    with FakeTensorMode():
+        q, k, v = (
+            torch.empty(40, h, 16, dtype=torch.bfloat16, device="cuda") for h in (heads, kv_heads, kv_heads)
+        )
+        cu_seqlens = torch.empty(9, dtype=torch.int32, device="cuda")
+        out = varlen_attention(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=20, window=window, scale=0.3)
+        assert (out.shape, out.dtype, out.device.type) == (q.shape, torch.bfloat16, "cuda")
+        with pytest.raises(ValueError, match="attention='varlen' on CUDA: torch's kernel has no softcap"):
+            varlen_attention(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=20, softcap=2.0)
+
+
+@pytest.mark.parametrize(("window", "sees"), [(None, (-1, 0)), (1, (0, 0)), (5, (4, 0))])
+def test_a_window_has_the_query_s_own_token_in_it(
+    window: int | None, sees: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch counts the tokens before it; (-1, 0) is how it spells causal."""
+    got: dict[str, Any] = {}
+    monkeypatch.setattr(varlen, "_varlen_attn", lambda *_, **settings: got.update(settings))
+    with FakeTensorMode():
+        q = torch.empty(40, 4, 16, dtype=torch.bfloat16, device="cuda")
+        cu_seqlens = torch.empty(9, dtype=torch.int32, device="cuda")
+        varlen_attention(q, q, q, cu_seqlens=cu_seqlens, max_seqlen=20, window=window)
+    assert got == {"scale": None, "window_size": sees}
+
+
+# On CUDA, torch's kernel against the loop of the CPU.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 1, 5, 100])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("scale", [None, 0.7])
+def test_the_kernel_is_the_loop(heads: tuple[int, int], window: int | None, scale: float | None) -> None:
+    """The CPU's gets the same 16-bit numbers, and adds up in 32 bits as the kernel does."""
+    cu_seqlens = torch.tensor([0, 0, 37, 38, 64, 64, 200], dtype=torch.int32)
+    results = []
+    for device in ("cpu", "cuda"):
+        q, k, v, upstream = tensors(
+            200, heads=heads[0], kv_heads=heads[1], dtype=torch.bfloat16, device=device
+        )
+        out = varlen_attention(
+            q, k, v, cu_seqlens=cu_seqlens.to(device), max_seqlen=136, window=window, scale=scale
+        )
+        results.append([x.detach().cpu() for x in (out, *torch.autograd.grad(out, (q, k, v), upstream))])
+    for ours, theirs in zip(*results, strict=True):
+        assert difference(ours.double(), theirs.double()) < LIMIT[torch.bfloat16] or window == 1
+
+
+@pytest.mark.gpu
+def test_the_kernel_takes_no_32_bits() -> None:
+    q, k, v, _ = tensors(12, heads=4, kv_heads=2, dtype=torch.float32, device="cuda")
+    with pytest.raises(ValueError, match="attention='varlen' on CUDA: torch's kernel computes in 16 bits"):
+        varlen_attention(
+            q, k, v, cu_seqlens=torch.tensor([0, 12], dtype=torch.int32, device="cuda"), max_seqlen=12
+        )
+
+
+@pytest.mark.gpu
+def test_fifty_packs_are_one_graph_on_cuda() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("inductor")
+    q, k, v, upstream = tensors(512, heads=4, kv_heads=2, dtype=torch.bfloat16, device="cuda")
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def attend(cu_seqlens: torch.Tensor) -> torch.Tensor:
+        return 2 * varlen_attention(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=256)
+
+    for seq_lens in random_packs(50, max_seq_len=256):
+        out = attend(cu_seqlens_of(seq_lens.cuda(), max_seq_len=256))
+        torch.autograd.grad(out, (q, k, v), upstream)
+    assert counter.frame_count == 1

@@ -1,0 +1,75 @@
+"""Commands under benchmarks/ that no other test runs: that they run, and that they measure what they say."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import text, tokens
+from tests.support.tiny import WordTokenizer
+
+# Python 3.12 warns of every fork beside a thread; torch's own DataLoader does the same.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+
+
+def test_tokens_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    tokens.main(["--smoke"])
+    out = capsys.readouterr().out
+    assert len(re.findall(r"^\| 1,000 |^\| 30,000 ", out, re.MULTILINE)) == 6
+
+
+def test_text_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tokenizers")
+    pytest.importorskip("sentencepiece")  # of the corpus
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")  # what it sets goes away with the test
+    text.main(["--smoke"])
+    out = capsys.readouterr().out
+    assert all(re.search(rf"\| +{mode} \|", out) for mode in text.MODES)
+
+
+def test_a_share_of_the_text_is_nobody_elses(tmp_path: Path) -> None:
+    """All that are compared have the same tokens to make, and each is made once."""
+    corpus = text.Corpus.write(tmp_path, ["red cat", "blue", "one two three"], size=300)
+    assert 300 <= corpus.path.stat().st_size < 340
+    assert corpus.texts[:4] == ["red cat", "blue", "one two three", "red cat"]
+    tokenizer = Counting()
+    for number in range(2):
+        text.encode_share(tokenizer, corpus, 2, number)
+    assert sorted(tokenizer.texts) == sorted(corpus.texts)
+    wanted = sum(len(tokenizer.encode(some)) for some in corpus.texts)
+    assert text.plain(tokenizer, corpus, 2) == wanted
+    assert {text.packed(tokenizer, corpus, 2, mode) for mode in text.MODES} == {wanted}
+
+
+def test_processes_that_fail_are_not_measured() -> None:
+    with pytest.raises(RuntimeError, match="a process of the benchmark failed"):
+        text.in_processes(fail, 2)
+
+
+def test_a_cost_has_the_processes_in_it() -> None:
+    cost, result = text.measured(lambda: text.in_processes(burn, 2))
+    assert result is None
+    assert cost.cpu >= 0.18  # the system counts in hundredths
+    assert cost.seconds >= 0.1
+
+
+def fail(number: int) -> None:
+    raise SystemExit(number)
+
+
+def burn(number: int) -> None:
+    while time.process_time() < 0.1:
+        pass
+
+
+class Counting(WordTokenizer):
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
+        self.texts.append(text)
+        made: list[int] = super().encode(text, add_bos=add_bos, add_eos=add_eos)
+        return made

@@ -1,0 +1,189 @@
+"""Ranks that were given different things are refused, on all of them, whatever they are about to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from streampack import IterablePackedDataset, IterableSource, MapSource, Mix, PackedDataLoader
+from tests.distributed.test_corpus import on_ranks
+from tests.distributed.test_rank_sync import OnBoard
+from tests.streaming.test_run_identity import shifted
+from tests.support.corpus import Numbers, rows
+
+DATA = rows(60)
+
+
+def loader(lockstep: OnBoard, source: Any, encoder: Any = None, **settings: Any) -> PackedDataLoader:
+    own = {"max_seq_len": 24, "num_lanes": 4, **settings}
+    batching = {name: own.pop(name) for name in ("batch_size", "packs_per_step") if name in own}
+    made = PackedDataLoader(IterablePackedDataset(source, encoder=encoder or Numbers(), **own), **batching)
+    made.lockstep = lockstep
+    return made
+
+
+STATE = PackedDataLoader(
+    IterablePackedDataset(MapSource(DATA), encoder=Numbers(), max_seq_len=24, num_lanes=4)
+).state_dict()
+
+BEGIN: dict[str, Callable[[PackedDataLoader], Any]] = {
+    "iterate": iter,
+    "save": PackedDataLoader.state_dict,
+    "load": lambda made: made.load_state_dict(STATE),
+}
+
+
+def refused(begin: str, make: Callable[[OnBoard], PackedDataLoader], *, ranks: int = 3) -> str:
+    """What all ranks raise alike."""
+    errors = on_ranks(ranks, lambda lockstep: BEGIN[begin](make(lockstep)))
+    assert all(isinstance(error, ValueError) for error in errors), errors
+    assert len(set(map(str, errors))) == 1
+    return str(errors[0])
+
+
+SLICED = (
+    "; give every rank the whole dataset: streampack shares it out among the ranks itself, so leave out slices such as "
+    "rows[rank::world_size], split_dataset_by_node and DistributedSampler"
+)
+
+
+@pytest.mark.parametrize("begin", BEGIN)
+def test_a_slice_for_each_rank(begin: str) -> None:
+    """Each would read its share of its share, and the rest would never be trained."""
+    words = refused(begin, lambda lockstep: loader(lockstep, MapSource(DATA[lockstep.rank :: 3])))
+    assert words == f"rank 1 is given other rows than rank 0 (corpus){SLICED}"
+    words = refused(begin, lambda lockstep: loader(lockstep, MapSource(DATA[lockstep.rank :])))
+    assert words == f"rank 1 has corpus.rows=59 and rank 0 has corpus.rows=60{SLICED}"
+
+
+def test_a_slice_of_an_iterable() -> None:
+    def sliced(lockstep: OnBoard) -> PackedDataLoader:
+        return loader(lockstep, IterableSource(DATA[lockstep.rank :: 3], stride=True))
+
+    assert refused("iterate", sliced) == f"rank 1 is given other rows than rank 0 (corpus){SLICED}"
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_dataset_that_was_split_by_node(streaming: bool) -> None:
+    datasets = pytest.importorskip("datasets")
+    from datasets.distributed import split_dataset_by_node
+
+    whole = datasets.Dataset.from_list(DATA)
+    whole = whole.to_iterable_dataset(num_shards=6) if streaming else whole
+
+    def split(lockstep: OnBoard) -> PackedDataLoader:
+        given = split_dataset_by_node(whole, rank=lockstep.rank, world_size=lockstep.world_size)
+        return loader(lockstep, given, num_lanes=2)
+
+    assert refused("iterate", split, ranks=2).endswith(f" than rank 0 (corpus){SLICED}")
+
+
+@pytest.mark.parametrize("begin", BEGIN)
+def test_one_source_of_a_mixture(begin: str) -> None:
+    def mixed(lockstep: OnBoard) -> PackedDataLoader:
+        sources = {"a": DATA, "b": DATA[1:] if lockstep.rank == 2 else DATA[:-1]}
+        return loader(lockstep, Mix([{"name": n, "source": s, "weight": 1} for n, s in sources.items()]))
+
+    assert refused(begin, mixed) == f"rank 2 is given other rows than rank 0 (corpus.b/){SLICED}"
+
+
+@pytest.mark.parametrize("begin", BEGIN)
+def test_another_encoder(begin: str) -> None:
+    words = refused(begin, lambda lockstep: loader(lockstep, MapSource(DATA), shifted(lockstep.rank // 2)))
+    assert words.startswith("the encoder of rank 2 is another than that of rank 0 (encoder.samples: ")
+    assert words.endswith(
+        "); give all ranks the same encoder: the same code, and the same files of its tokenizer"
+    )
+
+
+SETTINGS: list[tuple[str, Any, Any, dict[str, Any]]] = [
+    ("max_seq_len", 32, 24, {"max_seq_len": 32}),
+    ("seed", 1, 0, {"seed": 1}),
+    ("epochs", None, 1, {"epochs": None}),
+    ("on_bad_record", "skip", "error", {"on_bad_record": "skip"}),
+    ("packs_per_step", 6, 3, {"batch_size": 2}),
+    ("packs_per_step", 12, 3, {"packs_per_step": 12}),
+]
+
+
+@pytest.mark.parametrize(("name", "theirs", "ours", "change"), SETTINGS)
+def test_another_setting(name: str, theirs: Any, ours: Any, change: dict[str, Any]) -> None:
+    def make(lockstep: OnBoard) -> PackedDataLoader:
+        return loader(lockstep, MapSource(DATA), **(change if lockstep.rank == 1 else {}))
+
+    assert refused("iterate", make) == (
+        f"rank 1 has {name}={theirs!r} and rank 0 has {name}={ours!r}; give all ranks the same"
+    )
+
+
+def test_batches_that_are_cut_otherwise() -> None:
+    def make(lockstep: OnBoard) -> PackedDataLoader:
+        return loader(lockstep, MapSource(DATA), packs_per_step=12, batch_size=1 + lockstep.rank)
+
+    assert refused("iterate", make, ranks=2) == (
+        "rank 1 has packs_per_batch=2 and rank 0 has packs_per_batch=1; give all ranks the same"
+    )
+
+
+def test_a_state_that_one_rank_loads() -> None:
+    def act(lockstep: OnBoard) -> None:
+        made = loader(lockstep, MapSource(DATA))
+        if lockstep.rank == 0:
+            made.load_state_dict(STATE)
+        iter(made)
+
+    for error in on_ranks(2, act):
+        assert isinstance(error, ValueError)
+        assert str(error) == (
+            "rank 1 is about to iterate and rank 0 to load a state; all ranks must do the same, in the same order"
+        )
+
+
+def test_states_of_different_steps() -> None:
+    def act(lockstep: OnBoard) -> None:
+        state = {**STATE, "slot": 4 * lockstep.rank}
+        loader(lockstep, MapSource(DATA)).load_state_dict(state)
+
+    for error in on_ranks(2, act):
+        assert "rank 1 has state='" in str(error)
+
+
+@pytest.mark.parametrize("begin", BEGIN)
+def test_what_fails_on_one_rank_is_raised_on_all(begin: str) -> None:
+    """A rank that cannot begin must not leave the others waiting for it."""
+
+    def failing(lockstep: OnBoard) -> PackedDataLoader:
+        made = loader(lockstep, MapSource(DATA))
+        if lockstep.rank == 1:
+            made.dataset.identity = partial(int, "x")  # type: ignore[assignment]
+        return made
+
+    first, guilty, last = on_ranks(3, lambda lockstep: BEGIN[begin](failing(lockstep)))
+    assert isinstance(guilty, (ValueError, TypeError))
+    for other in (first, last):
+        assert isinstance(other, RuntimeError)
+        assert str(other).startswith("rank 1 failed while preparing to ")
+
+
+def test_too_few_lanes_on_one_rank() -> None:
+    def make(lockstep: OnBoard) -> PackedDataLoader:
+        return loader(lockstep, MapSource(DATA), num_lanes=3 - 2 * lockstep.rank)
+
+    errors = on_ranks(2, lambda lockstep: iter(make(lockstep)))
+    assert isinstance(errors[0], RuntimeError)
+    assert isinstance(errors[1], ValueError)
+    assert "1 lanes cannot feed 2 consumers" in str(errors[0])
+
+
+def test_equal_ranks_begin() -> None:
+    def act(lockstep: OnBoard) -> Any:
+        made = loader(lockstep, MapSource(list(DATA)), batch_size=2)
+        packs = sum(int(batch.num_seqs) for batch in made)
+        return packs, made.state_dict()
+
+    (first, state), (second, other) = on_ranks(2, act)
+    assert first + second == len([row for row in DATA if row["n"]])
+    assert state == other

@@ -1,0 +1,434 @@
+"""Ranks read a share of the corpus each, and find together what one of them would find alone."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import threading
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streampack import (
+    IterablePackedDataset,
+    JSONLSource,
+    MapSource,
+    MDSSource,
+    Mix,
+    PackedDataLoader,
+    ParquetSource,
+    TokenShardSource,
+)
+from streampack.distributed.corpus import require_same_files, share_division, share_fingerprint
+from streampack.sources import Reading
+from streampack.sources.base import Source
+from streampack.sources.divisible import divisible_of
+from streampack.sources.holdout import Holdout
+from streampack.sources.row_groups import Footers
+from streampack.storage import base as storage
+from streampack.storage.base import LocalStorage
+from streampack.tokenize.tokenize import tokenize
+from tests.distributed import test_processes as test_ranks
+from tests.distributed.test_rank_sync import Board, OnBoard, together
+from tests.sources import test_mds, test_parquet
+from tests.support.corpus import Numbers, rows, write
+from tests.support.hub import Hub
+
+FILES = 7
+
+
+def jsonl(folder: Path) -> JSONLSource:
+    folder.mkdir(exist_ok=True)
+    for number in range(FILES):
+        write(folder / f"{number}.jsonl", rows(20 + number, seed=number))
+    return JSONLSource(f"{folder}/*.jsonl")
+
+
+def parquet(folder: Path) -> ParquetSource:
+    folder.mkdir(exist_ok=True)
+    for number in range(FILES):
+        test_parquet.write(folder / f"{number}.parquet", rows(20, seed=number))
+    return ParquetSource(f"{folder}/*.parquet")
+
+
+def mds(folder: Path) -> MDSSource:
+    data = [{"i": i} for i in range(10 * FILES)]
+    return MDSSource(test_mds.write_mds(folder, data, {"i": "int"}))
+
+
+def mix(folder: Path) -> Mix:
+    folder.mkdir()
+    held_out = Holdout(parquet(folder / "b"), share=0.5, part="train")
+    parts = {"a": jsonl(folder / "a"), "b": held_out, "c": MapSource(rows(9))}
+    return Mix([{"name": name, "source": source, "weight": 1} for name, source in parts.items()])
+
+
+SOURCES: list[Callable[[Path], Any]] = [jsonl, parquet, mds, mix]
+
+
+ADVICE = (
+    "all ranks must read one corpus: check what is mounted there, and whether its listing is an old one from a cache; "
+    "of the Hub, name the commit, hf://datasets/org/name@<commit>"
+)
+
+
+def loader_of(source: Source, board: Board, rank: int) -> PackedDataLoader:
+    data = IterablePackedDataset(source, encoder=Numbers(), max_seq_len=40, num_lanes=12)
+    loader = PackedDataLoader(data)
+    loader.lockstep = OnBoard(board, rank)
+    return loader
+
+
+def on_ranks(size: int, act: Callable[[OnBoard], Any]) -> list[Any]:
+    """What ``act`` gives on each of so many ranks, or the error that it raises."""
+    board, found = Board(size), [None] * size
+
+    def rank(number: int) -> None:
+        try:
+            found[number] = act(OnBoard(board, number))
+        except Exception as error:
+            found[number] = error
+
+    together(size, rank)
+    return found
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often the ends of each file were read."""
+    counts: Counter[str] = Counter()
+    lock, own = threading.Lock(), LocalStorage.tag
+
+    def tag(self: LocalStorage, file: Any) -> str:
+        with lock:
+            counts[file.path] += 1
+        return own(self, file)
+
+    monkeypatch.setattr(LocalStorage, "tag", tag)
+    return counts
+
+
+@pytest.mark.parametrize("make", SOURCES)
+@pytest.mark.parametrize("size", [1, 2, 3, FILES + 2])
+def test_together_they_find_what_one_finds_alone(
+    make: Callable[[Path], Any], size: int, tmp_path: Path, read: Counter[str]
+) -> None:
+    made = make(tmp_path / "a")
+    alone = copy.deepcopy(made).fingerprint()
+    once = Counter(read)
+    assert len(once) == (2 * FILES if make is mix else FILES)
+    read.clear()
+
+    def act(lockstep: OnBoard) -> str:
+        source = copy.deepcopy(made)
+        share_fingerprint(source, lockstep)
+        return str(source.fingerprint())
+
+    assert on_ranks(size, act) == [alone] * size
+    assert read == once, "over all ranks, as much as one alone reads"
+
+
+def test_a_fingerprint_is_what_it_was_in_older_states(tmp_path: Path) -> None:
+    for number in range(5):
+        lines = [{"tokens": [number, i], "labels": [number, i]} for i in range(4000 * (number + 1))]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / f"{number}.jsonl").write_bytes(text.encode())
+    assert (tmp_path / "0.jsonl").stat().st_size > 2 << 16, "the ends do not meet"
+    assert JSONLSource(f"{tmp_path}/*.jsonl").fingerprint() == "4d4d62158763bf1f"
+    assert JSONLSource(tmp_path / "0.jsonl").fingerprint() == "4a855fffc064c6e6"
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_loader_reads_the_corpus_once_over_all_ranks(size: int, tmp_path: Path, read: Counter[str]) -> None:
+    jsonl(tmp_path / "a")
+
+    def act(lockstep: OnBoard) -> Any:
+        loader = loader_of(JSONLSource(f"{tmp_path}/a/*.jsonl"), lockstep.board, lockstep.rank)
+        batches = iter(loader)
+        next(batches)
+        assert not read, "not before it is needed"
+        states = [loader.state_dict(), loader.state_dict()]
+        assert states[0] == states[1]
+        return states[0]
+
+    [state, *others] = on_ranks(size, act)
+    assert others == [state] * (size - 1)
+    assert set(read.values()) == {1}
+    assert len(read) == FILES
+
+    def resume(lockstep: OnBoard) -> Any:
+        loader = loader_of(JSONLSource(f"{tmp_path}/a/*.jsonl"), lockstep.board, lockstep.rank)
+        loader.load_state_dict(state)
+        return loader.state_dict()
+
+    for ranks in (1, 2):
+        read.clear()
+        assert on_ranks(ranks, resume) == [state] * ranks
+        assert set(read.values()) == {1}
+        assert len(read) == FILES
+
+
+@pytest.mark.parametrize(
+    ("make", "share", "doing"),
+    [
+        (jsonl, share_fingerprint, "reading the ends of the corpus's files"),
+        (parquet, partial(share_division, num_lanes=12), "dividing the corpus into lanes"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_raised_on_all_ranks(
+    make: Callable[[Path], Any], share: Callable[..., None], doing: str, tmp_path: Path
+) -> None:
+    made = make(tmp_path / "a")
+    Path(made.files[4].path).unlink()
+    first, guilty, last = on_ranks(3, lambda lockstep: share(copy.deepcopy(made), lockstep=lockstep))
+    assert isinstance(guilty, FileNotFoundError), "file 4 of rank 4 % 3"
+    for other in (first, last):
+        assert isinstance(other, RuntimeError)
+        assert str(other).startswith(f"rank 1 failed while {doing}: FileNotFoundError: {guilty}")
+
+
+@pytest.fixture
+def footers(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often the footer of each file was read."""
+    counts: Counter[str] = Counter()
+    lock, own = threading.Lock(), Footers._read
+
+    def read(self: Footers, file: Any, fetcher: Any) -> Any:
+        with lock:
+            counts[file.path] += 1
+        return own(self, file, fetcher)
+
+    monkeypatch.setattr(Footers, "_read", read)
+    return counts
+
+
+@pytest.mark.parametrize("size", [1, 2, FILES + 2])
+@pytest.mark.parametrize("make", [parquet, mix])
+def test_footers_are_read_once_over_all_ranks(
+    make: Callable[[Path], Any], size: int, tmp_path: Path, footers: Counter[str]
+) -> None:
+    """And what one finds alone is what all know, also the copies of the source in worker processes."""
+    made = make(tmp_path / "a")
+    [alone] = divisible_of(copy.deepcopy(made))
+    alone.divide(12, storage.together)
+    assert len(footers) == FILES
+    footers.clear()
+
+    def act(lockstep: OnBoard) -> Any:
+        source = copy.deepcopy(made)
+        share_division(source, 12, lockstep)
+        [mine] = divisible_of(pickle.loads(pickle.dumps(source)))
+        return mine._divided
+
+    assert on_ranks(size, act) == [alone._divided] * size
+    assert set(footers.values()) == {1}
+    assert len(footers) == FILES
+
+
+def test_a_loader_divides_before_its_workers_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, own = parquet(tmp_path / "a"), Footers._read
+
+    def read(self: Footers, file: Any, fetcher: Any) -> Any:
+        with (tmp_path / "read").open("a") as log:
+            log.write(f"{os.getpid()}\n")
+        return own(self, file, fetcher)
+
+    monkeypatch.setattr(Footers, "_read", read)
+    data = IterablePackedDataset(source, encoder=Numbers(), max_seq_len=40, num_lanes=12)
+    assert sum(batch.num_seqs for batch in PackedDataLoader(data, num_workers=2)) == 20 * FILES
+    assert (tmp_path / "read").read_text() == f"{os.getpid()}\n" * FILES
+
+
+def test_what_one_rank_knows_already_the_others_hear(tmp_path: Path, footers: Counter[str]) -> None:
+    """One has looked at a row, or has begun an epoch, which another has not; and what it knew is kept."""
+    parquet(tmp_path / "a")
+
+    def act(lockstep: OnBoard) -> Any:
+        source = ParquetSource(f"{tmp_path}/a/*.parquet")
+        if lockstep.rank == 1:
+            next(source.read(Reading(num_lanes=12)))
+        lockstep.gather("looked")
+        for num_lanes in (12, 5, 12, 5):
+            share_division(source, num_lanes, lockstep)
+            lockstep.gather(num_lanes)
+            next(source.read(Reading(num_lanes=7 - lockstep.rank)))
+        return source._divided[12], source._divided[5]
+
+    first, second, third = on_ranks(3, act)
+    assert first == second == third
+    assert [len(lanes) for lanes in first] == [12, 5]
+
+
+def test_ranks_that_make_other_lanes_are_refused(tmp_path: Path) -> None:
+    def act(lockstep: OnBoard, source: Source) -> Any:
+        data = IterablePackedDataset(source, encoder=Numbers(), max_seq_len=40)
+        loader = PackedDataLoader(data, num_workers=1 + 5 * lockstep.rank)
+        loader.lockstep = lockstep
+        iter(loader)
+
+    for source in (jsonl(tmp_path / "a"), MapSource(rows(9000))):
+        for error in on_ranks(2, partial(act, source=source)):
+            assert isinstance(error, ValueError)
+            assert str(error).startswith("rank 1 divides the data into 12 lanes, and rank 0 into ")
+
+
+def named(folder: Path) -> None:
+    (folder / "3.jsonl").rename(folder / "x.jsonl")
+
+
+def longer(folder: Path) -> None:
+    with (folder / "3.jsonl").open("a") as file:
+        file.write("\n")
+
+
+def shifted(folder: Path) -> None:
+    longer(folder)
+    path = folder / "4.jsonl"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("change", [named, longer, shifted])
+@pytest.mark.parametrize("begin", ["iterate", "save", "load"])
+def test_ranks_that_list_other_files_are_refused(
+    tmp_path: Path, change: Callable[[Path], None], begin: str
+) -> None:
+    for name in ("a", "b"):
+        jsonl(tmp_path / name)
+    state = PackedDataLoader(
+        IterablePackedDataset(
+            JSONLSource(f"{tmp_path}/a/*.jsonl"), encoder=Numbers(), max_seq_len=40, num_lanes=12
+        )
+    ).state_dict()
+    change(tmp_path / "b")
+
+    def act(lockstep: OnBoard) -> None:
+        folder = tmp_path / ("b" if lockstep.rank == 1 else "a")
+        loader = loader_of(JSONLSource(f"{folder}/*.jsonl"), lockstep.board, lockstep.rank)
+        {
+            "iterate": loader.__iter__,
+            "save": loader.state_dict,
+            "load": lambda: loader.load_state_dict(state),
+        }[begin]()
+
+    for error in on_ranks(3, act):
+        assert isinstance(error, ValueError)
+        assert str(error).startswith("rank 1 lists 7 file(s) of ")
+        assert ", and rank 0 lists 7 file(s) of " in str(error)
+        assert str(error).endswith(ADVICE)
+
+
+def alone(source: Source) -> Source:
+    return source
+
+
+def in_a_mix(source: Source) -> Source:
+    parts = {"plain": MapSource(rows(9)), "shards": source}
+    return Mix([{"name": name, "source": part, "weight": 1} for name, part in parts.items()])
+
+
+def held_out(source: Source) -> Source:
+    return Holdout(in_a_mix(source), share=0.1, part="train")
+
+
+@pytest.mark.parametrize("around", [alone, in_a_mix, held_out])
+@pytest.mark.parametrize("begin", ["iterate", "save", "load"])
+def test_ranks_with_other_token_shards_are_refused(
+    tmp_path: Path, begin: str, around: Callable[[Source], Source]
+) -> None:
+    """Of the same names and sizes; no fingerprint reads them."""
+    for name, first in {"a": 1, "b": 1, "other": 2}.items():
+        data = [{"tokens": [first, i], "labels": [first, i]} for i in range(50)]
+        tokenize(data, out=tmp_path / name, lanes=3, progress=False)
+    sizes = [[path.stat().st_size for path in sorted((tmp_path / n).glob("*.bin"))] for n in ("a", "other")]
+    assert sizes[0] == sizes[1]
+
+    def loader(lockstep: OnBoard, folder: str) -> PackedDataLoader:
+        return loader_of(around(TokenShardSource(tmp_path / folder)), lockstep.board, lockstep.rank)
+
+    [state] = on_ranks(1, lambda lockstep: loader(lockstep, "a").state_dict())
+
+    def act(lockstep: OnBoard, folder: str) -> None:
+        made = loader(lockstep, folder if lockstep.rank == 1 else "a")
+        {"iterate": made.__iter__, "save": made.state_dict, "load": lambda: made.load_state_dict(state)}[
+            begin
+        ]()
+
+    assert on_ranks(3, lambda lockstep: act(lockstep, "b")) == [None] * 3, "a copy is as good"
+    for error in on_ranks(3, lambda lockstep: act(lockstep, "other")):
+        assert isinstance(error, ValueError)
+        assert str(error).startswith(
+            f"rank 1 lists 3 file(s) of {sum(sizes[0]):,} bytes (names, sizes, versions: "
+        )
+        assert str(error).endswith(ADVICE)
+
+
+def test_ranks_at_other_commits_of_the_hub_are_refused() -> None:
+    """Though the shards are the same: a branch that moves while ranks begin may move what is read by name, too."""
+    with Hub() as hub:
+        files = {f"c/{i}.jsonl": b'{"tokens": [1], "labels": [1]}\n' for i in range(3)}
+        commits = [hub.commit({**files, "README.md": words}) for words in (b"first", b"second")]
+
+        def act(lockstep: OnBoard, others: str) -> None:
+            commit = others if lockstep.rank == 1 else commits[0]
+            source = JSONLSource(f"hf://datasets/org/name@{commit}/c/*.jsonl", storage_options=hub.options)
+            require_same_files(source, lockstep)
+
+        assert on_ranks(2, lambda lockstep: act(lockstep, commits[0])) == [None] * 2
+        for error in on_ranks(2, lambda lockstep: act(lockstep, commits[1])):
+            assert isinstance(error, ValueError)
+            assert str(error).startswith("rank 1 lists 3 file(s) of 93 bytes (names, sizes, versions: ")
+            assert str(error).endswith(ADVICE)
+
+
+def test_a_state_is_refused_if_a_file_was_another_for_the_rank_that_read_it(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        jsonl(tmp_path / name)
+    path = tmp_path / "b" / "4.jsonl"
+    path.write_bytes(path.read_bytes().replace(b"1", b"2"))
+
+    def act(lockstep: OnBoard, other: int) -> Any:
+        source = JSONLSource(f"{tmp_path}/{'b' if lockstep.rank == other else 'a'}/*.jsonl")
+        share_fingerprint(source, lockstep)
+        return source.fingerprint()
+
+    a, b = (JSONLSource(f"{tmp_path}/{name}/*.jsonl").fingerprint() for name in "ab")
+    assert on_ranks(3, lambda lockstep: act(lockstep, 1)) == [b] * 3, "rank 1 reads file 4"
+    assert on_ranks(3, lambda lockstep: act(lockstep, 2)) == [a] * 3, "rank 2 does not"
+
+
+def test_without_files_nobody_is_asked() -> None:
+    lockstep = OnBoard(Board(2), 0)  # whose other rank says nothing
+    require_same_files(MapSource(rows(3)), lockstep)
+    share_fingerprint(MapSource(rows(3)), lockstep)
+    assert lockstep.board.said == [[], []]
+
+
+def real(source: Source) -> Any:
+    loader = PackedDataLoader(
+        IterablePackedDataset(source, encoder=Numbers(), max_seq_len=40, num_lanes=12), timeout=60
+    )
+    found = []
+    own = LocalStorage.tag
+    LocalStorage.tag = lambda self, file: found.append(file.name) or own(self, file)  # type: ignore[method-assign, func-returns-value]
+    return loader.state_dict()["identity"], sorted(found)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="forks ranks, as test_ranks.py")
+def test_real_ranks_share_it_out_over_gloo(tmp_path: Path) -> None:
+    source = mix(tmp_path / "a")
+    data = IterablePackedDataset(source, encoder=Numbers(), max_seq_len=40, num_lanes=12)
+    outcomes = test_ranks.run_ranks(3, real, source, folder=tmp_path)
+    assert [identity for identity, _ in outcomes] == [data.identity()] * 3
+    shares = [
+        sorted(f"{number}.{kind}" for number in range(rank, FILES, 3) for kind in ("jsonl", "parquet"))
+        for rank in range(3)
+    ]
+    assert [found for _, found in outcomes] == shares

@@ -1,0 +1,548 @@
+"""Several real processes, gloo between them, and real signals. Many more cases, in one process: `test_lockstep.py`."""
+
+from __future__ import annotations
+
+import io
+import logging
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from streampack import IterablePackedDataset, JSONLSource, MapSource, PackedDataLoader
+from streampack.distributed.rank_sync import Lockstep, verdict
+from tests.distributed.test_rank_sync import (
+    CORPORA,
+    Fails,
+    PackKey,
+    Topology,
+    by_lane,
+    check_steps,
+    check_whole,
+    cut,
+    in_turn,
+    make,
+    packs_of,
+    skewed,
+)
+from tests.loader.test_workers import gone, held
+from tests.support.corpus import Numbers, rows, write
+
+pytestmark = [
+    pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks at processes through /proc"),
+    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
+]
+
+KILLED = "killed"
+
+
+def run_ranks(
+    size: int, job: Callable[..., Any], *args: Any, folder: Path, dies: int | None = None, timeout: float = 60
+) -> list[Any]:
+    """``job(*args)`` in ``size`` forked processes, ranks of one another; what each returned.
+
+    None may hang, and none may fail but the one that ``dies``.
+    """
+    folder = folder / f"ranks-{len(list(folder.iterdir()))}"
+    folder.mkdir()
+    context = mp.get_context("fork")
+    processes = [context.Process(target=_rank, args=(job, args, rank, size, folder)) for rank in range(size)]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + timeout
+    try:
+        for process in processes:
+            process.join(max(0, deadline - time.monotonic()))
+        hung = [rank for rank, process in enumerate(processes) if process.exitcode is None]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    outcomes: list[Any] = []
+    for rank, process in enumerate(processes):
+        file = folder / f"{rank}.result"
+        well, value = (
+            pickle.loads(file.read_bytes()) if file.exists() else (False, f"exit {process.exitcode}")
+        )
+        if rank == dies:
+            assert not file.exists()
+            assert process.exitcode == -signal.SIGKILL
+            well, value = True, KILLED
+        assert rank not in hung, f"rank {rank} hangs"
+        assert well, f"rank {rank}: {value}"
+        outcomes.append(value)
+    return outcomes
+
+
+def _rank(job: Callable[..., Any], args: tuple[Any, ...], rank: int, size: int, folder: Path) -> None:
+    try:
+        store = dist.FileStore(str(folder / "store"), size)
+        limit = timedelta(seconds=60)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+        value = job(*args)
+        if dist.is_initialized():
+            dist.barrier()  # whoever leaves early resets the connections of those that still read
+            dist.destroy_process_group()
+        outcome = (True, value)
+    except BaseException:
+        outcome = (False, traceback.format_exc())
+    (folder / f"{rank}.part").write_bytes(pickle.dumps(outcome))
+    (folder / f"{rank}.part").rename(folder / f"{rank}.result")
+    os._exit(0)
+
+
+def loader_of(
+    built: Callable[[], IterablePackedDataset], topology: Topology, **settings: Any
+) -> PackedDataLoader:
+    return PackedDataLoader(
+        built(),
+        batch_size=topology.batch_size,
+        num_workers=topology.workers,
+        packs_per_step=topology.packs_per_step,
+        **{"timeout": 60, **settings},
+    )
+
+
+def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
+    """As a checkpoint would hold it."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This process.*multi-threaded", DeprecationWarning)
+        yield
+
+
+def drive(
+    built: Callable[[], IterablePackedDataset],
+    topology: Topology,
+    state: dict[str, Any] | None = None,
+    limit: int | None = None,
+) -> tuple[list[list[PackKey]], dict[str, Any]]:
+    """This rank's batches, and the state after them."""
+    with quiet():
+        loader = loader_of(built, topology)
+        if state is not None:
+            loader.load_state_dict(state)
+        iterator = iter(loader)
+        batches = [packs_of(batch) for batch in islice(iterator, limit)]
+        return batches, through_a_file(loader.state_dict())
+
+
+def joined(outcomes: list[tuple[list[list[PackKey]], Any]], topology: Topology) -> list[list[PackKey]]:
+    """All ranks' packs, by optimizer step."""
+    counts = {len(batches) for batches, _ in outcomes}
+    assert len(counts) == 1, "every rank makes the same number of batches"
+    each = topology.batches_per_step
+    return [
+        [key for batches, _ in outcomes for batch in batches[begin : begin + each] for key in batch]
+        for begin in range(0, counts.pop(), each)
+    ]
+
+
+# Finite data.
+
+
+def every_corpus(workers: int) -> dict[str, Any]:
+    return {
+        name: drive(
+            make(data, num_lanes=num_lanes, overlong="split", epochs=3),
+            Topology(dist.get_world_size(), workers, 3, 2),
+        )
+        for name, (data, num_lanes) in CORPORA.items()
+        if dist.get_world_size() * max(1, workers) <= num_lanes
+    }
+
+
+@pytest.mark.parametrize(("size", "workers"), [(2, 2), (3, 0), (4, 1)])
+@pytest.mark.filterwarnings("ignore:.*do not divide evenly")
+def test_finite_data_ends_on_all_ranks_at_once(tmp_path: Path, size: int, workers: int) -> None:
+    """Skewed 100:1, lanes without a row, one document: no rank waits for ever; each sample once an epoch."""
+    outcomes = run_ranks(size, every_corpus, workers, folder=tmp_path)
+    for name in outcomes[0]:
+        data, num_lanes = CORPORA[name]
+        topology = Topology(size, workers, 3, 2)
+        steps = joined([outcome[name] for outcome in outcomes], topology)
+        check_whole([key for step in steps for key in step], data, 3)
+        epochs = by_lane(make(data, num_lanes=num_lanes, overlong="split", epochs=3), num_lanes)
+        for lanes, part in zip(epochs, cut(steps, epochs), strict=True):
+            assert sorted(in_turn(lanes)) == sorted(key for step in part for key in step), name
+        assert all(outcome[name][1] == outcomes[0][name][1] for outcome in outcomes), "one state for all"
+
+
+def skewed_many_times(data: list[dict[str, int]]) -> list[Any]:
+    return [drive(make(data, num_lanes=4, seed=seed, epochs=1), Topology(4, 0, 2)) for seed in range(50)]
+
+
+def test_fifty_runs_over_skewed_lanes(tmp_path: Path) -> None:
+    data = skewed(120, num_lanes=4)
+    outcomes = run_ranks(4, skewed_many_times, data, folder=tmp_path)
+    for number in range(50):
+        steps = joined([outcome[number] for outcome in outcomes], Topology(4, 0, 2))
+        check_whole([key for step in steps for key in step], data, 1)
+
+
+# Elastic.
+
+ELASTIC = make(rows(500, longest=10), num_lanes=12, epochs=2)
+
+
+def test_a_run_moves_from_4_to_2_to_3_to_1_ranks(tmp_path: Path) -> None:
+    steps: list[list[PackKey]] = []
+    state: dict[str, Any] | None = None
+    chain = [
+        (Topology(4, 1, 2, 3), 2),
+        (Topology(2, 2, 3, 4), 3),
+        (Topology(3, 0, 4, 2), 1),
+        (Topology(1, 4, 6, 4), 2),
+    ]
+    chain += [(Topology(4, 0, 3, 2), 1), (Topology(2, 1, 12, 1), None)]
+    for topology, count in chain:
+        limit = count and count * topology.batches_per_step
+        outcomes = run_ranks(topology.ranks, drive, ELASTIC, topology, state, limit, folder=tmp_path)
+        steps += joined(outcomes, topology)
+        state = outcomes[0][1]
+        assert all(outcome[1] == state for outcome in outcomes)
+    assert check_steps(steps, ELASTIC, 12, 24) > 10
+    check_whole([key for step in steps for key in step], rows(500, longest=10), 2)
+
+
+def resume_at_every_batch(
+    built: Callable[[], IterablePackedDataset], topology: Topology, every: int
+) -> list[Any]:
+    """This rank's whole run, and whether every resume went on as the whole run had."""
+    whole, end = drive(built, topology)
+    verdicts: list[Any] = []
+    for stop in range(0, len(whole) + 1, every):
+        first, state = drive(built, topology, limit=stop)
+        rest, same_end = drive(built, topology, state=state)
+        verdicts.append((stop, first == whole[:stop], rest == whole[stop:], same_end == end))
+    return [whole, verdicts]
+
+
+@pytest.mark.parametrize(("workers", "batch_size", "every"), [(2, 3, 4), (0, 5, 1), (3, 1, 15)])
+def test_the_same_topology_goes_on_in_the_same_order(
+    tmp_path: Path, workers: int, batch_size: int, every: int
+) -> None:
+    """Cut in the middle, after a lane ran dry, at the end of an epoch, on the first pack of the next."""
+    built = make(rows(60) + [{"i": i, "n": 12} for i in range(60, 120, 12)], overlong="split")
+    topology = Topology(2, workers, batch_size)
+    outcomes = run_ranks(2, resume_at_every_batch, built, topology, every, folder=tmp_path, timeout=120)
+    for _, cuts in outcomes:
+        assert len(cuts) > 2
+        for stop, *same in cuts:
+            assert same == [True, True, True], f"cut after batch {stop}"
+
+
+def epochs_turn(built: Callable[[], IterablePackedDataset]) -> list[Any]:
+    """States around the end of an epoch, and what follows them here."""
+    topology = Topology(dist.get_world_size(), 0, 1)
+    whole, _ = drive(built, topology)
+    found = [[whole, None]]
+    for stop in range(len(whole)):
+        _, state = drive(built, topology, limit=stop)
+        found.append([whole[:stop], state])
+    return found
+
+
+def test_an_epochs_end_is_no_trap_for_another_topology(tmp_path: Path) -> None:
+    """At the end, after one lane ran dry, on the first pack of epoch 2: 2 ranks hand over to 3, 1 and 4."""
+    data = [{"i": i, "n": 12} for i in range(17)]  # each a pack: lane 0 to 4 have two, the others one
+    built = make(data, num_lanes=12)
+    outcomes = run_ranks(2, epochs_turn, built, folder=tmp_path)
+    states = [[outcome[n][1] for outcome in outcomes] for n in range(1, len(outcomes[0]))]
+    assert all(left == right for left, right in states)
+    before = [
+        [key for outcome in outcomes for batch in outcome[n][0] for key in batch]
+        for n in range(1, len(states) + 1)
+    ]
+    assert any(len(made) == 17 for made in before), "a state at the very end of an epoch is among them"
+    assert any(17 < len(made) <= 19 for made in before), "and one on the first pack of the next"
+    for size in (3, 1, 4):
+        resumed = run_ranks(size, resume_all, built, [state for state, _ in states], folder=tmp_path)
+        for number, made in enumerate(before):
+            rest = joined([outcome[number] for outcome in resumed], Topology(size))
+            check_whole(made + [key for step in rest for key in step], data, 2)
+
+
+def resume_all(built: Callable[[], IterablePackedDataset], states: list[Any]) -> list[Any]:
+    return [drive(built, Topology(dist.get_world_size()), state=state) for state in states]
+
+
+def uneven() -> Any:
+    built = make(rows(90), num_lanes=5, epochs=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        batches, _ = drive(built, Topology(2, 0, 2))
+    return batches, [str(warning.message) for warning in caught if warning.category is UserWarning]
+
+
+def test_lanes_that_do_not_divide_evenly_are_warned_of_and_lose_nothing(tmp_path: Path) -> None:
+    outcomes = run_ranks(2, uneven, folder=tmp_path)
+    for _, messages in outcomes:
+        assert [message[:55] for message in messages] == [
+            "5 lanes do not divide evenly among 2 ranks: every sampl"
+        ]
+    steps = joined(outcomes, Topology(2, 0, 2))
+    check_whole([key for step in steps for key in step], rows(90), 1)
+
+
+# What ranks say to each other.
+
+
+def speak() -> Any:
+    rank = dist.get_rank()
+    lockstep = Lockstep(timeout=timedelta(seconds=60))
+    words = [[0, 3, 5, 0, ~2][(n + rank) % 5] if n % 7 else 0 for n in range(50)]
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:  # the others have spoken before it does; if they waited for it, this would raise
+        store.wait(["spoken 1", "spoken 2"], timedelta(seconds=30))
+    answers = [lockstep.say(max(word, ~word), failed=word < 0) for word in words]
+    store.set(f"spoken {rank}", "")
+    merged = lockstep.merge(dict.fromkeys(range(7), b"%d" % rank))  # while the answers are under way
+    return words, [answer.wait() for answer in answers], merged, lockstep.gather(rank)
+
+
+def test_the_verdict_comes_back_and_nobody_waits_to_speak(tmp_path: Path) -> None:
+    outcomes = run_ranks(3, speak, folder=tmp_path)
+    said = [outcome[0] for outcome in outcomes]
+    for _, heard, merged, gathered in outcomes:
+        assert heard == [verdict(words) for words in zip(*said, strict=True)]
+        assert merged == {lane: b"%d" % (lane % 3) for lane in range(7)}
+        assert gathered == [0, 1, 2]
+
+
+def stale() -> Any:
+    """Every rank loads all receipts, and goes on with its own."""
+    built = make(rows(200))
+    _, state = drive(built, Topology(2), limit=5)
+    loader = loader_of(built, Topology(2))
+    loader.load_state_dict(state)
+    assert loader.state_dict() == state
+    iterator = iter(loader)
+    made = [key for batch in islice(iterator, 12) for key in packs_of(batch)]
+    return state, made, through_a_file(loader.state_dict())
+
+
+def test_receipts_of_other_ranks_lanes_never_win(tmp_path: Path) -> None:
+    outcomes = run_ranks(2, stale, folder=tmp_path)
+    (first, _, last), (_, _, other) = outcomes
+    assert last == other
+    moved = [lane for lane in range(12) if first["lanes"].get(lane) != last["lanes"][lane]]
+    assert moved == list(range(12)), "lanes of both ranks"
+    rest = run_ranks(1, drive, make(rows(200)), Topology(1), last, folder=tmp_path)
+    begin = run_ranks(2, drive, make(rows(200)), Topology(2), None, 5, folder=tmp_path)
+    made = [key for batches, _ in begin for batch in batches for key in batch]
+    made += [key for outcome in outcomes for key in outcome[1]]
+    made += [key for batch in rest[0][0] for key in batch]
+    check_whole(made, rows(200), 2)
+
+
+# Errors and deaths.
+
+
+def one_fails(kind: str, workers: int, folder: Path) -> Any:
+    """The last rank fails; how long until this one knows, and what it is told."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    guilty = rank == size - 1
+    data = rows(400)
+    source: Any = MapSource(data)
+    encoder: Any = Numbers()
+    if kind == "row":
+        encoder = Fails(12 * 9 + size - 1, KeyError("no luck"))
+    elif kind == "unpicklable":
+        encoder = Fails(12 * 9 + size - 1, Unpicklable("no luck"))
+    elif kind == "missing file":
+        (folder / f"{rank}").mkdir()
+        path = write(folder / f"{rank}" / "a.jsonl", data)
+        source = JSONLSource(path)
+    # A worker that is killed must have something left to make.
+    epochs = None if kind == "worker killed" else 9
+    dataset = IterablePackedDataset(
+        source, max_seq_len=12, buffer_size=4, num_lanes=12, encoder=encoder, epochs=epochs
+    )
+    loader = PackedDataLoader(dataset, batch_size=2, num_workers=workers, max_worker_restarts=0, timeout=60)
+    loader.state_dict()  # later, the fingerprint of a missing file could not be read
+    if kind == "missing file" and guilty:
+        path.unlink()
+    begin, count, told = time.monotonic(), 0, None
+    iterator = iter(loader)
+    try:
+        for _ in iterator:
+            count += 1
+            if kind == "worker killed" and guilty and count == 5:
+                begin = time.monotonic()
+                os.kill(iterator.shares.streams[0].process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+    except Exception as error:
+        told = type(error).__name__, str(error)
+    took = time.monotonic() - begin
+    state = (
+        loader.state_dict()
+    )  # all ranks have been told after the same batch, so they can save what they have
+    return told, took, count, state, held()["children"]
+
+
+class Unpicklable(Exception):
+    def __reduce__(self) -> Any:
+        raise TypeError("no")
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers", "raised", "told"),
+    [
+        ("row", 0, "KeyError", "KeyError: 'no luck'"),
+        ("row", 2, "KeyError", "KeyError: 'no luck'"),
+        ("unpicklable", 1, "RuntimeError", "RuntimeError: Unpicklable: no luck"),
+        ("missing file", 0, "FileNotFoundError", "FileNotFoundError: [Errno 2] No such file or directory"),
+        ("missing file", 1, "FileNotFoundError", "FileNotFoundError: [Errno 2] No such file or directory"),
+        ("worker killed", 2, "RuntimeError", "RuntimeError: worker 2 of 6 (pid "),
+    ],
+)
+def test_one_ranks_error_is_raised_on_all(
+    tmp_path: Path, kind: str, workers: int, raised: str, told: str
+) -> None:
+    outcomes = run_ranks(3, one_fails, kind, workers, tmp_path, folder=tmp_path)
+    for rank, ((name, message), took, count, state, processes) in enumerate(outcomes):
+        if rank == 2:
+            assert name == raised
+        else:
+            assert name == "RuntimeError"
+            assert message.startswith(f"rank 2 failed while making packs: {told}")
+            if kind == "worker killed":
+                assert "died of signal SIGKILL, after 0 restart(s)" in message
+        assert took < 10
+        assert count == outcomes[0][2], "after the same batch"
+        assert state == outcomes[0][3]
+        assert not processes, "no worker is left"
+
+
+def heal(kills: int) -> Any:
+    """Each rank's workers are killed in turn, each again as soon as it was made again."""
+    built = make(rows(3000, longest=600), max_seq_len=1200, epochs=1)  # packs of 29 kB: few fit into a pipe
+    logging.getLogger("streampack").setLevel(logging.ERROR)
+    loader = loader_of(built, Topology(2, 2, 2), prefetch_factor=1, max_worker_restarts=99)
+    batches = []
+    iterator: Any = iter(loader)
+    killed = [0, 0]
+    for number, batch in enumerate(iterator):
+        batches.append(packs_of(batch))
+        turn = number % 2
+        worker = iterator.shares.streams[turn]
+        if killed[turn] < kills and worker.restarts == killed[turn] and not worker.ended:
+            os.kill(worker.process.pid, signal.SIGKILL)
+            killed[turn] += 1
+    return batches, [stream.restarts for stream in iterator.shares.streams]
+
+
+def test_killed_workers_are_healed_on_every_rank(tmp_path: Path) -> None:
+    healed = run_ranks(2, heal, 4, folder=tmp_path)
+    whole = run_ranks(2, heal, 0, folder=tmp_path)
+    for (batches, restarts), (expected, none) in zip(healed, whole, strict=True):
+        assert none == [0, 0]
+        assert restarts == [4, 4]
+        assert batches == expected
+
+
+def one_dies(workers: int, at: int, pids: Path) -> Any:
+    """Rank 1 is killed after so many batches; how long until this one knows."""
+    rank, topology = dist.get_rank(), Topology(dist.get_world_size(), workers, 2)
+    loader = loader_of(make(rows(400), epochs=None), topology, timeout=600)
+    iterator: Any = iter(loader)
+    dist.barrier()
+    told, number, begin = "", 0, 0.0
+    try:
+        for number in range(10_000):
+            if rank == 1 and number == at:
+                numbers = [str(stream.process.pid) for stream in iterator.shares.streams if workers]
+                (pids / "workers").write_text(" ".join(numbers))
+                os.kill(os.getpid(), signal.SIGKILL)
+            begin = time.monotonic()
+            next(iterator)
+    except RuntimeError as error:
+        told = str(error)
+    took = time.monotonic() - begin
+    if rank == 0:
+        time.sleep(4)  # who has heard may be busy with the consequences; the others must not wait for it
+    begin = time.monotonic()
+    del loader, iterator
+    left = held()["children"]
+    dist.destroy_process_group()
+    return told, took, time.monotonic() - begin, number, left
+
+
+@pytest.mark.parametrize(("size", "workers", "at"), [(2, 0, 0), (2, 2, 7), (4, 1, 3)])
+def test_a_killed_rank_is_noticed_in_seconds(tmp_path: Path, size: int, workers: int, at: int) -> None:
+    """Not after the collective's timeout of ten minutes; also by ranks that are not its neighbours."""
+    outcomes = run_ranks(size, one_dies, workers, at, tmp_path, folder=tmp_path, dies=1)
+    for rank, outcome in enumerate(outcomes):
+        if rank != 1:
+            told, took, leaving, number, left = outcome
+            assert "onnection" in told
+            assert took < 10
+            assert leaving < 10, "nor does it wait for those that wait for it"
+            assert number <= at + 5
+            assert not left
+    pids = [int(pid) for pid in (tmp_path / "workers").read_text().split()]
+    assert len(pids) == workers
+    assert gone(pids, within=5), "its workers went with it"
+
+
+def leave_early() -> Any:
+    """Every rank stops after the same batch, begins again, stops again; then the group is ended."""
+    before = held()
+    for name in ("descriptors",):
+        before.pop(name)
+    loader = loader_of(make(rows(200)), Topology(2, 2, 2))
+    found = []
+    for stop in (3, 1, 7, 7):
+        loader.dataset.set_epoch(0)
+        found.append([packs_of(batch) for batch in islice(loader, stop)])
+    after = held()
+    after.pop("descriptors")
+    return found, before == after
+
+
+def test_leaving_early_and_beginning_again(tmp_path: Path) -> None:
+    for found, clean in run_ranks(2, leave_early, folder=tmp_path):
+        assert found[3] == found[2]
+        assert found[0] == found[2][:3]
+        assert found[1] == found[2][:1]
+        assert clean
+
+
+def impatient(folder: Path) -> Any:
+    path = folder / "a.jsonl"
+    loader = PackedDataLoader(IterablePackedDataset(path, max_seq_len=12, encoder=Numbers()), timeout=10)
+    try:
+        iter(loader)
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("it began")
+
+
+def test_reading_may_not_be_retried_for_longer_than_others_wait(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", rows(50))
+    for message in run_ranks(2, impatient, tmp_path, folder=tmp_path):
+        assert message == (
+            "reading may be tried again for 16 s and the other ranks wait 0:00:10 at most; lower the source's "
+            "retries or raise the loader's timeout"
+        )

@@ -1,0 +1,418 @@
+"""transformers' Trainer on a stream of packs, on a CPU: against padded batches, on two ranks, killed and resumed."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from streampack import (
+    FlatteningCollator,
+    IterablePackedDataset,
+    MultipackBatchSampler,
+    PackedDataLoader,
+    PaddedCollator,
+    prepare_trainer_for_packing,
+)
+from streampack.integrations.hf_trainer.checkpoints import STREAM_FILE, newest_checkpoint, write_stream
+from tests.support.hf_trainers import (
+    MAX_SEQ_LEN,
+    SAMPLES,
+    Killed,
+    Losses,
+    assert_same,
+    held_out,
+    losses,
+    model,
+    packed,
+    samples,
+    settings,
+    stream,
+    trainer_of,
+    truth,
+)
+from tests.support.ranks import RankError, run_ranks
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+
+
+def padded_batches(packs: IterablePackedDataset, rows: list[Any], *, packs_per_step: int) -> list[Any]:
+    """A padded batch of the samples of each of the stream's batches."""
+    batches = PackedDataLoader(packs, batch_size=2, packs_per_step=packs_per_step)
+    return [
+        PaddedCollator()([rows[fragment.origin[0]] for pack in batch.fragments for fragment in pack])
+        for batch in batches
+    ]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Losses:
+    """Sixteen steps on one rank, without a break."""
+    trainer = packed(tmp_path_factory.mktemp("straight"), max_steps=16)
+    trainer.train()
+    return losses(trainer)
+
+
+def both_curves(
+    folder: Path, make: Callable[[], Any], *, attention: str = "auto", **changes: Any
+) -> tuple[Losses, Losses]:
+    """Of packs, and of padded batches of the same samples in a stock Trainer."""
+    rows = samples()
+    ours = packed(folder / "packed", stream(rows), of=make(), attention=attention, **changes)
+    ours.train()
+    theirs = trainer_of(folder / "padded", of=make(), train_dataset=rows, **changes)
+    batches = padded_batches(stream(rows), rows, packs_per_step=4)
+    assert min(len(batch["input_ids"]) for batch in batches) >= 6  # samples in the two packs of a batch
+    theirs.get_train_dataloader = lambda: batches
+    theirs.train()
+    return losses(ours), losses(theirs)
+
+
+@pytest.mark.parametrize("attention", ["dense", "varlen"])
+def test_the_loss_curve_is_that_of_padded_batches(tmp_path: Path, attention: str) -> None:
+    ours, theirs = both_curves(tmp_path, model, attention=attention, max_steps=30)
+    assert ours[30] < ours[1] / 2
+    assert_same(ours, theirs, within=1e-4, steps=range(1, 31))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_loss_curve_on_cuda(tmp_path: Path, dtype: torch.dtype) -> None:
+    """In 16 bits, by the weights (varlen) or by autocast (flex). On a CPU, the curves are 0.004 apart."""
+    curves = both_curves(
+        tmp_path, lambda: model(hidden_size=64).to(dtype), use_cpu=False, bf16=True, max_steps=20
+    )
+    assert_same(*curves, within=5e-2, steps=range(1, 21))
+
+
+def test_without_isolation_the_curve_is_another(tmp_path: Path, straight: Losses) -> None:
+    """The comparison above can fail: an all-ones attention mask makes a pack one sequence."""
+    trainer = packed(tmp_path, attention="dense", max_steps=16)
+    loader = trainer.get_train_dataloader
+
+    def leaking() -> Any:
+        for batch in loader():
+            yield batch | {"attention_mask": torch.ones_like(batch["input_ids"])}
+
+    trainer.get_train_dataloader = leaking
+    trainer.train()
+    assert max(abs(loss - straight[step]) for step, loss in losses(trainer).items()) > 1e-2
+
+
+def train_until_killed(folder: Path) -> None:
+    """As one of two ranks: see every sample, evaluate, and train until the end comes."""
+    rank = os.environ["RANK"]
+    everything = packed(folder, stream(epochs=1), per_device_train_batch_size=1)
+    numbers = [
+        token
+        for batch in everything.get_train_dataloader()
+        for token in batch["input_ids"].flatten().tolist()
+        if 0 < token <= SAMPLES
+    ]
+    (folder / f"seen-{rank}").write_text(json.dumps(numbers))
+    trainer = packed(
+        folder / "run", max_steps=16, gradient_accumulation_steps=1, per_device_eval_batch_size=1,
+        save_strategy="steps", save_steps=4, eval_dataset=held_out(),
+    )  # fmt: skip
+    trainer.add_callback(Killed(folder / f"log-{rank}", after=10))
+    trainer.evaluate()  # which would leave the ranks without DDP, were it not for us
+    trainer.train()
+
+
+def test_two_ranks_killed_and_resumed_on_one(tmp_path: Path, straight: Losses) -> None:
+    assert len(list(held_out())) % 2 == 1
+    with pytest.raises(RankError) as killed:
+        run_ranks(train_until_killed, 2, tmp_path)
+    assert str(killed.value).count("ended with exit code -9") == 2, killed.value
+
+    seen = [json.loads((tmp_path / f"seen-{rank}").read_text()) for rank in range(2)]
+    assert min(map(len, seen)) > SAMPLES / 3
+    assert sorted(seen[0] + seen[1]) == list(range(1, SAMPLES + 1))  # each exactly once
+
+    entries = [json.loads(line) for line in (tmp_path / "log-0").read_text().splitlines()]
+    two_ranks = {entry["step"]: entry["loss"] for entry in entries if "loss" in entry}
+    before = {step: straight[step] for step in range(1, 11)}
+    assert_same(two_ranks, before, within=1e-5, steps=range(1, 11))
+    [evaluated] = [entry["eval_loss"] for entry in entries if "eval_loss" in entry]
+    assert evaluated == pytest.approx(truth(model(), samples(26, seed=1)), rel=1e-6)
+
+    resumed = packed(tmp_path / "run", max_steps=16, save_strategy="steps", save_steps=16)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(losses(resumed), straight | two_ranks, within=1e-5, steps=range(1, 17))
+    assert {entry["step"] for entry in resumed.state.log_history if entry["step"] > 8} == set(range(9, 17))
+    assert [entry["epoch"] for entry in resumed.state.log_history if "loss" in entry] == [
+        step / 16 for step in range(1, 17)
+    ]
+
+    finished = packed(tmp_path / "run", max_steps=16)
+    assert finished.train(resume_from_checkpoint=True).global_step == 16
+    assert losses(finished) == losses(resumed)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_resume_on_the_same_topology_is_exact_with_dropout_too(tmp_path: Path, workers: int) -> None:
+    common: dict[str, Any] = {"save_strategy": "steps", "save_steps": 5, "dataloader_num_workers": workers}
+    whole = packed(tmp_path, of=model("gpt2"), **common)
+    whole.train()
+    again = packed(tmp_path, of=model("gpt2"), **common)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    assert losses(again) == losses(whole)
+    assert not multiprocessing.active_children()  # the workers ended with the training
+    assert again.state.log_history[-2]["num_tokens"] == whole.state.log_history[-2]["num_tokens"]
+    assert all(
+        torch.equal(a, b) for a, b in zip(whole.model.parameters(), again.model.parameters(), strict=True)
+    )
+
+
+class SavesInTheMiddle(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
+    """What enable_jit_checkpoint does on SIGTERM: the batches of a step are given, and it is never made."""
+
+    def __init__(self, trainer: Any, event: str, *, after: int) -> None:
+        self.trainer = trainer
+        self.after = after
+        setattr(self, event, self.save)
+
+    def save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.after:
+            self.trainer._save_checkpoint(self.trainer.model, trial=None)
+            control.should_training_stop = control.should_epoch_stop = True
+
+
+@pytest.mark.parametrize("event", ["on_step_begin", "on_pre_optimizer_step", "on_step_end"])
+def test_a_checkpoint_in_the_middle_of_a_step_is_as_of_the_step_before(
+    tmp_path: Path, straight: Losses, event: str
+) -> None:
+    for before, after in ((None, 3), (True, 6)):
+        stopped = packed(tmp_path, max_steps=16)
+        stopped.add_callback(SavesInTheMiddle(stopped, event, after=after))
+        stopped.train(resume_from_checkpoint=before)
+    resumed = packed(tmp_path, max_steps=16)
+    resumed.train(resume_from_checkpoint=True)
+    curve = losses(resumed)
+    assert {step: curve[step] for step in range(7, 17)} == {step: straight[step] for step in range(7, 17)}
+
+
+def test_a_checkpoint_that_was_not_written_to_its_end_is_passed_over(
+    tmp_path: Path, straight: Losses, caplog: pytest.LogCaptureFixture
+) -> None:
+    packed(tmp_path, max_steps=16, save_strategy="steps", save_steps=4, save_total_limit=2).train()
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-12", "checkpoint-16"]
+    (tmp_path / "checkpoint-16" / "trainer_state.json").write_text("{")
+    resumed = packed(tmp_path, max_steps=16, save_strategy="steps", save_steps=4)
+    resumed.train(resume_from_checkpoint=True)
+    assert losses(resumed) == straight
+    assert newest_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-16")
+    write_stream({}, tmp_path / "checkpoint-16")  # killed while it was written a second time
+    assert newest_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-12")
+    assert "checkpoint-16 was not written to its end" in caplog.text
+
+    (tmp_path / "checkpoint-12" / STREAM_FILE).unlink()
+    with pytest.raises(ValueError, match="checkpoint-12 has no stream.pt: it was saved without"):
+        packed(tmp_path, max_steps=16).train(resume_from_checkpoint=True)
+    shutil.rmtree(tmp_path)
+    with pytest.raises(ValueError, match="there is no whole checkpoint in .* to resume from; call train"):
+        packed(tmp_path, max_steps=16).train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_of_another_stream_is_refused(tmp_path: Path) -> None:
+    packed(tmp_path, max_steps=1, save_strategy="steps", save_steps=1).train()
+    with pytest.raises(ValueError, match="made with seed=0 and this dataset has seed=1"):
+        packed(tmp_path, stream(seed=1)).train(resume_from_checkpoint=True)
+
+
+def test_the_logs_say_where_the_tokens_went(tmp_path: Path) -> None:
+    rows = [*samples(100), {"tokens": [5] * 70, "labels": [5] * 70}]
+    trainer = packed(
+        tmp_path, stream(rows, epochs=1, overlong="truncate"), max_steps=1000, attention="varlen",
+        include_num_input_tokens_seen="non_padding",
+    )  # fmt: skip
+    trainer.train()
+    last = [entry for entry in trainer.state.log_history if "loss" in entry][-1]
+    tokens = sum(len(row["tokens"]) for row in rows) - 6
+    # Trainer adds up the attention mask for the latter, which holds boundaries here.
+    assert last["num_tokens"] == last["num_input_tokens_seen"] == tokens
+    assert last["dropped_tokens"] == 6
+    assert 0 < last["padding"] < 0.2
+    assert last["padding"] == pytest.approx(1 - tokens / (64 * -(-tokens // 64)), abs=0.1)
+
+
+def test_a_step_of_prompts_alone_trains_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"tokens": [3] * 64, "labels": [-100] * 64}] * 8
+    trainer = packed(
+        tmp_path,
+        stream(rows, untrained="keep"),
+        max_steps=2,
+        weight_decay=0.0,
+        eval_dataset=stream(rows, epochs=1),
+    )
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    trainer.train()
+    assert set(losses(trainer).values()) == {0.0}
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+    assert math.isnan(trainer.evaluate()["eval_loss"])
+    assert "eval_loss is NaN: no token of the evaluation data is trained" in caplog.text
+
+
+def test_prepared_twice_the_last_one_holds(tmp_path: Path, straight: Losses) -> None:
+    trainer = packed(tmp_path, stream(seed=3), max_steps=16)
+    callbacks = len(trainer.callback_handler.callbacks)
+    prepare_trainer_for_packing(trainer, train_dataset=stream())
+    assert len(trainer.callback_handler.callbacks) == callbacks
+    trainer.train()
+    assert losses(trainer) == straight
+
+
+def test_a_model_that_trainer_makes_anew_is_prepared_too(tmp_path: Path, straight: Losses) -> None:
+    trainer = transformers.Trainer(
+        model_init=lambda: model(), args=settings(tmp_path, max_steps=16), train_dataset=stream()
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    prepare_trainer_for_packing(trainer)
+    trainer.train()
+    assert losses(trainer) == straight
+
+
+def test_the_flattening_collator_in_a_stock_trainer(tmp_path: Path) -> None:
+    rows = [{"input_ids": row["tokens"], "labels": row["labels"]} for row in samples()]
+    curves = []
+    for collator in (FlatteningCollator(), PaddedCollator()):
+        trainer = trainer_of(
+            tmp_path / type(collator).__name__, train_dataset=rows, data_collator=collator,
+            per_device_train_batch_size=6, max_steps=30,
+        )  # fmt: skip
+        trainer.train()
+        curves.append(losses(trainer))
+    assert_same(*curves, within=1e-4, steps=range(1, 31))
+
+
+def test_multipack_in_a_stock_trainer_resumes_with_trainers_own_skipping(tmp_path: Path) -> None:
+    """As `MultipackBatchSampler` says: accelerate deals the batches out, so the sampler knows of one rank."""
+    rows = [{"input_ids": row["tokens"], "labels": row["labels"]} for row in samples()]
+
+    def multipack(**changes: Any) -> Any:
+        trainer = trainer_of(
+            tmp_path, train_dataset=rows, accelerator_config={"even_batches": False}, max_steps=-1,
+            num_train_epochs=1, save_strategy="steps", save_steps=7, **changes,
+        )  # fmt: skip
+        sampler = MultipackBatchSampler(
+            [len(row["input_ids"]) for row in rows],
+            max_tokens=4 * MAX_SEQ_LEN,
+            packs_per_step=2,
+            num_replicas=1,
+        )
+        loader = DataLoader(rows, batch_sampler=sampler, collate_fn=FlatteningCollator())  # type: ignore[arg-type,var-annotated]
+        trainer.get_train_dataloader = lambda: trainer.accelerator.prepare(loader)
+        return trainer
+
+    whole = multipack()
+    whole.train()
+    resumed = multipack()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
+    assert len(losses(whole)) > 10
+    assert losses(resumed) == losses(whole)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train_dataset": samples(3)}, "train_dataset is a list; give an IterablePackedDataset"),
+        ({"train_dataset": None}, "train_dataset is a NoneType; give an IterablePackedDataset"),
+        ({"eval_dataset": stream(epochs=None)}, "eval_dataset has epochs=None and would never end"),
+        ({"eval_dataset": {"a": stream(epochs=None)}}, "a has epochs=None and would never end"),
+        (
+            {"max_steps": -1, "packs": stream(epochs=2)},
+            "num_train_epochs=3.0 says how often the data is read, and the packs have epochs=2; give Iterable",
+        ),
+        (
+            {"max_steps": -1, "packs": stream(epochs=None)},
+            "the packs have epochs=None; give Iterable.*epochs=1",
+        ),
+        (
+            {"max_steps": -1, "packs": stream(lambda: iter(samples()), num_lanes=1, epochs=1)},
+            r"known at its end only \(.*\); set max_steps in TrainingArguments$",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    packs = changes.get("packs")
+    given = {} if packs else {"train_dataset": stream()}
+    trainer = trainer_of(
+        tmp_path, **given | {name: value for name, value in changes.items() if name != "packs"}
+    )
+    with pytest.raises(ValueError, match=message):
+        prepare_trainer_for_packing(trainer, train_dataset=packs)
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "message"),
+    [
+        ("args._n_gpu", 2, "this process has 2 GPUs and DataParallel would cut"),
+        (
+            "accelerator.state.parallelism_config.tp_size",
+            2,
+            "tp_size is 2: those ranks must see the same packs",
+        ),
+        ("accelerator.state.parallelism_config.cp_size", 2, "cp_size is 2"),
+        ("model._tp_size", 2, "tp_size is 2: those ranks must see the same packs"),
+        ("args.average_tokens_across_devices", False, "average_tokens_across_devices=False weighs"),
+        ("model_accepts_loss_kwargs", False, "LlamaForCausalLM does not take num_items_in_batch"),
+    ],
+)
+def test_settings_that_would_train_wrongly_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, value: Any, message: str
+) -> None:
+    trainer = trainer_of(tmp_path, train_dataset=stream())
+    if "average" in where:
+        monkeypatch.setattr(type(trainer.args), "world_size", 2)
+    target = trainer
+    *path, name = where.split(".")
+    for part in path:
+        if getattr(target, part) is None:
+            monkeypatch.setattr(target, part, SimpleNamespace(tp_size=1, cp_size=1, sp_size=1))
+        target = getattr(target, part)
+    monkeypatch.setattr(target, name, value, raising=False)
+    with pytest.raises(ValueError, match=message):
+        prepare_trainer_for_packing(trainer)
+
+
+def test_models_that_predict_no_tokens_are_refused(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(vocab_size=16, num_labels=2, pad_token_id=0, **sizes)
+    packs = IterablePackedDataset([{"input_ids": [1, 2]}], max_seq_len=4, epochs=None)
+    trainer = transformers.Trainer(
+        transformers.LlamaForSequenceClassification(config), settings(tmp_path), train_dataset=packs
+    )
+    with pytest.raises(
+        ValueError, match="LlamaForSequenceClassification has a head for SequenceClassification and"
+    ):
+        prepare_trainer_for_packing(trainer)
+
+
+@pytest.mark.parametrize("logging_steps", [1, 100])
+def test_a_step_that_trains_nothing_is_an_error(tmp_path: Path, logging_steps: int) -> None:
+    cut_off = [{"tokens": [5] * 90, "labels": [-100] * 70 + [5] * 20}] * 40
+    args = {"max_steps": 3, "logging_steps": logging_steps, "gradient_accumulation_steps": 1}
+
+    def train(**changes: Any) -> Any:
+        packs = IterablePackedDataset(cut_off, max_seq_len=64, overlong="truncate", num_lanes=1, **changes)
+        trainer = transformers.Trainer(model(), settings(tmp_path, **args), train_dataset=packs)
+        prepare_trainer_for_packing(trainer)
+        return trainer.train()
+
+    with pytest.raises(
+        ValueError, match="step 1 of this training trained nothing: no label of its 128 tokens"
+    ):
+        train()
+    assert train(untrained="keep").training_loss == 0.0

@@ -1,0 +1,244 @@
+"""TRL's SFTTrainer on packs of what it has tokenized itself: completions alone, the same losses, an exact resume."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from streampack import (
+    IGNORE_INDEX,
+    IterablePackedDataset,
+    PackedDataLoader,
+    PaddedCollator,
+    TokensEncoder,
+    prepare_trainer_for_packing,
+)
+from tests.support.hf_trainers import MAX_SEQ_LEN, Killed, assert_same, losses, model, settings, truth
+from tests.support.ranks import RankError, run_ranks
+
+datasets = pytest.importorskip("datasets")
+transformers = pytest.importorskip("transformers")
+trl = pytest.importorskip("trl")
+
+# TRL 1.16 switches it on by its old name.
+pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
+
+STEPS = 12
+
+
+def tokenizer() -> Any:
+    """A token for each of 300 words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["<pad>", "<eos>", *(f"w{i}" for i in range(300))]
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
+
+
+def text(count: int = 300) -> Any:
+    """Prompts of words up to w99, completions of words beyond."""
+    generator = torch.Generator().manual_seed(0)
+
+    def words(low: int, high: int) -> str:
+        (length,) = torch.randint(1, 10, (1,), generator=generator).tolist()
+        return " ".join(f"w{i}" for i in torch.randint(low, high, (length,), generator=generator).tolist())
+
+    rows = [{"prompt": words(0, 100), "completion": " " + words(100, 110)} for _ in range(count)]
+    return datasets.Dataset.from_list(rows)
+
+
+def sft(folder: Path, **changes: Any) -> Any:
+    args = settings(folder, trl.SFTConfig, max_steps=STEPS, bf16=False, dataset_num_proc=None, **changes)
+    trainer = trl.SFTTrainer(model(), args, train_dataset=text(), processing_class=tokenizer())
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+def packs_of(trainer: Any) -> IterablePackedDataset:
+    return IterablePackedDataset(
+        trainer.train_dataset,
+        max_seq_len=MAX_SEQ_LEN,
+        encoder=TokensEncoder(tokens="input_ids"),
+        shuffle=True,
+        epochs=4,
+        num_lanes=2,
+    )
+
+
+def packed(folder: Path, *, attention: str = "auto", eval_packs: Any = None, **changes: Any) -> Any:
+    trainer = sft(folder, **changes)
+    prepare_trainer_for_packing(
+        trainer, train_dataset=packs_of(trainer), eval_dataset=eval_packs, attention=attention
+    )
+    return trainer
+
+
+@pytest.mark.parametrize("attention", ["dense", "varlen"])
+def test_completions_alone_are_trained_with_the_losses_of_padded_batches(
+    tmp_path: Path, attention: str
+) -> None:
+    theirs = sft(tmp_path / "padded")
+    rows = list(theirs.train_dataset)
+    packs = packs_of(theirs)
+    items, batches = [], []
+    for batch in PackedDataLoader(packs, batch_size=2, packs_per_step=4):
+        parts = [rows[fragment.origin[0]] for pack in batch.fragments for fragment in pack]
+        batches.append(PaddedCollator()(parts))
+        items.append(sum(label != IGNORE_INDEX for row in parts for label in row["labels"]))
+    # TRL made the labels, and they are the completions with their ends.
+    completions = [len(row["completion"].split()) + 1 for row in text()]
+    assert [sum(label != IGNORE_INDEX for label in row["labels"]) for row in rows] == completions
+
+    ours = packed(tmp_path / "packed", attention=attention)
+    counted = []
+    count = ours.get_batch_samples
+
+    def spy(*args: Any) -> Any:
+        samples, number = count(*args)
+        counted.append(int(number))
+        trained = {
+            int(token) for sample in samples for token in sample["input_ids"][sample["labels"].ne(-100)]
+        }
+        assert trained - set(range(102, 112)) == {1}  # words of completions, and their end
+        return samples, number
+
+    ours.get_batch_samples = spy
+    ours.train()
+    assert counted == [a + b for a, b in zip(items[::2], items[1::2], strict=True)][:STEPS]
+    theirs.get_train_dataloader = lambda: batches
+    theirs.train()
+    curve = losses(ours)
+    assert curve[STEPS] < curve[1] - 0.5
+    assert_same(curve, losses(theirs), within=1e-4, steps=range(1, STEPS + 1))
+    last = [entry for entry in ours.state.log_history if "loss" in entry][-1]
+    real = [f.stop - f.start for b in _first(packs, 2 * STEPS) for pack in b.fragments for f in pack]
+    assert last["num_tokens"] == sum(real)  # though TRL adds up a mask that holds boundaries
+
+
+def _first(packs: IterablePackedDataset, count: int) -> list[Any]:
+    batches = iter(PackedDataLoader(packs, batch_size=2, packs_per_step=4))
+    return [next(batches) for _ in range(count)]
+
+
+def held_out() -> IterablePackedDataset:
+    """Five packs, the last one of rank 1: beside it, rank 0 has a null pack."""
+    rows = [{"tokens": [5 + i] * n, "labels": [5 + i] * n} for i, n in enumerate((60, 60, 60, 50, 4, 40))]
+    return IterablePackedDataset(rows, max_seq_len=MAX_SEQ_LEN, num_lanes=2)
+
+
+def train_until_killed(folder: Path) -> None:
+    """As one of two ranks."""
+    trainer = packed(
+        folder / "run", gradient_accumulation_steps=1, per_device_eval_batch_size=1, eval_on_start=True,
+        save_strategy="steps", save_steps=4, eval_packs=held_out(),
+    )  # fmt: skip
+    trainer.add_callback(Killed(folder / f"log-{os.environ['RANK']}", after=6))
+    trainer.train()
+
+
+def test_two_ranks_killed_and_resumed_on_one(tmp_path: Path) -> None:
+    whole = packed(
+        tmp_path / "whole", eval_on_start=True, per_device_eval_batch_size=2, eval_packs=held_out()
+    )
+    whole.train()
+    with pytest.raises(RankError) as killed:
+        run_ranks(train_until_killed, 2, tmp_path)
+    assert str(killed.value).count("ended with exit code -9") == 2, killed.value
+    entries = [json.loads(line) for line in (tmp_path / "log-0").read_text().splitlines()]
+    [evaluated] = [entry["eval_loss"] for entry in entries if "eval_loss" in entry]
+    assert whole.state.log_history[0]["eval_loss"] == pytest.approx(evaluated, rel=1e-6)
+    steps = [entry for entry in entries if "loss" in entry]
+    of_all = [entry for entry in whole.state.log_history if "loss" in entry]
+    for name in ("num_tokens", "padding", "dropped_tokens"):
+        assert [entry[name] for entry in steps] == [entry[name] for entry in of_all[:6]]
+    two_ranks = {entry["step"]: entry["loss"] for entry in steps}
+    resumed = packed(tmp_path / "run")
+    resumed.train(resume_from_checkpoint=True)
+    curve = losses(whole)
+    assert_same(curve | two_ranks, curve, within=1e-5, steps=range(1, STEPS + 1))
+    assert_same(losses(resumed), curve, within=1e-5, steps=range(1, STEPS + 1))
+
+
+def test_a_resume_is_exact(tmp_path: Path) -> None:
+    whole = packed(tmp_path, save_strategy="steps", save_steps=5)
+    whole.train()
+    again = packed(tmp_path)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    assert losses(again) == losses(whole)
+
+
+def test_packed_evaluation(tmp_path: Path) -> None:
+    trainer = sft(tmp_path)
+    packs = IterablePackedDataset(
+        text(40).map(lambda row: {"tokens": [5, 6, 7], "labels": [-100, 6, 7]}), max_seq_len=MAX_SEQ_LEN
+    )
+    prepare_trainer_for_packing(trainer, train_dataset=packs_of(trainer), eval_dataset=packs)
+    before = trainer.evaluate()["eval_loss"]
+    with torch.no_grad():
+        alone = trainer.model(
+            input_ids=torch.tensor([[5, 6, 7]]), labels=torch.tensor([[-100, 6, 7]]), use_cache=False
+        )
+    assert before == pytest.approx(alone.loss.item(), rel=1e-5)
+    trainer.train()
+    trainer.evaluate()
+    *_, trained, _, evaluated = trainer.state.log_history
+    assert evaluated["eval_num_tokens"] == trained["num_tokens"] > 0
+
+
+def test_the_evaluation_of_packs_weighs_tokens_alike(tmp_path: Path) -> None:
+    """TRL's own means of a batch's tokens, too; and `evaluate` takes packs, which TRL would tokenize."""
+    trainer = sft(tmp_path, per_device_eval_batch_size=2)
+    prepare_trainer_for_packing(trainer, train_dataset=packs_of(trainer))
+    trainer.train()
+    rows = list(trainer.train_dataset.lane_config.source.dataset)[:40]
+    packs = IterablePackedDataset(rows, encoder=TokensEncoder(tokens="input_ids"), max_seq_len=MAX_SEQ_LEN)
+    metrics = trainer.evaluate(packs)
+    right: list[bool] = []
+    for row in rows:
+        tokens, labels = (torch.tensor([row[name]]) for name in ("input_ids", "labels"))
+        with torch.no_grad():
+            guesses = trainer.model(input_ids=tokens, use_cache=False).logits.argmax(-1)
+        right += (guesses[:, :-1] == labels[:, 1:])[labels[:, 1:] != IGNORE_INDEX].tolist()
+    assert any(right)
+    assert metrics["eval_mean_token_accuracy"] == pytest.approx(sum(right) / len(right), rel=1e-6)
+    assert metrics["eval_loss"] == pytest.approx(
+        truth(trainer.model, [{"tokens": row["input_ids"], "labels": row["labels"]} for row in rows]),
+        rel=1e-5,
+    )
+
+
+def test_rows_that_trl_packed_or_flattened_are_refused(tmp_path: Path) -> None:
+    """They became one sample each, and their samples saw one another."""
+    trainer = sft(tmp_path, packing=True, max_length=MAX_SEQ_LEN)
+    for name in ("packing", "padding_free", "eval_packing"):
+        for other in ("packing", "padding_free", "eval_packing"):
+            setattr(trainer.args, other, name == other)
+        with pytest.raises(
+            ValueError, match=f"SFTConfig has {name}=True, .* leave it out, packing is done here"
+        ):
+            prepare_trainer_for_packing(trainer, train_dataset=packs_of(trainer))
+    trainer.args.eval_packing = None
+    with pytest.raises(ValueError, match=r"column 'seq_lengths' says that the row holds \d+ sequences"):
+        next(iter(packs_of(trainer)))
+
+
+def test_trainers_of_other_losses_are_refused() -> None:
+    from trl import DPOTrainer, RewardTrainer
+
+    for kind in (DPOTrainer, RewardTrainer):
+        with pytest.raises(
+            ValueError, match=f"^{kind.__name__} compares, scores or samples whole answers, and packs keep"
+        ):
+            prepare_trainer_for_packing(kind.__new__(kind))  # refused for what it is, whatever is in it
+
+    class Mine(DPOTrainer):  # type: ignore[misc]
+        pass
+
+    with pytest.raises(ValueError, match=r"^DPOTrainer compares"):
+        prepare_trainer_for_packing(Mine.__new__(Mine))

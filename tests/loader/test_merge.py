@@ -1,0 +1,63 @@
+"""The events of several workers as those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streampack import IterablePackedDataset, MapSource
+from streampack.loader.merge import Shares
+from streampack.streaming.round_robin import Event
+from tests.support.corpus import Numbers, rows
+
+
+class Failing:
+    """Stands in for `Worker`, in this process; the calls, of all workers together, in ``fails`` raise."""
+
+    fails: frozenset[int] = frozenset()
+    calls = 0
+
+    def __init__(self, dataset: IterablePackedDataset, *, consumer: int, consumers: int, **_: Any) -> None:
+        self.stream = dataset.stream(consumer, consumers)
+
+    def __iter__(self) -> Iterator[Event]:
+        return self
+
+    def __next__(self) -> Event:
+        Failing.calls += 1
+        if Failing.calls in Failing.fails:
+            raise OSError("once")
+        return self.stream.next_event()
+
+
+def handed_over(workers: int) -> list[tuple[int, int, list[int]]]:
+    """Epoch, lane and tokens of all packs, in shares of three; an error is asked again."""
+    data = IterablePackedDataset(
+        MapSource(rows(60)), max_seq_len=16, encoder=Numbers(), num_lanes=6, epochs=2
+    )
+    shares = Shares(
+        data, receipts={}, epoch=0, rank=0, world_size=1, workers=workers, prefetch=1, max_restarts=0
+    )
+    found = []
+    while shares.epoch < 2:
+        try:
+            share = shares.make(3)
+        except OSError:
+            continue
+        found += [(pack.epoch, pack.lane, pack.tokens.tolist()) for pack in share.packs]
+        if not share.packs:
+            shares.epoch += 1
+    return found
+
+
+@settings(max_examples=20, deadline=None)
+@given(workers=st.sampled_from([1, 2, 3]), fails=st.frozensets(st.integers(1, 60), max_size=12))
+def test_errors_of_any_worker_change_nothing(workers: int, fails: frozenset[int]) -> None:
+    Failing.fails, Failing.calls = fails, 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("streampack.loader.merge.Worker", Failing)
+        assert handed_over(workers) == handed_over(0)

@@ -1,0 +1,514 @@
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from streampack import (
+    IGNORE_INDEX,
+    IterablePackedDataset,
+    MessagesEncoder,
+    Mix,
+    Sample,
+    TextEncoder,
+    TokensEncoder,
+)
+from streampack.packing.encoders import sentencepiece_of, without_truncation
+
+
+class WordTokenizer:
+    """A tokenizer with torchtune's interface: a word is a token, a role a token of its own, cut at max_seq_len."""
+
+    bos_id, eos_id, pad_id = 1, 2, 0
+
+    def __init__(self, *, max_seq_len: int | None = None, shift: int = 0, header: int = 7) -> None:
+        self.max_seq_len = max_seq_len
+        self.shift = shift
+        self.header = header
+        self.calls = 0
+
+    def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
+        self.calls += 1
+        words = [10 + self.shift + sum(word.encode()) % 80 for word in text.split()]
+        tokens = [self.bos_id] * add_bos + words + [self.eos_id] * add_eos
+        return tokens if self.max_seq_len is None else tokens[: self.max_seq_len]
+
+    def tokenize_messages(self, messages: list[Any]) -> tuple[list[int], list[bool]]:
+        tokens, mask = [self.bos_id], [True]
+        for message in messages:
+            content = [self.header, *self.encode(message.text_content, add_bos=False, add_eos=False)]
+            if message.role == "assistant":
+                content.append(self.eos_id)
+            tokens += content
+            mask += [message.masked] * len(content)
+        end = self.max_seq_len
+        return tokens[:end], mask[:end]
+
+    def __call__(self, sample: dict[str, Any], inference: bool = False) -> dict[str, Any]:
+        sample["tokens"], sample["mask"] = self.tokenize_messages(sample.pop("messages"))
+        return sample
+
+
+# Ready tokens.
+
+
+def test_tokens() -> None:
+    assert TokensEncoder()({"tokens": [1, 2], "labels": [-100, 2]}).labels.tolist() == [-100, 2]
+    named = TokensEncoder(tokens="input_ids", labels="targets")
+    assert named({"input_ids": [1, 2], "targets": [-100, 2]}).labels.tolist() == [-100, 2]
+    with pytest.raises(ValueError, match="column 'targets' is missing; the row's columns are 'input_ids'"):
+        named({"input_ids": [1]})
+
+
+def test_tokens_fingerprint_says_the_columns() -> None:
+    encoders = [TokensEncoder(), TokensEncoder(labels=None), TokensEncoder(tokens="input_ids")]
+    assert len({encoder.fingerprint() for encoder in encoders}) == 3
+    assert TokensEncoder().fingerprint() == TokensEncoder().fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("row", "hint"),
+    [
+        ({"text": "a"}, "TextEncoder(tokenizer)"),
+        ({"id": 1, "messages": []}, "ChatEncoder(tokenizer)"),
+        ({"conversations": []}, "ChatEncoder(tokenizer)"),
+        ({"prompt": "a", "completion": "b"}, "PromptCompletionEncoder(tokenizer)"),
+        ({"instruction": "a", "output": "b"}, "MessagesEncoder(tokenizer, message_transform=AlpacaToMessages())"),
+    ],
+)  # fmt: skip
+def test_rows_without_tokens_and_without_an_encoder(row: dict[str, Any], hint: str) -> None:
+    with pytest.raises(ValueError) as error:
+        list(IterablePackedDataset([row], max_seq_len=8))
+    assert "sample 0: column 'tokens' is missing; the row's columns are " in str(error.value)
+    assert str(error.value).endswith(
+        f"; such rows need an encoder: encoder={hint}, or data.encoder in a config"
+    )
+
+
+def test_other_bad_rows_are_not_told_of_encoders() -> None:
+    for row in ({"tokens": [0.5], "text": "a"}, {"tokens": [1], "text": "a"}, {"x": 1}):
+        with pytest.raises(ValueError) as error:
+            TokensEncoder()(row)
+        assert "encoder" not in str(error.value)
+
+
+# Plain text.
+
+
+def test_text_is_trained_whole() -> None:
+    encode = TextEncoder(WordTokenizer())
+    sample = encode({"text": "a b c"})
+    assert sample.tokens.tolist() == WordTokenizer().encode("a b c")
+    assert sample.labels.tolist() == sample.tokens.tolist()
+    assert sample.tokens.dtype == np.int32
+
+
+@pytest.mark.parametrize(("add_bos", "add_eos"), [(True, False), (False, True), (False, False)])
+def test_text_ends_as_told(add_bos: bool, add_eos: bool) -> None:
+    encode = TextEncoder(WordTokenizer(), add_bos=add_bos, add_eos=add_eos, column="body")
+    expected = WordTokenizer().encode("a b", add_bos=add_bos, add_eos=add_eos)
+    assert encode({"body": "a b", "text": "no"}).tokens.tolist() == expected
+
+
+def test_empty_text_without_bos_and_eos_is_an_empty_sample() -> None:
+    assert TextEncoder(WordTokenizer(), add_bos=False, add_eos=False)({"text": ""}).tokens.size == 0
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"body": "a"}, "column 'text' is missing; the row's columns are 'body'"),
+        ({}, "column 'text' is missing; the row's columns are none"),
+        ({"text": 3}, "column 'text' holds a int; it must be text"),
+        ({"text": ["a"]}, "column 'text' holds a list; it must be text"),
+        ({"text": None}, "column 'text' holds a NoneType; it must be text"),
+    ],
+)
+def test_bad_text(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        TextEncoder(WordTokenizer())(row)
+    assert str(error.value) == message
+
+
+def test_text_fingerprint_says_tokenizer_and_settings() -> None:
+    def fingerprint(tokenizer: WordTokenizer | None = None, **settings: Any) -> str:
+        return TextEncoder(tokenizer or WordTokenizer(), **settings).fingerprint()
+
+    assert fingerprint() == fingerprint()
+    others = [
+        fingerprint(WordTokenizer(shift=1)),
+        fingerprint(column="body"),
+        fingerprint(add_bos=False),
+        fingerprint(add_eos=False),
+    ]
+    assert len({fingerprint(), *others}) == 5
+    assert fingerprint(WordTokenizer(max_seq_len=3)) == fingerprint(), "its limit is out of force"
+
+
+# Truncation by the tokenizer.
+
+
+def test_a_tokenizers_own_limit_is_out_of_force() -> None:
+    tokenizer = WordTokenizer(max_seq_len=4)
+    assert len(tokenizer.encode("a b c d e f")) == 4
+    assert TextEncoder(tokenizer)({"text": "a b c d e f"}).tokens.size == 8
+    assert tokenizer.max_seq_len == 4, "the caller's tokenizer is as it was"
+
+
+def test_a_tokenizer_without_a_limit_is_not_copied() -> None:
+    tokenizer = WordTokenizer()
+    assert without_truncation(tokenizer) is tokenizer
+    assert without_truncation(bare := object()) is bare
+
+
+def test_what_a_tokenizer_would_have_cut_is_in_the_ledger() -> None:
+    data = IterablePackedDataset(
+        [{"text": "a b c d e f"}, {"text": "a b"}],
+        encoder=TextEncoder(WordTokenizer(max_seq_len=5)),
+        max_seq_len=5,
+        overlong="truncate",
+    )
+    packs = list(data)
+    assert [pack["num_seqs"] for pack in packs] == [1, 1]
+    assert data.ledger().dropped["truncated"] == 3
+    assert data.ledger().tokens_in == 8 + 4
+
+
+# Messages, by torchtune's transforms.
+
+CONVERSATION = [
+    ("user", "how are you"),
+    ("assistant", "fine thank you"),
+    ("user", "bye"),
+    ("assistant", "so long"),
+]
+ROWS: dict[str, dict[str, Any]] = {
+    "InputOutputToMessages": {"input": "how are you", "output": "fine thank you"},
+    "AlpacaToMessages": {"instruction": "add one", "input": "three", "output": "four"},
+    "ShareGPTToMessages": {
+        "conversations": [
+            {"from": {"user": "human", "assistant": "gpt"}[role], "value": text}
+            for role, text in CONVERSATION
+        ]
+    },
+    "OpenAIToMessages": {"messages": [{"role": role, "content": text} for role, text in CONVERSATION]},
+}
+
+
+@pytest.fixture(scope="module")
+def tune_data() -> Any:
+    return pytest.importorskip("torchtune.data")
+
+
+@pytest.mark.parametrize("name", sorted(ROWS))
+@pytest.mark.parametrize("train_on_input", [False, True])
+def test_messages_are_as_torchtunes_dataset_makes_them(
+    tune_data: Any, name: str, train_on_input: bool
+) -> None:
+    from torchtune.datasets._sft import SFTTransform
+
+    transform = getattr(tune_data, name)(train_on_input=train_on_input)
+    theirs = SFTTransform(message_transform=transform, model_transform=WordTokenizer())(dict(ROWS[name]))
+    ours = MessagesEncoder(WordTokenizer(), message_transform=transform)(ROWS[name])
+    assert ours.tokens.tolist() == list(theirs["tokens"])
+    assert ours.labels.tolist() == list(theirs["labels"])
+    trained = int((ours.labels != IGNORE_INDEX).sum())
+    assert 0 < trained < ours.tokens.size
+    assert ours.tokens.dtype == ours.labels.dtype == np.int32
+
+
+def test_messages_are_not_cut_by_the_tokenizer(tune_data: Any) -> None:
+    transform = tune_data.InputOutputToMessages()
+    row = ROWS["InputOutputToMessages"]
+    whole = MessagesEncoder(WordTokenizer(), message_transform=transform)(row)
+    limited = MessagesEncoder(WordTokenizer(max_seq_len=3), message_transform=transform)(row)
+    assert limited.tokens.tolist() == whole.tokens.tolist()
+
+
+def test_the_row_is_left_as_it_was(tune_data: Any) -> None:
+    row = {"messages": [{"role": role, "content": text} for role, text in CONVERSATION]}
+    encode = MessagesEncoder(WordTokenizer(), message_transform=tune_data.OpenAIToMessages())
+    assert encode(row).tokens.tolist() == encode(row).tokens.tolist()
+    assert list(row) == ["messages"]
+
+
+def test_a_transform_of_ones_own(tune_data: Any) -> None:
+    def transform(row: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "messages": [
+                tune_data.Message(role="user", content=row["q"], masked=True),
+                tune_data.Message(role="assistant", content=row["a"]),
+            ]
+        }
+
+    sample = MessagesEncoder(WordTokenizer(), message_transform=transform)({"q": "one two", "a": "three"})
+    assert sample.labels.tolist() == [IGNORE_INDEX] * 4 + sample.tokens.tolist()[4:]
+
+
+def test_bad_messages_name_the_column_or_the_fault(tune_data: Any) -> None:
+    encode = MessagesEncoder(WordTokenizer(), message_transform=tune_data.InputOutputToMessages())
+    with pytest.raises(ValueError) as error:
+        encode({"input": "a", "answer": "b"})
+    found = "the message transform found no 'output', in the row or within it; the row's columns are 'input', 'answer'"
+    assert str(error.value) == found
+
+    encode = MessagesEncoder(WordTokenizer(), message_transform=tune_data.ShareGPTToMessages())
+    with pytest.raises(
+        ValueError, match="found no 'alien', in the row or within it; the row's columns are 'convers"
+    ):
+        encode({"conversations": [{"from": "alien", "value": "a"}, {"from": "gpt", "value": "b"}]})
+
+    encode = MessagesEncoder(WordTokenizer(), message_transform=tune_data.OpenAIToMessages())
+    with pytest.raises(ValueError, match="Two consecutive user messages at index 1"):
+        encode({"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]})
+    with pytest.raises(ValueError, match="at least length 2"):
+        encode({"messages": [{"role": "user", "content": "a"}]})
+
+
+def test_a_bad_row_of_messages_is_named_by_its_place(tune_data: Any) -> None:
+    rows = [{"input": "a", "output": "b"}, {"input": "a"}]
+    encode = MessagesEncoder(WordTokenizer(), message_transform=tune_data.InputOutputToMessages())
+    data = IterablePackedDataset(rows, max_seq_len=16, encoder=encode)
+    with pytest.raises(ValueError) as error:
+        list(data)
+    found = "sample 1: the message transform found no 'output', in the row or within it; the row's columns are 'input'"
+    assert str(error.value) == found
+
+
+def test_a_null_where_text_belongs_is_a_record_to_pass_by(tune_data: Any) -> None:
+    turns = [
+        [{"from": "human", "value": "a"}, {"from": "gpt", "value": answer}] for answer in ("b", None, "c")
+    ]
+    encode = MessagesEncoder(WordTokenizer(), message_transform=tune_data.ShareGPTToMessages())
+    rows = [{"conversations": turn} for turn in turns]
+    data = IterablePackedDataset(rows, max_seq_len=16, encoder=encode, on_bad_record="skip")
+    assert sum(pack["num_seqs"] for pack in data) == 2
+    assert data.ledger().dropped_samples["bad"] == 1
+
+
+def test_tokens_and_mask_that_differ_in_length_are_an_error(tune_data: Any) -> None:
+    class Broken(WordTokenizer):
+        def tokenize_messages(self, messages: list[Any]) -> tuple[list[int], list[bool]]:
+            tokens, _ = super().tokenize_messages(messages)
+            return tokens, [False]
+
+    encode = MessagesEncoder(Broken(), message_transform=tune_data.InputOutputToMessages())
+    with pytest.raises(ValueError, match="1"):
+        encode({"input": "a", "output": "b"})
+
+
+def test_messages_fingerprint_says_transform_and_tokenizer(tune_data: Any) -> None:
+    transform = tune_data.InputOutputToMessages
+
+    def fingerprint(made: Any, tokenizer: WordTokenizer | None = None) -> str:
+        return MessagesEncoder(tokenizer or WordTokenizer(), message_transform=made).fingerprint()
+
+    assert fingerprint(transform()) == fingerprint(transform())
+    assert fingerprint(transform(), WordTokenizer(max_seq_len=3)) == fingerprint(transform())
+    others = {
+        fingerprint(transform()),
+        fingerprint(transform(train_on_input=True)),
+        fingerprint(transform(column_map={"input": "q", "output": "a"})),
+        fingerprint(transform(new_system_prompt="be kind")),
+        fingerprint(tune_data.AlpacaToMessages()),
+        fingerprint(transform(), WordTokenizer(shift=1)),
+    }
+    assert len(others) == 6
+
+
+def test_functions_as_transforms_are_told_apart() -> None:
+    def one(row: Mapping[str, Any]) -> dict[str, Any]:
+        return {"messages": []}
+
+    def other(row: Mapping[str, Any]) -> dict[str, Any]:
+        return {"messages": []}
+
+    prints = {MessagesEncoder(WordTokenizer(), message_transform=f).fingerprint() for f in (one, other)}
+    assert len(prints) == 2
+
+
+def test_chat_templates_are_told_apart(tune_data: Any) -> None:
+    """The same words and ids, another header before each message: another tokenizer, so another fingerprint."""
+    transform = tune_data.InputOutputToMessages()
+    prints = {
+        MessagesEncoder(WordTokenizer(header=header), message_transform=transform).fingerprint()
+        for header in (7, 8)
+    }
+    assert len(prints) == 2
+
+
+class Transform:
+    """A transform with settings, as torchtune's are written."""
+
+    def __init__(self) -> None:
+        self.column_map = {"input": "q", "output": "a"}
+        self.train_on_input = False
+        self.rule = lambda text: text  # has another address in every process
+        self.parts = [object(), {"b", "a", "c"}]
+
+
+FINGERPRINT_ELSEWHERE = """
+from tests.packing.test_encoders import *
+print(MessagesEncoder(WordTokenizer(), message_transform=Transform()).fingerprint())
+"""
+
+
+def test_fingerprints_hold_in_another_process() -> None:
+    """No memory address and no hash gets into them: a resume is always in another process."""
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FINGERPRINT_ELSEWHERE],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+        env={"PYTHONHASHSEED": "77"},
+    )
+    here = MessagesEncoder(WordTokenizer(), message_transform=Transform()).fingerprint()
+    assert run.stdout.split() == [here]
+
+
+# SentencePiece, asked for arrays.
+
+
+@pytest.fixture(scope="module")
+def spm(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model, trained on this file; bytes stand for what it does not know."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    pytest.importorskip("torchtune")
+    prefix = tmp_path_factory.mktemp("spm") / "tokenizer"
+    sentencepiece.SentencePieceTrainer.train(
+        input=__file__, model_prefix=str(prefix), vocab_size=600, model_type="bpe", byte_fallback=True,
+        pad_id=3, minloglevel=2,
+    )  # fmt: skip
+    return f"{prefix}.model"
+
+
+def tokenizers(spm: str) -> dict[str, Any]:
+    from torchtune.models import gemma, llama2, mistral
+    from torchtune.modules.transforms.tokenizers import SentencePieceBaseTokenizer
+
+    return {
+        "llama2": llama2.llama2_tokenizer(spm, max_seq_len=4),
+        "mistral": mistral.mistral_tokenizer(spm),
+        "gemma": gemma.gemma_tokenizer(spm),
+        "base": SentencePieceBaseTokenizer(spm),
+    }
+
+
+@pytest.mark.parametrize("name", ["llama2", "mistral", "gemma", "base"])
+def test_arrays_of_sentencepiece_are_its_lists(spm: str, name: str) -> None:
+    tokenizer = tokenizers(spm)[name]
+    assert sentencepiece_of(tokenizer) is not None
+
+    @settings(max_examples=150)
+    @given(st.text(), st.booleans(), st.booleans())
+    @example("", False, False)
+    @example(" \n <s> </s> [INST] \x00 \u2581", True, True)
+    def check(text: str, add_bos: bool, add_eos: bool) -> None:
+        encoder = TextEncoder(tokenizer, add_bos=add_bos, add_eos=add_eos)
+        sample = encoder({"text": text})
+        assert sample.tokens.tolist() == tokenizer.encode(text, add_bos=add_bos, add_eos=add_eos)
+        assert sample.tokens.dtype == np.int32
+        assert sample.tokens.flags.writeable
+
+    class Own(type(tokenizer)):  # type: ignore[misc]
+        """One of a user, who may do anything: it is asked for lists."""
+
+    by_lists = copy.copy(tokenizer)
+    by_lists.__class__ = Own
+
+    check()
+    encoder, other = TextEncoder(tokenizer), TextEncoder(by_lists)
+    assert encoder.fingerprint() == other.fingerprint(), "the way of asking is no part of what comes out"
+    vocabulary = tokenizer.vocab_size
+    assert [encoder.makes_only(n) for n in (None, vocabulary, vocabulary - 1)] == [True, True, False]
+    assert not other.makes_only(None)
+    for one in (encoder, other):
+        with pytest.raises(UnicodeEncodeError):
+            one({"text": "half of a pair: \ud800"})
+    rows = [{"text": "whole"}, {"text": "half: \ud800"}, {"text": "whole"}]
+    skips = IterablePackedDataset(rows, encoder=TextEncoder(tokenizer), max_seq_len=64, on_bad_record="skip")
+    assert [pack["num_seqs"] for pack in skips] == [2]
+
+
+def test_ids_are_looked_at_wherever_they_may_be_wrong(spm: str) -> None:
+    """Not where SentencePiece made them; in a smaller vocabulary, in a subclass and in a mixture they are."""
+    encoder = TextEncoder(tokenizers(spm)["llama2"])
+    vocabulary = encoder.tokenizer.vocab_size
+
+    class Own(TextEncoder):
+        def __call__(self, row: Mapping[str, Any], /) -> Sample:
+            return Sample(ids := np.array([-1]), ids)
+
+    class Bad:
+        def __call__(self, row: Mapping[str, Any], /) -> Sample:
+            return Sample(ids := np.array([vocabulary]), ids)
+
+    def packs(source: Any, encoder: Any, vocab_size: int | None) -> list[Any]:
+        data = IterablePackedDataset(source, encoder=encoder, vocab_size=vocab_size, max_seq_len=64)
+        assert data.lane_config.checks is (vocab_size != vocabulary or type(encoder) is Own or source is mix)
+        return list(data)
+
+    rows = [{"text": "whole"}, {"text": "half"}]
+    both = {"source": rows, "weight": 1}
+    mix = Mix([{"name": "a", **both}, {"name": "b", "encoder": Bad(), **both}])
+    assert len(packs(rows, encoder, vocabulary)) == 1
+    with pytest.raises(ValueError, match="token id .* is outside the vocabulary of 5 ids"):
+        packs(rows, encoder, 5)
+    with pytest.raises(ValueError, match="token id -1 is outside"):
+        packs(rows, Own(encoder.tokenizer), vocabulary)
+    with pytest.raises(ValueError, match=f"token id {vocabulary} is outside"):
+        packs(mix, encoder, vocabulary)
+
+
+def test_half_a_surrogate_pair_in_a_message_is_a_broken_record(spm: str) -> None:
+    from torchtune.data import InputOutputToMessages
+
+    encoder = MessagesEncoder(tokenizers(spm)["mistral"], message_transform=InputOutputToMessages())
+    rows = [{"input": "whole", "output": end} for end in ("whole", "half: \ud800", "whole")]
+    with pytest.raises(UnicodeEncodeError):
+        encoder(rows[1])
+    skips = IterablePackedDataset(rows, encoder=encoder, max_seq_len=96, on_bad_record="skip")
+    assert [pack["num_seqs"] for pack in skips] == [2]
+
+
+def test_whatever_else_a_tokenizer_does_is_done(spm: str) -> None:
+    """Also what a probe does not show."""
+    from torchtune.models.llama2 import Llama2Tokenizer
+
+    class Replacing(Llama2Tokenizer):  # type: ignore[misc]
+        def encode(self, text: str, *args: Any, **settings: Any) -> Any:
+            return super().encode(text.replace("TEXT", "text"), *args, **settings)
+
+    replacing, patched = Replacing(spm), Llama2Tokenizer(spm)
+    own = patched.encode
+    patched.encode = lambda text, **settings: own(text.replace("TEXT", "text"), **settings)
+    expected = Llama2Tokenizer(spm).encode("text")
+    for tokenizer in (replacing, patched, WordTokenizer()):
+        assert sentencepiece_of(tokenizer) is None
+        made = TextEncoder(tokenizer)({"text": "TEXT"}).tokens.tolist()
+        assert made == (tokenizer.encode("TEXT") if tokenizer is not replacing else expected)
+
+
+def test_an_older_sentencepiece_is_asked_for_lists(spm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sentencepiece
+
+    own = sentencepiece.SentencePieceProcessor.encode
+
+    def encode(self: Any, text: str, **settings: Any) -> Any:
+        if "return_type" in settings:
+            raise TypeError("encode() got an unexpected keyword argument 'return_type'")
+        return own(self, text, **settings)
+
+    monkeypatch.setattr(sentencepiece.SentencePieceProcessor, "encode", encode)
+    tokenizer = tokenizers(spm)["llama2"]
+    assert sentencepiece_of(tokenizer) is None
+    assert TextEncoder(tokenizer)({"text": "a b"}).tokens.size > 2

@@ -1,0 +1,398 @@
+"""Hugging Face tokenizers: BOS and EOS where they are asked for, nothing cut, and the same in every process."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streampack import IGNORE_INDEX, HFTokenizer, IterablePackedDataset, JSONLSource, TextEncoder
+from streampack.instantiate import build
+from streampack.packing.encoders import check_tokenizer, padding_id
+from streampack.tokenize.tokenize import tokenize
+from tests.support.hf_tokenizers import BOS, DATED, END, EOS, MARKED, START, byte_level, llama_like
+
+HABITS = {
+    "plain": lambda: byte_level(),
+    "bos": lambda: byte_level(bos_by_itself=True),
+    "both": lambda: byte_level(bos_by_itself=True, eos_by_itself=True),
+    "flags": lambda: byte_level(add_bos_token=True, add_eos_token=True),
+    "llama": lambda: llama_like(),
+}
+BY_ITSELF = {"plain": [], "bos": [BOS], "both": [BOS], "flags": [BOS], "llama": [BOS]}
+
+
+@pytest.fixture(scope="module")
+def habits() -> dict[str, Any]:
+    return {name: make() for name, make in HABITS.items()}
+
+
+@pytest.mark.parametrize("habit", sorted(HABITS))
+def test_text_begins_and_ends_as_asked(habits: dict[str, Any], habit: str) -> None:
+    raw = habits[habit]
+    body = raw("hello there", add_special_tokens=False)["input_ids"]
+    for add_bos, add_eos in product([None, True, False], [True, False]):
+        sample = TextEncoder(raw, add_bos=add_bos, add_eos=add_eos)({"text": "hello there"})
+        begin = BY_ITSELF[habit] if add_bos is None else [BOS] * add_bos
+        assert sample.tokens.tolist() == begin + body + [EOS] * add_eos
+        assert sample.labels is sample.tokens
+
+
+def test_packs_have_eos_where_texts_end(habits: dict[str, Any]) -> None:
+    texts = ["one two three", "", "hello", "four five six seven", "the answer is 42. " * 3]
+    for raw in habits.values():
+        packs = list(
+            IterablePackedDataset([{"text": t} for t in texts], encoder=TextEncoder(raw), max_seq_len=64)
+        )
+        seen = 0
+        for pack in packs:
+            ends = np.cumsum(pack["seq_lens"].tolist()[: pack["num_seqs"]])
+            tokens, labels = pack["tokens"].tolist(), pack["labels"].tolist()
+            found = [i + 1 for i, token in enumerate(tokens[: ends[-1]]) if token == EOS]
+            assert found == ends.tolist(), "EOS at the end of each text, and nowhere else"
+            assert all(labels[i - 1] in (EOS, IGNORE_INDEX) for i in ends)
+            seen += len(ends)
+        assert seen == len(texts)
+
+
+def test_nothing_is_cut(tmp_path: Path) -> None:
+    """Neither by a limit in tokenizer.json, nor by one that somebody sets on the tokenizer in mid-run."""
+    raw = byte_level(model_max_length=5)
+    raw.backend_tokenizer.enable_truncation(4)
+    raw.backend_tokenizer.enable_padding(length=400)
+    raw.save_pretrained(tmp_path)
+    text = "one two three four five six seven eight nine ten"
+    for tokenizer in (HFTokenizer(tmp_path), HFTokenizer(raw)):
+        encoder = TextEncoder(tokenizer, add_bos=False, add_eos=False)
+        whole = encoder({"text": text}).tokens.tolist()
+        assert encoder.decode(whole) == text
+        raw(text, truncation=True, max_length=3)
+        assert encoder({"text": text}).tokens.tolist() == whole
+    assert len(raw(text, truncation=True, max_length=3)["input_ids"]) == 3, "the user's own is left alone"
+
+
+@pytest.mark.parametrize(
+    ("settings", "flags", "message"),
+    [
+        ({"bos_token": None}, {"add_bos": True}, "adds no BOS, though add_bos is True; say add_bos: False"),
+        ({"eos_token": None}, {}, "has no EOS token; set its eos_token, or say add_eos: False"),
+    ],
+)
+def test_what_a_tokenizer_does_not_have_is_refused(settings: Any, flags: Any, message: str) -> None:
+    raw = byte_level(**settings)
+    with pytest.raises(ValueError, match=message):
+        TextEncoder(raw, **flags)
+    tokens = TextEncoder(raw, add_bos=None, add_eos=False)({"text": "hello"}).tokens.tolist()
+    assert tokens == raw("hello", add_special_tokens=False)["input_ids"]
+
+
+class Deaf:
+    """A tokenizer that swallows what it is asked, as the ``encode`` of transformers does."""
+
+    bos_id, eos_id = 1, 2
+
+    def __init__(self, *, always: bool = False) -> None:
+        self.always = always
+
+    def encode(self, text: str, **swallowed: Any) -> list[int]:
+        return [1] * self.always + [7] * len(text.split()) + [2] * self.always
+
+
+def test_a_tokenizer_that_ignores_what_it_is_asked_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"the tokenizer \(Deaf\) adds no EOS, though add_eos is True"):
+        TextEncoder(Deaf())
+    with pytest.raises(ValueError, match="adds no BOS, though add_bos is True"):
+        TextEncoder(Deaf(), add_bos=True, add_eos=False)
+    with pytest.raises(ValueError, match="adds EOS though add_eos is False; say add_eos: True"):
+        TextEncoder(Deaf(always=True), add_eos=False)
+    with pytest.raises(ValueError, match="adds BOS though add_bos is False"):
+        TextEncoder(Deaf(always=True), add_bos=False)
+    assert TextEncoder(Deaf(always=True))({"text": "a b"}).tokens.tolist() == [1, 7, 7, 2]
+    with pytest.raises(ValueError, match=r"has no encode\(text, add_bos=, add_eos=\)"):
+        TextEncoder(SimpleNamespace())
+
+
+def test_a_bare_tokenizer_is_refused_with_the_way_to_wrap_it() -> None:
+    with pytest.raises(ValueError, match=r"HFTokenizer\(PreTrainedTokenizerFast\(tokenizer_object=tokenizer"):
+        TextEncoder(byte_level().backend_tokenizer)
+    with pytest.raises(ValueError, match="the tokenizer is 'my_model'; name a component"):
+        check_tokenizer("my_model")
+
+
+def test_a_tokenizer_that_adds_eos_against_the_flag_of_transformers_is_refused() -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    class Stubborn(PreTrainedTokenizerFast):  # type: ignore[misc]
+        def __call__(self, *args: Any, **settings: Any) -> Any:
+            made = super().__call__(*args, **settings)
+            made["input_ids"] = [*made["input_ids"], EOS]
+            return made
+
+    raw = Stubborn(tokenizer_object=byte_level().backend_tokenizer, bos_token="<s>", eos_token="</s>")
+    with pytest.raises(ValueError, match="adds EOS where add_special_tokens=False forbids it"):
+        HFTokenizer(raw)
+
+
+def test_a_class_of_ones_own_does_what_it_does() -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    class Loud(PreTrainedTokenizerFast):  # type: ignore[misc]
+        def _encode_plus(self, text: Any, *args: Any, **settings: Any) -> Any:
+            return super()._encode_plus(text.upper(), *args, **settings)
+
+    raw = Loud(tokenizer_object=byte_level().backend_tokenizer, bos_token="<s>", eos_token="</s>")
+    encoder = TextEncoder(raw, add_bos=False, add_eos=False)
+    assert encoder.decode(encoder({"text": "loud"}).tokens.tolist()) == "LOUD"
+
+
+@pytest.mark.parametrize(
+    "text", ["", " ", "naïve 漢字 \U0001f600", "a\x00b", "  two  spaces\n\n", np.str_("numpy")]
+)
+def test_text_comes_back_whole(habits: dict[str, Any], text: str) -> None:
+    for habit in ("plain", "bos", "flags"):
+        encoder = TextEncoder(habits[habit])
+        tokens = encoder({"text": text}).tokens
+        ids = [i for i in tokens.tolist() if i not in (BOS, EOS)]
+        assert encoder.decode(ids) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(b"bytes", "holds a bytes; it must be text"), (None, "holds a NoneType"), (["a"], "holds a list")],
+)
+def test_what_is_no_text_is_refused(habits: dict[str, Any], text: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TextEncoder(habits["bos"])({"text": text})
+    with pytest.raises(UnicodeEncodeError):
+        TextEncoder(habits["bos"])({"text": "half of a pair: \ud800"})
+
+
+def test_the_text_of_a_special_token_is_that_token() -> None:
+    """As everywhere in transformers, unless the tokenizer is told to split them."""
+    assert TextEncoder(byte_level(), add_eos=False)({"text": "a</s>b"}).tokens.tolist()[1] == EOS
+    split = byte_level(split_special_tokens=True)
+    encoder = TextEncoder(split, add_eos=False)
+    tokens = encoder({"text": "a</s>b"}).tokens.tolist()
+    assert EOS not in tokens
+    assert encoder.decode(tokens) == "a</s>b"
+
+
+# In the place of one of torchtune's.
+
+
+def test_it_has_what_recipes_ask_for(tmp_path: Path) -> None:
+    byte_level(bos_by_itself=True, template=MARKED).save_pretrained(tmp_path)
+    tokenizer = HFTokenizer(tmp_path)
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id, tokenizer.stop_tokens) == (
+        BOS,
+        EOS,
+        EOS,
+        [EOS],
+    )
+    assert tokenizer.max_seq_len is None
+    assert tokenizer.vocab_size == len(tokenizer.tokenizer)
+    assert tokenizer.decode([START, EOS]) == "<|im_start|></s>"
+    assert tokenizer.decode([START, EOS], skip_special_tokens=True) == ""
+    assert tokenizer.encode("hello")[0] == BOS
+    assert repr(tokenizer) == f"HFTokenizer({str(tmp_path)!r}, vocab_size={tokenizer.vocab_size})"
+    assert check_tokenizer(tokenizer) is tokenizer
+    assert HFTokenizer(byte_level(pad_token="<|call|>")).pad_id == 4
+    assert padding_id(tokenizer) == EOS
+    assert [padding_id(SimpleNamespace(pad_id=i, eos_id=9)) for i in (3, 0, -1, None)] == [3, 0, 9, 9]
+
+
+def test_messages_of_torchtune_go_through_the_chat_template() -> None:
+    tokenizer = HFTokenizer(byte_level())
+    messages = [
+        SimpleNamespace(role="user", text_content="hello", masked=True),
+        SimpleNamespace(role="assistant", text_content="hello there", masked=False),
+    ]
+    made = tokenizer({"messages": messages, "other": 1})
+    text = "<s><|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nhello there<|im_end|>\n"
+    assert tokenizer.decode(made["tokens"]) == text
+    assert made["other"] == 1
+    trained = [token for token, masked in zip(made["tokens"], made["mask"], strict=True) if not masked]
+    assert tokenizer.decode(trained) == "hello there<|im_end|>\n"
+    messages[0].masked = False  # train_on_input
+    assert not any(tokenizer({"messages": messages})["mask"])
+
+    asked = tokenizer({"messages": messages[:1]}, inference=True)["tokens"]
+    messages[1].text_content = ""  # how torchtune's generation asks for an answer
+    assert (
+        tokenizer({"messages": messages}, inference=True)["tokens"] == asked == made["tokens"][: len(asked)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: folder / "none", "there is no such folder"),
+        (lambda folder: folder, r"no Hugging Face tokenizer at .* \(\['note.txt'\] in it\)"),
+        (lambda folder: folder / "note.txt", "is a file; give the folder that it is in"),
+    ],
+)
+def test_a_place_without_a_tokenizer_is_named(tmp_path: Path, make: Any, message: str) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "note.txt").write_text("nothing")
+    with pytest.raises(ValueError, match=message):
+        HFTokenizer(make(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer that begins with BOS, cuts at 4 tokens, and has a chat template."""
+    made: Path = tmp_path_factory.mktemp("tokenizer")
+    raw = byte_level(bos_by_itself=True, template=MARKED)
+    raw.backend_tokenizer.enable_truncation(4)
+    raw.save_pretrained(made)
+    return made
+
+
+def test_torchtunes_own_class_for_tokenizer_json(folder: Path) -> None:
+    """It has no pad_id, cannot leave its BOS out, and would cut as the file says."""
+    tokenizers = pytest.importorskip("torchtune.modules.transforms.tokenizers")
+    theirs = tokenizers.HuggingFaceBaseTokenizer(
+        str(folder / "tokenizer.json"), tokenizer_config_json_path=str(folder / "tokenizer_config.json")
+    )
+    text = "one two three four five six"
+    assert len(theirs.encode(text)) == 5, "cut in silence"
+    assert padding_id(theirs) == EOS
+    encoder = TextEncoder(theirs)
+    assert (
+        encoder({"text": text}).tokens.tolist()
+        == TextEncoder(HFTokenizer(folder))({"text": text}).tokens.tolist()
+    )
+    assert len(theirs.encode(text)) == 5, "the user's own is left alone"
+    with pytest.raises(ValueError, match="adds BOS though add_bos is False"):
+        TextEncoder(theirs, add_bos=False)
+
+
+def test_in_the_config_of_a_recipe(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("torchtune")
+    from streampack.training.config import read_config
+    from streampack.training.data import build_data
+    from tests.support.tiny import tiny_config
+
+    path, rows = str(folder), tmp_path / "chat.jsonl"
+    talk = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "hello there"}]
+    rows.write_text(
+        "".join(
+            json.dumps({"messages": [*talk, {**talk[0], "content": str(i)}, talk[1]]}) + "\n"
+            for i in range(40)
+        )
+    )
+    base = {
+        "_component_": "torchtune.modules.transforms.tokenizers.HuggingFaceBaseTokenizer",
+        "tokenizer_json_path": f"{path}/tokenizer.json",
+        "tokenizer_config_json_path": f"{path}/tokenizer_config.json",
+    }
+    ours = {"_component_": "streampack.HFTokenizer", "path": path}
+    transform = {"_component_": "torchtune.data.OpenAIToMessages"}
+    for tokenizer, encoder, end in (
+        (ours, {"_component_": "streampack.TextEncoder"}, EOS),
+        (base, {"_component_": "streampack.TextEncoder"}, EOS),
+        (ours, {"_component_": "streampack.ChatEncoder"}, END),
+        (ours, {"_component_": "streampack.MessagesEncoder", "message_transform": transform}, END),
+    ):
+        config = tiny_config(
+            tmp_path,
+            tokenizer=tokenizer,
+            **{"data.encoder": encoder, "data.max_seq_len": 128, "model.max_seq_len": 128},
+        )
+        if end == END:
+            config.data.source.paths = str(rows)
+        data, held_out = build_data(read_config(config), tokenizer=build(tokenizer), vocab_size=400)
+        for batch in held_out[""].batches:
+            trained = batch.labels[batch.labels != IGNORE_INDEX].tolist()
+            assert trained.count(end) == sum(map(len, batch.fragments)) * (2 if end == END else 1)
+            assert batch.tokens[0, 0] == BOS
+        assert data.lane_config.padding_idx == EOS
+
+
+def test_the_documents_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    byte_level(bos_by_itself=True).save_pretrained(tmp_path / "my_model")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "rows.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    monkeypatch.chdir(tmp_path)
+    document = (Path(__file__).parents[2] / "docs" / "encoders.md").read_text(encoding="utf-8")
+    exec(document.split("```python\n")[1].split("```")[0], {})
+    assert capsys.readouterr().out == "['<s>one</s>', '<s>two</s>']\n"
+
+
+# Identity.
+
+
+def fingerprints(folder: Path) -> dict[str, str]:
+    made = {
+        "path": HFTokenizer(folder),
+        "template": HFTokenizer(folder, chat_template=MARKED),
+        "settings": HFTokenizer(folder, template_kwargs={"enable_thinking": False}),
+        "date": HFTokenizer(folder, chat_template=DATED, date="2025-01-31"),
+    }
+    return {name: tokenizer.fingerprint() for name, tokenizer in made.items()}
+
+
+def test_fingerprints_hold_in_another_process(tmp_path: Path) -> None:
+    raw = byte_level(bos_by_itself=True)
+    raw.save_pretrained(tmp_path)
+    here = fingerprints(tmp_path)
+    code = (
+        "import sys; from pathlib import Path; from tests.packing.test_encoders_hf_tokenizer import fingerprints\n"
+        "print(sorted(fingerprints(Path(sys.argv[1])).items()))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)],
+        capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2],
+        env={"PYTHONHASHSEED": "77", "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert run.stdout.splitlines()[-1] == str(sorted(here.items()))
+    others = [HFTokenizer(byte_level()).fingerprint()]
+    grown = byte_level(bos_by_itself=True)
+    grown.add_tokens(["another"])
+    others.append(HFTokenizer(grown).fingerprint())
+    assert len({*here.values(), *others}) == len(here) + 2
+    assert HFTokenizer(raw).fingerprint() == here["path"], "loaded or given, it is the same tokenizer"
+    encoders = [TextEncoder(raw), TextEncoder(raw, add_bos=False), TextEncoder(raw, add_eos=False)]
+    assert len({encoder.fingerprint() for encoder in encoders}) == 3
+
+
+def _encode_in_a_child(encoder: TextEncoder, out: Any) -> None:
+    out.put(encoder({"text": "hello there"}).tokens.tolist())
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_it_travels_to_worker_processes(start: str, capfd: pytest.CaptureFixture[str]) -> None:
+    encoder = TextEncoder(byte_level(bos_by_itself=True))
+    assert encoder.tokenizer.chat is not None, "made, so that it travels too"
+    here = encoder({"text": "hello there"}).tokens.tolist()
+    context = mp.get_context(start)
+    out = context.Queue()
+    child = context.Process(target=_encode_in_a_child, args=(encoder, out))
+    child.start()
+    assert out.get(timeout=100) == here
+    child.join()
+    assert "parallelism" not in capfd.readouterr().err, "tokenizers warns of threads begun before a fork"
+
+
+def test_token_shards_of_text(tmp_path: Path) -> None:
+    """The ids' type follows from the vocabulary, and the shards' encoder is the dataset's."""
+    from streampack import TokenShardSource
+
+    (tmp_path / "rows.jsonl").write_text('{"text": "one two"}\n{"text": "hello"}\n')
+    encoder = TextEncoder(byte_level(bos_by_itself=True))
+    tokenize(
+        JSONLSource(tmp_path / "rows.jsonl"), out=tmp_path / "t", encoder=encoder, lanes=1, progress=False
+    )
+    [pack] = IterablePackedDataset(TokenShardSource(tmp_path / "t"), max_seq_len=32, num_lanes=1)
+    [other] = IterablePackedDataset(JSONLSource(tmp_path / "rows.jsonl"), encoder=encoder, max_seq_len=32)
+    assert pack["tokens"].tolist() == other["tokens"].tolist()
+    assert pack["tokens"].tolist().count(EOS) == 2
+    assert END not in pack["tokens"].tolist()

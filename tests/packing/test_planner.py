@@ -1,0 +1,402 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.lengths import lengths as benchmark_lengths
+from streampack.packing.planner import OVERLONG, STRATEGIES, Packing, Planner, Span, plan_packs
+from tests.support import oracle
+
+CHOOSING = tuple(oracle.CHOOSE)
+ALL = (*CHOOSING, "wrap")
+
+
+@st.composite
+def corpora(draw: st.DrawFn, *, longest: int = 1, largest: int = 40) -> tuple[list[int], int]:
+    """(lengths, max_seq_len), no sample longer than ``longest * max_seq_len``."""
+    limit = draw(st.integers(1, 24))
+    short = st.integers(1, max(1, limit // 3))
+    any_length = st.integers(1, limit * longest)
+    return draw(st.lists(st.one_of(short, any_length), max_size=largest)), limit
+
+
+def plan(lengths: list[int], limit: int, **settings: Any) -> list[list[tuple[int, int, int]]]:
+    return [[tuple(span) for span in pack] for pack in plan_packs(lengths, limit, **settings)]
+
+
+def test_every_strategy_is_tested() -> None:
+    assert set(ALL) == set(STRATEGIES)
+
+
+@pytest.mark.parametrize("strategy", ALL)
+@given(corpus=corpora(), buffer_size=st.integers(1, 6))
+def test_packs_are_the_oracles(strategy: str, corpus: tuple[list[int], int], buffer_size: int) -> None:
+    lengths, limit = corpus
+    settings = {"strategy": strategy, "buffer_size": buffer_size}
+    assert plan(lengths, limit, **settings) == oracle.plan(lengths, limit, **settings)
+
+
+@settings(max_examples=25)  # 2,048 subsets a pack for the oracle
+@given(corpus=corpora(largest=24))
+def test_exact_fit_is_the_oracles_over_a_larger_buffer(corpus: tuple[list[int], int]) -> None:
+    lengths, limit = corpus
+    settings = {"strategy": "exact_fit", "buffer_size": 11}
+    assert plan(lengths, limit, **settings) == oracle.plan(lengths, limit, **settings)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [  # by hand: 5 4 2 3 4 1 into 8
+        ("next_fit", [[5], [4, 2], [3, 4, 1]]),
+        ("first_fit", [[5, 2, 1], [4, 3], [4]]),
+        ("best_fit", [[5, 3], [4, 4], [2, 1]]),
+        ("exact_fit", [[5, 3], [4, 4], [2, 1]]),
+        ("wrap", [[5, 3], [1, 2, 3, 2], [2, 1]]),
+    ],
+)
+def test_the_packs_of_an_example(strategy: str, expected: list[list[int]]) -> None:
+    packs = plan_packs([5, 4, 2, 3, 4, 1], 8, strategy=strategy)
+    assert [[span.stop - span.start for span in pack] for pack in packs] == expected
+
+
+def test_exact_fit_prefers_the_earliest_arrivals() -> None:
+    # 6 and then 4 = 1 + 3 (arrived by the third) rather than the single 4, and 2 + 2 rather than waiting for 4.
+    assert plan([6, 1, 3, 4], 10)[0] == [(0, 0, 6), (1, 0, 1), (2, 0, 3)]
+    assert plan([6, 2, 3, 2, 4], 10)[0] == [(0, 0, 6), (1, 0, 2), (3, 0, 2)]
+    # Without an exact sum: the fullest, 3 + 3 + 3 of 10, the first two of the three 3s.
+    assert plan([3, 3, 3, 3, 5], 10, buffer_size=3)[0] == [(0, 0, 3), (1, 0, 3), (2, 0, 3)]
+
+
+@pytest.mark.parametrize("strategy", ALL)
+@pytest.mark.parametrize("overlong", ["split", "drop", "truncate"])
+@settings(max_examples=50)
+@given(corpus=corpora(longest=4), buffer_size=st.integers(1, 5), side=st.sampled_from(["right", "left"]))
+def test_overlong_packs_are_the_oracles(
+    strategy: str, overlong: str, corpus: tuple[list[int], int], buffer_size: int, side: str
+) -> None:
+    lengths, limit = corpus
+    ours = plan(
+        lengths, limit, strategy=strategy, buffer_size=buffer_size, overlong=overlong, truncate_side=side
+    )
+    theirs = oracle.plan(
+        lengths, limit, strategy=strategy, buffer_size=buffer_size, overlong=overlong, side=side
+    )
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("strategy", ALL)
+@given(corpus=corpora(longest=3), buffer_size=st.integers(1, 200), data=st.data())
+def test_laws_of_a_plan(strategy: str, corpus: tuple[list[int], int], buffer_size: int, data: Any) -> None:
+    """Of every plan, without an oracle: each kept token once, in order within its sample, no pack too long."""
+    lengths, limit = corpus
+    overlong = data.draw(st.sampled_from(["split", "drop", "truncate"]))
+    seats = data.draw(st.none() | st.integers(1, 6))
+    packs = plan(
+        lengths,
+        limit,
+        strategy=strategy,
+        buffer_size=buffer_size,
+        overlong=overlong,
+        max_seqs_per_pack=seats,
+    )
+    assert all(0 < sum(stop - start for _, start, stop in pack) <= limit for pack in packs)
+    assert seats is None or all(len(pack) <= seats for pack in packs)
+    tokens = [(i, at) for pack in packs for i, start, stop in pack for at in range(start, stop)]
+    if strategy == "wrap" or overlong == "split":
+        expected = [(i, at) for i, length in enumerate(lengths) for at in range(length)]
+    elif overlong == "drop":
+        expected = [(i, at) for i, length in enumerate(lengths) if length <= limit for at in range(length)]
+    else:
+        expected = [(i, at) for i, length in enumerate(lengths) for at in range(min(length, limit))]
+    if strategy == "wrap" and overlong != "split":
+        expected = [
+            (i, at)
+            for i, length in enumerate(lengths)
+            for at in range(length if length <= limit else limit if overlong == "truncate" else 0)
+        ]
+    assert sorted(tokens) == expected
+    if strategy == "wrap":
+        assert tokens == expected, "in order"
+        for pack in packs[:-1]:
+            assert sum(b - a for _, a, b in pack) == limit or len(pack) == seats, "full but for the last"
+    else:
+        firsts = [min(i for i, _, _ in pack) for pack in packs]
+        assert firsts == sorted(firsts), "the oldest that waits goes with every pack"
+
+
+@pytest.mark.parametrize("strategy", ALL)
+@given(corpus=corpora(), buffer_size=st.integers(1, 12), seats=st.none() | st.integers(1, 6))
+def test_waiting_is_bounded(
+    strategy: str, corpus: tuple[list[int], int], buffer_size: int, seats: int | None
+) -> None:
+    """At most buffer_size wait; every pack takes the oldest; so a piece leaves within buffer_size packs."""
+    lengths, limit = corpus
+    planner = Planner(Packing(limit, strategy, buffer_size, max_seqs_per_pack=seats))
+    pulled_in: dict[int, int] = {}  # piece -> the pack during which it was pulled
+    rest = iter(lengths)
+    packs = 0
+
+    def pull() -> int | None:
+        assert len(planner.lengths) < buffer_size, "pulled into a full buffer"
+        length = next(rest, None)
+        if length is not None:
+            pulled_in[planner.next_piece] = packs
+        return length
+
+    while True:
+        oldest = planner.pieces[0] if planner.pieces else planner.next_piece
+        spans = planner.next_pack(pull)
+        if not spans:
+            break
+        assert spans[0].index == oldest
+        assert planner.pieces == sorted(planner.pieces)
+        assert len(planner.pieces) == len(planner.lengths) <= buffer_size
+        assert all(packs - pulled_in[span.index] <= buffer_size for span in spans)
+        packs += 1
+    assert not planner.pieces
+    assert planner.buffered == 0
+
+
+@given(corpus=corpora(), buffer_size=st.integers(1, 12))
+def test_exact_fit_pulls_only_while_no_exact_sum_exists(
+    corpus: tuple[list[int], int], buffer_size: int
+) -> None:
+    lengths, limit = corpus
+    planner = Planner(Packing(limit, "exact_fit", buffer_size))
+    rest = iter(lengths)
+    before = 0
+    while spans := planner.next_pack(lambda: next(rest, None)):
+        if (
+            sum(stop - start for _, start, stop in spans) == limit
+        ):  # an exact sum: its last member ended the search
+            assert planner.next_piece == max(before, max(span.index for span in spans) + 1)
+        before = planner.next_piece
+
+
+class Hiccup(Exception):
+    pass
+
+
+@pytest.mark.parametrize("strategy", ALL)
+@given(
+    corpus=corpora(),
+    buffer_size=st.integers(1, 12),
+    hiccups=st.lists(st.integers(0, 60), max_size=30).map(set),
+    seats=st.none() | st.integers(1, 6),
+)
+def test_an_error_in_pull_changes_nothing(
+    strategy: str, corpus: tuple[list[int], int], buffer_size: int, hiccups: set[int], seats: int | None
+) -> None:
+    lengths, limit = corpus
+    packing = Packing(limit, strategy, buffer_size, max_seqs_per_pack=seats)
+
+    def packs_of(fails: set[int]) -> tuple[list[list[Span]], int]:
+        planner, rest, calls, errors = Planner(packing), iter(lengths), itertools.count(), 0
+
+        def pull() -> int | None:
+            if next(calls) in fails:
+                raise Hiccup
+            return next(rest, None)
+
+        packs: list[list[Span]] = []
+        while True:
+            try:
+                spans = planner.next_pack(pull)
+            except Hiccup:
+                errors += 1
+                waiting = sum(planner.lengths) - planner.offset + sum(s.stop - s.start for s in planner.spans)
+                assert planner.buffered == waiting
+                continue
+            if not spans:
+                return packs, errors
+            packs.append(spans)
+
+    assert packs_of(hiccups)[0] == packs_of(set())[0]
+
+
+def test_the_hiccups_do_happen() -> None:
+    planner = Planner(Packing(10, "exact_fit", 4))
+
+    def pull() -> int:
+        raise Hiccup
+
+    with pytest.raises(Hiccup):
+        planner.next_pack(pull)
+
+
+@pytest.mark.parametrize("strategy", ALL)
+def test_lengths_are_read_as_needed(strategy: str) -> None:
+    """A stream without an end gives its first pack after at most a buffer."""
+    read: list[int] = []
+
+    def stream() -> Iterator[int]:
+        for length in itertools.cycle([5, 3, 7, 1]):
+            read.append(length)
+            yield length
+
+    packs = plan_packs(stream(), 16, strategy=strategy, buffer_size=32)
+    assert not read, "nothing is read at the call"
+    assert next(packs)
+    assert len(read) <= (33 if strategy == "best_fit" else 5)  # the oldest, and a buffer of 32
+
+
+@pytest.mark.parametrize(
+    ("name", "extra", "bound"), [("flan", 0, 2124), ("orca", 0, 1945), ("stack", 2, 5933)]
+)
+def test_the_three_distributions(name: str, extra: int, bound: int) -> None:
+    """20,000 samples into 4,096 with 128 waiting: the lower bound, but for two packs on the heavy tail."""
+    lengths = benchmark_lengths(name).tolist()
+    assert oracle.lower_bound(lengths, 4096) == bound
+    counts = {
+        s: sum(1 for _ in plan_packs(lengths, 4096, strategy=s)) for s in ("exact_fit", "wrap", "next_fit")
+    }
+    assert bound <= counts["exact_fit"] <= bound + extra
+    assert counts["wrap"] == bound
+    assert counts["next_fit"] == oracle.greedy_count(lengths, 4096)
+
+
+def test_strategies_rank_as_expected() -> None:
+    lengths = benchmark_lengths("orca", count=4000).tolist()
+    counts = [sum(1 for _ in plan_packs(lengths, 4096, strategy=s)) for s in CHOOSING]
+    assert counts == sorted(counts, reverse=True), dict(zip(CHOOSING, counts, strict=True))
+
+
+@given(corpus=corpora(longest=3))
+def test_next_fit_counts_as_torchtune_does(corpus: tuple[list[int], int]) -> None:
+    lengths, limit = corpus
+    short = [min(length, limit) for length in lengths]
+    for buffer_size in (1, 128):
+        packs = plan(short, limit, strategy="next_fit", buffer_size=buffer_size)
+        assert len(packs) == oracle.greedy_count(short, limit)
+
+
+@pytest.mark.parametrize("strategy", ALL)
+def test_corner_cases(strategy: str) -> None:
+    settings = {"strategy": strategy}
+    assert plan([], 8, **settings) == []
+    assert plan([8], 8, **settings) == [[(0, 0, 8)]]
+    assert plan([1] * 3, 1, **settings) == [[(0, 0, 1)], [(1, 0, 1)], [(2, 0, 1)]]
+    # More pieces in a pack than may wait: the buffer is filled again and again.
+    for buffer_size in (1, 2, 128):
+        ones = plan([1] * 20, 16, buffer_size=buffer_size, **settings)
+        assert [len(pack) for pack in ones] == [16, 4]
+
+
+# Settings and lengths that are wrong.
+
+
+@pytest.mark.parametrize("name", ["max_seq_len", "buffer_size"])
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (0, "{name}=0 is below 1; give at least 1"),
+        (-3, "{name}=-3 is below 1; give at least 1"),
+        (True, "{name}=True is not a whole number; give one of at least 1"),
+        (4.0, "{name}=4.0 is not a whole number; give one of at least 1"),
+        ("8", "{name}='8' is not a whole number; give one of at least 1"),
+        (None, "{name}=None is not a whole number; give one of at least 1"),
+    ],
+)
+def test_numbers_out_of_range_raise_at_the_call(name: str, value: object, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        plan_packs([1, 2], **{"max_seq_len": 8, name: value})  # not iterated
+    assert str(error.value) == message.format(name=name)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"strategy": "worst_fit"},
+            "strategy='worst_fit' is unknown; choose one of 'next_fit', 'first_fit', 'best_fit', 'exact_fit', 'wrap'",
+        ),
+        ({"strategy": None}, "strategy=None is unknown; choose one of 'next_fit'"),
+        ({"strategy": ["wrap"]}, "strategy=['wrap'] is unknown"),
+        (
+            {"overlong": "cut"},
+            "overlong='cut' is unknown; choose one of 'error', 'drop', 'truncate', 'split'",
+        ),
+        ({"overlong": False}, "overlong=False is unknown"),
+        ({"truncate_side": "middle"}, "truncate_side='middle' is unknown; choose one of 'right', 'left'"),
+    ],
+)
+def test_unknown_words_raise_at_the_call(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        plan_packs([1, 2], 8, **settings)
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize("strategy", CHOOSING)
+def test_a_sample_that_is_too_long_is_an_error(strategy: str) -> None:
+    packs = plan_packs([3, 9], 8, strategy=strategy)
+    with pytest.raises(ValueError) as error:
+        list(packs)
+    assert str(error.value) == (
+        "sample 1 has 9 tokens, max_seq_len is 8; set overlong to 'split', 'truncate' or 'drop', or raise max_seq_len"
+    )
+
+
+@pytest.mark.parametrize("overlong", OVERLONG)
+@pytest.mark.parametrize("length", [0, -1])
+def test_an_empty_sample_is_an_error(overlong: str, length: int) -> None:
+    with pytest.raises(ValueError) as error:
+        list(plan_packs([3, length], 8, overlong=overlong))
+    assert str(error.value).startswith(f"sample 1 has {length} tokens; remove it")
+
+
+@pytest.mark.parametrize("convert", [np.array, lambda values: [np.int32(v) for v in values]])
+@pytest.mark.parametrize("strategy", ALL)
+def test_numpy_lengths_are_lengths(strategy: str, convert: Callable[[list[int]], Any]) -> None:
+    lengths = [5, 4, 2, 3, 4, 1]
+    assert plan(convert(lengths), 8, strategy=strategy) == plan(lengths, 8, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", ALL)
+@pytest.mark.parametrize("length", [2.5, "3", None])
+def test_lengths_that_are_no_whole_numbers_are_errors(strategy: str, length: object) -> None:
+    with pytest.raises(ValueError, match="sample 1"):
+        list(plan_packs([3, length, 4], 8, strategy=strategy))  # type: ignore[list-item]
+
+
+def test_splitting_is_the_default_only_where_packs_are_cut() -> None:
+    assert Packing(8).overlong == "error"
+    for wraps in (Packing(8, split_across_pack=True), Packing(8, strategy="wrap")):
+        assert (wraps.strategy, wraps.split_across_pack, wraps.overlong) == ("wrap", True, "split")
+    assert Packing(8, split_across_pack=True, overlong="drop").overlong == "drop"
+    with pytest.raises(ValueError, match="sample 0 has 9 tokens"):
+        list(plan_packs([9], 8, split_across_pack=True, overlong="error"))
+    assert plan([9], 8, split_across_pack=True) == [[(0, 0, 8)], [(0, 8, 9)]]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        ("next_fit", [[0, 1, 2], [3, 4, 5], [6, 7, 8]]),
+        ("first_fit", [[0, 1, 2], [3, 4, 5], [6, 7, 8]]),
+        ("exact_fit", [[0, 1, 5], [2, 3, 8], [4, 6, 7]]),  # 8 was not pulled yet: an exact sum was there
+        ("best_fit", [[0, 5, 8], [1, 2, 3], [4, 6, 7]]),
+        ("wrap", [[0, 1, 2], [3, 4, 5], [6, 7, 8]]),
+    ],
+)
+def test_a_limit_of_sequences(strategy: str, expected: list[list[int]]) -> None:
+    """Where a strategy would take more, those with a choice take the longest that fit."""
+    packs = plan([1, 1, 1, 1, 1, 5, 1, 1, 4], 12, strategy=strategy, max_seqs_per_pack=3)
+    assert [[i for i, _, _ in pack] for pack in packs] == expected
+
+
+def test_a_limit_that_does_not_bind_changes_nothing() -> None:
+    lengths = [5, 4, 2, 3, 4, 8, 1, 1, 6]
+    for strategy in ALL:
+        unlimited = plan(lengths, 8, strategy=strategy)
+        assert plan(lengths, 8, strategy=strategy, max_seqs_per_pack=8) == unlimited
+
+
+def test_a_limit_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_seqs_per_pack=0 is below 1"):
+        plan([3], 8, max_seqs_per_pack=0)

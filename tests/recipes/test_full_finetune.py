@@ -1,0 +1,206 @@
+"""The recipe, run as a user runs it, on a toy."""
+
+import gzip
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from streampack_recipes.full_finetune import train
+
+from streampack.training.model import allow_long_rows
+from streampack.training.overrides import with_overrides
+from tests.support.tiny import losses, tiny_config
+
+
+def test_it_trains_and_accounts_for_every_token(tmp_path, capsys):
+    result = train(tiny_config(tmp_path, max_steps=30))
+    (first, before), (last, after) = result["held_out"][0], result["held_out"][-1]
+    assert (first, last) == (0, 30)
+    assert after < before - 0.5
+    ledger = result["ledger"]
+    assert ledger.tokens_in == ledger.packed + ledger.buffered + sum(ledger.dropped.values())
+    assert ledger.packed == result["tokens"]
+    assert ledger.packs == 30 * 4
+    out = capsys.readouterr().out
+    for words in ("packs ", "in = ", "tokens/s", "held-out", "weights"):
+        assert words in out
+    weights = torch.load(next((tmp_path / "out" / "epoch_0").glob("*.bin")), weights_only=True)
+    start = torch.load(tmp_path / "init" / "model.bin", weights_only=True)
+    assert weights.keys() == start.keys()
+    assert any(not torch.equal(weights[key], start[key]) for key in start)
+    assert len(losses(tmp_path)) == 30
+    assert "nan" not in (tmp_path / "out" / "logs" / "log.txt").read_text()
+
+
+def test_by_epochs_it_ends_with_the_data(tmp_path):
+    result = train(tiny_config(tmp_path, rows=100, max_steps=None, epochs=3, validation=None))
+    assert result["ledger"].samples == 300
+    assert result["ledger"].buffered == 0
+    assert result["held_out"] == []
+
+
+@pytest.mark.parametrize("word", ["lr_scheduler=null", "lr_scheduler=None", "~lr_scheduler"])
+def test_without_a_schedule_by_one_word(tmp_path, word):
+    result = train(with_overrides(tiny_config(tmp_path, max_steps=2, validation=None), [word]))
+    assert result["step"] == 2
+    assert set(losses(tmp_path, "lr").values()) == {"0.02"}
+
+
+# torch's own remarks: of its trace's events, and of a cycle of which nothing is kept.
+@pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
+def test_torchtunes_profiler_sees_the_steps(tmp_path):
+    node = {
+        "_component_": "torchtune.training.setup_torch_profiler", "enabled": True, "cpu": True, "cuda": False,
+        "output_dir": str(tmp_path / "profile"), "profile_memory": False, "with_stack": False,
+        "record_shapes": False, "with_flops": False, "wait_steps": 1, "warmup_steps": 1, "active_steps": 2,
+        "num_cycles": 1,
+    }  # fmt: skip
+    train(tiny_config(tmp_path, max_steps=6, validation=None, profiler=node))
+    [trace] = (tmp_path / "profile").rglob("*trace.json*")
+    data = gzip.decompress(trace.read_bytes()) if trace.suffix == ".gz" else trace.read_bytes()
+    assert data.count(b'"ProfilerStep#') >= 2
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    train(tiny_config(folder))
+    return losses(folder), losses(folder, "validation_loss")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_workers": 2},
+        {"activation_checkpointing": True},
+        {"batch_size": 1},
+        {"log_every": 1, "attention": "dense"},
+    ],
+)
+def test_what_must_not_change_the_losses(tmp_path, uninterrupted, changes):
+    train(tiny_config(tmp_path, **changes))
+    for left, right in zip(
+        uninterrupted, (losses(tmp_path), losses(tmp_path, "validation_loss")), strict=True
+    ):
+        assert left.keys() == right.keys()
+        assert [float(right[step]) for step in right] == pytest.approx(
+            [float(left[step]) for step in left], 1e-5
+        )
+
+
+def test_killed_in_mid_epoch_it_goes_on_with_the_same_losses(tmp_path, uninterrupted):
+    config = tiny_config(tmp_path)
+    OmegaConf.save(config, tmp_path / "run.yaml")
+    code = (
+        "import sys, omegaconf, streampack_recipes.full_finetune as r; "
+        "r.train(omegaconf.OmegaConf.load(sys.argv[1]))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, tmp_path / "run.yaml"],
+        env=os.environ | {"PYTHONPATH": str(Path.cwd())},
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+    )
+    log = tmp_path / "out" / "logs" / "log.txt"
+    try:
+        for _ in range(1200):
+            if log.exists() and "Step 6 |" in log.read_text():
+                break
+            assert process.poll() is None, process.stderr.read().decode()
+            time.sleep(0.05)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    killed_at = max(losses(tmp_path))
+    assert killed_at < 12, "it was over before it was killed"
+
+    with pytest.raises(ValueError, match="holds checkpoints up to step"):
+        train(config)
+    log.unlink()
+    config.resume = True
+    train(config)
+    resumed = losses(tmp_path)
+    assert min(resumed) in (5, 9)  # checkpoints are at 4 and 8: it did go on, and from nowhere else
+    assert resumed == {step: loss for step, loss in uninterrupted[0].items() if step in resumed}
+    assert max(resumed) == 12
+    validation = losses(tmp_path, "validation_loss")
+    assert validation == {step: loss for step, loss in uninterrupted[1].items() if step in validation}
+
+
+def test_a_finished_run_can_be_made_longer(tmp_path):
+    train(tiny_config(tmp_path, lr_scheduler=None, max_steps=6))
+    (tmp_path / "out" / "logs" / "log.txt").unlink()
+    result = train(tiny_config(tmp_path, lr_scheduler=None, max_steps=9, resume=True))
+    assert result["step"] == 9
+    assert min(losses(tmp_path)) == 7
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data.max_seq_len": 24}, "max_seq_len=32 and this dataset has max_seq_len=24"),
+        ({"data.strategy": "next_fit"}, "strategy='exact_fit' and this dataset has strategy='next_fit'"),
+        ({"seed": 1}, "seed=0 and this dataset has seed=1"),
+        ({"data.encoder.add_eos": False}, "made with another encoder: .* makes other tokens of "),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(tmp_path_factory, changes, message):
+    folder = tmp_path_factory.getbasetemp() / "refused"
+    if not folder.exists():
+        train(tiny_config(folder, max_steps=4, validation=None))
+    with pytest.raises(ValueError, match=message):
+        train(tiny_config(folder, validation=None, resume=True, **changes))
+
+
+def test_a_changed_corpus_is_refused_at_resume(tmp_path):
+    train(tiny_config(tmp_path, max_steps=4))
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('{"text": "cat"}\n')
+    with pytest.raises(
+        ValueError, match=r"made with another corpus: .*rows\.jsonl is another file; it had 1 file"
+    ):
+        train(tiny_config(tmp_path, resume=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data.source._component_": "os.system"}, "not among the components"),
+        ({"data.source.paths": "/nowhere/*.jsonl"}, "no file matches '/nowhere/"),
+        ({"data.max_len": 5}, "data: unknown key 'max_len': did you mean 'max_seq_len'"),
+        ({"data.max_seq_len": 64}, "data.max_seq_len=64 is above model.max_seq_len=32"),
+        ({"data.max_seq_len": 8}, r"rows.jsonl:\d+ has \d+ tokens, max_seq_len is 8"),
+        ({"data.encoder.column": "body"}, r"rows.jsonl:\d+: column 'body' is missing"),
+        ({"model.vocab_size": 9}, "size mismatch"),
+        ({"validation": {"every": 3}}, "validation needs a share"),
+        ({"validation": {"shares": 0.1}}, "validation has no 'shares'"),
+        ({"attention": "sparse"}, "attention='sparse' is unknown"),
+        ({"dtype": "fp16"}, "fp16"),
+    ],
+)
+def test_bad_configs(tmp_path, changes, message):
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        train(tiny_config(tmp_path, **changes))
+
+
+def test_a_model_whose_config_does_not_say_how_long_it_is():
+    with pytest.raises(ValueError, match="data.max_seq_len=64 is above model.max_seq_len=32"):
+        allow_long_rows(SimpleNamespace(max_seq_len=32), max_seq_len=64, samples_in_row=1)
+    allow_long_rows(SimpleNamespace(), max_seq_len=64, samples_in_row=1)  # it does not say it either
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch, about what torch does when it compiles
+def test_compiled_it_has_the_same_losses(tmp_path, uninterrupted):
+    train(tiny_config(tmp_path, compile=True))
+    ours = losses(tmp_path)
+    assert [float(v) for v in ours.values()] == pytest.approx(
+        [float(v) for v in uninterrupted[0].values()], 1e-4
+    )

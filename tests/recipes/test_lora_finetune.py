@@ -1,0 +1,213 @@
+"""The recipe for adapters, run as a user runs it, on a toy."""
+
+import pytest
+import torch
+from streampack_recipes.lora_finetune import train
+from torchtune.models.llama3 import llama3, lora_llama3
+from torchtune.modules.peft import get_adapter_params, validate_missing_and_unexpected_for_lora
+
+from streampack.training.lora import start_adapters
+from tests.support.ranks import RankError, run_ranks
+from tests.support.tiny import losses, tiny_config
+
+BASE = {
+    "vocab_size": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "embed_dim": 16,
+    "max_seq_len": 32, "intermediate_dim": 32,
+}  # fmt: skip
+ADAPTERS = {
+    "lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": True, "apply_lora_to_output": True,
+    "lora_rank": 4, "lora_alpha": 12.0,
+}  # fmt: skip
+
+
+def lora_config(folder, *, base=BASE, adapters=ADAPTERS, **changes):
+    config = tiny_config(folder, **{"data.num_lanes": 4, "lr_scheduler": None} | changes)
+    config.model = {"_component_": "torchtune.models.llama3.lora_llama3", **base, **adapters}
+    torch.manual_seed(0)
+    torch.save(llama3(**base).state_dict(), folder / "init" / "model.bin")
+    config.checkpointer.checkpoint_dir = str(folder / "init")
+    return config
+
+
+def numbers(folder, name="loss"):
+    return {step: float(value) for step, value in losses(folder, name).items()}
+
+
+def saved(folder, pattern):
+    where = "adapter" if pattern.startswith("adapter") else "epoch_0"
+    return torch.load(next((folder / "out" / where).glob(pattern)), weights_only=True)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lora")
+    result = train(lora_config(folder, max_steps=30))
+    return folder, result
+
+
+def test_it_trains_the_adapters_and_nothing_else(whole):
+    folder, result = whole
+    (_, before), (_, after) = result["held_out"][0], result["held_out"][-1]
+    assert after < before - 0.5
+    assert "nan" not in (folder / "out" / "logs" / "log.txt").read_text()
+    base, merged = torch.load(folder / "init" / "model.bin", weights_only=True), saved(folder, "model-*.bin")
+    adapters = saved(folder, "adapter_model.pt")
+    adapted = {name.rsplit(".", 2)[0] for name in adapters}
+    assert {name.rpartition(".")[2] for name in adapted} == {"q_proj", "v_proj", "w1", "w2", "w3", "output"}
+    assert merged.keys() == base.keys()
+    for name, value in base.items():
+        layer = name.removesuffix(".weight")
+        if layer in adapted:
+            b, a = adapters[f"{layer}.lora_b.weight"], adapters[f"{layer}.lora_a.weight"]
+            assert b.any()
+            assert torch.allclose(merged[name], value + 12 / 4 * b @ a, atol=1e-6)
+        else:
+            assert torch.equal(merged[name], value), f"{name} is frozen"
+
+
+def test_adapters_and_merged_weights_load_in_torchtune(whole):
+    folder, _ = whole
+    adapted, merged = lora_llama3(**BASE, **ADAPTERS), llama3(**BASE)
+    missing, unexpected = adapted.load_state_dict(
+        torch.load(folder / "init" / "model.bin", weights_only=True), strict=False
+    )
+    lora_missing, lora_unexpected = adapted.load_state_dict(saved(folder, "adapter_model.pt"), strict=False)
+    validate_missing_and_unexpected_for_lora(
+        ["q_proj", "v_proj"],
+        True,
+        True,
+        base_missing=missing,
+        base_unexpected=unexpected,
+        lora_missing=lora_missing,
+        lora_unexpected=lora_unexpected,
+    )
+    merged.load_state_dict(saved(folder, "model-*.bin"))
+    tokens = torch.arange(12)[None]
+    assert torch.allclose(adapted(tokens), merged(tokens), atol=1e-5)
+
+
+def test_a_running_checkpoint_holds_the_adapters_only(whole):
+    folder, _ = whole
+    bytes_of = {
+        path.name: sum(f.stat().st_size for f in path.iterdir())
+        for path in (folder / "out" / "checkpoints").iterdir()
+    }
+    from torch.distributed.checkpoint import FileSystemReader
+
+    keys = (
+        FileSystemReader(folder / "out" / "checkpoints" / max(bytes_of)).read_metadata().state_dict_metadata
+    )
+    assert {key.rsplit(".", 2)[1] for key in keys if key.startswith("model.")} == {"lora_a", "lora_b"}
+
+
+def test_stopped_and_resumed_it_is_the_same_run(tmp_path, whole):
+    config = lora_config(tmp_path, max_steps=7, resume=True, async_checkpoint=True)
+    train(config)
+    config.max_steps = 30
+    train(config)
+    assert losses(tmp_path) == losses(whole[0])
+    for pattern in ("model-*.bin", "adapter_model.pt"):
+        ours, theirs = saved(tmp_path, pattern), saved(whole[0], pattern)
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_the_beginning_depends_on_the_seed_alone():
+    with torch.device("meta"):
+        model = lora_llama3(**BASE, **ADAPTERS)
+    first, again, other = (start_adapters(model, seed=seed) for seed in (1, 1, 2))
+    assert first.keys() == get_adapter_params(model).keys()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    for name in first:
+        assert first[name].any() == name.endswith("lora_a.weight")
+        assert name.endswith("lora_b.weight") or not torch.equal(first[name], other[name])
+    bound = 1 / 16**0.5  # as torchtune's own: kaiming, uniform
+    assert 0.8 * bound < max(float(v.abs().max()) for n, v in first.items() if "q_proj.lora_a" in n) <= bound
+    assert all(p.requires_grad == ("lora" in name) for name, p in model.named_parameters())
+
+
+def test_a_model_without_adapters_is_refused(tmp_path):
+    config = lora_config(tmp_path)
+    config.model = {"_component_": "torchtune.models.llama3.llama3", **BASE}
+    with pytest.raises(
+        ValueError, match="llama3 has no adapters for lora_finetune to train; name lora_llama3, or"
+    ):
+        train(config)
+    config.model._component_ = f"{__name__}.base_model"  # a builder whose name says nothing
+    with pytest.raises(
+        ValueError, match="TransformerDecoder has no adapters to train; name one of torchtune's lora_"
+    ):
+        train(config)
+
+
+def test_a_model_with_adapters_is_refused_by_the_other_recipes(tmp_path):
+    from streampack_recipes.full_finetune import train as train_all
+
+    config = lora_config(tmp_path)
+    with pytest.raises(
+        ValueError, match="lora_llama3 has adapters, and full_finetune trains all weights; run lora_"
+    ):
+        train_all(config)
+    config.model._component_ = f"{__name__}.adapted_model"
+    with pytest.raises(
+        ValueError, match="adapted_model has adapters, and this recipe trains all weights; run lora_"
+    ):
+        train_all(config)
+
+
+def base_model(**settings):
+    from torchtune.models.llama3 import llama3
+
+    return llama3(**settings)
+
+
+def adapted_model(**settings):
+    from torchtune.models.llama3 import lora_llama3
+
+    return lora_llama3(**settings)
+
+
+def test_adapters_only(tmp_path):
+    train(lora_config(tmp_path, max_steps=2, save_adapter_weights_only=True, validation=None))
+    assert [path.name for path in (tmp_path / "out" / "adapter").iterdir()] == ["adapter_model.pt"]
+    assert not (tmp_path / "out" / "epoch_0").exists()
+
+
+# torchao quantizes in groups of 64 * 256 numbers, and a rank needs whole groups of each weight.
+QUANTIZABLE = BASE | {"embed_dim": 256, "intermediate_dim": 256, "num_layers": 1}
+KINDS = {
+    "lora": (BASE, ADAPTERS),
+    "dora": (BASE, ADAPTERS | {"use_dora": True}),
+    "qlora": (QUANTIZABLE, ADAPTERS | {"quantize_base": True, "apply_lora_to_output": False}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_train_as_one(tmp_path, kind):
+    base, adapters = KINDS[kind]
+    folders = [tmp_path / "one", tmp_path / "two"]
+    changes = {"max_steps": 6, "optimizer.lr": 0.005, "resume": True}
+    configs = [lora_config(f, base=base, adapters=adapters, **changes) for f in folders]
+    result = train(configs[0])
+    assert result["held_out"][-1][1] < result["held_out"][0][1] - 0.05
+    both = run_ranks(train, 2, configs[1])
+    assert numbers(folders[1]) == pytest.approx(numbers(folders[0]), rel=1e-5)
+    assert both[0]["held_out"] == both[1]["held_out"]
+    for pattern in ("model-*.bin", "adapter_model.pt"):
+        one, two = (saved(folder, pattern) for folder in folders)
+        assert one.keys() == two.keys()
+        for (
+            name
+        ) in one:  # one rank merges quantized weights in bf16, as torchtune's single-device recipe does
+            limits = {"rtol": 1e-2, "atol": 1e-3} if kind == "qlora" else {"rtol": 1e-4, "atol": 1e-5}
+            assert torch.allclose(one[name].float(), two[name].float(), **limits), name
+    # What two ranks wrote, one goes on with.
+    configs[1].max_steps = 8
+    assert train(configs[1])["step"] == 8
+
+
+def test_quantized_weights_that_cannot_be_shared_out(tmp_path):
+    base, adapters = QUANTIZABLE | {"embed_dim": 128, "intermediate_dim": 128}, KINDS["qlora"][1]
+    with pytest.raises(
+        RankError, match="ValueError: the model cannot be sharded over 2 ranks: .*quantization"
+    ):
+        run_ranks(train, 2, lora_config(tmp_path, base=base, adapters=adapters))

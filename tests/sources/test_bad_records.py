@@ -1,0 +1,405 @@
+"""Broken records: passed by exactly, listed exactly once, counted, and never too many."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import random
+from collections.abc import Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from streampack import Holdout, IterablePackedDataset, JSONLSource, MapSource, Mix, PackedDataLoader
+from streampack.sources import ParquetSource, Reading
+from streampack.sources.bad_records import Quarantine
+from streampack.sources.base import BadRecord
+from tests.support.conformance import check_resume_everywhere, content
+from tests.support.corpus import Numbers, rows
+
+KINDS = ("jsonl", "gz", "cut gz", "parquet", "map")
+ROWS = rows(600)
+BROKEN = {
+    17: b'{"i": 17, "n": ',
+    40: b"\xff\xfe\x00",
+    41: b"[1, 2]",
+    300: b'{"i": 300}',  # readable, and no sample
+    599: b'{"i": 599, "n": "many"}',
+}
+JSON_REASONS = ["not a line of JSON", "not a line of JSON", "a row must be", "KeyError", "TypeError"]
+
+
+class Refusing:
+    """Map-style rows, of which some are refused."""
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __getitem__(self, i: int) -> Any:
+        if i in (17, 40, 41):
+            raise ValueError("is out of order")
+        return json.loads(BROKEN[i]) if i in BROKEN else ROWS[i]
+
+
+def corpus(kind: str, folder: Path) -> tuple[Any, list[int], list[tuple[str, int, str]]]:
+    """(a source, the rows that survive, the records that do not: shard, offset, how the reason begins)."""
+    folder.mkdir(exist_ok=True)
+    if kind == "map":
+        bad = [("Refusing", i, "is out of order") for i in (17, 40, 41)]
+        bad += [("Refusing", 300, "KeyError"), ("Refusing", 599, "TypeError")]
+        return MapSource(Refusing()), [i for i in range(600) if i not in BROKEN], bad
+    if kind == "parquet":
+        path = folder / "a.parquet"
+        table = pa.Table.from_pylist(ROWS)
+        pq.write_table(table, path, row_group_size=50, write_page_checksum=True, use_dictionary=False)
+        chunk = pq.read_metadata(path).row_group(3).column(1)
+        content = bytearray(path.read_bytes())
+        content[chunk.data_page_offset + chunk.total_compressed_size - 2] ^= 0xFF
+        path.write_bytes(content)
+        survivors = [i for i in range(600) if not 150 <= i < 200]
+        return ParquetSource(path), survivors, [("a.parquet", 150, "row group 3 is damaged")]
+    lines = [json.dumps(row).encode() for row in ROWS]
+    if kind != "cut gz":
+        for i, line in BROKEN.items():
+            lines[i] = line
+    offsets = [sum(len(line) + 1 for line in lines[:i]) for i in range(600)]
+    text = b"\n".join(lines) + b"\n"
+    name = "a.jsonl" if kind == "jsonl" else "a.jsonl.gz"
+    if kind == "cut gz":
+        packed = gzip.compress(text)
+        (folder / "a.jsonl.gz").write_bytes(packed[: len(packed) // 2])
+        (folder / "b.jsonl").write_bytes(b"\n".join(lines[:100]) + b"\n")
+        data = JSONLSource([folder / "a.jsonl.gz", folder / "b.jsonl"])
+        readable = whole_rows(packed[: len(packed) // 2])
+        bad = [(name, offsets[readable], "the file is damaged after byte")]
+        return data, sorted([*range(readable), *range(100)]), bad
+    (folder / name).write_bytes(text if kind == "jsonl" else gzip.compress(text))
+    bad = [(name, offsets[i], reason) for i, reason in zip(BROKEN, JSON_REASONS, strict=True)]
+    return JSONLSource(folder / name), [i for i in range(600) if i not in BROKEN], bad
+
+
+def whole_rows(packed: bytes) -> int:
+    """Rows before the buffer's worth of content in which the damage shows."""
+    import zlib
+
+    content = zlib.decompressobj(31).decompress(packed)
+    return 0 if len(content) < 1 << 18 else content[: 1 << 18].count(b"\n")
+
+
+def stream(data: Any, **settings: Any) -> IterablePackedDataset:
+    common = {"max_seq_len": 24, "buffer_size": 6, "encoder": Numbers(), "num_lanes": 2, "epochs": 1}
+    shuffle = {"shuffle": True, "shuffle_window": 7}
+    return IterablePackedDataset(data, **{**common, **shuffle, "on_bad_record": "skip", **settings})
+
+
+def listed(folder: Path) -> list[tuple[str, int, str]]:
+    lines = [json.loads(line) for path in sorted(folder.glob("*")) for line in path.read_text().splitlines()]
+    assert all(list(line) == ["shard", "offset", "reason"] for line in lines)
+    return sorted((line["shard"], line["offset"], line["reason"]) for line in lines)
+
+
+def check_listed(folder: Path, bad: list[tuple[str, int, str]]) -> None:
+    for (shard, offset, reason), (name, place, begins) in zip(listed(folder), sorted(bad), strict=True):
+        assert (shard, offset) == (name, place)
+        assert reason.startswith(begins)
+
+
+def survivors(packs: Any) -> list[int]:
+    found = [token // 1000 for pack in packs for token in pack["tokens"].tolist() if token % 1000 == 1]
+    return sorted(found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_estimate_leaves_them_out(tmp_path: Path, kind: str) -> None:
+    data, expected, _ = corpus(kind, tmp_path / "data")
+    dataset = stream(data)
+    assert dataset.estimate_packs(rows=600) == pytest.approx(len(list(dataset)), rel=0.15)
+    assert expected
+    if kind in ("jsonl", "gz", "map"):
+        with pytest.raises((KeyError, TypeError)):
+            stream(data, on_bad_record="error").estimate_packs(rows=600)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_survivors_and_the_list_are_exact(tmp_path: Path, kind: str) -> None:
+    data, expected, bad = corpus(kind, tmp_path / "data")
+    dataset = stream(data, quarantine=tmp_path / "bad", epochs=2)
+    packs = list(dataset)
+    assert survivors(packs) == sorted(2 * expected)
+    check_listed(tmp_path / "bad", bad)
+    ledger = dataset.ledger()
+    assert ledger.as_dict()["bad_records"] == ledger.dropped_samples["bad"] == 2 * len(bad)
+    assert ledger.samples == 2 * len(expected)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "gz", "parquet", "map"])
+def test_the_packs_are_those_of_a_corpus_without_them(tmp_path: Path, kind: str) -> None:
+    data, expected, _ = corpus(kind, tmp_path / "data")
+    settings: Mapping[str, Any] = {"shuffle": False, "num_lanes": 1}
+    packs = [pack["tokens"].tolist() for pack in stream(data, **settings)]
+    whole = MapSource([ROWS[i] for i in expected])
+    assert packs == [pack["tokens"].tolist() for pack in stream(whole, **settings)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("split", [False, True])
+def test_resume_everywhere(tmp_path: Path, kind: str, split: bool) -> None:
+    """And whatever is read again, the list holds each record once."""
+    data, _, bad = corpus(kind, tmp_path / "data")
+    folder = tmp_path / "bad"
+
+    def make() -> IterablePackedDataset:
+        return stream(data, quarantine=folder, split_across_pack=split)
+
+    check_resume_everywhere(make, packs=150, whole_every=50)
+    check_listed(folder, bad)
+
+
+def test_resume_everywhere_among_many(tmp_path: Path) -> None:
+    """Broken records that lie between samples that wait are read again, and booked no second time."""
+    lines = [json.dumps(row) if row["i"] % 3 else "{" for row in rows(200, longest=20, overlong=60)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    folder = tmp_path / "bad"
+
+    def make() -> IterablePackedDataset:
+        data = JSONLSource(tmp_path / "a.jsonl")
+        return stream(data, quarantine=folder, overlong="split", strategy="best_fit")
+
+    check_resume_everywhere(make, packs=150, whole_every=50)
+    assert len(listed(folder)) == 67
+    assert len({line[:2] for line in listed(folder)}) == 67
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("damaged", ["cut", "flipped"])
+def test_an_archive_shows_its_damage_at_the_same_row_wherever_reading_began(
+    tmp_path: Path, suffix: str, damaged: str
+) -> None:
+    rng = random.Random(0)
+    lines = [json.dumps({"i": i, "text": rng.randbytes(30).hex()}).encode() for i in range(20_000)]
+    pack = gzip.compress if suffix == ".gz" else zstandard.compress
+    packed = pack(b"\n".join(lines))
+    place = len(packed) * 9 // 10
+    after = b"" if damaged == "cut" else b"\xff" * 64 + packed[place + 64 :]
+    (tmp_path / f"a.jsonl{suffix}").write_bytes(packed[:place] + after)
+    source = JSONLSource(tmp_path / f"a.jsonl{suffix}")
+
+    def damage(start: Any = None) -> tuple[int, Any]:
+        """How many rows come before it, and where it is."""
+        reader = source.read(Reading(start=start))
+        for count in itertools.count():
+            try:
+                found.append(next(reader).position)
+            except BadRecord as error:
+                return count, error.origin
+        raise AssertionError
+
+    found: list[Any] = []
+    whole, origin = damage()
+    assert 12_000 < whole < 20_000
+    positions = list(found)
+    for row in (1, 5000, 9999, whole - 1):
+        assert damage(positions[row]) == (whole - row, origin)
+
+
+def test_a_list_that_was_torn_by_a_kill_is_mended(tmp_path: Path) -> None:
+    data, _, bad = corpus("jsonl", tmp_path / "data")
+    folder = tmp_path / "bad"
+    dataset = stream(data, quarantine=folder)
+    list(islice(dataset, 100))
+    state = dataset.state_dict()
+    for path in folder.iterdir():
+        path.write_bytes(path.read_bytes()[:-9])
+    assert len(list(folder.iterdir())) == 2
+    resumed = stream(data, quarantine=folder)
+    list(resumed)
+    check_listed(folder, bad)
+    resumed.load_state_dict(state)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_workers_list_for_their_lanes(tmp_path: Path, workers: int) -> None:
+    data, expected, bad = corpus("jsonl", tmp_path / "data")
+    loader = PackedDataLoader(stream(data, quarantine=tmp_path / "bad", num_lanes=4), num_workers=workers)
+    tokens = [token for batch in loader for token in batch.tokens.flatten().tolist()]
+    assert sorted(token // 1000 for token in tokens if token % 1000 == 1) == expected
+    check_listed(tmp_path / "bad", bad)
+    assert loader.ledger().dropped_samples["bad"] == len(bad)
+
+
+def test_too_many_fail_the_run(tmp_path: Path) -> None:
+    data, _, bad = corpus("jsonl", tmp_path / "data")
+    dataset = stream(data, quarantine=tmp_path / "bad", max_bad_records=2, num_lanes=1, shuffle=False)
+    running = dataset.stream()
+    found = []
+    for _ in range(2):
+        with pytest.raises(ValueError) as error:
+            while True:
+                found.append(next(running))
+        assert str(error.value) == (
+            f"{tmp_path}/data/a.jsonl:42: a row must be a JSON object, this is a list; lane 0 has passed by 2 broken "
+            "records before this one: look at them, and raise max_bad_records if they may be left out"
+        )
+    assert len(listed(tmp_path / "bad")) == 2
+    resumed = stream(data, max_bad_records=len(bad), num_lanes=1, shuffle=False)
+    resumed.load_state_dict(dataset.state_of({0: found[-1].receipt}))
+    assert len(found) + len(list(resumed)) == len(list(stream(data, num_lanes=1, shuffle=False))), (
+        "a resume counts on"
+    )
+    stopped = stream(data, max_bad_records=2, num_lanes=1, shuffle=False)
+    stopped.load_state_dict(dataset.state_of({0: found[-1].receipt}))
+    with pytest.raises(ValueError, match="has passed by 2 broken records"):
+        list(stopped)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "map"])
+def test_by_default_a_broken_record_is_an_error_and_skipping_may_begin_at_a_resume(
+    tmp_path: Path, kind: str
+) -> None:
+    data, expected, _ = corpus(kind, tmp_path / "data")
+    settings: Mapping[str, Any] = {"num_lanes": 1, "shuffle": False}
+    strict = stream(data, on_bad_record="error", **settings)
+    packs = []
+    iterator = iter(strict)
+    for _ in range(2):
+        with pytest.raises(ValueError) as error:
+            while True:
+                packs.append(next(iterator))
+        assert type(error.value) is ValueError, "which can leave a worker's process"
+    lenient = stream(data, **settings)
+    lenient.load_state_dict(strict.state_dict())
+    packs += list(lenient)
+    assert survivors(packs) == expected
+    assert [content(pack) for pack in packs] == [content(pack) for pack in stream(data, **settings)]
+
+
+def test_a_holdout_passes_them_by_as_well(tmp_path: Path) -> None:
+    data, expected, bad = corpus("jsonl", tmp_path / "data")
+    found = []
+    for part in ("train", "validation"):
+        held = stream(Holdout(data, share=0.2, part=part), quarantine=tmp_path / part)
+        found += survivors(list(held))
+    assert sorted(found) == expected
+    assert {line[:2] for line in listed(tmp_path / "train")} >= {line[:2] for line in bad[:3]}
+
+
+def test_errors_of_the_storage_and_overlong_samples_are_no_broken_records(tmp_path: Path) -> None:
+    class Gone(Refusing):
+        def __getitem__(self, i: int) -> Any:
+            raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        list(stream(MapSource(Gone())))
+    with pytest.raises(ValueError, match="has 30 tokens, max_seq_len is 24"):
+        list(stream([{"i": 1, "n": 30}]))
+
+
+def test_a_long_reason_is_cut(tmp_path: Path) -> None:
+    Quarantine(str(tmp_path / "bad")).keep(3, shard="a", offset=1, reason="x" * 10_000)
+    assert listed(tmp_path / "bad") == [("a", 1, "x" * 300)]
+    assert [path.name for path in (tmp_path / "bad").iterdir()] == ["lane-00003.jsonl"]
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ValueError, match="on_bad_record='ignore' is unknown"):
+        stream(ROWS, on_bad_record="ignore")
+    with pytest.raises(ValueError, match="max_bad_records=-1 is below 0"):
+        stream(ROWS, max_bad_records=-1)
+    with pytest.raises(ValueError, match='a quarantine lists what is skipped; set on_bad_record="skip"'):
+        stream(ROWS, on_bad_record="error", quarantine="bad")
+
+
+class Failing(Numbers):
+    """An encoder with a bug of its own for some rows, as torchtune's transforms have for ``content: null``."""
+
+    errors = (
+        UnboundLocalError("content"),
+        RuntimeError("internal"),
+        StopIteration(),
+        ZeroDivisionError(),
+        OSError("no file"),
+    )
+
+    def __call__(self, row: Mapping[str, Any], /) -> Any:
+        if row["i"] % 50 == 7:
+            raise self.errors[row["i"] // 50 % len(self.errors)]
+        return super().__call__(row)
+
+
+class FailingRows:
+    """Map-style rows that are made when they are asked for, as torchtune's datasets do."""
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __getitem__(self, i: int) -> Any:
+        Failing()(ROWS[i])
+        return ROWS[i]
+
+
+LEFT = [i for i in range(600) if i % 50 != 7]
+
+
+def test_whatever_an_encoder_raises_is_skipped(tmp_path: Path) -> None:
+    dataset = stream(MapSource(ROWS), encoder=Failing(), quarantine=tmp_path)
+    assert survivors(dataset) == LEFT
+    assert {reason.partition(":")[0] for _, _, reason in listed(tmp_path)} == {
+        *("UnboundLocalError", "RuntimeError", "StopIteration", "ZeroDivisionError", "OSError")
+    }
+    assert dataset.estimate_packs(rows=600) > 0
+
+
+def test_whatever_a_map_style_dataset_raises_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Failing, "errors", Failing.errors[:4])
+    dataset = stream(FailingRows(), quarantine=tmp_path, epochs=2)
+    assert survivors(dataset) == sorted(2 * LEFT)
+    assert len(listed(tmp_path)) == 12
+    state = dataset.state_dict()
+    stream(FailingRows()).load_state_dict(state)
+    mix = Mix([{"name": "a", "source": FailingRows(), "weight": 1}])
+    assert survivors(stream(mix)) == LEFT
+    assert dataset.estimate_packs(rows=600) > 0
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_where_nothing_is_skipped_the_error_is_the_datasets(within: bool) -> None:
+    source = Mix([{"name": "a", "source": FailingRows(), "weight": 1}]) if within else FailingRows()
+    with pytest.raises(UnboundLocalError, match="content") as error:
+        list(stream(source, on_bad_record="error", num_lanes=1, shuffle=False))
+    assert error.value.__notes__[-1] == f"while reading {'a: ' if within else ''}sample 7"
+
+
+def test_a_failing_disk_is_no_bad_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Failing, "errors", (OSError("the network is gone"),))
+    with pytest.raises(OSError, match="the network is gone"):
+        list(stream(FailingRows()))
+
+
+def test_without_a_folder_the_log_names_the_first(caplog: pytest.LogCaptureFixture) -> None:
+    dataset = stream(MapSource(ROWS), encoder=Failing(), shuffle=False, num_lanes=1)
+    list(dataset)
+    messages = [record.getMessage() for record in caplog.records if "quarantine" in record.name]
+    assert messages[0] == "skipped a record of list, offset 7: UnboundLocalError: content"
+    assert len(messages) == 11
+    assert "only counted; set quarantine to a folder" in messages[-1]
+
+
+def test_a_report_counts_by_reason_and_names_the_first(tmp_path: Path) -> None:
+    dataset = stream(
+        MapSource(ROWS), encoder=Failing(), quarantine=tmp_path / "bad", shuffle=False, num_lanes=1
+    )
+    quarantine = dataset.lane_config.quarantine
+    assert quarantine is not None
+    assert quarantine.report() == ""
+    list(dataset)
+    assert quarantine.report() == (
+        f"12 listed in {tmp_path}/bad: 3 UnboundLocalError, 3 RuntimeError, 2 StopIteration; the first is list, 7"
+    )

@@ -1,0 +1,91 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streampack import IterablePackedDataset
+from streampack.sources import Holdout, JSONLSource, MapSource, Reading
+from streampack.sources.holdout import PARTS
+from tests.support.conformance import check_positions
+
+
+def rows(count):
+    return [{"tokens": [i, i], "labels": [i, i]} for i in range(count)]
+
+
+def both(source, share=0.2):
+    return [Holdout(source, share=share, part=part) for part in PARTS]
+
+
+def read(source, num_lanes=1, **kwargs):
+    return [
+        row.data["tokens"][0]
+        for lane in range(num_lanes)
+        for row in source.read(Reading(lane, num_lanes=num_lanes, **kwargs))
+    ]
+
+
+@given(st.integers(1, 200), st.floats(0.01, 0.99), st.integers(1, 5))
+def test_the_parts_are_disjoint_and_complete_on_any_lanes(count, share, lanes):
+    train, held_out = both(MapSource(rows(count)), share)
+    assert sorted(read(train, lanes) + read(held_out, lanes)) == list(range(count))
+    assert set(read(train, lanes)) == set(read(train))
+
+
+def test_the_share_is_about_right():
+    _, held_out = both(MapSource(rows(5000)), 0.1)
+    assert 420 < len(read(held_out)) < 580
+
+
+def test_equal_rows_stand_on_one_side():
+    train, held_out = both(MapSource(rows(50) * 3))
+    assert not set(read(train)) & set(read(held_out))
+
+
+def test_adding_rows_moves_none():
+    _, before = both(MapSource(rows(100)))
+    _, after = both(MapSource(rows(200)))
+    assert [i for i in read(after) if i < 100] == read(before)
+
+
+@pytest.mark.parametrize("shuffle_window", [0, 7])
+def test_restarts_at_every_row(tmp_path, shuffle_window):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f'{{"tokens": [{i}], "labels": [{i}]}}\n' for i in range(100)))
+    for part in both(JSONLSource(path)):
+        for lane in (0, 1):
+            settings = {"num_lanes": 2, "shuffle_window": shuffle_window}
+            # The position between two rows may lie before rows of the other part.
+            found = check_positions(
+                lambda start: part.read(Reading(lane, start=start, **settings)),  # noqa: B023
+                announced=False,
+            )
+            assert found
+
+
+def test_another_share_is_another_corpus():
+    source = MapSource(rows(100))
+    prints = {Holdout(source, share=s, part=p).fingerprint() for s in (0.1, 0.2) for p in PARTS}
+    assert len(prints) == 4
+
+
+def test_trace_leads_through_it():
+    data = IterablePackedDataset(both(MapSource(rows(40)))[1], max_seq_len=8)
+    pack = next(iter(data))
+    assert data.trace(pack["fragments"][0])["tokens"] == pack["tokens"][:2].tolist()
+
+
+def test_the_estimate_counts_only_its_part():
+    train, held_out = both(MapSource(rows(4000)), 0.25)
+    packs = [IterablePackedDataset(part, max_seq_len=20).estimate_packs() for part in (train, held_out)]
+    assert 240 < packs[0] < 360
+    assert 60 < packs[1] < 140
+
+
+@pytest.mark.parametrize(("kwargs", "message"), [
+    ({"share": 0, "part": "train"}, "share=0 of the rows cannot be held out"),
+    ({"share": 1.0, "part": "train"}, "give a number between 0 and 1"),
+    ({"share": 0.1, "part": "test"}, "part='test' is unknown"),
+])  # fmt: skip
+def test_settings_are_checked(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        Holdout(MapSource(rows(3)), **kwargs)

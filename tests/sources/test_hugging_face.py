@@ -1,0 +1,271 @@
+"""Hugging Face datasets as sources: map-style and streaming, loaded or by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+from datasets import Dataset, DatasetDict, IterableDataset
+from torch.utils.data import DataLoader
+
+from streampack import HFSource, Holdout, IterablePackedDataset, MapSource, Mix
+from streampack.sources import Reading
+from streampack.sources.as_source import as_source
+from tests.support.conformance import check_positions, check_resume_everywhere
+
+Row = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def rows_of(count: int) -> list[Row]:
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 20, count).tolist()
+    return [{"tokens": [i] * n, "labels": [i] * n} for i, n in enumerate(lengths)]
+
+
+def shards(folder: Path, count: int = 3, rows: int = 40) -> Path:
+    (folder / "shards").mkdir()
+    for shard, part in enumerate(np.array_split(np.arange(rows), count)):
+        lines = [json.dumps(rows_of(rows)[i]) for i in part]
+        (folder / "shards" / f"train-{shard}.jsonl").write_text("\n".join(lines))
+    return folder / "shards"
+
+
+def streamed(folder: Path, **options: Any) -> IterableDataset:
+    return datasets.load_dataset(
+        "json", data_files=str(folder / "*.jsonl"), split="train", streaming=True, **options
+    )
+
+
+def firsts(source: HFSource, num_lanes: int = 1, **reading: Any) -> list[int]:
+    """The first token of every row."""
+    lanes = [source.read(Reading(lane, num_lanes=num_lanes, **reading)) for lane in range(num_lanes)]
+    return [row.data["tokens"][0] for lane in lanes for row in lane]
+
+
+MADE: dict[str, Callable[[Path], Any]] = {
+    "map-style": lambda folder: Dataset.from_list(rows_of(40)),
+    "stream": streamed,
+    "mapped": lambda folder: streamed(folder).map(lambda row: {"labels": row["labels"]}),
+    "filtered": lambda folder: streamed(folder).filter(lambda row: row["tokens"][0] % 3),
+    "concatenated": lambda folder: datasets.concatenate_datasets([streamed(folder), streamed(folder)]),
+    "interleaved": lambda folder: datasets.interleave_datasets(
+        [streamed(folder), streamed(folder).map(lambda row: {"tokens": [t + 100 for t in row["tokens"]]})]
+    ),
+    "taken": lambda folder: streamed(folder).take(25),
+    "repeated": lambda folder: streamed(folder).repeat(2),
+    "of a generator": lambda folder: Dataset.from_list(rows_of(40)).to_iterable_dataset(num_shards=4),
+}
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_every_row_as_the_dataset_gives_it(tmp_path: Path, kind: str) -> None:
+    """In as many lanes as it has; a stream whose shards would not add up to it has one."""
+    dataset = MADE[kind](shards(tmp_path))
+    source = HFSource(dataset)
+    expected = sorted(row["tokens"][0] for row in dataset)
+    assert sorted(firsts(source, source.max_lanes or 5)) == expected
+    assert sorted(firsts(source, source.max_lanes or 5, shuffle_window=7)) == expected
+    one_lane = kind in ("interleaved", "taken", "repeated")
+    assert (source.max_lanes == 1) == one_lane
+    assert source.natural_lanes() == 1 if one_lane or kind == "map-style" else source.natural_lanes() > 2
+
+
+@pytest.mark.parametrize("kind", MADE)
+@pytest.mark.parametrize("window", [0, 5])
+def test_positions(tmp_path: Path, kind: str, window: int) -> None:
+    source = HFSource(MADE[kind](shards(tmp_path)))
+    for lane in range(min(2, source.max_lanes or 2)):
+        check_positions(
+            lambda start, lane=lane: source.read(  # type: ignore[misc]
+                Reading(lane, num_lanes=source.max_lanes or 2, shuffle_window=window, start=start)
+            )
+        )
+
+
+@pytest.mark.parametrize("kind", ["map-style", "stream", "mapped"])
+def test_resume_at_every_pack(tmp_path: Path, kind: str) -> None:
+    folder = shards(tmp_path, rows=60)
+
+    def make() -> IterablePackedDataset:
+        source = HFSource(MADE[kind](folder))
+        return IterablePackedDataset(source, max_seq_len=32, num_lanes=3, shuffle=True, shuffle_window=6)
+
+    assert len(check_resume_everywhere(make, packs=12)) > 10
+
+
+def test_a_narrow_stream_says_how_it_gets_wider(tmp_path: Path) -> None:
+    dataset = streamed(shards(tmp_path))
+    mix = Mix([{"name": "a", "source": dataset, "weight": 1}])
+    for data in (dataset, Holdout(HFSource(dataset), share=0.1, part="train"), mix):
+        with pytest.raises(ValueError) as error:
+            IterablePackedDataset(data, max_seq_len=32, num_lanes=8).stream()
+        assert str(error.value).endswith(
+            "can be read as 3 lane(s) and 8 are needed for 1 consumers (ranks x workers): a stream has a lane for each "
+            "of its shards at most; dataset.reshard() makes more of Parquet files, and a map-style dataset "
+            "(streaming=False) has as many as needed"
+        )
+    with pytest.raises(ValueError, match="a stream that is interleaved, repeated or cut cannot be divided"):
+        IterablePackedDataset(dataset.take(5), max_seq_len=32, num_lanes=2).stream()
+
+
+@pytest.mark.parametrize(("consumers", "lanes"), [(1, 4), (2, 4), (3, 3), (4, 4)])
+def test_fewer_consumers_than_shards_get_as_many_lanes_each(
+    tmp_path: Path, consumers: int, lanes: int
+) -> None:
+    (tmp_path / "shards").mkdir()
+    for shard in range(4):
+        rows = "".join(json.dumps({"input_ids": [1 + 10 * shard + i] * 4}) + "\n" for i in range(10))
+        (tmp_path / "shards" / f"{shard}.jsonl").write_text(rows)
+    dataset = streamed(tmp_path / "shards")
+    assert dataset.num_shards == 4
+    packs = IterablePackedDataset(dataset, max_seq_len=8)
+    found = [
+        token
+        for consumer in range(consumers)
+        for pack in packs.stream(consumer, consumers)
+        for token in pack.tokens.tolist()
+    ]
+    assert packs.num_lanes == lanes
+    assert sorted(set(found)) == list(range(1, 41))
+
+
+def test_a_shuffled_stream_is_refused(tmp_path: Path) -> None:
+    dataset = streamed(shards(tmp_path))
+    for shuffled in (
+        dataset.shuffle(seed=1),
+        dataset.shuffle(seed=1, buffer_size=1).map(lambda row: row),
+        datasets.concatenate_datasets([dataset, dataset.shuffle(seed=1)]),
+    ):
+        with pytest.raises(
+            ValueError, match="the stream is shuffled, and datasets loses the shuffle buffer on resume"
+        ):
+            HFSource(shuffled)
+        with pytest.raises(ValueError, match="the stream is shuffled"):
+            IterablePackedDataset(shuffled, max_seq_len=8)
+    HFSource(Dataset.from_list(rows_of(5)).shuffle(seed=1))  # by number: nothing to lose
+
+
+def test_parquet_is_resharded_by_row_group(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(rows_of(40)), tmp_path / "rows.parquet", row_group_size=10)
+    dataset = datasets.load_dataset(
+        "parquet", data_files=str(tmp_path / "rows.parquet"), split="train", streaming=True
+    )
+    assert HFSource(dataset).max_lanes == 1
+    source = HFSource(dataset.reshard())
+    assert source.max_lanes == 4
+    assert sorted(firsts(source, 4)) == list(range(40))
+    with pytest.raises(ValueError, match=r"HFSource can be read as 4 lane\(s\) and 5 are needed"):
+        IterablePackedDataset(source, max_seq_len=32, num_lanes=5).stream()
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_by_name(tmp_path: Path, streaming: bool) -> None:
+    folder = shards(tmp_path)
+    files = str(folder / "*.jsonl")
+    source = HFSource("json", data_files=files, split="train", streaming=streaming, columns=["tokens"])
+    assert sorted(firsts(source, 2)) == list(range(40))
+    assert list(source.fetch((0, 0) if streaming else (0,))) == ["tokens"]
+    assert sorted(firsts(HFSource(str(folder), split="train", streaming=streaming))) == list(range(40))
+    with pytest.raises(ValueError, match="the dataset has several splits; name one: split='train'"):
+        HFSource("json", data_files=files, streaming=streaming)
+
+
+def test_code_is_not_run(tmp_path: Path) -> None:
+    """A dataset's own script, a request to trust one, and pickles."""
+    folder = tmp_path / "scripted"
+    folder.mkdir()
+    (folder / "scripted.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(Exception, match=r"(?i)script|data files"):
+        HFSource(str(folder), split="train")
+    with pytest.raises(TypeError, match="trust_remote_code"):
+        HFSource(str(folder), split="train", trust_remote_code=True)  # type: ignore[call-arg]
+    (folder / "rows.pkl").write_bytes(b"cos\nsystem\n(S'touch " + str(tmp_path / "ran").encode() + b"'\ntR.")
+    for dataset, files in (("pandas", str(folder / "rows.pkl")), (str(folder), None)):
+        with pytest.raises(Exception):  # noqa: B017 - whatever datasets says
+            firsts(HFSource(dataset, data_files=files, split="train"))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    rows = Dataset.from_list(rows_of(3))
+    with pytest.raises(ValueError, match="a list is no Hugging Face dataset; give one, or its name"):
+        HFSource([1])
+    with pytest.raises(ValueError, match="name, split, data_files and revision are for a dataset by name"):
+        HFSource(rows, split="train")
+    with pytest.raises(ValueError, match="the dataset has several splits; name one: split='test'"):
+        HFSource(DatasetDict(test=rows))
+    for dataset in (rows, streamed(shards(tmp_path))):
+        with pytest.raises(ValueError, match="the dataset has no column 'text'; it has 'tokens', 'labels'"):
+            HFSource(dataset, columns=["text"])
+    with pytest.raises(ValueError, match="the length of this stream is unknown; set max_steps"):
+        HFSource(streamed(tmp_path / "shards")).probe(5)
+
+
+def test_places(tmp_path: Path) -> None:
+    source = HFSource(streamed(shards(tmp_path)))
+    for row in source.read(Reading(shuffle_window=5)):
+        assert source.fetch(row.origin) == row.data
+    assert source.locate((2, 5)) == "shard 2, row 5"
+    assert HFSource(Dataset.from_list(rows_of(3))).locate((2,)) == "sample 2"
+
+
+def test_fingerprints(tmp_path: Path) -> None:
+    folder = shards(tmp_path)
+    first = HFSource(streamed(folder)).fingerprint()
+    assert HFSource(streamed(folder)).fingerprint() == first
+    assert HFSource(streamed(folder), columns=["tokens"]).fingerprint() != first
+    lines = (folder / "train-2.jsonl").read_text().splitlines()
+    (folder / "train-2.jsonl").write_text("\n".join(lines[1:]))
+    assert HFSource(streamed(folder)).fingerprint() != first
+    rows = Dataset.from_list(rows_of(30))
+    assert HFSource(rows).fingerprint() == MapSource(rows).fingerprint()
+
+
+def test_errors_of_the_stream_consume_nothing(tmp_path: Path) -> None:
+    failures = [True, True]
+
+    def hiccup(row: Row) -> Row:
+        if row["tokens"][0] == 7 and failures:
+            failures.pop()
+            raise ConnectionError("a hiccup")
+        return row
+
+    reader, got = HFSource(streamed(shards(tmp_path)).map(hiccup)).read(Reading()), []
+    while True:
+        try:
+            got.append(next(reader).data["tokens"][0])
+        except StopIteration:
+            break
+        except ConnectionError as error:
+            assert error.__notes__[-1] == "while reading shard 0, row 7"
+    assert got == list(range(40))
+    assert not failures
+
+
+def test_in_a_worker_of_torchs(tmp_path: Path) -> None:
+    """There, a plainly iterated stream keeps only its own share of the shards."""
+    data = IterablePackedDataset(streamed(shards(tmp_path)), max_seq_len=32, num_lanes=3)
+    packs = list(DataLoader(data, batch_size=None, num_workers=2))
+    assert len(packs) > 5
+    seen = {
+        token
+        for pack in packs
+        for token in pack["tokens"][: int(pack["seq_lens"][: pack["num_seqs"]].sum())].tolist()
+    }
+    assert seen == set(range(40))
+
+
+def test_as_source(tmp_path: Path) -> None:
+    assert isinstance(as_source(streamed(shards(tmp_path))), HFSource)
+    assert isinstance(as_source(Dataset.from_list(rows_of(2))), MapSource)

@@ -1,0 +1,509 @@
+"""Token shards: the format, as written down and by a reader of a few lines; the source, here and behind a URL."""
+
+from __future__ import annotations
+
+import json
+import os
+import tracemalloc
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streampack import Holdout, IterablePackedDataset, MDSSource, Mix, TokenShardSource
+from streampack.fingerprint import plain
+from streampack.packing.assemble import as_sample
+from streampack.packing.encoders import TokensEncoder
+from streampack.sources import Reading
+from streampack.sources.indexed import divide
+from streampack.sources.token_files import ShardWriter, read_header, require_described
+from streampack.storage.base import File, LocalStorage
+from streampack.storage.remote import RemoteStorage
+from streampack.tokenize.tokenize import tokenize
+from streampack.types import IGNORE_INDEX, Row
+from tests.support.conformance import check_positions, check_resume_everywhere
+from tests.support.web import Web, random_faults
+
+Rows = list[dict[str, list[int]]]
+
+
+class Plain:
+    """A reader whose rows compare: lists in the place of arrays."""
+
+    def __init__(self, reader: Any) -> None:
+        self.reader = reader
+
+    @property
+    def position(self) -> Any:
+        return self.reader.position
+
+    def __iter__(self) -> Iterator[Row]:
+        return self
+
+    def __next__(self) -> Row:
+        row = next(self.reader)
+        return row._replace(data=plain(row.data))
+
+    def skip(self) -> None:
+        self.reader.skip()
+
+
+def rows_of(count: int, *, masked: bool, seed: int = 0, top: int = 60_000) -> Rows:
+    rng = np.random.default_rng(seed)
+    rows = []
+    for _ in range(count):
+        tokens = rng.integers(0, top, rng.integers(0, 30)).tolist()
+        labels = [token if not masked or rng.random() < 0.5 else IGNORE_INDEX for token in tokens]
+        rows.append({"tokens": tokens, "labels": labels})
+    return rows
+
+
+def make(rows: Rows, folder: Path, **options: Any) -> Path:
+    return tokenize(rows, out=folder, progress=False, **options)
+
+
+def naive(folder: Path) -> Rows:
+    """The documents of a folder, by the table in `shards` and nothing else."""
+    found = []
+    for path in sorted(folder.glob("tokens-*.bin")):
+        data = path.read_bytes()
+        header = json.loads(data[:4096])
+        width = {"uint16": 2, "uint32": 4}[header["dtype"]]
+        words = [int.from_bytes(data[4096 + i * width :][:width], "little") for i in range(header["tokens"])]
+        at = 4096 + header["tokens"] * width
+        at += -at % 8
+        ends = [int.from_bytes(data[at + 8 * i :][:8], "little") for i in range(header["documents"] + 1)]
+        bits = data[at + 8 * len(ends) :]
+        for start, end in pairwise(ends):
+            trained = [not header["masked"] or bits[i // 8] >> i % 8 & 1 for i in range(start, end)]
+            tokens = words[start:end]
+            labels = [t if yes else IGNORE_INDEX for t, yes in zip(tokens, trained, strict=True)]
+            found.append({"tokens": tokens, "labels": labels})
+    return found
+
+
+def read_all(source: TokenShardSource, num_lanes: int = 1, **reading: Any) -> list[Mapping[str, Any]]:
+    found = []
+    for lane in range(num_lanes):
+        for row in source.read(Reading(lane, num_lanes=num_lanes, **reading)):
+            found.append({key: value.tolist() for key, value in row.data.items()})
+    return found
+
+
+def by_content(rows: Any) -> list[str]:
+    return sorted(map(repr, rows))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_the_format_is_what_is_written_down(tmp_path: Path, dtype: str, masked: bool) -> None:
+    rows = rows_of(40, masked=masked)
+    make(rows, tmp_path, dtype=dtype, lanes=1, shard_tokens=200)
+    assert len(list(tmp_path.glob("tokens-*"))) > 1
+    assert naive(tmp_path) == rows
+    assert read_all(TokenShardSource(tmp_path)) == rows
+    for path in tmp_path.glob("tokens-*"):
+        assert path.stat().st_size == TokenShardSource(tmp_path).shards[int(path.stem[-5:])].size
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_every_document_exactly_once(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    folder = tmp_path_factory.mktemp("shards")
+    rows = rows_of(
+        data.draw(st.integers(1, 60)), masked=data.draw(st.booleans()), seed=data.draw(st.integers(0, 99))
+    )
+    make(rows, folder, lanes=data.draw(st.integers(1, 4)), shard_tokens=data.draw(st.integers(1, 500)))
+    source, num_lanes = TokenShardSource(folder), data.draw(st.integers(1, 5))
+    window = data.draw(st.sampled_from([0, 1, 7]))
+    assert by_content(read_all(source, num_lanes, shuffle_window=window)) == by_content(rows)
+
+
+def test_lanes_are_even() -> None:
+    lanes = divide([1000, 10, 500], [4000, 40, 2000], 4)
+    sizes = [sum(part.stop - part.start for part in parts) for parts in lanes if parts]
+    assert sum(sizes) == 1510
+    assert max(sizes) - min(sizes) <= 1510 // (4 * 16) + 1
+
+
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("remote", [False, True])
+def test_positions(tmp_path: Path, remote: bool, masked: bool, window: int) -> None:
+    rows = rows_of(50, masked=masked)
+    folder = (
+        published(make(rows, tmp_path, lanes=2, shard_tokens=150))
+        if remote
+        else make(rows, tmp_path, lanes=2)
+    )
+    source, found = TokenShardSource(folder), []
+    for lane in range(3):
+        found += check_positions(
+            lambda start, lane=lane: Plain(  # type: ignore[misc]
+                source.read(Reading(lane, num_lanes=3, shuffle_window=window, start=start))
+            )
+        )
+    assert by_content(found) == by_content(map(plain, rows))
+
+
+def test_resume_at_every_pack(tmp_path: Path) -> None:
+    make(rows_of(120, masked=True), tmp_path, lanes=2, shard_tokens=400)
+    check_resume_everywhere(
+        lambda: IterablePackedDataset(
+            TokenShardSource(tmp_path),
+            max_seq_len=64,
+            split_across_pack=True,
+            shuffle=True,
+            shuffle_window=8,
+            num_lanes=3,
+            empty="drop",
+        ),
+        packs=30,
+    )
+
+
+def published(folder: Path) -> str:
+    """The folder as it would be behind a URL."""
+    files = fsspec.filesystem("memory")
+    for path in folder.iterdir():
+        files.pipe(f"/{folder.name}/{path.name}", path.read_bytes())
+    return f"memory://{folder.name}"
+
+
+def test_here_and_behind_a_url(tmp_path: Path) -> None:
+    rows = rows_of(60, masked=True)
+    here = TokenShardSource(make(rows, tmp_path, lanes=3, shard_tokens=300))
+    there = TokenShardSource(published(tmp_path))
+    assert there.fingerprint() == here.fingerprint()
+    assert read_all(there, 2, shuffle_window=4) == read_all(here, 2, shuffle_window=4)
+    there.verify()
+    assert "memory://" in there.locate((0, 1))
+
+
+def test_rows_are_found_again(tmp_path: Path) -> None:
+    rows = rows_of(30, masked=True)
+    source = TokenShardSource(make(rows, tmp_path, lanes=1, shard_tokens=100))
+    for row in source.read(Reading()):
+        assert plain(source.fetch(row.origin)) == plain(row.data)
+    assert source.locate((1, 2)) == f"{tmp_path / 'tokens-00000-00001.bin'}, document 2"
+    assert source.shard((1, 2)) == "tokens-00000-00001.bin"
+    found, scale = source.probe(10)
+    assert len(found) * scale == 30
+    assert source.natural_lanes() == 1
+
+
+def allocated(make: Any) -> tuple[Any, int]:
+    """What a call returns, and the bytes it had allocated at its peak beyond what was there before."""
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    made = make()
+    peak = tracemalloc.get_traced_memory()[1] - before
+    tracemalloc.stop()
+    return made, peak
+
+
+def test_a_document_is_copied_once(tmp_path: Path) -> None:
+    """4 bytes a token: the shard is mapped, the tokens are read once, and the sample is the row's own memory."""
+    count = 200_000
+    make([{"tokens": list(range(count)), "labels": list(range(count))}], tmp_path, dtype="uint32", lanes=1)
+    reader = TokenShardSource(tmp_path).read(Reading())
+    row, peak = allocated(lambda: next(reader))
+    assert 4 * count <= peak < 4.2 * count
+    assert row.data["labels"] is row.data["tokens"]
+    sample, peak = allocated(lambda: as_sample(row.data))
+    assert peak < 0.1 * count
+    assert np.shares_memory(sample.tokens, row.data["tokens"])
+    assert sample.labels is sample.tokens
+
+
+def test_ids_of_32_bits_all_of_which_they_need(tmp_path: Path) -> None:
+    rows = [{"tokens": tokens, "labels": tokens} for tokens in ([1, 2**31, 2**32 - 1], [2**31 - 1], [])]
+    make(rows, tmp_path, dtype="uint32", lanes=1)
+    samples = [as_sample(row.data) for row in TokenShardSource(tmp_path).read(Reading())]
+    assert [sample.tokens.tolist() for sample in samples] == [row["tokens"] for row in rows]
+    assert [sample.tokens.itemsize for sample in samples] == [8, 4, 4]
+
+
+def test_the_fingerprint_is_of_the_content(tmp_path: Path) -> None:
+    rows = rows_of(20, masked=False)
+    one = TokenShardSource(make(rows, tmp_path / "a", lanes=2)).fingerprint()
+    assert TokenShardSource(make(rows, tmp_path / "b", lanes=2)).fingerprint() == one
+    rows[7]["tokens"] = rows[7]["labels"] = [1, 2, 3]
+    assert TokenShardSource(make(rows, tmp_path / "c", lanes=2)).fingerprint() != one
+
+
+def edit(folder: Path, change: Any) -> None:
+    index = json.loads((folder / "index.json").read_text())
+    change(index)
+    (folder / "index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_ids_are_looked_at_unless_shards_can_hold_no_others(tmp_path: Path, dtype: str) -> None:
+    """Whatever they hold: a byte of them may change."""
+    rows = [{"tokens": [7, 300, 8], "labels": [-100, 300, 8]}, {"tokens": [5], "labels": [5]}]
+    source = TokenShardSource(make(rows, tmp_path, lanes=1, dtype=dtype))
+    every = 1 << {"uint16": 16, "uint32": 32}[dtype]
+
+    class Own(TokenShardSource):
+        """Of a user, whose rows may be anything."""
+
+    class Encoder(TokensEncoder):
+        """So."""
+
+    def checks(of: Any, **settings: Any) -> bool:
+        return IterablePackedDataset(of, max_seq_len=8, **settings).lane_config.checks
+
+    for of in (source, Holdout(source, share=0.5, part="train")):
+        assert [checks(of, vocab_size=n) for n in (None, every, every - 1)] == [False, False, True]
+        assert checks(of, encoder=Encoder())
+        assert checks(of, encoder=TokensEncoder(tokens="labels")), "-100 is no id"
+    own = Own(tmp_path)
+    for of in (
+        rows,
+        own,
+        Holdout(own, share=0.5, part="train"),
+        Mix([{"name": "a", "source": source, "weight": 1}]),
+    ):
+        assert checks(of)
+    with pytest.raises(ValueError, match="document 0: token id 300 is outside the vocabulary of 300"):
+        list(IterablePackedDataset(source, max_seq_len=8, vocab_size=300))
+
+
+@pytest.mark.parametrize("name", ["./{}", ".//{}", "link.bin", "linked.bin"])
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_shard_by_two_names_is_refused(tmp_path: Path, name: str, remote: bool) -> None:
+    """All of its documents would be trained twice an epoch."""
+    folder = make(rows_of(9, masked=False), tmp_path / "shards", lanes=1)
+    [first] = [entry["name"] for entry in json.loads((folder / "index.json").read_text())["shards"]]
+    if remote and "link" in name:
+        pytest.skip("nobody tells what is a link there")
+    (folder / "link.bin").symlink_to(folder / first)
+    os.link(folder / first, folder / "linked.bin")
+    second = {"name": name.format(first)}
+    edit(folder, lambda index: index["shards"].append({**index["shards"][0], **second}))
+    place = published(folder) if remote else folder
+    with pytest.raises(ValueError, match="(is named twice|and .* are one file); name every file once"):
+        TokenShardSource(place)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda index: index["shards"][0].update(name="../x"), "the name '../x' is refused: it must be relative"),
+        (lambda index: index["shards"][0].update(name="/etc/passwd"), "the name '/etc/passwd' is refused"),
+        (lambda index: index["shards"][0].update(name="link.bin"), "it is a link that leads out of"),
+        (lambda index: index["shards"][0].update(name="http://host/x"), "is refused: it must be relative"),
+        (lambda index: index["shards"][0].update(name="gone.bin"), "there is no file 'gone.bin'"),
+        (lambda index: index["shards"][0].update(tokens=10**6), "bytes and .*index.json says"),
+        (lambda index: index["shards"][0].update(tokens=-1), "its description is damaged"),
+        (lambda index: index["shards"][0].update(tokens="9"), "its description is damaged"),
+        (lambda index: index["shards"].append(index["shards"][0]), "is named twice; name every file once"),
+        (lambda index: index.update(shards=[]), "names no shard"),
+        (lambda index: index.pop("shards"), "names no shards; is it one of `streampack tokenize`?"),
+        (lambda index: index.update(version=2), "is of format 'streampack-tokens', version 2; this reads"),
+        (lambda index: index.update(dtype="object"), "its description is damaged"),
+    ],
+)  # fmt: skip
+def test_a_bad_index_is_refused(tmp_path: Path, change: Any, message: str) -> None:
+    folder = make(rows_of(9, masked=False), tmp_path / "shards", lanes=1)
+    (folder / "link.bin").symlink_to("/etc/passwd")
+    edit(folder, change)
+    with pytest.raises(ValueError, match=message):
+        TokenShardSource(folder)
+
+
+@pytest.mark.parametrize(
+    "index",
+    ["[]", "{", "{}", '{"shards": []}', '{"shards": [{}]}', '{"shards": [{"name": "../x", "size": 9}]}'],
+)
+def test_secrets_of_a_url_are_not_told(index: str) -> None:
+    """However the index is broken, and where a shard is missing."""
+    secret = "memory://host/folder?key=canary"
+    fsspec.filesystem("memory").pipe("/host/folder/index.json?key=canary", index.encode())
+    for make_source in (TokenShardSource, MDSSource):
+        with pytest.raises(ValueError) as caught:
+            make_source(secret, retries=0)
+        assert "canary" not in str(caught.value)
+
+
+def test_a_shard_behind_a_url_that_is_gone(tmp_path: Path) -> None:
+    folder = published(make(rows_of(9, masked=False), tmp_path, lanes=1))
+    fsspec.filesystem("memory").rm(f"/{tmp_path.name}/tokens-00000-00000.bin")
+    with pytest.raises(FileNotFoundError, match=r"tokens-00000-00000.bin: there is no such file") as caught:
+        next(TokenShardSource(folder, retries=0).read(Reading()))
+    assert caught.value.__notes__ == [f"while reading {folder}/tokens-00000-00000.bin, document 0"]
+
+
+def test_no_index(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"there is no .*index.json; name the folder that holds index.json"):
+        TokenShardSource(tmp_path)
+    (tmp_path / "index.json").write_text("[1]")
+    with pytest.raises(ValueError, match="holds a list; an index is an object"):
+        TokenShardSource(tmp_path)
+    (tmp_path / "index.json").write_text("{")
+    with pytest.raises(ValueError, match="is no JSON"):
+        TokenShardSource(tmp_path)
+
+
+def test_a_shard_that_is_cut_off_or_replaced(tmp_path: Path) -> None:
+    make(rows_of(30, masked=False), tmp_path, lanes=1)
+    [path] = tmp_path.glob("tokens-*")
+    whole = path.read_bytes()
+    source = TokenShardSource(tmp_path)
+    path.write_bytes(whole[:-8])
+    with pytest.raises(ValueError, match="it was cut off or replaced: copy it anew"):
+        TokenShardSource(tmp_path)
+    with pytest.raises(ValueError, match="a corpus must not change during a run"):
+        next(source.read(Reading()))
+    path.write_bytes(whole)
+    source.verify()
+    path.write_bytes(whole[:4100] + bytes([whole[4100] ^ 1]) + whole[4101:])
+    with pytest.raises(ValueError, match="is not what its checksum was made of"):
+        source.verify()
+
+
+@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize("on_bad_record", ["error", "skip"])
+def test_a_shard_that_was_replaced_under_its_index(tmp_path: Path, on_bad_record: str, remote: bool) -> None:
+    """Of the same size. The index, and so the state's corpus, are what they were."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for number, folder in enumerate(folders):
+        make([{"tokens": [number, i], "labels": [number, i]} for i in range(60)], folder, lanes=1)
+    [path], [other] = (list(folder.glob("*.bin")) for folder in folders)
+    assert path.stat().st_size == other.stat().st_size
+
+    def opened() -> IterablePackedDataset:
+        source = TokenShardSource(published(folders[0]) if remote else folders[0])
+        return IterablePackedDataset(source, max_seq_len=16, num_lanes=1, on_bad_record=on_bad_record)
+
+    running = opened()
+    next(iter(running))
+    state = running.state_dict()
+    crc32, now = read_header(path)["crc32"], read_header(other)["crc32"]
+    path.write_bytes(other.read_bytes())
+    resumed = opened()
+    resumed.load_state_dict(state)
+    source: Any = resumed.lane_config.source
+    message = (
+        f"{source.files[0].shown} is not the shard that its index describes: its header says crc32 {now}, the index "
+        f"crc32 {crc32}; one of them was replaced: copy the folder anew, the index and all shards"
+    )
+    for read in (lambda: next(iter(resumed)), lambda: source.fetch((0, 3))):
+        for _ in range(2):  # asked again, it is looked at again
+            with pytest.raises(ValueError) as error:
+                read()
+            assert str(error.value) == message
+    path.write_bytes(bytes(4096) + other.read_bytes()[4096:])
+    with pytest.raises(
+        ValueError, match=r"tokens-00000-00000.bin is no token shard: it does not begin with a"
+    ):
+        next(iter(opened()))
+
+
+def test_all_that_header_and_index_hold_is_compared(tmp_path: Path) -> None:
+    """As far as sizes do not tell: a document less takes 8 bytes, as four tokens do."""
+    make(rows_of(30, masked=False), tmp_path, lanes=1, dtype="uint16")
+    [shard], [path] = TokenShardSource(tmp_path).shards, tmp_path.glob("*.bin")
+    header = read_header(path)
+    require_described(json.dumps(header).encode(), shard, shown="here")
+    for changes in (
+        {"documents": shard.documents - 1, "tokens": shard.tokens + 4},
+        {"masked": True},
+        {"dtype": "uint32"},
+        {"crc32": shard.crc32 ^ 1},
+    ):
+        own = ", ".join(f"{key} {value}" for key, value in changes.items())
+        said = ", ".join(f"{key} {getattr(shard, key)}" for key in changes)
+        with pytest.raises(
+            ValueError, match=f"^here is not the shard .* says {own}, the index {said}; one of"
+        ):
+            require_described(json.dumps({**header, **changes}).encode(), shard, shown="here")
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_header_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: bool) -> None:
+    """A page of each shard, in however many parts, lanes and epochs."""
+    make(rows_of(60, masked=True), tmp_path, lanes=1, shard_tokens=200)
+    storage, asked = RemoteStorage if remote else LocalStorage, Counter[str]()
+    fetch: Any = storage.fetch
+
+    def counted(self: Any, file: File, start: int, stop: int) -> Any:
+        if (start, stop) == (0, 4096):
+            asked[file.name] += 1
+        return fetch(self, file, start, stop)
+
+    source = TokenShardSource(published(tmp_path) if remote else tmp_path)
+    monkeypatch.setattr(storage, "fetch", counted)
+    for epoch in range(2):
+        read_all(source, 3, shuffle_window=4, epoch=epoch)
+    assert len(source.files) > 3
+    assert asked == Counter(file.name for file in source.files)
+
+
+@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize("offset", [-5, 10**6, 2**62])
+def test_damaged_offsets_are_bad_records(tmp_path: Path, offset: int, remote: bool) -> None:
+    rows = rows_of(30, masked=False)
+    make(rows, tmp_path, lanes=1, dtype="uint32")
+    source = TokenShardSource(tmp_path)
+    [path], [shard] = tmp_path.glob("tokens-*"), source.shards
+    data = bytearray(path.read_bytes())
+    data[shard.offsets_at + 8 * 12 : shard.offsets_at + 8 * 13] = offset.to_bytes(8, "little", signed=True)
+    path.write_bytes(data)
+    folder: Any = published(tmp_path) if remote else tmp_path
+    with pytest.raises(ValueError, match=r"document \d+: the offsets of .* lead out of"):
+        list(IterablePackedDataset(TokenShardSource(folder), max_seq_len=64, num_lanes=1, empty="drop"))
+    skipping = IterablePackedDataset(
+        TokenShardSource(folder), max_seq_len=64, num_lanes=1, empty="drop", on_bad_record="skip"
+    )
+    survivors = list(skipping)
+    if not remote:  # where a slice's offsets are judged together
+        kept = sum(len(row["tokens"]) for i, row in enumerate(rows) if i not in (11, 12))
+        assert sum(int(pack["seq_lens"][: pack["num_seqs"]].sum()) for pack in survivors) == kept
+
+
+def test_a_writer_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path / "x.bin", dtype="uint16")
+    writer.append(np.array([1]), np.array([True]))
+    with pytest.raises(
+        ValueError, match=r'token id 65536 does not fit into uint16 \(0 to 65535\); use dtype="uint32"'
+    ):
+        writer.append(np.array([65536]), np.array([True]))
+    writer.abandon()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_shard(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"words")
+    with pytest.raises(ValueError, match="is no token shard: it does not begin with a header"):
+        read_header(tmp_path / "x")
+
+
+def test_over_http(tmp_path: Path) -> None:
+    """By ranges, hardly more than the shards' bytes; the same rows when requests fail; the secret stays with us."""
+    rows = [{"tokens": row["tokens"] * 50, "labels": row["labels"] * 50} for row in rows_of(400, masked=True)]
+    here = TokenShardSource(make(rows, tmp_path, lanes=2, shard_tokens=80_000))
+    settings = {"num_lanes": 2, "shuffle_window": 10}
+    expected = read_all(here, **settings)
+    with Web({f"/a/{path.name}": path.read_bytes() for path in tmp_path.iterdir()}) as web:
+        there = TokenShardSource(f"{web.url}/a?key=canary", retries=9, timeout=1)
+        assert read_all(there, **settings) == expected
+        assert web.bytes <= 1.05 * sum(map(len, web.files.values()))
+        assert all("key=canary" in path for path, _ in web.requests)
+        assert "canary" not in there.locate((0, 0)) + repr(there.files)
+        web.fault = random_faults(1, kinds=("503", "reset", "short"))
+        assert read_all(TokenShardSource(f"{web.url}/a", retries=9, timeout=1), **settings) == expected
+        assert web.faults
+        web.fault = lambda path: None
+        last = max(web.files)
+        web.files[last] += b"more"
+        with pytest.raises(ValueError, match=f"{last[3:]} has .* bytes and had"):
+            read_all(TokenShardSource(f"{web.url}/a"))

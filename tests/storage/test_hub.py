@@ -1,0 +1,292 @@
+"""Shards of a repository of the Hub, on loopback: what is read, of which commit, and what is never said."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streampack import PackedDataLoader, TokenShardSource
+from streampack.sources import Reading
+from streampack.storage.base import File
+from streampack.storage.hub import PINNED
+from streampack.storage.remote import RemoteStorage
+from streampack.tokenize.tokenize import tokenize
+from tests.storage.test_remote import KINDS, packs, shards, source, stream, used
+from tests.support.conformance import check_resume_everywhere, content
+from tests.support.hub import Hub
+from tests.support.web import Web, random_faults
+
+TOKEN = "hf_canarytoken"
+DATA = "hf://datasets/org/name"
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with Hub(token=TOKEN) as served:
+        yield served
+
+
+@pytest.fixture
+def web() -> Iterator[Web]:
+    with Web({}) as served:
+        yield served
+
+
+def committed(hub: Hub, kind: str, count: int = 4, per_shard: int = 40, **options: Any) -> dict[str, bytes]:
+    """Shards as a new commit of main, beside a README. Returns them by their path in the repository."""
+    files = {path.lstrip("/"): raw for path, raw in shards(kind, count, per_shard, **options).items()}
+    hub.commit({"README.md": b"canary", "c/notes.txt": b"canary", **files})
+    return files
+
+
+def data(hub: Hub, kind: str, *, revision: str = "", **settings: Any) -> Any:
+    pattern = f"{DATA}{revision}/c/*.{'jsonl.gz' if kind == 'gz' else kind}"
+    return source(kind, pattern, storage_options=hub.options, **settings)
+
+
+# What is read.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranges_and_little_else_whatever_fails(
+    hub: Hub, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    files = committed(hub, kind, 6, 300)
+    made = data(hub, kind)
+    assert [file.name for file in made.files] == [path.removeprefix("c/") for path in files]
+    about, hub.web.bytes = hub.bytes, 0
+    whole = packs(made)
+    for path, raw in files.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_bytes(raw)
+    assert whole == packs(source(kind, [str(tmp_path / path) for path in files])), "as here"
+    assert hub.bytes <= 1.05 * used(kind, files)
+    assert about < 5000, "commit and listing"
+    read = [request for request in hub.web.requests if "/resolve/" in request[0]]
+    assert all(ranged for _, ranged in [*read, *hub.store.requests])
+    assert bool(hub.store.requests) == (kind == "parquet"), "large files lie elsewhere"
+    monkeypatch.setattr(RemoteStorage, "block", 8192)
+    made = data(hub, kind, timeout=2.0)
+    hub.web.fault, hub.store.fault = random_faults(1, 0.03), random_faults(2, 0.03)
+    assert packs(made) == whole
+    assert len({*hub.web.faults, *hub.store.faults}) >= 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_seek_reads_only_from_there(hub: Hub, kind: str) -> None:
+    committed(hub, kind, 1, 2000)
+    made = data(hub, kind, read_ahead=0)
+    found = list(made.read(Reading()))
+    before, hub.web.bytes, hub.store.bytes = hub.bytes, 0, 0
+    [row] = [next(made.read(Reading(start=found[1800].position)))]
+    assert row == found[1800]
+    assert hub.bytes < {"jsonl": 0.12, "parquet": 0.3, "gz": 1.01}[kind] * before
+    assert made.fetch(row.origin) == row.data
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_resume_at_every_step(hub: Hub, kind: str) -> None:
+    committed(hub, kind, 4, 10, text=20)
+    check_resume_everywhere(lambda: stream(data(hub, kind), epochs=2), packs=12, whole_every=20)
+
+
+@pytest.mark.parametrize(
+    "revision", ["", "@main", "@v1.0", "@refs%2Fconvert%2Fparquet", "@refs/convert/parquet"]
+)
+def test_a_path_becomes_one_of_a_commit(hub: Hub, revision: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "streampack")
+    files = committed(hub, "jsonl")
+    [head] = hub.commits
+    for branch in ("v1.0", "refs/convert/parquet"):
+        hub.branches[branch] = head
+    named = source("jsonl", [f"{DATA}{revision}/{path}" for path in files], storage_options=hub.options)
+    assert [file.path for file in named.files] == [f"{DATA}@{head}/{path}" for path in files]
+    assert all(PINNED.fullmatch(file.path) for file in named.files)
+    commits = [path for path, _ in hub.web.requests if "expand=sha" in path]
+    assert len(commits) == 1, "asked once for all"
+    assert len([path for path, _ in hub.web.requests if "/tree/" in path]) == 1, "and listed once"
+    assert next(r.getMessage() for r in caplog.records).endswith(f" is read at commit {head}")
+    assert named.files == data(hub, "jsonl", revision=f"@{head}").files, "which names it already"
+    assert len(list(named.read(Reading()))) == 160
+
+
+@pytest.mark.parametrize("kind", ["", "datasets/", "spaces/"])
+@pytest.mark.parametrize("repo", ["gpt2", "org/name"])
+@pytest.mark.parametrize("name", ["a.jsonl", "c/d/a@b.jsonl"])
+def test_a_pinned_path_is_taken_apart(web: Web, kind: str, repo: str, name: str) -> None:
+    """With a namespace or without; and read from where the Hub has it."""
+    commit = "0123456789" * 4
+    found = PINNED.fullmatch(f"hf://{kind}{repo}@{commit}/{name}")
+    assert found is not None
+    assert found.groups() == (kind, repo, commit, name)
+    web.files[f"/{kind}{repo}/resolve/{commit}/{name}"] = b"words"
+    storage = RemoteStorage("hf", options={"endpoint": web.url, "token": False}, patience=5)
+    assert storage.fetch(File(found[0], name, 5), 1, 4) == b"ord"
+
+
+@pytest.mark.parametrize("path", ["main/a.jsonl", "0123456789/a.jsonl", "0" * 41 + "/a.jsonl"])
+def test_a_branch_is_no_pin(path: str) -> None:
+    assert PINNED.fullmatch(f"hf://gpt2@{path}") is None
+    assert PINNED.fullmatch(f"{DATA}@{path}") is None
+    assert PINNED.fullmatch(f"hf://datasets/org/name/more@{'0' * 40}/a.jsonl") is None
+
+
+def test_a_manifest_and_token_shards(hub: Hub, tmp_path: Path) -> None:
+    files = committed(hub, "jsonl")
+    lines = "".join(json.dumps({"name": Path(path).name}) + "\n" for path in files)
+    rows = [{"tokens": [i] * 20, "labels": [i] * 20} for i in range(50)]
+    folder = tokenize(rows, out=tmp_path, lanes=2, progress=False)
+    tokens = {f"t/{path.name}": path.read_bytes() for path in folder.iterdir()}
+    hub.commit({**files, **tokens, "c/shards.txt": lines.encode()})
+    listed = source("jsonl", manifest=f"{DATA}/c/shards.txt", storage_options=hub.options)
+    there = TokenShardSource(f"{DATA}/t", storage_options=hub.options)
+    hub.commit({"README.md": b"all is gone"})
+    assert len(list(listed.read(Reading()))) == 160
+    assert sorted(row.data["tokens"][0] for row in there.read(Reading())) == list(range(50))
+
+
+# A branch that moves.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_branch_that_moves_does_not_move_a_run(hub: Hub, kind: str) -> None:
+    committed(hub, kind, 4, 100)
+    [old] = hub.commits
+    whole = list(map(content, stream(data(hub, kind))))
+    running = stream(data(hub, kind, read_ahead=0))
+    iterator = iter(running)
+    got = [content(next(iterator)) for _ in range(5)]
+    state = running.state_dict()
+    committed(hub, kind, 4, 100, text=100)
+    assert [*got, *map(content, iterator)] == whole
+    with pytest.raises(ValueError, match="corpus"):
+        stream(data(hub, kind)).load_state_dict(state)
+    again = stream(data(hub, kind, revision=f"@{old}"))
+    again.load_state_dict(state)
+    assert [*got, *map(content, again)] == whole
+
+
+def test_a_commit_that_leaves_the_shards_alone_changes_nothing(hub: Hub) -> None:
+    files = committed(hub, "jsonl")
+    before = data(hub, "jsonl")
+    hub.commit({**files, "README.md": b"better words"})
+    after = data(hub, "jsonl")
+    assert before.files[0].path != after.files[0].path
+    assert before.fingerprint() == after.fingerprint()
+
+
+def test_a_commit_that_is_gone(hub: Hub) -> None:
+    """As after a squash of the history."""
+    committed(hub, "jsonl", 1)
+    made = data(hub, "jsonl")
+    [old] = hub.commits
+    hub.commits.clear()
+    with pytest.raises(FileNotFoundError, match=f"{DATA}@{old}/c/000.jsonl: HTTP 404, there is no such file"):
+        list(made.read(Reading()))
+
+
+# What is refused, and how often it is tried.
+
+
+def test_what_is_not_there(hub: Hub) -> None:
+    committed(hub, "jsonl")
+    missing = "there is no such repository or revision, or it needs a token"
+    for path, message in {
+        "hf://datasets/org/other/c/*.jsonl": missing,
+        f"{DATA}@v9/c/*.jsonl": missing,
+        f"{DATA}/c/*.txt.gz": "no file matches",
+        f"{DATA}/c/999.jsonl": "there is no such file",
+        f"{DATA}/d/999.jsonl": "there is no such file",
+        f"hf://gpt2@{'0' * 40}/a.jsonl": "huggingface_hub refuses the path; name the repository with its namespace",
+        "hf://datasets/squad@main/*.jsonl": "huggingface_hub refuses the path; name the repository with its namespace",
+        "hf://buckets/org/name/a.jsonl": "a bucket has no commits, so its files could change during a run",
+    }.items():
+        with pytest.raises((FileNotFoundError, ValueError), match=message):
+            source("jsonl", path, storage_options=hub.options)
+    with pytest.raises(FileNotFoundError, match=missing):
+        source("jsonl", f"{DATA}/c/*.jsonl", storage_options={**hub.options, "token": False})
+
+
+def test_an_outage_is_tried_as_often_as_we_say(hub: Hub) -> None:
+    """And not five times as often, as the Hub's own file system would."""
+    committed(hub, "jsonl", 1)
+    made = data(hub, "jsonl", retries=2, read_ahead=0)
+    hub.web.fault = lambda path: "503"
+    before = len(hub.web.requests)
+    with pytest.raises(OSError, match=r"c/000.jsonl: HTTP 503"):
+        list(made.read(Reading()))
+    assert len(hub.web.requests) - before == 3
+
+
+def test_an_answer_that_trickles_is_none(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each piece in time, and all together too late."""
+    committed(hub, "jsonl", 1, 400)
+    made = data(hub, "jsonl", retries=0, timeout=1.0, read_ahead=0)
+
+    def trickle(handler: Any, status: int, body: bytes, headers: Any, promised: int) -> None:
+        assert (status, promised) == (206, len(body))
+        handler.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            handler.send_header(name, value)
+        handler.end_headers()
+        for start in range(0, len(body), 5000):
+            handler.wfile.write(body[start : start + 5000])
+            handler.wfile.flush()
+            time.sleep(0.1)
+
+    monkeypatch.setattr(hub.web.server.RequestHandlerClass, "_send", trickle)
+    begun = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"c/000.jsonl: no answer within 1 s"):
+        made.corpus.storage.fetch(made.files[0], 0, made.files[0].size)
+    assert 1 <= time.monotonic() - begun < 1.5
+
+
+def test_a_server_without_ranges_is_refused(hub: Hub) -> None:
+    committed(hub, "jsonl", 1)
+    made = data(hub, "jsonl", retries=2)
+    hub.web.ranges = False
+    with pytest.raises(OSError, match="the server sends whole files only"):
+        list(made.read(Reading()))
+
+
+# What is never said.
+
+
+def test_the_token_appears_nowhere(hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    files = committed(hub, "parquet")
+    caplog.set_level(logging.DEBUG, "streampack")
+    hub.web.fault = hub.store.fault = random_faults(1)
+    loader = PackedDataLoader(stream(data(hub, "parquet", timeout=2.0), num_lanes=2), num_workers=2)
+    assert sum(len(batch.tokens) for batch in loader) == len(packs(data(hub, "parquet", timeout=2.0)))
+    said = [repr(loader.state_dict()), repr(loader.dataset), repr(loader.dataset.lane_config)]
+    hub.web.fault = hub.store.fault = lambda path: None
+    made = data(hub, "parquet", retries=1)
+    said += [repr(made.files), made.locate((0, 0))]
+    for fault in ("503", "reset", "403", "404"):
+        hub.web.fault = hub.store.fault = lambda path, fault=fault: fault  # type: ignore[misc]
+        with pytest.raises(OSError) as error:
+            list(made.read(Reading()))
+        said.append("".join(traceback.format_exception(error.value)))
+        with pytest.raises((OSError, ValueError)) as error:
+            data(hub, "parquet", retries=0)
+        said.append("".join(traceback.format_exception(error.value)))
+    said.append("\n".join(r.getMessage() for r in caplog.records if r.name.startswith("streampack")))
+    assert "trying again" in said[-1]
+    assert all(f"Bearer {TOKEN}" in headers.values() for headers in map(lowered, hub.web.headers)), (
+        "it is used"
+    )
+    assert len(hub.store.requests) >= len(files)
+    assert TOKEN not in json.dumps(hub.store.headers), "and not sent on to the other host"
+    assert any("canary-signature" in path for path, _ in hub.store.requests)
+    assert "canary" not in "\n".join(said)
+
+
+def lowered(headers: dict[str, str]) -> dict[str, str]:
+    return {name.lower(): value for name, value in headers.items()}

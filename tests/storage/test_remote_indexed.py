@@ -1,0 +1,161 @@
+"""Token shards and MDS behind HTTP and S3, on loopback: what is read, how far ahead, what is tried again or refused."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streampack import IterablePackedDataset, MDSSource, TokenShardSource
+from streampack.fingerprint import plain
+from streampack.packing.encoders import TokensEncoder
+from streampack.sources import Reading
+from streampack.storage.ranges import Fetcher
+from streampack.storage.remote import RemoteStorage
+from streampack.storage.retries import Retries
+from streampack.tokenize.tokenize import tokenize
+from tests.sources.test_mds import write_mds
+from tests.support.conformance import check_resume_everywhere
+from tests.support.web import Web, random_faults
+
+KINDS = ("tokens", "masked tokens", "mds", "mds.gz")
+PLACES = ("http", "s3")
+
+
+def written(kind: str, folder: Path, rows: int, *, longest: int = 250) -> Path:
+    """Three shards and more of ``rows`` documents."""
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(1, 60_000, rng.integers(1, longest)) for _ in range(rows)]
+    total = sum(map(len, documents))
+    if "tokens" in kind:
+        labels = [d if kind == "tokens" else np.where(rng.random(d.size) < 0.5, d, -100) for d in documents]
+        data = [{"tokens": d, "labels": own} for d, own in zip(documents, labels, strict=True)]
+        return tokenize(data, out=folder, lanes=1, shard_tokens=total // 3, dtype="uint16", progress=False)
+    data = [{"tokens": d.astype(np.uint16)} for d in documents]
+    compression = "gz" if kind == "mds.gz" else None
+    return write_mds(
+        folder, data, {"tokens": "ndarray:uint16"}, per_shard=-(-rows // 3), compression=compression
+    )
+
+
+def published(folder: Path) -> dict[str, bytes]:
+    return {f"/bucket/a/{path.name}": path.read_bytes() for path in folder.iterdir()}
+
+
+def source(kind: str, place: str, web: Web, **settings: Any) -> Any:
+    """Of that kind; its waits are short."""
+    make = TokenShardSource if "tokens" in kind else MDSSource
+    url, options = f"{web.url}/bucket/a", None
+    if place == "s3":
+        pytest.importorskip("s3fs")
+        url, options = "s3://bucket/a", {"key": "key", "secret": "secret", "endpoint_url": web.url}
+    made: Any = make(url, storage_options=options, **{"retries": 9, **settings})
+    made.corpus = replace(made.corpus, retries=Retries(attempts=9, first=0.01, longest=0.05))
+    return made
+
+
+def local(kind: str, folder: Path) -> Any:
+    return TokenShardSource(folder) if "tokens" in kind else MDSSource(folder)
+
+
+def read_all(data: Any, num_lanes: int = 2, **reading: Any) -> list[Any]:
+    lanes = [data.read(Reading(lane, num_lanes=num_lanes, **reading)) for lane in range(num_lanes)]
+    return [plain(row.data) for lane in lanes for row in lane]
+
+
+@pytest.fixture
+def web() -> Iterator[Web]:
+    with Web({}) as server:
+        yield server
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranges_and_little_else_whatever_fails(
+    web: Web, tmp_path: Path, kind: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RemoteStorage, "block", 4096)
+    here = local(kind, written(kind, tmp_path, 600))
+    expected = read_all(here, shuffle_window=16)
+    web.files = published(tmp_path)
+    data = source(kind, place, web)
+    assert read_all(data, shuffle_window=16) == expected
+    assert web.bytes <= 1.05 * sum(map(len, web.files.values()))
+    assert all(ranged for _, ranged in web.requests)
+    web.fault = random_faults(1, 0.03)
+    assert read_all(source(kind, place, web, timeout=0.5), shuffle_window=16) == expected
+    assert len(set(web.faults)) >= 3, web.faults
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_resume_at_every_step(web: Web, tmp_path: Path, kind: str, place: str) -> None:
+    web.files = published(written(kind, tmp_path, 70, longest=30))
+    data = source(kind, place, web)  # one for all: making an S3 client takes 0.2 s, and it keeps no place
+
+    def stream() -> IterablePackedDataset:
+        encoder = TokensEncoder(labels="labels" if "tokens" in kind else None)
+        shuffled = {"shuffle": True, "shuffle_window": 8, "num_lanes": 2}
+        return IterablePackedDataset(data, encoder=encoder, max_seq_len=48, epochs=1, **shuffled)
+
+    assert len(check_resume_everywhere(stream, packs=16, whole_every=20)) > 15
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", ["masked tokens", "mds"])
+def test_a_seek_reads_only_from_there(web: Web, tmp_path: Path, kind: str, place: str) -> None:
+    web.files = published(written(kind, tmp_path, 900))
+    data = source(kind, place, web, read_ahead=0)
+    found = list(data.read(Reading()))
+    whole, web.bytes = web.bytes, 0
+    [row] = [next(data.read(Reading(start=found[895].position)))]
+    assert plain(row.data) == plain(found[895].data)
+    assert web.bytes < 0.01 * whole, "the last five documents of the last part"
+    web.bytes = 0
+    assert plain(data.fetch(row.origin)) == plain(row.data)
+    assert web.bytes < 1000
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_next_part_is_fetched_while_this_one_is_read(
+    web: Web, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the first part, nothing is asked for that is not on its way, however parts are shuffled."""
+    monkeypatch.setattr(RemoteStorage, "block", 1000)
+    web.files = published(written(kind, tmp_path, 400))
+    data, late, asked, most = source(kind, "http", web, read_ahead=8000), [], [], [0]
+    take = Fetcher.take
+
+    def watched(fetcher: Fetcher, block: Any) -> bytes:
+        asked.append(block)
+        most[0] = max(most[0], sum(stop - start for _, start, stop in fetcher.flying))
+        if block not in fetcher.flying:
+            late.append(block)
+        return take(fetcher, block)
+
+    monkeypatch.setattr(Fetcher, "take", watched)
+    for _ in data.read(Reading(shuffle_window=4)):
+        time.sleep(0.002)  # an answer on loopback takes less
+    assert len(asked) > 100
+    assert len(late) <= 4, "the first part's header, offsets, mask and first block"
+    assert 6000 < most[0] <= 8000
+    assert web.bytes <= 1.05 * sum(map(len, web.files.values())), "and nothing twice"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_shard_that_changes_during_a_run_is_refused(web: Web, tmp_path: Path, kind: str) -> None:
+    """Of the same size, and without a tag in the index: another ETag than it had when it was first read."""
+    web.files = published(written(kind, tmp_path, 300))
+    data = source(kind, "http", web, read_ahead=0)
+    list(data.read(Reading()))
+    last = max(path for path in web.files if "index" not in path)
+    web.files[last] = web.files[last][:-1] + bytes([web.files[last][-1] ^ 1])
+    with pytest.raises(
+        ValueError, match=f"{last} is version .* when the run began; a corpus must not change"
+    ):
+        list(data.read(Reading()))

@@ -1,0 +1,353 @@
+"""Storage that fails for a moment costs a moment; storage that fails for good is named."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streampack import IterablePackedDataset, IterableSource, JSONLSource, PackedDataLoader
+from streampack.sources import Holdout
+from streampack.storage import ranges
+from streampack.storage import retries as retry
+from streampack.storage.base import File, LocalStorage
+from streampack.storage.retries import PERMANENT, Busy, Retries
+from tests.support.corpus import Numbers, make_source, rows, write
+
+ROWS = rows(60)
+
+
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The waits, which do not happen."""
+    waits: list[float] = []
+    monkeypatch.setattr(retry.time, "sleep", waits.append)
+    return waits
+
+
+def failing(times: int, error: Callable[[], BaseException]) -> Callable[[], str]:
+    left = [times]
+
+    def read() -> str:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise error()
+        return "read"
+
+    return read
+
+
+# Trying again.
+
+
+@pytest.mark.parametrize("times", range(6))
+def test_it_is_tried_so_many_times(slept: list[float], times: int) -> None:
+    assert Retries(attempts=5).call(failing(times, lambda: OSError("reset"))) == "read"
+    assert len(slept) == times
+
+
+def test_the_last_error_is_raised(slept: list[float]) -> None:
+    errors = iter(range(99))
+    with pytest.raises(OSError, match="^number 5$"):
+        Retries(attempts=5).call(failing(99, lambda: OSError(f"number {next(errors)}")))
+    assert len(slept) == 5
+
+
+def test_without_attempts_nothing_is_tried_again(slept: list[float]) -> None:
+    with pytest.raises(OSError, match="reset"):
+        Retries(attempts=0).call(failing(1, lambda: OSError("reset")))
+    assert slept == []
+
+
+@pytest.mark.parametrize("kind", [*PERMANENT, ValueError, KeyError, StopIteration, KeyboardInterrupt])
+def test_what_waiting_does_not_mend_is_raised_at_once(slept: list[float], kind: type[BaseException]) -> None:
+    with pytest.raises(kind):
+        Retries().call(failing(1, kind))
+    assert slept == []
+
+
+@pytest.mark.parametrize("kind", [ConnectionResetError, TimeoutError, BlockingIOError, InterruptedError])
+def test_what_may_pass_is_tried_again(slept: list[float], kind: type[OSError]) -> None:
+    assert Retries().call(failing(3, kind)) == "read"
+    assert len(slept) == 3
+
+
+def test_waits_double_up_to_the_longest_each_with_its_jitter(slept: list[float]) -> None:
+    retries = Retries(attempts=9, first=0.5, longest=30)
+    longest = [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+    for _ in range(200):
+        assert retries.call(failing(9, OSError)) == "read"
+    waits = np.array(slept).reshape(200, 9) / longest
+    assert (waits >= 0.5).all()
+    assert (waits <= 1).all()
+    assert (waits.max(axis=0) - waits.min(axis=0) > 0.4).all(), "a thousand ranks do not come back at once"
+    assert waits.sum() <= 200 * 9
+    assert retries.budget == sum(longest)
+
+
+def test_the_budget_is_what_all_waits_take_at_most() -> None:
+    assert Retries(attempts=5, first=0.5).budget == 15.5
+    assert Retries(attempts=0).budget == 0
+    assert Retries(attempts=100, first=1, longest=2).budget == 199
+
+
+def test_the_users_generator_is_not_touched(slept: list[float]) -> None:
+    random.seed(7)
+    np.random.seed(7)  # noqa: NPY002 - the global one is what must not change
+    before = random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    Retries().call(failing(5, OSError))
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before  # noqa: NPY002
+
+
+def busy(retry_after: float) -> Busy:
+    error = Busy("come back later")
+    error.retry_after = retry_after
+    return error
+
+
+def test_a_server_is_given_the_time_that_it_names(slept: list[float]) -> None:
+    assert Retries(attempts=5).call(failing(2, lambda: busy(3.0))) == "read"
+    assert slept == [3.0, 3.0]
+    slept.clear()
+    assert Retries(attempts=5).call(failing(1, lambda: busy(0.1))) == "read"
+    assert 0.25 <= slept[0] <= 0.5, "our own wait, if that is longer"
+
+
+def test_a_server_that_names_a_long_time_does_not_stretch_the_budget(slept: list[float]) -> None:
+    tries: list[int] = []
+
+    def read() -> None:
+        tries.append(1)
+        raise busy(10.0)
+
+    with pytest.raises(Busy):
+        Retries(attempts=5).call(read)
+    assert slept == [10.0, 5.5]
+    assert len(tries) == 3, "one last try when the budget is used up"
+
+
+# Sources.
+
+
+class Shaky:
+    """A storage of small blocks that fails at the reads it is told to."""
+
+    block = 24  # bytes: a line has about 16, so that there are many reads, and many end in the middle of one
+    patience = 0.0
+
+    def __init__(self, error: Callable[[], Exception] = lambda: OSError(5, "Input/output error")) -> None:
+        self.error = error
+        self.fails: set[int] = set()
+        self.calls = 0
+
+    def fetch(self, file: File, start: int, stop: int) -> bytes:
+        self.calls += 1
+        if self.calls - 1 in self.fails:
+            raise self.error()
+        return LocalStorage().fetch(file, start, stop)
+
+    def tag(self, file: File) -> str:
+        return LocalStorage().tag(file)
+
+
+def shaken(source: JSONLSource, storage: Shaky) -> JSONLSource:
+    source.corpus = replace(source.corpus, storage=storage)
+    return source
+
+
+def stream(source: Any, **changes: Any) -> IterablePackedDataset:
+    common = {"max_seq_len": 24, "buffer_size": 6, "encoder": Numbers(), "num_lanes": 2, "shuffle": True}
+    return IterablePackedDataset(source, **{**common, "shuffle_window": 5, "epochs": 2, **changes})
+
+
+def packs(dataset: IterablePackedDataset) -> list[Any]:
+    return [(pack.tokens.tolist(), pack[2:]) for pack in dataset.stream()]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "gz", "zst"])
+@settings(max_examples=25)
+@given(
+    bursts=st.lists(st.tuples(st.integers(40, 120), st.integers(1, 5)), min_size=1, max_size=12),
+    window=st.sampled_from([1, 5, 1000]),
+)
+def test_a_failing_storage_changes_nothing(
+    tmp_path_factory: pytest.TempPathFactory, kind: str, bursts: list[tuple[int, int]], window: int
+) -> None:
+    """Whichever of its calls fail, up to five in a row: the same packs, the same receipts."""
+    folder = tmp_path_factory.getbasetemp() / f"shaky-{kind}"
+    folder.mkdir(exist_ok=True)
+    whole = packs(stream(make_source(kind, folder, ROWS), shuffle_window=window))
+    storage = Shaky()
+    begin = -60
+    for gap, length in bursts:
+        begin += gap
+        storage.fails |= set(range(begin, begin + length))
+    with pytest.MonkeyPatch.context() as patch:
+        waits: list[float] = []
+        patch.setattr(retry.time, "sleep", waits.append)
+        patch.setattr(ranges, "TAIL_BYTES", 8)
+        source = shaken(make_source(kind, folder, ROWS), storage)
+        assert packs(stream(source, shuffle_window=window)) == whole
+    assert len(waits) <= len([call for call in storage.fails if call < storage.calls])
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "gz", "zst"])
+def test_every_single_call_may_fail(
+    tmp_path: Path, kind: str, slept: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = ROWS[:30]
+    whole = packs(stream(make_source(kind, tmp_path, data), epochs=1))
+    storage = Shaky()
+    monkeypatch.setattr(ranges, "TAIL_BYTES", 8)
+    sources = [shaken(make_source(kind, tmp_path, data), storage) for _ in range(2)]
+    assert packs(stream(sources[0], epochs=1)) == whole
+    calls = storage.calls
+    assert calls >= 12
+    for call in range(calls):
+        storage.calls, storage.fails = 0, {call}
+        assert packs(stream(sources[1], epochs=1)) == whole, f"call {call}"
+    assert len(slept) == calls
+
+
+def test_a_failure_while_resuming_changes_nothing(
+    tmp_path: Path, slept: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resume reads the window again when it begins."""
+    source = make_source("jsonl", tmp_path, ROWS)
+    before = stream(source, shuffle_window=40).stream()
+    first = [next(before) for _ in range(9)]
+    rest = [(pack.tokens.tolist(), pack[2:]) for pack in before]
+    receipts = {pack.lane: pack.receipt for pack in first}
+    storage = Shaky()
+    monkeypatch.setattr(ranges, "TAIL_BYTES", 8)
+    storage.fails = {0, 1, 2, 20, 21, 60, 61, 62, 63, 64, 100}
+    resumed = stream(shaken(make_source("jsonl", tmp_path, ROWS), storage), shuffle_window=40).stream(
+        receipts=receipts
+    )
+    assert slept, "before the first pack"
+    assert [(pack.tokens.tolist(), pack[2:]) for pack in resumed] == rest
+
+
+def test_a_storage_that_fails_for_good_is_named_with_its_place(
+    tmp_path: Path, slept: list[float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path / "a.jsonl", ROWS)
+    storage = Shaky()
+    monkeypatch.setattr(ranges, "TAIL_BYTES", 8)
+    dataset = stream(shaken(JSONLSource(path), storage), num_lanes=1, shuffle=False, epochs=1)
+    storage.fails = set(range(9, 10_000))
+    running = dataset.stream()
+    found: list[Any] = []
+    with caplog.at_level(logging.WARNING, "streampack"), pytest.raises(OSError) as error:
+        for pack in running:
+            found.append((pack.tokens.tolist(), pack[2:]))
+    [note] = error.value.__notes__
+    offset = int(note.removeprefix(f"while reading {path} from byte ").removesuffix(" on"))
+    lines = path.read_bytes()
+    assert 0 < offset < len(lines)
+    assert lines[offset - 1 : offset] == b"\n", "the start of the row that could not be read"
+    assert len(slept) == 5
+    logged = [record.getMessage() for record in caplog.records]
+    assert len(logged) == 5
+    for line, wait in zip(logged, slept, strict=True):
+        assert line.startswith("[Errno 5] Input/output error while reading a.jsonl, bytes ")
+        assert line.endswith(f"; trying again in {wait:.1f} s")
+    storage.fails = set()  # and when it is back, and the stream is asked again, nothing is missing
+    found += [(pack.tokens.tolist(), pack[2:]) for pack in running]
+    assert found == packs(stream(path, num_lanes=1, shuffle=False, epochs=1))
+
+
+def test_a_file_that_is_gone_is_named_at_once(tmp_path: Path, slept: list[float]) -> None:
+    path = write(tmp_path / "a.jsonl", ROWS)
+    dataset = stream(path, num_lanes=1)
+    path.unlink()
+    with pytest.raises(FileNotFoundError) as error:
+        next(dataset.stream())
+    assert str(path) in str(error.value)
+    assert slept == []
+
+
+def test_retries_are_the_sources_setting(
+    tmp_path: Path, slept: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a.jsonl", ROWS)
+    storage = Shaky()
+    sources = [shaken(JSONLSource(path, retries=retries), storage) for retries in (0, 2)]
+    for source, waits in zip(sources, (0, 2), strict=True):
+        storage.calls, storage.fails = 0, set(range(3, 999))
+        slept.clear()
+        with pytest.raises(OSError, match="Input/output error"):
+            packs(stream(source))
+        assert len(slept) == waits
+    with pytest.raises(ValueError, match="retries=-1 is below 0; give at least 0"):
+        JSONLSource(path, retries=-1)
+
+
+def test_an_iterables_own_errors_are_named_and_not_retried(slept: list[float]) -> None:
+    """Only who wrote it knows whether it can be begun again for nothing; asked again, it is."""
+    tries: list[int] = []
+
+    def source() -> Iterator[dict[str, int]]:
+        tries.append(len(tries))
+        yield from ROWS[:17]
+        if len(tries) < 4:  # a fingerprint reads the first row, once
+            raise ConnectionResetError("by peer")
+        yield from ROWS[17:]
+
+    running = stream(IterableSource(source), num_lanes=1, shuffle=False, epochs=1).stream()
+    found: list[Any] = []
+    for _ in range(3):
+        with pytest.raises(ConnectionResetError) as error:
+            for pack in running:
+                found.append((pack.tokens.tolist(), pack[2:]))
+        assert error.value.__notes__ == ["while reading row 17"]
+    found += [(pack.tokens.tolist(), pack[2:]) for pack in running]
+    assert slept == []
+    assert found == packs(stream(IterableSource(ROWS), num_lanes=1, shuffle=False, epochs=1))
+
+
+# Against the other ranks' patience.
+
+
+class Ranks:
+    """Of two, as far as a loader's start is concerned."""
+
+    alone, rank, world_size = False, 0, 2
+
+    def __init__(self, timeout: Any) -> None:
+        self.timeout = timeout
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, value]
+
+    def raise_any(self, error: Exception | None, *, doing: str) -> None:
+        if error is not None:
+            raise error
+
+
+def test_a_budget_that_outlasts_the_other_ranks_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", ROWS)
+    for source in (JSONLSource(path), Holdout(JSONLSource(path), share=0.1, part="train")):
+        loader = PackedDataLoader(stream(source), timeout=15)
+        assert len(list(loader)) > 20, "alone, nobody waits"
+        loader.lockstep = Ranks(loader.lockstep.timeout)  # type: ignore[assignment]
+        with pytest.raises(ValueError) as error:
+            iter(loader)
+        assert str(error.value) == (
+            "reading may be tried again for 16 s and the other ranks wait 0:00:15 at most; lower the source's "
+            "retries or raise the loader's timeout"
+        )
+        loader = PackedDataLoader(stream(source), timeout=16)
+        loader.lockstep = Ranks(loader.lockstep.timeout)  # type: ignore[assignment]
+        iter(loader)
+    loader = PackedDataLoader(stream(JSONLSource(path, retries=4)), timeout=15)
+    loader.lockstep = Ranks(loader.lockstep.timeout)  # type: ignore[assignment]
+    iter(loader)

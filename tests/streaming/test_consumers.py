@@ -1,0 +1,196 @@
+"""Which rank reads what: loaders of accelerate's, workers without a process group, model-parallel groups."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader
+
+from streampack import (
+    FlatteningCollator,
+    IterablePackedDataset,
+    MultipackBatchSampler,
+    PackedDataLoader,
+    prepare_model_for_packing,
+)
+from streampack.streaming import consumers
+from tests.support import hf_trainers
+from tests.support.ranks import run_ranks
+
+ROWS = [{"tokens": [i + 1] * 8, "labels": [i + 1] * 8} for i in range(32)]
+
+
+def stream(**changes: Any) -> IterablePackedDataset:
+    return IterablePackedDataset(ROWS, max_seq_len=8, **({"epochs": None, "num_lanes": 4} | changes))
+
+
+def seen(packs: Any, count: int) -> set[int]:
+    """The numbers of the rows in the first packs."""
+    return {int(pack["tokens"][0]) for pack, _ in zip(packs, range(count), strict=False)}
+
+
+def refusal(action: Any) -> str:
+    try:
+        action()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def read_plainly() -> dict[str, Any]:
+    """As one of two ranks, with plain torch: what is read, and what is refused."""
+    early = PackedDataLoader(stream())
+    with pytest.warns(UserWarning, match="WORLD_SIZE=2 and there is no process group, so each of these"):
+        next(iter(early))
+    dist.init_process_group("gloo")
+    found: dict[str, Any] = {
+        "early": refusal(lambda: next(iter(early))),
+        "epochs": refusal(lambda: next(iter(stream(epochs=1)))),
+        "seen": seen(stream(), 16),
+    }
+    sent = pickle.dumps(stream())
+    for name in ("tp", "dp"):
+        init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))  # nothing shows in these names
+        init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))  # a group of one is no group
+        found["before " + name] = refusal(lambda: next(iter(stream())))
+    # What torch makes of the dimensions of a mesh; two ranks are not enough for one of two dimensions.
+    dist.new_group([0, 1], group_desc="mesh_tp")
+    for name, action in (
+        ("tp stream", lambda: next(iter(stream()))),
+        ("tp loader", lambda: next(iter(PackedDataLoader(stream())))),
+        ("tp sampler", lambda: MultipackBatchSampler([8] * 32, max_tokens=8)),
+    ):
+        found[name] = refusal(action)
+    rank = dist.get_rank()
+    assert MultipackBatchSampler([8] * 32, max_tokens=8, num_replicas=2, rank=rank).sampler.rank == rank
+    dist.destroy_process_group()
+
+    # A worker process that is spawned has no group; what the rank knew came with the dataset.
+    class Worker:
+        id, num_workers = 0, 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("streampack.streaming.consumers", "streampack.streaming.dataset"):
+            patch.setattr(f"{module}.get_worker_info", lambda: Worker)
+        found["spawned"] = seen(pickle.loads(sent), 16)
+    return found
+
+
+def read_by_accelerate() -> list[str]:
+    """As one of two ranks: what accelerate's two ways to share out say, with worker processes and without."""
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration
+
+    refusals = []
+    for workers in (0, 1):
+        for dispatch in (False, None):
+            accelerator = Accelerator(
+                cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch)
+            )
+            loader = accelerator.prepare(
+                DataLoader(stream(), num_workers=workers, collate_fn=FlatteningCollator())
+            )
+            if dispatch is False or accelerator.is_main_process:  # the others wait for what this one reads
+                refusals.append(refusal(lambda loader=loader: next(iter(loader))))
+    kept = PackedDataLoader(stream(epochs=1))
+    assert accelerator.prepare(kept) is kept
+    assert len(list(kept)) == 16
+    dist.destroy_process_group()
+    return refusals
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_accelerate_never_shares_packs_out_a_second_time() -> None:
+    """It read 16 of 32 rows by dispatching, and 8 by sharding."""
+    pytest.importorskip("accelerate")
+    for rank, refusals in enumerate(run_ranks(read_by_accelerate, 2)):
+        assert len(refusals) == (2 if rank else 4)
+        for message in refusals:
+            assert "accelerate runs 2 processes" in message
+            assert (
+                "call prepare_trainer_for_packing(trainer), elsewhere iterate a PackedDataLoader" in message
+            )
+
+
+def test_ranks_in_plain_torch() -> None:
+    found = run_ranks(read_plainly, 2)
+    for name in ("seen", "spawned"):
+        assert found[0][name] | found[1][name] == set(range(1, 33))
+        assert not found[0][name] & found[1][name]
+    for rank in found:
+        assert "made before the process group of 2 ranks, and each would read all the data" in rank["early"]
+        assert (
+            "2 ranks reading 1 epoch(s) each end at a different step and would hang; iterate"
+            in rank["epochs"]
+        )
+        assert "epochs=None" not in rank["epochs"]  # under accelerate, that was the silent case
+        assert rank["before tp"] == rank["before dp"] == ""
+        for name, why in {
+            "stream": "every rank reads packs of its own",
+            "loader": "a PackedDataLoader gives each rank its own",
+            "sampler": "without rank= each rank gets its own",
+        }.items():
+            assert rank[f"tp {name}"].startswith("the device mesh has a dimension 'tp' of 2 ranks")
+            assert f"the same batches, and {why}; use data parallelism" in rank[f"tp {name}"]
+
+
+def test_accelerate_never_shares_a_samplers_batches_out_a_second_time() -> None:
+    """One rank's half of them were cut in half again."""
+    prepare = pytest.importorskip("accelerate.data_loader").prepare_data_loader
+    rows = [{"input_ids": row["tokens"]} for row in ROWS]
+
+    def loader(num_replicas: int, *, prepared: bool) -> Any:
+        sampler = MultipackBatchSampler(
+            [8] * 32, max_tokens=8, packs_per_step=2, num_replicas=num_replicas, rank=0, shuffle=False
+        )
+        made: Any = DataLoader(rows, batch_sampler=sampler, collate_fn=FlatteningCollator())  # type: ignore[arg-type]
+        return prepare(made, num_processes=2, process_index=0, even_batches=False) if prepared else made
+
+    with pytest.raises(ValueError, match=r"num_replicas=2 has shared out already, .* set num_replicas=1"):
+        next(iter(loader(2, prepared=True)))
+    assert len(list(loader(2, prepared=False))) == len(list(loader(1, prepared=True))) == 16
+
+
+def test_alone_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert consumers.Ranks.here() is None
+    assert seen(stream(epochs=1), 99) == set(range(1, 33))
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.warns(UserWarning, match="WORLD_SIZE=3 and there is no process group") as caught:
+        next(iter(stream()))
+    assert caught[0].filename == __file__
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    """The first of two ranks; the other exists in name only."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["tp", "dp_shard"])
+def test_a_sharded_models_mesh_is_looked_at(two_ranks: None, name: str) -> None:
+    """A mesh of one dimension over all ranks makes no group that a loader could see."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    llama = hf_trainers.model()
+    weight = llama.lm_head.weight
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(name,))
+    sharded = DTensor.from_local(weight.detach()[:512], mesh, [Shard(0)], run_check=False)
+    llama.lm_head.weight = torch.nn.Parameter(sharded)
+    consumers.require_data_parallel("nothing")
+    if name == "tp":
+        with pytest.warns(
+            UserWarning, match="dimension 'tp' of 2 ranks, which must be given the same batches, and a"
+        ):
+            prepare_model_for_packing(llama)
+    else:
+        prepare_model_for_packing(llama)

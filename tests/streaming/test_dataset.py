@@ -1,0 +1,829 @@
+from __future__ import annotations
+
+import io
+import pickle
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from streampack import (
+    IGNORE_INDEX,
+    IterablePackedDataset,
+    IterableSource,
+    JSONLSource,
+    MapSource,
+    Mix,
+    TokensEncoder,
+    collate_packed,
+)
+from streampack.streaming.lane_state import Receipt, numbers_of
+from streampack.streaming.round_robin import ledger_of
+from tests.support.conformance import check_resume_everywhere, content
+from tests.support.corpus import Numbers, all_of, make_source, rows, samples_in, write
+
+STRATEGIES = ("next_fit", "first_fit", "best_fit", "exact_fit", "wrap")
+
+
+def make(source: Any, **settings: Any) -> IterablePackedDataset:
+    return IterablePackedDataset(
+        source, **{"max_seq_len": 24, "buffer_size": 8, "encoder": Numbers(), **settings}
+    )
+
+
+# Resume, everywhere.
+
+ONCE, THRICE, ENDLESS = {"epochs": 1}, {"epochs": 3}, {"epochs": None}
+SHUFFLED = {"shuffle": True, "shuffle_window": 7, "seed": 3}
+FOUR = {"num_lanes": 4}
+CASES: list[tuple[str, str, dict[str, Any]]] = [
+    *((f"{s}-once", "map", {"strategy": s, **ONCE, "num_lanes": 1}) for s in STRATEGIES),
+    *((f"{s}-thrice", "jsonl", {"strategy": s, **THRICE, **SHUFFLED, **FOUR}) for s in STRATEGIES),
+    *((f"{s}-endless", "iterable", {"strategy": s, **ENDLESS, **SHUFFLED}) for s in STRATEGIES),
+    *(
+        (f"{s}-split", "map", {"strategy": s, "overlong": "split", **THRICE, **SHUFFLED, **FOUR})
+        for s in STRATEGIES
+    ),
+    *(
+        (f"{s}-drop", "jsonl", {"strategy": s, "overlong": "drop", **ENDLESS, "num_lanes": 1})
+        for s in STRATEGIES
+    ),
+    *(
+        (f"{s}-truncate", "stride", {"strategy": s, "overlong": "truncate", **ONCE, **FOUR})
+        for s in STRATEGIES
+    ),
+    ("split-endless", "jsonl", {"overlong": "split", **ENDLESS, **SHUFFLED, **FOUR}),
+    ("wrap-endless", "map", {"split_across_pack": True, **ENDLESS, **SHUFFLED, **FOUR}),
+    ("left", "map", {"overlong": "truncate", "truncate_side": "left", **THRICE, **SHUFFLED}),
+    ("eos", "iterable", {"overlong": "truncate", "truncate_eos": 2, **THRICE, **SHUFFLED}),
+    ("buffer-of-one", "map", {"buffer_size": 1, **THRICE, **FOUR}),
+    ("buffer-of-many", "jsonl", {"buffer_size": 1000, **THRICE, **SHUFFLED, "num_lanes": 1}),
+    ("window-of-all", "jsonl", {**THRICE, "shuffle": True, "shuffle_window": 10_000, "num_lanes": 2}),
+    *(
+        (
+            f"empty-{policy}",
+            "map",
+            {"empty": "drop", "overlong": policy, **THRICE, **SHUFFLED, "num_lanes": 2},
+        )
+        for policy in ("split", "drop")
+    ),
+    ("empty-wrap", "jsonl", {"empty": "drop", "strategy": "wrap", **ENDLESS, **SHUFFLED}),
+    ("gz", "gz", {**THRICE, **SHUFFLED, "num_lanes": 2}),
+    ("zst", "zst", {**THRICE, **SHUFFLED, "num_lanes": 2}),
+    ("more-lanes-than-files", "gz", {**ONCE, **SHUFFLED, "num_lanes": 5}),
+    (
+        "buffer-of-epochs",
+        "map",
+        {"buffer_size": 64, "strategy": "best_fit", **ENDLESS, **SHUFFLED, "num_lanes": 2},
+    ),
+    ("one-token-packs", "map", {"max_seq_len": 1, "overlong": "split", **THRICE, **FOUR}),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_resume_at_every_step(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
+    """300 packs; stopped after every one; and stopped once more after the resume."""
+    too_long = "overlong" in settings or "split_across_pack" in settings or settings.get("strategy") == "wrap"
+    data = rows(1400 // (settings["epochs"] or 4), overlong=70 if too_long else 0, empty="empty" in settings)
+    if settings.get("max_seq_len") == 1 or settings.get("buffer_size") == 64:
+        data = data[:22]  # three epochs of one-token packs; six epochs in a buffer
+    packs = check_resume_everywhere(
+        lambda: make(make_source(kind, tmp_path, data), **settings), packs=600 if settings["epochs"] else 300
+    )
+    assert 240 <= len(packs) <= 600
+    if settings["epochs"]:
+        assert [pack["epoch"] for pack in packs] == sorted(pack["epoch"] for pack in packs)
+        assert {pack["epoch"] for pack in packs} == set(range(settings["epochs"]))
+        if settings.get("overlong", "split") == "split":
+            assert samples_in(packs) == all_of(data, settings["epochs"])
+
+
+@pytest.mark.parametrize("num_lanes", [1, 4])
+def test_a_resume_reads_at_most_the_window_and_the_pieces_in_flight(tmp_path: Path, num_lanes: int) -> None:
+    data = [{"i": i, "n": 1 + i * 7 % 11} for i in range(1000, 4000)]
+    path = write(tmp_path / "a.jsonl", data)
+    line = path.stat().st_size / 3000
+    for window in (0, 50):
+        settings = {"shuffle": window > 0, "shuffle_window": window or 1, "num_lanes": num_lanes}
+        dataset = make(JSONLSource(path), **settings)
+        iterator = iter(dataset)
+        for _ in range(10):
+            for _ in islice(iterator, 37):
+                pass
+            state = dataset.state_dict()
+            in_flight = 0
+            for receipt in map(Receipt.from_bytes, state["lanes"].values()):
+                in_flight += receipt.next_piece - receipt.first
+            source, encoder = JSONLSource(path), Numbers()
+            resumed = make(source, encoder=encoder, **settings)
+            resumed.load_state_dict(state)
+            source.bytes_read = encoder.calls = 0  # a few rows were looked at, to compare
+            stream = resumed.stream()
+            # Up to a window before the row in question, and up to a window to have the last one whole.
+            rows_read = source.bytes_read / line
+            assert rows_read <= in_flight + 2 * window * num_lanes + 1
+            waiting = sum(len(lane.held) for lane in stream.lanes)
+            assert encoder.calls == waiting, "what is gone is not tokenized again"
+            assert waiting <= 8 * num_lanes
+
+
+def test_states_stay_small() -> None:
+    dataset = make(MapSource(rows(30_000)), num_lanes=1, buffer_size=128, shuffle=True)
+    sizes = []
+    for _ in islice(dataset, 2000):
+        sizes.append(len(dataset.state_dict()["lanes"][0]))
+    assert max(sizes) < 80, "some tens of bytes"
+
+
+# What a state is.
+
+
+def test_a_state_is_plain_and_loads_as_weights_only() -> None:
+    dataset = make(MapSource(rows(200)), num_lanes=3)
+    for _ in islice(dataset, 20):
+        pass
+    state = dataset.state_dict()
+
+    def check(value: Any) -> None:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                assert type(key) in (str, int)
+                check(item)
+        else:
+            assert type(value) in (str, int, bytes, type(None))
+
+    check(state)
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    assert torch.load(buffer, weights_only=True) == state
+    assert len(buffer.getvalue()) < 4096
+
+
+def test_a_state_does_not_change_while_the_stream_goes_on() -> None:
+    dataset = make(MapSource(rows(200)), num_lanes=3)
+    iterator = iter(dataset)
+    next(iterator)
+    state, frozen = dataset.state_dict(), pickle.dumps(dataset.state_dict())
+    list(iterator)
+    assert pickle.dumps(state) == frozen
+    state["lanes"].clear()
+    state["identity"].clear()
+    assert dataset.state_dict()["lanes"], "nor does the stream when the state is changed"
+    assert dataset.state_dict()["identity"]
+
+
+def test_receipts_do_not_change_while_the_stream_goes_on() -> None:
+    stream = make(MapSource(rows(200)), num_lanes=3).stream()
+    next(stream)
+    receipts = stream.receipts()
+    frozen = dict(receipts)
+    list(stream)
+    assert receipts == frozen
+    receipts.clear()
+    assert len(stream.receipts()) == 3
+
+
+def test_a_state_can_be_loaded_and_taken_without_a_pack() -> None:
+    first = make(MapSource(rows(200)), num_lanes=3)
+    assert first.state_dict()["lanes"] == {}
+    iterator = iter(first)
+    packs = [content(pack) for pack in iterator]
+    again = make(MapSource(rows(200)), num_lanes=3)
+    for _ in islice(again, 10):
+        pass
+    state = again.state_dict()
+    for _ in range(3):  # through three datasets that never yield
+        between = make(MapSource(rows(200)))
+        between.load_state_dict(state)
+        assert between.state_dict() == state
+        assert between.ledger() == again.ledger()
+        between.state_dict()["lanes"].clear()
+        assert between.state_dict() == state
+        iter(between)
+        assert between.state_dict() == state
+        state = between.state_dict()
+    last = make(MapSource(rows(200)))
+    last.load_state_dict(state)
+    assert [content(pack) for pack in last] == packs[10:]
+
+
+def test_a_state_is_of_the_newest_iteration() -> None:
+    dataset = make(MapSource(rows(100)), num_lanes=1)
+    packs = [content(pack) for pack in dataset]
+    dataset.set_epoch(0)
+    iterator = iter(dataset)
+    assert dataset.state_dict()["lanes"] == {}
+    assert content(next(iterator)) == packs[0]
+    dataset.set_epoch(0)
+    assert [content(pack) for pack in dataset] == packs, "an iteration without a state begins anew"
+
+
+def test_an_interrupted_dataset_takes_its_own_state_back() -> None:
+    dataset = make(MapSource(rows(100)), num_lanes=2)
+    packs = [content(pack) for pack in dataset]
+    dataset.set_epoch(0)
+    iterator = iter(dataset)
+    for _ in islice(iterator, 7):
+        pass
+    dataset.load_state_dict(dataset.state_dict())
+    assert [content(pack) for pack in dataset] == packs[7:]
+
+
+BASE: dict[str, Any] = {
+    "max_seq_len": 24,
+    "buffer_size": 8,
+    "overlong": "truncate",
+    "shuffle": True,
+    "shuffle_window": 9,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs", "ours", "change"),
+    [
+        ("max_seq_len", "24", "32", {"max_seq_len": 32}),
+        ("strategy", "'exact_fit'", "'best_fit'", {"strategy": "best_fit"}),
+        ("strategy", "'exact_fit'", "'wrap'", {"split_across_pack": True}),
+        ("buffer_size", "8", "9", {"buffer_size": 9}),
+        ("overlong", "'truncate'", "'drop'", {"overlong": "drop"}),
+        ("truncate_side", "'right'", "'left'", {"truncate_side": "left"}),
+        ("truncate_eos", "None", "2", {"truncate_eos": 2}),
+        ("empty", "'error'", "'drop'", {"empty": "drop"}),
+        ("shuffle_window", "9", "10", {"shuffle_window": 10}),
+        ("shuffle_window", "9", "0", {"shuffle": False}),
+        ("seed", "0", "1", {"seed": 1}),
+    ],
+)
+def test_a_state_of_another_config_is_refused(
+    name: str, theirs: str, ours: str, change: dict[str, Any]
+) -> None:
+    source = MapSource(rows(50))
+    before = make(source, **BASE)
+    next(iter(before))
+    after = make(source, **{**BASE, **change})
+    with pytest.raises(ValueError) as error:
+        after.load_state_dict(before.state_dict())
+    assert str(error.value) == (
+        f"the state was made with {name}={theirs} and this dataset has {name}={ours}; "
+        "resume with what the run began with, or start a new run"
+    )
+    assert samples_in(make(source, **BASE)) == all_of(rows(50)), "as it comes, it works"
+
+
+def test_a_state_of_another_corpus_is_refused(tmp_path: Path) -> None:
+    before = make(MapSource(rows(50)))
+    next(iter(before))
+    state = before.state_dict()
+    words = iter(
+        [
+            "corpus.rows=50 and this dataset has corpus.rows=51;",
+            "another corpus: sample 0 is another row;",
+            "corpus.source='MapSource' and this dataset has corpus.source='JSONLSource';",
+        ]
+    )
+    for source in (MapSource(rows(51)), MapSource(rows(50, seed=1)), write(tmp_path / "a.jsonl", rows(50))):
+        with pytest.raises(ValueError) as error:
+            make(source).load_state_dict(state)
+        assert str(error.value).startswith("the state was made with " + next(words))
+    make(MapSource(rows(50))).load_state_dict(state)
+
+
+def test_a_state_does_not_mind_what_decides_nothing() -> None:
+    source = MapSource(rows(50))
+    before = make(source, num_lanes=2)
+    list(islice(before, 3))
+    after = make(source, padding_idx=5, vocab_size=10**6, epochs=4)
+    after.load_state_dict(before.state_dict())
+    assert len(list(after)) > 3
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        None,
+        3,
+        b"bytes",
+        {},
+        {"version": 99},
+        {"version": 1},
+        {"version": 1, "identity": {}},
+        {"version": 1, "identity": None, "num_lanes": 1, "lanes": {}},
+        {"lanes": {}},
+        {"lanes": {0: b"damaged"}},
+        {"lanes": {0: "text"}},
+        {"lanes": None},
+        {"num_lanes": "two"},
+    ],
+)
+def test_what_is_no_state_is_refused(state: Any) -> None:
+    dataset = make(MapSource(rows(50)), num_lanes=2)
+    next(iter(dataset))
+    if isinstance(state, dict) and "version" not in state and state:
+        state = {**dataset.state_dict(), **state}
+        if state["lanes"] == {}:
+            del state["identity"]
+    fresh = make(MapSource(rows(50)), num_lanes=2)
+    with pytest.raises(ValueError, match="state|receipt"):
+        fresh.load_state_dict(state)
+    assert samples_in(fresh) == all_of(rows(50)), "and nothing of it stays"
+
+
+def test_lanes_of_a_state_must_be_lanes_of_the_run() -> None:
+    """Keys that went through JSON are text; taken for missing lanes, they would begin again in silence."""
+    dataset = make(MapSource(rows(50)), num_lanes=2)
+    list(islice(dataset, 5))
+    state = dataset.state_dict()
+    for lanes in ({str(lane): r for lane, r in state["lanes"].items()}, {7: state["lanes"][0]}):
+        with pytest.raises(ValueError, match="lane"):
+            make(MapSource(rows(50)), num_lanes=2).load_state_dict({**state, "lanes": lanes})
+
+
+@pytest.mark.parametrize("ours", [None, 2, 9])
+def test_the_number_of_lanes_comes_from_the_state(ours: int | None) -> None:
+    before = make(MapSource(rows(100)), num_lanes=4)
+    iterator = iter(before)
+    first = list(islice(iterator, 9))
+    after = make(MapSource(rows(100)), num_lanes=ours)
+    after.load_state_dict(before.state_dict())
+    rest = list(after)
+    assert after.num_lanes == 4
+    assert [content(pack) for pack in rest] == [content(pack) for pack in iterator]
+    assert samples_in([*first, *rest]) == all_of(rows(100))
+
+
+# Epochs.
+
+
+@pytest.mark.parametrize("kind", ["map", "jsonl"])
+def test_epochs_are_shuffled_anew_and_known_by_number(tmp_path: Path, kind: str) -> None:
+    data = rows(120)
+    settings = {"shuffle": True, "shuffle_window": 30, "num_lanes": 2}
+    long = [content(pack) for pack in make(make_source(kind, tmp_path, data), epochs=3, **settings)]
+    single = make(make_source(kind, tmp_path, data), **settings)
+    parts = []
+    for epoch in range(3):
+        single.set_epoch(epoch)
+        packs = list(single)
+        assert samples_in(packs) == all_of(data)
+        parts.append([content(pack) for pack in packs])
+    assert [pack for part in parts for pack in part] == long
+    assert len({tuple(tuple(f.origin for f in pack[5]) for pack in part) for part in parts}) == 3
+    unshuffled = make(make_source(kind, tmp_path, data), epochs=2, num_lanes=2)
+    packs = [[f.origin for f in pack["fragments"]] for pack in unshuffled]
+    assert packs[: len(packs) // 2] == packs[len(packs) // 2 :]
+
+
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("stop", [1, 5, 30])
+def test_an_epoch_that_was_set_is_in_the_state(stop: int, told: bool) -> None:
+    """Stopped when not every lane has yielded, and resumed by someone who may not know the epoch."""
+    settings = {"shuffle": True, "num_lanes": 4}
+    before = make(MapSource(rows(200)), **settings)
+    before.set_epoch(2)
+    iterator = iter(before)
+    list(islice(iterator, stop))
+    after = make(MapSource(rows(200)), **settings)
+    after.load_state_dict(before.state_dict())
+    if told:
+        after.set_epoch(2)
+    assert [content(pack) for pack in after] == [content(pack) for pack in iterator]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_state_is_taken_up_once(workers: int) -> None:
+    """The next epoch after a resume is a whole one, also where the iteration goes on in worker processes."""
+    data = rows(100)
+    before = make(MapSource(data), num_lanes=2)
+    list(islice(before, 10))
+    after = make(MapSource(data), num_lanes=2)
+    after.load_state_dict(before.state_dict())
+    loader = DataLoader(after, batch_size=None, num_workers=workers, collate_fn=_same)
+    rest = list(loader)
+    assert 0 < len(samples_in(rest)) < 100
+    after.set_epoch(1)
+    assert samples_in(loader) == all_of(data)
+
+
+def _same(pack: Any) -> Any:
+    return pack
+
+
+def test_an_endless_stream_rolls_on() -> None:
+    data = rows(40)
+    dataset = make(MapSource(data), epochs=None, num_lanes=2, shuffle=True)
+    packs = list(islice(dataset, 200))
+    assert {pack["epoch"] for pack in packs} == {0}
+    padded = sum(24 - int(pack["seq_lens"][: pack["num_seqs"]].sum()) for pack in packs)
+    assert padded < 24, "no part-empty pack at an epoch's end"
+    times = {i: len(places) / data[i]["n"] for i, places in samples_in(packs).items()}
+    assert len(times) == 40
+    assert max(times.values()) - min(times.values()) <= 2
+    assert min(times.values()) > 15
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_a_run_that_ended_goes_on_when_it_is_given_more_epochs(first: int) -> None:
+    data = rows(60)
+    settings = {"num_lanes": 3, "shuffle": True}
+    before = make(MapSource(data), epochs=first, **settings)
+    packs = list(before)
+    longer = [content(pack) for pack in make(MapSource(data), epochs=first + 1, **settings)]
+    after = make(MapSource(data), epochs=first + 1, **settings)
+    after.load_state_dict(before.state_dict())
+    assert [content(pack) for pack in after] == longer[len(packs) :]
+    endless = make(MapSource(data), epochs=None, **settings)
+    endless.load_state_dict(before.state_dict())
+    more = list(islice(endless, 100))
+    assert len(more) == 100
+    assert samples_in(more).keys() == all_of(data).keys()
+
+
+def test_no_endless_search_through_samples_that_are_all_dropped() -> None:
+    class Impatient(Numbers):
+        def __call__(self, row: Any, /) -> Any:
+            if self.calls > 1000:
+                pytest.fail("it reads the same rows again and again")
+            return super().__call__(row)
+
+    encoder = Impatient()
+    data = [{"i": i, "n": 30} for i in range(10)]
+    dataset = make(MapSource(data), epochs=None, overlong="drop", encoder=encoder, num_lanes=1)
+    with pytest.raises(ValueError, match="drop"):
+        next(iter(dataset))
+    with pytest.raises(ValueError, match="all 10 that were read are dropped"):
+        list(make(MapSource(data), overlong="drop", num_lanes=1))
+
+
+def test_an_endless_stream_needs_no_rows_in_some_lanes(tmp_path: Path) -> None:
+    dataset = make(MapSource(rows(3)), epochs=None, num_lanes=4)
+    assert [pack["lane"] for pack in islice(dataset, 9)] == [0, 1, 2] * 3
+    # The default number of lanes is never one that fails: a compressed file is one lane's, however large.
+    noise = np.random.default_rng(0).integers(0, 2**62, 60_000).tolist()
+    path = write(tmp_path / "a.jsonl.gz", [{"i": i, "n": 3, "noise": x} for i, x in enumerate(noise)])
+    assert path.stat().st_size > 1 << 19
+    assert len(list(islice(make(JSONLSource(path), epochs=None), 20))) == 20
+
+
+# Consumers.
+
+
+@pytest.mark.parametrize("kind", ["map", "jsonl", "stride"])
+@pytest.mark.parametrize("num_lanes", [5, 8, None])
+@pytest.mark.parametrize("consumers", range(1, 6))
+def test_consumers_share_the_samples_out(
+    tmp_path: Path, kind: str, num_lanes: int | None, consumers: int
+) -> None:
+    data = rows(150)
+    packs = []
+    for consumer in range(consumers):
+        dataset = make(make_source(kind, tmp_path, data), num_lanes=num_lanes, shuffle=True, epochs=2)
+        stream = dataset.stream(consumer, consumers)
+        assert {lane.lane % consumers for lane in stream.lanes} == {consumer}
+        packs += [
+            {
+                "tokens": torch.from_numpy(p.tokens),
+                "seq_lens": torch.tensor(p.seq_lens),
+                "num_seqs": len(p.seq_lens),
+            }
+            for p in stream
+        ]
+    assert samples_in(packs) == all_of(data, 2)
+
+
+def test_consumers_resume_in_another_number() -> None:
+    """Two stop in the middle, their states are merged, three go on: every sample once."""
+    data = rows(300)
+    settings = {"num_lanes": 6, "shuffle": True}
+    packs, lanes, state = [], {}, {}
+    for consumer in range(2):
+        dataset = make(MapSource(data), **settings)
+        stream = dataset.stream(consumer, 2)
+        packs += list(islice(stream, 9 + consumer))
+        lanes |= stream.receipts()
+        state = dataset.state_of(lanes)
+    for consumer in range(3):
+        dataset = make(MapSource(data), **settings)
+        dataset.load_state_dict(state)
+        packs += list(dataset.stream(consumer, 3))
+    found = [token for pack in packs for token in pack.tokens[: sum(pack.seq_lens)].tolist()]
+    assert sorted(found) == sorted(1000 * row["i"] + 1 + j for row in data for j in range(row["n"]))
+
+
+def test_a_stream_is_its_lanes_in_turn() -> None:
+    """One pack of each lane, in the lanes' order, until one runs dry; a lane's packs do not depend on the others."""
+    dataset = make(MapSource(rows(200)), num_lanes=4)
+    packs = list(dataset)
+    assert [pack["lane"] for pack in packs[:32]] == [0, 1, 2, 3] * 8
+    for lane in range(4):
+        alone = make(MapSource(rows(200)), num_lanes=4).stream(lane, 4)
+        assert [p.tokens.tolist() for p in alone] == [
+            p["tokens"].tolist() for p in packs if p["lane"] == lane
+        ]
+
+
+def test_how_many_lanes() -> None:
+    many, few = MapSource([{"i": 0, "n": 1}] * 10_000), MapSource(rows(100))
+    assert [make(many).lanes_for(n) for n in (1, 2, 3, 5, 8, 12)] == [8, 8, 9, 10, 8, 12]
+    assert [make(few).lanes_for(n) for n in (1, 2, 3)] == [1, 2, 3]
+    assert make(many, num_lanes=5).lanes_for(2) == 5
+    with pytest.raises(ValueError) as error:
+        make(many, num_lanes=2).lanes_for(3)
+    assert str(error.value) == (
+        "2 lanes cannot feed 3 consumers (ranks x workers): some would get nothing; "
+        "use fewer workers, or start a new run with more num_lanes"
+    )
+    once = IterableSource(rows(10))
+    assert make(once).lanes_for(1) == 1
+    with pytest.raises(
+        ValueError, match=r"IterableSource can be read as 1 lane.*2 are needed for 2 consumers"
+    ):
+        make(once).lanes_for(2)
+    with pytest.raises(ValueError, match=r"stride=True"):
+        make(once, num_lanes=4).lanes_for(1)
+    assert make(IterableSource(rows(10), stride=True)).lanes_for(2) == 2
+
+
+@pytest.mark.parametrize(("consumer", "consumers"), [(2, 2), (-1, 2), (0, 0)])
+def test_consumers_that_cannot_be(consumer: int, consumers: int) -> None:
+    with pytest.raises(ValueError, match="consumer"):
+        make(MapSource(rows(100)), num_lanes=4).stream(consumer, consumers)
+
+
+# DataLoaders.
+
+
+@pytest.mark.parametrize("kind", ["map", "jsonl"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_torchs_dataloader_gives_every_sample_once(tmp_path: Path, kind: str, workers: int) -> None:
+    data = rows(200)
+    dataset = make(make_source(kind, tmp_path, data), shuffle=True)
+    loader = DataLoader(dataset, batch_size=3, num_workers=workers, collate_fn=collate_packed)
+    packs = []
+    for batch in loader:
+        for tokens, lens, fragments in zip(batch.tokens, batch.seq_lens, batch.fragments, strict=True):
+            packs.append({"tokens": tokens, "seq_lens": lens, "num_seqs": len(fragments)})
+    assert samples_in(packs) == all_of(data)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize(("workers", "every"), [(0, 1), (2, 7)])
+def test_torchdatas_stateful_dataloader_resumes(workers: int, every: int) -> None:
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    data = rows(200)
+
+    def loader() -> Any:
+        dataset = make(MapSource(data), num_lanes=4, shuffle=True)
+        return torchdata.StatefulDataLoader(
+            dataset, batch_size=2, num_workers=workers, collate_fn=collate_packed
+        )
+
+    def said(batch: Any) -> tuple[Any, ...]:
+        return batch.tokens.tolist(), batch.labels.tolist(), batch.seq_lens.tolist(), batch.fragments
+
+    whole = [said(batch) for batch in loader()]
+    assert len(whole) > 20
+    for step in range(0, len(whole) + 1, every):
+        first = loader()
+        iterator = iter(first)
+        got = [said(batch) for batch in islice(iterator, step)]
+        state = first.state_dict()
+        del iterator
+        second = loader()
+        second.load_state_dict(state)
+        assert got + [said(batch) for batch in second] == whole, f"after {step} batches"
+
+
+def test_a_dataset_that_was_looked_at_can_be_sent_to_a_process(tmp_path: Path) -> None:
+    """A DataLoader that spawns its workers pickles the dataset; an open file in it cannot be."""
+    dataset = make(write(tmp_path / "a.jsonl", rows(100)), num_lanes=2)
+    packs = [content(pack) for pack in dataset]
+    next(iter(dataset))
+    again = pickle.loads(pickle.dumps(dataset))
+    again.set_epoch(0)
+    assert [content(pack) for pack in again] == packs
+
+
+# The start of a run.
+
+
+def test_the_first_batch_reads_little_of_a_large_file(tmp_path: Path) -> None:
+    line = b'{"tokens": [%s], "labels": [%s]}\n' % (b", ".join([b"1234"] * 30), b", ".join([b"1234"] * 30))
+    path = tmp_path / "large.jsonl"
+    with path.open("wb") as file:
+        for _ in range(20):
+            file.write(line * (1_000_000 // len(line)))
+    assert path.stat().st_size > 19_000_000
+    for settings, rows_at_most in (
+        ({}, 8 * (128 + 70)),
+        ({"shuffle": True}, 8 * (2048 + 128 + 70)),
+    ):
+        source = JSONLSource(path)
+        dataset = IterablePackedDataset(source, max_seq_len=2048, **settings)
+        batch = next(iter(DataLoader(dataset, batch_size=8, collate_fn=collate_packed)))
+        assert batch.tokens.shape == (8, 2048)
+        assert dataset.num_lanes == 8
+        assert source.bytes_read <= rows_at_most * len(line)
+        dataset.state_dict()
+        assert source.bytes_read <= rows_at_most * len(line)
+
+
+def test_the_encoder_meets_each_sample_as_late_as_it_can() -> None:
+    encoder = Numbers()
+    iterator = iter(make(MapSource([{"i": i, "n": 12} for i in range(100)]), encoder=encoder, num_lanes=1))
+    assert encoder.calls == 0
+    for packs in range(1, 10):
+        next(iterator)
+        assert encoder.calls == 2 * packs
+
+
+@pytest.mark.parametrize("kind", ["map", "jsonl"])
+@pytest.mark.parametrize("overlong", ["split", "drop", "truncate"])
+def test_an_estimate_of_the_packs(tmp_path: Path, kind: str, overlong: str) -> None:
+    data = rows(4000, overlong=70)
+    dataset = make(make_source(kind, tmp_path, data), overlong=overlong, num_lanes=1)
+    estimate = dataset.estimate_packs(rows=999)  # not every fourth row: each twelfth is a long one
+    assert estimate == pytest.approx(len(list(dataset)), rel=0.1)
+
+
+def test_an_estimate_needs_a_length() -> None:
+    with pytest.raises(ValueError, match="the length of an iterable is unknown; set max_steps"):
+        make(IterableSource(rows(10))).estimate_packs()
+    assert make(MapSource(rows(1))).estimate_packs() == 1
+
+
+# Packs, and the way back.
+
+
+@pytest.mark.parametrize("kind", ["map", "jsonl", "gz", "zst", "iterable"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"overlong": "split"},
+        {"overlong": "truncate"},
+        {"overlong": "truncate", "truncate_side": "left"},
+        {"split_across_pack": True},
+        {"overlong": "truncate", "truncate_eos": 2},
+    ],
+    ids=["split", "right", "left", "wrap", "eos"],
+)
+def test_every_sequence_leads_back_to_its_text(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
+    data = rows(90, overlong=70)
+    source = make_source(kind, tmp_path, data)
+    dataset = make(source, shuffle=True, shuffle_window=8, num_lanes=1, **settings)
+    traced = 0
+    for pack in dataset:
+        begin = 0
+        for length, fragment in zip(pack["seq_lens"].tolist(), pack["fragments"], strict=False):
+            tokens = pack["tokens"][begin : begin + length].tolist()
+            labels = pack["labels"][begin : begin + length].tolist()
+            trace = dataset.trace(fragment)
+            assert trace["tokens"] == tokens
+            i = trace["row"]["i"]
+            assert trace["row"] == data[i]
+            if kind in ("map", "iterable"):
+                assert trace["place"] == f"{'sample' if kind == 'map' else 'row'} {i}"
+            else:
+                assert trace["place"] == f"{source.files[i // 30].path}:{i % 30 + 1}"
+            assert labels[0] == IGNORE_INDEX
+            expected = Numbers()(data[i]).labels[fragment.start : fragment.stop].tolist()
+            assert labels[1:-1] == expected[1:-1]
+            assert fragment.stop - fragment.start == length
+            begin += length
+            traced += 1
+    assert traced >= 80
+
+
+def test_the_packs_are_torchtunes_dicts() -> None:
+    data = rows(100)
+    for pack in make(MapSource(data), num_lanes=1, padding_idx=9):
+        used = int(pack["seq_lens"][: pack["num_seqs"]].sum())
+        assert int(pack["seq_lens"].sum()) == 24
+        assert (pack["seq_lens"] > 0).all()
+        assert pack["tokens"][used:].tolist() == [9] * (24 - used)
+        assert pack["labels"][used:].tolist() == [IGNORE_INDEX] * (24 - used)
+        starts = np.cumsum([0, *pack["seq_lens"].tolist()])[:-1]
+        assert (pack["labels"][starts] == IGNORE_INDEX).all()
+        assert (pack["input_pos"][starts] == 0).all()
+        assert pack["input_pos"].tolist() == [i for n in pack["seq_lens"].tolist() for i in range(n)]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("lengths", "limit"),
+    [([1] * 50, 8), ([8] * 10, 8), ([1] * 10, 1), ([8, 1] * 10, 8), ([3], 8), ([1], 1), ([5] * 3, 64)],
+)
+def test_corners(strategy: str, lengths: list[int], limit: int) -> None:
+    data = [{"i": i, "n": n} for i, n in enumerate(lengths)]
+    dataset = make(MapSource(data), max_seq_len=limit, strategy=strategy, num_lanes=1)
+    packs = list(dataset)
+    assert samples_in(packs) == all_of(data)
+    ledger = dataset.ledger()
+    assert (ledger.samples, ledger.tokens_in, ledger.packed) == (len(lengths), sum(lengths), sum(lengths))
+    assert (ledger.packs, ledger.slots, ledger.buffered) == (len(packs), len(packs) * limit, 0)
+
+
+def test_a_source_is_whatever_holds_rows(tmp_path: Path) -> None:
+    ready = [{"tokens": [i, i + 1], "labels": [-100, i + 1]} for i in range(1, 40)]
+    path = write(tmp_path / "a.jsonl", ready)
+    for source in (ready, MapSource(ready), str(path), path, str(tmp_path / "*.jsonl"), lambda: iter(ready)):
+        dataset = IterablePackedDataset(source, max_seq_len=8, num_lanes=1)
+        packs = list(dataset)
+        assert sorted(t for p in packs for t in p["tokens"].tolist() if t) == sorted(
+            t for r in ready for t in r["tokens"]
+        )
+    ids = IterablePackedDataset(
+        [{"ids": [1, 2]}], max_seq_len=2, encoder=TokensEncoder(tokens="ids", labels=None)
+    )
+    assert [pack["labels"].tolist() for pack in ids] == [[-100, 2]]
+
+
+# The ledger of a whole run.
+
+
+def test_the_ledger_adds_up_over_lanes_and_epochs() -> None:
+    data = rows(200, overlong=70)
+    tokens = sum(row["n"] for row in data)
+    dataset = make(MapSource(data), overlong="drop", epochs=2, num_lanes=3)
+    packed = 0
+    for pack in dataset:
+        packed += int(pack["seq_lens"][: pack["num_seqs"]].sum())
+        ledger = dataset.ledger()
+        assert ledger.packed == packed
+        assert ledger.buffered >= 0
+    ledger = dataset.ledger()
+    too_long = [row["n"] for row in data if row["n"] > 24]
+    assert ledger.samples == 400
+    assert ledger.tokens_in == 2 * tokens
+    assert ledger.dropped == {
+        "overlong": 2 * sum(too_long),
+        "truncated": 0,
+        "empty": 0,
+        "bad": 0,
+        "untrained": 0,
+    }
+    assert ledger.dropped_samples["overlong"] == 2 * len(too_long)
+    assert ledger.buffered == 0
+    assert ledger_of(numbers_of(dataset.state_dict()["lanes"])) == ledger
+
+
+def test_a_state_knows_what_was_dropped_after_the_last_pack() -> None:
+    dataset = make(MapSource([{"i": 0, "n": 24}, {"i": 1, "n": 30}]), overlong="drop", num_lanes=1)
+    iterator = iter(dataset)
+    next(iterator)  # full, so nothing beyond it was read
+    assert ledger_of(numbers_of(dataset.state_dict()["lanes"])).dropped["overlong"] == 0
+    assert next(iterator, None) is None
+    assert ledger_of(numbers_of(dataset.state_dict()["lanes"])).dropped["overlong"] == 30
+
+
+# Settings.
+
+
+@pytest.mark.parametrize(
+    "name", ["max_seq_len", "buffer_size", "num_lanes", "epochs", "vocab_size", "shuffle_window"]
+)
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "3"])
+def test_numbers_out_of_range(name: str, value: Any) -> None:
+    with pytest.raises(
+        ValueError, match=rf"{name}={value!r} is (below 1; give at least 1|not a whole number)"
+    ):
+        make(MapSource(rows(3)), **{name: value})
+
+
+@pytest.mark.parametrize("seed", [-1, 1.5, True, "3", None])
+def test_seeds_are_whole_numbers(seed: Any) -> None:
+    with pytest.raises(ValueError, match=f"seed={seed!r}"):
+        make(MapSource(rows(3)), seed=seed)
+    make(MapSource(rows(3)), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"strategy": "worst_fit"}, "strategy='worst_fit' is unknown; choose one of 'next_fit'"),
+        ({"overlong": "cut"}, "overlong='cut' is unknown"),
+        ({"empty": "keep"}, "empty='keep' is unknown; choose one of 'error', 'drop'"),
+        ({"truncate_side": "both"}, "truncate_side='both' is unknown"),
+    ],
+)
+def test_unknown_words(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        make(MapSource(rows(3)), **settings)
+    assert str(error.value).startswith(message)
+
+
+def test_repr_says_what_it_is():
+    rows = [{"tokens": [1], "labels": [1]}]
+    data = IterablePackedDataset(rows, max_seq_len=8)
+    assert repr(data) == (
+        "<IterablePackedDataset: packs of 8 tokens from MapSource, exact_fit, in order, 1 epoch(s)>"
+    )
+    mix = Mix([{"name": name, "source": rows, "weight": 1} for name in ("web", "code")])
+    data = IterablePackedDataset(mix, max_seq_len=8, strategy="best_fit", shuffle=True, seed=3, epochs=None)
+    assert repr(data) == (
+        "<IterablePackedDataset: packs of 8 tokens from Mix of web, code, best_fit, shuffled by seed 3, for ever>"
+    )

@@ -1,0 +1,474 @@
+"""What a state, or another rank, was made with: known by content, and refused by the name of what differs."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import pickle
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from streampack import (
+    Holdout,
+    IterablePackedDataset,
+    IterableSource,
+    JSONLSource,
+    MapSource,
+    MDSSource,
+    Mix,
+    Sample,
+)
+from streampack.fingerprint import digest, plain
+from streampack.sources import Reading
+from streampack.sources.corpus_identity import identity_of, state_of
+from streampack.sources.examples import EXAMPLES, UNKNOWN, Example, examples_of
+from streampack.sources.holdout import PARTS
+from streampack.tokenize.tokenize import tokenize
+from tests.distributed import test_corpus
+from tests.sources import test_mds
+from tests.support.corpus import Numbers, numbered, rows, write
+
+ENDING = "; resume with what the run began with, or start a new run"
+
+
+def dataset(source: Any, encoder: Any = None, **settings: Any) -> IterablePackedDataset:
+    settings = {"max_seq_len": 24, "num_lanes": 2, **settings}
+    return IterablePackedDataset(source, encoder=encoder or Numbers(), **settings)
+
+
+def refusal(before: IterablePackedDataset, after: IterablePackedDataset) -> str | None:
+    """What a state of one is refused with by the other."""
+    state = pickle.loads(pickle.dumps(before.state_dict()))
+    try:
+        after.load_state_dict(state)
+    except ValueError as error:
+        assert str(error).endswith(ENDING)
+        return str(error).removesuffix(ENDING)
+    return None
+
+
+# Encoders.
+
+
+def shifted(k: int) -> Callable[[Mapping[str, Any]], Sample]:
+    def encode(row: Mapping[str, Any]) -> Sample:
+        return Sample(*[np.arange(row["n"]) + row["i"] + k] * 2)
+
+    return encode
+
+
+def renamed(row: Mapping[str, Any]) -> Sample:
+    return shifted(0)(row)
+
+
+def by_keyword(row: Mapping[str, Any], *, k: int) -> Sample:
+    return shifted(k)(row)
+
+
+class Method:
+    def __init__(self, k: int) -> None:
+        self.k = k
+
+    def encode(self, row: Mapping[str, Any]) -> Sample:
+        return shifted(self.k)(row)
+
+
+KINDS: dict[str, Callable[[int], Any]] = {
+    "closure": shifted,
+    "partial": lambda k: functools.partial(by_keyword, k=k),
+    "method": lambda k: Method(k).encode,
+    "lambda": lambda k: lambda row: shifted(k)(row),
+}
+
+
+def sources(folder: Path) -> dict[str, Any]:
+    data = rows(100)
+    plain_file, packed = (write(folder / f"a.jsonl{suffix}", data) for suffix in ("", ".gz"))
+    return {
+        "map": lambda: MapSource(data),
+        "iterable": lambda: IterableSource(data),
+        "jsonl": lambda: JSONLSource(plain_file),
+        "gz": lambda: JSONLSource(packed),
+        "mds": lambda: MDSSource(test_mds.write_mds(folder / "mds", data, {"i": "int", "n": "int"})),
+        "holdout": lambda: Holdout(MapSource(data), share=0.2, part="train"),
+        "bare": lambda: Bare(data),
+    }
+
+
+class Bare:
+    """A user's source, with the methods that must be there and no others."""
+
+    max_lanes: int | None = 1
+
+    def __init__(self, data: list[Any]) -> None:
+        self.rows = MapSource(data)
+        self.read, self.locate, self.fetch = self.rows.read, self.rows.locate, self.rows.fetch
+        self.probe, self.natural_lanes = self.rows.probe, self.rows.natural_lanes
+
+    def fingerprint(self) -> str:
+        return digest(len(self.rows.dataset))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("source", ["map", "iterable", "jsonl", "gz", "mds", "holdout", "bare"])
+def test_an_encoder_is_what_it_makes(kind: str, source: str, tmp_path: Path) -> None:
+    make, encoder = sources(tmp_path)[source], KINDS[kind]
+    lanes = {"num_lanes": 1}
+    before = dataset(make(), encoder(0), **lanes)
+    words = refusal(before, dataset(make(), encoder(1000), **lanes))
+    assert words is not None
+    found = re.fullmatch(
+        r"the state was made with another encoder: (.*) makes other tokens of (.*) than it made then", words
+    )
+    assert found, words
+    place = {"jsonl": "a.jsonl:", "gz": "a.jsonl.gz:", "mds": ", sample ", "iterable": "row 0"}.get(
+        source, "sample 0"
+    )
+    assert place in found[2]
+    assert refusal(before, dataset(make(), encoder(0), **lanes)) is None
+    assert refusal(before, dataset(make(), renamed, **lanes)) is None, "a name decides nothing"
+
+
+def test_the_message_names_both_encoders() -> None:
+    words = refusal(dataset(MapSource(rows(9)), shifted(0)), dataset(MapSource(rows(9)), Numbers()))
+    assert words == (
+        "the state was made with another encoder: tests.support.corpus.Numbers makes other tokens of sample 0 than "
+        "tests.streaming.test_run_identity.shifted.<locals>.encode made"
+    )
+    again = functools.partial(by_keyword, k=3)
+    assert "partial(tests.streaming.test_run_identity.by_keyword)" in (
+        refusal(dataset(rows(9)), dataset(rows(9), again)) or ""
+    )
+
+
+def test_a_fingerprint_of_its_own_counts_as_well() -> None:
+    assert refusal(dataset(rows(9)), dataset(rows(9), Numbers("letters"))) == (
+        "the state was made with another encoder: the fingerprint of tests.support.corpus.Numbers is 'letters' and was "
+        "'numbers'"
+    )
+
+
+def test_each_encoder_of_a_mixture_is_known() -> None:
+    def mix(k: int) -> Mix:
+        parts = {"a": shifted(0), "b": shifted(k)}
+        return Mix(
+            [{"name": n, "source": rows(40), "weight": 1, "encoder": encoder} for n, encoder in parts.items()]
+        )
+
+    assert refusal(dataset(mix(0)), dataset(mix(0))) is None
+    words = refusal(dataset(mix(0)), dataset(mix(5)))
+    assert words is not None
+    assert words.startswith("the state was made with another encoder: ")
+
+
+class Bad(Numbers):
+    def __init__(self, *bad: int, error: type[Exception] = ValueError) -> None:
+        super().__init__()
+        self.others, self.kind = bad, error
+
+    def __call__(self, row: Mapping[str, Any], /) -> Sample:
+        if row["i"] in self.others:
+            raise self.kind("is out of order")
+        return super().__call__(row)
+
+
+@pytest.mark.parametrize("error", [ValueError, RecursionError, OverflowError, OSError, StopIteration])
+def test_a_mended_encoder_may_go_on(error: type[Exception]) -> None:
+    """The first row could not be encoded; whoever repairs that has not changed what was trained."""
+    before = dataset(rows(50), Bad(0, error=error))
+    assert refusal(before, dataset(rows(50), Bad())) is None
+    assert refusal(dataset(rows(50), Bad()), dataset(rows(50), Bad(0, error=error))) is None
+    assert refusal(before, dataset(rows(50), shifted(7))) is not None
+
+
+def test_an_encoder_that_draws_is_said_to() -> None:
+    rng = np.random.default_rng(0)
+
+    def encode(row: Mapping[str, Any]) -> Sample:
+        return Sample(*[rng.integers(0, 9, row["n"])] * 2)
+
+    with pytest.warns(
+        UserWarning, match=r"encode makes other tokens of the same row each time \(sample \d+\): a resum"
+    ):
+        state = dataset(rows(50), encode).state_dict()
+    with pytest.warns(UserWarning, match="each time"):
+        dataset(rows(50), encode).load_state_dict(state)
+
+
+def test_an_encoder_that_changes_its_row_changes_a_copy() -> None:
+    def encode(row: Mapping[str, Any]) -> Sample:
+        nested = dict(row)["nested"]
+        nested.append(1)
+        return Sample(*[np.array(nested)] * 2)
+
+    data: list[dict[str, Any]] = [{"nested": [5, 6]} for _ in range(20)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dataset(data, encode).state_dict()
+    assert data == [{"nested": [5, 6]}] * 20
+
+
+ELSEWHERE = """
+import json
+from streampack.sources import Holdout, MapSource, Reading
+from streampack.sources.corpus_identity import identity_of, state_of
+
+class Held:
+    def __init__(self, i):
+        self.words = {"a", "b", "c", f"d{i}"}
+        self.rule = lambda text: text
+
+data = [{"i": i, "held": Held(i), "set": {"x", "y", "z"}} for i in range(300)]
+source = Holdout(MapSource(data), share=0.3, part="validation")
+kept = [row.data["i"] for row in source.read(Reading())]
+found = [state_of(identity_of(source)), kept]
+"""
+
+
+def test_identities_hold_in_another_process() -> None:
+    """No address and no order of a set gets into them: nor into what decides which rows are held out."""
+    run = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE + "print(json.dumps(found))"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+        env={"PYTHONHASHSEED": "77"},
+    )
+    here: dict[str, Any] = {"__name__": "__main__"}
+    exec(ELSEWHERE, here)
+    assert json.loads(run.stdout) == json.loads(json.dumps(here["found"]))
+    assert 50 < len(here["found"][1]) < 130
+
+
+def test_content_is_plain() -> None:
+    same = [[1, 2], (1, 2), np.array([1, 2]), torch.tensor([1, 2])]
+    assert {repr(plain(value)) for value in same} == {"[1, 2]"}
+    assert plain(np.array([{1, 2}, "a"], dtype=object)) == [["1", "2"], "a"]
+    assert "0x" not in repr(
+        plain({"f": plain, "g": len, "m": Method(1).encode, "o": Method(1), "l": lambda: 0})
+    )
+    assert plain(Method(1)) == plain(Method(1)) != plain(Method(2))
+    image = pytest.importorskip("PIL.Image")
+    black, other = image.new("RGB", (3, 2)), image.new("RGB", (3, 2), 5)
+    assert plain(black) == plain(image.new("RGB", (3, 2))) != plain(other)
+    with pytest.raises(TypeError, match="generator"):
+        plain({"rows": (i for i in range(3))})
+
+
+# Rows.
+
+
+def test_map_style_data_are_known_by_more_than_ten_rows() -> None:
+    data = rows(10_000)
+    found = examples_of(MapSource(data))
+    assert len(found) == EXAMPLES > 10
+    assert found[0].origin == (0,)
+    assert found[-1].origin == (9999,)
+    for row in found:
+        changed = list(data)
+        changed[row.origin[0]] = {**row.data, "n": 20}
+        words = refusal(dataset(data), dataset(changed))
+        assert words == f"the state was made with another corpus: sample {row.origin[0]} is another row"
+
+
+class Rowwise:
+    """Map-style rows of which some cannot be read."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, i: int) -> Any:
+        if i % 3 == 0 and self.error is not None:
+            raise self.error
+        return rows(60)[i]
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("a"), RecursionError("b"), OSError("c"), KeyError("d"), StopIteration()]
+)
+def test_rows_that_cannot_be_read_break_no_state(error: Exception) -> None:
+    state = dataset(Rowwise(error), on_bad_record="skip").state_dict()
+    assert state["identity"]["corpus"]["content"].split().count(UNKNOWN) > 1
+    dataset(Rowwise(None)).load_state_dict(state)
+    assert MapSource(Rowwise(error)).fingerprint() == MapSource(Rowwise(error)).fingerprint()
+
+
+def test_iterables_are_known_by_their_first_rows() -> None:
+    data = rows(40)
+    for i in range(EXAMPLES):
+        changed = [*data[:i], {**data[i], "n": 20}, *data[i + 1 :]]
+        words = refusal(
+            dataset(IterableSource(data), num_lanes=1), dataset(IterableSource(changed), num_lanes=1)
+        )
+        assert words == f"the state was made with another corpus: row {i} is another row"
+    short = [dataset(IterableSource(data[:count]), num_lanes=1) for count in (5, 6)]
+    assert refusal(*short) == "the state was made with another corpus: row 5 is another row"
+    assert refusal(*reversed(short)) == "the state was made with another corpus: it has 5 row(s)"
+
+
+class Handle:
+    """Rows of one file handle: iterated again, it goes on where it stood."""
+
+    def __init__(self) -> None:
+        self.rows = iter(rows(100))
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.rows
+
+
+class Once(Handle):
+    def __iter__(self) -> Iterator[Any]:
+        return self.rows
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            Handle,
+            "Handle gives other rows each time it is iterated, so neither a second epoch nor a resume is possible",
+        ),
+        (Once, "the Once returned the same iterator twice; it must make a new one each time"),
+        (lambda: Once().__iter__, "the function returned the same iterator twice"),
+    ],
+)
+def test_an_iterable_that_can_be_read_once_is_not_read_away_in_silence(
+    make: Callable[[], Any], message: str
+) -> None:
+    data = dataset(IterableSource(make()), num_lanes=1)
+    iterator = iter(data)
+    next(iterator)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        data.state_dict()
+
+
+def test_an_iterable_that_breaks_off_breaks_no_state() -> None:
+    def broken() -> Iterator[Any]:
+        yield from rows(100)[:7]
+        raise OSError("gone")
+
+    before = dataset(IterableSource(broken), num_lanes=1)
+    assert refusal(before, dataset(IterableSource(rows(100)), num_lanes=1)) is None
+    assert refusal(before, dataset(IterableSource(rows(100)[1:]), num_lanes=1)) is not None
+
+
+class Renamed(MapSource):
+    """A class of a user's that says itself what it is."""
+
+    def fingerprint(self) -> str:
+        return "mine"
+
+
+def test_a_fingerprint_that_was_overridden_counts() -> None:
+    assert state_of(identity_of(Renamed(rows(5)))) == {"source": "Renamed", "fingerprint": "mine"}
+
+
+# The hold-out.
+
+
+def held_out_after(columns: list[str] | None, folder: Path, part: str) -> IterablePackedDataset:
+    return dataset(Holdout(MDSSource(folder, columns=columns), share=0.3, part=part))
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_other_columns_are_another_split(part: str, tmp_path: Path) -> None:
+    """Which rows are held out follows from what is read of them: with another selection, held-out rows are trained."""
+    data = [{**row, "url": f"u{row['i']}"} for row in rows(92)]
+    folder = test_mds.write_mds(tmp_path, data, {"i": "int", "n": "int", "url": "str"})
+    before, after = (held_out_after(columns, folder, part) for columns in (None, ["i", "n"]))
+    split = [{row.data["i"] for row in one.lane_config.source.read(Reading())} for one in (before, after)]
+    assert split[0] != split[1], "or nothing is shown"
+    assert refusal(before, after) == (
+        "the state was made with corpus.columns='i, n, url' and this dataset has corpus.columns='i, n'"
+    )
+    assert refusal(before, held_out_after(["url", "n", "i"], folder, part)) is None, "the same rows"
+
+
+def test_rows_that_are_made_anew_are_another_split() -> None:
+    """The column's name stays, and its content is cleaned in another way."""
+
+    def source(suffix: str) -> Holdout:
+        return Holdout(
+            IterableSource([{**row, "t": f"x{suffix}"} for row in rows(40)]), share=0.5, part="train"
+        )
+
+    words = refusal(dataset(source(""), num_lanes=1), dataset(source("y"), num_lanes=1))
+    assert words == "the state was made with another corpus: row 0 is another row"
+
+
+# Token shards.
+
+
+def test_shards_of_another_encoder_are_not_gone_on_with(tmp_path: Path) -> None:
+    source = MapSource(rows(30))
+    tokenize(source, out=tmp_path, encoder=shifted(0), lanes=3, progress=False)
+    (tmp_path / "index.json").unlink()
+    (tmp_path / "tokens-00002-00000.bin").unlink()
+    with pytest.raises(
+        ValueError, match=r"tokens-00000-00000\.bin was made with another encoder: .* makes other tokens of"
+    ):
+        tokenize(source, out=tmp_path, encoder=shifted(9), lanes=3, progress=False)
+    tokenize(source, out=tmp_path, encoder=renamed, lanes=3, progress=False)
+
+
+# States.
+
+
+ODD: list[Any] = [None, 3, b"x", [], {}, {"files": 3}, {"content": 1.5}, {"name": []}]
+
+
+@pytest.mark.parametrize("part", ["corpus", "files", "encoder", "samples", "content"])
+def test_hostile_identities_are_refused(part: str, tmp_path: Path) -> None:
+    for data in dataset(test_corpus.mix(tmp_path / "m")), dataset(MapSource(rows(9))):
+        state = data.state_dict()
+        for odd in ODD:
+            identity = copy.deepcopy(state["identity"])
+            if replaced(identity, part, odd):
+                with pytest.raises(ValueError, match=ENDING):
+                    data.load_state_dict({**state, "identity": identity})
+        data.load_state_dict(state)
+
+
+def replaced(identity: dict[str, Any], part: str, odd: Any) -> bool:
+    found = False
+    for key, item in list(identity.items()):
+        if key == part:
+            identity[key], found = odd, True
+        elif isinstance(item, dict):
+            found = replaced(item, part, odd) or found
+    return found
+
+
+def test_states_stay_small_whatever_the_source(tmp_path: Path) -> None:
+    for make in sources(tmp_path).values():
+        assert len(pickle.dumps(dataset(make(), num_lanes=1).state_dict())) < 4096
+
+
+def test_rows_are_read_for_little(tmp_path: Path) -> None:
+    """A few rows of a corpus of many: neither all of it, nor any of them twice."""
+    path = write(tmp_path / "a.jsonl", [{"i": i, "n": 3, "text": "x" * 200} for i in range(20_000)])
+    source = JSONLSource(path)
+    found = examples_of(source)
+    assert len({row.origin for row in found}) == EXAMPLES
+    assert source.bytes_read < 3 * EXAMPLES * 300
+    assert [Example(row.origin, source.fetch(row.origin)) for row in found] == found
+    calls = Numbers()
+    data = dataset(source, calls)
+    for _ in range(5):
+        data.state_dict()
+    assert calls.calls == 2 * EXAMPLES
+    assert numbered(1)

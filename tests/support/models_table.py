@@ -1,0 +1,139 @@
+"""docs/models.md: which families of models keep samples apart, with which attention, as the tests saw it.
+
+The tests of families file what they saw with the fixture ``record_model``. In an ordinary run it is compared with the
+page; `make models` collects it and writes the page's tables anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+VARIABLE = "STREAMPACK_WRITE_TABLES"  # names the file in which records are collected
+BACKENDS = ("dense", "flex", "varlen", "flash")
+EVERY = "every attention"  # in the place of a backend, for a model that is refused altogether
+NUMBER = re.compile(r"\d(?:\.\d)?e-\d+")
+LIMITS = {"logits": 1e-5, "gradients": 1e-5, "fp64": 1e-8}
+
+Record = tuple[str, str, str, str]  # library, family, backend, outcome
+
+
+def figures(**differences: float) -> str:
+    """An outcome.
+
+    >>> figures(logits=3.21e-7, gradients=4e-7, fp64=2e-16)
+    'logits 3e-07, gradients 4e-07, fp64 2e-16'
+    """
+    return ", ".join(f"{name} {max(value, 1e-17):.0e}" for name, value in differences.items())
+
+
+def over_the_limit(outcome: str) -> list[str]:
+    """What an outcome says that must not be so.
+
+    >>> over_the_limit("logits 3e-04, gradients 4e-07"), over_the_limit("refused: it leaks")
+    (['logits 3e-04'], [])
+    """
+    found = re.findall(r"(\w+) (\d(?:\.\d)?e-\d+)", outcome)
+    return [f"{name} {value}" for name, value in found if float(value) >= LIMITS.get(name, 1e-5)]
+
+
+def file_record(record: Record) -> None:
+    """Collect it, or compare it with the page."""
+    collect = os.environ.get(VARIABLE)
+    if collect:
+        with Path(collect).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+    elif PAGE.exists():
+        library, family, backend, outcome = record
+        written = read_page(PAGE.read_text(encoding="utf-8")).get((library, family, backend))
+        assert shape(written or "nothing") == shape(outcome), (
+            f"docs/models.md says {written!r} of {library} {family} with {backend}, the test saw {outcome!r}; "
+            "`make models` writes it anew"
+        )
+
+
+def shape(outcome: str) -> str:
+    """An outcome without its figures, which differ from machine to machine."""
+    return NUMBER.sub("#", outcome)
+
+
+def render(records: Iterable[Record]) -> dict[str, str]:
+    """Library -> its tables in Markdown: families by backends, then who is refused, then the reasons."""
+    cells = {record[:3]: record[3] for record in records}
+    tables = {}
+    for library in sorted({library for library, _, _ in cells}):
+        families = sorted({family for lib, family, _ in cells if lib == library})
+        backends = [word for word in BACKENDS if any(key[0] == library and key[2] == word for key in cells)]
+        reasons: list[str] = []
+        rows, refused = [], []
+        for family in families:
+            if why := cells.get((library, family, EVERY)):
+                refused.append(f"| {family} | {why.removeprefix('refused: ')} |")
+                continue
+            row = [_cell(cells.get((library, family, backend), ""), reasons) for backend in backends]
+            rows.append(f"| {family} | {' | '.join(row)} |")
+        lines = [f"| family | {' | '.join(backends)} |", f"|---|{'---|' * len(backends)}", *rows, ""]
+        lines += [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
+        if refused:
+            lines += ["", f"Refused with {EVERY}:", "", "| family | why |", "|---|---|", *refused]
+        tables[library] = "\n".join(lines).strip()
+    return tables
+
+
+def _cell(outcome: str, reasons: list[str]) -> str:
+    if not outcome.startswith("refused: "):
+        return outcome
+    reason = outcome.removeprefix("refused: ")
+    if reason not in reasons:
+        reasons.append(reason)
+    return f"refused ({reasons.index(reason) + 1})"
+
+
+def read_page(page: str) -> dict[tuple[str, str, str], str]:
+    """(library, family, backend) -> outcome, back from what `render` made."""
+    cells = {}
+    for library, text in re.findall(r"<!-- table: (\w+) -->\n(.*?)<!-- end -->", page, re.DOTALL):
+        reasons = dict(re.findall(r"^(\d+)\. (.*)$", text, re.MULTILINE))
+        for line in text.splitlines():
+            if not line.startswith("| "):
+                continue
+            family, *row = (cell.strip() for cell in line.strip("|").split("|"))
+            if family == "family":
+                columns = [EVERY if column == "why" else column for column in row]
+                continue
+            for backend, cell in zip(columns, row, strict=True):
+                number = re.fullmatch(r"refused \((\d+)\)", cell)
+                if number or backend == EVERY:
+                    cell = f"refused: {reasons[number[1]] if number else cell}"
+                if cell:
+                    cells[library, family, backend] = cell
+    return cells
+
+
+def write(page: str, tables: dict[str, str]) -> str:
+    """The page with new tables."""
+    for library, table in tables.items():
+        page = re.sub(
+            rf"(<!-- table: {library} -->\n).*?(<!-- end -->)",
+            lambda found, table=table: f"{found[1]}\n{table}\n\n{found[2]}",  # type: ignore[misc]
+            page,
+            flags=re.DOTALL,
+        )
+    return page
+
+
+def main() -> None:
+    """Write the tables from the file of records named on the command line."""
+    lines = Path(sys.argv[1]).read_text(encoding="utf-8").splitlines()
+    tables = render(tuple(json.loads(line)) for line in lines)
+    PAGE.write_text(write(PAGE.read_text(encoding="utf-8"), tables), encoding="utf-8")
+    print(f"{PAGE}: {len(lines)} records")
+
+
+if __name__ == "__main__":
+    main()

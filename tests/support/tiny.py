@@ -1,0 +1,78 @@
+"""A run small enough for a test: the quickstart's config with a toy of a model and data of its own."""
+
+import json
+import re
+from pathlib import Path
+
+import streampack_configs
+import torch
+from omegaconf import OmegaConf
+
+WORDS = ["red", "green", "blue", "one", "two", "three", "cat", "dog"]
+
+
+class WordTokenizer:
+    """As torchtune's tokenizers look to us: words to ids, no files."""
+
+    bos_id, eos_id, pad_id, vocab_size = 1, 2, 0, 16
+    max_seq_len = None
+
+    def encode(self, text, add_bos=True, add_eos=True):
+        return (
+            [1] * add_bos
+            + [3 + WORDS.index(word) if word in WORDS else 15 for word in text.split()]
+            + [2] * add_eos
+        )
+
+    def decode(self, tokens):
+        return " ".join(WORDS[token - 3] for token in tokens if token >= 3)
+
+
+def write_rows(path: Path, count: int) -> Path:
+    """Texts that count in a circle, so that there is something to learn; lengths 1 to 19 words."""
+    rows = ({"text": " ".join(WORDS[(i + j) % 8] for j in range(i * 7 % 19 + 1))} for i in range(count))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def tiny_config(folder: Path, *, rows: int = 400, **changes):
+    """Overrides are dotted keys. Weights, data and output lie under ``folder``."""
+    from torchtune.models.llama3 import llama3
+
+    model = {
+        "vocab_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "embed_dim": 16,
+        "max_seq_len": 32, "intermediate_dim": 32,
+    }  # fmt: skip
+    init = folder / "init"
+    if not init.exists():
+        init.mkdir(parents=True)
+        torch.manual_seed(0)
+        torch.save(llama3(**model).state_dict(), init / "model.bin")
+        write_rows(folder / "rows.jsonl", rows)
+    config = OmegaConf.load(Path(streampack_configs.__path__[0]) / "quickstart.yaml")
+    config.output_dir = str(folder / "out")
+    config.tokenizer = {"_component_": "tests.support.tiny.WordTokenizer"}
+    config.data = {
+        "source": {"_component_": "streampack.JSONLSource", "paths": str(folder / "rows.jsonl")},
+        "encoder": {"_component_": "streampack.TextEncoder"},
+        "max_seq_len": 32, "buffer_size": 16, "shuffle": True, "shuffle_window": 50, "num_lanes": 2,
+    }  # fmt: skip
+    config.model = {"_component_": "torchtune.models.llama3.llama3", **model}
+    config.checkpointer.checkpoint_dir = str(init)
+    config.optimizer = {"_component_": "torch.optim.AdamW", "lr": 0.02}
+    config.lr_scheduler.num_warmup_steps = 2
+    config.validation = {"share": 0.1, "max_packs": 4, "every": 5}
+    config.metric_logger.filename = "log.txt"
+    plain = {
+        "max_steps": 12, "epochs": None, "batch_size": 2, "packs_per_step": 4,
+        "checkpoint_every": 4, "num_workers": 0, "device": "cpu",
+    }  # fmt: skip
+    for key, value in (plain | changes).items():
+        OmegaConf.update(config, key, value, force_add=True, merge=False)
+    return config
+
+
+def losses(folder: Path, name: str = "loss") -> dict[int, str]:
+    """Step -> a metric as it was logged; a later line for the same step replaces an earlier one."""
+    text = (folder / "out" / "logs" / "log.txt").read_text()
+    return {int(m[1]): m[2] for m in re.finditer(rf"Step (\d+) \| (?:\S+ )*?{name}:(\S+)", text)}

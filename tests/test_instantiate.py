@@ -1,0 +1,325 @@
+"""What a config may name, and what it may not."""
+
+import importlib
+import json
+import sys
+from types import ModuleType
+
+import pytest
+
+from streampack import JSONLSource, TokensEncoder
+from streampack.instantiate import COMPONENTS, TRUST, build, resolve, trust
+from tests.support.tiny import WordTokenizer
+
+# Public and private callables of packages that hold components. Each runs code, reads or writes files, or opens
+# connections, where its arguments say so.
+ATTACKS = [
+    "torch.utils.collect_env.run",
+    "torch.utils.collect_env.main",
+    "torch.hub._load_local",
+    "torch.hub.load",
+    "torch.hub.download_url_to_file",
+    "torch.hub.load_state_dict_from_url",
+    "torch.load",
+    "torch.save",
+    "torch.from_file",
+    "torch.compile",
+    "torch.jit.load",
+    "torch.jit.script",
+    "torch.package.PackageImporter",
+    "torch.package.PackageExporter",
+    "torch.ops.load_library",
+    "torch.classes.load_library",
+    "torch.utils.cpp_extension.load",
+    "torch.utils.cpp_extension.load_inline",
+    "torch.utils.show_pickle.main",
+    "torch.utils.model_dump.main",
+    "torch.utils.file_baton.FileBaton",
+    "torch.utils.mobile_optimizer.optimize_for_mobile",
+    "torch.serialization.load",
+    "torch.serialization.add_safe_globals",
+    "torch.multiprocessing.spawn",
+    "torch.multiprocessing.Process",
+    "torch.distributed.FileStore",
+    "torch.distributed.TCPStore",
+    "torch.distributed.run.main",
+    "torch.distributed.launcher.api.elastic_launch",
+    "torch.distributed.checkpoint.load",
+    "torch.distributed.checkpoint.FileSystemWriter",
+    "torch.export.load",
+    "torch.export.save",
+    "torch.onnx.export",
+    "torch.profiler.tensorboard_trace_handler",
+    "torch.cuda.memory._dump_snapshot",
+    "torch.UntypedStorage.from_file",
+    "torch.optim.Optimizer.load_state_dict",
+    "torch.optim.lr_scheduler.warnings.warn",
+    "torch.optim.swa_utils.AveragedModel",
+    "transformers.pipeline",
+    "transformers.AutoTokenizer.from_pretrained",
+    "transformers.AutoModel.from_pretrained",
+    "transformers.AutoConfig.from_pretrained",
+    "transformers.Trainer",
+    "transformers.TrainingArguments",
+    "transformers.HfArgumentParser",
+    "transformers.dynamic_module_utils.get_class_from_dynamic_module",
+    "transformers.dynamic_module_utils.get_cached_module_file",
+    "transformers.utils.hub.cached_file",
+    "transformers.optimization.get_wsd_schedule",
+    "torchtune.config.instantiate",
+    "torchtune.config._utils._get_component_from_path",
+    "torchtune.data.load_image",
+    "torchtune.data.Message",
+    "torchtune.training.DistributedCheckpointer",
+    "torchtune.training.checkpointing._utils.safe_torch_load",
+    "torchtune.training.init_distributed",
+    "torchtune.training.metric_logging.save_config",
+    "torchtune.training.metric_logging.os.system",
+    "torchtune._cli.tune.main",
+    "torchtune._cli.download.Download",
+    "torchtune._cli.run.Run",
+    "torchtune.models.llama3._model_builders.llama3",
+    "streampack.cli.main",
+    "streampack.cli.sys.exit",
+    "streampack.instantiate.build",
+    "streampack.instantiate.resolve",
+    "streampack.instantiate.trust",
+    "streampack.instantiate.os.system",
+    "streampack.instantiate.importlib.import_module",
+    "streampack.tokenize.tokenize.tokenize",
+    "streampack.training.checkpoint.Checkpoints",
+    "streampack.training.weights.shutil.copy",
+    "streampack_recipes.quickstart.main",
+    "streampack_recipes.stdlib_corpus.prepare",
+    "streampack_recipes.full_finetune.train",
+    "os.system",
+    "builtins.eval",
+    "subprocess.Popen",
+    "pickle.loads",
+    "runpy.run_path",
+]
+
+
+def test_the_list_of_attacks_is_of_things_that_exist() -> None:
+    assert len(ATTACKS) == len(set(ATTACKS)) >= 50
+    for path in ATTACKS:
+        parts = path.split(".")
+        found = None
+        for depth in range(len(parts) - 1, 0, -1):
+            try:
+                found = importlib.import_module(".".join(parts[:depth]))
+            except ModuleNotFoundError:
+                continue
+            for name in parts[depth:]:
+                found = getattr(found, name)
+            break
+        assert callable(found), path
+
+
+@pytest.mark.parametrize("path", ATTACKS)
+def test_no_attack_is_reachable(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TRUST)
+    with pytest.raises(
+        ValueError, match="is no public dotted name|not among the components that a config may name"
+    ):
+        resolve(path)
+    node = {"_component_": path, "trusted_packages": [path.split(".")[0]]}
+    with pytest.raises(ValueError, match=r"_component_ '"):
+        build({"trusted_packages": [path.split(".")[0]], "a": [{"b": node}]})
+
+
+def test_a_shell_command_in_a_config_does_not_run(tmp_path, monkeypatch) -> None:
+    monkeypatch.delenv(TRUST)
+    marker = tmp_path / "ran"
+    with pytest.raises(ValueError, match="not among the components"):
+        build({"_component_": "torch.utils.collect_env.run", "command": f"touch {marker}"})
+    with pytest.raises(ValueError, match="not among the components"):  # torchtune calls what this names
+        build(
+            {
+                "_component_": "torchtune.models.llama3.llama3_tokenizer",
+                "path": "tokenizer.model",
+                "prompt_template": "torch.utils.collect_env.main",
+            }
+        )
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"trust_remote_code": True}, "would run code of whoever wrote the repository"),
+        (
+            {"load_dataset_kwargs": {"trust_remote_code": True}},
+            "would run code of whoever wrote the repository",
+        ),
+        (
+            {"source": "pandas", "data_files": "https://host/x.pkl"},
+            "builder 'pandas' of datasets can run code",
+        ),
+        ({"dataset": "iceberg"}, "builder 'iceberg' of datasets can run code"),
+    ],
+)
+def test_arguments_by_which_a_library_would_run_code(arguments, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        build({"_component_": "torchtune.datasets.chat_dataset", **arguments})
+
+
+def test_every_row_of_the_table_names_something() -> None:
+    """And everything that it names is public, and of the package that it is named in."""
+
+    families = ["llama2", "llama3", "qwen2_5", "gemma2", "mistral", "phi3"]
+    for modules, names in COMPONENTS.items():
+        for module in (
+            [f"torchtune.models.{f}" for f in families] if r"\w+" in modules else [modules.replace("\\", "")]
+        ):
+            there = importlib.import_module(module)
+            exported = getattr(there, "__all__", None) or [name for name in dir(there) if name[0] != "_"]
+            found = []
+            for name in exported:
+                try:
+                    found.append(resolve(f"{module}.{name}"))
+                except (ValueError, ImportError):
+                    continue
+            assert found, f"{module}: {names}"
+            assert not any(isinstance(each, ModuleType) for each in found)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "streampack.Mix",
+        "streampack.packed_dataset",
+        "torch.optim.AdamW",
+        "torch.optim.lr_scheduler.OneCycleLR",
+        "torchao.optim.AdamW8bit",
+        "torchtune.data.ChatMLTemplate",
+        "torchtune.data.OpenAIToMessages",
+        "torchtune.datasets.alpaca_cleaned_dataset",  # a partial
+        "torchtune.models.llama3_2.lora_llama3_2_1b",
+        "torchtune.models.qwen2_5.qwen2_5_tokenizer",
+        "torchtune.modules.transforms.tokenizers.HuggingFaceBaseTokenizer",
+        "torchtune.training.FullModelHFCheckpointer",
+        "torchtune.training.metric_logging.WandBLogger",
+        "torchtune.training.setup_torch_profiler",
+        "transformers.get_wsd_schedule",
+        "transformers.get_cosine_schedule_with_warmup",
+        "transformers.get_constant_schedule",
+    ],
+)
+def test_what_configs_name(path: str) -> None:
+    assert callable(resolve(path))
+
+
+def test_what_is_written_at_length_is_shown_in_short() -> None:
+    with pytest.raises(ValueError, match=r"may name; write streampack.JSONLSource$"):
+        resolve("streampack.sources.JSONLSource")
+    with pytest.raises(
+        ValueError,
+        match=r"if you trust my_rows, say so outside of the config: --trust my_rows, or the variable STREAMPACK_TRUST",
+    ):
+        resolve("my_rows.build")
+
+
+@pytest.mark.parametrize(
+    "path", ["", "system", "my_rows..build", "my_rows.__import__", "_private.thing", "a b.c", 3]
+)
+def test_what_is_no_name(path) -> None:
+    with pytest.raises(ValueError, match="_component_ .* is (no public dotted name|not among)"):
+        resolve(path)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A working directory with a module `rows_of_mine` in it, which nothing else can find."""
+    (tmp_path / "rows_of_mine.py").write_text(
+        "from os import system\ndef build(n):\n    return list(range(n))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    monkeypatch.setenv(TRUST, "")
+    yield
+    sys.modules.pop("rows_of_mine", None)
+
+
+def test_a_module_of_the_working_directory_is_found_if_the_user_trusts_it(here) -> None:
+    node = {"_component_": "rows_of_mine.build", "n": 3}
+    with pytest.raises(ValueError, match="--trust rows_of_mine"):
+        build(node)
+    trust(["rows_of_mine"])
+    assert build(node) == [0, 1, 2]
+    with pytest.raises(ValueError, match="it comes from posix"):
+        resolve("rows_of_mine.system")
+
+
+def test_trust_can_be_of_one_module(monkeypatch) -> None:
+    monkeypatch.setenv(TRUST, "json.decoder, tests")
+    assert resolve("json.decoder.JSONDecoder") is json.JSONDecoder
+    with pytest.raises(ValueError, match="not among"):
+        resolve("json.loads")
+    assert resolve("tests.support.tiny.WordTokenizer") is WordTokenizer
+    with pytest.raises(ValueError, match="not among"):
+        resolve("testsuite.tiny")
+
+
+def test_trust_adds_names(monkeypatch) -> None:
+    monkeypatch.setenv(TRUST, "a")
+    trust(["b.c,d", "a"])
+    assert TRUST in __import__("os").environ
+    assert __import__("os").environ[TRUST] == "a,b.c,d"
+    with pytest.raises(ValueError, match=r"--trust ../x: this is no name of a package"):
+        trust(["../x"])
+
+
+def test_builds_the_whole_tree(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    node = {"inner": [{"_component_": "streampack.JSONLSource", "paths": str(tmp_path / "*.jsonl")}], "n": 3}
+    built = build(node)
+    assert built["n"] == 3
+    assert isinstance(built["inner"][0], JSONLSource)
+
+
+def test_a_nested_node_is_an_argument():
+    built = build(
+        {
+            "_component_": "streampack.TokensEncoder",
+            "tokens": {"_component_": "tests.support.tiny.WordTokenizer"},
+        }
+    )
+    assert isinstance(built, TokensEncoder)
+    assert isinstance(built.tokens, WordTokenizer)
+
+
+def test_injects_only_what_is_asked_for_and_not_given():
+    tokenizer, other = WordTokenizer(), WordTokenizer()
+    inject = {"tokenizer": tokenizer, "optimizer": None}
+    assert build({"_component_": "streampack.TextEncoder"}, inject=inject).tokenizer is tokenizer
+    given = {"_component_": "streampack.TextEncoder", "tokenizer": other}
+    assert build(given, inject=inject).tokenizer is other
+    assert build({"_component_": "streampack.TokensEncoder"}, inject=inject).tokens is None
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("torch.optim.AdamV", r"did you mean 'AdamW?'\?"),
+        ("torch.optim.Zzz", "check the spelling"),
+        ("tests.nowhere.Thing", "check the spelling"),
+        ("tests.support.tiny.WORDS", "check the spelling"),
+    ],
+)
+def test_a_path_that_leads_nowhere(path, hint):
+    with pytest.raises(ValueError, match=rf"'{path}' leads to nothing that can be called; {hint}"):
+        resolve(path)
+
+
+def test_a_missing_dependency_is_named_and_not_called_a_misspelling(tmp_path, monkeypatch):
+    (tmp_path / "needy.py").write_text("import surely_not_installed\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv(TRUST, "needy")
+    with pytest.raises(ImportError, match="needs surely_not_installed, which is not installed"):
+        resolve("needy.Thing")
+
+
+def test_arguments_that_do_not_fit_name_the_component():
+    with pytest.raises(ValueError, match=r"streampack.TokensEncoder: .*'column'"):
+        build({"_component_": "streampack.TokensEncoder", "column": "x"})

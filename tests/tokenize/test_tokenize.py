@@ -1,0 +1,497 @@
+"""Making token shards: the same bytes with any number of workers, and after any kill."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streampack import IterablePackedDataset, JSONLSource, Mix, TextEncoder, TokenShardSource, cli
+from streampack.sources import Holdout, Reading
+from streampack.sources.examples import EXAMPLES
+from streampack.storage import locks
+from streampack.tokenize.tokenize import from_config, tokenize
+from streampack.types import Sample
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Letters:
+    """A tokenizer: a token for every byte."""
+
+    vocab_size = 258
+
+    def encode(self, text: str, *, add_bos: bool, add_eos: bool) -> list[int]:
+        return [256] * add_bos + list(text.encode()) + [257] * add_eos
+
+
+class Slow(TextEncoder):
+    """Takes its time, and writes for every row which process encodes it."""
+
+    def __init__(self, log: Path) -> None:
+        super().__init__(Letters())
+        self.log = log
+
+    def __call__(self, row: Mapping[str, Any], /) -> Sample:
+        time.sleep(0.01)
+        with self.log.open("a") as log:
+            log.write(f"{os.getpid()}\n")
+        return super().__call__(row)
+
+
+def corpus(folder: Path, count: int = 300) -> JSONLSource:
+    rng = np.random.default_rng(0)
+    folder.mkdir(exist_ok=True)
+    for part in range(2):
+        lines = [json.dumps({"text": f"{part}:{i} " * int(rng.integers(1, 20))}) for i in range(count // 2)]
+        (folder / f"{part}.jsonl").write_text("\n".join(lines))
+    return JSONLSource(str(folder / "*.jsonl"))
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("[!.]*")) if path.is_file()}
+
+
+LOOKED_AT = 2 * EXAMPLES  # samples made beforehand, by which shards of another encoder are known
+
+
+def run(
+    source: Any, out: Path, *, workers: int = 1, lanes: int = 5, encoder: Any = None, **options: Any
+) -> Path:
+    encoder = encoder or TextEncoder(Letters())
+    settings = {"shard_tokens": 1500, "progress": False, **options}
+    return tokenize(source, out=out, encoder=encoder, workers=workers, lanes=lanes, **settings)
+
+
+def test_the_workers_do_not_change_a_byte(tmp_path: Path) -> None:
+    source = corpus(tmp_path / "corpus")
+    one, three = run(source, tmp_path / "one"), run(source, tmp_path / "three", workers=3)
+    assert content(one) == content(three)
+    assert len(content(one)) > 10
+    encode = TextEncoder(Letters())
+    expected = sorted(encode(row.data).tokens.tolist() for row in source.read(Reading()))
+    shards = TokenShardSource(one)
+    assert sorted(row.data["tokens"].tolist() for row in shards.read(Reading())) == expected
+    assert {shard.dtype for shard in shards.shards} == {"uint16"}
+    index = json.loads((one / "index.json").read_text())
+    assert index["plan"]["encoder"]["fingerprint"] == encode.fingerprint()
+
+
+class Killed(BaseException):
+    """Nobody catches it, as nobody catches a SIGKILL; but the test goes on."""
+
+
+@pytest.mark.parametrize("after", [0, 1, 40, 120, 250, 299])
+def test_a_run_that_stops_anywhere_goes_on(tmp_path: Path, after: int) -> None:
+    source = corpus(tmp_path / "corpus")
+    whole = content(run(source, tmp_path / "whole"))
+    encode, seen = TextEncoder(Letters()), [-LOOKED_AT]
+
+    class Dies(TextEncoder):
+        def __call__(self, row: Mapping[str, Any], /) -> Sample:
+            seen[0] += 1
+            if seen[0] > after:
+                raise Killed
+            return encode(row)
+
+    out = tmp_path / "out"
+    with pytest.raises(Killed):
+        run(source, out, encoder=Dies(Letters()))
+    complete = content(out)
+    assert set(complete) <= set(whole)
+    assert all(whole[name] == data for name, data in complete.items())
+    kept = len(complete)
+    run(source, out, workers=2)
+    assert content(out) == whole
+    assert after < 120 or kept > 2
+
+
+def test_complete_shards_are_not_made_again(tmp_path: Path) -> None:
+    source, log = corpus(tmp_path / "corpus"), tmp_path / "log"
+    out = run(source, tmp_path / "out", encoder=Slow(log))
+    assert len(log.read_text().splitlines()) == 300 + LOOKED_AT
+    whole = content(out)
+    (out / "tokens-00002-00001.bin").unlink()
+    later = [name for name in whole if name > "tokens-00002-00001.bin" and name.startswith("tokens-00002")]
+    log.write_text("")
+    run(source, out, encoder=Slow(log))
+    assert content(out) == whole
+    again = sum(json.loads(whole[name][:4096])["documents"] for name in ["tokens-00002-00001.bin", *later])
+    assert len(log.read_text().splitlines()) - LOOKED_AT == again > 0
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from tests.tokenize.test_tokenize import Slow, corpus, run
+folder = Path(sys.argv[1])
+run(corpus(folder / "corpus"), folder / "out", encoder=Slow(folder / "log"), workers=2)
+"""
+
+
+def encoded(folder: Path) -> int:
+    log = folder / "log"
+    return len(log.read_text().splitlines()) if log.exists() else 0
+
+
+def wait_for(condition: Callable[[], bool], *, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it takes too long"
+        time.sleep(0.02)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the system does not list its processes")
+def test_sigkill(tmp_path: Path) -> None:
+    """Of the main process, twice, at places that the rows tell; its workers leave by themselves."""
+    whole = content(run(corpus(tmp_path / "corpus"), tmp_path / "whole"))
+    for rows in (60, 40):
+        begun = encoded(tmp_path)
+        with subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path)], cwd=ROOT) as process:
+            try:
+                wait_for(lambda begun=begun, rows=rows: encoded(tmp_path) - begun > rows)  # type: ignore[misc]
+            finally:
+                process.kill()
+        wait_for(lambda: not any(map(running, set((tmp_path / "log").read_text().split()))), seconds=10)
+        assert not (tmp_path / "out" / "index.json").exists()
+        for path in (tmp_path / "out").glob("tokens-*"):
+            assert path.read_bytes() == whole[path.name]
+    run(corpus(tmp_path / "corpus"), tmp_path / "out")
+    assert content(tmp_path / "out") == whole
+
+
+def running(pid: str) -> bool:
+    """Whether a process is there and more than its parent's memory of it."""
+    try:
+        state = Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+class Suicide(TextEncoder):
+    def __call__(self, row: Mapping[str, Any], /) -> Sample:
+        if "1:77 " in row["text"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__call__(row)
+
+
+def test_a_worker_that_is_killed(tmp_path: Path) -> None:
+    source = corpus(tmp_path / "corpus")
+    with pytest.raises(
+        RuntimeError, match="a worker process was killed, perhaps for want of memory; the same call"
+    ):
+        run(source, tmp_path / "out", encoder=Suicide(Letters()), workers=2)
+    run(source, tmp_path / "out")
+    assert content(tmp_path / "out") == content(run(source, tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": 5}', "1.jsonl:42: column 'text' holds a int; it must be text"),
+        ('{"words": "a"}', "1.jsonl:42: column 'text' is missing"),
+        ('{"text": "a', "1.jsonl:42: not a line of JSON"),
+    ],
+)
+def test_errors_name_file_and_row(tmp_path: Path, line: str, message: str, workers: int) -> None:
+    corpus(tmp_path / "corpus")
+    path = tmp_path / "corpus" / "1.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:41], line, *lines[42:]]))
+    source = JSONLSource(str(tmp_path / "corpus" / "*.jsonl"))
+    with pytest.raises(ValueError, match=message):
+        run(source, tmp_path / "out", workers=workers)
+    assert not [name for name in content(tmp_path / "out") if not name.startswith("tokens-")]
+    path.write_text("\n".join(lines))
+    with pytest.raises(
+        ValueError, match="was made with corpus='.*' and this is corpus='.*'; give another folder"
+    ):
+        run(JSONLSource(str(tmp_path / "corpus" / "*.jsonl")), tmp_path / "out", workers=workers)
+
+
+BROKEN = {
+    3: '{"text": "a',
+    4: "[1]",
+    5: '{"text": 5}',
+    40: '{"words": "a"}',
+    99: '{"text": 7}',
+    149: '{"text": ',  # the last of its file
+}
+
+
+def broken_corpus(folder: Path) -> JSONLSource:
+    corpus(folder)
+    for part in range(2):
+        path = folder / f"{part}.jsonl"
+        lines = path.read_text().splitlines()
+        path.write_text("\n".join(BROKEN.get(i, line) for i, line in enumerate(lines)) + "\n")
+    return JSONLSource(str(folder / "*.jsonl"))
+
+
+def listed(folder: Path) -> list[tuple[str, int, str]]:
+    """What a quarantine names, each record once."""
+    lines = [line for path in sorted(folder.iterdir()) for line in path.read_text().splitlines()]
+    return sorted((entry["shard"], entry["offset"], entry["reason"]) for entry in map(json.loads, lines))
+
+
+SKIP = {"on_bad_record": "skip"}
+
+
+def test_broken_records_are_left_out_as_a_dataset_does(tmp_path: Path) -> None:
+    source, encode = broken_corpus(tmp_path / "corpus"), TextEncoder(Letters())
+    out = run(source, tmp_path / "out", **SKIP, quarantine=tmp_path / "bad")
+    three = run(source, tmp_path / "three", **SKIP, quarantine=tmp_path / "bad3", workers=3)
+    assert content(three) == content(out)
+    assert json.loads((out / "index.json").read_text())["bad_records"] == 2 * len(BROKEN)
+    settings: Any = {"encoder": encode, "max_seq_len": 256, "num_lanes": 5, **SKIP}
+    packed = IterablePackedDataset(source, **settings, quarantine=tmp_path / "of the dataset")
+    packs = list(packed.stream())
+    assert packs[0].tokens.size
+    assert listed(tmp_path / "bad") == listed(tmp_path / "bad3") == listed(tmp_path / "of the dataset")
+    assert len(listed(tmp_path / "bad")) == 2 * len(BROKEN)
+    got = sorted(row.data["tokens"].tolist() for row in TokenShardSource(out).read(Reading()))
+
+    rows = [json.loads(line) for line in whole_lines(tmp_path / "corpus")]
+    assert len(rows) == 300 - 2 * len(BROKEN)
+    assert got == sorted(encode(row).tokens.tolist() for row in rows)
+
+
+def whole_lines(folder: Path) -> list[str]:
+    lines = [line for part in range(2) for line in (folder / f"{part}.jsonl").read_text().splitlines()]
+    return [line for line in lines if line not in BROKEN.values()]
+
+
+@pytest.mark.parametrize("after", [0, 20, 60, 130, 250, 287])
+def test_broken_records_are_counted_on_after_a_kill(tmp_path: Path, after: int) -> None:
+    source, bad = broken_corpus(tmp_path / "corpus"), tmp_path / "bad"
+    whole, seen = content(run(source, tmp_path / "whole", **SKIP)), [0]
+
+    class Dies(TextEncoder):
+        def __call__(self, row: Mapping[str, Any], /) -> Sample:
+            seen[0] += 1
+            if seen[0] > after:
+                raise Killed
+            return super().__call__(row)
+
+    with pytest.raises(Killed):
+        run(source, tmp_path / "out", encoder=Dies(Letters()), **SKIP, quarantine=bad)
+    run(source, tmp_path / "out", **SKIP, quarantine=bad, workers=2)
+    assert content(tmp_path / "out") == whole, "the counts in the headers, too"
+    assert len(listed(bad)) == 2 * len(BROKEN)
+
+
+def test_too_many_broken_records(tmp_path: Path) -> None:
+    """Of a lane, whichever process and call passed them by."""
+    source, many = broken_corpus(tmp_path / "corpus"), 2 * len(BROKEN)
+    settings = {"lanes": 1, "shard_tokens": 300, **SKIP}
+    run(source, tmp_path / "enough", **settings, max_bad_records=many)
+    whole = content(tmp_path / "enough")
+    limit = rf"1.jsonl:150: .*; lane 0 has passed by {many - 1} broken records before this one: look at them"
+    for _ in range(2):  # the second time with all shards but the last
+        with pytest.raises(ValueError, match=limit):
+            run(source, tmp_path / "out", **settings, max_bad_records=many - 1)
+    assert len(content(tmp_path / "out")) > 10
+    run(source, tmp_path / "out", **settings)
+    assert content(tmp_path / "out") == whole
+
+
+def test_an_error_that_is_passed_by_the_next_time(tmp_path: Path) -> None:
+    source = broken_corpus(tmp_path / "corpus")
+    whole = content(run(source, tmp_path / "whole", lanes=1, shard_tokens=20, **SKIP))
+    with pytest.raises(ValueError, match="0.jsonl:4: not a line of JSON"):
+        run(source, tmp_path / "out", lanes=1, shard_tokens=20)
+    assert content(tmp_path / "out")
+    assert content(run(source, tmp_path / "out", lanes=1, shard_tokens=20, **SKIP)) == whole
+    (tmp_path / "out" / "index.json").unlink()
+    with pytest.raises(
+        ValueError, match=r'leaves out \d+ broken record\(s\) before its end; set on_bad_record="skip"'
+    ):
+        run(source, tmp_path / "out", lanes=1, shard_tokens=20)
+
+
+def test_settings_of_broken_records(tmp_path: Path) -> None:
+    rows = [{"tokens": [1, 2], "labels": [1, 3]}]
+    with pytest.raises(ValueError, match="on_bad_record='ignore'"):
+        tokenize(rows, out=tmp_path, on_bad_record="ignore")
+    with pytest.raises(ValueError, match='a quarantine lists what is skipped; set on_bad_record="skip"'):
+        tokenize(rows, out=tmp_path, quarantine=tmp_path / "bad")
+    with pytest.raises(ValueError, match="a label is neither its token nor -100, and a shard keeps no other"):
+        tokenize(rows, out=tmp_path, progress=False, **SKIP)  # the record is sound; the format is too narrow
+
+
+def test_other_errors_say_where(tmp_path: Path) -> None:
+    def broken(row: Mapping[str, Any]) -> Sample:
+        raise ZeroDivisionError("oh")
+
+    with pytest.raises(ZeroDivisionError, match="oh") as caught:
+        run([{"text": "a"}], tmp_path, encoder=broken, lanes=1)
+    assert caught.value.__notes__ == ["while encoding sample 0"]
+
+
+def test_what_does_not_fit(tmp_path: Path) -> None:
+    rows = [{"tokens": [1, 70_000], "labels": [1, 70_000]}]
+    with pytest.raises(ValueError, match="sample 0: token id 70000 does not fit into uint16"):
+        tokenize(rows, out=tmp_path / "a", dtype="uint16", progress=False)
+    assert TokenShardSource(tokenize(rows, out=tmp_path / "a2", progress=False)).shards[0].dtype == "uint32"
+    rows = [{"tokens": [1, 2], "labels": [1, 3]}]
+    with pytest.raises(
+        ValueError, match="sample 0: a label is neither its token nor -100, and a shard keeps no other"
+    ):
+        tokenize(rows, out=tmp_path / "b", progress=False)
+    with pytest.raises(ValueError, match="dtype='int8'"):
+        tokenize(rows, out=tmp_path / "c", dtype="int8", progress=False)
+    with pytest.raises(ValueError, match="workers"):
+        tokenize(rows, out=tmp_path / "c", workers=0, progress=False)
+
+
+def test_a_source_of_few_lanes(tmp_path: Path) -> None:
+    rows = lambda: iter([{"tokens": [1], "labels": [1]}])  # noqa: E731
+    with pytest.raises(ValueError, match=r"the source can be read as 1 lane\(s\), not as 2"):
+        tokenize(rows, out=tmp_path, lanes=2, progress=False)
+    assert TokenShardSource(tokenize(rows, out=tmp_path, workers=4, progress=False)).documents == 1
+
+
+def test_a_mixture_is_refused(tmp_path: Path) -> None:
+    rows = [{"tokens": [1], "labels": [1]}]
+    with pytest.raises(
+        ValueError, match="a mixture is weighted while it is read; tokenize each of its sources"
+    ):
+        tokenize(Mix([{"name": "a", "source": rows, "weight": 1}]), out=tmp_path, progress=False)
+
+
+def test_no_rows(tmp_path: Path) -> None:
+    rows = [{"tokens": [1], "labels": [1]}]
+    nothing = next(
+        part
+        for seed in range(99)
+        if not list((part := Holdout(wrapped(rows, seed), share=0.5, part="train")).read(Reading()))
+    )
+    with pytest.raises(ValueError, match="the source has no rows; there is nothing to write"):
+        tokenize(nothing, out=tmp_path, progress=False)
+
+
+def wrapped(rows: Any, seed: int) -> Any:
+    from streampack import MapSource
+
+    return MapSource([{**rows[0], "seed": seed}])
+
+
+def test_documents_without_tokens_stay(tmp_path: Path) -> None:
+    rows: list[dict[str, list[int]]] = [{"tokens": [], "labels": []}, {"tokens": [1], "labels": [1]}]
+    source = TokenShardSource(tokenize(rows, out=tmp_path, lanes=1, progress=False))
+    assert [row.data["tokens"].tolist() for row in source.read(Reading())] == [[], [1]]
+
+
+def test_the_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = corpus(tmp_path / "corpus")
+    run(source, tmp_path / "out", workers=2, progress=True)
+    tokens = TokenShardSource(tmp_path / "out").tokens
+    last = capsys.readouterr().err.strip().split("\r")[-1]
+    size = f"{tokens / 1000:.1f}k"
+    assert "100%" in last
+    assert f"{size}/{size}" in last
+    run(source, tmp_path / "out", progress=True)
+    assert f"{size}/{size}" in capsys.readouterr().err
+
+
+CONFIG = """
+data:
+  source: {{_component_: streampack.JSONLSource, paths: {path}}}
+  encoder: {{_component_: streampack.TokensEncoder, labels: null}}
+  max_seq_len: 512
+"""
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"tokens": [1, 2]}\n{"tokens": [3]}\n{"ids": [3]}\n')
+    config = tmp_path / "data.yaml"
+    config.write_text(CONFIG.format(path=tmp_path / "rows.jsonl"))
+    words = ["tokenize", "--config", str(config), "--out", str(tmp_path / "out"), "--workers", "2"]
+    assert cli.main(words) == 1
+    assert "rows.jsonl:3: column 'tokens' is missing" in capsys.readouterr().err.splitlines()[-1]
+    assert cli.main([*words, "data.encoder.tokens=ids", "--lanes", "1"]) == 1
+    assert "rows.jsonl:1: column 'ids' is missing" in capsys.readouterr().err
+    (tmp_path / "rows.jsonl").write_text('{"tokens": [1, 2]}\n{"tokens": [3]}\n')
+    assert cli.main(words) == 0
+    assert TokenShardSource(tmp_path / "out").tokens == 3
+    assert cli.main([*words, "--dtype", "uint16"]) == 1
+    assert "was made with dtype='uint32' and this is dtype='uint16'" in capsys.readouterr().err
+    (tmp_path / "rows.jsonl").write_text('{"tokens": [1, 2]}\n{"tokens": [3]}\n{"ids": [3]}\n')
+    words = [*words[:4], str(tmp_path / "skipped"), f"data.quarantine={tmp_path / 'bad'}"]
+    assert cli.main(words) == 1
+    assert "a quarantine lists what is skipped" in capsys.readouterr().err
+    assert cli.main([*words, "data.on_bad_record=skip"]) == 0
+    assert TokenShardSource(tmp_path / "skipped").tokens == 3
+    assert len(listed(tmp_path / "bad")) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("", "the following arguments are required: --out"),
+        ("--config x.yaml", "the following arguments are required: --out"),
+        ("--out x", "--config is missing: name a config or the path of a YAML file"),
+        ("--config x --out y --workers two", "argument --workers: invalid int value: 'two'"),
+        ("--config x --out y stray", "'stray' is neither an option nor KEY=VALUE"),
+        ("--config x --out y --wrokers 2", "'--wrokers' is neither an option nor KEY=VALUE"),
+    ],
+)
+def test_words_that_make_no_sense(words: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tokenize", *words.split()]) == 2
+    assert capsys.readouterr().err.startswith(f"streampack: error: {error}")
+
+
+def test_a_config_needs_a_source() -> None:
+    with pytest.raises(ValueError, match="data.source is missing; name where the rows come from"):
+        from_config({"data": {"encoder": None}})
+
+
+class Meanwhile(TextEncoder):
+    """When half of a shard is written, another process tokenizes to the same folder."""
+
+    def __init__(self, source: JSONLSource, out: Path) -> None:
+        super().__init__(Letters())
+        self.source, self.out = source, out
+        self.rows = 0
+        self.said: list[str] = []
+
+    def __call__(self, row: Mapping[str, Any], /) -> Sample:
+        self.rows += 1
+        if self.rows == 50:
+            context = mp.get_context("fork")
+            queue = context.SimpleQueue()
+            other = context.Process(target=self.tokenize_too, args=(queue,))
+            other.start()
+            other.join()
+            self.said.append(queue.get())
+        return super().__call__(row)
+
+    def tokenize_too(self, queue: Any) -> None:
+        try:
+            tokenize(self.source, out=self.out, encoder=TextEncoder(Letters()), lanes=1, progress=False)
+            queue.put("nothing")
+        except ValueError as error:
+            queue.put(str(error))
+
+
+def test_a_second_one_on_the_same_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(locks.lock_folder.__wrapped__.__kwdefaults__, "patience", 0)  # type: ignore[attr-defined]
+    source, out = corpus(tmp_path / "corpus"), tmp_path / "out"
+    encoder = Meanwhile(source, out)
+    tokenize(source, out=out, encoder=encoder, lanes=1, progress=False)
+    [said] = encoder.said
+    assert said.startswith(f"{out} is in use by process {os.getpid()} on ")
+    assert said.endswith("; wait until it ends, stop it, or give another folder")
+    assert sum(1 for _ in TokenShardSource(out).read(Reading())) == 300

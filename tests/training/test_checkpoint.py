@@ -1,0 +1,394 @@
+import io
+import itertools
+import os
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from streampack.distributed.world import join_world
+from streampack.training.checkpoint import Checkpoints
+from tests.support.ranks import run_ranks
+
+
+def trained(seed, steps=3):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        step(model, optimizer)
+    return model, optimizer
+
+
+def step(model, optimizer):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+
+
+def test_model_and_optimizer_come_back_and_train_on_the_same(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    model, optimizer = trained(1)
+    checkpoints.save(3, model=model, optimizer=optimizer, run={"step": 3, "stream": {"lanes": {0: b"x"}}})
+    other, other_optimizer = trained(2, steps=0)
+    run = checkpoints.load(3, model=other, optimizer=other_optimizer)
+    assert run == {"step": 3, "stream": {"lanes": {0: b"x"}}}
+    for _ in range(2):
+        step(model, optimizer)
+        step(other, other_optimizer)
+    for left, right in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_keeps_the_newest(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    model, optimizer = trained(1)
+    for number in (5, 10, 15):
+        checkpoints.save(number, model=model, optimizer=optimizer, run={})
+    assert checkpoints.steps() == [10, 15]
+
+
+def test_what_was_not_finished_does_not_count(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path)
+    model, optimizer = trained(1)
+    checkpoints.save(5, model=model, optimizer=optimizer, run={"good": 1})
+
+    def dies(*_args, **_kwargs):
+        raise OSError("disk full")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(torch, "save", dies)
+        with pytest.raises(RuntimeError, match="step_00000010 could not be written: disk full"):
+            checkpoints.save(10, model=model, optimizer=optimizer, run={})
+    assert checkpoints.steps() == [5]
+    assert checkpoints.load(5, model=model, optimizer=optimizer) == {"good": 1}
+    checkpoints.save(10, model=model, optimizer=optimizer, run={})  # over the remains
+    assert checkpoints.steps() == [5, 10]
+
+
+def test_no_folder_no_checkpoints(tmp_path):
+    assert Checkpoints(tmp_path / "none").steps() == []
+
+
+def test_run_files_hold_plain_values_only(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    model, optimizer = trained(1)
+    checkpoints.save(1, model=model, optimizer=optimizer, run={"bad": Checkpoints(tmp_path)})
+    with pytest.raises(Exception, match="weights_only|Weights only"):
+        checkpoints.load(1, model=model, optimizer=optimizer)
+
+
+def test_what_a_killed_run_left_is_removed(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    model, optimizer = trained(1)
+    for name in ("step_00000003.part", "step_00000001.old", "mine"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    checkpoints.save(5, model=model, optimizer=optimizer, run={})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "step_00000005"]
+
+
+def test_what_is_frozen_is_not_saved(tmp_path):
+    model, optimizer = trained(1)
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model[1].parameters())
+    Checkpoints(tmp_path).save(1, model=model, optimizer=optimizer, run={})
+    [other, _], begun = trained(2), trained(2)[0][0].weight.clone()
+    other[0].requires_grad_(False)
+    Checkpoints(tmp_path).load(1, model=other, optimizer=torch.optim.AdamW(other[1].parameters()))
+    assert torch.equal(other[1].weight, model[1].weight)
+    assert torch.equal(other[0].weight, begun)
+
+
+def test_buffers_are_saved(tmp_path):
+    def build():
+        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    Checkpoints(tmp_path).save(1, model=model, optimizer=optimizer, run={})
+    other = build()
+    Checkpoints(tmp_path).load(1, model=other, optimizer=torch.optim.AdamW(other.parameters()))
+    assert model[1].running_mean.any()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda folder, model: nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 2)),
+            "could not be read: .*Size mismatch",
+        ),
+        (lambda folder, model: nn.Sequential(*model, nn.Linear(2, 2)), "could not be read: .*2.weight"),
+        (
+            lambda folder, model: [p.unlink() for p in folder.rglob("*.distcp")] and model,
+            "could not be read: .*No such file",
+        ),
+        (
+            lambda folder, model: [p.write_bytes(b"x") for p in folder.rglob(".metadata")] and model,
+            "could not be read",
+        ),
+    ],
+)
+def test_a_checkpoint_that_does_not_load_says_which(tmp_path, change, message):
+    model, optimizer = trained(1)
+    Checkpoints(tmp_path).save(1, model=model, optimizer=optimizer, run={})
+    other = change(tmp_path, model)
+    with pytest.raises(RuntimeError, match=f"step_00000001 {message}"):
+        Checkpoints(tmp_path).load(1, model=other, optimizer=torch.optim.AdamW(other.parameters()))
+
+
+# Killed in the middle. The process really ends, so that no handler can tidy up.
+
+
+class DyingFile(io.FileIO):
+    """Of a write, half reaches the disk before the point is passed. Not of all: torch.save makes hundreds."""
+
+    point = None
+    writes = 0
+
+    def write(self, data):
+        data = bytes(data)
+        super().write(data[: len(data) // 2])
+        if self.writes % 40 == 0:
+            DyingFile.point("write")
+        self.writes += 1
+        super().write(data[len(data) // 2 :])
+        return len(data)
+
+
+def die_at(number, journal):
+    """From now on this process ends at the ``number``-th write, sync, rename, or removal."""
+    passed = 0
+
+    def point(kind):
+        nonlocal passed
+        passed += 1
+        os.write(journal, f"{kind}\n".encode())
+        if passed == number:
+            os._exit(9)
+
+    def watched(kind, function):
+        def call(*args, **kwargs):
+            point(kind)
+            return function(*args, **kwargs)
+
+        return call
+
+    def open_file(path, mode="r", *args, **kwargs):
+        return DyingFile(path, "w") if "w" in mode else opened(path, mode, *args, **kwargs)
+
+    opened = Path.open
+    DyingFile.point = staticmethod(point)
+    Path.open = open_file
+    os.fsync = watched("fsync", os.fsync)
+    for name in ("rename", "mkdir", "unlink", "rmdir"):
+        setattr(os, name, watched(name, getattr(os, name)))
+    Path.rename = lambda path, target: os.rename(path, target)  # noqa: PTH104
+
+
+def crash_everywhere(folder):
+    """Save step 5, then die at every point of saving step 10; what was left each time."""
+    outcomes = []
+    for number in itertools.count(1):
+        place = Path(folder) / str(number)
+        model, optimizer = trained(1)
+        checkpoints = Checkpoints(place, keep=1)
+        checkpoints.save(5, model=model, optimizer=optimizer, run={"step": 5})
+        step(model, optimizer)
+        journal = os.open(place.with_suffix(".journal"), os.O_WRONLY | os.O_CREAT)
+        child = os.fork()
+        if child == 0:
+            die_at(number, journal)
+            checkpoints.save(10, model=model, optimizer=optimizer, run={"step": 10})
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        os.close(journal)
+        other, other_optimizer = trained(2, steps=0)
+        newest = checkpoints.newest()
+        run = checkpoints.load(newest, model=other, optimizer=other_optimizer)
+        weights = [value.tolist() for value in other.parameters()]
+        step(other, other_optimizer)
+        checkpoints.save(15, model=other, optimizer=other_optimizer, run={})
+        left = sorted(path.name for path in place.iterdir())
+        kinds = place.with_suffix(".journal").read_text().split()
+        outcomes.append((kinds[-1], newest, run, weights, left))
+        if code == 0:
+            break
+        assert code == 9
+    return outcomes
+
+
+def test_killed_at_any_point_of_a_save_leaves_the_previous_or_the_new(tmp_path):
+    [outcomes] = run_ranks(crash_everywhere, 1, tmp_path)
+    model, optimizer = trained(1)
+    whole = {5: [value.tolist() for value in model.parameters()]}
+    step(model, optimizer)
+    whole[10] = [value.tolist() for value in model.parameters()]
+    kinds = Counter(kind for kind, *_ in outcomes)
+    assert kinds["write"] >= 5, (
+        kinds
+    )  # of the model, the optimizer, the metadata and what else the loop needs
+    assert kinds["fsync"] >= 5, kinds  # three files, two folders
+    assert kinds["rename"] >= 3, kinds  # the metadata's, the new one's, the old one's
+    newest = [step for _, step, *_ in outcomes]
+    assert newest == sorted(newest)
+    assert set(newest) == {5, 10}
+    for _, step_, run, weights, left in outcomes:
+        assert run == {"step": step_}
+        assert weights == whole[step_]
+        assert left == ["step_00000015"]
+
+
+# In the background.
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """DCP writes nothing until this is set."""
+    go_on = threading.Event()
+    write_data = FileSystemWriter.write_data
+
+    def waits(*args):
+        assert go_on.wait(20)
+        return write_data(*args)
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", waits)
+    return go_on
+
+
+def test_in_the_background_what_was_is_saved_while_training_goes_on(tmp_path, held):
+    checkpoints = Checkpoints(tmp_path, in_background=True)
+    model, optimizer = trained(1)
+    run = {"lanes": {0: b"before"}}
+    checkpoints.save(3, model=model, optimizer=optimizer, run=run)
+    before = [value.detach().clone() for value in model.parameters()]
+    run["lanes"][0] = b"after"
+    step(model, optimizer)
+    assert checkpoints.steps() == []
+    held.set()
+    checkpoints.wait()
+    assert checkpoints.steps() == [3]
+    other, other_optimizer = trained(2, steps=0)
+    assert checkpoints.load(3, model=other, optimizer=other_optimizer) == {"lanes": {0: b"before"}}
+    for left, right in zip(before, other.parameters(), strict=True):
+        assert torch.equal(left, right)
+    step(other, other_optimizer)
+    for left, right in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(left, right), "the optimizer's state is of another step"
+
+
+def test_in_the_background_a_second_waits_for_the_first(tmp_path, held):
+    checkpoints = Checkpoints(tmp_path, in_background=True)
+    model, optimizer = trained(1)
+    checkpoints.save(3, model=model, optimizer=optimizer, run={})
+    release = threading.Timer(0.3, held.set)
+    release.start()
+    started = time.monotonic()
+    checkpoints.save(6, model=model, optimizer=optimizer, run={})
+    assert time.monotonic() - started > 0.25
+    assert 3 in checkpoints.steps()
+    checkpoints.wait()
+    assert checkpoints.steps() == [3, 6]
+    checkpoints.wait()  # for nothing
+
+
+def test_in_the_background_errors_come_up(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path, in_background=True)
+    model, optimizer = trained(1)
+    checkpoints.save(3, model=model, optimizer=optimizer, run={})
+    checkpoints.wait()
+
+    def full(*_args):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", full)
+    checkpoints.save(6, model=model, optimizer=optimizer, run={})
+    with pytest.raises(RuntimeError, match="step_00000006 could not be written: rank 0: disk full"):
+        checkpoints.save(9, model=model, optimizer=optimizer, run={})
+    assert checkpoints.steps() == [3]
+
+
+# On several ranks.
+
+
+def sharded(seed, world, steps):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 2))  # 7 rows on 2 or 3 ranks are no equal shares
+    if world.size > 1:
+        fully_shard(model, mesh=init_device_mesh("cpu", (world.size,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        step(model, optimizer)
+    return model, optimizer
+
+
+def numbers(model):
+    return [(p.full_tensor() if hasattr(p, "full_tensor") else p).tolist() for p in model.parameters()]
+
+
+def save_on_ranks(folder, in_background):
+    with join_world(torch.device("cpu")) as world:
+        checkpoints = Checkpoints(folder, world=world, in_background=in_background)
+        model, optimizer = sharded(1, world, steps=3)
+        checkpoints.save(3, model=model, optimizer=optimizer, run={"said_by": world.rank})
+        step(model, optimizer)
+        checkpoints.wait()
+        step(model, optimizer)
+        return numbers(model)
+
+
+def load_on_ranks(folder):
+    with join_world(torch.device("cpu")) as world:
+        model, optimizer = sharded(2, world, steps=0)
+        checkpoints = Checkpoints(folder, world=world)
+        run = checkpoints.load(checkpoints.newest(), model=model, optimizer=optimizer)
+        for _ in range(2):
+            step(model, optimizer)
+        return run, numbers(model)
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_saved_on_two_ranks_it_loads_on_any_number(tmp_path, in_background):
+    expected, _ = run_ranks(save_on_ranks, 2, tmp_path, in_background)
+    assert len(list(tmp_path.glob("step_00000003/*.distcp"))) == 2
+    for ranks in (1, 3):
+        for run, weights in run_ranks(load_on_ranks, ranks, tmp_path):
+            assert run == {"said_by": 0}
+            assert weights[0] == [pytest.approx(row, rel=1e-6) for row in expected[0]]
+            assert weights[2] == [pytest.approx(row, rel=1e-6) for row in expected[2]]
+
+
+def fail_on_rank_1(folder, in_background):
+    def full(*_args):
+        raise OSError("disk full")
+
+    with join_world(torch.device("cpu")) as world:
+        checkpoints = Checkpoints(folder, world=world, in_background=in_background)
+        model, optimizer = sharded(1, world, steps=1)
+        checkpoints.save(3, model=model, optimizer=optimizer, run={})
+        checkpoints.wait()
+        if world.rank == 1:
+            FileSystemWriter.write_data = full
+        try:
+            checkpoints.save(6, model=model, optimizer=optimizer, run={})
+            checkpoints.wait()
+        except RuntimeError as error:
+            return str(error), checkpoints.steps()
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_full_disk_of_one_rank_is_raised_on_all(tmp_path, in_background):
+    for message, steps in run_ranks(fail_on_rank_1, 2, tmp_path, in_background):
+        assert "step_00000006 could not be written: rank 1: disk full" in message
+        assert steps == [3]

@@ -1,0 +1,171 @@
+"""What a recipe's config makes of its data section: how much is held out, and who evaluates which part of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from streampack import IterablePackedDataset, PackedDataLoader
+from streampack.distributed.world import World, join_world
+from streampack.packing.batch import Batch
+from streampack.sources.divisible import listing_of
+from streampack.tokenize.tokenize import tokenize
+from streampack.training.config import read_config
+from streampack.training.data import build_data, opening, total_steps
+from tests.support.ranks import RankError, run_ranks
+from tests.support.tiny import WordTokenizer, tiny_config
+from tests.support.web import Web
+from tests.training.test_sources import mixed_config
+
+
+class OneOfTwo(World):
+    """A rank whose other one says the same."""
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value] * 2
+
+    def from_main(self, value: Any) -> Any:
+        return value
+
+
+def held_out_of(config: Any, world: World) -> dict[str, list[Batch]]:
+    _, held_out = build_data(read_config(config), tokenizer=WordTokenizer(), vocab_size=16, world=world)
+    return {name: list(source.batches) for name, source in held_out.items()}
+
+
+def rows_of(batches: list[Batch]) -> list[list[int]]:
+    """Of the packs that hold anything."""
+    return [
+        tokens
+        for batch in batches
+        for tokens, fragments in zip(batch.tokens.tolist(), batch.fragments, strict=True)
+        if fragments
+    ]
+
+
+@pytest.mark.parametrize("max_packs", [1, 3, 5])
+def test_every_source_has_its_packs_and_ranks_share_them_out(tmp_path: Path, max_packs: int) -> None:
+    for config, names in (
+        (tiny_config(tmp_path / "one"), [""]),
+        (mixed_config(tmp_path / "two"), ["counting", "words"]),
+    ):
+        config.validation = {"share": 0.2, "max_packs": max_packs}
+        alone = held_out_of(config, World())
+        assert list(alone) == names
+        ranks = [held_out_of(config, OneOfTwo(rank=rank, size=2)) for rank in range(2)]
+        for name in names:
+            whole = rows_of(alone[name])
+            assert len(whole) == max_packs
+            assert sorted(row for rank in ranks for row in rows_of(rank[name])) == sorted(whole)
+            assert {len(rank[name]) for rank in ranks} == {-(-max_packs // (2 * config.batch_size))}
+            assert all(
+                batch.tokens.shape == (config.batch_size, 32) for rank in ranks for batch in rank[name]
+            )
+
+
+def list_as_a_rank(url: str, config: Any) -> list[list[str]]:
+    """What this rank has listed of URLs, and of its own machine."""
+    with join_world(torch.device("cpu"), timeout=60) as world:
+        config.validation = None
+        config.data.source = {"_component_": "streampack.Mix", "sources": [
+            {"name": "far", "weight": 1, "source": {
+                "_component_": "streampack.JSONLSource", "manifest": f"{url}/c/all.txt", "retries": 0}},
+            {"name": "near", "weight": 1, "source": config.data.source},
+            {"name": "shards", "weight": 1, "source": {
+                "_component_": "streampack.TokenShardSource", "folder": f"{url}/t", "retries": 0}},
+        ]}  # fmt: skip
+        data, _ = build_data(read_config(config), tokenizer=WordTokenizer(), vocab_size=16, world=world)
+        assert data.mix is not None
+        return [[file.name for file in listing_of(entry.source)] for entry in data.mix.entries]
+
+
+def test_one_rank_lists_what_is_behind_urls_for_all(tmp_path: Path) -> None:
+    names = [f"{i}.jsonl" for i in range(5)]
+    files = {f"/c/{name}": b'{"text": "cat"}\n' for name in names}
+    tokenize([{"tokens": [1], "labels": [1]}] * 9, out=tmp_path / "t", lanes=2, progress=False)
+    tokens = {f"/t/{path.name}": path.read_bytes() for path in (tmp_path / "t").iterdir()}
+    with Web({**files, **tokens, "/c/all.txt": "\n".join(names).encode()}) as web:
+        found = run_ranks(list_as_a_rank, 3, web.url, tiny_config(tmp_path))
+        assert found == [[names, *found[0][1:]]] * 3
+        assert len(found[0][1]) == 1
+        assert len(found[0][2]) == 2
+        asked = Counter(path for path, _ in web.requests)
+        assert [asked[path] for path in files] == [1] * 5
+        assert asked["/t/index.json"] == 2, "its size, and it"
+
+        del web.files["/c/3.jsonl"]
+        with pytest.raises(RankError) as failed:
+            run_ranks(list_as_a_rank, 3, web.url, tiny_config(tmp_path))
+        assert str(failed.value).count("3.jsonl") >= 1
+        assert "OtherRankFailed: rank 0 failed: " in str(failed.value)
+
+
+def test_a_source_of_which_too_little_is_held_out_is_named(tmp_path: Path) -> None:
+    for config, of in (
+        (mixed_config(tmp_path / "two"), " of source 'counting'"),
+        (tiny_config(tmp_path / "one"), ""),
+    ):
+        config.validation = {"share": 1e-9}
+        expected = (
+            rf"^validation.share=1e-09 holds out none of the rows{of}, of which there are too few: .* give a"
+        )
+        with pytest.raises(ValueError, match=expected):
+            held_out_of(config, World())
+
+
+def test_a_validation_row_that_is_none_is_named(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": 3}\n')
+    source = {"_component_": "streampack.JSONLSource", "paths": str(bad)}
+    config = tiny_config(tmp_path / "run", validation={"source": source})
+    with pytest.raises(ValueError, match=r"^validation rows: .*bad\.jsonl:1: column 'text' holds a int"):
+        held_out_of(config, World())
+
+
+def test_validation_that_trains_nothing_is_refused(tmp_path: Path) -> None:
+    masked = tmp_path / "masked.jsonl"
+    masked.write_text('{"text": "cat"}\n')  # one word, and no other token: it is the first
+    config = tiny_config(
+        tmp_path / "run",
+        validation={"source": {"_component_": "streampack.JSONLSource", "paths": str(masked)}},
+        **{"data.encoder.add_bos": False, "data.encoder.add_eos": False},
+    )
+    with pytest.raises(
+        ValueError, match=r"^the validation rows train nothing in 1 pack\(s\): every label is masked"
+    ):
+        held_out_of(config, World())
+
+
+def test_broken_records_of_validation_are_listed_apart_once_and_without_a_limit(tmp_path: Path) -> None:
+    config = mixed_config(tmp_path)
+    config.data.update({"on_bad_record": "skip", "max_bad_records": 1, "quarantine": str(tmp_path / "bad")})
+    config.validation = {"share": 0.5, "max_packs": 1000}
+    for name in ("counting", "words"):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(path.read_text() + "{broken\n" * 3)
+    for rank in range(2):
+        held_out_of(config, OneOfTwo(rank=rank, size=2))
+    listed = {
+        path.relative_to(tmp_path / "bad"): path.read_text() for path in (tmp_path / "bad").rglob("*.jsonl")
+    }
+    assert {str(path.parent) for path in listed} == {"validation/counting", "validation/words"}
+    assert [len(lines.splitlines()) for lines in listed.values()] == [3, 3]
+
+
+def test_the_opening_says_how_data_is_divided_and_what_truncation_costs(tmp_path: Path) -> None:
+    masked = [25 if i % 4 else 5 for i in range(40)]
+    rows = [{"tokens": [1] * 30, "labels": [-100] * n + [1] * (30 - n)} for n in masked]
+    config = read_config(tiny_config(tmp_path, epochs=1, max_steps=None, packs_per_step=2, validation=None))
+    data = IterablePackedDataset(rows, max_seq_len=20, overlong="truncate", num_lanes=2)
+    loader = PackedDataLoader(data, packs_per_step=2)
+    assert opening(config, loader, world=World()).splitlines() == [
+        "data         2 lanes, an epoch is 40 packs",
+        "overlong     100.0% of 40 samples looked at are longer than max_seq_len=20: overlong=truncate loses 33.3% of "
+        "the tokens, 62.5% of the trained ones",
+        "untrained    75.0% of them train nothing (data.untrained)",
+    ]
+    assert total_steps(config, loader, world=World()) == 20

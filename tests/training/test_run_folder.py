@@ -1,0 +1,189 @@
+"""Runs and the folder they write to: one at a time, interrupted, resumed, over."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from streampack_recipes import quickstart
+from streampack_recipes.full_finetune import train
+
+from streampack.storage.locks import LOCK_FILE, lock_folder
+from streampack.training import run_folder
+from streampack.training.run_folder import Interrupted
+from tests.support.tiny import losses, tiny_config
+
+HOLDER = """
+import sys, time
+from streampack.storage.locks import lock_folder
+with lock_folder(sys.argv[1], way_out="-"):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def other_run():
+    """Another process that writes to a folder."""
+    processes = []
+
+    def start(folder):
+        env = os.environ | {"PYTHONPATH": str(Path.cwd())}
+        command = [sys.executable, "-c", HOLDER, str(folder)]
+        processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
+        assert processes[-1].stdout.readline() == "held\n"
+        return processes[-1].pid
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("shared", ["output_dir", "checkpointer.output_dir"])
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_second_run_in_one_folder_is_refused(tmp_path, monkeypatch, other_run, shared, resume):
+    config = tiny_config(tmp_path, resume=resume, **{shared: str(tmp_path / "shared")})
+    pid = other_run(tmp_path / "shared")
+    monkeypatch.setattr(run_folder, "lock_folder", partial(lock_folder, patience=0))
+    expected = (
+        rf"/shared is in use by process {pid} on \S+, since .*; wait until it has ended, or choose another"
+    )
+    with pytest.raises(ValueError, match=expected):
+        train(config)
+    assert [path.name for path in (tmp_path / "shared").iterdir()] == [LOCK_FILE]
+
+
+def written(folder):
+    """Every file but the lock: when it was written, and what is in it."""
+    files = [path for path in (folder / "out").rglob("*") if path.is_file() and path.name != LOCK_FILE]
+    return {path.relative_to(folder): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
+def test_a_run_that_is_over_says_so_and_changes_nothing(tmp_path, capsys):
+    config = tiny_config(tmp_path, lr_scheduler=None, max_steps=6, resume=True)
+    result = train(config)
+    out = capsys.readouterr().out
+    assert f"no checkpoint in {tmp_path}/out/checkpoints: the run begins at step 0" in out
+    before = written(tmp_path)
+    assert train(config) == result
+    said = capsys.readouterr().out
+    assert said.startswith(
+        f"{tmp_path}/out holds a run that is over: step 6, weights in {tmp_path}/out/epoch_0"
+    )
+    assert len(said.splitlines()) == 1
+    config.max_steps = 5
+    assert train(config) == result
+    assert written(tmp_path) == before
+
+    config.max_steps = 9
+    capsys.readouterr()
+    assert train(config)["step"] == 9
+    assert "going on from step 6 of 9\n" in capsys.readouterr().out
+    assert written(tmp_path) != before
+    assert train(config)["step"] == 9
+
+
+def test_by_epochs_a_run_is_over_when_they_are_read(tmp_path, capsys):
+    settings = {"rows": 60, "max_steps": None, "validation": None, "lr_scheduler": None, "resume": True}
+    result = train(tiny_config(tmp_path, **settings, epochs=2))
+    capsys.readouterr()
+    assert train(tiny_config(tmp_path, **settings, epochs=2)) == result
+    assert "is over" in capsys.readouterr().out
+    longer = train(tiny_config(tmp_path, **settings, epochs=3))
+    assert longer["ledger"].samples == 180
+    assert f"going on from step {result['step']} of " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("lost", ["finished.json", "epoch_0"])
+def test_weights_that_were_not_written_or_are_gone_are_written(tmp_path, lost):
+    """As by a run that was killed after its last checkpoint."""
+    config = tiny_config(tmp_path, max_steps=4, validation=None, resume=True)
+    train(config)
+    weights = next((tmp_path / "out" / "epoch_0").glob("*.bin"))
+    before = torch.load(weights, weights_only=True)
+    path = tmp_path / "out" / lost
+    path.unlink() if path.is_file() else [
+        weights.unlink(),
+        [p.unlink() for p in path.iterdir()],
+        path.rmdir(),
+    ]
+    train(config)
+    assert all(
+        torch.equal(value, before[name]) for name, value in torch.load(weights, weights_only=True).items()
+    )
+    assert len(losses(tmp_path)) == 4
+
+
+def test_a_newer_run_in_the_folder_is_not_taken_for_the_one_that_is_over(tmp_path):
+    config = tiny_config(tmp_path, max_steps=4, checkpoint_every=None, validation=None)
+    train(config)
+    config.checkpoint_every = 2
+    config.max_steps = 2
+    train(config)
+    note = tmp_path / "out" / "finished.json"
+    note.write_text(json.dumps(json.loads(note.read_text()) | {"step": 4}))  # as the first one left it
+    config.max_steps, config.resume = 4, True
+    train(config)
+    assert sorted(path.name for path in (tmp_path / "out" / "checkpoints").iterdir())[-1] == "step_00000004"
+
+
+class Stop:
+    """Ctrl-C in a step."""
+
+    def __init__(self, step, monkeypatch):
+        self.left, self.update = step, torch.optim.AdamW.step
+        monkeypatch.setattr(torch.optim.AdamW, "step", lambda *args: self(*args))
+
+    def __call__(self, optimizer, *args):
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+        return self.update(optimizer, *args)
+
+
+@pytest.mark.parametrize(
+    ("step", "checkpoint_every", "message"),
+    [
+        (6, 4, "/out: interrupted; resume=True goes on from step 4, its newest checkpoint"),
+        (
+            3,
+            4,
+            r"interrupted before its first checkpoint \(checkpoint_every=4\); the same command begins anew",
+        ),
+        (3, None, "interrupted, and nothing was saved: checkpoint_every is not set; the same command begins"),
+    ],
+)
+def test_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch, step, checkpoint_every, message):
+    Stop(step, monkeypatch)
+    with pytest.raises(Interrupted, match=message):
+        train(tiny_config(tmp_path, checkpoint_every=checkpoint_every, validation=None))
+
+
+def test_the_quickstart_goes_on_by_itself(tmp_path, monkeypatch, capsys):
+    config = tiny_config(tmp_path, validation=None, output_dir=str(tmp_path / "runs"))
+    monkeypatch.setattr(quickstart.stdlib_corpus, "prepare", lambda: None)
+    monkeypatch.setattr(OmegaConf, "load", lambda _: config.copy())
+    with monkeypatch.context() as interrupted:
+        Stop(6, interrupted)
+        with pytest.raises(SystemExit):
+            quickstart.main([])
+    assert "run-001: interrupted; the same command goes on from step 4\n" in capsys.readouterr().err
+    # As a run that was killed while it wrote its weights.
+    (tmp_path / "runs" / "run-001" / "epoch_0").mkdir()
+    assert quickstart.main([]) == 0
+    assert re.search(
+        r"going on with \S+/run-001.*\n(.*\n)*going on from step 4 of 12", capsys.readouterr().out
+    )
+    assert quickstart.main(["max_steps=1"]) == 0
+    assert sorted(path.name for path in (tmp_path / "runs").glob("run-*")) == ["run-001", "run-002"]
+    with pytest.raises(ValueError, match="missing|is no|unknown"):
+        quickstart.main(["--traceback", "maxsteps=1"])

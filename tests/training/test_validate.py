@@ -1,0 +1,274 @@
+"""`streampack validate`: what it says to broken configs, and that it says nothing to sound ones."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from streampack.training import model as models
+from streampack.training.validate import validate
+from tests.support.tiny import tiny_config
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """A config that trains, with its files; and files that are not sound."""
+    folder = tmp_path_factory.mktemp("validate")
+    config = OmegaConf.to_container(tiny_config(folder), resolve=True)
+    rows = {
+        "long.jsonl": {"text": " ".join(["red"] * 99)},
+        "columns.jsonl": {"txt": "red"},
+        "null.jsonl": {"text": None},
+        "empty.jsonl": None,
+        "masked.jsonl": {"tokens": [1, 2, 3], "labels": [-100] * 3},
+        "ids.jsonl": {"tokens": [1, 2, 99], "labels": [1, 2, 99]},
+    }
+    for name, row in rows.items():
+        (folder / name).write_text(f"{json.dumps(row)}\n" * 3 if row else "")
+    (folder / "no.jsonl").write_text("{not json\n")
+    config["folder"] = str(folder)
+    return config
+
+
+def changed(sound, changes):
+    """A copy with dotted keys set; ... removes one, and {folder} in a text is where the files lie."""
+    config = copy.deepcopy(sound)
+    folder = config.pop("folder")
+    for key, value in changes.items():
+        *above, last = key.split(".")
+        node = config
+        for part in above:
+            node = node[part]
+        if value is ...:
+            del node[last]
+        else:
+            node[last] = json.loads(json.dumps(value).replace("{folder}", folder))
+    return config
+
+
+TOKENS = {"_component_": "streampack.TokensEncoder"}
+
+# What is changed in a sound config: the beginning of the only problem that is named.
+BROKEN = [
+    (
+        {"validation.share": 1e-9},
+        "validation.share=1e-09 holds out none of the rows, of which there are too few",
+    ),
+    ({"data.shufle": True}, "data: unknown key 'shufle': did you mean 'shuffle'?"),
+    ({"data.strategy": "bestfit"}, "data: strategy='bestfit' is unknown; choose one of 'next_fit', "),
+    ({"data.max_seq_len": "abc"}, "data.max_seq_len: 'abc' is a str; packing takes int"),
+    ({"data.max_seq_len": ...}, "data.max_seq_len is missing"),
+    ({"data.source": ...}, "data.source is missing"),
+    (
+        {"data.max_seq_len": 64},
+        "data.max_seq_len=64 is above model.max_seq_len=32, the positions that the model has;",
+    ),
+    ({"data.source.paths": "{folder}/gone.jsonl"}, "data: no file matches '{folder}/gone.jsonl' (looked in "),
+    (
+        {"data.source.paths": "{folder}/gone/*.jsonl"},
+        "data: no file matches '{folder}/gone/*.jsonl' (looked in ",
+    ),
+    (
+        {"data.source.paths": "{folder}/long.jsonl", "validation": None},
+        "data: {folder}/long.jsonl:1 has 101 tokens, max_seq_len is 32; set overlong to",
+    ),
+    (
+        {"data.source.paths": "{folder}/null.jsonl", "validation": None},
+        "data: {folder}/null.jsonl:1: column 'text' holds a NoneType; it must be text",
+    ),
+    (
+        {"data.source.paths": "{folder}/no.jsonl", "validation": None},
+        "data: {folder}/no.jsonl:1: not a line of JSON",
+    ),
+    ({"data.source.paths": "{folder}/empty.jsonl", "validation": None}, "data: "),
+    (
+        {"data.source.paths": "{folder}/columns.jsonl", "validation": None},
+        "data: {folder}/columns.jsonl:1: column 'text' is missing; the row's columns are 'txt'",
+    ),
+    (
+        {"data.source.paths": "{folder}/masked.jsonl", "data.encoder": TOKENS, "validation": None},
+        "data: the first pack trains nothing: every label of its 3 sample(s)",
+    ),
+    (
+        {"data.source.paths": "{folder}/ids.jsonl", "data.encoder": TOKENS, "validation": None},
+        "data: {folder}/ids.jsonl:1: token id 99 is outside the vocabulary of 16 ids (0 to 15)",
+    ),
+    (
+        {"data.source.path": "x"},
+        "data.source: streampack.JSONLSource: got an unexpected keyword argument 'path'",
+    ),
+    (
+        {"data.source._component_": "streampack.JSONSource"},
+        "data.source: _component_ 'streampack.JSONSource' leads to nothing that can be called; did you mean 'J",
+    ),
+    (
+        {"data.encoder._component_": "torch.utils.collect_env.run"},
+        "data.encoder: _component_ 'torch.utils.collect_env.run' is not among the components",
+    ),
+    ({"data.encoder.column": 3}, "data.encoder.column: 3 is a int; TextEncoder takes str"),
+    ({"data.method": "multipak"}, "data.method='multipak' is unknown; choose one of "),
+    ({"validation.share": 3}, "validation.share=3 is no share of the rows; give a number between 0 and 1"),
+    ({"validation.shares": 0.1}, "validation has no 'shares'; its keys are share, source, max_packs, every"),
+    ({"validation.every": 0}, "validation.every=0 is below 1; give at least 1"),
+    (
+        {
+            "validation": {
+                "source": {"_component_": "streampack.JSONLSource", "paths": "{folder}/columns.jsonl"}
+            }
+        },
+        "validation rows: {folder}/columns.jsonl:1: column 'text' is missing",
+    ),
+    ({"dtype": "fp8"}, "dtype='fp8' is unknown; choose one of 'bf16', 'fp32', 'fp64'"),
+    ({"dtype": "fp16"}, "dtype fp16 needs loss scaling, which no recipe does; use bf16 or fp32"),
+    ({"device": "gpu"}, "device: "),
+    ({"optimizer.lr": "abc"}, "optimizer.lr: 'abc' is a str; AdamW takes "),
+    ({"optimizer.lr": -1.0}, "optimizer: Invalid learning rate: -1.0"),
+    ({"optimizer.betas": 0.9}, "optimizer.betas: 0.9 is a float; AdamW takes "),
+    (
+        {"optimizer._component_": "torch.optim.AdamWW"},
+        "optimizer: _component_ 'torch.optim.AdamWW' leads to nothing that can be called; did you mean 'AdamW'?",
+    ),
+    ({"optimizer._component_": ...}, "optimizer names no _component_, so there is nothing to build"),
+    (
+        {"lr_scheduler.num_warmup_steps": "ten"},
+        "lr_scheduler.num_warmup_steps: 'ten' is a str; get_cosine_schedule_with_warmup takes int",
+    ),
+    ({"lr_scheduler": {"_component_": "torch.optim.lr_scheduler.StepLR"}}, "lr_scheduler: "),
+    (
+        {
+            "tokenizer": {
+                "_component_": "torchtune.models.llama2.llama2_tokenizer",
+                "path": "{folder}/tokenizer.model",
+            }
+        },
+        "tokenizer: ",
+    ),
+    ({"model.num_layers": "four"}, "model.num_layers: 'four' is a str; llama3 takes int"),
+    (
+        {"model.n_layers": 4},
+        "model: torchtune.models.llama3.llama3: got an unexpected keyword argument 'n_layers'",
+    ),
+    ({"checkpointer.checkpoint_dir": "{folder}/gone"}, "checkpointer.checkpoint_dir="),
+    (
+        {"checkpointer.checkpoint_files": ["model.safetensors"]},
+        "checkpointer.checkpoint_files: there is no 'model.safetensors' in ",
+    ),
+    (
+        {"checkpointer.model_type": "LAMA3"},
+        "checkpointer.model_type='LAMA3' is unknown; did you mean 'LLAMA3'?",
+    ),
+    ({"max_step": 3}, "unknown key 'max_step': did you mean 'max_steps'?"),
+    ({"resume": "yes"}, "resume: 'yes' is a str; a run takes bool"),
+    ({"batch_size": 0}, "batch_size=0 is below 1; give at least 1"),
+    ({"num_workers": -1}, "num_workers=-1 is below 0; give at least 0"),
+    ({"clip_grad_norm": "one"}, "clip_grad_norm: 'one' is a str; a run takes float | None"),
+    ({"seed": None}, "seed=None is not a whole number"),
+    ({"model": ...}, "missing key 'model'"),
+    ({"metric_logger.log_dir": 3}, "metric_logger.log_dir: 3 is a int; DiskLogger takes str"),
+    (
+        {"output_dir": "${oc.env:SURELY_NOT_SET}"},
+        "KeyError raised while resolving interpolation: \"Environment variable 'SURELY_NOT_SET'",
+    ),
+    (
+        {"trusted_packages": ["os"]},
+        "unknown key 'trusted_packages': a config cannot widen what it may name; add",
+    ),
+]
+
+
+def test_a_sound_config_has_no_problems(sound, monkeypatch):
+    monkeypatch.setattr(models, "build_model", None)  # and nobody builds a model
+    before = {path: path.stat().st_mtime_ns for path in Path(sound["folder"]).rglob("*")}
+    assert validate(changed(sound, {})) == []
+    assert validate(changed(sound, {}), recipe="full_finetune") == []
+    assert {path: path.stat().st_mtime_ns for path in Path(sound["folder"]).rglob("*")} == before
+
+
+def test_a_record_that_a_run_would_skip_is_no_problem(sound):
+    before = sorted(Path(sound["folder"]).rglob("*"))
+    paths = ["{folder}/rows.jsonl", "{folder}/no.jsonl"]
+    for folder in (None, "{folder}/bad"):
+        settings = {"data.source.paths": paths, "data.on_bad_record": "skip", "data.quarantine": folder}
+        assert validate(changed(sound, settings)) == []
+    assert sorted(Path(sound["folder"]).rglob("*")) == before
+
+
+@pytest.mark.parametrize(("changes", "message"), BROKEN, ids=lambda each: str(each)[:60])
+def test_a_broken_config_is_told_what_is_wrong(sound, changes, message):
+    problems = validate(changed(sound, changes))
+    assert problems, "well-formed"
+    assert len(problems) == 1, problems
+    assert problems[0].startswith(message.replace("{folder}", sound["folder"])), problems[0]
+    assert "\n" not in problems[0]
+
+
+STOCK = {
+    "tokenizer": {"_component_": "tests.support.tiny.WordTokenizer"},
+    "dataset": {"_component_": "streampack.packed_dataset", "packed": True, "max_seq_len": 8},
+    "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
+    "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3},
+    "batch_size": 2,
+}
+
+
+def rows(tokenizer, tokens=(1, 2)):
+    """A dataset for stock configs."""
+    return [{"tokens": list(tokens), "labels": list(tokens)}]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, None),
+        (
+            {"dataset.packed": ...},
+            "dataset.packed=None: write `packed: True` beside `_component_: streampack.packed_",
+        ),
+        ({"dataset.packed": False}, "dataset.packed=False: write `packed: True` beside"),
+        ({"dataset.dataset.tokens": ["a"]}, "dataset: "),
+        (
+            {"loss.tokens": 3},
+            "loss: torchtune.modules.loss.CEWithChunkedOutputLoss: got an unexpected keyword",
+        ),
+        ({"optimizer.lr": "abc"}, "optimizer.lr: 'abc' is a str"),
+        (
+            {"optimizer._component_": "surely_not_installed.Adam"},
+            "optimizer: _component_ 'surely_not_installed.Adam': ",
+        ),
+    ],
+)
+def test_configs_of_torchtunes_recipes(changes, message):
+    stock = copy.deepcopy(STOCK) | {"folder": ""}
+    stock["dataset"]["dataset"] = {"_component_": f"{__name__}.rows"}
+    problems = validate(changed(stock, changes))
+    assert len(problems) == (message is not None), problems
+    assert not problems or problems[0].startswith(message)
+
+
+def test_a_config_without_data_is_not_taken_for_torchtunes(sound):
+    assert validate(changed(sound, {"data": ...})) == ["missing key 'data'"]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_nothing_is_wrong_with_torchtunes_own_configs():
+    """By their types, that is: an annotation that is read wrongly would refuse what works."""
+    from torchtune import _recipe_registry as registry
+
+    folder = Path(registry.__file__).parent.parent / "recipes" / "configs"
+    paths = [
+        folder / config.file_path
+        for recipe in registry.get_all_recipes()
+        if "finetune" in recipe.name
+        for config in recipe.configs
+        if not any(word in config.name for word in ("vision", "flux", "multi"))
+    ]
+    wrong = {}
+    for path in filter(Path.is_file, paths):  # one is listed and not installed
+        config = OmegaConf.load(path)
+        config.output_dir = "out"
+        if problems := [p for p in validate(config, files=False) if "is not installed" not in p]:
+            wrong[path.stem] = problems
+    assert len(paths) > 50
+    assert wrong == {}
