@@ -285,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = "\n\n".join(
         [
             f"# Packing: {options.max_seq_len:,} tokens a pack, buffer of {options.buffer_size} samples",
-            report.origin("streampack", "torch", "numpy", "torchtune", "trl", "datasets", "pyarrow", "grain"),
+            report.row_id("streampack", "torch", "numpy", "torchtune", "trl", "datasets", "pyarrow", "grain"),
             f"Medians of {repeats} interleaved round(s), seed {options.seed}. How to read it: ../README.md.",
             *sections,
         ]

@@ -197,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = "\n\n".join(
         [
             f"# Multipack: {options.ranks} ranks, packs of {options.max_tokens:,} tokens",
-            report.origin("streampack", "numpy"),
+            report.row_id("streampack", "numpy"),
             f"{count:,} chat-like lengths, {sum(lengths):,} tokens: median {statistics.median(lengths):,.0f}, "
             f"mean {statistics.fmean(lengths):,.0f}, longest {max(lengths):,}; seed {options.seed}, "
             f"best of {repeats} plan(s). No plan has fewer than {bound:,} steps. How to read it: ../README.md.",

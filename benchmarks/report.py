@@ -56,7 +56,7 @@ def versions(*packages: str) -> str:
     return ", ".join(found)
 
 
-def origin(*packages: str) -> str:
+def row_id(*packages: str) -> str:
     """Date, machine and versions, as the lines that stand under a result's title."""
     memory = ""
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:

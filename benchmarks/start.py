@@ -231,7 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = "\n\n".join(
         [
             f"# The first batch ({BATCH_SIZE} packs of {MAX_SEQ_LEN:,} tokens), and memory",
-            report.origin("streampack", "torch", "numpy"),
+            report.row_id("streampack", "torch", "numpy"),
             f"First batch: median of {repeats} fresh process(es). How to read it: ../README.md.",
             measure(sizes, repeats),
         ]

@@ -278,7 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         text = "\n\n".join(
             [
                 "# JSON lines of text to batches",
-                report.origin("streampack", "torch", "numpy", "tokenizers", "sentencepiece"),
+                report.row_id("streampack", "torch", "numpy", "tokenizers", "sentencepiece"),
                 f"{corpus.path.stat().st_size / 1e6:,.0f} MB in {len(corpus.texts):,} rows, in the page cache; "
                 f"{options.processes} processes; packs of {MAX_SEQ_LEN:,}; medians of {repeats} round(s), each of "
                 "which runs all of a tokenizer's one after the other. How to read it: ../README.md.",

@@ -140,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = "\n\n".join(
         [
             "# Token shards to batches, splitting",
-            report.origin("streampack", "torch", "numpy"),
+            report.row_id("streampack", "torch", "numpy"),
             f"{tokens:,} tokens in the page cache, one process, {LANES} lanes; medians of {repeats} round(s), each of "
             "which runs the four one after the other. How to read it: ../README.md.",
             report.table(HEADER, rows(tokens, repeats=repeats)),

@@ -38,7 +38,7 @@ def main(argv: list[str]) -> Trainer:
     packing = {"max_seq_len": 512, "encoder": PromptCompletionEncoder(tokenizer), "overlong": "truncate"}
     packing["padding_idx"] = tokenizer.pad_token_id
     training, validation = (
-        Holdout(MapSource(rows), share=0.05, part=part) for part in ("train", "validation")
+        Holdout(MapSource(rows), fraction=0.05, part=part) for part in ("train", "validation")
     )
     train = IterablePackedDataset(training, shuffle=True, epochs=None, **packing)
     held_out = IterablePackedDataset(validation, num_lanes=args.world_size, **packing)

@@ -96,8 +96,8 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
     loader = build_loader(cfg, dataset, device=device, world=world)
     if not cfg.document_masking:
         validation = {
-            name: HeldOut([join_documents(batch) for batch in batches], share)
-            for name, (batches, share) in validation.items()
+            name: HeldOut([join_documents(batch) for batch in batches], weight)
+            for name, (batches, weight) in validation.items()
         }
 
     # Where it stands: a new run, or one to go on with.

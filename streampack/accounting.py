@@ -82,7 +82,7 @@ class Ledger:
 
 
 @dataclass(slots=True)
-class Tally:
+class SourceStats:
     """Counts of one source of a mixture, in one lane or in several added up."""
 
     epochs: int = 0  # how often it was begun; a first row that was packed or dropped counts one
@@ -96,9 +96,9 @@ class Tally:
         return [getattr(self, f.name) for f in fields(self)]
 
     @classmethod
-    def total(cls, tallies: Iterable[Tally]) -> Tally:
+    def total(cls, source_stats: Iterable[SourceStats]) -> SourceStats:
         """The sum over lanes."""
-        columns = zip(*(tally.numbers() for tally in tallies), strict=True)
+        columns = zip(*(stats.numbers() for stats in source_stats), strict=True)
         return cls(*(sum(column) for column in columns))
 
 

@@ -16,11 +16,11 @@ IntArray = npt.NDArray[np.signedinteger[Any]]
 """Ids on their way: 32 bits wherever they fit, because a pack is copied and carried several times before it becomes
 tensors, which are int64."""
 
-Position = tuple[int, ...]
+Cursor = tuple[int, ...]
 """A place in one lane's reading of one epoch. Only the source that made it can read it."""
 
-Origin = tuple[int, ...]
-"""Where a row stands in the corpus. ``source.locate(origin)`` turns it into words."""
+RowId = tuple[int, ...]
+"""Where a row stands in the corpus. ``source.locate(row_id)`` turns it into words."""
 
 
 ReceiptNumbers = tuple[tuple[int, ...], bytes]
@@ -34,7 +34,7 @@ Named = TypeVar("Named", bound=tuple[Any, ...])
 def from_tuple(kind: type[Named]) -> Callable[[Iterable[Any]], Named]:
     """Makes a named tuple of a tuple, unchecked. For what every row and piece needs: in half of its own call's time.
 
-    >>> from_tuple(Row)(({}, (0,), (0,))).position
+    >>> from_tuple(Row)(({}, (0,), (0,))).cursor
     (0,)
     """
     return partial(tuple.__new__, kind)
@@ -44,8 +44,8 @@ class Row(NamedTuple):
     """What a source yields: the data, where it stands, and from where reading can start again AT it."""
 
     data: Mapping[str, Any]
-    position: Position
-    origin: Origin
+    cursor: Cursor
+    row_id: RowId
 
 
 class Sample(NamedTuple):
@@ -67,9 +67,9 @@ class Sample(NamedTuple):
 
 
 class Fragment(NamedTuple):
-    """Provenance of one sequence of a pack: tokens ``[start, stop)`` of the sample that row ``origin`` became."""
+    """Provenance of one sequence of a pack: tokens ``[start, stop)`` of the sample that row ``row_id`` became."""
 
-    origin: Origin
+    row_id: RowId
     start: int
     stop: int
     trained: int | None = None  # of a split sample: trained tokens in all its fragments; None if it is whole

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 90  # seconds for one bug; a bug that makes the checks hang is seen
 SUITE = (
     "receipt",
-    "lockstep",
+    "rank_sync",
     "workers",
     "ranks",
     "loader",

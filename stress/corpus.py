@@ -173,8 +173,8 @@ def ride(
         uneven = any("do not divide evenly" in str(w.message) for w in warned)
         return Ride(done, states, uneven, dataset.lane_config.encode.calls)  # type: ignore[attr-defined]
     finally:
-        if loader.lockstep.group is not None:
-            dist.destroy_process_group(loader.lockstep.group)
+        if loader.rank_sync.group is not None:
+            dist.destroy_process_group(loader.rank_sync.group)
 
 
 def pack(state: Mapping[str, Any]) -> bytes:

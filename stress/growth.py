@@ -125,8 +125,8 @@ def look_while_packing(packs: int, every: int) -> list[Look]:
     finally:
         for stream in iterator.shares.streams:  # type: ignore[attr-defined]
             stream.close()
-        if loader.lockstep.group is not None:
-            dist.destroy_process_group(loader.lockstep.group)
+        if loader.rank_sync.group is not None:
+            dist.destroy_process_group(loader.rank_sync.group)
 
 
 def open_descriptors() -> int:

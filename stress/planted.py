@@ -11,8 +11,8 @@ from typing import Any
 
 from streampack import IterablePackedDataset, PackedDataLoader
 from streampack.accounting import Ledger
-from streampack.distributed import rank_sync as lockstep
-from streampack.distributed.rank_sync import Lockstep
+from streampack.distributed import rank_sync
+from streampack.distributed.rank_sync import RankSync
 from streampack.loader import data_loader as loader
 from streampack.loader import merge as shares
 from streampack.loader import workers
@@ -67,30 +67,30 @@ def aliased_state() -> None:
 
 @bug
 def cursor_off_by_one() -> None:
-    """The position of a row is that of the next."""
+    """The cursor of a row is that of the next."""
 
-    def position(self: Any) -> tuple[int, ...]:
+    def cursor(self: Any) -> tuple[int, ...]:
         return (self.index + 1,)
 
-    _set(mapstyle._Rows, "position", property(position))
+    _set(mapstyle._Rows, "cursor", property(cursor))
 
     def following(self: Any) -> tuple[int, ...]:
         return (*self.kept[:-1], self.kept[-1] + 1)
 
     # Rows have theirs from the same place.
-    _set(window.InOrder, "position", property(following, lambda self, place: setattr(self, "kept", place)))
+    _set(window.InOrder, "cursor", property(following, lambda self, place: setattr(self, "kept", place)))
 
 
 @bug
 def state_of_rank_0_only() -> None:
     """The lanes of the other ranks are not in the state."""
 
-    def merge(self: Lockstep, receipts: Mapping[int, bytes]) -> dict[int, bytes]:
+    def merge(self: RankSync, receipts: Mapping[int, bytes]) -> dict[int, bytes]:
         mine = {lane: receipt for lane, receipt in receipts.items() if lane % self.world_size == self.rank}
         first: dict[int, bytes] = self.gather(mine)[0]
         return first
 
-    _set(Lockstep, "merge", merge)
+    _set(RankSync, "merge", merge)
 
 
 @bug
@@ -111,20 +111,20 @@ def lost_buffer() -> None:
 @bug
 def stale_lanes_win() -> None:
     """Every rank puts all lanes into the state, those of others as they were when it began."""
-    good_load, good_merge = PackedDataLoader.load_state_dict, Lockstep.merge
+    good_load, good_merge = PackedDataLoader.load_state_dict, RankSync.merge
 
     def load_state_dict(self: PackedDataLoader, state: Mapping[str, Any]) -> None:
         good_load(self, state)
-        self.lockstep.stale = dict(state["lanes"])  # type: ignore[attr-defined]
+        self.rank_sync.stale = dict(state["lanes"])  # type: ignore[attr-defined]
 
-    def merge(self: Lockstep, receipts: Mapping[int, bytes]) -> dict[int, bytes]:
+    def merge(self: RankSync, receipts: Mapping[int, bytes]) -> dict[int, bytes]:
         if self.alone:
             return good_merge(self, receipts)
         everything = {**getattr(self, "stale", {}), **receipts}
         return {lane: receipt for theirs in self.gather(everything) for lane, receipt in theirs.items()}
 
     _set(PackedDataLoader, "load_state_dict", load_state_dict)
-    _set(Lockstep, "merge", merge)
+    _set(RankSync, "merge", merge)
 
 
 @bug
@@ -320,10 +320,10 @@ def mended_from_the_start() -> None:
 def ranks_do_not_agree() -> None:
     """A rank that has no more data stops, whatever the others have."""
 
-    def say(self: Lockstep, count: int, *, failed: bool = False) -> lockstep.Answer:
-        return lockstep._Alone(~count if failed else count)
+    def say(self: RankSync, count: int, *, failed: bool = False) -> rank_sync.Answer:
+        return rank_sync._Alone(~count if failed else count)
 
-    _set(Lockstep, "say", say)
+    _set(RankSync, "say", say)
 
 
 plant_from_environment()

@@ -43,9 +43,9 @@ def table(results: Mapping[str, Mapping[str, Any]], lines: Mapping[str, Line]) -
         done = str(result["counts"]).replace("|", "/")
         shows = f"{lines[name].shows} (`{name}`)"
         rows.append(f"| {shows} | {done} | {result['seconds']:.0f} s | {verdict} |")
-    origins = sorted({f"{r['date']} · {r['machine']} · {r['versions']}" for r in results.values()})
+    row_ids = sorted({f"{r['date']} · {r['machine']} · {r['versions']}" for r in results.values()})
     missing = [f"`{name}`" for name in lines if name not in results]
-    notes = [*origins, *([f"Not run yet: {', '.join(missing)}."] if missing else [])]
+    notes = [*row_ids, *([f"Not run yet: {', '.join(missing)}."] if missing else [])]
     return "\n\n".join([*notes, "\n".join(rows)])
 
 

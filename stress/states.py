@@ -316,23 +316,23 @@ def forged_numbers(state: dict[str, Any], rng: random.Random, folder: Path) -> N
     values = Receipt.from_bytes(state["lanes"][lane])._asdict()
     number = rng.choice([0, 1, 2, 7, 500, 10**6, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64 - 1])
     field = rng.choice(
-        ["packs", "done", "epoch", "position", "first", "offset", "next_piece", "gone", "ledger"]
+        ["packs", "done", "epoch", "cursor", "first", "offset", "next_piece", "consumed", "ledger"]
     )
-    if field == "position":
-        position = list(values["position"]) or [0]
+    if field == "cursor":
+        cursor = list(values["cursor"]) or [0]
         deed = rng.randrange(3)
         if deed == 0:
-            position[rng.randrange(len(position))] = number
+            cursor[rng.randrange(len(cursor))] = number
         elif deed == 1:
-            position += [number] * rng.randint(1, 3)
+            cursor += [number] * rng.randint(1, 3)
         else:
-            position = position[: rng.randrange(len(position))]
-        values["position"] = tuple(position)
+            cursor = cursor[: rng.randrange(len(cursor))]
+        values["cursor"] = tuple(cursor)
     elif field == "next_piece":
         values["next_piece"] = values["first"] + number
-    elif field == "gone":
+    elif field == "consumed":
         span = rng.choice([8, 100, 10_000])
-        values["gone"] = rng.getrandbits(span)
+        values["consumed"] = rng.getrandbits(span)
         values["next_piece"] = values["first"] + rng.choice([span, number + span])
     elif field == "ledger":
         numbers = values["ledger"].numbers()

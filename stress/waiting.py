@@ -46,7 +46,7 @@ def steps_of(corpus: Corpus, agreed: bool, steps: int) -> tuple[list[float], lis
     """In a rank: the seconds of every step, and those of them spent in the loader."""
     loader = PackedDataLoader(corpus.dataset(), batch_size=4, num_workers=2)
     if not agreed:
-        loader.lockstep.say = _silent  # type: ignore[method-assign]
+        loader.rank_sync.say = _silent  # type: ignore[method-assign]
     iterator = iter(loader)
     whole, waited = [], []
     next(iterator)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streampack import Ledger
-from streampack.accounting import DROP_REASONS, Tally
+from streampack.accounting import DROP_REASONS, SourceStats
 
 counts = st.integers(0, 10**9)
 
@@ -46,8 +46,10 @@ def test_total_of_a_generator_and_of_nothing() -> None:
 
 
 def test_tallies_add_up() -> None:
-    assert Tally.total([Tally(1, 2, 3, 4, 5), Tally(10, 20, 30, 40, 50)]) == Tally(11, 22, 33, 44, 55)
-    assert Tally(1, 2, 3, 4, 5).numbers() == [1, 2, 3, 4, 5]
+    assert SourceStats.total([SourceStats(1, 2, 3, 4, 5), SourceStats(10, 20, 30, 40, 50)]) == SourceStats(
+        11, 22, 33, 44, 55
+    )
+    assert SourceStats(1, 2, 3, 4, 5).numbers() == [1, 2, 3, 4, 5]
 
 
 def test_ledgers_share_nothing() -> None:

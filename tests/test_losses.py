@@ -273,15 +273,15 @@ def test_the_weights_of_a_sample_add_up_to_1(
             start = 0
             for fragment in fragments:
                 stop = start + fragment.stop - fragment.start
-                weights[fragment.origin] += counts["sample"][row, start:stop].tolist()
-                tokens[fragment.origin] += counts["token"][row, start:stop].tolist()
+                weights[fragment.row_id] += counts["sample"][row, start:stop].tolist()
+                tokens[fragment.row_id] += counts["token"][row, start:stop].tolist()
                 start = stop
             assert not counts["sample"][row, start:].any()
-    for origin in weights:
-        assert set(tokens[origin]) <= {0, 1}
-        trained = sum(tokens[origin])
-        assert sum(weights[origin]) == pytest.approx(1 if trained else 0)
-        assert len(set(weights[origin]) - {0}) <= 1, "tokens of one sample weigh the same"
+    for row_id in weights:
+        assert set(tokens[row_id]) <= {0, 1}
+        trained = sum(tokens[row_id])
+        assert sum(weights[row_id]) == pytest.approx(1 if trained else 0)
+        assert len(set(weights[row_id]) - {0}) <= 1, "tokens of one sample weigh the same"
 
 
 def test_an_unknown_norm_is_refused() -> None:
@@ -340,7 +340,7 @@ def test_a_sample_counts_one_however_it_is_cut(way: str) -> None:
             start = 0
             for fragment in fragments:
                 stop = start + fragment.stop - fragment.start
-                by_sample[fragment.origin[0]] += float(row[start:stop].sum())
+                by_sample[fragment.row_id[0]] += float(row[start:stop].sum())
                 start = stop
     trained = {number for number, weight in by_sample.items() if weight}
     assert len(trained) > 40

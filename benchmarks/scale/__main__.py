@@ -274,7 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = "\n\n".join(
         [
             f"# Scale: {costs.SHARDS:,} shards on {costs.RANKS:,} ranks",
-            report.origin("streampack", "torch", "numpy"),
+            report.row_id("streampack", "torch", "numpy"),
             f"How to read it: ../../docs/scale.md. {time.perf_counter() - began:,.0f} s in all.",
             "## What grows",
             report.table(costs.HEADER, grown),

@@ -87,14 +87,14 @@ def _identify(pattern: str, _rank: int, _size: int) -> dict[str, float]:
 
     from streampack import JSONLSource
     from streampack.distributed.corpus import require_same_files, share_fingerprint
-    from streampack.distributed.rank_sync import Lockstep
+    from streampack.distributed.rank_sync import RankSync
 
     source = JSONLSource(pattern)
-    lockstep = Lockstep(timeout=timedelta(seconds=60))
-    require_same_files(source, lockstep)  # the first one may do more
+    rank_sync = RankSync(timeout=timedelta(seconds=60))
+    require_same_files(source, rank_sync)  # the first one may do more
     dist.barrier()
     read, heard, begin = read_so_far(), _heard(), time.process_time()
-    share_fingerprint(source, lockstep)
+    share_fingerprint(source, rank_sync)
     return {"read": read_so_far() - read, "seconds": time.process_time() - begin, "heard": _heard() - heard}
 
 
@@ -103,17 +103,17 @@ def _divide(pattern: str, lanes: int, _rank: int, _size: int) -> dict[str, float
 
     from streampack import ParquetSource
     from streampack.distributed.corpus import require_same_files, share_division
-    from streampack.distributed.rank_sync import Lockstep
+    from streampack.distributed.rank_sync import RankSync
     from streampack.sources.row_groups import Footers
 
     source = ParquetSource(pattern)
-    lockstep = Lockstep(timeout=timedelta(seconds=60))
-    require_same_files(source, lockstep)  # the first one may do more
+    rank_sync = RankSync(timeout=timedelta(seconds=60))
+    require_same_files(source, rank_sync)  # the first one may do more
     dist.barrier()
     read, own = [], Footers._read
     Footers._read = lambda *args: read.append(own(*args)) or read[-1]  # type: ignore[method-assign, func-returns-value]
     heard = _heard()
-    share_division(source, lanes, lockstep)
+    share_division(source, lanes, rank_sync)
     return {"read": len(read), "heard": _heard() - heard}
 
 
@@ -121,21 +121,23 @@ def _agree(rank: int, size: int) -> dict[str, float]:
     import torch.distributed as dist
 
     from streampack import IterablePackedDataset, PackedDataLoader
-    from streampack.distributed.rank_sync import Lockstep
+    from streampack.distributed.rank_sync import RankSync
 
     before = len(connections())
-    lockstep = Lockstep(timeout=timedelta(seconds=60))
+    rank_sync = RankSync(timeout=timedelta(seconds=60))
     sockets = len(connections()) - before
-    lockstep.say(1).wait()  # the first one may do more
+    rank_sync.say(1).wait()  # the first one may do more
     dist.barrier()
     heard, begin = _heard(), time.process_time()
     for _ in range(ROUNDS):
-        lockstep.say(8).wait()
+        rank_sync.say(8).wait()
     spent = time.process_time() - begin
     dist.barrier()
     said = _heard() - heard
     heard = _heard()
-    lockstep.merge({lane: lane.to_bytes(RECEIPT_BYTES, "little") for lane in range(rank, LANES * size, size)})
+    rank_sync.merge(
+        {lane: lane.to_bytes(RECEIPT_BYTES, "little") for lane in range(rank, LANES * size, size)}
+    )
     gathered = _heard() - heard
     rows = [{"tokens": [1], "labels": [1]}] * (100 * size)
     loader = PackedDataLoader(IterablePackedDataset(rows, max_seq_len=1, num_lanes=size))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from streampack.distributed.corpus import listing, other_files
-from streampack.distributed.rank_sync import Lockstep
+from streampack.distributed.rank_sync import RankSync
 from streampack.fingerprint import digest
 from streampack.sources.corpus_identity import first_difference
 from streampack.streaming.dataset import IterablePackedDataset
@@ -21,7 +21,7 @@ SETTINGS = "give all ranks the same"
 
 def require_one_run(
     dataset: IterablePackedDataset,
-    lockstep: Lockstep,
+    rank_sync: RankSync,
     *,
     doing: str,
     settings: Callable[[], Mapping[str, Any]],
@@ -33,7 +33,7 @@ def require_one_run(
 
     Args:
         dataset: of this rank.
-        lockstep: the ranks.
+        rank_sync: the ranks.
         doing: what this rank is about to do, in words: the others must be about to do the same.
         settings: gives what else must be the same; may raise, on behalf of all ranks.
 
@@ -41,7 +41,7 @@ def require_one_run(
         ValueError: on all ranks, naming the first rank that differs, and in what.
         Exception: on all ranks, whatever went wrong on one.
     """
-    if lockstep.alone:
+    if rank_sync.alone:
         settings()
         return
 
@@ -59,12 +59,12 @@ def require_one_run(
     except Exception as own:
         error = own
     try:
-        lockstep.raise_any(error, doing=f"preparing to {doing}")
+        rank_sync.raise_any(error, doing=f"preparing to {doing}")
     finally:
         error = None  # its traceback holds this frame
-    if len(set(lockstep.gather(digest(ours)))) == 1:
+    if len(set(rank_sync.gather(digest(ours)))) == 1:
         return
-    first, *others = lockstep.gather(ours)
+    first, *others = rank_sync.gather(ours)
     for rank, theirs in enumerate(others, 1):
         if (found := first_difference(theirs, first)) is not None:
             raise ValueError(_words(rank, *found))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from streampack.distributed.rank_sync import Lockstep
+from streampack.distributed.rank_sync import RankSync
 from streampack.fingerprint import digest
 from streampack.sources.base import Source
 from streampack.sources.divisible import corpora_of, divisible_of, listing_of
@@ -23,7 +23,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def require_same_files(source: Source, lockstep: Lockstep) -> None:
+def require_same_files(source: Source, rank_sync: RankSync) -> None:
     """Compare names, sizes and, where a listing has them, versions. Nothing is read. A collective.
 
     A version is an ETag, the checksum that the index of token shards has, and of the Hub the commit.
@@ -31,10 +31,10 @@ def require_same_files(source: Source, lockstep: Lockstep) -> None:
     Raises:
         ValueError: on all ranks, if one has other files than rank 0.
     """
-    ours = None if lockstep.alone else listing(source)
+    ours = None if rank_sync.alone else listing(source)
     if ours is None:
         return
-    first, *others = lockstep.gather(ours)
+    first, *others = rank_sync.gather(ours)
     for rank, theirs in enumerate(others, 1):
         if theirs != first:
             raise ValueError(other_files(rank, theirs, first))
@@ -58,7 +58,7 @@ def other_files(rank: int, theirs: Listing | None, first: Listing | None) -> str
     )
 
 
-def share_fingerprint(source: Source, lockstep: Lockstep) -> None:
+def share_fingerprint(source: Source, rank_sync: RankSync) -> None:
     """Each rank reads the ends of every ``world_size``-th file, and hears from the others about the rest. A collective.
 
     The fingerprint is the one that a single process finds. Content that differs between ranks is not compared, but
@@ -68,16 +68,16 @@ def share_fingerprint(source: Source, lockstep: Lockstep) -> None:
         ValueError: on all ranks, if one has other files than rank 0.
         Exception: on all ranks, whatever went wrong on one while reading.
     """
-    require_same_files(source, lockstep)  # or the shares would not fit together
-    if not lockstep.alone:
+    require_same_files(source, rank_sync)  # or the shares would not fit together
+    if not rank_sync.alone:
         for corpus in corpora_of(source):
             tags = share_out(
-                corpus.tag, corpus.files, lockstep, doing="reading the ends of the corpus's files"
+                corpus.tag, corpus.files, rank_sync, doing="reading the ends of the corpus's files"
             )
             corpus.identify(tags)
 
 
-def share_division(source: Source, num_lanes: int, lockstep: Lockstep) -> None:
+def share_division(source: Source, num_lanes: int, rank_sync: RankSync) -> None:
     """Each rank reads what dividing the source's files into lanes takes of every ``world_size``-th. A collective.
 
     Worker processes then find the lanes made, where they are forked.
@@ -88,25 +88,25 @@ def share_division(source: Source, num_lanes: int, lockstep: Lockstep) -> None:
     """
     parts = divisible_of(source)
     # What one rank knows already, because it has looked at a row or begun an epoch, another may not.
-    said = lockstep.gather((num_lanes, [part.is_divided(num_lanes) for part in parts]))
+    said = rank_sync.gather((num_lanes, [part.is_divided(num_lanes) for part in parts]))
     for rank, (theirs, _) in enumerate(said):
         if theirs != said[0][0]:
             raise ValueError(
                 f"rank {rank} divides the data into {theirs} lanes, and rank 0 into {said[0][0]}; give num_lanes, or "
                 "the same num_workers on all ranks"
             )
-    share = partial(share_out, lockstep=lockstep, doing="dividing the corpus into lanes")
+    share = partial(share_out, rank_sync=rank_sync, doing="dividing the corpus into lanes")
     for number, part in enumerate(parts):
         if not all(known[number] for _, known in said):
             part.divide(num_lanes, share)
 
 
 def share_out(
-    call: Callable[[Item], Result], items: Sequence[Item], lockstep: Lockstep, *, doing: str
+    call: Callable[[Item], Result], items: Sequence[Item], rank_sync: RankSync, *, doing: str
 ) -> list[Result]:
     """``call`` of every item, by some rank, in the items' order, on all ranks. A collective."""
-    size = lockstep.world_size
-    shares = lockstep.share(lambda: together(call, items[lockstep.rank :: size]), doing=doing)
+    size = rank_sync.world_size
+    shares = rank_sync.share(lambda: together(call, items[rank_sync.rank :: size]), doing=doing)
     return [shares[i % size][i // size] for i in range(len(items))]
 
 

@@ -25,7 +25,7 @@ class Answer(Protocol):
         """How many batches there are, over all ranks, and whether a rank failed after them."""
 
 
-class Lockstep:
+class RankSync:
     """What the ranks of a process group say to each other. Without a process group, a rank alone.
 
     Control messages go over gloo whatever the gradients use, so they neither wait for the GPU nor make it

@@ -10,10 +10,10 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
 
-from streampack.accounting import Ledger, Tally
+from streampack.accounting import Ledger, SourceStats
 from streampack.distributed.agreement import require_one_run
 from streampack.distributed.corpus import share_division, share_fingerprint
-from streampack.distributed.rank_sync import Answer, Lockstep
+from streampack.distributed.rank_sync import Answer, RankSync
 from streampack.fingerprint import digest, plain
 from streampack.loader.merge import Share, Shares
 from streampack.packing.batch import Batch, null_pack, stack_packs
@@ -91,7 +91,7 @@ class PackedDataLoader:
         self.prefetch_factor = prefetch_factor
         self.max_worker_restarts = max_worker_restarts
         self.pin_memory = pin_memory
-        self.lockstep = Lockstep(timeout=timedelta(seconds=timeout))
+        self.rank_sync = RankSync(timeout=timedelta(seconds=timeout))
         self._packs_per_step = packs_per_step
         self._progress = Progress(Handed({}))  # of the newest iteration
         self._resume: int | None = None  # a state was loaded and not taken up yet: the epoch its run began in
@@ -143,7 +143,7 @@ class PackedDataLoader:
         """The state that holds these receipts of this rank's lanes, and those that the others give. A collective."""
         self._require_whole("asked for a state")
         self._identify("save", lambda: {"slot": slot, "epoch": self.dataset.epoch})
-        return {**self.dataset.state_with(self.lockstep.merge(bytes_of(receipts))), "slot": slot}
+        return {**self.dataset.state_with(self.rank_sync.merge(bytes_of(receipts))), "slot": slot}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next iteration goes on after the batch at which ``state`` was taken, on any topology. A collective.
@@ -161,24 +161,24 @@ class PackedDataLoader:
 
     def _require_whole(self, what: str) -> None:
         """Refuse where an interrupted ``next()`` may have left this rank and the others at different agreements."""
-        if self._progress.midway and not self.lockstep.alone:
+        if self._progress.midway and not self.rank_sync.alone:
             raise RuntimeError(
-                f"the loader of rank {self.lockstep.rank} cannot be {what}: an exception cut its last next() or iter() "
-                "short, and the ranks may wait for different things; end this process, which the other ranks will "
-                "notice, and resume from the last checkpoint"
+                f"the loader of rank {self.rank_sync.rank} cannot be {what}: an exception cut its last next() or "
+                "iter() short, and the ranks may wait for different things; end this process, which the other ranks "
+                "will notice, and resume from the last checkpoint"
             )
 
     def _identify(self, doing: str, settings: Callable[[], dict[str, Any]]) -> None:
         """Compare what the ranks were given; each reads its share of what the corpus's fingerprint needs, once."""
-        require_one_run(self.dataset, self.lockstep, doing=f"{doing} a state", settings=settings)
+        require_one_run(self.dataset, self.rank_sync, doing=f"{doing} a state", settings=settings)
         if not self._identified:
-            share_fingerprint(self.dataset.lane_config.source, self.lockstep)
+            share_fingerprint(self.dataset.lane_config.source, self.rank_sync)
             self._identified = True
 
     @property
     def packs_per_step(self) -> int:
         """Packs in an optimizer step, over all ranks."""
-        return self._packs_per_step or self.lockstep.world_size * self.batch_size
+        return self._packs_per_step or self.rank_sync.world_size * self.batch_size
 
     @property
     def batches_per_step(self) -> int:
@@ -193,7 +193,7 @@ class PackedDataLoader:
     @property
     def _share(self) -> int:
         """Packs of a step that a rank has, at most."""
-        return -(-self.packs_per_step // self.lockstep.world_size)
+        return -(-self.packs_per_step // self.rank_sync.world_size)
 
     @property
     def epoch(self) -> int:
@@ -205,7 +205,7 @@ class PackedDataLoader:
         """Where every token of this rank's lanes went, as of the last batch handed over."""
         return ledger_of(self.receipts)
 
-    def tallies(self) -> dict[str, Tally]:
+    def source_stats(self) -> dict[str, SourceStats]:
         """What each source of a mixture gave in this rank's lanes, as of the last batch handed over."""
         return self.dataset.tallies_of(self.receipts)
 
@@ -237,50 +237,50 @@ class _Batches:
 
     def __init__(self, loader: PackedDataLoader) -> None:
         self.loader = loader
-        self.lockstep = lockstep = loader.lockstep
-        require_group_of_now(alone=lockstep.alone)
+        self.rank_sync = rank_sync = loader.rank_sync
+        require_group_of_now(alone=rank_sync.alone)
         dataset, receipts = loader.dataset, loader.receipts
-        require_one_run(dataset, lockstep, doing="iterate", settings=partial(self._settings, loader))
-        consumers = lockstep.world_size * max(1, loader.num_workers)
+        require_one_run(dataset, rank_sync, doing="iterate", settings=partial(self._settings, loader))
+        consumers = rank_sync.world_size * max(1, loader.num_workers)
         dataset.num_lanes = num_lanes = dataset.lanes_for(consumers)
-        self.workers = workers = min(loader.num_workers, -(-num_lanes // lockstep.world_size))
-        if workers < loader.num_workers and lockstep.rank == 0:
+        self.workers = workers = min(loader.num_workers, -(-num_lanes // rank_sync.world_size))
+        if workers < loader.num_workers and rank_sync.rank == 0:
             log.warning(
                 "num_workers=%d: %d of them has work, for there %s; a new run may set num_lanes",
                 loader.num_workers, workers, "is 1 lane" if num_lanes == 1 else f"are {num_lanes} lanes",
             )  # fmt: skip
         # Workers do not matter: what they make is merged in the order of the slots.
-        if num_lanes < lockstep.world_size:
+        if num_lanes < rank_sync.world_size:
             warnings.warn(
-                f"{num_lanes} lanes are too few for {lockstep.world_size} ranks: {lockstep.world_size - num_lanes} of "
-                "them hand out null packs only, and a step trains fewer packs than it did; use fewer ranks, or start a "
-                "new run with more num_lanes",
+                f"{num_lanes} lanes are too few for {rank_sync.world_size} ranks: {rank_sync.world_size - num_lanes} "
+                "of them hand out null packs only, and a step trains fewer packs than it did; use fewer ranks, or "
+                "start a new run with more num_lanes",
                 stacklevel=3,
             )
-        elif num_lanes % lockstep.world_size:
+        elif num_lanes % rank_sync.world_size:
             warnings.warn(
-                f"{num_lanes} lanes do not divide evenly among {lockstep.world_size} ranks: every sample still comes "
+                f"{num_lanes} lanes do not divide evenly among {rank_sync.world_size} ranks: every sample still comes "
                 "exactly once, but steps hold other packs than on another number of ranks, and at an epoch's end the "
                 "ranks with fewer lanes hand out null packs; use a number of ranks that divides the lanes, or in a new "
                 "run a num_lanes that the ranks divide",
                 stacklevel=3,
             )
         step = loader.packs_per_step
-        whole = loader.batches_per_step * lockstep.world_size * loader.packs_per_batch
-        if whole != step and lockstep.rank == 0:
+        whole = loader.batches_per_step * rank_sync.world_size * loader.packs_per_batch
+        if whole != step and rank_sync.rank == 0:
             log.warning(
                 "packs_per_step=%d cannot be shared out evenly over %d rank(s) in batches of %d: every step holds %d "
                 "null packs, which cost time and train nothing; a multiple of %d holds none",
-                step, lockstep.world_size, loader.batch_size, whole - step, lockstep.world_size * loader.batch_size,
+                step, rank_sync.world_size, loader.batch_size, whole - step, rank_sync.world_size * loader.batch_size,
             )  # fmt: skip
-        share_division(dataset.lane_config.source, num_lanes, lockstep)
+        share_division(dataset.lane_config.source, num_lanes, rank_sync)
         # All ranks begin in the same epoch, also one whose lanes have made no pack in it yet.
         self.last_epoch = dataset.last_epoch
         epoch = 0
         if self.last_epoch is not None:
             epochs = (Receipt.from_numbers(receipt).epoch for receipt in receipts.values())
             epoch = max(epochs, default=dataset.epoch)
-        own = {lane: of for lane, of in receipts.items() if lane % lockstep.world_size == lockstep.rank}
+        own = {lane: of for lane, of in receipts.items() if lane % rank_sync.world_size == rank_sync.rank}
         # Ours, should the loader be iterated once more meanwhile: its state is of the newest iteration.
         self.progress = Progress(Handed(own, loader.slot, epoch, loader.slot))
         self._begin()
@@ -293,8 +293,8 @@ class _Batches:
             loader.dataset,
             receipts=handed.receipts,
             epoch=None if self.last_epoch is None else self.epoch,
-            rank=self.lockstep.rank,
-            world_size=self.lockstep.world_size,
+            rank=self.rank_sync.rank,
+            world_size=self.rank_sync.world_size,
             workers=self.workers,
             prefetch=loader.prefetch_factor,
             max_restarts=loader.max_worker_restarts,
@@ -316,12 +316,12 @@ class _Batches:
     @staticmethod
     def _settings(loader: PackedDataLoader) -> dict[str, Any]:
         """What must be the same on all ranks, beside the data."""
-        dataset, lockstep, mix = loader.dataset, loader.lockstep, loader.dataset.mix
-        dataset.lanes_for(lockstep.world_size * max(1, loader.num_workers))  # raises where that cannot be
+        dataset, rank_sync, mix = loader.dataset, loader.rank_sync, loader.dataset.mix
+        dataset.lanes_for(rank_sync.world_size * max(1, loader.num_workers))  # raises where that cannot be
         budget = getattr(dataset.lane_config.source, "retry_budget", 0.0)
-        if not lockstep.alone and budget >= lockstep.timeout.total_seconds():
+        if not rank_sync.alone and budget >= rank_sync.timeout.total_seconds():
             raise ValueError(
-                f"reading may be tried again for {budget:.0f} s and the other ranks wait {lockstep.timeout} at "
+                f"reading may be tried again for {budget:.0f} s and the other ranks wait {rank_sync.timeout} at "
                 "most; lower the source's retries or raise the loader's timeout"
             )
         return {
@@ -330,7 +330,7 @@ class _Batches:
             "epochs": dataset.epochs,
             "epoch": dataset.epoch,
             "on_bad_record": "error" if dataset.lane_config.quarantine is None else "skip",
-            "weights": None if mix is None else mix.shares,
+            "weights": None if mix is None else mix.target_fractions,
             "slot": loader.slot,
             "state": digest(sorted(bytes_of(loader.receipts).items())),
         }
@@ -382,7 +382,7 @@ class _Batches:
 
     def _take(self) -> Share | None:
         """Our share of the next batch; None when no rank has anything left in this epoch."""
-        if self.rounds and self.rest is None and not self.lockstep.alone:
+        if self.rounds and self.rest is None and not self.rank_sync.alone:
             for _ in range(2):  # one for the one that is handed over, one to gain a lead
                 if self.prepared - self.batches < 2 * ROUND:
                     self._prepare()
@@ -416,16 +416,16 @@ class _Batches:
         self.making.append(share)
         self.prepared += 1
         # The first rounds are short, so that the first batch comes at once.
-        if len(self.making) == (1 if self.lockstep.alone else min(2**self.rounds, ROUND)):
+        if len(self.making) == (1 if self.rank_sync.alone else min(2**self.rounds, ROUND)):
             count = next((i for i, share in enumerate(self.making) if not share.counts), len(self.making))
             failed = count < len(self.making) and self.making[count].error is not None
-            self.asked.append((self.making, self.lockstep.say(count, failed=failed)))
+            self.asked.append((self.making, self.rank_sync.say(count, failed=failed)))
             self.making = []
             self.rounds += 1
 
     def _room(self) -> int:
         """Packs of ours in the batch that is prepared: of its step's slots, those of this rank that are left."""
-        rank, world_size, size = self.lockstep.rank, self.lockstep.world_size, self.loader.packs_per_step
+        rank, world_size, size = self.rank_sync.rank, self.rank_sync.world_size, self.loader.packs_per_step
         step, batch = divmod(self.prepared, self.loader.batches_per_step)
         begin = self.slot + step * size
         ours = (rank - begin) // world_size - (rank - begin - size) // world_size
@@ -443,7 +443,7 @@ class _Batches:
     def _require_packs(self) -> None:
         """Raise on all ranks if the run has no pack. A collective, where all ranks have seen an epoch without one."""
         receipts = {**self.progress.handed.receipts, **self.filed}
-        whole = Ledger.total(self.lockstep.gather(ledger_of(receipts)))
+        whole = Ledger.total(self.rank_sync.gather(ledger_of(receipts)))
         if not whole.packs:
             raise nothing_to_pack(whole)
 
@@ -465,12 +465,12 @@ class _Batches:
         """Raise a rank's error on all ranks, for good; alone, asked again, this rank tries again."""
         error = self.failed
         try:
-            if self.lockstep.alone:
+            if self.rank_sync.alone:
                 assert error is not None
                 raise error
             self.shares.close()
             try:
-                self.lockstep.raise_any(error, doing="making packs")
+                self.rank_sync.raise_any(error, doing="making packs")
             except Exception:
                 self.progress.midway = False  # all ranks are here
                 raise

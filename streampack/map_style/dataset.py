@@ -298,7 +298,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         >>> packs.trace(packs[0]["fragments"][0])
         {'place': 'sample 0', 'row': {'tokens': [7, 8], 'labels': [7, 8]}, 'tokens': [7, 8]}
         """
-        [index] = fragment.origin
+        [index] = fragment.row_id
         tokens = self._read(index).tokens[fragment.start : fragment.stop]
         return {"place": f"sample {index}", "row": self.ds[index], "tokens": tokens.tolist()}
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from streampack.sources.base import Source
-from streampack.types import Origin
+from streampack.types import RowId
 from streampack.validation import require, require_positive
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Quarantine:
     def __post_init__(self) -> None:
         require_positive(self.limit, "max_bad_records", least=0)
 
-    def pass_by(self, lane: int, *, source: Source, origin: Origin, reason: str, before: int) -> None:
+    def pass_by(self, lane: int, *, source: Source, row_id: RowId, reason: str, before: int) -> None:
         """Let one record of a lane go, which has let ``before`` others go, and list it.
 
         Raises:
@@ -51,11 +51,11 @@ class Quarantine:
         """
         if before >= self.limit:
             raise ValueError(
-                f"{source.locate(origin)}: {reason}; lane {lane} has passed by {self.limit} broken records before this "
+                f"{source.locate(row_id)}: {reason}; lane {lane} has passed by {self.limit} broken records before this "
                 "one: look at them, and raise max_bad_records if they may be left out"
             )
-        shard = source.shard(origin) if hasattr(source, "shard") else source.locate(origin)
-        self.keep(lane, shard=shard, offset=origin[-1], reason=reason)
+        shard = source.shard(row_id) if hasattr(source, "shard") else source.locate(row_id)
+        self.keep(lane, shard=shard, offset=row_id[-1], reason=reason)
 
     def keep(self, lane: int, *, shard: str, offset: int, reason: str) -> None:
         """List one record. One write each, so that a kill leaves at most the newest line torn."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import numpy as np
 
 from streampack.sources.row_copies import own_row
-from streampack.types import Origin, Position, Row
+from streampack.types import Cursor, Row, RowId
 
 Item = TypeVar("Item")
 
@@ -28,7 +28,7 @@ class Reading:
     epoch: int = 0
     seed: int = 0
     shuffle_window: int = 0  # rows among which the order is permuted; 0 keeps the order
-    start: Position | None = None  # None: the beginning
+    start: Cursor | None = None  # None: the beginning
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -39,24 +39,22 @@ class Reading:
 class BadRecord(ValueError):
     """A row that is there and cannot be read. Asked again, it is raised again; `Reader.skip` goes on behind it."""
 
-    def __init__(
-        self, reason: str, *, position: Position, origin: Origin, locate: Callable[[Origin], str]
-    ) -> None:
+    def __init__(self, reason: str, *, cursor: Cursor, row_id: RowId, locate: Callable[[RowId], str]) -> None:
         super().__init__(reason)
         self.reason = reason
-        self.position = position
-        self.origin = origin
+        self.cursor = cursor
+        self.row_id = row_id
         self.locate = locate  # asked only for the message: it may read a file to count lines
 
     def __str__(self) -> str:
-        return f"{self.locate(self.origin)}: {self.reason}"
+        return f"{self.locate(self.row_id)}: {self.reason}"
 
     def unskipped(self) -> Exception:
         """Return what to raise where no record is skipped: a `BadRecord` cannot leave its process."""
         cause = self.__cause__
         if not isinstance(cause, Exception) or isinstance(cause, ValueError):
             return ValueError(str(self))
-        cause.add_note(f"while reading {self.locate(self.origin)}")
+        cause.add_note(f"while reading {self.locate(self.row_id)}")
         return cause
 
 
@@ -64,7 +62,7 @@ class Reader(Protocol):
     """One lane's rows of one epoch. After an error, ``next()`` tries the same row again."""
 
     @property
-    def position(self) -> Position:
+    def cursor(self) -> Cursor:
         """Of the row that comes next."""
 
     def __iter__(self) -> Iterator[Row]: ...
@@ -76,7 +74,7 @@ class Reader(Protocol):
 
 @runtime_checkable
 class Source(Protocol):
-    """Rows that several lanes share out, and that each lane can read again from any position."""
+    """Rows that several lanes share out, and that each lane can read again from any cursor."""
 
     max_lanes: int | None  # None: any number
 
@@ -86,10 +84,10 @@ class Source(Protocol):
     def read(self, reading: Reading) -> Reader:
         """The rows of one lane in one epoch."""
 
-    def locate(self, origin: Origin) -> str:
+    def locate(self, row_id: RowId) -> str:
         """Where a row stands, in words for people: file and line, or row number."""
 
-    def fetch(self, origin: Origin) -> Mapping[str, Any]:
+    def fetch(self, row_id: RowId) -> Mapping[str, Any]:
         """Read one row again."""
 
     def natural_lanes(self) -> int:

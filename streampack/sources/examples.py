@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from streampack.fingerprint import digest, plain
 from streampack.sources.base import BadRecord, Reading, Source
 from streampack.sources.row_copies import own_row
-from streampack.types import Origin
+from streampack.types import RowId
 
 EXAMPLES = 12
 UNKNOWN = "-"
@@ -23,7 +23,7 @@ END = "end"
 class Example(NamedTuple):
     """One row, copied, and where it stands; ``data`` is None if it could not be read."""
 
-    origin: Origin
+    row_id: RowId
     data: Any
 
 
@@ -45,12 +45,12 @@ def first_rows(source: Source, count: int) -> list[Example]:
         try:
             row = next(reader, None)
         except BadRecord as error:
-            found.append(Example(error.origin, None))
+            found.append(Example(error.row_id, None))
             reader.skip()
             continue
         if row is None:
             break
-        found.append(Example(row.origin, own_row(row.data)))
+        found.append(Example(row.row_id, own_row(row.data)))
     return found
 
 
@@ -65,12 +65,12 @@ def leading(rows: Iterator[Any], count: int, *, part: int) -> list[Example]:
     return found
 
 
-def example(fetch: Callable[[Origin], Any], origin: Origin) -> Example:
+def example(fetch: Callable[[RowId], Any], row_id: RowId) -> Example:
     """One row by ``fetch``. No error of a row is one of the run: it is raised where the row is read for training."""
     try:
-        return Example(origin, own_row(fetch(origin)))
+        return Example(row_id, own_row(fetch(row_id)))
     except Exception:
-        return Example(origin, None)
+        return Example(row_id, None)
 
 
 def mark(value: Any) -> str:
@@ -90,12 +90,12 @@ class MarkedRows:
 
     @classmethod
     def of(
-        cls, examples: Iterable[Example], locate: Callable[[Origin], str], *, ended: bool = False
+        cls, examples: Iterable[Example], locate: Callable[[RowId], str], *, ended: bool = False
     ) -> MarkedRows:
         """Those of the rows' own content. ``ended``: the source has no more."""
         given = list(examples)
         marks = [UNKNOWN if row.data is None else mark(row.data) for row in given]
-        places: list[Callable[[], str]] = [_Place(locate, row.origin) for row in given]
+        places: list[Callable[[], str]] = [_Place(locate, row.row_id) for row in given]
         return cls((*marks, END) if ended else tuple(marks), tuple(places))
 
     def state(self) -> str:
@@ -122,11 +122,11 @@ class MarkedRows:
 
 @dataclass(frozen=True)
 class _Place:
-    locate: Callable[[Origin], str]
-    origin: Origin
+    locate: Callable[[RowId], str]
+    row_id: RowId
 
     def __call__(self) -> str:
-        return self.locate(self.origin)
+        return self.locate(self.row_id)
 
 
 def differs_at(theirs: Iterable[str], ours: Iterable[str]) -> int | None:

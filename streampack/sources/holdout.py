@@ -1,4 +1,4 @@
-"""A held-out share of any source, fixed by the content of the rows."""
+"""A held-out fraction of any source, fixed by the content of the rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from streampack.sources.divisible import Divisible, corpora_of, divisible_of, li
 from streampack.sources.examples import Example, MarkedRows, columns_of, examples_of
 from streampack.storage.base import File
 from streampack.storage.listing import Corpus
-from streampack.types import Origin, Position, Row
+from streampack.types import Cursor, Row, RowId
 from streampack.validation import require
 
 PARTS = ("train", "validation")
@@ -27,33 +27,35 @@ class Holdout:
 
     >>> from streampack.sources import MapSource, Reading
     >>> rows = MapSource([{"tokens": [i], "labels": [i]} for i in range(1000)])
-    >>> train, held_out = (Holdout(rows, share=0.1, part=part) for part in PARTS)
+    >>> train, held_out = (Holdout(rows, fraction=0.1, part=part) for part in PARTS)
     >>> len(list(train.read(Reading()))), len(list(held_out.read(Reading())))
     (898, 102)
 
     Args:
         source: any source.
-        share: of the rows that is held out, between 0 and 1, both excluded.
+        fraction: of the rows that is held out, between 0 and 1, both excluded.
         part: ``"train"`` or ``"validation"``.
 
     Raises:
-        ValueError: for a share or part out of range.
+        ValueError: for a fraction or part out of range.
     """
 
-    def __init__(self, source: Source, *, share: float, part: str) -> None:
-        if not 0 < share < 1:
-            raise ValueError(f"share={share} of the rows cannot be held out; give a number between 0 and 1")
+    def __init__(self, source: Source, *, fraction: float, part: str) -> None:
+        if not 0 < fraction < 1:
+            raise ValueError(
+                f"fraction={fraction} of the rows cannot be held out; give a number between 0 and 1"
+            )
         require(part, "part", PARTS)
         self.source = source
-        self.share = share
+        self.fraction = fraction
         self.part = part
         self.max_lanes = source.max_lanes
         self._examples: list[Example] | None = None
 
     def fingerprint(self) -> str:
-        """The source's, the share, the part, and what of the rows decides to which part each belongs."""
+        """The source's, the fraction, the part, and what of the rows decides to which part each belongs."""
         hashed = self.identity()["hashed"].state()
-        return digest(self.source.fingerprint(), self.share, self.part, hashed)
+        return digest(self.source.fingerprint(), self.fraction, self.part, hashed)
 
     def identity(self) -> dict[str, Any]:
         """See `identity_of`. Other columns of the same files are other rows here: the split is by their content."""
@@ -63,7 +65,7 @@ class Holdout:
         return {
             "source": "Holdout",
             "of": identity_of(self.source),
-            "share": self.share,
+            "fraction": self.fraction,
             "part": self.part,
             "columns": None if columns is None else ", ".join(columns),
             "hashed": MarkedRows.of(self._examples, self.locate),
@@ -98,17 +100,17 @@ class Holdout:
         """See `Source.read`."""
         return _Kept(self.source.read(reading), self)
 
-    def locate(self, origin: Origin) -> str:
+    def locate(self, row_id: RowId) -> str:
         """See `Source.locate`."""
-        return self.source.locate(origin)
+        return self.source.locate(row_id)
 
-    def shard(self, origin: Origin) -> str:
+    def shard(self, row_id: RowId) -> str:
         """The source's name of it."""
-        return self.source.shard(origin) if hasattr(self.source, "shard") else self.source.locate(origin)
+        return self.source.shard(row_id) if hasattr(self.source, "shard") else self.source.locate(row_id)
 
-    def fetch(self, origin: Origin) -> Mapping[str, Any]:
+    def fetch(self, row_id: RowId) -> Mapping[str, Any]:
         """See `Source.fetch`."""
-        return self.source.fetch(origin)
+        return self.source.fetch(row_id)
 
     @property
     def way_out(self) -> str:
@@ -123,7 +125,7 @@ class Holdout:
     def keeps(self, row: Mapping[str, Any]) -> bool:
         """Whether a row belongs to this part."""
         content = hashlib.blake2b(repr(plain(row)).encode(), digest_size=8).digest()
-        held_out = int.from_bytes(content, "big") < self.share * 2**64
+        held_out = int.from_bytes(content, "big") < self.fraction * 2**64
         return held_out == (self.part == "validation")
 
 
@@ -133,8 +135,8 @@ class _Kept:
         self.part = part
 
     @property
-    def position(self) -> Position:
-        return self.reader.position
+    def cursor(self) -> Cursor:
+        return self.reader.cursor
 
     def __iter__(self) -> Iterator[Row]:
         return self

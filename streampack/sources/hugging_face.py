@@ -13,7 +13,7 @@ from streampack.sources.corpus_identity import state_of
 from streampack.sources.examples import EXAMPLES, Example, MarkedRows, leading
 from streampack.sources.map_style import MapSource
 from streampack.sources.shuffling import Part, Record, read_parts
-from streampack.types import Origin
+from streampack.types import RowId
 
 ROW_WISE = frozenset(
     {
@@ -119,13 +119,13 @@ class HFSource:
         """See `Source.read`."""
         return self.rows.read(reading)
 
-    def locate(self, origin: Origin) -> str:
+    def locate(self, row_id: RowId) -> str:
         """``sample N``; of a stream, ``shard N, row M``, from 0."""
-        return self.rows.locate(origin)
+        return self.rows.locate(row_id)
 
-    def fetch(self, origin: Origin) -> Mapping[str, Any]:
+    def fetch(self, row_id: RowId) -> Mapping[str, Any]:
         """See `Source.fetch`. Of a stream, reads the shard up to the row."""
-        return self.rows.fetch(origin)
+        return self.rows.fetch(row_id)
 
     def natural_lanes(self) -> int:
         """One per 512 rows; of a stream, one per shard."""
@@ -196,12 +196,12 @@ class _Stream:
             locate=self.locate,
         )
 
-    def locate(self, origin: Origin) -> str:
-        shard, row = origin
+    def locate(self, row_id: RowId) -> str:
+        shard, row = row_id
         return f"shard {shard}, row {row}"
 
-    def fetch(self, origin: Origin) -> Mapping[str, Any]:
-        return next(islice(self._rows(origin[0]), origin[1], None))
+    def fetch(self, row_id: RowId) -> Mapping[str, Any]:
+        return next(islice(self._rows(row_id[0]), row_id[1], None))
 
     def natural_lanes(self) -> int:
         return self.shards

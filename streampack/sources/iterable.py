@@ -11,7 +11,7 @@ from streampack.sources.base import Reader, Reading
 from streampack.sources.examples import EXAMPLES, Example, MarkedRows, differs_at, leading
 from streampack.sources.row_copies import own_row
 from streampack.sources.shuffling import Part, Record, read_parts
-from streampack.types import Origin
+from streampack.types import RowId
 
 Rows = Iterable[Mapping[str, Any]]
 
@@ -91,17 +91,17 @@ class IterableSource:
             locate=self.locate,
         )
 
-    def locate(self, origin: Origin) -> str:
+    def locate(self, row_id: RowId) -> str:
         """``row N`` of the iterable, from 0."""
-        return f"row {origin[1]}"
+        return f"row {row_id[1]}"
 
-    def shard(self, origin: Origin) -> str:
+    def shard(self, row_id: RowId) -> str:
         """The iterable's class: there is but one shard."""
         return type(self.rows).__name__
 
-    def fetch(self, origin: Origin) -> Mapping[str, Any]:
+    def fetch(self, row_id: RowId) -> Mapping[str, Any]:
         """Iterates up to the row."""
-        return next(islice(self._iterate(), origin[1], None))
+        return next(islice(self._iterate(), row_id[1], None))
 
     def natural_lanes(self) -> int:
         """One: every further lane reads everything again."""

@@ -21,7 +21,7 @@ from streampack.storage.formats import JSON_LINES, require_json_lines, whole_jso
 from streampack.storage.json_depth import require_shallow
 from streampack.storage.listing import Corpus, Name, find_files
 from streampack.storage.ranges import Block, Fetcher, Stretch, blocks
-from streampack.types import Origin
+from streampack.types import RowId
 from streampack.validation import require_positive
 
 PARTS_PER_LANE = 16  # enough for shuffling parts to mix a sorted file, few enough to keep reads long
@@ -126,9 +126,9 @@ class JSONLSource:
             locate=self.locate,
         )
 
-    def locate(self, origin: Origin) -> str:
+    def locate(self, row_id: RowId) -> str:
         """``file:line``; counts the lines before the row, so it reads that much of the file. Behind a URL, the byte."""
-        file, offset = origin
+        file, offset = row_id
         if not self._local:
             return f"{self.files[file].shown}, byte {offset}"
         line, left = 1, offset
@@ -138,19 +138,19 @@ class JSONLSource:
                 left -= len(chunk)
         return f"{self.files[file].path}:{line}"
 
-    def shard(self, origin: Origin) -> str:
+    def shard(self, row_id: RowId) -> str:
         """The file's name in the corpus."""
-        return self.files[origin[0]].name
+        return self.files[row_id[0]].name
 
-    def fetch(self, origin: Origin) -> Mapping[str, Any]:
+    def fetch(self, row_id: RowId) -> Mapping[str, Any]:
         """See `Source.fetch`."""
-        file, offset = origin
+        file, offset = row_id
         part = Part(file, offset, offset + 1)
         _, raw, _ = next(_Lines(self, part, offset, self._fetcher()))
         try:
             return self._decode(part, offset, raw)
         except ValueError as error:
-            raise ValueError(f"{self.locate(origin)}: {error}") from None
+            raise ValueError(f"{self.locate(row_id)}: {error}") from None
 
     @property
     def retry_budget(self) -> float:
@@ -218,8 +218,8 @@ class JSONLSource:
             return self._first_from(place)
         return None
 
-    def _decoded(self, part: Part, raw: bytes, origin: Origin) -> Mapping[str, Any]:
-        return self._decode(part, origin[1], raw)
+    def _decoded(self, part: Part, raw: bytes, row_id: RowId) -> Mapping[str, Any]:
+        return self._decode(part, row_id[1], raw)
 
     def _first_from(self, place: Part) -> Record | None:
         # A row belongs to where it begins; from here, that is wherever the next one does. Behind the last row comes the

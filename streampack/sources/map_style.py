@@ -10,7 +10,7 @@ import numpy as np
 from streampack.fingerprint import digest
 from streampack.sources.base import BadRecord, Reading, permutation, readable, reason_of, spread
 from streampack.sources.examples import EXAMPLES, Example, MarkedRows, example
-from streampack.types import Origin, Position, Row
+from streampack.types import Cursor, Row, RowId
 
 
 class MapDataset(Protocol):
@@ -66,17 +66,17 @@ class MapSource:
         order = permutation(len(numbers), *reading.key) if reading.shuffle_window else None
         return _Rows(self, numbers, order, reading.start[0] if reading.start else 0)
 
-    def locate(self, origin: Origin) -> str:
+    def locate(self, row_id: RowId) -> str:
         """``sample N``, its index in the dataset."""
-        return f"sample {origin[0]}"
+        return f"sample {row_id[0]}"
 
-    def shard(self, origin: Origin) -> str:
+    def shard(self, row_id: RowId) -> str:
         """The dataset's class: there is but one shard."""
         return type(self.dataset).__name__
 
-    def fetch(self, origin: Origin) -> Mapping[str, Any]:
+    def fetch(self, row_id: RowId) -> Mapping[str, Any]:
         """See `Source.fetch`."""
-        row: Mapping[str, Any] = self.dataset[origin[0]]
+        row: Mapping[str, Any] = self.dataset[row_id[0]]
         return row
 
     def natural_lanes(self) -> int:
@@ -100,7 +100,7 @@ class _Rows:
         self.index = index
 
     @property
-    def position(self) -> Position:
+    def cursor(self) -> Cursor:
         return (self.index,)
 
     def __iter__(self) -> Iterator[Row]:
@@ -119,7 +119,7 @@ class _Rows:
             if isinstance(error, StopIteration):  # would end the stream in silence
                 error = RuntimeError(f"sample {number}: the dataset raised StopIteration")
             raise BadRecord(
-                reason_of(error), position=(self.index,), origin=(number,), locate=self.source.locate
+                reason_of(error), cursor=(self.index,), row_id=(number,), locate=self.source.locate
             ) from error
         row = Row(data, (self.index,), (number,))
         self.index += 1

@@ -22,7 +22,7 @@ from streampack.storage.base import File, redact, together
 from streampack.storage.compression import DAMAGED, content
 from streampack.storage.listing import Corpus, Name
 from streampack.storage.ranges import Ahead, Block, Fetcher, Stretch, blocks
-from streampack.types import Origin
+from streampack.types import RowId
 
 LARGEST = 1 << 30  # bytes of a compressed shard's content, at most, whatever its index says
 COMPRESSIONS = {"gz": ".gz", "zstd": ".zst"}
@@ -114,17 +114,17 @@ class MDSSource:
             locate=self.locate,
         )
 
-    def locate(self, origin: Origin) -> str:
+    def locate(self, row_id: RowId) -> str:
         """``file, sample N``, from 0."""
-        return f"{self.files[origin[0]].shown}, sample {origin[1]}"
+        return f"{self.files[row_id[0]].shown}, sample {row_id[1]}"
 
-    def shard(self, origin: Origin) -> str:
+    def shard(self, row_id: RowId) -> str:
         """The file's name in the corpus."""
-        return self.files[origin[0]].name
+        return self.files[row_id[0]].name
 
-    def fetch(self, origin: Origin) -> Mapping[str, Any]:
+    def fetch(self, row_id: RowId) -> Mapping[str, Any]:
         """See `Source.fetch`. Of a compressed shard, reads all of it."""
-        part = Part(origin[0], origin[1], origin[1] + 1)
+        part = Part(row_id[0], row_id[1], row_id[1] + 1)
         fetcher = Fetcher(self.corpus.storage, self.corpus.retries, ahead=0)
         number, raw, _ = next(_Samples(self, part, part.start, fetcher))
         return self._decode(part, number, raw)
@@ -175,8 +175,8 @@ class MDSSource:
             for parts in lanes
         ]
 
-    def _decoded(self, part: Part, raw: bytes, origin: Origin) -> Mapping[str, Any]:
-        return self._decode(part, origin[1], raw)
+    def _decoded(self, part: Part, raw: bytes, row_id: RowId) -> Mapping[str, Any]:
+        return self._decode(part, row_id[1], raw)
 
     def _decode(self, part: Part, offset: int, raw: bytes) -> Mapping[str, Any]:
         columns = self.shards[part.file].columns

@@ -1,4 +1,4 @@
-"""`Mix`: several sources as one, each with its share of the tokens that are trained."""
+"""`Mix`: several sources as one, each with a weight: its target fraction of the trained tokens."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from streampack.sources.corpus_identity import identity_of
 from streampack.sources.divisible import Divisible, corpora_of, divisible_of, listing_of
 from streampack.sources.examples import Example, examples_of
 from streampack.sources.holdout import PARTS
-from streampack.sources.mixture_scheduler import STOPS, Draws, Weighing
+from streampack.sources.mixture_scheduler import STOPS, MixtureScheduler, Weighing
 from streampack.storage.base import File
 from streampack.storage.listing import Corpus
-from streampack.types import Origin, Position, Sample
+from streampack.types import Cursor, RowId, Sample
 from streampack.validation import require
 
 TOTAL_WEIGHT = (
     1 << 24
-)  # weights as whole numbers that add up to about this: shares are exact to 0.00001 points
+)  # weights as whole numbers that add up to about this: fractions are exact to 0.00001 points
 TURN_BITS = 20  # a source's epoch is the mixture's, then its turn in it: no two are shuffled alike
 
 
@@ -48,11 +48,11 @@ class Leaf(NamedTuple):
     name: str  # "code", or "web/en" for one within another
     source: Source
     encoder: Encode
-    share: float  # of the trained tokens of the whole, 0 to 1
+    weight: float  # fraction of the trained tokens of the whole, 0 to 1
 
 
 class Mix:
-    """Several sources as one, each with its share of the trained tokens; a `Source` that is packed as any other.
+    """Several sources as one, each with a weight: its target fraction of the trained tokens. Packed as any `Source`.
 
     >>> from streampack import IterablePackedDataset
     >>> short = [{"tokens": [1] * 3, "labels": [1] * 3}] * 1000
@@ -60,11 +60,11 @@ class Mix:
     >>> mix = Mix([{"name": "short", "source": short, "weight": 1}, {"name": "long", "source": long, "weight": 3}])
     >>> data = IterablePackedDataset(mix, max_seq_len=36)
     >>> packs = list(data)
-    >>> {name: (tally.trained, tally.epochs) for name, tally in data.tallies().items()}
+    >>> {name: (stats.trained, stats.epochs) for name, stats in data.source_stats().items()}
     {'short': (2000, 1), 'long': (6016, 2)}
 
-    The shares are of trained tokens: those that a label of the packs says, not padding, prompts or what is cut off.
-    In every lane, the next row comes from the source that is furthest behind its share (see `Draws`), so
+    Weights are fractions of trained tokens: those with a label in the packs, not padding, prompts or what is cut off.
+    In every lane, the next row comes from the source that is furthest behind its weight (see `MixtureScheduler`), so
     every source must have rows in every lane. ``stop`` says when an epoch ends:
 
     - ``"first_exhausted"``: when a source that is due has no row left. No row comes twice in an epoch.
@@ -125,18 +125,19 @@ class Mix:
                 self.max_lanes = most if self.max_lanes is None else min(most, self.max_lanes)
 
     @property
-    def shares(self) -> dict[str, float]:
-        """Of every source and mixture within, its share of the mixture that it belongs to."""
-        shares = {}
+    def target_fractions(self) -> dict[str, float]:
+        """Target fraction of trained tokens for each source, and each mixture within, of the mixture it belongs to."""
+        fractions = {}
         for entry, weight in zip(self.entries, self.weights, strict=False):
-            shares[entry.name] = round(weight / TOTAL_WEIGHT, 7)
+            fractions[entry.name] = round(weight / TOTAL_WEIGHT, 7)
             if isinstance(entry.source, Mix):
-                shares |= {f"{entry.name}/{name}": share for name, share in entry.source.shares.items()}
-        return shares
+                inner = entry.source.target_fractions
+                fractions |= {f"{entry.name}/{name}": fraction for name, fraction in inner.items()}
+        return fractions
 
     def changed(self, before: Any) -> str | None:
-        """What to tell whoever resumes with other `shares` than those of a state."""
-        ours = self.shares
+        """What to tell whoever resumes with other `target_fractions` than those of a state."""
+        ours = self.target_fractions
         if not isinstance(before, Mapping) or before == ours:
             return None
         changes = [
@@ -144,19 +145,19 @@ class Mix:
         ]
         return (
             f"the mixture's weights changed since the state was written: {', '.join(changes)}. The rows that wait were "
-            "drawn by the old ones; the next are drawn by the new ones, and the shares approach them"
+            "drawn by the old ones; the next are drawn by the new ones, and the fractions approach them"
         )
 
-    def leaf(self, origin: Origin) -> int:
+    def leaf(self, row_id: RowId) -> int:
         """The number, in `names`, of the source that a row is from."""
-        number, *rest = origin
+        number, *rest = row_id
         source = self.entries[number].source
         return self._first[number] + (source.leaf(tuple(rest)) if isinstance(source, Mix) else 0)
 
-    def encoder(self, origin: Origin) -> Encode | None:
+    def encoder(self, row_id: RowId) -> Encode | None:
         """Of the source that a row is from: its own, or that of the mixture around it."""
-        entry = self.entries[origin[0]]
-        own = entry.source.encoder(origin[1:]) if isinstance(entry.source, Mix) else None
+        entry = self.entries[row_id[0]]
+        own = entry.source.encoder(row_id[1:]) if isinstance(entry.source, Mix) else None
         return entry.encoder if own is None else own
 
     def leaves(self, default: Encode) -> list[Leaf]:
@@ -164,14 +165,14 @@ class Mix:
         found: list[Leaf] = []
         for entry in self.entries:
             encoder = default if entry.encoder is None else entry.encoder
-            share = self.shares[entry.name]
+            weight = self.target_fractions[entry.name]
             if isinstance(entry.source, Mix):
                 found += [
-                    Leaf(f"{entry.name}/{name}", source, own, share * part)
+                    Leaf(f"{entry.name}/{name}", source, own, weight * part)
                     for name, source, own, part in entry.source.leaves(encoder)
                 ]
             else:
-                found.append(Leaf(entry.name, entry.source, encoder, share))
+                found.append(Leaf(entry.name, entry.source, encoder, weight))
         return found
 
     def fingerprint(self) -> str:
@@ -188,7 +189,7 @@ class Mix:
         """Some of each source's."""
         each = max(1, count // len(self.entries))
         return [
-            Example((number, *row.origin), row.data)
+            Example((number, *row.row_id), row.data)
             for number, entry in enumerate(self.entries)
             for row in examples_of(entry.source, each)
         ]
@@ -205,8 +206,8 @@ class Mix:
         """See `divisible_of`."""
         return [part for entry in self.entries for part in divisible_of(entry.source)]
 
-    def read(self, reading: Reading, *, stagger: int = 0) -> Draws:
-        """See `Source.read`. Every row of the `Draws` must be charged; lanes begin up to ``stagger`` tokens apart."""
+    def read(self, reading: Reading, *, stagger: int = 0) -> MixtureScheduler:
+        """See `Source.read`. Every row that is read must be charged; lanes begin up to ``stagger`` tokens apart."""
         if reading.start is None:
             return self._draws(reading, weighing=Weighing(self.weights), stagger=stagger)
         numbers = iter(reading.start)
@@ -222,8 +223,8 @@ class Mix:
         start: Iterator[int] | None = None,
         offset: int = 0,
         root: bool = True,
-    ) -> Draws:
-        return Draws(
+    ) -> MixtureScheduler:
+        return MixtureScheduler(
             [entry.name for entry in self.entries],
             opens=partial(self._open, reading, offset, stagger),
             locate=self.locate,
@@ -244,7 +245,7 @@ class Mix:
         number: int,
         *,
         turn: int,
-        start: Position | None,
+        start: Cursor | None,
         weighing: Weighing,
     ) -> Reader:
         entry = self.entries[number]
@@ -263,20 +264,20 @@ class Mix:
             )
         return entry.source.read(own)
 
-    def locate(self, origin: Origin) -> str:
+    def locate(self, row_id: RowId) -> str:
         """The source's name, and where the row stands in it."""
-        entry = self.entries[origin[0]]
-        return f"{entry.name}: {entry.source.locate(origin[1:])}"
+        entry = self.entries[row_id[0]]
+        return f"{entry.name}: {entry.source.locate(row_id[1:])}"
 
-    def shard(self, origin: Origin) -> str:
+    def shard(self, row_id: RowId) -> str:
         """The source's name, and its name of the shard, or where the row stands in it."""
-        entry = self.entries[origin[0]]
+        entry = self.entries[row_id[0]]
         within = entry.source.shard if hasattr(entry.source, "shard") else entry.source.locate
-        return f"{entry.name}/{within(origin[1:])}"
+        return f"{entry.name}/{within(row_id[1:])}"
 
-    def fetch(self, origin: Origin) -> Mapping[str, Any]:
+    def fetch(self, row_id: RowId) -> Mapping[str, Any]:
         """See `Source.fetch`."""
-        return self.entries[origin[0]].source.fetch(origin[1:])
+        return self.entries[row_id[0]].source.fetch(row_id[1:])
 
     @property
     def retry_budget(self) -> float:
@@ -337,15 +338,15 @@ class Mix:
         return sum(size * weight / total * tokens / trained for weight, tokens, trained in parts), size
 
 
-def hold_out(source: Source, *, share: float) -> tuple[Source, Source]:
-    """A source without a share of its rows, and that share: see `Holdout`. Of a mixture, the share of every source.
+def hold_out(source: Source, *, fraction: float) -> tuple[Source, Source]:
+    """Split off a fraction of a source's rows, as `Holdout` does; of a mixture, the same fraction of every source.
 
     The held-out part of a mixture has the same weights and ends when the first source does: no row counts twice.
     """
     if not isinstance(source, Mix):
-        train, held_out = (Holdout(source, share=share, part=part) for part in PARTS)
+        train, held_out = (Holdout(source, fraction=fraction, part=part) for part in PARTS)
         return train, held_out
-    halves = [hold_out(entry.source, share=share) for entry in source.entries]
+    halves = [hold_out(entry.source, fraction=fraction) for entry in source.entries]
     parts = [
         [replace(entry, source=half[part]) for entry, half in zip(source.entries, halves, strict=True)]
         for part in (0, 1)
@@ -372,6 +373,6 @@ def _entry(given: Mapping[str, Any]) -> Entry:
     weight = given["weight"]
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
         raise ValueError(
-            f"source {name!r} has weight={weight!r}; give a number above 0, its share of the trained tokens"
+            f"source {name!r} has weight={weight!r}; give a number above 0, its fraction of the trained tokens"
         )
     return Entry(name, as_source(given["source"]), float(weight), given.get("encoder"))

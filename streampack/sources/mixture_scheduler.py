@@ -1,4 +1,4 @@
-"""Which source of a mixture the next row is drawn from: the one that is furthest behind its share."""
+"""Which source of a mixture the next row is drawn from: the one that is furthest behind its weight."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from streampack.sources.base import BadRecord, Reader, Reading
-from streampack.types import Origin, Position, Row
+from streampack.types import Cursor, Row, RowId
 
 STOPS = ("first_exhausted", "all_exhausted", "never")
 
@@ -54,7 +54,7 @@ class Weighing:
             del self.past[0]
 
     def numbers(self) -> list[int]:
-        """All of it, for a position."""
+        """All of it, for a cursor."""
         past = [number for pieces, weights in self.past for number in (pieces, *weights)]
         return [len(self.past), *past, *self.last]
 
@@ -69,15 +69,15 @@ class Weighing:
 class Stand:
     """Where one source of a mixture stands in one lane's epoch."""
 
-    deficit: int  # trained tokens that it is behind its share, times the sum of the weights
+    deficit: int  # trained tokens that it is behind its target fraction, times the sum of the weights
     turn: int = 0  # how often it was begun anew
     exhausted: bool = False  # it was read to its end at least once
     fed: bool = False  # this turn has trained something
-    cursor: Position | None = None  # of its next row; None before the turn's first
+    cursor: Cursor | None = None  # of its next row; None before the turn's first
     reader: Reader | None = None  # opened when it is due
 
     def numbers(self) -> list[int]:
-        """All but the reader, for a position."""
+        """All but the reader, for a cursor."""
         cursor = self.cursor
         flags = self.turn << 2 | self.exhausted << 1 | self.fed
         zigzag = self.deficit << 1 if self.deficit >= 0 else ~self.deficit << 1 | 1
@@ -95,11 +95,11 @@ class Stand:
 class Open(Protocol):
     """How a mixture opens one of its sources."""
 
-    def __call__(self, number: int, *, turn: int, start: Position | None, weighing: Weighing) -> Reader:
+    def __call__(self, number: int, *, turn: int, start: Cursor | None, weighing: Weighing) -> Reader:
         """Source ``number`` in its ``turn``-th turn, at the beginning or at a cursor."""
 
 
-class Draws:
+class MixtureScheduler:
     """One lane's rows of a mixture in one epoch; the row that is due comes from the source furthest behind.
 
     Whoever reads it says after each row, with `charge`, how many tokens the row trains. What a source then has to come,
@@ -110,8 +110,8 @@ class Draws:
 
     Lanes that all begin at 0 draw from the same sources at the same time, and each from all of them at once: far too
     much from those with long samples. So a lane begins with deficits that add up to 0 and are up to ``stagger`` tokens
-    apart, by (seed, epoch, lane); each source is the first with the probability of its weight. In all, the share of a
-    source after T tokens is off by at most S * max(longest, stagger) / T.
+    apart, by (seed, epoch, lane); each source is the first with the probability of its weight. In all, the fraction of
+    a source after T tokens is off by at most S * max(longest, stagger) / T.
 
     Args:
         names: of the sources, for errors.
@@ -122,8 +122,8 @@ class Draws:
         offset: of this mixture's weights in it.
         reading: of the lane; where it starts is said by ``start``.
         stagger: trained tokens; the longest sample that may come is enough.
-        start: this mixture's part of a position, to be read off.
-        root: whether this is the outermost mixture, whose positions hold the weights.
+        start: this mixture's part of a cursor, to be read off.
+        root: whether this is the outermost mixture, whose cursors hold the weights.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Draws:
         names: Sequence[str],
         *,
         opens: Open,
-        locate: Callable[[Origin], str],
+        locate: Callable[[RowId], str],
         stop: str,
         weighing: Weighing,
         offset: int,
@@ -164,17 +164,17 @@ class Draws:
     def begins(self) -> bool:
         """Whether the newest row is the first of its source's turn."""
         stand = self.stands[self.due]
-        return stand.reader.begins if isinstance(stand.reader, Draws) else self.first
+        return stand.reader.begins if isinstance(stand.reader, MixtureScheduler) else self.first
 
     @property
-    def position(self) -> Position:
+    def cursor(self) -> Cursor:
         """Of the newest row until it is charged, then of the row that comes next."""
         numbers = self.weighing.numbers() if self.root else []
         for stand in self.stands:
             numbers += stand.numbers()
         return tuple(numbers)
 
-    def __iter__(self) -> Draws:
+    def __iter__(self) -> MixtureScheduler:
         return self
 
     def __next__(self) -> Row:
@@ -196,15 +196,15 @@ class Draws:
             except BadRecord as error:
                 raise BadRecord(
                     error.reason,
-                    position=self.position,
-                    origin=(self.due, *error.origin),
+                    cursor=self.cursor,
+                    row_id=(self.due, *error.row_id),
                     locate=self.locate,
                 ) from error.__cause__
             if row is not None:
                 break
             self._turn(self.due)
         self.drawn = True
-        return Row(row.data, self.position, (self.due, *row.origin))
+        return Row(row.data, self.cursor, (self.due, *row.row_id))
 
     def skip(self) -> None:
         """Pass by the record that `BadRecord` was raised for; it counts as a row that trains nothing."""
@@ -218,7 +218,7 @@ class Draws:
         assert self.drawn, "every row is charged once"
         self.drawn = False
         reader = self.stands[self.due].reader
-        if isinstance(reader, Draws):
+        if isinstance(reader, MixtureScheduler):
             reader.charge(trained, pieces=pieces)
         self._count(trained, pieces=pieces)
 
@@ -226,7 +226,7 @@ class Draws:
         stand = self.stands[self.due]
         assert stand.reader is not None
         stand.fed |= trained > 0
-        stand.cursor = stand.reader.position
+        stand.cursor = stand.reader.cursor
         weights = self.weighing.now[self.span]
         for other, weight in zip(self.stands, weights, strict=True):
             other.deficit += weight * trained
@@ -234,7 +234,7 @@ class Draws:
         if self.root:
             self.weighing.tick(pieces)
 
-    def succeed(self, ended: Draws) -> None:
+    def succeed(self, ended: MixtureScheduler) -> None:
         """Begin where another epoch ended: should it be a replay with earlier weights, it goes on."""
         self.weighing = ended.weighing
         self._begin()
@@ -262,7 +262,7 @@ class Draws:
             raise StopIteration
         if not stand.fed:
             raise ValueError(
-                f"{self.place}: source {name!r} trains no token from its beginning to its end, so its share cannot be "
+                f"{self.place}: source {name!r} trains no token from its beginning to its end, so its weight cannot be "
                 "reached; look at what is dropped or masked, or leave the source out"
             )
         self.stands[number] = Stand(stand.deficit, stand.turn + 1, exhausted=True)

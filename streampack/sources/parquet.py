@@ -18,10 +18,10 @@ from streampack.storage.base import Together, together
 from streampack.storage.formats import PARQUET
 from streampack.storage.listing import Corpus, Name, find_files
 from streampack.storage.ranges import Fetcher
-from streampack.types import Origin
+from streampack.types import RowId
 
 PARTS_PER_LANE = 16  # enough for shuffling parts to mix a sorted corpus, few enough to keep reads long
-DIVISION = "runs"  # how lanes are cut; another way needs another word, for positions in older states go by it
+DIVISION = "runs"  # how lanes are cut; another way needs another word, for cursors in older states go by it
 LARGE = 2  # parts' worth: smaller files are a part each, and their footers are read when their turn comes
 FEW = 2  # parts of a lane: with fewer, all is cut as fine as can be, or lanes would be uneven, or empty
 
@@ -113,21 +113,21 @@ class ParquetSource:
             locate=self.locate,
         )
 
-    def locate(self, origin: Origin) -> str:
+    def locate(self, row_id: RowId) -> str:
         """``file, row N``, from 0, and its row group."""
-        file, row = origin
+        file, row = row_id
         where = f"{self.files[file].shown}, row {row}"
         if (footer := self.footers.known(file)) is not None:
             where += f" (row group {group_of(footer, row)})"
         return where
 
-    def shard(self, origin: Origin) -> str:
+    def shard(self, row_id: RowId) -> str:
         """The file's name in the corpus."""
-        return self.files[origin[0]].name
+        return self.files[row_id[0]].name
 
-    def fetch(self, origin: Origin) -> Mapping[str, Any]:
+    def fetch(self, row_id: RowId) -> Mapping[str, Any]:
         """See `Source.fetch`. Reads the row's whole row group."""
-        file, row = origin
+        file, row = row_id
         _, raw, _ = next(RowGroups(self.footers, Part(file, row, row + 1), row, self._fetcher()))
         return plain_row(raw)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from streampack.sources.base import BadRecord, Reading, permutation
-from streampack.types import Origin, Position, Row, from_tuple
+from streampack.types import Cursor, Row, RowId, from_tuple
 
 Record = tuple[int, Any, int]  # (offset in its file, raw data, offset of what comes next)
 _Found = tuple["Part", int, Any]  # a record's part, its offset, and the raw data, or the damage in its place
@@ -31,7 +31,7 @@ class Damage(ValueError):
 
 
 class InOrder:
-    """Reads parts one after the other. A position is ``(part, offset, 0)``: offset ``offset`` of the ``part``-th part.
+    """Reads parts one after the other. A cursor is ``(part, offset, 0)``: offset ``offset`` of the ``part``-th part.
 
     A stretch that is damaged is one record, and raised when its turn comes. For the arguments see `read_parts`.
     """
@@ -43,7 +43,7 @@ class InOrder:
         open_part: Callable[[Part, int, Part | None], Iterator[Record]],
         decode: Callable[[Part, int, Any], Mapping[str, Any]],
         place: Callable[[Part, int], str],
-        locate: Callable[[Origin], str],
+        locate: Callable[[RowId], str],
     ) -> None:
         self.parts = parts
         self.reading = reading
@@ -56,7 +56,7 @@ class InOrder:
         self.offset = parts[0].start if parts else 0  # of the next record in that part
         if reading.start is not None:
             self.part, self.offset, _ = reading.start
-        self.position: Position = (
+        self.cursor: Cursor = (
             self.part,
             self.offset,
             0,
@@ -73,19 +73,19 @@ class InOrder:
                 raise StopIteration
             self.found = found
         part, offset, raw = found
-        position, origin = self.position, (part.file, offset)
+        cursor, row_id = self.cursor, (part.file, offset)
         try:
             if isinstance(raw, Damage):
                 raise ValueError(str(raw))
             data = self.decode(part, offset, raw)
         except ValueError as error:
-            raise BadRecord(str(error), position=position, origin=origin, locate=self.locate) from None
-        self.found, self.position = None, (self.part, self.offset, 0)
-        return _row((data, position, origin))
+            raise BadRecord(str(error), cursor=cursor, row_id=row_id, locate=self.locate) from None
+        self.found, self.cursor = None, (self.part, self.offset, 0)
+        return _row((data, cursor, row_id))
 
     def skip(self) -> None:
         """See `Reader.skip`."""
-        self.found, self.position = None, (self.part, self.offset, 0)
+        self.found, self.cursor = None, (self.part, self.offset, 0)
 
     def find(self) -> _Found | None:
         """The next record of the parts, and where it is found; None at their end."""
@@ -122,7 +122,7 @@ class WindowReader:
     """Reads ``ordered``, within windows of ``shuffle_window`` records, in a permuted order.
 
     The permutations, of the parts and within each window, are functions of (seed, epoch, lane, window),
-    so a position ``(part, offset, index)`` says all: the window starts at ``offset`` of the ``part``-th
+    so a cursor ``(part, offset, index)`` says all: the window starts at ``offset`` of the ``part``-th
     part of the permuted order, and ``index`` of its records have been read. Starting there reads at most
     one window again. Records are held raw and decoded one at a time.
     """
@@ -139,9 +139,9 @@ class WindowReader:
             self._go_to(self.reading.start[-1])
 
     @property
-    def position(self) -> Position:
-        """The position of the row that comes next."""
-        return self.ordered.position
+    def cursor(self) -> Cursor:
+        """The cursor of the row that comes next."""
+        return self.ordered.cursor
 
     def __iter__(self) -> Iterator[Row]:
         return self
@@ -163,7 +163,7 @@ class WindowReader:
     def _go_to(self, index: int) -> None:
         self.index = index
         if index < len(self.window):
-            self.ordered.position = (*self.window_start, index)
+            self.ordered.cursor = (*self.window_start, index)
 
     def _fill(self) -> None:
         ordered = self.ordered
@@ -183,7 +183,7 @@ def read_parts(
     open_part: Callable[[Part, int, Part | None], Iterator[Record]],
     decode: Callable[[Part, int, Any], Mapping[str, Any]],
     place: Callable[[Part, int], str] = "{}, offset {}".format,
-    locate: Callable[[Origin], str] = "{}".format,
+    locate: Callable[[RowId], str] = "{}".format,
 ) -> InOrder | WindowReader:
     """The reader of a lane's parts in the order that ``reading`` asks for.
 

@@ -25,7 +25,7 @@ from streampack.storage.base import File, LocalStorage, changed, redact, togethe
 from streampack.storage.file_marks import FileMarks
 from streampack.storage.listing import Name
 from streampack.storage.ranges import Ahead, Block, Fetcher, blocks
-from streampack.types import IGNORE_INDEX, Origin
+from streampack.types import IGNORE_INDEX, RowId
 
 OFFSETS = (
     1024  # read from the table at a time: one by one, they took 2 of the 5.7 us of a document of 1,000 tokens
@@ -131,17 +131,17 @@ class TokenShardSource:
             locate=self.locate,
         )
 
-    def locate(self, origin: Origin) -> str:
+    def locate(self, row_id: RowId) -> str:
         """``file, document N``, from 0."""
-        return f"{self.files[origin[0]].shown}, document {origin[1]}"
+        return f"{self.files[row_id[0]].shown}, document {row_id[1]}"
 
-    def shard(self, origin: Origin) -> str:
+    def shard(self, row_id: RowId) -> str:
         """The file's name in the corpus."""
-        return self.files[origin[0]].name
+        return self.files[row_id[0]].name
 
-    def fetch(self, origin: Origin) -> Mapping[str, Any]:
+    def fetch(self, row_id: RowId) -> Mapping[str, Any]:
         """See `Source.fetch`."""
-        part = Part(origin[0], origin[1], origin[1] + 1)
+        part = Part(row_id[0], row_id[1], row_id[1] + 1)
         _, raw, _ = next(self._open(part, part.start, self._fetcher()))
         return _row_of(part, part.start, raw)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from streampack.accounting import Ledger, Tally
+from streampack.accounting import Ledger, SourceStats
 from streampack.packing.assemble import require_id
 from streampack.packing.batch import to_torchtune
 from streampack.packing.encoders import TextEncoder, TokensEncoder, guard_datasets
@@ -59,7 +59,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
     Args:
         source: a `Source`; or a path or glob of JSONL files; or any map-style dataset of
             ``{"tokens", "labels"}`` or ``{"input_ids"}``; or columns of such, a pandas frame too; or any deterministic
-            iterable of rows; several, by their shares, are a `Mix`.
+            iterable of rows; several, by their weights, are a `Mix`.
         max_seq_len: tokens in a pack.
         encoder: makes a `Sample` of a row; rows of ready tokens need none, sources of a `Mix` may have their own.
         strategy: ``"exact_fit"`` (default), ``"best_fit"``, ``"first_fit"``, ``"next_fit"``, ``"wrap"``.
@@ -327,7 +327,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
     def state_with(self, lanes: Mapping[int, bytes]) -> dict[str, Any]:
         """A state that holds these receipts, bytes already."""
         # For the warning when they change. What a replay goes by is in the receipts.
-        weights = {} if self.mix is None else {"weights": self.mix.shares}
+        weights = {} if self.mix is None else {"weights": self.mix.target_fractions}
         return {
             "version": STATE_VERSION,
             "identity": self.identity(),
@@ -369,15 +369,15 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         """The source, if it is a mixture."""
         return self.lane_config.mix
 
-    def tallies(self) -> dict[str, Tally]:
+    def source_stats(self) -> dict[str, SourceStats]:
         """What each source of a mixture gave, as `ledger`; empty without a mixture."""
         receipts = self._stream.receipts() if self._stream else self.receipts
         return self.tallies_of(receipts)
 
-    def tallies_of(self, receipts: Mapping[int, ReceiptNumbers]) -> dict[str, Tally]:
+    def tallies_of(self, receipts: Mapping[int, ReceiptNumbers]) -> dict[str, SourceStats]:
         """The same of these lanes."""
         names = [] if self.mix is None else self.mix.names
-        return dict(zip(names, tallies_of(receipts) or [Tally() for _ in names], strict=True))
+        return dict(zip(names, tallies_of(receipts) or [SourceStats() for _ in names], strict=True))
 
     def trace(self, fragment: Fragment) -> dict[str, Any]:
         """From a sequence in a pack back to its text: the row's place, its data, and the fragment's tokens.
@@ -390,12 +390,12 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         {'place': 'sample 0', 'row': {'tokens': [7, 8], 'labels': [7, 8]}, 'tokens': [7, 8]}
         """
         config = self.lane_config
-        row, encode = config.source.fetch(fragment.origin), config.encoder(fragment.origin)
+        row, encode = config.source.fetch(fragment.row_id), config.encoder(fragment.row_id)
         start, piece = [p for p in config.cut(encode_row(encode, row)) if p[0] <= fragment.start][-1]
         tokens = piece.tokens[fragment.start - start : fragment.stop - start]
-        found = {"place": config.source.locate(fragment.origin), "row": row, "tokens": tokens.tolist()}
+        found = {"place": config.source.locate(fragment.row_id), "row": row, "tokens": tokens.tolist()}
         if self.mix is not None:
-            found["source"] = self.mix.names[self.mix.leaf(fragment.origin)]
+            found["source"] = self.mix.names[self.mix.leaf(fragment.row_id)]
         if hasattr(encode, "decode"):
             found["text"] = encode.decode(found["tokens"])
         return found

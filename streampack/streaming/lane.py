@@ -10,15 +10,15 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from streampack.accounting import Ledger, Tally
+from streampack.accounting import Ledger, SourceStats
 from streampack.packing.assemble import assemble, trained_tokens, trains_nothing, untrained_error
 from streampack.packing.planner import Planner
 from streampack.sources.base import BadRecord, Reader, Reading
-from streampack.sources.mixture_scheduler import Draws
+from streampack.sources.mixture_scheduler import MixtureScheduler
 from streampack.streaming.empty_runs import FIRST_ROWS, warn_of_first_rows
 from streampack.streaming.lane_config import LaneConfig
 from streampack.streaming.lane_state import Receipt
-from streampack.types import Fragment, Origin, Pack, Position, ReceiptNumbers, Row, Sample, from_tuple
+from streampack.types import Cursor, Fragment, Pack, ReceiptNumbers, Row, RowId, Sample, from_tuple
 
 BROKEN: Mapping[str, Any] = MappingProxyType({})
 """The data of a row that could not be read, and is passed by."""
@@ -28,10 +28,10 @@ class Piece(NamedTuple):
     """A sample, or a part of one that was too long, that waits to be packed."""
 
     sample: Sample
-    origin: Origin
+    row_id: RowId
     start: int  # where the piece starts in its row's sample, in tokens
     epoch: int
-    position: Position  # of its row
+    cursor: Cursor  # of its row
     first: int  # the number of its row's first piece
     trained: int | None  # see Fragment
 
@@ -54,7 +54,7 @@ class Lane:
         self.num_lanes = num_lanes
         self.planner = Planner(config.packing)
         self.ledger = Ledger()
-        self.tallies = [] if config.mix is None else [Tally() for _ in config.mix.names]
+        self.source_stats = [] if config.mix is None else [SourceStats() for _ in config.mix.names]
         self.held: dict[int, Piece] = {}  # pieces pulled and not wholly packed, by number
         self.pending: list[Piece] = []  # pieces of the newest row that were not pulled yet
         self.row: Row | None = None  # read and not yet encoded; stays when encoding fails
@@ -95,7 +95,7 @@ class Lane:
         packing, held = self.config.packing, self.held
         sequences, fragments, seq_lens = [], [], []
         for number, start, stop in spans:
-            sequence, origin, before, _, _, _, trained = piece = held[number]
+            sequence, row_id, before, _, _, _, trained = piece = held[number]
             length = sequence.tokens.size
             if stop - start < length:
                 if trained is None:
@@ -105,11 +105,11 @@ class Lane:
                 sequence = sequence.cut(start, stop)
             sequences.append(sequence)
             seq_lens.append(stop - start)
-            fragments.append(_fragment((origin, before + start, before + stop, trained)))
-            if self.tallies:
-                tally = self._tally(origin)
-                tally.packed += stop - start
-                tally.trained += trained_tokens(sequence)
+            fragments.append(_fragment((row_id, before + start, before + stop, trained)))
+            if self.source_stats:
+                stats = self._stats(row_id)
+                stats.packed += stop - start
+                stats.trained += trained_tokens(sequence)
             if stop == length:
                 del held[number]
         tokens, labels = assemble(
@@ -154,27 +154,27 @@ class Lane:
             )
         waiting = self.planner.pieces
         if oldest := self.held[waiting[0]] if waiting else self.pending[0] if self.pending else None:
-            epoch, position, first = oldest.epoch, oldest.position, oldest.first
+            epoch, cursor, first = oldest.epoch, oldest.cursor, oldest.first
         else:
-            position = self.row.position if self.row else self.reader.position
+            cursor = self.row.cursor if self.row else self.reader.cursor
             epoch, first = self.epoch, self.planner.next_piece
-        gone = (1 << self.planner.next_piece - first) - 1
+        consumed = (1 << self.planner.next_piece - first) - 1
         for piece in waiting:
-            gone ^= 1 << piece - first
+            consumed ^= 1 << piece - first
         return Receipt(
             self.packs,
             self.done,
             epoch,
-            position,
+            cursor,
             first,
             self.planner.offset,
             self.planner.next_piece,
-            gone,
+            consumed,
             self.ledger,
-            tuple(self.tallies),
+            tuple(self.source_stats),
         ).numbers()
 
-    def _open(self, epoch: int, start: Position | None) -> Reader:
+    def _open(self, epoch: int, start: Cursor | None) -> Reader:
         config = self.config
         reading = Reading(
             self.lane,
@@ -189,9 +189,9 @@ class Lane:
         return config.source.read(reading)
 
     def _restore(self, receipt: Receipt) -> None:
-        """Read again from the oldest waiting piece's row, and skip what is gone."""
-        # All pieces behind the last that is gone wait, and no more can. A damaged state must not read on for ever.
-        waiting = receipt.next_piece - receipt.first - receipt.gone.bit_length()
+        """Read again from the oldest waiting piece's row, and skip what is consumed."""
+        # All pieces behind the last that is consumed wait, and no more can. A damaged state must not read on for ever.
+        waiting = receipt.next_piece - receipt.first - receipt.consumed.bit_length()
         if waiting > (limit := self.config.packing.buffer_size):
             raise ValueError(
                 f"lane {self.lane}: {waiting} pieces wait at the end of the state's, and buffer_size={limit} lets "
@@ -201,9 +201,9 @@ class Lane:
         # Without an end, only a lane that never packed anything is over: see `_read`.
         self.done = receipt.done and not (self.config.endless and receipt.ledger.packed)
         self.rows_in_epoch = self.pieces_in_epoch = 1  # only an epoch read from its beginning tells
-        self.ledger, self.tallies = receipt.ledger, list(receipt.tallies)
-        self.reader = self._open(receipt.epoch, receipt.position)
-        if isinstance(self.reader, Draws) and (mix := self.config.mix) is not None:
+        self.ledger, self.source_stats = receipt.ledger, list(receipt.source_stats)
+        self.reader = self._open(receipt.epoch, receipt.cursor)
+        if isinstance(self.reader, MixtureScheduler) and (mix := self.config.mix) is not None:
             self.reader.weighing.change(mix.weights, after=receipt.next_piece - receipt.first)
         planner = self.planner
         planner.next_piece = receipt.first
@@ -214,9 +214,9 @@ class Lane:
                     f"lane {self.lane}: the state says {receipt.next_piece} pieces were read and the "
                     f"corpus ends after {planner.next_piece}; the data or the encoder changed"
                 )
-            gone = receipt.gone >> (planner.next_piece - receipt.first)
-            # A mixture draws by what its rows train, so it encodes those that are gone, too.
-            skip = gone & 1 and self.config.packing.keeps_one_piece_per_sample and not self.tallies
+            consumed = receipt.consumed >> (planner.next_piece - receipt.first)
+            # A mixture draws by what its rows train, so it encodes those that are consumed, too.
+            skip = consumed & 1 and self.config.packing.keeps_one_piece_per_sample and not self.source_stats
             pieces = [] if skip else self._pieces(row, replay=True)
             self.row = None
             self.pieces_in_epoch += 1  # a replay may span whole epochs, which must not look empty
@@ -224,11 +224,11 @@ class Lane:
                 if planner.next_piece == receipt.next_piece:
                     self.pending.append(piece)
                     continue
-                if not gone & 1:
+                if not consumed & 1:
                     planner.hold(planner.next_piece, piece.sample.tokens.size)
                     self.held[planner.next_piece] = piece
                 planner.next_piece += 1
-                gone >>= 1
+                consumed >>= 1
             if not pieces:  # packed or dropped: it had one number
                 planner.next_piece += 1
         planner.offset = receipt.offset
@@ -251,8 +251,8 @@ class Lane:
         self.pieces_in_epoch += 1
         length = piece.sample.tokens.size
         self.ledger.tokens_in += length
-        if self.tallies:
-            self._tally(piece.origin).tokens_in += length
+        if self.source_stats:
+            self._stats(piece.row_id).tokens_in += length
         return length
 
     def _read(self) -> Row | None:
@@ -263,7 +263,7 @@ class Lane:
                 if self.config.quarantine is None:
                     raise error.unskipped() from None
                 self.reader.skip()
-                self.row = Row(BROKEN, error.position, error.origin)
+                self.row = Row(BROKEN, error.cursor, error.row_id)
                 self.broken = error.reason
             if self.row is None:
                 # Without an end, a lane of which no row makes a piece would be read for ever.
@@ -271,7 +271,7 @@ class Lane:
                     return None
                 self.epoch, self.rows_in_epoch, self.pieces_in_epoch = self.epoch + 1, 0, 0
                 ended, self.reader = self.reader, self._open(self.epoch, None)
-                if isinstance(ended, Draws) and isinstance(self.reader, Draws):
+                if isinstance(ended, MixtureScheduler) and isinstance(self.reader, MixtureScheduler):
                     self.reader.succeed(ended)
             else:
                 self.rows_in_epoch += 1
@@ -279,7 +279,7 @@ class Lane:
 
     def _pieces(self, row: Row, *, replay: bool) -> list[Piece]:
         """Encode a row and cut it to pieces; none if it is dropped. A replay books nothing a second time."""
-        config, (data, position, origin) = self.config, row
+        config, (data, cursor, row_id) = self.config, row
         if data is BROKEN:
             return self._passed_by(row, self.broken, replay=replay)
         sample = config.sample(row)
@@ -299,8 +299,8 @@ class Lane:
             parts = []
         pieces, first = [], self.planner.next_piece
         for start, part in parts:
-            pieces.append(_piece((part, origin, start, self.epoch, position, first, trained)))
-        if isinstance(self.reader, Draws):
+            pieces.append(_piece((part, row_id, start, self.epoch, cursor, first, trained)))
+        if isinstance(self.reader, MixtureScheduler):
             trained_in_packs = sum(trained_tokens(part) for _, part in parts)
             self.reader.charge(trained_in_packs, pieces=max(1, len(parts)))
         if not replay:
@@ -309,10 +309,10 @@ class Lane:
             lost = 0
             if not pieces or pieces[0].sample is not sample:  # most samples are one piece
                 lost = self._book_loss(sample, pieces, untrained=untrained)
-            if self.tallies:
-                tally = self._begin_tally(row)
-                tally.samples += 1
-                tally.tokens_in += lost
+            if self.source_stats:
+                stats = self._begin_stats(row)
+                stats.samples += 1
+                stats.tokens_in += lost
         return pieces
 
     def _book_loss(self, sample: Sample, pieces: list[Piece], *, untrained: bool) -> int:
@@ -339,26 +339,26 @@ class Lane:
         assert quarantine is not None
         if not replay:
             source, before = self.config.source, self.ledger.dropped_samples["bad"]
-            quarantine.pass_by(self.lane, source=source, origin=row.origin, reason=reason, before=before)
+            quarantine.pass_by(self.lane, source=source, row_id=row.row_id, reason=reason, before=before)
             self.ledger.drop("bad", 0)
-            if self.tallies:
-                self._begin_tally(row)
+            if self.source_stats:
+                self._begin_stats(row)
             self.planner.next_piece += 1
-        if row.data is not BROKEN and isinstance(self.reader, Draws):
+        if row.data is not BROKEN and isinstance(self.reader, MixtureScheduler):
             self.reader.charge(0)
         return []
 
-    def _tally(self, origin: Origin) -> Tally:
+    def _stats(self, row_id: RowId) -> SourceStats:
         """Of the row's source in a mixture."""
         assert self.config.mix is not None
-        return self.tallies[self.config.mix.leaf(origin)]
+        return self.source_stats[self.config.mix.leaf(row_id)]
 
-    def _begin_tally(self, row: Row) -> Tally:
-        """The tally of the newest row's source; it counts how often the source was begun."""
-        assert isinstance(self.reader, Draws)
-        tally = self._tally(row.origin)
-        tally.epochs += self.reader.begins
-        return tally
+    def _begin_stats(self, row: Row) -> SourceStats:
+        """The stats of the newest row's source; it counts how often the source was begun."""
+        assert isinstance(self.reader, MixtureScheduler)
+        stats = self._stats(row.row_id)
+        stats.epochs += self.reader.begins
+        return stats
 
     def _place(self, row: Row) -> str:
-        return self.config.source.locate(row.origin)
+        return self.config.source.locate(row.row_id)

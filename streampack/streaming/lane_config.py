@@ -12,7 +12,7 @@ from streampack.packing.token_rows import encode_row
 from streampack.sources.bad_records import Quarantine
 from streampack.sources.base import Source
 from streampack.sources.mixture import Mix
-from streampack.types import Origin, Row, Sample
+from streampack.types import Row, RowId, Sample
 
 UNTRAINED = ("keep", "drop", "error")
 
@@ -39,9 +39,9 @@ class LaneConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "mix", self.source if isinstance(self.source, Mix) else None)
 
-    def encoder(self, origin: Origin) -> Callable[[Mapping[str, Any]], Sample]:
+    def encoder(self, row_id: RowId) -> Callable[[Mapping[str, Any]], Sample]:
         """Of the row's source."""
-        own = None if self.mix is None else self.mix.encoder(origin)
+        own = None if self.mix is None else self.mix.encoder(row_id)
         return self.encode if own is None else own
 
     def sample(self, row: Row) -> Sample | str:
@@ -51,14 +51,14 @@ class LaneConfig:
             ValueError: for a row that makes no sample, with its place. Other errors of the encoder get a note of it.
         """
         try:
-            encode = self.encoder(row.origin)
+            encode = self.encoder(row.row_id)
             sample = encode_row(encode, row.data) if self.checks else encode(row.data)
             if self.checks:
                 check_sample(sample, self.vocab_size)
         except Exception as error:
             if self.quarantine is not None:
                 return f"{type(error).__name__}: {error}"
-            place = self.source.locate(row.origin)
+            place = self.source.locate(row.row_id)
             if isinstance(error, ValueError):
                 raise ValueError(f"{place}: {error}") from error
             if isinstance(error, StopIteration):  # would end the stream in silence

@@ -7,19 +7,19 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
-from streampack.accounting import Ledger, Tally
-from streampack.types import Position, ReceiptNumbers
+from streampack.accounting import Ledger, SourceStats
+from streampack.types import Cursor, ReceiptNumbers
 
 VERSION = 3
-LEDGER, TALLY = len(Ledger().numbers()), len(Tally().numbers())  # numbers of each
+LEDGER, TALLY = len(Ledger().numbers()), len(SourceStats().numbers())  # numbers of each
 UNTRAINED = Ledger(untrained=1).numbers().index(1)  # which of the ledger's numbers counts untrained samples
 
 
 class Receipt(NamedTuple):
     """State of a lane between two packs; no tokens, only where to read them again.
 
-    A resume opens the source at ``position`` of ``epoch``, the row of the oldest waiting piece, numbers
-    pieces from ``first`` on, skips those whose bit in ``gone`` is set, and is where it was when it reaches
+    A resume opens the source at ``cursor`` of ``epoch``, the row of the oldest waiting piece, numbers
+    pieces from ``first`` on, skips those whose bit in ``consumed`` is set, and is where it was when it reaches
     ``next_piece``.
 
     >>> receipt = Receipt(3, False, 0, (2, 512, 0), 40, 0, 42, 0b10, Ledger())
@@ -30,39 +30,41 @@ class Receipt(NamedTuple):
     packs: int  # so far in this epoch
     done: bool  # the epoch is used up
     epoch: int
-    position: Position
-    first: int  # number of the first piece of the row at position
+    cursor: Cursor
+    first: int  # number of the first piece of the row at cursor
     offset: int  # tokens of the oldest waiting piece that are packed (splitting only)
     next_piece: int  # the number that the next piece pulled will get
-    gone: int  # bit i: piece first + i is packed or dropped
+    consumed: int  # bit i: piece first + i is packed or dropped
     ledger: Ledger  # as of next_piece
-    tallies: tuple[Tally, ...] = ()  # the same of every source of a mixture
+    source_stats: tuple[SourceStats, ...] = ()  # the same of every source of a mixture
 
     def numbers(self) -> ReceiptNumbers:
         """All of it, flat; what the ledger counts later changes nothing in it."""
-        packs, done, epoch, position, first, offset, next_piece, gone, ledger, tallies = self
-        counts = [number for tally in tallies for number in tally.numbers()] if tallies else ()
+        packs, done, epoch, cursor, first, offset, next_piece, consumed, ledger, source_stats = self
+        counts = [number for stats in source_stats for number in stats.numbers()] if source_stats else ()
         span = next_piece - first
-        numbers = (packs, done, epoch, len(position), *position, first, offset, span, *ledger.numbers())
-        return (*numbers, len(tallies), *counts), gone.to_bytes((gone.bit_length() + 7) // 8, "little")
+        numbers = (packs, done, epoch, len(cursor), *cursor, first, offset, span, *ledger.numbers())
+        return (*numbers, len(source_stats), *counts), consumed.to_bytes(
+            (consumed.bit_length() + 7) // 8, "little"
+        )
 
     @classmethod
     def from_numbers(cls, numbers: ReceiptNumbers) -> Receipt:
         """The inverse of `numbers`."""
-        (packs, done, epoch, places, *rest), gone = numbers
-        position, (first, offset, span, *counts) = tuple(rest[:places]), rest[places:]
-        tallies = [counts[i : i + TALLY] for i in range(LEDGER + 1, len(counts), TALLY)]
+        (packs, done, epoch, places, *rest), consumed = numbers
+        cursor, (first, offset, span, *counts) = tuple(rest[:places]), rest[places:]
+        source_stats = [counts[i : i + TALLY] for i in range(LEDGER + 1, len(counts), TALLY)]
         return cls(
             packs,
             bool(done),
             epoch,
-            position,
+            cursor,
             first,
             offset,
             first + span,
-            int.from_bytes(gone, "little"),
+            int.from_bytes(consumed, "little"),
             Ledger.from_numbers(counts[:LEDGER]),
-            tuple(Tally(*tally) for tally in tallies),
+            tuple(SourceStats(*stats) for stats in source_stats),
         )
 
     def to_bytes(self) -> bytes:
@@ -86,14 +88,16 @@ class Receipt(NamedTuple):
         if (version := numbers.next()) != VERSION:
             raise ValueError(f"the receipt has format {version}, this streampack reads {VERSION}")
         packs, done, epoch = numbers.next(), bool(numbers.next()), numbers.next()
-        position = tuple(numbers.next() for _ in range(numbers.next()))
+        cursor = tuple(numbers.next() for _ in range(numbers.next()))
         first, offset, span = numbers.next(), numbers.next(), numbers.next()
         ledger = Ledger.from_numbers([numbers.next() for _ in range(LEDGER)])
-        tallies = tuple(Tally(*(numbers.next() for _ in range(TALLY))) for _ in range(numbers.next()))
-        gone = int.from_bytes(numbers.rest(), "little")
-        if gone.bit_length() > span:
-            raise ValueError(f"the receipt marks {gone.bit_length()} pieces of {span}; it is damaged")
-        return cls(packs, done, epoch, position, first, offset, first + span, gone, ledger, tallies)
+        source_stats = tuple(
+            SourceStats(*(numbers.next() for _ in range(TALLY))) for _ in range(numbers.next())
+        )
+        consumed = int.from_bytes(numbers.rest(), "little")
+        if consumed.bit_length() > span:
+            raise ValueError(f"the receipt marks {consumed.bit_length()} pieces of {span}; it is damaged")
+        return cls(packs, done, epoch, cursor, first, offset, first + span, consumed, ledger, source_stats)
 
 
 def untrained_samples(receipt: ReceiptNumbers) -> int:
@@ -119,8 +123,8 @@ def numbers_of(receipts: Mapping[int, bytes]) -> dict[int, ReceiptNumbers]:
 # Kept, for who takes a state after every pack: all lanes but one stand where they stood.
 @lru_cache(maxsize=4096)
 def _encoded(receipt: ReceiptNumbers) -> bytes:
-    numbers, gone = receipt
-    body = _varints((VERSION, *numbers)) + gone
+    numbers, consumed = receipt
+    body = _varints((VERSION, *numbers)) + consumed
     return body + zlib.crc32(body).to_bytes(4, "little")
 
 

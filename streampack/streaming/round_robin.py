@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 from typing import TypeVar
 
-from streampack.accounting import Ledger, Tally
+from streampack.accounting import Ledger, SourceStats
 from streampack.streaming.empty_runs import nothing_to_pack
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_state import Receipt
@@ -137,10 +137,10 @@ def ledger_of(receipts: Mapping[int, ReceiptNumbers]) -> Ledger:
     return Ledger.total(Receipt.from_numbers(receipt).ledger for receipt in receipts.values())
 
 
-def tallies_of(receipts: Mapping[int, ReceiptNumbers]) -> list[Tally]:
+def tallies_of(receipts: Mapping[int, ReceiptNumbers]) -> list[SourceStats]:
     """What each source of a mixture gave in all lanes; ``epochs`` are those of all lanes, added up."""
-    lanes = [Receipt.from_numbers(receipt).tallies for receipt in receipts.values()]
-    return [Tally.total(tallies) for tallies in zip(*lanes, strict=True)]
+    lanes = [Receipt.from_numbers(receipt).source_stats for receipt in receipts.values()]
+    return [SourceStats.total(source_stats) for source_stats in zip(*lanes, strict=True)]
 
 
 def _as_it_is(pack: Pack) -> Pack:

@@ -70,7 +70,7 @@ class Encoded:
         again = [_mark(encode, row) for row in rows]
         varying = [i for i, pair in enumerate(zip(marks, again, strict=True)) if pair[0] != pair[1]]
         if varying:
-            place = source.locate(rows[varying[0]].origin)
+            place = source.locate(rows[varying[0]].row_id)
             warnings.warn(
                 f"the encoder {name} makes other tokens of the same row each time ({place}): a resumed run trains "
                 "other tokens of the rows that waited; draw what is random from the row itself",

@@ -13,7 +13,7 @@ from streampack.sources.bad_records import Quarantine
 from streampack.sources.base import BadRecord, Reading, Source
 from streampack.sources.corpus_identity import state_of
 from streampack.sources.token_files import Shard, ShardWriter, read_header, shard_of
-from streampack.types import IGNORE_INDEX, Origin, Position, Row, Sample
+from streampack.types import IGNORE_INDEX, Cursor, Row, RowId, Sample
 
 TOLD_EVERY = 64  # rows; how often a worker says how far it is, and looks if another one failed
 
@@ -47,7 +47,7 @@ class Progress(NamedTuple):
 
     lane: int
     shards: list[Shard]  # complete
-    start: Position | None = None  # of the row behind them
+    start: Cursor | None = None  # of the row behind them
     ended: bool = False
     bad: int = 0  # records that were passed by before that row
 
@@ -96,7 +96,7 @@ def make(job: Job, progress: Progress, tell: Tell) -> Progress:
     try:
         for count, (row, sample) in enumerate(samples, 1):
             if writer is not None and writer.tokens >= job.plan["shard_tokens"]:
-                shards.append(writer.close({**notes, "next": row.position, "bad": samples.bad}))
+                shards.append(writer.close({**notes, "next": row.cursor, "bad": samples.bad}))
                 writer = None
             if writer is None:
                 writer = ShardWriter(job.path(lane, len(shards)), dtype=job.plan["dtype"])
@@ -132,7 +132,7 @@ class _Samples:
             except BadRecord as error:
                 if self.job.quarantine is None:
                     raise error.unskipped() from None
-                self._pass_by(error.origin, error.reason)
+                self._pass_by(error.row_id, error.reason)
                 self.reader.skip()
                 continue
             if row is None:
@@ -147,18 +147,18 @@ class _Samples:
             check_sample(sample)
         except Exception as error:
             if self.job.quarantine is not None:
-                self._pass_by(row.origin, f"{type(error).__name__}: {error}")
+                self._pass_by(row.row_id, f"{type(error).__name__}: {error}")
                 return None
             if isinstance(error, ValueError):
-                raise ValueError(f"{place(row.origin)}: {error}") from error
-            error.add_note(f"while encoding {place(row.origin)}")
+                raise ValueError(f"{place(row.row_id)}: {error}") from error
+            error.add_note(f"while encoding {place(row.row_id)}")
             raise
         return sample
 
-    def _pass_by(self, origin: Origin, reason: str) -> None:
+    def _pass_by(self, row_id: RowId, reason: str) -> None:
         quarantine = self.job.quarantine
         assert quarantine is not None
-        quarantine.pass_by(self.lane, source=self.job.source, origin=origin, reason=reason, before=self.bad)
+        quarantine.pass_by(self.lane, source=self.job.source, row_id=row_id, reason=reason, before=self.bad)
         self.bad += 1
 
 
@@ -170,5 +170,5 @@ def _append(job: Job, row: Row, sample: Sample, writer: ShardWriter) -> int:
             raise ValueError(f"a label is neither its token nor {IGNORE_INDEX}, and a shard keeps no other")
         writer.append(sample.tokens, trained)
     except ValueError as error:
-        raise ValueError(f"{job.source.locate(row.origin)}: {error}") from error
+        raise ValueError(f"{job.source.locate(row.row_id)}: {error}") from error
     return sample.tokens.size

@@ -28,7 +28,7 @@ OF_ONE_RECIPE = {
 
 NODES = {"tokenizer", "model", "checkpointer", "optimizer", "metric_logger", "lr_scheduler", "profiler"}
 DTYPES = ("bf16", "fp32", "fp64")
-VALIDATION_KEYS = ("share", "source", "max_packs", "every")
+VALIDATION_KEYS = ("fraction", "source", "max_packs", "every")
 
 
 @dataclass(kw_only=True)
@@ -45,7 +45,7 @@ class RunConfig:
     seed: int = 0
     device: str = "auto"
     dtype: str = "bf16"
-    validation: Node | None = None  # share of the rows or source, max_packs, every
+    validation: Node | None = None  # fraction of the rows or source, max_packs, every
     lr_scheduler: Node | None = None
     epochs: int | None = None  # None with max_steps: read on as long as it takes
     max_steps: int | None = None
@@ -118,17 +118,17 @@ class RunConfig:
         section = self.validation or {}
         if unknown := sorted(set(section) - set(VALIDATION_KEYS)):
             raise ValueError(f"validation has no {unknown[0]!r}; its keys are {', '.join(VALIDATION_KEYS)}")
-        if section and ("share" in section) == ("source" in section):
+        if section and ("fraction" in section) == ("source" in section):
             raise ValueError(
-                "validation needs a share of the rows, or a source of its own; give one of the two"
+                "validation needs a fraction of the rows, or a source of its own; give one of the two"
             )
         for key in ("max_packs", "every"):
             if section.get(key) is not None:
                 require_positive(section[key], f"validation.{key}")
-        share = section.get("share")
-        if share is not None and (not isinstance(share, int | float) or not 0 < share < 1):
+        fraction = section.get("fraction")
+        if fraction is not None and (not isinstance(fraction, int | float) or not 0 < fraction < 1):
             raise ValueError(
-                f"validation.share={share!r} is no share of the rows; give a number between 0 and 1"
+                f"validation.fraction={fraction!r} is no fraction of the rows; give a number between 0 and 1"
             )
 
     @property

@@ -42,7 +42,7 @@ class Datasets:
 
     train: IterablePackedDataset
     held_out: dict[str, IterablePackedDataset]  # by the source's name; read in one lane, without shuffling
-    shares: dict[str, float]  # of each of them
+    weights: dict[str, float]  # fraction of the trained tokens, of each of them
     settings: dict[str, Any]  # of all of them, but for the encoder and epochs
 
 
@@ -51,7 +51,7 @@ def build_data(
 ) -> tuple[IterablePackedDataset, dict[str, HeldOut]]:
     """The training dataset, and of every source of it what is held out (nothing without a ``validation`` section).
 
-    The held-out rows are defined once, by their content (``share``; of a mixture, of each source) or as a ``source``
+    The held-out rows are defined once, by their content (``fraction``; of a mixture, of each source) or as a ``source``
     of their own, which may be a mixture too. Those of every source are packed by themselves, in one lane and without
     shuffling: the same packs in every run and on any topology. They are shared out over the ranks, and
     null packs fill up, so that every rank has as many batches as the others. Without a mixture there is one
@@ -71,7 +71,7 @@ def build_data(
             batch_size=config.batch_size,
             world=world,
         )
-        found[name] = HeldOut(batches, share=datasets.shares[name])
+        found[name] = HeldOut(batches, weight=datasets.weights[name])
     return datasets.train, found
 
 
@@ -105,8 +105,8 @@ def build_datasets(config: RunConfig, *, tokenizer: Any, vocab_size: int | None,
     if "source" in validation:
         with listed_once(world.once):
             held_out = as_source(build(validation["source"], inject=inject))
-    elif "share" in validation:
-        source, held_out = hold_out(source, share=validation["share"])
+    elif "fraction" in validation:
+        source, held_out = hold_out(source, fraction=validation["fraction"])
     epochs = None if config.max_steps is not None and config.epochs is None else config.epochs
     train = _dataset(source, encoder=encoder, epochs=epochs, **common)
     if held_out is None:
@@ -118,7 +118,7 @@ def build_datasets(config: RunConfig, *, tokenizer: Any, vocab_size: int | None,
         fixed["quarantine"] = Path(folder, "validation") if world.is_main else None
     leaves = leaves_of(held_out, train.lane_config.encode)
     datasets = {leaf.name: first_rows(leaf, fixed) for leaf in leaves}
-    return Datasets(train, datasets, {leaf.name: leaf.share for leaf in leaves}, common)
+    return Datasets(train, datasets, {leaf.name: leaf.weight for leaf in leaves}, common)
 
 
 def leaves_of(source: Source, encoder: Callable[[Mapping[str, Any]], Sample]) -> list[Leaf]:
@@ -161,15 +161,15 @@ def held_out_packs(dataset: IterablePackedDataset, *, name: str, max_packs: int)
         packs = list(islice(dataset.stream(), max_packs))
     except ValueError as error:
         if _holds_out_none(dataset.lane_config.source):
-            share = dataset.lane_config.source.share  # type: ignore[attr-defined]
+            fraction = dataset.lane_config.source.fraction  # type: ignore[attr-defined]
             raise ValueError(
-                f"validation.share={share} holds out none of the rows{of}, of which there are too few: each is chosen "
-                "with that chance, by its content; give a larger share, rows of their own (validation.source), or "
-                "leave validation out"
+                f"validation.fraction={fraction} holds out none of the rows{of}, of which there are too few: each is "
+                "chosen with that chance, by its content; give a larger fraction, rows of their own "
+                "(validation.source), or leave validation out"
             ) from None
         raise ValueError(f"validation rows{of}: {error}") from error
     if not packs:
-        raise ValueError(f"the validation rows{of} make no pack; hold out a larger share")
+        raise ValueError(f"the validation rows{of} make no pack; hold out a larger fraction")
     if not any((pack.labels != IGNORE_INDEX).any() for pack in packs):
         raise ValueError(
             f"the validation rows{of} train nothing in {len(packs)} pack(s): every label is masked; hold out other rows"
@@ -178,7 +178,7 @@ def held_out_packs(dataset: IterablePackedDataset, *, name: str, max_packs: int)
 
 
 def _holds_out_none(source: Source) -> bool:
-    """Whether a source has rows, and none is in the share of them that is held out."""
+    """Whether a source has rows, and none is in the fraction of them that is held out."""
     if not isinstance(source, Holdout):
         return False
     try:

@@ -20,7 +20,7 @@ class HeldOut(NamedTuple):
     """What is held out of one source."""
 
     batches: Sequence[Batch]  # this rank's, as many as the others have
-    share: float = 1.0  # of the source in what is trained on
+    weight: float = 1.0  # of the source in what is trained on
 
 
 def evaluate(
@@ -34,8 +34,8 @@ def evaluate(
 ) -> dict[str, float]:
     """The losses over the packs of all ranks, weighted as in training, for the metric logger. A collective.
 
-    ``validation_loss`` is the mean of the sources' losses, by their shares of the trained tokens: what to expect of the
-    training loss, if that weighs every token alike. A mixture has ``validation_loss_<name>`` besides.
+    ``validation_loss`` is the mean of the sources' losses, weighted by their fractions of the trained tokens: what to
+    expect of the training loss, if that weighs every token alike. A mixture has ``validation_loss_<name>`` besides.
     """
     totals = torch.zeros(len(held_out), 2, dtype=torch.float64, device=device)
     with evaluating(model):
@@ -47,7 +47,9 @@ def evaluate(
                 total[0] += summed_cross_entropy(logits, batch.labels, weights=weights.to(device))
                 total[1] += weights.sum()
     losses = [loss / weight if weight else 0.0 for loss, weight in world.add_up(totals).tolist()]
-    shares = [source.share for source in held_out.values()]
-    mean = math.fsum(share * loss for share, loss in zip(shares, losses, strict=True)) / math.fsum(shares)
+    fractions = [source.weight for source in held_out.values()]
+    mean = math.fsum(weight * loss for weight, loss in zip(fractions, losses, strict=True)) / math.fsum(
+        fractions
+    )
     by_source = zip(held_out, losses, strict=True)
     return {"validation_loss": mean} | {f"validation_loss_{name}": loss for name, loss in by_source if name}

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from streampack.accounting import Ledger, Tally
+from streampack.accounting import Ledger, SourceStats
 from streampack.distributed.world import World
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.map_style.method_loader import method_loader
@@ -140,7 +140,7 @@ class MethodLoader:
         found = []
         for (number,), start, stop, trained in fragments:
             piece = self._pieces[number]
-            found.append(Fragment(piece.origin, piece.start + start, piece.start + stop, trained))
+            found.append(Fragment(piece.row_id, piece.start + start, piece.start + stop, trained))
         return tuple(found)
 
     @property
@@ -193,7 +193,7 @@ class MethodLoader:
         """
         return self._totals if self.world.is_main else Ledger()
 
-    def tallies(self) -> dict[str, Tally]:
+    def source_stats(self) -> dict[str, SourceStats]:
         """Of no mixture, there are none."""
         return {}
 

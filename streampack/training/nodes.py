@@ -71,10 +71,10 @@ def fits(value: Any, hint: Any) -> bool:
     """Whether a value of a YAML file can be of a type; True where that cannot be said."""
     if value is None or (isinstance(value, Mapping) and COMPONENT in value):
         return True  # many arguments that may be None do not say so
-    origin, args = get_origin(hint), get_args(hint)
+    row_id, args = get_origin(hint), get_args(hint)
     if hint is type(None):
         return False
-    if origin in (Union, types.UnionType):
+    if row_id in (Union, types.UnionType):
         # Beside a number, a tensor or the like is nothing that a YAML file can hold.
         numbers = any(each in NUMBERS for each in args) and not isinstance(value, Mapping)
         known = [
@@ -83,22 +83,22 @@ def fits(value: Any, hint: Any) -> bool:
             if each in NUMBERS or get_origin(each) is not None or each in (Any, list, dict)
         ]
         return any(fits(value, each) for each in (known if numbers else args))
-    if origin is Literal:
+    if row_id is Literal:
         return value in args
     if hint in NUMBERS:
         return isinstance(value, NUMBERS[hint]) and (hint is bool or not isinstance(value, bool))
     if (
         hint in (list, tuple)
-        or origin in (list, tuple)
-        or (origin is not None and issubclass_of(origin, Sequence))
+        or row_id in (list, tuple)
+        or (row_id is not None and issubclass_of(row_id, Sequence))
     ):
         inner = [each for each in args if each is not Ellipsis] or [Any]
         return isinstance(value, list) and all(any(fits(item, each) for each in inner) for item in value)
-    if hint is dict or (origin is not None and issubclass_of(origin, Mapping)):
+    if hint is dict or (row_id is not None and issubclass_of(row_id, Mapping)):
         return isinstance(value, Mapping)
     return True
 
 
-def issubclass_of(origin: Any, base: type) -> bool:
+def issubclass_of(row_id: Any, base: type) -> bool:
     """As ``issubclass``, False for what is no class."""
-    return isinstance(origin, type) and issubclass(origin, base)
+    return isinstance(row_id, type) and issubclass(row_id, base)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from streampack.accounting import Tally
+from streampack.accounting import SourceStats
 from streampack.distributed.world import World
 from streampack.packing.batch import Batch
 from streampack.sources.mixture import Mix
@@ -23,7 +23,7 @@ def source_ids(batch: Batch, mix: Mix) -> torch.Tensor:
     """
     ids = torch.zeros(batch.tokens.shape, dtype=torch.int64)
     for row, fragments in zip(ids, batch.fragments, strict=True):
-        sources = torch.tensor([mix.leaf(fragment.origin) for fragment in fragments], dtype=torch.int64)
+        sources = torch.tensor([mix.leaf(fragment.row_id) for fragment in fragments], dtype=torch.int64)
         lengths = torch.tensor([fragment.stop - fragment.start for fragment in fragments], dtype=torch.int64)
         row[: int(lengths.sum())] = sources.repeat_interleave(lengths)
     return ids
@@ -65,16 +65,18 @@ class SourceMeter:
         sums = torch.stack([self.loss, self.weight.to(self.device)])
         losses, weights = self.world.add_up(sums).tolist()
         self._start()
-        ranks = self.world.gather(self.loader.tallies())
-        tallies = {name: Tally.total(tallies[name] for tallies in ranks) for name in self.mix.names}
-        trained = sum(tally.trained for tally in tallies.values())
+        ranks = self.world.gather(self.loader.source_stats())
+        source_stats = {
+            name: SourceStats.total(source_stats[name] for source_stats in ranks) for name in self.mix.names
+        }
+        trained = sum(stats.trained for stats in source_stats.values())
         metrics: dict[str, float] = {}
-        for (name, tally), loss, weight in zip(tallies.items(), losses, weights, strict=True):
+        for (name, stats), loss, weight in zip(source_stats.items(), losses, weights, strict=True):
             if weight:
                 metrics[f"source_{name}_loss"] = loss / weight
-            metrics[f"source_{name}_epochs"] = tally.epochs / (self.loader.dataset.num_lanes or 1)
-            metrics[f"source_{name}_tokens_in"] = tally.tokens_in
-            metrics[f"source_{name}_packed"] = tally.packed
-            metrics[f"source_{name}_trained"] = tally.trained
-            metrics[f"source_{name}_share"] = tally.trained / max(1, trained)
+            metrics[f"source_{name}_epochs"] = stats.epochs / (self.loader.dataset.num_lanes or 1)
+            metrics[f"source_{name}_tokens_in"] = stats.tokens_in
+            metrics[f"source_{name}_packed"] = stats.packed
+            metrics[f"source_{name}_trained"] = stats.trained
+            metrics[f"source_{name}_share"] = stats.trained / max(1, trained)
         return metrics

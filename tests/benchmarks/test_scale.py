@@ -51,7 +51,7 @@ def really(
             packs_per_step=topology.packs_per_step,
             num_workers=workers,
         )
-        loader.lockstep = lockstep = OnBoard(board, number)
+        loader.rank_sync = rank_sync = OnBoard(board, number)
         if state is not None:
             loader.load_state_dict(state)
         assert loader.batches_per_step == topology.batches_per_step
@@ -60,10 +60,10 @@ def really(
             if (batch := next(batches, None)) is None:
                 break
             assert len(batch.fragments) == topology.packs_per_batch
-            packs = [[fragment.origin[0] for fragment in pack] for pack in batch.fragments]
+            packs = [[fragment.row_id[0] for fragment in pack] for pack in batch.fragments]
             handed[number].append([sorted(pack) for pack in packs if pack])
         states[number] = loader.state_dict()
-        words[number] = lockstep.words
+        words[number] = rank_sync.words
 
     together(topology.ranks, rank)
     return handed, states[0], words
@@ -152,12 +152,12 @@ def test_rows_go_to_the_lanes_that_a_source_of_files_gives_them(tmp_path: Path) 
     corpus = sim.by_bytes(LENGTHS, row_bytes, 70, 9)
     data = IterablePackedDataset(source, encoder=Numbers(), max_seq_len=40, buffer_size=6, num_lanes=9)
     held = sim.samples_of(corpus, packs := sim.plan(corpus, PACKING), 10_000)
-    real = [[f.origin for f in pack.fragments] for lane in range(9) for pack in data.stream(lane, 9)]
+    real = [[f.row_id for f in pack.fragments] for lane in range(9) for pack in data.stream(lane, 9)]
     assert len(real) == len(packs.lane)
     numbers = {
         (row // 70, int(row_bytes[row - row % 70 : row].sum())): row for row in range(len(DATA))
-    }  # origin: file, byte
-    assert [sorted(numbers[origin] for origin in pack) for pack in real] == [
+    }  # row_id: file, byte
+    assert [sorted(numbers[row_id] for row_id in pack) for pack in real] == [
         sorted(pack) for pack in held[: len(real)]
     ]
 

@@ -17,11 +17,11 @@ from tests.support.corpus import Numbers, rows
 DATA = rows(60)
 
 
-def loader(lockstep: OnBoard, source: Any, encoder: Any = None, **settings: Any) -> PackedDataLoader:
+def loader(rank_sync: OnBoard, source: Any, encoder: Any = None, **settings: Any) -> PackedDataLoader:
     own = {"max_seq_len": 24, "num_lanes": 4, **settings}
     batching = {name: own.pop(name) for name in ("batch_size", "packs_per_step") if name in own}
     made = PackedDataLoader(IterablePackedDataset(source, encoder=encoder or Numbers(), **own), **batching)
-    made.lockstep = lockstep
+    made.rank_sync = rank_sync
     return made
 
 
@@ -38,7 +38,7 @@ BEGIN: dict[str, Callable[[PackedDataLoader], Any]] = {
 
 def refused(begin: str, make: Callable[[OnBoard], PackedDataLoader], *, ranks: int = 3) -> str:
     """What all ranks raise alike."""
-    errors = on_ranks(ranks, lambda lockstep: BEGIN[begin](make(lockstep)))
+    errors = on_ranks(ranks, lambda rank_sync: BEGIN[begin](make(rank_sync)))
     assert all(isinstance(error, ValueError) for error in errors), errors
     assert len(set(map(str, errors))) == 1
     return str(errors[0])
@@ -53,15 +53,15 @@ SLICED = (
 @pytest.mark.parametrize("begin", BEGIN)
 def test_a_slice_for_each_rank(begin: str) -> None:
     """Each would read its share of its share, and the rest would never be trained."""
-    words = refused(begin, lambda lockstep: loader(lockstep, MapSource(DATA[lockstep.rank :: 3])))
+    words = refused(begin, lambda rank_sync: loader(rank_sync, MapSource(DATA[rank_sync.rank :: 3])))
     assert words == f"rank 1 is given other rows than rank 0 (corpus){SLICED}"
-    words = refused(begin, lambda lockstep: loader(lockstep, MapSource(DATA[lockstep.rank :])))
+    words = refused(begin, lambda rank_sync: loader(rank_sync, MapSource(DATA[rank_sync.rank :])))
     assert words == f"rank 1 has corpus.rows=59 and rank 0 has corpus.rows=60{SLICED}"
 
 
 def test_a_slice_of_an_iterable() -> None:
-    def sliced(lockstep: OnBoard) -> PackedDataLoader:
-        return loader(lockstep, IterableSource(DATA[lockstep.rank :: 3], stride=True))
+    def sliced(rank_sync: OnBoard) -> PackedDataLoader:
+        return loader(rank_sync, IterableSource(DATA[rank_sync.rank :: 3], stride=True))
 
     assert refused("iterate", sliced) == f"rank 1 is given other rows than rank 0 (corpus){SLICED}"
 
@@ -74,25 +74,25 @@ def test_a_dataset_that_was_split_by_node(streaming: bool) -> None:
     whole = datasets.Dataset.from_list(DATA)
     whole = whole.to_iterable_dataset(num_shards=6) if streaming else whole
 
-    def split(lockstep: OnBoard) -> PackedDataLoader:
-        given = split_dataset_by_node(whole, rank=lockstep.rank, world_size=lockstep.world_size)
-        return loader(lockstep, given, num_lanes=2)
+    def split(rank_sync: OnBoard) -> PackedDataLoader:
+        given = split_dataset_by_node(whole, rank=rank_sync.rank, world_size=rank_sync.world_size)
+        return loader(rank_sync, given, num_lanes=2)
 
     assert refused("iterate", split, ranks=2).endswith(f" than rank 0 (corpus){SLICED}")
 
 
 @pytest.mark.parametrize("begin", BEGIN)
 def test_one_source_of_a_mixture(begin: str) -> None:
-    def mixed(lockstep: OnBoard) -> PackedDataLoader:
-        sources = {"a": DATA, "b": DATA[1:] if lockstep.rank == 2 else DATA[:-1]}
-        return loader(lockstep, Mix([{"name": n, "source": s, "weight": 1} for n, s in sources.items()]))
+    def mixed(rank_sync: OnBoard) -> PackedDataLoader:
+        sources = {"a": DATA, "b": DATA[1:] if rank_sync.rank == 2 else DATA[:-1]}
+        return loader(rank_sync, Mix([{"name": n, "source": s, "weight": 1} for n, s in sources.items()]))
 
     assert refused(begin, mixed) == f"rank 2 is given other rows than rank 0 (corpus.b/){SLICED}"
 
 
 @pytest.mark.parametrize("begin", BEGIN)
 def test_another_encoder(begin: str) -> None:
-    words = refused(begin, lambda lockstep: loader(lockstep, MapSource(DATA), shifted(lockstep.rank // 2)))
+    words = refused(begin, lambda rank_sync: loader(rank_sync, MapSource(DATA), shifted(rank_sync.rank // 2)))
     assert words.startswith("the encoder of rank 2 is another than that of rank 0 (encoder.samples: ")
     assert words.endswith(
         "); give all ranks the same encoder: the same code, and the same files of its tokenizer"
@@ -111,8 +111,8 @@ SETTINGS: list[tuple[str, Any, Any, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "theirs", "ours", "change"), SETTINGS)
 def test_another_setting(name: str, theirs: Any, ours: Any, change: dict[str, Any]) -> None:
-    def make(lockstep: OnBoard) -> PackedDataLoader:
-        return loader(lockstep, MapSource(DATA), **(change if lockstep.rank == 1 else {}))
+    def make(rank_sync: OnBoard) -> PackedDataLoader:
+        return loader(rank_sync, MapSource(DATA), **(change if rank_sync.rank == 1 else {}))
 
     assert refused("iterate", make) == (
         f"rank 1 has {name}={theirs!r} and rank 0 has {name}={ours!r}; give all ranks the same"
@@ -120,8 +120,8 @@ def test_another_setting(name: str, theirs: Any, ours: Any, change: dict[str, An
 
 
 def test_batches_that_are_cut_otherwise() -> None:
-    def make(lockstep: OnBoard) -> PackedDataLoader:
-        return loader(lockstep, MapSource(DATA), packs_per_step=12, batch_size=1 + lockstep.rank)
+    def make(rank_sync: OnBoard) -> PackedDataLoader:
+        return loader(rank_sync, MapSource(DATA), packs_per_step=12, batch_size=1 + rank_sync.rank)
 
     assert refused("iterate", make, ranks=2) == (
         "rank 1 has packs_per_batch=2 and rank 0 has packs_per_batch=1; give all ranks the same"
@@ -129,9 +129,9 @@ def test_batches_that_are_cut_otherwise() -> None:
 
 
 def test_a_state_that_one_rank_loads() -> None:
-    def act(lockstep: OnBoard) -> None:
-        made = loader(lockstep, MapSource(DATA))
-        if lockstep.rank == 0:
+    def act(rank_sync: OnBoard) -> None:
+        made = loader(rank_sync, MapSource(DATA))
+        if rank_sync.rank == 0:
             made.load_state_dict(STATE)
         iter(made)
 
@@ -143,9 +143,9 @@ def test_a_state_that_one_rank_loads() -> None:
 
 
 def test_states_of_different_steps() -> None:
-    def act(lockstep: OnBoard) -> None:
-        state = {**STATE, "slot": 4 * lockstep.rank}
-        loader(lockstep, MapSource(DATA)).load_state_dict(state)
+    def act(rank_sync: OnBoard) -> None:
+        state = {**STATE, "slot": 4 * rank_sync.rank}
+        loader(rank_sync, MapSource(DATA)).load_state_dict(state)
 
     for error in on_ranks(2, act):
         assert "rank 1 has state='" in str(error)
@@ -155,13 +155,13 @@ def test_states_of_different_steps() -> None:
 def test_what_fails_on_one_rank_is_raised_on_all(begin: str) -> None:
     """A rank that cannot begin must not leave the others waiting for it."""
 
-    def failing(lockstep: OnBoard) -> PackedDataLoader:
-        made = loader(lockstep, MapSource(DATA))
-        if lockstep.rank == 1:
+    def failing(rank_sync: OnBoard) -> PackedDataLoader:
+        made = loader(rank_sync, MapSource(DATA))
+        if rank_sync.rank == 1:
             made.dataset.identity = partial(int, "x")  # type: ignore[assignment]
         return made
 
-    first, guilty, last = on_ranks(3, lambda lockstep: BEGIN[begin](failing(lockstep)))
+    first, guilty, last = on_ranks(3, lambda rank_sync: BEGIN[begin](failing(rank_sync)))
     assert isinstance(guilty, (ValueError, TypeError))
     for other in (first, last):
         assert isinstance(other, RuntimeError)
@@ -169,18 +169,18 @@ def test_what_fails_on_one_rank_is_raised_on_all(begin: str) -> None:
 
 
 def test_too_few_lanes_on_one_rank() -> None:
-    def make(lockstep: OnBoard) -> PackedDataLoader:
-        return loader(lockstep, MapSource(DATA), num_lanes=3 - 2 * lockstep.rank)
+    def make(rank_sync: OnBoard) -> PackedDataLoader:
+        return loader(rank_sync, MapSource(DATA), num_lanes=3 - 2 * rank_sync.rank)
 
-    errors = on_ranks(2, lambda lockstep: iter(make(lockstep)))
+    errors = on_ranks(2, lambda rank_sync: iter(make(rank_sync)))
     assert isinstance(errors[0], RuntimeError)
     assert isinstance(errors[1], ValueError)
     assert "1 lanes cannot feed 2 consumers" in str(errors[0])
 
 
 def test_equal_ranks_begin() -> None:
-    def act(lockstep: OnBoard) -> Any:
-        made = loader(lockstep, MapSource(list(DATA)), batch_size=2)
+    def act(rank_sync: OnBoard) -> Any:
+        made = loader(rank_sync, MapSource(list(DATA)), batch_size=2)
         packs = sum(int(batch.num_seqs) for batch in made)
         return packs, made.state_dict()
 

@@ -64,7 +64,7 @@ def mds(folder: Path) -> MDSSource:
 
 def mix(folder: Path) -> Mix:
     folder.mkdir()
-    held_out = Holdout(parquet(folder / "b"), share=0.5, part="train")
+    held_out = Holdout(parquet(folder / "b"), fraction=0.5, part="train")
     parts = {"a": jsonl(folder / "a"), "b": held_out, "c": MapSource(rows(9))}
     return Mix([{"name": name, "source": source, "weight": 1} for name, source in parts.items()])
 
@@ -81,7 +81,7 @@ ADVICE = (
 def loader_of(source: Source, board: Board, rank: int) -> PackedDataLoader:
     data = IterablePackedDataset(source, encoder=Numbers(), max_seq_len=40, num_lanes=12)
     loader = PackedDataLoader(data)
-    loader.lockstep = OnBoard(board, rank)
+    loader.rank_sync = OnBoard(board, rank)
     return loader
 
 
@@ -125,9 +125,9 @@ def test_together_they_find_what_one_finds_alone(
     assert len(once) == (2 * FILES if make is mix else FILES)
     read.clear()
 
-    def act(lockstep: OnBoard) -> str:
+    def act(rank_sync: OnBoard) -> str:
         source = copy.deepcopy(made)
-        share_fingerprint(source, lockstep)
+        share_fingerprint(source, rank_sync)
         return str(source.fingerprint())
 
     assert on_ranks(size, act) == [alone] * size
@@ -148,8 +148,8 @@ def test_a_fingerprint_is_what_it_was_in_older_states(tmp_path: Path) -> None:
 def test_a_loader_reads_the_corpus_once_over_all_ranks(size: int, tmp_path: Path, read: Counter[str]) -> None:
     jsonl(tmp_path / "a")
 
-    def act(lockstep: OnBoard) -> Any:
-        loader = loader_of(JSONLSource(f"{tmp_path}/a/*.jsonl"), lockstep.board, lockstep.rank)
+    def act(rank_sync: OnBoard) -> Any:
+        loader = loader_of(JSONLSource(f"{tmp_path}/a/*.jsonl"), rank_sync.board, rank_sync.rank)
         batches = iter(loader)
         next(batches)
         assert not read, "not before it is needed"
@@ -162,8 +162,8 @@ def test_a_loader_reads_the_corpus_once_over_all_ranks(size: int, tmp_path: Path
     assert set(read.values()) == {1}
     assert len(read) == FILES
 
-    def resume(lockstep: OnBoard) -> Any:
-        loader = loader_of(JSONLSource(f"{tmp_path}/a/*.jsonl"), lockstep.board, lockstep.rank)
+    def resume(rank_sync: OnBoard) -> Any:
+        loader = loader_of(JSONLSource(f"{tmp_path}/a/*.jsonl"), rank_sync.board, rank_sync.rank)
         loader.load_state_dict(state)
         return loader.state_dict()
 
@@ -186,7 +186,7 @@ def test_what_is_wrong_with_a_file_is_raised_on_all_ranks(
 ) -> None:
     made = make(tmp_path / "a")
     Path(made.files[4].path).unlink()
-    first, guilty, last = on_ranks(3, lambda lockstep: share(copy.deepcopy(made), lockstep=lockstep))
+    first, guilty, last = on_ranks(3, lambda rank_sync: share(copy.deepcopy(made), rank_sync=rank_sync))
     assert isinstance(guilty, FileNotFoundError), "file 4 of rank 4 % 3"
     for other in (first, last):
         assert isinstance(other, RuntimeError)
@@ -220,9 +220,9 @@ def test_footers_are_read_once_over_all_ranks(
     assert len(footers) == FILES
     footers.clear()
 
-    def act(lockstep: OnBoard) -> Any:
+    def act(rank_sync: OnBoard) -> Any:
         source = copy.deepcopy(made)
-        share_division(source, 12, lockstep)
+        share_division(source, 12, rank_sync)
         [mine] = divisible_of(pickle.loads(pickle.dumps(source)))
         return mine._divided
 
@@ -251,15 +251,15 @@ def test_what_one_rank_knows_already_the_others_hear(tmp_path: Path, footers: Co
     """One has looked at a row, or has begun an epoch, which another has not; and what it knew is kept."""
     parquet(tmp_path / "a")
 
-    def act(lockstep: OnBoard) -> Any:
+    def act(rank_sync: OnBoard) -> Any:
         source = ParquetSource(f"{tmp_path}/a/*.parquet")
-        if lockstep.rank == 1:
+        if rank_sync.rank == 1:
             next(source.read(Reading(num_lanes=12)))
-        lockstep.gather("looked")
+        rank_sync.gather("looked")
         for num_lanes in (12, 5, 12, 5):
-            share_division(source, num_lanes, lockstep)
-            lockstep.gather(num_lanes)
-            next(source.read(Reading(num_lanes=7 - lockstep.rank)))
+            share_division(source, num_lanes, rank_sync)
+            rank_sync.gather(num_lanes)
+            next(source.read(Reading(num_lanes=7 - rank_sync.rank)))
         return source._divided[12], source._divided[5]
 
     first, second, third = on_ranks(3, act)
@@ -268,10 +268,10 @@ def test_what_one_rank_knows_already_the_others_hear(tmp_path: Path, footers: Co
 
 
 def test_ranks_that_make_other_lanes_are_refused(tmp_path: Path) -> None:
-    def act(lockstep: OnBoard, source: Source) -> Any:
+    def act(rank_sync: OnBoard, source: Source) -> Any:
         data = IterablePackedDataset(source, encoder=Numbers(), max_seq_len=40)
-        loader = PackedDataLoader(data, num_workers=1 + 5 * lockstep.rank)
-        loader.lockstep = lockstep
+        loader = PackedDataLoader(data, num_workers=1 + 5 * rank_sync.rank)
+        loader.rank_sync = rank_sync
         iter(loader)
 
     for source in (jsonl(tmp_path / "a"), MapSource(rows(9000))):
@@ -309,9 +309,9 @@ def test_ranks_that_list_other_files_are_refused(
     ).state_dict()
     change(tmp_path / "b")
 
-    def act(lockstep: OnBoard) -> None:
-        folder = tmp_path / ("b" if lockstep.rank == 1 else "a")
-        loader = loader_of(JSONLSource(f"{folder}/*.jsonl"), lockstep.board, lockstep.rank)
+    def act(rank_sync: OnBoard) -> None:
+        folder = tmp_path / ("b" if rank_sync.rank == 1 else "a")
+        loader = loader_of(JSONLSource(f"{folder}/*.jsonl"), rank_sync.board, rank_sync.rank)
         {
             "iterate": loader.__iter__,
             "save": loader.state_dict,
@@ -335,7 +335,7 @@ def in_a_mix(source: Source) -> Source:
 
 
 def held_out(source: Source) -> Source:
-    return Holdout(in_a_mix(source), share=0.1, part="train")
+    return Holdout(in_a_mix(source), fraction=0.1, part="train")
 
 
 @pytest.mark.parametrize("around", [alone, in_a_mix, held_out])
@@ -350,19 +350,19 @@ def test_ranks_with_other_token_shards_are_refused(
     sizes = [[path.stat().st_size for path in sorted((tmp_path / n).glob("*.bin"))] for n in ("a", "other")]
     assert sizes[0] == sizes[1]
 
-    def loader(lockstep: OnBoard, folder: str) -> PackedDataLoader:
-        return loader_of(around(TokenShardSource(tmp_path / folder)), lockstep.board, lockstep.rank)
+    def loader(rank_sync: OnBoard, folder: str) -> PackedDataLoader:
+        return loader_of(around(TokenShardSource(tmp_path / folder)), rank_sync.board, rank_sync.rank)
 
-    [state] = on_ranks(1, lambda lockstep: loader(lockstep, "a").state_dict())
+    [state] = on_ranks(1, lambda rank_sync: loader(rank_sync, "a").state_dict())
 
-    def act(lockstep: OnBoard, folder: str) -> None:
-        made = loader(lockstep, folder if lockstep.rank == 1 else "a")
+    def act(rank_sync: OnBoard, folder: str) -> None:
+        made = loader(rank_sync, folder if rank_sync.rank == 1 else "a")
         {"iterate": made.__iter__, "save": made.state_dict, "load": lambda: made.load_state_dict(state)}[
             begin
         ]()
 
-    assert on_ranks(3, lambda lockstep: act(lockstep, "b")) == [None] * 3, "a copy is as good"
-    for error in on_ranks(3, lambda lockstep: act(lockstep, "other")):
+    assert on_ranks(3, lambda rank_sync: act(rank_sync, "b")) == [None] * 3, "a copy is as good"
+    for error in on_ranks(3, lambda rank_sync: act(rank_sync, "other")):
         assert isinstance(error, ValueError)
         assert str(error).startswith(
             f"rank 1 lists 3 file(s) of {sum(sizes[0]):,} bytes (names, sizes, versions: "
@@ -376,13 +376,13 @@ def test_ranks_at_other_commits_of_the_hub_are_refused() -> None:
         files = {f"c/{i}.jsonl": b'{"tokens": [1], "labels": [1]}\n' for i in range(3)}
         commits = [hub.commit({**files, "README.md": words}) for words in (b"first", b"second")]
 
-        def act(lockstep: OnBoard, others: str) -> None:
-            commit = others if lockstep.rank == 1 else commits[0]
+        def act(rank_sync: OnBoard, others: str) -> None:
+            commit = others if rank_sync.rank == 1 else commits[0]
             source = JSONLSource(f"hf://datasets/org/name@{commit}/c/*.jsonl", storage_options=hub.options)
-            require_same_files(source, lockstep)
+            require_same_files(source, rank_sync)
 
-        assert on_ranks(2, lambda lockstep: act(lockstep, commits[0])) == [None] * 2
-        for error in on_ranks(2, lambda lockstep: act(lockstep, commits[1])):
+        assert on_ranks(2, lambda rank_sync: act(rank_sync, commits[0])) == [None] * 2
+        for error in on_ranks(2, lambda rank_sync: act(rank_sync, commits[1])):
             assert isinstance(error, ValueError)
             assert str(error).startswith("rank 1 lists 3 file(s) of 93 bytes (names, sizes, versions: ")
             assert str(error).endswith(ADVICE)
@@ -394,21 +394,21 @@ def test_a_state_is_refused_if_a_file_was_another_for_the_rank_that_read_it(tmp_
     path = tmp_path / "b" / "4.jsonl"
     path.write_bytes(path.read_bytes().replace(b"1", b"2"))
 
-    def act(lockstep: OnBoard, other: int) -> Any:
-        source = JSONLSource(f"{tmp_path}/{'b' if lockstep.rank == other else 'a'}/*.jsonl")
-        share_fingerprint(source, lockstep)
+    def act(rank_sync: OnBoard, other: int) -> Any:
+        source = JSONLSource(f"{tmp_path}/{'b' if rank_sync.rank == other else 'a'}/*.jsonl")
+        share_fingerprint(source, rank_sync)
         return source.fingerprint()
 
     a, b = (JSONLSource(f"{tmp_path}/{name}/*.jsonl").fingerprint() for name in "ab")
-    assert on_ranks(3, lambda lockstep: act(lockstep, 1)) == [b] * 3, "rank 1 reads file 4"
-    assert on_ranks(3, lambda lockstep: act(lockstep, 2)) == [a] * 3, "rank 2 does not"
+    assert on_ranks(3, lambda rank_sync: act(rank_sync, 1)) == [b] * 3, "rank 1 reads file 4"
+    assert on_ranks(3, lambda rank_sync: act(rank_sync, 2)) == [a] * 3, "rank 2 does not"
 
 
 def test_without_files_nobody_is_asked() -> None:
-    lockstep = OnBoard(Board(2), 0)  # whose other rank says nothing
-    require_same_files(MapSource(rows(3)), lockstep)
-    share_fingerprint(MapSource(rows(3)), lockstep)
-    assert lockstep.board.said == [[], []]
+    rank_sync = OnBoard(Board(2), 0)  # whose other rank says nothing
+    require_same_files(MapSource(rows(3)), rank_sync)
+    share_fingerprint(MapSource(rows(3)), rank_sync)
+    assert rank_sync.board.said == [[], []]
 
 
 def real(source: Source) -> Any:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from streampack import IterablePackedDataset, JSONLSource, MapSource, PackedDataLoader
-from streampack.distributed.rank_sync import Lockstep, verdict
+from streampack.distributed.rank_sync import RankSync, verdict
 from tests.distributed.test_rank_sync import (
     CORPORA,
     Fails,
@@ -311,15 +311,15 @@ def test_lanes_that_do_not_divide_evenly_are_warned_of_and_lose_nothing(tmp_path
 
 def speak() -> Any:
     rank = dist.get_rank()
-    lockstep = Lockstep(timeout=timedelta(seconds=60))
+    rank_sync = RankSync(timeout=timedelta(seconds=60))
     words = [[0, 3, 5, 0, ~2][(n + rank) % 5] if n % 7 else 0 for n in range(50)]
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:  # the others have spoken before it does; if they waited for it, this would raise
         store.wait(["spoken 1", "spoken 2"], timedelta(seconds=30))
-    answers = [lockstep.say(max(word, ~word), failed=word < 0) for word in words]
+    answers = [rank_sync.say(max(word, ~word), failed=word < 0) for word in words]
     store.set(f"spoken {rank}", "")
-    merged = lockstep.merge(dict.fromkeys(range(7), b"%d" % rank))  # while the answers are under way
-    return words, [answer.wait() for answer in answers], merged, lockstep.gather(rank)
+    merged = rank_sync.merge(dict.fromkeys(range(7), b"%d" % rank))  # while the answers are under way
+    return words, [answer.wait() for answer in answers], merged, rank_sync.gather(rank)
 
 
 def test_the_verdict_comes_back_and_nobody_waits_to_speak(tmp_path: Path) -> None:

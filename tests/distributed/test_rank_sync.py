@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streampack import IterablePackedDataset, IterableSource, MapSource, PackedDataLoader, Sample
-from streampack.distributed.rank_sync import Lockstep, verdict
+from streampack.distributed.rank_sync import RankSync, verdict
 from streampack.loader.data_loader import ROUND
 from streampack.packing.batch import Batch
 from streampack.streaming.lane_state import Receipt
@@ -73,7 +73,7 @@ class Board:
             self.changed.notify_all()
 
 
-class OnBoard(Lockstep):
+class OnBoard(RankSync):
     """Says what the real one says."""
 
     def __init__(self, board: Board, rank: int) -> None:
@@ -194,7 +194,7 @@ def run(
                 num_workers=topology.workers,
                 packs_per_step=packs_per_step or topology.packs_per_step,
             )
-            loader.lockstep = OnBoard(board, number)
+            loader.rank_sync = OnBoard(board, number)
             if state is not None:
                 loader.load_state_dict(state)
             iterator = iter(loader)
@@ -284,16 +284,16 @@ def test_a_board_sees_ranks_that_are_out_of_step() -> None:
         OnBoard(board, 1).gather("x")
 
 
-# Lockstep itself, without others.
+# RankSync itself, without others.
 
 
 def test_alone_it_answers_itself() -> None:
-    lockstep = Lockstep(timeout=timedelta(seconds=1))
-    assert (lockstep.alone, lockstep.rank, lockstep.world_size, lockstep.group) == (True, 0, 1, None)
-    assert [lockstep.say(count).wait() for count in (0, 1)] == [(0, False), (1, False)]
-    assert lockstep.say(0, failed=True).wait() == (0, True)
-    assert lockstep.gather("x") == ["x"]
-    assert lockstep.merge({3: b"c", 0: b"a"}) == {0: b"a", 3: b"c"}
+    rank_sync = RankSync(timeout=timedelta(seconds=1))
+    assert (rank_sync.alone, rank_sync.rank, rank_sync.world_size, rank_sync.group) == (True, 0, 1, None)
+    assert [rank_sync.say(count).wait() for count in (0, 1)] == [(0, False), (1, False)]
+    assert rank_sync.say(0, failed=True).wait() == (0, True)
+    assert rank_sync.gather("x") == ["x"]
+    assert rank_sync.merge({3: b"c", 0: b"a"}) == {0: b"a", 3: b"c"}
 
 
 def test_an_error_beats_data_and_data_beats_nothing() -> None:
@@ -431,14 +431,14 @@ def test_a_rank_speaks_ahead_of_what_it_hands_out() -> None:
     board = Board(2)
     loaders = [PackedDataLoader(make(rows(600))()) for _ in range(2)]
     for rank, loader in enumerate(loaders):
-        loader.lockstep = OnBoard(board, rank)
+        loader.rank_sync = OnBoard(board, rank)
     helper = threading.Thread(target=lambda: list(islice(loaders[1], 60)), daemon=True)
     helper.start()
     batches = iter(loaders[0])
     asked, ahead = [], []
     for taken in range(1, 61):
         next(batches)
-        words = loaders[0].lockstep.words  # type: ignore[attr-defined]
+        words = loaders[0].rank_sync.words  # type: ignore[attr-defined]
         asked.append(len(words))
         ahead.append(sum(words) - taken)
         assert loaders[0].ledger().packs == taken, "the state is of what was handed out"
@@ -555,8 +555,8 @@ def test_lanes_that_do_not_divide_evenly_lose_nothing(num_lanes: int) -> None:
 
 def test_lanes_that_do_not_divide_evenly_are_warned_of() -> None:
     loader = PackedDataLoader(make(rows(50), num_lanes=5)())
-    loader.lockstep = OnBoard(Board(2), 0)
-    loader.lockstep.gather = lambda value: [value] * 2  # type: ignore[method-assign]  # the other says the same
+    loader.rank_sync = OnBoard(Board(2), 0)
+    loader.rank_sync.gather = lambda value: [value] * 2  # type: ignore[method-assign]  # the other says the same
     with pytest.warns(UserWarning, match="5 lanes") as caught:
         iter(loader)
     assert str(caught[0].message) == (
@@ -639,7 +639,7 @@ def test_an_error_on_one_rank_is_raised_on_all_and_again(size: int, at: int, wor
             batch_size=2,
             num_workers=workers,
         )
-        loader.lockstep = OnBoard(board, number)
+        loader.rank_sync = OnBoard(board, number)
         iterator = iter(loader)
         for _ in range(3):
             try:
@@ -692,7 +692,7 @@ def test_an_error_at_the_start_of_one_rank_is_raised_on_all() -> None:
 
     def rank(number: int) -> None:
         mine = loader(changed if number else data)
-        mine.lockstep = OnBoard(board, number)
+        mine.rank_sync = OnBoard(board, number)
         mine.load_state_dict(state[-1])
         try:
             list(mine)
@@ -791,14 +791,14 @@ def test_more_generated_cases(case: tuple[Any, ...]) -> None:
 
 def test_after_an_interrupted_agreement_a_rank_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its next word would be taken for the answer to an older question."""
-    lockstep = Lockstep(timeout=timedelta(seconds=1))
-    lockstep.alone = False
+    rank_sync = RankSync(timeout=timedelta(seconds=1))
+    rank_sync.alone = False
 
     def interrupted(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(lockstep, "_tell", interrupted)
+    monkeypatch.setattr(rank_sync, "_tell", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        lockstep.gather(1)
+        rank_sync.gather(1)
     with pytest.raises(RuntimeError, match="rank 0 was interrupted while it agreed .* last checkpoint"):
-        lockstep.gather(1)
+        rank_sync.gather(1)

@@ -287,14 +287,14 @@ def naive_gradients(loss_norm):
             labels = torch.from_numpy(pack.labels[start : start + length]).long()
             if length > 1:
                 logits = model(tokens)[0, :-1]
-                sums[fragment.origin] += F.cross_entropy(logits, labels[1:], reduction="sum")
-                counts[fragment.origin] += int((labels[1:] != -100).sum())
+                sums[fragment.row_id] += F.cross_entropy(logits, labels[1:], reduction="sum")
+                counts[fragment.row_id] += int((labels[1:] != -100).sum())
             start += length
-    trained = [origin for origin in counts if counts[origin]]
+    trained = [row_id for row_id in counts if counts[row_id]]
     if loss_norm == "token":
-        loss = sum(sums[origin] for origin in trained) / sum(counts.values())
+        loss = sum(sums[row_id] for row_id in trained) / sum(counts.values())
     else:
-        loss = sum(sums[origin] / counts[origin] for origin in trained) / len(trained)
+        loss = sum(sums[row_id] / counts[row_id] for row_id in trained) / len(trained)
     loss.backward()
     return {name: value.grad for name, value in model.named_parameters()}, loss.item()
 
@@ -307,7 +307,7 @@ def distance(ours, naive):
 def test_the_corpus_has_what_these_tests_are_about():
     packs = corpus()
     split = [f for pack in packs for f in pack.fragments if f.trained is not None]
-    assert len({f.origin for f in split}) >= 3
+    assert len({f.row_id for f in split}) >= 3
     assert len(packs) == 9
 
 

@@ -52,7 +52,7 @@ def padded_batches(packs: IterablePackedDataset, rows: list[Any], *, packs_per_s
     """A padded batch of the samples of each of the stream's batches."""
     batches = PackedDataLoader(packs, batch_size=2, packs_per_step=packs_per_step)
     return [
-        PaddedCollator()([rows[fragment.origin[0]] for pack in batch.fragments for fragment in pack])
+        PaddedCollator()([rows[fragment.row_id[0]] for pack in batch.fragments for fragment in pack])
         for batch in batches
     ]
 

@@ -88,7 +88,7 @@ def test_completions_alone_are_trained_with_the_losses_of_padded_batches(
     packs = packs_of(theirs)
     items, batches = [], []
     for batch in PackedDataLoader(packs, batch_size=2, packs_per_step=4):
-        parts = [rows[fragment.origin[0]] for pack in batch.fragments for fragment in pack]
+        parts = [rows[fragment.row_id[0]] for pack in batch.fragments for fragment in pack]
         batches.append(PaddedCollator()(parts))
         items.append(sum(label != IGNORE_INDEX for row in parts for label in row["labels"]))
     # TRL made the labels, and they are the completions with their ends.

@@ -238,7 +238,7 @@ def test_several_ranks_refuse_to_go_on(run: Run) -> None:
     next(iterator)
     with pytest.raises(KeyboardInterrupt):
         Injector(40).call(iterator.__next__)
-    loader.lockstep.alone = False
+    loader.rank_sync.alone = False
     for what, ask in (
         ("batch", iterator.__next__),
         ("state", loader.state_dict),

@@ -154,7 +154,7 @@ def test_packs_flatten_as_their_samples_do(lengths: list[int], kind: str) -> Non
     else:
         parity = "torchtune" if kind == "torchtune" else None
         packs = list(PackedDataset(rows, max_seq_len=12, parity=parity))
-    order = [fragment.origin[-1] for pack in packs for fragment in pack["fragments"]]
+    order = [fragment.row_id[-1] for pack in packs for fragment in pack["fragments"]]
     assert sorted(order) == list(range(len(lengths)))
     settings: dict[str, Any] = {"return_flash_attn_kwargs": True, "return_seq_idx": True}
     assert_same(

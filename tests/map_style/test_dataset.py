@@ -134,7 +134,7 @@ def test_every_token_is_packed_buffered_or_dropped(
     assert list(data.reads) == list(range(len(read)))
     assert (ledger.samples, ledger.tokens_in) == (len(read), sum(read))
     # Counted from the packs themselves, token by token: none twice.
-    places = [(f.origin, i) for pack in packed for f in pack["fragments"] for i in range(f.start, f.stop)]
+    places = [(f.row_id, i) for pack in packed for f in pack["fragments"] for i in range(f.start, f.stop)]
     assert len(places) == len(set(places)) == ledger.packed
     assert (ledger.packs, ledger.slots) == (len(packed), len(packed) * limit)
     overlong = [n for n in read if n > limit]

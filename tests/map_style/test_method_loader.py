@@ -60,7 +60,7 @@ def test_a_batch_is_what_the_plan_says(name: str) -> None:
     for batch, rows in zip(batches, plan, strict=True):
         width = LIMIT if METHODS[name].packed else max(sum(b - a for _, a, b in row) for row in rows)
         assert batch.tokens.shape == batch.labels.shape == batch.input_pos.shape == (len(rows), width)
-        assert [[(*f.origin, f.start, f.stop) for f in row] for row in batch.fragments] == rows
+        assert [[(*f.row_id, f.start, f.stop) for f in row] for row in batch.fragments] == rows
         for found, row in zip(segments(batch), rows, strict=True):
             tokens = [data[index]["tokens"][start:stop] for index, start, stop in row]
             labels = [data[index]["labels"][start:stop] for index, start, stop in row]
@@ -173,7 +173,7 @@ def test_a_split_sample_says_how_much_of_it_is_trained(name: str) -> None:
             for fragment in row:
                 stop = start + fragment.stop - fragment.start
                 count = int((labels[start:stop] != IGNORE_INDEX).sum())
-                found.setdefault(fragment.origin[0], []).append((count, fragment.trained))
+                found.setdefault(fragment.row_id[0], []).append((count, fragment.trained))
                 start = stop
     for parts in found.values():
         if len(parts) == 1:

@@ -121,7 +121,7 @@ def loss_of_the_samples_alone(packs: PackedDataset, weights: Path) -> tuple[floa
     with torch.no_grad():
         for pack in (packs[i] for i in range(BATCH_SIZE)):
             for fragment in pack["fragments"]:
-                row = packs.ds[fragment.origin[0]]
+                row = packs.ds[fragment.row_id[0]]
                 logits = model(torch.tensor([row["tokens"]]))[0]
                 labels = torch.tensor(row["labels"])
                 losses.append(

@@ -195,17 +195,17 @@ def test_an_archive_shows_its_damage_at_the_same_row_wherever_reading_began(
         reader = source.read(Reading(start=start))
         for count in itertools.count():
             try:
-                found.append(next(reader).position)
+                found.append(next(reader).cursor)
             except BadRecord as error:
-                return count, error.origin
+                return count, error.row_id
         raise AssertionError
 
     found: list[Any] = []
-    whole, origin = damage()
+    whole, row_id = damage()
     assert 12_000 < whole < 20_000
-    positions = list(found)
+    cursors = list(found)
     for row in (1, 5000, 9999, whole - 1):
-        assert damage(positions[row]) == (whole - row, origin)
+        assert damage(cursors[row]) == (whole - row, row_id)
 
 
 def test_a_list_that_was_torn_by_a_kill_is_mended(tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_a_holdout_passes_them_by_as_well(tmp_path: Path) -> None:
     data, expected, bad = corpus("jsonl", tmp_path / "data")
     found = []
     for part in ("train", "validation"):
-        held = stream(Holdout(data, share=0.2, part=part), quarantine=tmp_path / part)
+        held = stream(Holdout(data, fraction=0.2, part=part), quarantine=tmp_path / part)
         found += survivors(list(held))
     assert sorted(found) == expected
     assert {line[:2] for line in listed(tmp_path / "train")} >= {line[:2] for line in bad[:3]}
@@ -386,7 +386,7 @@ def test_a_failing_disk_is_no_bad_record(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_without_a_folder_the_log_names_the_first(caplog: pytest.LogCaptureFixture) -> None:
     dataset = stream(MapSource(ROWS), encoder=Failing(), shuffle=False, num_lanes=1)
     list(dataset)
-    messages = [record.getMessage() for record in caplog.records if "quarantine" in record.name]
+    messages = [record.getMessage() for record in caplog.records if "bad_records" in record.name]
     assert messages[0] == "skipped a record of list, offset 7: UnboundLocalError: content"
     assert len(messages) == 11
     assert "only counted; set quarantine to a folder" in messages[-1]

@@ -12,8 +12,8 @@ def rows(count):
     return [{"tokens": [i, i], "labels": [i, i]} for i in range(count)]
 
 
-def both(source, share=0.2):
-    return [Holdout(source, share=share, part=part) for part in PARTS]
+def both(source, fraction=0.2):
+    return [Holdout(source, fraction=fraction, part=part) for part in PARTS]
 
 
 def read(source, num_lanes=1, **kwargs):
@@ -25,8 +25,8 @@ def read(source, num_lanes=1, **kwargs):
 
 
 @given(st.integers(1, 200), st.floats(0.01, 0.99), st.integers(1, 5))
-def test_the_parts_are_disjoint_and_complete_on_any_lanes(count, share, lanes):
-    train, held_out = both(MapSource(rows(count)), share)
+def test_the_parts_are_disjoint_and_complete_on_any_lanes(count, fraction, lanes):
+    train, held_out = both(MapSource(rows(count)), fraction)
     assert sorted(read(train, lanes) + read(held_out, lanes)) == list(range(count))
     assert set(read(train, lanes)) == set(read(train))
 
@@ -54,7 +54,7 @@ def test_restarts_at_every_row(tmp_path, shuffle_window):
     for part in both(JSONLSource(path)):
         for lane in (0, 1):
             settings = {"num_lanes": 2, "shuffle_window": shuffle_window}
-            # The position between two rows may lie before rows of the other part.
+            # The cursor between two rows may lie before rows of the other part.
             found = check_positions(
                 lambda start: part.read(Reading(lane, start=start, **settings)),  # noqa: B023
                 announced=False,
@@ -64,7 +64,7 @@ def test_restarts_at_every_row(tmp_path, shuffle_window):
 
 def test_another_share_is_another_corpus():
     source = MapSource(rows(100))
-    prints = {Holdout(source, share=s, part=p).fingerprint() for s in (0.1, 0.2) for p in PARTS}
+    prints = {Holdout(source, fraction=s, part=p).fingerprint() for s in (0.1, 0.2) for p in PARTS}
     assert len(prints) == 4
 
 
@@ -82,9 +82,9 @@ def test_the_estimate_counts_only_its_part():
 
 
 @pytest.mark.parametrize(("kwargs", "message"), [
-    ({"share": 0, "part": "train"}, "share=0 of the rows cannot be held out"),
-    ({"share": 1.0, "part": "train"}, "give a number between 0 and 1"),
-    ({"share": 0.1, "part": "test"}, "part='test' is unknown"),
+    ({"fraction": 0, "part": "train"}, "fraction=0 of the rows cannot be held out"),
+    ({"fraction": 1.0, "part": "train"}, "give a number between 0 and 1"),
+    ({"fraction": 0.1, "part": "test"}, "part='test' is unknown"),
 ])  # fmt: skip
 def test_settings_are_checked(kwargs, message):
     with pytest.raises(ValueError, match=message):

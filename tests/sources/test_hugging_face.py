@@ -106,7 +106,7 @@ def test_resume_at_every_pack(tmp_path: Path, kind: str) -> None:
 def test_a_narrow_stream_says_how_it_gets_wider(tmp_path: Path) -> None:
     dataset = streamed(shards(tmp_path))
     mix = Mix([{"name": "a", "source": dataset, "weight": 1}])
-    for data in (dataset, Holdout(HFSource(dataset), share=0.1, part="train"), mix):
+    for data in (dataset, Holdout(HFSource(dataset), fraction=0.1, part="train"), mix):
         with pytest.raises(ValueError) as error:
             IterablePackedDataset(data, max_seq_len=32, num_lanes=8).stream()
         assert str(error.value).endswith(
@@ -215,7 +215,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
 def test_places(tmp_path: Path) -> None:
     source = HFSource(streamed(shards(tmp_path)))
     for row in source.read(Reading(shuffle_window=5)):
-        assert source.fetch(row.origin) == row.data
+        assert source.fetch(row.row_id) == row.data
     assert source.locate((2, 5)) == "shard 2, row 5"
     assert HFSource(Dataset.from_list(rows_of(3))).locate((2,)) == "sample 2"
 

@@ -80,11 +80,11 @@ def test_every_row_of_a_file_exactly_once(
         for row in source.read(Reading(lane, num_lanes=num_lanes, seed=seed, shuffle_window=window))
     ]
     assert sorted(row.data["t"] for row in found) == sorted(rows)
-    assert sorted(row.origin for row in found) == [(0, offset) for offset in offsets]
+    assert sorted(row.row_id for row in found) == [(0, offset) for offset in offsets]
     for row in found:
-        line = content[: row.origin[1]].count(b"\n") + 1
-        assert source.locate(row.origin) == f"{path}:{line}"
-        assert source.fetch(row.origin) == row.data
+        line = content[: row.row_id[1]].count(b"\n") + 1
+        assert source.locate(row.row_id) == f"{path}:{line}"
+        assert source.fetch(row.row_id) == row.data
 
 
 def test_a_blank_line_after_the_byte_order_mark(tmp_path: Path) -> None:
@@ -178,9 +178,9 @@ def test_compressed_files_of_several_members(
     for row in itertools.islice(reader, 2000):
         last = row
     assert last.data == rows[1999]
-    assert [row.data for row in source.read(Reading(0, num_lanes=1, start=reader.position))] == rows[2000:]
-    assert source.fetch(last.origin) == rows[1999]
-    assert source.locate(last.origin) == f"{path}:2000"
+    assert [row.data for row in source.read(Reading(0, num_lanes=1, start=reader.cursor))] == rows[2000:]
+    assert source.fetch(last.row_id) == rows[1999]
+    assert source.locate(last.row_id) == f"{path}:2000"
 
 
 def test_files_are_read_as_needed(tmp_path: Path) -> None:
@@ -353,7 +353,7 @@ def test_bad_lines_are_named_by_file_and_line(
             rows.extend(row.data["i"] for row in reader)
         except ValueError:
             errors.append(next_error(reader))
-            assert reader.position, "still says where it stands"
+            assert reader.cursor, "still says where it stands"
     assert len(errors) == 1
     assert errors[0].startswith(f"{path}:12: {message}")
     assert len(set(rows)) == len(rows) >= 10

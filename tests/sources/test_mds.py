@@ -210,7 +210,7 @@ def test_only_the_bytes_that_are_needed(tmp_path: Path, monkeypatch: pytest.Monk
 def test_rows_are_found_again(tmp_path: Path) -> None:
     source = MDSSource(write_mds(tmp_path, texts(35), TEXTS))
     for row in source.read(Reading(shuffle_window=9)):
-        assert source.fetch(row.origin) == row.data
+        assert source.fetch(row.row_id) == row.data
     assert source.locate((1, 2)) == f"{tmp_path / 'shard.00001.mds'}, sample 2"
     assert source.shard((1, 2)) == "shard.00001.mds"
     rows, scale = source.probe(10)

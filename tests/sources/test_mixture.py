@@ -25,10 +25,10 @@ from streampack import (
     Sample,
     TokensEncoder,
 )
-from streampack.accounting import Ledger, Tally
+from streampack.accounting import Ledger, SourceStats
 from streampack.sources import Holdout, Reading
 from streampack.sources.mixture import TOTAL_WEIGHT, hold_out
-from streampack.sources.mixture_scheduler import Draws, Stand, Weighing
+from streampack.sources.mixture_scheduler import MixtureScheduler, Stand, Weighing
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_state import Receipt, numbers_of
 from tests.support.conformance import check_positions, check_resume_everywhere, content
@@ -79,7 +79,7 @@ def drawn(
 ) -> list[int]:
     """The tokens of each source when the rows train what ``trained`` says, in turn: no packing, no encoding.
 
-    Read from a new reader at its position every ``reopened`` rows.
+    Read from a new reader at its cursor every ``reopened`` rows.
     """
     draws, lengths = (
         mix.read(Reading(**reading), stagger=stagger),
@@ -88,13 +88,13 @@ def drawn(
     totals = [0] * len(mix.names)
     for drawn in count(1):
         row = next(draws)
-        number = next(lengths[leaf := mix.leaf(row.origin)])
+        number = next(lengths[leaf := mix.leaf(row.row_id)])
         draws.charge(number)
         totals[leaf] += number
         if sum(totals) >= tokens:
             return totals
         if reopened and drawn % reopened == 0:
-            draws = mix.read(Reading(**reading, start=draws.position))
+            draws = mix.read(Reading(**reading, start=draws.cursor))
     raise AssertionError
 
 
@@ -121,7 +121,7 @@ def plain(names: Iterable[str], weights: Iterable[float], size: int = 50) -> Mix
 def test_no_source_is_further_from_its_share_than_the_longest_sample_of_each(
     sources: list[tuple[float, int]], seed: int, tokens: int, stagger: int
 ) -> None:
-    """The bound that `Draws` states."""
+    """The bound that `MixtureScheduler` states."""
     weights, longest = zip(*sources, strict=True)
     mix = plain(map(str, range(len(sources))), weights)
     rng = np.random.default_rng(seed)
@@ -191,7 +191,7 @@ def test_lanes_do_not_err_in_phase() -> None:
 
 def test_lanes_of_a_dataset_begin_with_different_sources() -> None:
     data = make(three("never", (1, 1, 1)), **ENDLESS, num_lanes=12)
-    first = {pack["lane"]: pack["fragments"][0].origin[0] for pack in islice(data, 12)}
+    first = {pack["lane"]: pack["fragments"][0].row_id[0] for pack in islice(data, 12)}
     assert set(first.values()) == {0, 1, 2}
 
 
@@ -203,7 +203,7 @@ def test_nested_mixtures_have_the_product_of_their_weights_in_the_long_run() -> 
     web = Mix([entry("en", source, 3), entry("rest", rest, 2)], stop="never")
     nested = Mix([entry("code", source), entry("web", web)], stop="never")
     assert nested.names == ["code", "web/en", "web/rest/de", "web/rest/fr"]
-    assert nested.shares == {
+    assert nested.target_fractions == {
         "code": 0.5, "web": 0.5, "web/en": 0.6, "web/rest": 0.4, "web/rest/de": 0.8, "web/rest/fr": 0.2
     }  # fmt: skip
     default, own = TokensEncoder(), TokensEncoder()
@@ -211,7 +211,7 @@ def test_nested_mixtures_have_the_product_of_their_weights_in_the_long_run() -> 
     leaves = with_own.leaves(default)
     assert [leaf.name for leaf in leaves] == nested.names
     assert [leaf.encoder is own for leaf in leaves] == [True, False, False, False]
-    assert [leaf.share for leaf in leaves] == pytest.approx(list(flat.shares.values()), abs=1e-6)
+    assert [leaf.weight for leaf in leaves] == pytest.approx(list(flat.target_fractions.values()), abs=1e-6)
     for mix in (flat, nested):
         totals = drawn(mix, {i: cycle(range(1, 8 * 3**i)) for i in range(4)}, tokens=80_000, reopened=101)
         assert np.abs(np.array(totals) / sum(totals) - shares).max() < 0.03
@@ -232,9 +232,9 @@ def test_what_is_not_trained_does_not_count() -> None:
         for pack in packs:
             labels = pack["labels"]
             trained.update(labels[labels != IGNORE_INDEX].tolist())
-        tallies = data.tallies()
-        assert sum(tally.tokens_in for tally in tallies.values()) == data.ledger().tokens_in
-        assert [tally.trained for tally in tallies.values()] == [trained[1], trained[2], trained[3]]
+        source_stats = data.source_stats()
+        assert sum(stats.tokens_in for stats in source_stats.values()) == data.ledger().tokens_in
+        assert [stats.trained for stats in source_stats.values()] == [trained[1], trained[2], trained[3]]
         assert max(trained.values()) - min(trained.values()) < 0.02 * trained.total()
 
 
@@ -286,11 +286,11 @@ def test_tallies_and_shares_after_a_resume_are_those_of_an_unbroken_run(tmp_path
             pass
         state = part.state_dict()
     assert state == whole.state_dict()
-    assert part.tallies() == whole.tallies()
-    tallies, ledger = whole.tallies(), whole.ledger()
-    assert list(tallies) == ["web/en", "web/de", "rest/short", "rest/middling", "rest/long"]
+    assert part.source_stats() == whole.source_stats()
+    source_stats, ledger = whole.source_stats(), whole.ledger()
+    assert list(source_stats) == ["web/en", "web/de", "rest/short", "rest/middling", "rest/long"]
     for name in ("samples", "tokens_in", "packed"):
-        assert sum(getattr(tally, name) for tally in tallies.values()) == getattr(ledger, name)
+        assert sum(getattr(stats, name) for stats in source_stats.values()) == getattr(ledger, name)
 
 
 def test_elastic() -> None:
@@ -322,8 +322,8 @@ def test_workers_and_a_state_on_disk(tmp_path: Path) -> None:
         batches.append([batch.tokens.tolist() for batch in islice(loader, 20)])
         loaders.append(loader)
     assert batches[0] == batches[1]
-    assert loaders[0].tallies() == loaders[1].tallies()
-    assert sum(tally.packed for tally in loaders[0].tallies().values()) == loaders[0].ledger().packed
+    assert loaders[0].source_stats() == loaders[1].source_stats()
+    assert sum(stats.packed for stats in loaders[0].source_stats().values()) == loaders[0].ledger().packed
     state = loaders[0].state_dict()
     torch.save(state, tmp_path / "state.pt")
     assert torch.load(tmp_path / "state.pt", weights_only=True) == state
@@ -340,8 +340,8 @@ def test_positions_of_rows(seed: int) -> None:
             self.draws = mix.read(Reading(seed=seed, shuffle_window=1, start=start))
 
         @property
-        def position(self) -> Any:
-            return self.draws.position
+        def cursor(self) -> Any:
+            return self.draws.cursor
 
         def __iter__(self) -> Charged:
             return self
@@ -378,7 +378,7 @@ def test_receipts_stay_small_at_a_million_steps() -> None:
     weighing = Weighing([TOTAL_WEIGHT // sources] * sources).numbers()
     cursor = (10_000, 2**40, 2047)
     stand = Stand(-TOTAL_WEIGHT * 2**18, turn=9, exhausted=True, fed=True, cursor=cursor).numbers()
-    tally = Tally(epochs=9, samples=2**30, tokens_in=2**40, packed=2**40, trained=2**40)
+    stats = SourceStats(epochs=9, samples=2**30, tokens_in=2**40, packed=2**40, trained=2**40)
     ledger = Ledger(samples=2**33, tokens_in=2**43, packs=2**31, slots=2**43, packed=2**43)
     receipt = Receipt(
         2**31,
@@ -390,7 +390,7 @@ def test_receipts_stay_small_at_a_million_steps() -> None:
         2**33 + 300,
         2**300 - 1,
         ledger,
-        (tally,) * sources,
+        (stats,) * sources,
     )
     assert len(receipt.to_bytes()) <= 128 + 300 / 8 + 48 * sources
 
@@ -443,7 +443,7 @@ def test_broken_records_are_passed_by(tmp_path: Path, nested: bool) -> None:
     assert len(listed.splitlines()) == 60 * (2 + nested) - len(good), "each once"
     assert ('"shard": "in/b/b.jsonl"' if nested else '"shard": "b/b.jsonl"') in listed
     assert ('"shard": "c/list"' in listed) == nested
-    assert all(tally.epochs >= 4 for tally in data.tallies().values()), "two lanes, two epochs"
+    assert all(stats.epochs >= 4 for stats in data.source_stats().values()), "two lanes, two epochs"
 
 
 # The end of an epoch.
@@ -453,7 +453,7 @@ def seen(data: IterablePackedDataset) -> tuple[list[Any], dict[int, Counter[int]
     packs = list(data)
     came: dict[int, Counter[int]] = {i: Counter() for i in range(3)}
     for pack in packs:
-        came[pack["epoch"]].update(fragment.origin[:2] for fragment in pack["fragments"])  # type: ignore[arg-type]
+        came[pack["epoch"]].update(fragment.row_id[:2] for fragment in pack["fragments"])  # type: ignore[arg-type]
     return packs, came
 
 
@@ -466,7 +466,7 @@ def test_first_exhausted_repeats_no_row(num_lanes: int) -> None:
         sizes = Counter(source for source, _ in counts)  # type: ignore[misc]
         assert num_lanes > 1 or 60 in sizes.values(), "one source was read to its end"
         assert num_lanes == 1 or max(sizes.values()) >= 60 / num_lanes
-    begun = {tally.epochs for tally in data.tallies().values()}
+    begun = {stats.epochs for stats in data.source_stats().values()}
     assert max(begun) == 3 * num_lanes, "one that comes late may not have begun when another ends"
     assert data.ledger().buffered == 0
 
@@ -481,14 +481,14 @@ def test_all_exhausted_repeats_some_and_leaves_none_out(num_lanes: int) -> None:
         assert num_lanes > 1 or 1 in {
             max(n for (s, _), n in counts.items() if s == source) for source in range(3)
         }
-    tallies = data.tallies()
-    for source, tally in enumerate(tallies.values()):
+    source_stats = data.source_stats()
+    for source, stats in enumerate(source_stats.values()):
         samples = sum(n for counts in came.values() for (s, _), n in counts.items() if s == source)
-        assert tally.samples == samples
+        assert stats.samples == samples
         if num_lanes == 1:  # per epoch, so many turns as it was read to the end, and one that was begun
             turns = [sum(n for (s, _), n in came[e].items() if s == source) for e in (0, 1)]
-            assert tally.epochs == sum(-(-n // 60) for n in turns)
-    shares = np.array([tally.trained for tally in tallies.values()])
+            assert stats.epochs == sum(-(-n // 60) for n in turns)
+    shares = np.array([stats.trained for stats in source_stats.values()])
     assert np.abs(shares / shares.sum() - SHARES).max() < 0.03
 
 
@@ -497,10 +497,10 @@ def test_never_goes_on_within_one_epoch_and_shuffles_every_turn_anew() -> None:
     order: list[int] = []
     for pack in islice(data, 400):
         assert pack["epoch"] == 0
-        order += [fragment.origin[1] for fragment in pack["fragments"] if fragment.origin[0] == 0]
-    tally = data.tallies()["short"]
-    assert tally.epochs > 3
-    assert tally.epochs == -(-tally.samples // 60)
+        order += [fragment.row_id[1] for fragment in pack["fragments"] if fragment.row_id[0] == 0]
+    stats = data.source_stats()["short"]
+    assert stats.epochs > 3
+    assert stats.epochs == -(-stats.samples // 60)
     turns = [tuple(sorted(order[i : i + 60])) for i in range(0, 180, 60)]
     assert sum(turn == tuple(range(60)) for turn in turns) <= 3
 
@@ -514,7 +514,7 @@ def test_turns_and_epochs_are_all_shuffled_differently_and_sources_of_equal_size
         draws = mix.read(Reading(epoch=epoch, seed=1, shuffle_window=5))
         came: dict[int, list[int]] = {0: [], 1: []}
         for row in islice(draws, 125):
-            came[row.origin[0]].append(row.data["i"])
+            came[row.row_id[0]].append(row.data["i"])
             draws.charge(1)
         orders += [tuple(came[s][i : i + 30]) for s in (0, 1) for i in (0, 30)]
     assert len(set(orders)) == 8
@@ -563,12 +563,12 @@ def test_weights_changed_at_a_resume(more: dict[str, Any]) -> None:
         after = resumed(before.state_dict(), (1, 2, 7), **settings)
     assert str(warned[0].message) == (
         "the mixture's weights changed since the state was written: short 0.7 -> 0.1, long 0.1 -> 0.7. The rows that "
-        "wait were drawn by the old ones; the next are drawn by the new ones, and the shares approach them"
+        "wait were drawn by the old ones; the next are drawn by the new ones, and the fractions approach them"
     )
     old, waiting = before.stream(receipts=numbers_of(before.state_dict()["lanes"])), after.stream()
     for one, other in zip(old.lanes, waiting.lanes, strict=True):
-        assert [piece.origin for piece in one.held.values()] == [
-            piece.origin for piece in other.held.values()
+        assert [piece.row_id for piece in one.held.values()] == [
+            piece.row_id for piece in other.held.values()
         ]
 
     def make_after() -> IterablePackedDataset:
@@ -577,10 +577,10 @@ def test_weights_changed_at_a_resume(more: dict[str, Any]) -> None:
             return resumed(before.state_dict(), (1, 2, 7), **settings)
 
     check_resume_everywhere(make_after, packs=60)
-    started = after.tallies()
+    started = after.source_stats()
     for _ in islice(after, 600):
         pass
-    gained = np.array([tally.trained - started[name].trained for name, tally in after.tallies().items()])
+    gained = np.array([stats.trained - started[name].trained for name, stats in after.source_stats().items()])
     assert np.abs(gained / gained.sum() - (0.1, 0.2, 0.7)).max() < 0.03
 
 
@@ -622,12 +622,12 @@ def test_weights_changed_again_and_again_while_rows_of_the_first_wait(
             if state is not None:
                 data.load_state_dict(state)
         [lane] = unbroken.lanes
-        assert isinstance(lane.reader, Draws)
+        assert isinstance(lane.reader, MixtureScheduler)
         lane.reader.weighing.last = mixed(weights).weights  # from the next row on
         found = [pack["tokens"].tolist() for pack in islice(data, 60 if weights == stages[-1] else 3)]
         assert found == [pack.tokens.tolist() for pack in islice(unbroken, len(found))]
         state = data.state_dict()
-        most = max(most, Receipt.from_bytes(state["lanes"][0]).position[0])
+        most = max(most, Receipt.from_bytes(state["lanes"][0]).cursor[0])
     assert most >= 1, "weights that waiting rows were drawn by"
 
 
@@ -678,7 +678,7 @@ def test_each_source_has_its_encoder_and_its_name() -> None:
             traced = data.trace(fragment)
             assert traced["tokens"] == pack["tokens"][begin : begin + length].tolist()
             begin += length
-            name = mix.names[mix.leaf(fragment.origin)]
+            name = mix.names[mix.leaf(fragment.row_id)]
             assert traced["source"] == name
             assert traced["place"] == f"{name.replace('/', ': ')}: sample {traced['row']['i'] % APART}"
             assert traced["row"]["i"] // APART == mix.names.index(name)
@@ -715,7 +715,7 @@ def test_bad_mixtures_are_refused(sources: list[str], stop: str, message: str) -
 @pytest.mark.parametrize("weight", [0, -1, float("nan"), float("inf"), "1", True])
 def test_weights_are_numbers_above_0(weight: Any) -> None:
     with pytest.raises(
-        ValueError, match=r"source 'a' has weight=.*; give a number above 0, its share of the"
+        ValueError, match=r"source 'a' has weight=.*; give a number above 0, its fraction of the"
     ):
         Mix([entry("a", rows(3), weight)])
 
@@ -771,13 +771,13 @@ def test_the_narrowest_source_is_named() -> None:
 
 
 def test_a_mixture_behind_a_holdout_is_refused() -> None:
-    data = make(Holdout(three(), share=0.5, part="train"))
+    data = make(Holdout(three(), fraction=0.5, part="train"))
     with pytest.raises(RuntimeError, match="hold rows out of its sources, not of the whole"):
         list(data)
 
 
 def test_a_share_is_held_out_of_every_source() -> None:
-    train, held_out = hold_out(three("all_exhausted", (1, 1, 1)), share=0.3)
+    train, held_out = hold_out(three("all_exhausted", (1, 1, 1)), fraction=0.3)
     assert isinstance(held_out, Mix)
     assert (train.stop, held_out.stop) == ("all_exhausted", "first_exhausted")  # type: ignore[attr-defined]
     assert held_out.names == ["short", "middling", "long"]
@@ -786,7 +786,7 @@ def test_a_share_is_held_out_of_every_source() -> None:
     everything = all_of(row for i in range(3) for row in shifted(rows(60), APART * i))
     assert set(found[0]) < set(everything)
     assert {i // APART for i in found[1]} == {0, 1, 2}
-    alone = hold_out(MapSource(rows(30)), share=0.3)
+    alone = hold_out(MapSource(rows(30)), fraction=0.3)
     assert all(isinstance(part, Holdout) for part in alone)
 
 

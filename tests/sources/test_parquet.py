@@ -158,10 +158,10 @@ def test_rows_are_found_again(tmp_path: Path) -> None:
         [write(tmp_path / f"{s}.parquet", [{"i": 10 * s + i} for i in range(10)]) for s in (0, 1)]
     )
     for row in source.read(Reading(shuffle_window=7)):
-        assert source.fetch(row.origin) == row.data
+        assert source.fetch(row.row_id) == row.data
         shard, i = divmod(row.data["i"], 10)
-        assert source.locate(row.origin) == f"{tmp_path}/{shard}.parquet, row {i} (row group {i // 4})"
-        assert source.shard(row.origin) == f"{shard}.parquet"
+        assert source.locate(row.row_id) == f"{tmp_path}/{shard}.parquet, row {i} (row group {i // 4})"
+        assert source.shard(row.row_id) == f"{shard}.parquet"
 
 
 def test_it_travels_to_other_processes(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_fingerprint(tmp_path: Path) -> None:
         ParquetSource(path, columns=columns).fingerprint() for columns in (None, ["i"], ["j"], ["i", "j"])
     }
     assert len(prints) == 4
-    with pytest.MonkeyPatch.context() as patch:  # a state's positions go by how lanes were cut
+    with pytest.MonkeyPatch.context() as patch:  # a state's cursors go by how lanes were cut
         patch.setattr(parquet, "DIVISION", "another")
         prints.add(ParquetSource(path).fingerprint())
     assert len(prints) == 5
@@ -304,11 +304,11 @@ def test_a_damaged_page_is_named_and_can_be_passed_by(
                 found.append(row.data["i"])
         said = str(error.value)
         assert said.startswith(f"{path}, row 20 (row group 2): row group 2 is damaged: ")
-    position = reader.position
+    cursor = reader.cursor
     reader.skip()
     found += [row.data["i"] for row in reader]
     assert sorted(found) == [*range(20), *range(30, 40)]
-    again = source.read(Reading(shuffle_window=window, start=position))
+    again = source.read(Reading(shuffle_window=window, start=cursor))
     with pytest.raises(ValueError):
         next(again)
     again.skip()

@@ -80,22 +80,22 @@ def test_positions_of_windows(sizes: list[int], window: int, seed: int) -> None:
     fails=st.frozensets(st.integers(0, 60), max_size=20),
 )
 def test_errors_change_nothing(sizes: list[int], window: int, fails: frozenset[int]) -> None:
-    """Rows, positions and order are those of a run without errors; a restart after an error goes on right there."""
+    """Rows, cursors and order are those of a run without errors; a restart after an error goes on right there."""
     whole = list(window_reader(sizes, window=window))
     reader = window_reader(sizes, window=window, fails=fails)
     found: list[Row] = []
     for _ in range(200):
-        position = reader.position
+        cursor = reader.cursor
         try:
             row = next(reader)
         except StopIteration:
             break
         except Hiccup:
-            assert reader.position == position
-            rest = list(window_reader(sizes, window=window, start=reader.position))
+            assert reader.cursor == cursor
+            rest = list(window_reader(sizes, window=window, start=reader.cursor))
             assert [r.data for r in rest] == [r.data for r in whole[len(found) :]]
             continue
-        assert row.position == position
+        assert row.cursor == cursor
         found.append(row)
     assert found == whole
 
@@ -105,7 +105,7 @@ def test_behind_a_windows_last_row_begins_the_next_window() -> None:
     reader = window_reader([10] * 3, window=4)
     for count in range(1, 31):
         next(reader)
-        assert reader.position[-1] == (count % 4 if count < 30 else 0)
+        assert reader.cursor[-1] == (count % 4 if count < 30 else 0)
 
 
 def test_a_window_is_shuffled_as_a_whole() -> None:

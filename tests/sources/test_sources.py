@@ -36,7 +36,7 @@ def make_sources(tmp_path: Path) -> dict[str, Any]:
         "gz": JSONLSource(write(tmp_path / "a.jsonl.gz", rows)),
         "map": MapSource(rows),
         "iterable": IterableSource(rows, stride=True),
-        "holdout": Holdout(MapSource(numbered(90)), share=0.3, part="train"),
+        "holdout": Holdout(MapSource(numbered(90)), fraction=0.3, part="train"),
     }
 
 
@@ -97,12 +97,12 @@ def test_rows_are_found_again(tmp_path: Path, kind: str) -> None:
     source = make_sources(tmp_path)[kind]
     places = set()
     for row in source.read(Reading(0, num_lanes=1, shuffle_window=7)):
-        assert source.fetch(row.origin) == row.data
-        places.add(source.locate(row.origin))
+        assert source.fetch(row.row_id) == row.data
+        places.add(source.locate(row.row_id))
         if kind in ("jsonl", "gz"):
-            assert source.locate(row.origin).endswith(f":{row.data['i'] + 1}")
+            assert source.locate(row.row_id).endswith(f":{row.data['i'] + 1}")
         else:
-            assert source.locate(row.origin).split()[-1] == str(row.data["i"])
+            assert source.locate(row.row_id).split()[-1] == str(row.data["i"])
     assert len(places) == len(read_all(source))
 
 
@@ -141,13 +141,13 @@ def test_map_style_errors_consume_nothing(window: int) -> None:
     found = []
     with pytest.raises(OSError, match="gone"):
         found.extend(row.data for row in reader)
-    position = reader.position
+    cursor = reader.cursor
     with pytest.raises(OSError, match="gone"):
         next(reader)
-    assert reader.position == position
+    assert reader.cursor == cursor
     data.bad = -1
     before = [row.data for row in MapSource(data).read(Reading(0, num_lanes=1, shuffle_window=window))]
-    assert before[position[0] :] == [row.data for row in reader]
+    assert before[cursor[0] :] == [row.data for row in reader]
 
 
 def test_map_style_must_hold_something() -> None:

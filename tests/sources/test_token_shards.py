@@ -41,8 +41,8 @@ class Plain:
         self.reader = reader
 
     @property
-    def position(self) -> Any:
-        return self.reader.position
+    def cursor(self) -> Any:
+        return self.reader.cursor
 
     def __iter__(self) -> Iterator[Row]:
         return self
@@ -191,7 +191,7 @@ def test_rows_are_found_again(tmp_path: Path) -> None:
     rows = rows_of(30, masked=True)
     source = TokenShardSource(make(rows, tmp_path, lanes=1, shard_tokens=100))
     for row in source.read(Reading()):
-        assert plain(source.fetch(row.origin)) == plain(row.data)
+        assert plain(source.fetch(row.row_id)) == plain(row.data)
     assert source.locate((1, 2)) == f"{tmp_path / 'tokens-00000-00001.bin'}, document 2"
     assert source.shard((1, 2)) == "tokens-00000-00001.bin"
     found, scale = source.probe(10)
@@ -261,7 +261,7 @@ def test_ids_are_looked_at_unless_shards_can_hold_no_others(tmp_path: Path, dtyp
     def checks(of: Any, **settings: Any) -> bool:
         return IterablePackedDataset(of, max_seq_len=8, **settings).lane_config.checks
 
-    for of in (source, Holdout(source, share=0.5, part="train")):
+    for of in (source, Holdout(source, fraction=0.5, part="train")):
         assert [checks(of, vocab_size=n) for n in (None, every, every - 1)] == [False, False, True]
         assert checks(of, encoder=Encoder())
         assert checks(of, encoder=TokensEncoder(tokens="labels")), "-100 is no id"
@@ -269,7 +269,7 @@ def test_ids_are_looked_at_unless_shards_can_hold_no_others(tmp_path: Path, dtyp
     for of in (
         rows,
         own,
-        Holdout(own, share=0.5, part="train"),
+        Holdout(own, fraction=0.5, part="train"),
         Mix([{"name": "a", "source": source, "weight": 1}]),
     ):
         assert checks(of)

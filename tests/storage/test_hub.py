@@ -85,10 +85,10 @@ def test_a_seek_reads_only_from_there(hub: Hub, kind: str) -> None:
     made = data(hub, kind, read_ahead=0)
     found = list(made.read(Reading()))
     before, hub.web.bytes, hub.store.bytes = hub.bytes, 0, 0
-    [row] = [next(made.read(Reading(start=found[1800].position)))]
+    [row] = [next(made.read(Reading(start=found[1800].cursor)))]
     assert row == found[1800]
     assert hub.bytes < {"jsonl": 0.12, "parquet": 0.3, "gz": 1.01}[kind] * before
-    assert made.fetch(row.origin) == row.data
+    assert made.fetch(row.row_id) == row.data
 
 
 @pytest.mark.parametrize("kind", KINDS)

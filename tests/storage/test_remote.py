@@ -144,17 +144,17 @@ def test_a_seek_reads_only_from_there(web: Web, kind: str) -> None:
     reader = data.read(Reading())
     found = [next(reader) for _ in range(1801)]
     before, web.bytes = web.bytes, 0
-    [row] = [next(data.read(Reading(start=found[-1].position)))]
+    [row] = [next(data.read(Reading(start=found[-1].cursor)))]
     assert row == found[-1]
     if kind == "jsonl":
         assert web.bytes < 0.12 * len(web.files["/c/000.jsonl"])
     if kind == "parquet":
         assert web.bytes < 0.3 * before, "a row group of four"
     web.bytes = 0
-    assert data.fetch(row.origin) == row.data
+    assert data.fetch(row.row_id) == row.data
     if kind == "jsonl":
         assert web.bytes == 4096
-    assert data.locate(row.origin).startswith(web.url)
+    assert data.locate(row.row_id).startswith(web.url)
 
 
 @pytest.mark.parametrize("kind", KINDS)

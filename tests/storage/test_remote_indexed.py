@@ -113,11 +113,11 @@ def test_a_seek_reads_only_from_there(web: Web, tmp_path: Path, kind: str, place
     data = source(kind, place, web, read_ahead=0)
     found = list(data.read(Reading()))
     whole, web.bytes = web.bytes, 0
-    [row] = [next(data.read(Reading(start=found[895].position)))]
+    [row] = [next(data.read(Reading(start=found[895].cursor)))]
     assert plain(row.data) == plain(found[895].data)
     assert web.bytes < 0.01 * whole, "the last five documents of the last part"
     web.bytes = 0
-    assert plain(data.fetch(row.origin)) == plain(row.data)
+    assert plain(data.fetch(row.row_id)) == plain(row.data)
     assert web.bytes < 1000
 
 

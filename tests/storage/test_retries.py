@@ -335,10 +335,10 @@ class Ranks:
 
 def test_a_budget_that_outlasts_the_other_ranks_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", ROWS)
-    for source in (JSONLSource(path), Holdout(JSONLSource(path), share=0.1, part="train")):
+    for source in (JSONLSource(path), Holdout(JSONLSource(path), fraction=0.1, part="train")):
         loader = PackedDataLoader(stream(source), timeout=15)
         assert len(list(loader)) > 20, "alone, nobody waits"
-        loader.lockstep = Ranks(loader.lockstep.timeout)  # type: ignore[assignment]
+        loader.rank_sync = Ranks(loader.rank_sync.timeout)  # type: ignore[assignment]
         with pytest.raises(ValueError) as error:
             iter(loader)
         assert str(error.value) == (
@@ -346,8 +346,8 @@ def test_a_budget_that_outlasts_the_other_ranks_is_refused(tmp_path: Path) -> No
             "retries or raise the loader's timeout"
         )
         loader = PackedDataLoader(stream(source), timeout=16)
-        loader.lockstep = Ranks(loader.lockstep.timeout)  # type: ignore[assignment]
+        loader.rank_sync = Ranks(loader.rank_sync.timeout)  # type: ignore[assignment]
         iter(loader)
     loader = PackedDataLoader(stream(JSONLSource(path, retries=4)), timeout=15)
-    loader.lockstep = Ranks(loader.lockstep.timeout)  # type: ignore[assignment]
+    loader.rank_sync = Ranks(loader.rank_sync.timeout)  # type: ignore[assignment]
     iter(loader)

@@ -372,9 +372,9 @@ def test_epochs_are_shuffled_anew_and_known_by_number(tmp_path: Path, kind: str)
         assert samples_in(packs) == all_of(data)
         parts.append([content(pack) for pack in packs])
     assert [pack for part in parts for pack in part] == long
-    assert len({tuple(tuple(f.origin for f in pack[5]) for pack in part) for part in parts}) == 3
+    assert len({tuple(tuple(f.row_id for f in pack[5]) for pack in part) for part in parts}) == 3
     unshuffled = make(make_source(kind, tmp_path, data), epochs=2, num_lanes=2)
-    packs = [[f.origin for f in pack["fragments"]] for pack in unshuffled]
+    packs = [[f.row_id for f in pack["fragments"]] for pack in unshuffled]
     assert packs[: len(packs) // 2] == packs[len(packs) // 2 :]
 
 

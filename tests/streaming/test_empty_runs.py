@@ -63,8 +63,8 @@ def test_whoever_consumes(case: str) -> None:
 
 
 def test_on_all_ranks() -> None:
-    def act(lockstep: Any) -> None:
-        list(loader(lockstep, LONG, overlong="drop"))
+    def act(rank_sync: Any) -> None:
+        list(loader(rank_sync, LONG, overlong="drop"))
 
     for error in on_ranks(2, act):
         assert isinstance(error, ValueError)

@@ -43,7 +43,7 @@ def content(pack: Pack) -> tuple[Any, ...]:
 
 
 def spans(pack: Pack) -> list[tuple[int, int, int]]:
-    return [(f.origin[0], f.start, f.stop) for f in pack.fragments]
+    return [(f.row_id[0], f.start, f.stop) for f in pack.fragments]
 
 
 # What a lane makes.
@@ -54,13 +54,13 @@ def test_pieces_are_those_of_its_packs(overlong: str) -> None:
     """In the order of reading, and none is kept."""
     data, settings = rows(60, overlong=70), {"overlong": overlong, "strategy": "next_fit"}
     packed = [
-        (fragment.origin, fragment.start, fragment.stop)
+        (fragment.row_id, fragment.start, fragment.stop)
         for pack in drain(make(MapSource(data), **settings))
         for fragment in pack.fragments
     ]
     lane, pieces = make(MapSource(data), **settings), []
     while (piece := lane.next_piece()) is not None:
-        pieces.append((piece.origin, piece.start, piece.start + piece.sample.tokens.size))
+        pieces.append((piece.row_id, piece.start, piece.start + piece.sample.tokens.size))
         assert lane.held == {}
     assert pieces == packed
     assert lane.next_piece() is None
@@ -126,10 +126,10 @@ def check_trained(packs: list[Pack]) -> None:
         begin = 0
         for fragment, length in zip(pack.fragments, pack.seq_lens, strict=True):
             labels = pack.labels[begin : begin + length]
-            trained.setdefault(fragment.origin[0], []).append(int((labels != IGNORE_INDEX).sum()))
+            trained.setdefault(fragment.row_id[0], []).append(int((labels != IGNORE_INDEX).sum()))
             begin += length
     for fragment in (fragment for pack in packs for fragment in pack.fragments):
-        counts = trained[fragment.origin[0]]
+        counts = trained[fragment.row_id[0]]
         assert fragment.trained == (sum(counts) if len(counts) > 1 else None)
 
 
@@ -429,7 +429,7 @@ def test_a_receipt_refuses_data_that_changed() -> None:
     data = rows(100)
     receipt = middle(IterableSource(data))
     waits = Receipt.from_numbers(receipt)
-    first = waits.position[1]  # the row of the oldest waiting piece
+    first = waits.cursor[1]  # the row of the oldest waiting piece
 
     with pytest.raises(ValueError) as error:
         make(IterableSource(data[:first]), receipt=receipt)

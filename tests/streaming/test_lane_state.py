@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streampack import Ledger
-from streampack.accounting import DROP_REASONS, Tally
+from streampack.accounting import DROP_REASONS, SourceStats
 from streampack.streaming.lane_state import VERSION, Receipt, bytes_of, numbers_of
 
 counts = st.integers(0, 2**62)
@@ -29,13 +29,15 @@ def receipts(draw: st.DrawFn) -> Receipt:
         packs=draw(counts),
         done=draw(st.booleans()),
         epoch=draw(counts),
-        position=tuple(draw(st.lists(counts, max_size=6))),
+        cursor=tuple(draw(st.lists(counts, max_size=6))),
         first=first,
         offset=draw(counts),
         next_piece=first + span,
-        gone=draw(st.integers(0, 2**span - 1)),
+        consumed=draw(st.integers(0, 2**span - 1)),
         ledger=draw(ledgers()),
-        tallies=tuple(Tally(*numbers) for numbers in draw(st.lists(st.tuples(*[counts] * 5), max_size=4))),
+        source_stats=tuple(
+            SourceStats(*numbers) for numbers in draw(st.lists(st.tuples(*[counts] * 5), max_size=4))
+        ),
     )
 
 
@@ -43,11 +45,11 @@ TYPICAL = Receipt(
     packs=1234,
     done=False,
     epoch=1,
-    position=(12, 734_003_200, 1999),
+    cursor=(12, 734_003_200, 1999),
     first=1_250_000,
     offset=0,
     next_piece=1_250_090,
-    gone=(1 << 88) - 5,
+    consumed=(1 << 88) - 5,
     ledger=Ledger(samples=1_250_090, tokens_in=543_789_150, packs=1234, slots=5_054_464, packed=5_054_000),
 )
 
@@ -68,7 +70,7 @@ def test_the_bytes_stay_as_they_are() -> None:
         "03d2090001030c808080de02cf0fd0a54c005aaaa64cdea0a68302d20980c0b402b0bcb40200000000000000"
         "0000000000fbffffffffffffffffffff46567c7c"
     )
-    mixed = TYPICAL._replace(done=True, tallies=(Tally(1, 2, 300, 4, 5),))
+    mixed = TYPICAL._replace(done=True, source_stats=(SourceStats(1, 2, 300, 4, 5),))
     assert mixed.to_bytes().hex() == (
         "03d2090101030c808080de02cf0fd0a54c005aaaa64cdea0a68302d20980c0b402b0bcb40200000000000000"
         "00000000010102ac020405fbffffffffffffffffffff319b9b28"
@@ -107,7 +109,7 @@ def test_a_valid_checksum_over_nonsense_is_no_crash(body: bytes) -> None:
         receipt = Receipt.from_bytes(data)
     except ValueError:
         return
-    assert receipt.gone.bit_length() <= receipt.next_piece - receipt.first
+    assert receipt.consumed.bit_length() <= receipt.next_piece - receipt.first
 
 
 @pytest.mark.parametrize("value", [None, 3, "text", b"", b"four", bytearray(TYPICAL.to_bytes()), {}])
@@ -142,13 +144,13 @@ def test_size_is_some_tens_of_bytes() -> None:
 
 def test_numbers_do_not_change_with_the_ledger() -> None:
     """They travel while their lane goes on counting; so does a lane that was begun from them."""
-    receipt = TYPICAL._replace(ledger=Ledger(samples=1), tallies=(Tally(1, 2),))
+    receipt = TYPICAL._replace(ledger=Ledger(samples=1), source_stats=(SourceStats(1, 2),))
     numbers = receipt.numbers()
     data = bytes_of({3: numbers})
     again = Receipt.from_numbers(numbers)
     for one in (receipt, again):
         one.ledger.samples += 7
-        one.tallies[0].samples += 7
+        one.source_stats[0].samples += 7
     assert Receipt.from_numbers(numbers).ledger.samples == 1
     assert bytes_of({3: numbers}) == data
     assert numbers_of(data) == {3: numbers}
@@ -156,4 +158,4 @@ def test_numbers_do_not_change_with_the_ledger() -> None:
 
 def test_numbers_can_be_shown() -> None:
     """However many pieces wait: of an integer of thousands of bits, Python makes no text."""
-    assert repr(TYPICAL._replace(gone=1 << 20_000, next_piece=TYPICAL.first + 30_000).numbers())
+    assert repr(TYPICAL._replace(consumed=1 << 20_000, next_piece=TYPICAL.first + 30_000).numbers())

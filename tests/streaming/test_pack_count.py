@@ -12,7 +12,7 @@ from streampack.streaming.pack_count import count_packs, map_source_of, packed_l
 from tests.support.hf_trainers import samples
 
 ROWS = [*samples(150), {"tokens": [3] * 70, "labels": [3] * 70}, *samples(50, seed=1)]
-HALF = Holdout(Holdout(MapSource(ROWS), share=0.5, part="train"), share=0.2, part="train")
+HALF = Holdout(Holdout(MapSource(ROWS), fraction=0.5, part="train"), fraction=0.2, part="train")
 
 
 def broken(row: Any) -> Sample:

@@ -100,7 +100,7 @@ def sources(folder: Path) -> dict[str, Any]:
         "jsonl": lambda: JSONLSource(plain_file),
         "gz": lambda: JSONLSource(packed),
         "mds": lambda: MDSSource(test_mds.write_mds(folder / "mds", data, {"i": "int", "n": "int"})),
-        "holdout": lambda: Holdout(MapSource(data), share=0.2, part="train"),
+        "holdout": lambda: Holdout(MapSource(data), fraction=0.2, part="train"),
         "bare": lambda: Bare(data),
     }
 
@@ -229,7 +229,7 @@ class Held:
         self.rule = lambda text: text
 
 data = [{"i": i, "held": Held(i), "set": {"x", "y", "z"}} for i in range(300)]
-source = Holdout(MapSource(data), share=0.3, part="validation")
+source = Holdout(MapSource(data), fraction=0.3, part="validation")
 kept = [row.data["i"] for row in source.read(Reading())]
 found = [state_of(identity_of(source)), kept]
 """
@@ -273,13 +273,13 @@ def test_map_style_data_are_known_by_more_than_ten_rows() -> None:
     data = rows(10_000)
     found = examples_of(MapSource(data))
     assert len(found) == EXAMPLES > 10
-    assert found[0].origin == (0,)
-    assert found[-1].origin == (9999,)
+    assert found[0].row_id == (0,)
+    assert found[-1].row_id == (9999,)
     for row in found:
         changed = list(data)
-        changed[row.origin[0]] = {**row.data, "n": 20}
+        changed[row.row_id[0]] = {**row.data, "n": 20}
         words = refusal(dataset(data), dataset(changed))
-        assert words == f"the state was made with another corpus: sample {row.origin[0]} is another row"
+        assert words == f"the state was made with another corpus: sample {row.row_id[0]} is another row"
 
 
 class Rowwise:
@@ -381,7 +381,7 @@ def test_a_fingerprint_that_was_overridden_counts() -> None:
 
 
 def held_out_after(columns: list[str] | None, folder: Path, part: str) -> IterablePackedDataset:
-    return dataset(Holdout(MDSSource(folder, columns=columns), share=0.3, part=part))
+    return dataset(Holdout(MDSSource(folder, columns=columns), fraction=0.3, part=part))
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -403,7 +403,7 @@ def test_rows_that_are_made_anew_are_another_split() -> None:
 
     def source(suffix: str) -> Holdout:
         return Holdout(
-            IterableSource([{**row, "t": f"x{suffix}"} for row in rows(40)]), share=0.5, part="train"
+            IterableSource([{**row, "t": f"x{suffix}"} for row in rows(40)]), fraction=0.5, part="train"
         )
 
     words = refusal(dataset(source(""), num_lanes=1), dataset(source("y"), num_lanes=1))
@@ -463,9 +463,9 @@ def test_rows_are_read_for_little(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"i": i, "n": 3, "text": "x" * 200} for i in range(20_000)])
     source = JSONLSource(path)
     found = examples_of(source)
-    assert len({row.origin for row in found}) == EXAMPLES
+    assert len({row.row_id for row in found}) == EXAMPLES
     assert source.bytes_read < 3 * EXAMPLES * 300
-    assert [Example(row.origin, source.fetch(row.origin)) for row in found] == found
+    assert [Example(row.row_id, source.fetch(row.row_id)) for row in found] == found
     calls = Numbers()
     data = dataset(source, calls)
     for _ in range(5):

@@ -135,9 +135,9 @@ def test_a_mixture_draws_around_them() -> None:
     mix = Mix([{"name": name, "source": ROWS, "weight": 1} for name in ("a", "b")])
     data = dataset(mix, untrained="drop")
     list(data)
-    tallies = data.tallies()
-    assert all(tally.trained and tally.samples for tally in tallies.values())
-    assert sum(tally.packed for tally in tallies.values()) == data.ledger().packed
+    source_stats = data.source_stats()
+    assert all(stats.trained and stats.samples for stats in source_stats.values())
+    assert sum(stats.packed for stats in source_stats.values()) == data.ledger().packed
     assert data.ledger().dropped_samples["untrained"] == data.ledger().untrained > 0
 
 

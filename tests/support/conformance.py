@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any, Protocol
 
 from streampack.sources.base import Reader
-from streampack.types import Position
+from streampack.types import Cursor
 
 
 class Stream(Protocol):
@@ -22,23 +22,23 @@ class Stream(Protocol):
     def load_state_dict(self, state: dict[str, Any], /) -> None: ...
 
 
-def check_positions(read: Callable[[Position | None], Reader], *, announced: bool = True) -> list[Any]:
-    """Reading from the position of row k yields exactly the rows from k on. Returns the rows' data.
+def check_positions(read: Callable[[Cursor | None], Reader], *, announced: bool = True) -> list[Any]:
+    """Reading from the cursor of row k yields exactly the rows from k on. Returns the rows' data.
 
-    ``read(start)`` opens a new reader. The position between two rows is as good as that of the next one (if
+    ``read(start)`` opens a new reader. The cursor between two rows is as good as that of the next one (if
     ``announced``, it is the same), and the one at the end yields nothing.
     """
     reader = read(None)
-    rows, positions = [], [reader.position]
+    rows, cursors = [], [reader.cursor]
     for row in reader:
-        assert row.position == positions[-1] or not announced, "reader.position announces the next row's"
+        assert row.cursor == cursors[-1] or not announced, "reader.cursor announces the next row's"
         rows.append(row)
-        positions.append(reader.position)
-    for k, position in enumerate(positions):
-        assert all(isinstance(number, int) and number >= 0 for number in position)
-        assert list(read(position)) == rows[k:], f"from row {k}"
+        cursors.append(reader.cursor)
+    for k, cursor in enumerate(cursors):
+        assert all(isinstance(number, int) and number >= 0 for number in cursor)
+        assert list(read(cursor)) == rows[k:], f"from row {k}"
     for k, row in enumerate(rows):
-        assert list(islice(read(row.position), 2)) == rows[k : k + 2]
+        assert list(islice(read(row.cursor), 2)) == rows[k : k + 2]
     return [row.data for row in rows]
 
 

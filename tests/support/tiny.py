@@ -61,7 +61,7 @@ def tiny_config(folder: Path, *, rows: int = 400, **changes):
     config.checkpointer.checkpoint_dir = str(init)
     config.optimizer = {"_component_": "torch.optim.AdamW", "lr": 0.02}
     config.lr_scheduler.num_warmup_steps = 2
-    config.validation = {"share": 0.1, "max_packs": 4, "every": 5}
+    config.validation = {"fraction": 0.1, "max_packs": 4, "every": 5}
     config.metric_logger.filename = "log.txt"
     plain = {
         "max_steps": 12, "epochs": None, "batch_size": 2, "packs_per_step": 4,

@@ -376,7 +376,7 @@ def test_no_rows(tmp_path: Path) -> None:
     nothing = next(
         part
         for seed in range(99)
-        if not list((part := Holdout(wrapped(rows, seed), share=0.5, part="train")).read(Reading()))
+        if not list((part := Holdout(wrapped(rows, seed), fraction=0.5, part="train")).read(Reading()))
     )
     with pytest.raises(ValueError, match="the source has no rows; there is nothing to write"):
         tokenize(nothing, out=tmp_path, progress=False)

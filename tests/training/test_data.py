@@ -53,7 +53,7 @@ def test_every_source_has_its_packs_and_ranks_share_them_out(tmp_path: Path, max
         (tiny_config(tmp_path / "one"), [""]),
         (mixed_config(tmp_path / "two"), ["counting", "words"]),
     ):
-        config.validation = {"share": 0.2, "max_packs": max_packs}
+        config.validation = {"fraction": 0.2, "max_packs": max_packs}
         alone = held_out_of(config, World())
         assert list(alone) == names
         ranks = [held_out_of(config, OneOfTwo(rank=rank, size=2)) for rank in range(2)]
@@ -109,10 +109,8 @@ def test_a_source_of_which_too_little_is_held_out_is_named(tmp_path: Path) -> No
         (mixed_config(tmp_path / "two"), " of source 'counting'"),
         (tiny_config(tmp_path / "one"), ""),
     ):
-        config.validation = {"share": 1e-9}
-        expected = (
-            rf"^validation.share=1e-09 holds out none of the rows{of}, of which there are too few: .* give a"
-        )
+        config.validation = {"fraction": 1e-9}
+        expected = rf"^validation.fraction=1e-09 holds out none of the rows{of}, of which there are too few: .* give a"
         with pytest.raises(ValueError, match=expected):
             held_out_of(config, World())
 
@@ -143,7 +141,7 @@ def test_validation_that_trains_nothing_is_refused(tmp_path: Path) -> None:
 def test_broken_records_of_validation_are_listed_apart_once_and_without_a_limit(tmp_path: Path) -> None:
     config = mixed_config(tmp_path)
     config.data.update({"on_bad_record": "skip", "max_bad_records": 1, "quarantine": str(tmp_path / "bad")})
-    config.validation = {"share": 0.5, "max_packs": 1000}
+    config.validation = {"fraction": 0.5, "max_packs": 1000}
     for name in ("counting", "words"):
         path = tmp_path / f"{name}.jsonl"
         path.write_text(path.read_text() + "{broken\n" * 3)

@@ -53,8 +53,8 @@ TOKENS = {"_component_": "streampack.TokensEncoder"}
 # What is changed in a sound config: the beginning of the only problem that is named.
 BROKEN = [
     (
-        {"validation.share": 1e-9},
-        "validation.share=1e-09 holds out none of the rows, of which there are too few",
+        {"validation.fraction": 1e-9},
+        "validation.fraction=1e-09 holds out none of the rows, of which there are too few",
     ),
     ({"data.shufle": True}, "data: unknown key 'shufle': did you mean 'shuffle'?"),
     ({"data.strategy": "bestfit"}, "data: strategy='bestfit' is unknown; choose one of 'next_fit', "),
@@ -109,8 +109,14 @@ BROKEN = [
     ),
     ({"data.encoder.column": 3}, "data.encoder.column: 3 is a int; TextEncoder takes str"),
     ({"data.method": "multipak"}, "data.method='multipak' is unknown; choose one of "),
-    ({"validation.share": 3}, "validation.share=3 is no share of the rows; give a number between 0 and 1"),
-    ({"validation.shares": 0.1}, "validation has no 'shares'; its keys are share, source, max_packs, every"),
+    (
+        {"validation.fraction": 3},
+        "validation.fraction=3 is no fraction of the rows; give a number between 0 and 1",
+    ),
+    (
+        {"validation.shares": 0.1},
+        "validation has no 'shares'; its keys are fraction, source, max_packs, every",
+    ),
     ({"validation.every": 0}, "validation.every=0 is below 1; give at least 1"),
     (
         {

@@ -66,7 +66,7 @@ def plan_epochs(loader: PackedDataLoader, epochs: float) -> Plan:
     Raises:
         ValueError: for a row that cannot be encoded, or is too long; with its place.
     """
-    packs, ranks = loader.dataset, loader.lockstep
+    packs, ranks = loader.dataset, loader.rank_sync
     num_lanes = packs.lanes_for(ranks.world_size * max(1, loader.num_workers))
     if (source := map_source_of(packs.lane_config.source)) is None:
         # Rank 0's for all: with another number of steps, a rank would wait for ever.
@@ -104,6 +104,6 @@ def plan_epochs(loader: PackedDataLoader, epochs: float) -> Plan:
 
 def _steps(packs: tuple[int, ...], loader: PackedDataLoader) -> int:
     """Steps of an epoch. The slots of a step belong to the ranks in turn, each with packs for its first slots."""
-    ranks = loader.lockstep.world_size
+    ranks = loader.rank_sync.world_size
     last = max((count - 1) * ranks + rank for rank, count in enumerate(packs) if count)
     return last // loader.packs_per_step + 1

@@ -56,7 +56,7 @@ class Evaluation:
                 following = next(batches, None)
                 self.end_of_dataloader = following is None
                 packs = sum(map(bool, batch.fragments))
-                if following is None and self.loader.lockstep.alone:
+                if following is None and self.loader.rank_sync.alone:
                     self.remainder = packs  # null packs come last; among several ranks they come anywhere
                 self.packs += packs
                 yield self.as_inputs(batch)
@@ -66,7 +66,7 @@ class Evaluation:
 
     def count_packs(self) -> int:
         """Count the packs of all ranks, null packs left out. A collective."""
-        return sum(self.loader.lockstep.gather(self.packs))
+        return sum(self.loader.rank_sync.gather(self.packs))
 
 
 class TokenMean:

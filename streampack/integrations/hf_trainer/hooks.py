@@ -304,7 +304,7 @@ class Hooks:
             pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
             timeout=args.ddp_timeout,
         )
-        assert loader.lockstep.world_size == args.world_size, (
+        assert loader.rank_sync.world_size == args.world_size, (
             "the ranks do not speak through torch.distributed"
         )
         return loader

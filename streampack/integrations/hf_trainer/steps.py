@@ -100,7 +100,7 @@ class Steps:
 
     def ledger(self) -> Ledger:
         """Of all ranks. A collective."""
-        return Ledger.total(self.loader.lockstep.gather(ledger_of(self._stand()[0])))
+        return Ledger.total(self.loader.rank_sync.gather(ledger_of(self._stand()[0])))
 
     def check_trained(self) -> None:
         """Look whether the steps since the last look trained something. A collective.
@@ -108,7 +108,7 @@ class Steps:
         Raises:
             ValueError: if one trained nothing, on all ranks.
         """
-        self.trained.check(self.loader.lockstep.gather(self.trained.take()))
+        self.trained.check(self.loader.rank_sync.gather(self.trained.take()))
 
     def close(self) -> None:
         """Let go of the worker processes."""
