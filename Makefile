@@ -50,7 +50,7 @@ bench: $(VENV)/.installed-bench  ## density and speed beside the peers', time to
 	$(BIN)/python -m benchmarks.text
 	$(BIN)/python -m benchmarks.scale
 
-models: setup  ## docs/models.md: which families of models keep samples apart, as the tests see it now
+models: setup  ## docs/guides/models.md: which families of models keep samples apart, as the tests see it now
 	mkdir -p build && rm -f build/models.jsonl
 	STREAMPACK_WRITE_TABLES=build/models.jsonl OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not gpu" \
 		tests/attention/test_torchtune.py tests/attention/test_transformers.py

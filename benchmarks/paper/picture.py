@@ -1,4 +1,4 @@
-"""The same twelve samples under every method, as docs/methods.svg: ``python -m benchmarks.paper.picture``."""
+"""The same twelve samples under every method, as docs/guides/methods.svg: ``python -m benchmarks.paper.picture``."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def length_of(span: tuple[int, int, int]) -> int:
     return stop - start
 
 
-def save(path: Path = ROOT / "docs" / "methods.svg") -> Path:
+def save(path: Path = ROOT / "docs" / "guides" / "methods.svg") -> Path:
     """Write the picture and return where."""
     path.write_text(draw(), encoding="utf-8")
     return path

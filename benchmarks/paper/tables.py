@@ -37,7 +37,7 @@ def draw(data: Mapping[str, Settings], done: Iterable[Done]) -> str:
     sections = [
         "# Every method of batching, after one epoch",
         f"{' to '.join(dict.fromkeys((days[0], days[-1])))} · {latest['device']} · {latest['about']}",
-        "How to read it: ../README.md. What to take from it: ../../docs/methods.md.",
+        "How to read it: ../README.md. What to take from it: ../../docs/guides/methods.md.",
         *load(rows),
     ]
     for name, settings in data.items():

@@ -349,15 +349,15 @@ def test_the_picture_shows_every_token_once(name: str) -> None:
 
 
 def test_the_picture_is_the_committed_one() -> None:
-    assert (ROOT / "docs" / "methods.svg").read_text() == picture.draw()
+    assert (ROOT / "docs" / "guides" / "methods.svg").read_text() == picture.draw()
 
 
 def test_the_page_shows_the_kept_figures() -> None:
-    """docs/methods.md copies rows of tables; a row that is in no result was made up, or has been measured again."""
+    """docs/guides/methods.md copies rows of tables; a row that is in no result was made up, or has been measured again."""
     results = "".join(path.read_text() for path in (ROOT / "benchmarks" / "results").glob("paper-*.md"))
     kept = {tuple(cells_of(line)) for line in results.splitlines() if line.startswith("| ")}
     copied = [
-        cells_of(line) for line in (ROOT / "docs" / "methods.md").read_text().splitlines() if "±" in line
+        cells_of(line) for line in (ROOT / "docs" / "guides" / "methods.md").read_text().splitlines() if "±" in line
     ]
     copied = [cells for cells in copied if cells]
     assert len(copied) >= len(ROWS)

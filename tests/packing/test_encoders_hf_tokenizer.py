@@ -322,7 +322,7 @@ def test_the_documents_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "rows.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     monkeypatch.chdir(tmp_path)
-    document = (Path(__file__).parents[2] / "docs" / "encoders.md").read_text(encoding="utf-8")
+    document = (Path(__file__).parents[2] / "docs" / "guides" / "encoders.md").read_text(encoding="utf-8")
     exec(document.split("```python\n")[1].split("```")[0], {})
     assert capsys.readouterr().out == "['<s>one</s>', '<s>two</s>']\n"
 

@@ -1,4 +1,4 @@
-"""What a recipe leaves behind loads elsewhere and is the same model; docs/after_training.md, run as it is printed."""
+"""What a recipe leaves behind loads elsewhere and is the same model; docs/guides/after_training.md, run as it is printed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "after_training.md"
+PAGE = ROOT / "docs" / "guides" / "after_training.md"
 ADAPTERS = {
     "lora_attn_modules": ["q_proj", "k_proj", "v_proj", "output_proj"], "apply_lora_to_mlp": True,
     "lora_rank": 4, "lora_alpha": 12.0,

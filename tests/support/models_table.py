@@ -1,4 +1,4 @@
-"""docs/models.md: which families of models keep samples apart, with which attention, as the tests saw it.
+"""docs/guides/models.md: which families of models keep samples apart, with which attention, as the tests saw it.
 
 The tests of families file what they saw with the fixture ``record_model``. In an ordinary run it is compared with the
 page; `make models` collects it and writes the page's tables anew.
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "models.md"
 VARIABLE = "STREAMPACK_WRITE_TABLES"  # names the file in which records are collected
 BACKENDS = ("dense", "flex", "varlen", "flash")
 EVERY = "every attention"  # in the place of a backend, for a model that is refused altogether
@@ -52,7 +52,7 @@ def file_record(record: Record) -> None:
         library, family, backend, outcome = record
         written = read_page(PAGE.read_text(encoding="utf-8")).get((library, family, backend))
         assert shape(written or "nothing") == shape(outcome), (
-            f"docs/models.md says {written!r} of {library} {family} with {backend}, the test saw {outcome!r}; "
+            f"docs/guides/models.md says {written!r} of {library} {family} with {backend}, the test saw {outcome!r}; "
             "`make models` writes it anew"
         )
 
