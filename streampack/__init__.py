@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from streampack.attention import find_leaks, make_mask, prepare_model_for_packing
     from streampack.integrations.hf_trainer import prepare_trainer_for_packing
     from streampack.loader import PackedDataLoader
+    from streampack.losses import summed_cross_entropy
     from streampack.map_style import (
         FlatteningCollator,
         MultipackBatchSampler,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from streampack.packing import Batch, collate_packed
     from streampack.packing.encoders import (
         ChatEncoder,
+        Encoder,
         HFTokenizer,
         MessagesEncoder,
         PromptCompletionEncoder,
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
         MDSSource,
         Mix,
         ParquetSource,
+        Source,
         TokenShardSource,
     )
     from streampack.streaming import IterablePackedDataset
@@ -65,6 +68,7 @@ __all__ = [
     "IGNORE_INDEX",
     "Batch",
     "ChatEncoder",
+    "Encoder",
     "FlatteningCollator",
     "Fragment",
     "HFSource",
@@ -86,6 +90,7 @@ __all__ = [
     "ParquetSource",
     "PromptCompletionEncoder",
     "Sample",
+    "Source",
     "TextEncoder",
     "TokenShardSource",
     "TokensEncoder",
@@ -99,12 +104,14 @@ __all__ = [
     "plan_packs",
     "prepare_model_for_packing",
     "prepare_trainer_for_packing",
+    "summed_cross_entropy",
 ]
 
 # Importing torch takes over a second, which `streampack --help` and a planner of lengths need not wait for.
 _MODULES = {
     "Batch": "packing",
     "ChatEncoder": "packing.encoders",
+    "Encoder": "packing.encoders",
     "FlatteningCollator": "map_style",
     "HFSource": "sources",
     "HFTokenizer": "packing.encoders",
@@ -122,6 +129,7 @@ _MODULES = {
     "PaddedCollator": "map_style",
     "ParquetSource": "sources",
     "PromptCompletionEncoder": "packing.encoders",
+    "Source": "sources",
     "TextEncoder": "packing.encoders",
     "TokenShardSource": "sources",
     "TokensEncoder": "packing.encoders",
@@ -135,6 +143,7 @@ _MODULES = {
     "plan_packs": "packing.planner",
     "prepare_model_for_packing": "attention",
     "prepare_trainer_for_packing": "integrations.hf_trainer",
+    "summed_cross_entropy": "losses",
 }
 
 

@@ -1,7 +1,8 @@
 """What is known about the families of Hugging Face models: who can be packed, how, and what stands in the way.
 
-Only facts, read from a config; `tests/attention/test_transformers.py` proves them and writes docs/guides/models.md. They
-were found with transformers 5.23. A family that is not here is judged by the probe.
+Only facts, read from a config; `tests/attention/test_transformers.py` proves them and writes the
+table of docs/guides/models.md. They were found with transformers 5.23. A family that is not here is judged by the
+probe.
 """
 
 from __future__ import annotations

@@ -353,11 +353,13 @@ def test_the_picture_is_the_committed_one() -> None:
 
 
 def test_the_page_shows_the_kept_figures() -> None:
-    """docs/guides/methods.md copies rows of tables; a row that is in no result was made up, or has been measured again."""
+    """A row of docs/guides/methods.md that is in no result was made up, or has been measured again."""
     results = "".join(path.read_text() for path in (ROOT / "benchmarks" / "results").glob("paper-*.md"))
     kept = {tuple(cells_of(line)) for line in results.splitlines() if line.startswith("| ")}
     copied = [
-        cells_of(line) for line in (ROOT / "docs" / "guides" / "methods.md").read_text().splitlines() if "±" in line
+        cells_of(line)
+        for line in (ROOT / "docs" / "guides" / "methods.md").read_text().splitlines()
+        if "±" in line
     ]
     copied = [cells for cells in copied if cells]
     assert len(copied) >= len(ROWS)

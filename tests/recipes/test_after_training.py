@@ -1,4 +1,4 @@
-"""What a recipe leaves behind loads elsewhere and is the same model; docs/guides/after_training.md, run as it is printed."""
+"""What a recipe leaves behind loads elsewhere and is the same model; the page on it, run as it is printed."""
 
 from __future__ import annotations
 
