@@ -117,7 +117,7 @@ def own_shards(shards: int, ranks: int) -> float:
     return shards / ranks
 
 
-FILES, JSONL, CORPUS = "sources/files.py", "sources/jsonl.py", "corpus.py"
+FILES, JSONL, CORPUS = "storage/listing.py", "sources/jsonl.py", "distributed/corpus.py"
 LOCKSTEP, OWN_SHARDS = "rank_sync.py", "shards / ranks"
 EACH_PART, EACH_ROW, EACH_OTHER = "shards + 16 x lanes", "lanes of the process x window", "ranks - 1"
 
@@ -187,19 +187,24 @@ GROUPS = (
             Cost(
                 "memory",
                 "windows and buffers, memory of each process",
-                "lane.py",
+                "streaming/lane.py",
                 EACH_ROW,
                 rows_held,
                 volume,
             ),
             Cost(
-                "seconds", "first pack of every lane, each process", "lane.py", EACH_ROW, rows_held, seconds
+                "seconds",
+                "first pack of every lane, each process",
+                "streaming/lane.py",
+                EACH_ROW,
+                rows_held,
+                seconds,
             ),
-            Cost("resume", "resume, each process", "lane.py", EACH_ROW, rows_held, seconds),
+            Cost("resume", "resume, each process", "streaming/lane.py", EACH_ROW, rows_held, seconds),
             Cost(
                 "files",
                 "files open between reads, each process",
-                "sources/storage.py",
+                "storage/base.py",
                 "none",
                 rows_held,
                 count,
@@ -209,15 +214,29 @@ GROUPS = (
     Group(
         *("one pack", probes.pack, ("tokens",), (4_096,), (32_768,), (4_096,)),
         costs=(
-            Cost("memory", "a pack that waits, memory", "assemble.py", "16 x max_seq_len", number, volume),
+            Cost(
+                "memory",
+                "a pack that waits, memory",
+                "packing/assemble.py",
+                "16 x max_seq_len",
+                number,
+                volume,
+            ),
         ),
     ),
     Group(
         *("state", probes.state, ("lanes",), (128,), (1_024,), (LANES,)),
         costs=(
-            Cost("receipts", "state, receipts", "receipt.py", "lanes", number, volume),
-            Cost("saved", "state, file", "iterable.py", "lanes", number, volume),
-            Cost("check", "state, check when loaded, each rank", "iterable.py", "lanes", number, seconds),
+            Cost("receipts", "state, receipts", "streaming/lane_state.py", "lanes", number, volume),
+            Cost("saved", "state, file", "streaming/dataset.py", "lanes", number, volume),
+            Cost(
+                "check",
+                "state, check when loaded, each rank",
+                "streaming/dataset.py",
+                "lanes",
+                number,
+                seconds,
+            ),
         ),
     ),
     Group(
@@ -235,7 +254,12 @@ GROUPS = (
                 volume,
             ),
             Cost(
-                "ahead", "batches made ahead, each rank", "loader.py", "2 rounds of 8", lambda ranks: 1, count
+                "ahead",
+                "batches made ahead, each rank",
+                "loader/data_loader.py",
+                "2 rounds of 8",
+                lambda ranks: 1,
+                count,
             ),
         ),
     ),
