@@ -18,7 +18,7 @@ from benchmarks import report
 from benchmarks.lengths import DISTRIBUTIONS
 from benchmarks.scale import costs
 from benchmarks.scale import simulation as sim
-from streampack.packing.planner import Packing
+from streampack.packing.settings import Packing
 
 ROW_BYTES, TOKEN_BYTES = 20, 4  # of a row of JSON, beside its text; and of a token's text
 FILES = 100_000

@@ -118,7 +118,7 @@ def own_shards(shards: int, ranks: int) -> float:
 
 
 FILES, JSONL, CORPUS = "storage/listing.py", "sources/jsonl.py", "distributed/corpus.py"
-LOCKSTEP, OWN_SHARDS = "rank_sync.py", "shards / ranks"
+LOCKSTEP, OWN_SHARDS = "distributed/rank_sync.py", "shards / ranks"
 EACH_PART, EACH_ROW, EACH_OTHER = "shards + 16 x lanes", "lanes of the process x window", "ranks - 1"
 
 GROUPS = (

@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from streampack.distributed.rank_sync import verdict
 from streampack.loader.data_loader import ROUND
-from streampack.packing.planner import Packing, Planner
+from streampack.packing.planner import Planner
+from streampack.packing.settings import Packing
 from streampack.sources.jsonl import divide
 
 Ints = npt.NDArray[np.int64]

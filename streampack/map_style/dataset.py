@@ -29,7 +29,8 @@ from streampack.packing.assemble import (
 )
 from streampack.packing.batch import to_torchtune
 from streampack.packing.encoders import check_tokenizer, guard_datasets
-from streampack.packing.planner import Packing, plan_samples
+from streampack.packing.planner import plan_samples
+from streampack.packing.settings import Packing
 from streampack.packing.token_rows import read_sample
 from streampack.sources.column_tables import by_rows
 from streampack.streaming.empty_runs import nothing_to_pack

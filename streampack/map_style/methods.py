@@ -14,7 +14,8 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 from streampack.map_style.multipack import plan_steps, share_of
-from streampack.packing.planner import Packing, Span, plan_samples
+from streampack.packing.planner import Span, plan_samples
+from streampack.packing.settings import Packing
 from streampack.sources.base import permutation
 from streampack.validation import require, require_positive
 

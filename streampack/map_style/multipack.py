@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapreplace
 from itertools import chain
 
-from streampack.packing.planner import exact_fit, plan_packs
+from streampack.packing.planner import plan_packs
+from streampack.packing.strategies import exact_fit
 from streampack.validation import require, require_positive
 
 Step = list[list[int]]  # [packs_per_step], each the numbers of its samples

@@ -1,6 +1,7 @@
 """Samples become packs: encoders make samples of rows, the planner chooses, the assembler fills arrays."""
 
 from streampack.packing.batch import Batch, collate_packed
-from streampack.packing.planner import Packing, plan_packs
+from streampack.packing.planner import plan_packs
+from streampack.packing.settings import Packing
 
 __all__ = ["Batch", "Packing", "collate_packed", "plan_packs"]

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streampack.packing.boundaries import require_one_sequence
-from streampack.packing.planner import Packing
+from streampack.packing.settings import Packing
 from streampack.types import IGNORE_INDEX, IntArray, Sample, from_tuple
 from streampack.validation import require_positive
 

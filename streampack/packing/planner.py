@@ -1,26 +1,14 @@
-"""Which samples share a pack: lengths in, indices out. Pure Python, no arrays.
-
-A strategy is one small function ``choose(lengths, room, pull) -> taken``. ``lengths`` are the waiting
-pieces in arrival order, ``room`` the tokens still free in the pack, and ``pull()`` appends one more
-length to ``lengths``, or returns False when the buffer is full or the stream has ended. ``taken`` are
-ascending indices into ``lengths``. The `Planner` itself takes the oldest piece first, so that no
-strategy can starve one.
-
-A strategy must decide by scanning in arrival order, so that what was pulled early changes nothing:
-a planner that was interrupted by an error in ``pull`` goes on to the same pack.
-"""
+"""The planner: lengths in, packs of pieces out. Pure Python, no arrays."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from streampack.validation import require, require_positive
-
-Strategy = Callable[[list[int], int, Callable[[], bool]], list[int]]
+from streampack.packing.settings import Packing
+from streampack.packing.strategies import STRATEGIES
 
 
 class Span(NamedTuple):
@@ -32,154 +20,6 @@ class Span(NamedTuple):
 
 
 _span = partial(tuple.__new__, Span)  # in half the time
-
-
-def next_fit(lengths: list[int], room: int, pull: Callable[[], bool]) -> list[int]:
-    """Close the pack when the next sample does not fit: torchtune's greedy ``PackedDataset``."""
-    count = 0
-    while (count < len(lengths) or pull()) and lengths[count] <= room:
-        room -= lengths[count]
-        count += 1
-    return list(range(count))
-
-
-def first_fit(lengths: list[int], room: int, pull: Callable[[], bool]) -> list[int]:
-    """Scan the buffer in arrival order and take whatever fits."""
-    taken = []
-    i = 0
-    while room and (i < len(lengths) or pull()):
-        if lengths[i] <= room:
-            taken.append(i)
-            room -= lengths[i]
-        i += 1
-    return taken
-
-
-def best_fit(lengths: list[int], room: int, pull: Callable[[], bool]) -> list[int]:
-    """From a full buffer, always the longest that still fits; the earlier of equals."""
-    while pull():
-        pass
-    taken = []
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if lengths[i] <= room:
-            taken.append(i)
-            room -= lengths[i]
-    return sorted(taken)
-
-
-def exact_fit(lengths: list[int], room: int, pull: Callable[[], bool]) -> list[int]:
-    """The earliest arrivals whose lengths sum exactly to ``room``; if the buffer has none, the fullest sum.
-
-    Subset sum by dynamic programming on one Python integer: bit r of ``reach`` says that some subset of
-    the lengths seen so far leaves r tokens of room. Adding a length is one shift and one OR over
-    ``room`` bits, about 0.2 us at 4,096. It stops at the first arrival that makes bit 0 reachable, so it
-    pulls (and makes samples wait) only while no exact sum exists.
-    """
-    reach = 1 << room
-    before: list[int] = []  # before[i]: reach without length i, to walk back from the sum to its members
-    seen = 0
-    while not reach & 1 and (seen < len(lengths) or pull()):
-        before.append(reach)
-        reach |= reach >> lengths[seen]
-        seen += 1
-    left = (reach & -reach).bit_length() - 1  # the least room that any subset leaves
-    taken = []
-    for i in range(seen - 1, -1, -1):
-        if not before[i] >> left & 1:  # unreachable without length i, so it is in the sum
-            taken.append(i)
-            left += lengths[i]
-    taken.reverse()
-    return taken
-
-
-STRATEGIES: dict[str, Strategy | None] = {
-    "next_fit": next_fit,
-    "first_fit": first_fit,
-    "best_fit": best_fit,
-    "exact_fit": exact_fit,
-    "wrap": None,  # splits, so it chooses nothing: `Planner` cuts the oldest piece at the pack's end
-}
-OVERLONG = ("error", "drop", "truncate", "split")
-
-
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """The settings that decide which tokens share a pack. Checked once, here, for every way in.
-
-    ``overlong`` says what becomes of a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``,
-    ``"truncate"`` (``truncate_side`` names the side that is cut) or ``"split"`` into several pieces. Left
-    out, it is ``"error"``, and with ``split_across_pack=True`` it is ``"split"``, because there every
-    sample may continue in the next pack. ``max_seqs_per_pack`` limits the sequences in a pack.
-
-    Raises:
-        ValueError: for a setting that is out of range or unknown.
-    """
-
-    max_seq_len: int
-    strategy: str = "exact_fit"
-    buffer_size: int = 128
-    split_across_pack: bool = False
-    overlong: str | None = None
-    truncate_side: str = "right"
-    max_seqs_per_pack: int | None = None
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "max_seq_len", require_positive(self.max_seq_len, "max_seq_len"))
-        object.__setattr__(self, "buffer_size", require_positive(self.buffer_size, "buffer_size"))
-        if self.max_seqs_per_pack is not None:
-            limit = require_positive(self.max_seqs_per_pack, "max_seqs_per_pack")
-            object.__setattr__(self, "max_seqs_per_pack", limit)
-        require(self.strategy, "strategy", STRATEGIES)
-        require(self.truncate_side, "truncate_side", ("right", "left"))
-        wraps = self.split_across_pack or self.strategy == "wrap"
-        object.__setattr__(self, "split_across_pack", wraps)
-        object.__setattr__(self, "strategy", "wrap" if wraps else self.strategy)
-        if self.overlong is None:
-            object.__setattr__(self, "overlong", "split" if wraps else "error")
-        require(self.overlong, "overlong", OVERLONG)
-
-    def pieces_of(self, length: int) -> list[tuple[int, int]]:
-        """The ``(start, stop)`` pieces that a sample of ``length`` tokens becomes; none if it is dropped.
-
-        Raises:
-            ValueError: if the sample is too long under ``overlong="error"``, or empty. The message lacks
-                its subject: the caller knows which sample it is, and puts that in front.
-        """
-        limit = self.max_seq_len
-        if length < 1:
-            raise ValueError(f"has {length} tokens; remove it, or drop empty samples before packing")
-        if length <= limit or (self.split_across_pack and self.overlong == "split"):
-            return [(0, length)]
-        if self.overlong == "split":
-            return [(start, min(start + limit, length)) for start in range(0, length, limit)]
-        if self.overlong == "truncate":
-            return [(0, limit)] if self.truncate_side == "right" else [(length - limit, length)]
-        if self.overlong == "drop":
-            return []
-        raise ValueError(
-            f"has {length} tokens, max_seq_len is {limit}; "
-            "set overlong to 'split', 'truncate' or 'drop', or raise max_seq_len"
-        )
-
-    def cuts(self, length: int, start: int, stop: int) -> range:
-        """Where a sample of ``length`` tokens is cut, given that ``[start, stop)`` is one of its fragments."""
-        limit = self.max_seq_len
-        if start == 0 and stop == length:
-            return range(0)
-        if not self.split_across_pack:
-            return range(limit, length, limit)
-        # At the end of its first pack, then at every pack's end.
-        return range(stop if start == 0 else (start - 1) % limit + 1, length, limit)
-
-    @property
-    def segments(self) -> int | None:
-        """How many a pack can have, its padding among them; None without a limit."""
-        return None if self.max_seqs_per_pack is None else self.max_seqs_per_pack + 1
-
-    @property
-    def keeps_one_piece_per_sample(self) -> bool:
-        """Whether a sample's number of pieces is known (one) without its length."""
-        return self.split_across_pack or self.overlong != "split"
 
 
 class Planner:

@@ -16,7 +16,7 @@ from streampack.accounting import Ledger, SourceStats
 from streampack.packing.assemble import require_id
 from streampack.packing.batch import to_torchtune
 from streampack.packing.encoders import TextEncoder, TokensEncoder, guard_datasets
-from streampack.packing.planner import Packing
+from streampack.packing.settings import Packing
 from streampack.packing.token_rows import encode_row
 from streampack.sources import Holdout, TokenShardSource
 from streampack.sources.as_source import as_source

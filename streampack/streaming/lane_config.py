@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from streampack.packing.assemble import check_sample, with_eos
-from streampack.packing.planner import Packing
+from streampack.packing.settings import Packing
 from streampack.packing.token_rows import encode_row
 from streampack.sources.bad_records import Quarantine
 from streampack.sources.base import Source

@@ -66,7 +66,7 @@ def _trains_nothing(config: LaneConfig, sample: Sample) -> bool:
 def count_packs(config: LaneConfig, lengths: list[int], *, epoch: int, lane: int, num_lanes: int) -> int:
     """Count the packs that one lane makes of an epoch, by planning it.
 
-    >>> from streampack.packing.planner import Packing
+    >>> from streampack.packing.settings import Packing
     >>> config = LaneConfig(MapSource([{"tokens": [1] * n} for n in (5, 4, 3)]), len, Packing(8))
     >>> count_packs(config, [5, 4, 3], epoch=0, lane=0, num_lanes=1)
     2

@@ -16,7 +16,7 @@ from streampack.map_style.methods import METHODS
 from streampack.map_style.multipack import share_of
 from streampack.map_style.samplers import digest_of
 from streampack.packing.batch import Batch
-from streampack.packing.planner import Packing
+from streampack.packing.settings import Packing
 from streampack.sources.bad_records import Quarantine
 from streampack.sources.base import Source
 from streampack.streaming.dataset import IterablePackedDataset

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.scale import simulation as sim
 from streampack import IterablePackedDataset, JSONLSource, MapSource, PackedDataLoader
-from streampack.packing.planner import Packing
+from streampack.packing.settings import Packing
 from tests.distributed.test_rank_sync import Board, Here, OnBoard, together
 from tests.support.corpus import Numbers, rows, write
 

@@ -22,7 +22,9 @@ from torch.utils.data import DataLoader, Dataset
 import streampack
 from streampack.map_style.dataset import PackedDataset, packed_dataset
 from streampack.packing.batch import collate_packed
-from streampack.packing.planner import OVERLONG, STRATEGIES, plan_packs
+from streampack.packing.planner import plan_packs
+from streampack.packing.settings import OVERLONG
+from streampack.packing.strategies import STRATEGIES
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.types import IGNORE_INDEX
 

@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.lengths import lengths as benchmark_lengths
-from streampack.packing.planner import OVERLONG, STRATEGIES, Packing, Planner, Span, plan_packs
+from streampack.packing.planner import Planner, Span, plan_packs
+from streampack.packing.settings import OVERLONG, Packing
+from streampack.packing.strategies import STRATEGIES
 from tests.support import oracle
 
 CHOOSING = tuple(oracle.CHOOSE)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streampack import IGNORE_INDEX, Pack, Sample, TokensEncoder
-from streampack.packing.planner import Packing
+from streampack.packing.settings import Packing
 from streampack.sources import IterableSource, JSONLSource, MapSource
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_config import LaneConfig

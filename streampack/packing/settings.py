@@ -1,0 +1,90 @@
+"""The settings that decide which tokens share a pack."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from streampack.packing.strategies import STRATEGIES
+from streampack.validation import require, require_positive
+
+OVERLONG = ("error", "drop", "truncate", "split")
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """The settings that decide which tokens share a pack. Checked once, here, for every way in.
+
+    ``overlong`` says what becomes of a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``,
+    ``"truncate"`` (``truncate_side`` names the side that is cut) or ``"split"`` into several pieces. Left
+    out, it is ``"error"``, and with ``split_across_pack=True`` it is ``"split"``, because there every
+    sample may continue in the next pack. ``max_seqs_per_pack`` limits the sequences in a pack.
+
+    Raises:
+        ValueError: for a setting that is out of range or unknown.
+    """
+
+    max_seq_len: int
+    strategy: str = "exact_fit"
+    buffer_size: int = 128
+    split_across_pack: bool = False
+    overlong: str | None = None
+    truncate_side: str = "right"
+    max_seqs_per_pack: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "max_seq_len", require_positive(self.max_seq_len, "max_seq_len"))
+        object.__setattr__(self, "buffer_size", require_positive(self.buffer_size, "buffer_size"))
+        if self.max_seqs_per_pack is not None:
+            limit = require_positive(self.max_seqs_per_pack, "max_seqs_per_pack")
+            object.__setattr__(self, "max_seqs_per_pack", limit)
+        require(self.strategy, "strategy", STRATEGIES)
+        require(self.truncate_side, "truncate_side", ("right", "left"))
+        wraps = self.split_across_pack or self.strategy == "wrap"
+        object.__setattr__(self, "split_across_pack", wraps)
+        object.__setattr__(self, "strategy", "wrap" if wraps else self.strategy)
+        if self.overlong is None:
+            object.__setattr__(self, "overlong", "split" if wraps else "error")
+        require(self.overlong, "overlong", OVERLONG)
+
+    def pieces_of(self, length: int) -> list[tuple[int, int]]:
+        """The ``(start, stop)`` pieces that a sample of ``length`` tokens becomes; none if it is dropped.
+
+        Raises:
+            ValueError: if the sample is too long under ``overlong="error"``, or empty. The message lacks
+                its subject: the caller knows which sample it is, and puts that in front.
+        """
+        limit = self.max_seq_len
+        if length < 1:
+            raise ValueError(f"has {length} tokens; remove it, or drop empty samples before packing")
+        if length <= limit or (self.split_across_pack and self.overlong == "split"):
+            return [(0, length)]
+        if self.overlong == "split":
+            return [(start, min(start + limit, length)) for start in range(0, length, limit)]
+        if self.overlong == "truncate":
+            return [(0, limit)] if self.truncate_side == "right" else [(length - limit, length)]
+        if self.overlong == "drop":
+            return []
+        raise ValueError(
+            f"has {length} tokens, max_seq_len is {limit}; "
+            "set overlong to 'split', 'truncate' or 'drop', or raise max_seq_len"
+        )
+
+    def cuts(self, length: int, start: int, stop: int) -> range:
+        """Where a sample of ``length`` tokens is cut, given that ``[start, stop)`` is one of its fragments."""
+        limit = self.max_seq_len
+        if start == 0 and stop == length:
+            return range(0)
+        if not self.split_across_pack:
+            return range(limit, length, limit)
+        # At the end of its first pack, then at every pack's end.
+        return range(stop if start == 0 else (start - 1) % limit + 1, length, limit)
+
+    @property
+    def segments(self) -> int | None:
+        """How many a pack can have, its padding among them; None without a limit."""
+        return None if self.max_seqs_per_pack is None else self.max_seqs_per_pack + 1
+
+    @property
+    def keeps_one_piece_per_sample(self) -> bool:
+        """Whether a sample's number of pieces is known (one) without its length."""
+        return self.split_across_pack or self.overlong != "split"
