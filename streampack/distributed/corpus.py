@@ -13,8 +13,7 @@ from typing import TypeVar
 
 from streampack.distributed.rank_sync import RankSync
 from streampack.fingerprint import digest
-from streampack.sources.base import Source
-from streampack.sources.divisible import corpora_of, divisible_of, listing_of
+from streampack.sources.source import Source
 from streampack.storage.base import together
 from streampack.storage.hub import commit_of
 
@@ -42,7 +41,7 @@ def require_same_files(source: Source, rank_sync: RankSync) -> None:
 
 def listing(source: Source) -> Listing | None:
     """Number, bytes, and a digest of names, sizes and versions of a source's files; None of a source without."""
-    files = listing_of(source)
+    files = source.listing()
     if not files:
         return None
     found = digest(*((file.name, file.size, file.tag, commit_of(file.path)) for file in files))
@@ -70,7 +69,7 @@ def share_fingerprint(source: Source, rank_sync: RankSync) -> None:
     """
     require_same_files(source, rank_sync)  # or the shares would not fit together
     if not rank_sync.alone:
-        for corpus in corpora_of(source):
+        for corpus in source.corpora():
             tags = share_out(
                 corpus.tag, corpus.files, rank_sync, doing="reading the ends of the corpus's files"
             )
@@ -86,7 +85,7 @@ def share_division(source: Source, num_lanes: int, rank_sync: RankSync) -> None:
         ValueError: on all ranks, if one would divide into another number of lanes.
         Exception: on all ranks, whatever went wrong on one while reading.
     """
-    parts = divisible_of(source)
+    parts = source.divisible()
     # What one rank knows already, because it has looked at a row or begun an epoch, another may not.
     said = rank_sync.gather((num_lanes, [part.is_divided(num_lanes) for part in parts]))
     for rank, (theirs, _) in enumerate(said):

@@ -318,7 +318,7 @@ class _Batches:
         """What must be the same on all ranks, beside the data."""
         dataset, rank_sync, mix = loader.dataset, loader.rank_sync, loader.dataset.mix
         dataset.lanes_for(rank_sync.world_size * max(1, loader.num_workers))  # raises where that cannot be
-        budget = getattr(dataset.lane_config.source, "retry_budget", 0.0)
+        budget = dataset.lane_config.source.retry_budget
         if not rank_sync.alone and budget >= rank_sync.timeout.total_seconds():
             raise ValueError(
                 f"reading may be tried again for {budget:.0f} s and the other ranks wait {rank_sync.timeout} at "

@@ -1,7 +1,7 @@
 """Rows: from files, token shards, Hugging Face datasets, memory and iterables; shuffled, mixed, or held out."""
 
 from streampack.sources.as_source import as_source
-from streampack.sources.base import Reading, Source
+from streampack.sources.base import Reading
 from streampack.sources.holdout import Holdout
 from streampack.sources.hugging_face import HFSource
 from streampack.sources.iterable import IterableSource
@@ -10,6 +10,7 @@ from streampack.sources.map_style import MapSource
 from streampack.sources.mds import MDSSource
 from streampack.sources.mixture import Mix
 from streampack.sources.parquet import ParquetSource
+from streampack.sources.source import Source
 from streampack.sources.token_shards import TokenShardSource
 
 __all__ = [

@@ -9,7 +9,6 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
-from streampack.sources.base import Source
 from streampack.sources.column_tables import by_rows
 from streampack.sources.hugging_face import HFSource
 from streampack.sources.indexed import INDEX
@@ -18,6 +17,7 @@ from streampack.sources.jsonl import JSONLSource
 from streampack.sources.map_style import MapSource
 from streampack.sources.mds import MDSSource
 from streampack.sources.parquet import ParquetSource
+from streampack.sources.source import Source
 from streampack.sources.token_files import FORMAT
 from streampack.sources.token_shards import TokenShardSource
 from streampack.storage.formats import JSON_LINES, PARQUET, in_folder

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from streampack.sources.base import Source
+from streampack.sources.source import Source
 from streampack.types import RowId
 from streampack.validation import require, require_positive
 
@@ -54,7 +54,7 @@ class Quarantine:
                 f"{source.locate(row_id)}: {reason}; lane {lane} has passed by {self.limit} broken records before this "
                 "one: look at them, and raise max_bad_records if they may be left out"
             )
-        shard = source.shard(row_id) if hasattr(source, "shard") else source.locate(row_id)
+        shard = source.shard(row_id)
         self.keep(lane, shard=shard, offset=row_id[-1], reason=reason)
 
     def keep(self, lane: int, *, shard: str, offset: int, reason: str) -> None:

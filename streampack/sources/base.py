@@ -1,10 +1,10 @@
-"""The contract of a source, and the small functions that all of them use."""
+"""What sources and those who read them exchange: what to read, a reader, a record that cannot be read."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -70,46 +70,6 @@ class Reader(Protocol):
 
     def skip(self) -> None:
         """Pass by the record that `BadRecord` was raised for."""
-
-
-@runtime_checkable
-class Source(Protocol):
-    """Rows that several lanes share out, and that each lane can read again from any cursor."""
-
-    max_lanes: int | None  # None: any number
-
-    def fingerprint(self) -> str:
-        """A digest of the corpus; a state made with another one is refused."""
-
-    def read(self, reading: Reading) -> Reader:
-        """The rows of one lane in one epoch."""
-
-    def locate(self, row_id: RowId) -> str:
-        """Where a row stands, in words for people: file and line, or row number."""
-
-    def fetch(self, row_id: RowId) -> Mapping[str, Any]:
-        """Read one row again."""
-
-    def natural_lanes(self) -> int:
-        """How many lanes it fills without their last, part-empty packs mattering: a lane per some 100 packs."""
-
-    def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
-        """About ``count`` rows from all over the corpus, and how many times as much the whole corpus is.
-
-        A broken record counts as a row, and is left out.
-        """
-
-
-def way_out(source: Source) -> str:
-    """What to do for more lanes than a source allows, in words that end a sentence.
-
-    A source may say it itself, as ``way_out``: of a plain iterable, the advice is for what cannot be divided at all.
-    """
-    own: str | None = getattr(source, "way_out", None)
-    return own or (
-        "each would read everything; use one consumer, or IterableSource(..., stride=True) to let each read everything "
-        "and keep its share"
-    )
 
 
 def reason_of(error: Exception) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
-from streampack.sources.base import Source
+from streampack.sources.source import Source
 
 
 class Compared(Protocol):
@@ -24,12 +24,11 @@ class Compared(Protocol):
 def identity_of(source: Source) -> dict[str, Any]:
     """What tells a source from another: plain values, mappings of them, and `Compared`.
 
-    A source gives it as ``identity()``. Of one without, or whose class overrides only ``fingerprint``, that is all.
+    A class that overrides only ``fingerprint`` has said all with it: the ``identity`` that it inherits is another's.
     """
-    own: Callable[[], dict[str, Any]] | None = getattr(source, "identity", None)
-    if own is not None and _definer(source, "identity") is _definer(source, "fingerprint"):
-        return own()
-    return {"source": type(source).__name__, "fingerprint": source.fingerprint()}
+    if _definer(source, "identity") is _definer(source, "fingerprint"):
+        return source.identity()
+    return Source.identity(source)
 
 
 def state_of(value: Any, *, listed: bool = False) -> Any:

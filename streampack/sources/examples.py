@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from streampack.fingerprint import digest, plain
-from streampack.sources.base import BadRecord, Reading, Source
+from streampack.sources.base import BadRecord, Reader
 from streampack.sources.row_copies import own_row
 from streampack.types import RowId
 
@@ -27,19 +27,8 @@ class Example(NamedTuple):
     data: Any
 
 
-def examples_of(source: Source, count: int = EXAMPLES) -> list[Example]:
-    """About ``count`` rows of a source, the same at each call and in each process.
-
-    A source says which, as ``examples(count)``, if it can find rows all over the corpus for little; otherwise they are
-    the first ones.
-    """
-    own: Callable[[int], list[Example]] | None = getattr(source, "examples", None)
-    return first_rows(source, count) if own is None else own(count)
-
-
-def first_rows(source: Source, count: int) -> list[Example]:
-    """The first rows of a source that is read as one lane."""
-    reader = source.read(Reading())
+def first_rows(reader: Reader, count: int) -> list[Example]:
+    """The first rows that a reader gives; one that cannot be read is there without data."""
     found: list[Example] = []
     while len(found) < count:
         try:

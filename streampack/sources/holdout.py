@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from streampack.fingerprint import digest, plain
-from streampack.sources.base import Reader, Reading, Source, way_out
+from streampack.sources.base import Reader, Reading
 from streampack.sources.corpus_identity import identity_of
-from streampack.sources.divisible import Divisible, corpora_of, divisible_of, listing_of
-from streampack.sources.examples import Example, MarkedRows, columns_of, examples_of
+from streampack.sources.examples import EXAMPLES, Example, MarkedRows, columns_of
+from streampack.sources.source import Divisible, Source
 from streampack.storage.base import File
 from streampack.storage.listing import Corpus
 from streampack.types import Cursor, Row, RowId
@@ -19,7 +19,7 @@ from streampack.validation import require
 PARTS = ("train", "validation")
 
 
-class Holdout:
+class Holdout(Source):
     """One part of a source: the rows held out, or the others. Which is which is a function of a row's content.
 
     So the split is the same on any topology, in any order and after rows are added, and equal rows never
@@ -60,7 +60,7 @@ class Holdout:
     def identity(self) -> dict[str, Any]:
         """See `identity_of`. Other columns of the same files are other rows here: the split is by their content."""
         if self._examples is None:
-            self._examples = examples_of(self.source)
+            self._examples = self.source.examples()
         columns = columns_of(self._examples)
         return {
             "source": "Holdout",
@@ -71,26 +71,31 @@ class Holdout:
             "hashed": MarkedRows.of(self._examples, self.locate),
         }
 
-    def examples(self, count: int) -> list[Example]:
+    def examples(self, count: int = EXAMPLES) -> list[Example]:
         """The source's, of both parts."""
-        return examples_of(self.source, count)
+        return self.source.examples(count)
 
     def corpora(self) -> list[Corpus]:
         """The source's."""
-        return corpora_of(self.source)
+        return self.source.corpora()
 
     def listing(self) -> list[File]:
         """The source's."""
-        return listing_of(self.source)
+        return self.source.listing()
 
     def divisible(self) -> list[Divisible]:
-        """See `divisible_of`."""
-        return divisible_of(self.source)
+        """The source's."""
+        return self.source.divisible()
+
+    @property
+    def way_out(self) -> str:
+        """The source's."""
+        return self.source.way_out
 
     @property
     def retry_budget(self) -> float:
         """The source's."""
-        return float(getattr(self.source, "retry_budget", 0.0))
+        return self.source.retry_budget
 
     def natural_lanes(self) -> int:
         """The source's."""
@@ -106,16 +111,11 @@ class Holdout:
 
     def shard(self, row_id: RowId) -> str:
         """The source's name of it."""
-        return self.source.shard(row_id) if hasattr(self.source, "shard") else self.source.locate(row_id)
+        return self.source.shard(row_id)
 
     def fetch(self, row_id: RowId) -> Mapping[str, Any]:
         """See `Source.fetch`."""
         return self.source.fetch(row_id)
-
-    @property
-    def way_out(self) -> str:
-        """See `streampack.sources.base.way_out`."""
-        return way_out(self.source)
 
     def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
         """See `Source.probe`."""

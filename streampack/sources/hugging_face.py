@@ -13,6 +13,7 @@ from streampack.sources.corpus_identity import state_of
 from streampack.sources.examples import EXAMPLES, Example, MarkedRows, leading
 from streampack.sources.map_style import MapSource
 from streampack.sources.shuffling import Part, Record, read_parts
+from streampack.sources.source import Source
 from streampack.types import RowId
 
 ROW_WISE = frozenset(
@@ -31,7 +32,7 @@ ROW_WISE = frozenset(
 datasets 5.2 gives three rows of the five of two interleaved streams of three shards when it is sharded three ways."""
 
 
-class HFSource:
+class HFSource(Source):
     """A dataset of Hugging Face's ``datasets``, or the name of one.
 
     >>> from datasets import Dataset
@@ -99,44 +100,49 @@ class HFSource:
                     f"the dataset has no column {lacking[0]!r}; it has {', '.join(map(repr, there))}"
                 )
             dataset = dataset.select_columns(list(columns))
-        self.rows = MapSource(dataset) if isinstance(dataset, datasets.Dataset) else _Stream(dataset)
-        self.max_lanes = self.rows.max_lanes
-        self.way_out = self.rows.way_out if isinstance(self.rows, _Stream) else None
+        mapped = isinstance(dataset, datasets.Dataset)
+        self.inner: Source = MapSource(dataset) if mapped else _Stream(dataset)
+        self.max_lanes = self.inner.max_lanes
+
+    @property
+    def way_out(self) -> str:
+        """Of a stream, how to get more shards."""
+        return self.inner.way_out
 
     def fingerprint(self) -> str:
         """The number of rows and the content of ten; of a stream, shards, columns and two shards' first rows."""
-        return self.rows.fingerprint()
+        return self.inner.fingerprint()
 
     def identity(self) -> dict[str, Any]:
         """See `identity_of`."""
-        return self.rows.identity()
+        return self.inner.identity()
 
-    def examples(self, count: int) -> list[Example]:
+    def examples(self, count: int = EXAMPLES) -> list[Example]:
         """Rows from all over the dataset; of a stream, the first of one shard."""
-        return self.rows.examples(count)
+        return self.inner.examples(count)
 
     def read(self, reading: Reading) -> Reader:
         """See `Source.read`."""
-        return self.rows.read(reading)
+        return self.inner.read(reading)
 
     def locate(self, row_id: RowId) -> str:
         """``sample N``; of a stream, ``shard N, row M``, from 0."""
-        return self.rows.locate(row_id)
+        return self.inner.locate(row_id)
 
     def fetch(self, row_id: RowId) -> Mapping[str, Any]:
         """See `Source.fetch`. Of a stream, reads the shard up to the row."""
-        return self.rows.fetch(row_id)
+        return self.inner.fetch(row_id)
 
     def natural_lanes(self) -> int:
         """One per 512 rows; of a stream, one per shard."""
-        return self.rows.natural_lanes()
+        return self.inner.natural_lanes()
 
     def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
         """See `Source.probe`. A stream must say how many rows it has."""
-        return self.rows.probe(count)
+        return self.inner.probe(count)
 
 
-class _Stream:
+class _Stream(Source):
     """The rows of an ``IterableDataset``. A part is a shard, an offset the number of a row in it."""
 
     def __init__(self, dataset: Any) -> None:
@@ -150,17 +156,20 @@ class _Stream:
         # The whole of it where its shards are not its parts.
         self.shards = dataset.num_shards if makers <= ROW_WISE else 1
         self.whole = self.shards != dataset.num_shards
-        self.max_lanes: int | None = self.shards
-        self.way_out = (
-            "a stream has a lane for each of its shards at most; dataset.reshard() makes more of Parquet files, and a "
-            "map-style dataset (streaming=False) has as many as needed"
-        )
+        self.max_lanes = self.shards
+        self._identity: dict[str, Any] | None = None
+
+    @property
+    def way_out(self) -> str:
         if self.whole:
-            self.way_out = (
+            return (
                 "a stream that is interleaved, repeated or cut cannot be divided; use one consumer, a map-style "
                 "dataset (streaming=False), or give the streams to a Mix"
             )
-        self._identity: dict[str, Any] | None = None
+        return (
+            "a stream has a lane for each of its shards at most; dataset.reshard() makes more of Parquet files, and a "
+            "map-style dataset (streaming=False) has as many as needed"
+        )
 
     def fingerprint(self) -> str:
         return digest(state_of(self.identity()))
@@ -183,7 +192,7 @@ class _Stream:
             }
         return self._identity
 
-    def examples(self, count: int) -> list[Example]:
+    def examples(self, count: int = EXAMPLES) -> list[Example]:
         return leading(self._rows(0), count, part=0)
 
     def read(self, reading: Reading) -> Reader:

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
 from typing import Any
 
 from streampack.fingerprint import digest
-from streampack.sources.base import Reader, Reading
 from streampack.sources.examples import EXAMPLES, Example, MarkedRows, differs_at, leading
-from streampack.sources.row_copies import own_row
-from streampack.sources.shuffling import Part, Record, read_parts
+from streampack.sources.source import Source
 from streampack.types import RowId
 
 Rows = Iterable[Mapping[str, Any]]
 
 
-class IterableSource:
+class IterableSource(Source):
     """Rows of an iterable that gives the same rows each time it is iterated, or a function that returns one.
 
     It is one lane: a resume reads it again from its start. ``stride=True`` allows several lanes, each of
-    which reads everything and keeps its share.
+    which reads everything and keeps its part.
 
     A row and what it holds may be filled anew for the next one: rows that must be kept are copied, with the dicts,
     lists, arrays and tensors in them (objects of other classes are not: make those anew).
@@ -40,8 +37,8 @@ class IterableSource:
                 f"a {type(rows).__name__} can be read only once, so neither a second epoch nor a resume is "
                 "possible; pass a function that makes it: IterableSource(lambda: ...)"
             )
-        self.rows = rows
-        self.max_lanes: int | None = None if stride else 1
+        self.iterable = rows
+        self.max_lanes = None if stride else 1
         self.rows_read = 0  # by this copy of the source
         self._newest: Iterator[Any] | None = None  # that a function or an iterable made
         self._first: MarkedRows | None = None  # what the fingerprint is made of
@@ -66,79 +63,38 @@ class IterableSource:
             again = MarkedRows.of(self.examples(1), self.locate, ended=not given)
             if differs_at(again.marks, first.marks[:1]) is not None:
                 raise ValueError(
-                    f"{type(self.rows).__name__} gives other rows each time it is iterated, so neither a second epoch "
-                    "nor a resume is possible; make it begin anew, in the same order: shuffle with "
+                    f"{type(self.iterable).__name__} gives other rows each time it is iterated, so neither a second "
+                    "epoch nor a resume is possible; make it begin anew, in the same order: shuffle with "
                     "IterablePackedDataset(..., shuffle=True), and open files in the function that is given to "
                     "IterableSource"
                 )
             self._first = first
         return {"source": "IterableSource", "content": self._first}
 
-    def examples(self, count: int) -> list[Example]:
+    def examples(self, count: int = EXAMPLES) -> list[Example]:
         """The first rows."""
         return leading(self._iterate(), count, part=0)
 
-    def read(self, reading: Reading) -> Reader:
-        """See `Source.read`."""
-        return read_parts(
-            [Part(0, reading.lane)],
-            reading,
-            open_part=lambda part, offset, following: _Strided(
-                self, offset, reading.num_lanes, held=reading.shuffle_window > 0
-            ),
-            decode=lambda part, offset, raw: raw,
-            place=lambda part, offset: f"row {offset}",
-            locate=self.locate,
-        )
-
-    def locate(self, row_id: RowId) -> str:
-        """``row N`` of the iterable, from 0."""
-        return f"row {row_id[1]}"
+    def rows(self, start: int, step: int) -> Iterator[Mapping[str, Any]]:
+        """See `Source.rows`: an iterable is read from its beginning, whatever the row that is asked for."""
+        for number, row in enumerate(self._iterate()):
+            self.rows_read += 1
+            if number >= start and (number - start) % step == 0:
+                yield row
 
     def shard(self, row_id: RowId) -> str:
         """The iterable's class: there is but one shard."""
-        return type(self.rows).__name__
-
-    def fetch(self, row_id: RowId) -> Mapping[str, Any]:
-        """Iterates up to the row."""
-        return next(islice(self._iterate(), row_id[1], None))
-
-    def natural_lanes(self) -> int:
-        """One: every further lane reads everything again."""
-        return 1
+        return type(self.iterable).__name__
 
     def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
         """Unknown: an iterable does not say how long it is."""
         raise ValueError("the length of an iterable is unknown; set max_steps")
 
     def _iterate(self) -> Iterator[Mapping[str, Any]]:
-        rows = self.rows() if callable(self.rows) else self.rows
+        rows = self.iterable() if callable(self.iterable) else self.iterable
         iterator = iter(rows)
         if iterator is self._newest:
-            what = "function" if callable(self.rows) else f"{type(self.rows).__name__}"
+            what = "function" if callable(self.iterable) else f"{type(self.iterable).__name__}"
             raise ValueError(f"the {what} returned the same iterator twice; it must make a new one each time")
         self._newest = iterator
         return iterator
-
-
-class _Strided:
-    """Every ``step``-th row, from row ``offset`` on."""
-
-    def __init__(self, source: IterableSource, offset: int, step: int, *, held: bool) -> None:
-        self.source = source
-        self.iterator = source._iterate()
-        self.at = 0  # rows taken from the iterator
-        self.offset = offset
-        self.step = step
-        self.held = held  # until others were read; a row that is not is encoded before the next is asked for
-
-    def __iter__(self) -> _Strided:
-        return self
-
-    def __next__(self) -> Record:
-        while self.at <= self.offset:
-            row = next(self.iterator)
-            self.at += 1
-            self.source.rows_read += 1
-        self.offset += self.step
-        return self.offset - self.step, own_row(row) if self.held else row, self.offset

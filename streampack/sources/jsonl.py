@@ -12,9 +12,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from streampack.sources.base import Reader, Reading, spread
-from streampack.sources.examples import Example, example
+from streampack.sources.examples import EXAMPLES, Example, example
 from streampack.sources.indexed import places
 from streampack.sources.shuffling import Damage, Part, Record, read_parts
+from streampack.sources.source import Source
 from streampack.storage.base import File, LocalStorage, together
 from streampack.storage.compression import BUFFER_BYTES, DAMAGED, NOT_TEXT, content, kind_of, not_text
 from streampack.storage.formats import JSON_LINES, require_json_lines, whole_json
@@ -35,7 +36,7 @@ PROBED_FILES = 16  # compressed ones: each takes up to 4 MiB of reading
 PROBED_BYTES = 1 << 22  # of a compressed file's content, to learn how well it compresses
 
 
-class JSONLSource:
+class JSONLSource(Source):
     r"""One JSON object a line, in one file, several, or whatever a glob finds; ``.gz`` and ``.zst`` too.
 
     Plain files are divided into lanes below file granularity, by byte range: a row belongs to the part in
@@ -67,8 +68,6 @@ class JSONLSource:
             objects raise when they are read, with file and line, and so do lines that are too long, and rows in which
             more than 500 objects and arrays lie inside one another.
     """
-
-    max_lanes: int | None = None
 
     def __init__(
         self,
@@ -197,7 +196,7 @@ class JSONLSource:
         sizes = [len(raw) for raw in rows.values() if isinstance(raw, bytes)]
         return decoded, whole / max(1, sum(sizes))
 
-    def examples(self, count: int) -> list[Example]:
+    def examples(self, count: int = EXAMPLES) -> list[Example]:
         """Rows all over the files; of compressed ones, if all are, the first rows of the first file."""
         plain = [number for number, file in enumerate(self.files) if file.seekable]
         if plain:

@@ -10,6 +10,7 @@ import numpy as np
 from streampack.fingerprint import digest
 from streampack.sources.base import BadRecord, Reading, permutation, readable, reason_of, spread
 from streampack.sources.examples import EXAMPLES, Example, MarkedRows, example
+from streampack.sources.source import Source
 from streampack.types import Cursor, Row, RowId
 
 
@@ -20,7 +21,7 @@ class MapDataset(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-class MapSource:
+class MapSource(Source):
     """Rows by number. Lane ``l`` owns rows ``l, l + num_lanes, ...`` and permutes all of its own when shuffling.
 
     Memory when shuffling: 8 bytes a row of the lanes that this process reads.
@@ -33,8 +34,6 @@ class MapSource:
     Raises:
         ValueError: if the dataset is empty.
     """
-
-    max_lanes: int | None = None
 
     def __init__(self, dataset: MapDataset) -> None:
         if len(dataset) == 0:
@@ -55,7 +54,7 @@ class MapSource:
             self._rows = MarkedRows.of(self.examples(EXAMPLES), self.locate)
         return {"source": "MapSource", "rows": len(self.dataset), "content": self._rows}
 
-    def examples(self, count: int) -> list[Example]:
+    def examples(self, count: int = EXAMPLES) -> list[Example]:
         """The first row, the last, and others from all over the dataset."""
         numbers = {0, *spread(len(self.dataset), max(1, count - 2)), len(self.dataset) - 1}
         return [example(self.fetch, (number,)) for number in sorted(numbers)]

@@ -14,10 +14,11 @@ from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 from streampack.sources.base import Reader, Reading, readable
-from streampack.sources.examples import Example, example
+from streampack.sources.examples import EXAMPLES, Example, example
 from streampack.sources.indexed import Offsets, divide, offsets_of, places, read_index, records
 from streampack.sources.mds_columns import Column, decoder, left_out, row_of
 from streampack.sources.shuffling import Damage, Part, Record, read_parts
+from streampack.sources.source import Source
 from streampack.storage.base import File, redact, together
 from streampack.storage.compression import DAMAGED, content
 from streampack.storage.listing import Corpus, Name
@@ -37,7 +38,7 @@ class Shard(NamedTuple):
     size: int  # bytes of its content, at most
 
 
-class MDSSource:
+class MDSSource(Source):
     """The samples of a folder of MDS shards, as mappings of plain values and arrays.
 
     Args:
@@ -55,8 +56,6 @@ class MDSSource:
         ValueError: for an index that is missing, of another format, or that names what leads out of the folder; for a
             shard of another size than it says; for pickled columns, which could run code, and for images.
     """
-
-    max_lanes: int | None = None
 
     def __init__(
         self,
@@ -145,7 +144,7 @@ class MDSSource:
         rows = chain.from_iterable(together(readable(self.fetch), numbers))
         return list(rows), self.samples / max(1, len(numbers))
 
-    def examples(self, count: int) -> list[Example]:
+    def examples(self, count: int = EXAMPLES) -> list[Example]:
         """Samples from all over the shards; of compressed ones, if any are, the first of one shard."""
         if not any(shard.suffix for shard in self.shards):
             numbers = places([shard.samples for shard in self.shards], count)

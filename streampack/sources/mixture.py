@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from streampack.fingerprint import digest
-from streampack.sources import Holdout
 from streampack.sources.as_source import as_source
-from streampack.sources.base import Reader, Reading, Source, way_out
+from streampack.sources.base import Reader, Reading
 from streampack.sources.corpus_identity import identity_of
-from streampack.sources.divisible import Divisible, corpora_of, divisible_of, listing_of
-from streampack.sources.examples import Example, examples_of
-from streampack.sources.holdout import PARTS
+from streampack.sources.examples import EXAMPLES, Example
+from streampack.sources.holdout import PARTS, Holdout
 from streampack.sources.mixture_scheduler import STOPS, MixtureScheduler, Weighing
+from streampack.sources.source import Divisible, Source
 from streampack.storage.base import File
 from streampack.storage.listing import Corpus
 from streampack.types import Cursor, RowId, Sample
@@ -51,7 +50,7 @@ class Leaf(NamedTuple):
     weight: float  # fraction of the trained tokens of the whole, 0 to 1
 
 
-class Mix:
+class Mix(Source):
     """Several sources as one, each with a weight: its target fraction of the trained tokens. Packed as any `Source`.
 
     >>> from streampack import IterablePackedDataset
@@ -185,26 +184,26 @@ class Mix:
         own = {"source": "Mix", "stop": self.stop, "names": names}
         return {**own, **{f"{entry.name}/": identity_of(entry.source) for entry in self.entries}}
 
-    def examples(self, count: int) -> list[Example]:
+    def examples(self, count: int = EXAMPLES) -> list[Example]:
         """Some of each source's."""
         each = max(1, count // len(self.entries))
         return [
             Example((number, *row.row_id), row.data)
             for number, entry in enumerate(self.entries)
-            for row in examples_of(entry.source, each)
+            for row in entry.source.examples(each)
         ]
 
     def corpora(self) -> list[Corpus]:
         """Those of all sources."""
-        return [corpus for entry in self.entries for corpus in corpora_of(entry.source)]
+        return [corpus for entry in self.entries for corpus in entry.source.corpora()]
 
     def listing(self) -> list[File]:
         """That of all sources."""
-        return [file for entry in self.entries for file in listing_of(entry.source)]
+        return [file for entry in self.entries for file in entry.source.listing()]
 
     def divisible(self) -> list[Divisible]:
-        """See `divisible_of`."""
-        return [part for entry in self.entries for part in divisible_of(entry.source)]
+        """Those of all sources."""
+        return [part for entry in self.entries for part in entry.source.divisible()]
 
     def read(self, reading: Reading, *, stagger: int = 0) -> MixtureScheduler:
         """See `Source.read`. Every row that is read must be charged; lanes begin up to ``stagger`` tokens apart."""
@@ -272,8 +271,7 @@ class Mix:
     def shard(self, row_id: RowId) -> str:
         """The source's name, and its name of the shard, or where the row stands in it."""
         entry = self.entries[row_id[0]]
-        within = entry.source.shard if hasattr(entry.source, "shard") else entry.source.locate
-        return f"{entry.name}/{within(row_id[1:])}"
+        return f"{entry.name}/{entry.source.shard(row_id[1:])}"
 
     def fetch(self, row_id: RowId) -> Mapping[str, Any]:
         """See `Source.fetch`."""
@@ -282,7 +280,7 @@ class Mix:
     @property
     def retry_budget(self) -> float:
         """The longest of the sources'."""
-        return max(float(getattr(entry.source, "retry_budget", 0.0)) for entry in self.entries)
+        return max(entry.source.retry_budget for entry in self.entries)
 
     def natural_lanes(self) -> int:
         """As many as the smallest source fills: each must have rows in every lane."""
@@ -290,8 +288,8 @@ class Mix:
 
     @property
     def way_out(self) -> str:
-        """See `streampack.sources.base.way_out`."""
-        return way_out(self._narrowest().source)
+        """That of the source with the fewest lanes."""
+        return self._narrowest().source.way_out
 
     def _narrowest(self) -> Entry:
         limited = [entry for entry in self.entries if entry.source.max_lanes is not None]

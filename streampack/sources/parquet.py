@@ -10,10 +10,10 @@ from typing import Any
 
 from streampack.fingerprint import digest
 from streampack.sources.base import Reader, Reading, spread
-from streampack.sources.divisible import Divisible
-from streampack.sources.examples import Example
+from streampack.sources.examples import EXAMPLES, Example
 from streampack.sources.row_groups import Footers, RowGroups, group_of, plain_row, starts_of
 from streampack.sources.shuffling import Damage, Part, read_parts
+from streampack.sources.source import Divisible, Source
 from streampack.storage.base import Together, together
 from streampack.storage.formats import PARQUET
 from streampack.storage.listing import Corpus, Name, find_files
@@ -26,7 +26,7 @@ LARGE = 2  # parts' worth: smaller files are a part each, and their footers are 
 FEW = 2  # parts of a lane: with fewer, all is cut as fine as can be, or lanes would be uneven, or empty
 
 
-class ParquetSource:
+class ParquetSource(Source):
     """The rows of Parquet files as mappings of plain Python values.
 
     >>> import tempfile, pyarrow, pyarrow.parquet
@@ -54,8 +54,6 @@ class ParquetSource:
             a damaged page, when it is read, with file and row group.
         ImportError: without pyarrow.
     """
-
-    max_lanes: int | None = None
 
     def __init__(
         self,
@@ -164,7 +162,7 @@ class ParquetSource:
         whole = sum(file.size for file in self.files)
         return rows, known / max(1, len(rows)) * whole / max(1, size)
 
-    def examples(self, count: int) -> list[Example]:
+    def examples(self, count: int = EXAMPLES) -> list[Example]:
         """The first rows of one row group: of the corpus, nothing is read for less."""
         with suppress(ValueError):  # damage is found when it is read
             starts = starts_of(self.footers.get(0, self._fetcher()))
@@ -174,7 +172,7 @@ class ParquetSource:
         return []
 
     def divisible(self) -> list[Divisible]:
-        """See `divisible_of`."""
+        """Itself: its footers must be read to cut large files into lanes."""
         return [self]
 
     def is_divided(self, num_lanes: int) -> bool:

@@ -17,9 +17,10 @@ import numpy.typing as npt
 
 from streampack.fingerprint import digest
 from streampack.sources.base import Reader, Reading, readable
-from streampack.sources.examples import Example, example
+from streampack.sources.examples import EXAMPLES, Example, example
 from streampack.sources.indexed import Offsets, divide, offsets_of, places, read_index, records
 from streampack.sources.shuffling import Damage, Part, Record, read_parts
+from streampack.sources.source import Source
 from streampack.sources.token_files import HEADER_BYTES, Shard, require_described, shard_of
 from streampack.storage.base import File, LocalStorage, changed, redact, together
 from streampack.storage.file_marks import FileMarks
@@ -38,7 +39,7 @@ Raw = tuple[npt.NDArray[Any], npt.NDArray[np.uint8] | None, int]
 bytes with the bits of its mask, None if every token is trained; and how many bits of the first byte are not its own."""
 
 
-class TokenShardSource:
+class TokenShardSource(Source):
     """The documents of a folder that `streampack tokenize` made: rows of ``tokens`` and ``labels``, ``[length]``.
 
     >>> import tempfile
@@ -67,8 +68,6 @@ class TokenShardSource:
             that is missing or of another size than the index says; when it is first read, for one whose header says
             something else than the index.
     """
-
-    max_lanes: int | None = None
 
     def __init__(
         self,
@@ -104,7 +103,7 @@ class TokenShardSource:
         files = self.listing()
         return {"source": "TokenShardSource", "files": FileMarks(files, [file.tag or "" for file in files])}
 
-    def examples(self, count: int) -> list[Example]:
+    def examples(self, count: int = EXAMPLES) -> list[Example]:
         """Documents from all over the shards."""
         numbers = places([shard.documents for shard in self.shards], count)
         return together(partial(example, self.fetch), numbers)

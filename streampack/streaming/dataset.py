@@ -21,9 +21,9 @@ from streampack.packing.token_rows import encode_row
 from streampack.sources import Holdout, TokenShardSource
 from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import Quarantine, quarantine_for
-from streampack.sources.base import Source, way_out
 from streampack.sources.corpus_identity import difference, state_of
 from streampack.sources.mixture import Mix
+from streampack.sources.source import Source
 from streampack.streaming.consumers import Ranks, ranks_to_read
 from streampack.streaming.epochs import EpochCounter
 from streampack.streaming.estimate import Estimate, estimate
@@ -271,7 +271,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             name = source.narrowest() if isinstance(source, Mix) else type(source).__name__
             raise ValueError(
                 f"{name} can be read as {source.max_lanes} lane(s) and {wanted} are needed for "
-                f"{consumers} consumers (ranks x workers): {way_out(source)}"
+                f"{consumers} consumers (ranks x workers): {source.way_out}"
             )
         return wanted
 

@@ -12,7 +12,8 @@ from streampack.packing.planner import plan_samples
 from streampack.packing.token_rows import encode_row
 from streampack.sources import Holdout, JSONLSource
 from streampack.sources.bad_records import Quarantine
-from streampack.sources.base import Source, permutation
+from streampack.sources.base import permutation
+from streampack.sources.source import Source
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_config import LaneConfig
 from streampack.types import Sample

@@ -10,8 +10,8 @@ from streampack.packing.assemble import check_sample, with_eos
 from streampack.packing.settings import Packing
 from streampack.packing.token_rows import encode_row
 from streampack.sources.bad_records import Quarantine
-from streampack.sources.base import Source
 from streampack.sources.mixture import Mix
+from streampack.sources.source import Source
 from streampack.types import Row, RowId, Sample
 
 UNTRAINED = ("keep", "drop", "error")

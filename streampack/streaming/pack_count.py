@@ -11,7 +11,7 @@ import numpy as np
 
 from streampack.packing.assemble import check_sample, trains_nothing
 from streampack.sources import Holdout, MapSource
-from streampack.sources.base import Source
+from streampack.sources.source import Source
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_config import LaneConfig
 from streampack.types import Sample

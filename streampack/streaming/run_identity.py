@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from streampack.packing.encoders import TokensEncoder, qualified_name
-from streampack.sources.base import Source
 from streampack.sources.corpus_identity import identity_of
-from streampack.sources.examples import EXAMPLES, UNKNOWN, Example, MarkedRows, differs_at, examples_of, mark
+from streampack.sources.examples import EXAMPLES, UNKNOWN, Example, MarkedRows, differs_at, mark
+from streampack.sources.source import Source
 from streampack.streaming.lane_config import LaneConfig
 from streampack.types import Sample
 
@@ -65,7 +65,7 @@ class Encoded:
         fingerprint = None if own is None else str(own())
         name = name_of(encode)[:200]
         # Of rows that are tokens already, the columns' names say all, and the corpus says the rest.
-        rows = [] if type(encode) is TokensEncoder else examples_of(source, EXAMPLES)
+        rows = [] if type(encode) is TokensEncoder else source.examples(EXAMPLES)
         marks = [_mark(encode, row) for row in rows]
         again = [_mark(encode, row) for row in rows]
         varying = [i for i, pair in enumerate(zip(marks, again, strict=True)) if pair[0] != pair[1]]

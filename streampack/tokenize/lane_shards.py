@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 from streampack.packing.assemble import check_sample
 from streampack.packing.token_rows import encode_row
 from streampack.sources.bad_records import Quarantine
-from streampack.sources.base import BadRecord, Reading, Source
+from streampack.sources.base import BadRecord, Reading
 from streampack.sources.corpus_identity import state_of
+from streampack.sources.source import Source
 from streampack.sources.token_files import Shard, ShardWriter, read_header, shard_of
 from streampack.types import IGNORE_INDEX, Cursor, Row, RowId, Sample
 

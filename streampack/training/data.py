@@ -22,9 +22,10 @@ from streampack.packing.batch import Batch, null_pack, stack_packs
 from streampack.packing.encoders import check_tokenizer, padding_id
 from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import BAD_RECORDS_FOLDER
-from streampack.sources.base import Reading, Source
+from streampack.sources.base import Reading
 from streampack.sources.holdout import Holdout
 from streampack.sources.mixture import Leaf, Mix, hold_out
+from streampack.sources.source import Source
 from streampack.storage.listing import listed_once
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.training.config import RunConfig

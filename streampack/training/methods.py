@@ -18,7 +18,7 @@ from streampack.map_style.samplers import digest_of
 from streampack.packing.batch import Batch
 from streampack.packing.settings import Packing
 from streampack.sources.bad_records import Quarantine
-from streampack.sources.base import Source
+from streampack.sources.source import Source
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.lane import Lane, Piece
 from streampack.types import Fragment, Sample

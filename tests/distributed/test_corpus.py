@@ -27,10 +27,9 @@ from streampack import (
 )
 from streampack.distributed.corpus import require_same_files, share_division, share_fingerprint
 from streampack.sources import Reading
-from streampack.sources.base import Source
-from streampack.sources.divisible import divisible_of
 from streampack.sources.holdout import Holdout
 from streampack.sources.row_groups import Footers
+from streampack.sources.source import Source
 from streampack.storage import base as storage
 from streampack.storage.base import LocalStorage
 from streampack.tokenize.tokenize import tokenize
@@ -215,7 +214,7 @@ def test_footers_are_read_once_over_all_ranks(
 ) -> None:
     """And what one finds alone is what all know, also the copies of the source in worker processes."""
     made = make(tmp_path / "a")
-    [alone] = divisible_of(copy.deepcopy(made))
+    [alone] = copy.deepcopy(made).divisible()
     alone.divide(12, storage.together)
     assert len(footers) == FILES
     footers.clear()
@@ -223,7 +222,7 @@ def test_footers_are_read_once_over_all_ranks(
     def act(rank_sync: OnBoard) -> Any:
         source = copy.deepcopy(made)
         share_division(source, 12, rank_sync)
-        [mine] = divisible_of(pickle.loads(pickle.dumps(source)))
+        [mine] = pickle.loads(pickle.dumps(source)).divisible()
         return mine._divided
 
     assert on_ranks(size, act) == [alone._divided] * size

@@ -29,9 +29,9 @@ from streampack import (
     Sample,
 )
 from streampack.fingerprint import digest, plain
-from streampack.sources import Reading
+from streampack.sources import Reading, Source
 from streampack.sources.corpus_identity import identity_of, state_of
-from streampack.sources.examples import EXAMPLES, UNKNOWN, Example, examples_of
+from streampack.sources.examples import EXAMPLES, UNKNOWN, Example
 from streampack.sources.holdout import PARTS
 from streampack.tokenize.tokenize import tokenize
 from tests.distributed import test_corpus
@@ -105,18 +105,17 @@ def sources(folder: Path) -> dict[str, Any]:
     }
 
 
-class Bare:
+class Bare(Source):
     """A user's source, with the methods that must be there and no others."""
 
-    max_lanes: int | None = 1
-
     def __init__(self, data: list[Any]) -> None:
-        self.rows = MapSource(data)
-        self.read, self.locate, self.fetch = self.rows.read, self.rows.locate, self.rows.fetch
-        self.probe, self.natural_lanes = self.rows.probe, self.rows.natural_lanes
+        self.data = data
 
     def fingerprint(self) -> str:
-        return digest(len(self.rows.dataset))
+        return digest(len(self.data))
+
+    def rows(self, start: int, step: int) -> Iterator[Any]:
+        return iter(self.data[start::step])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -131,9 +130,13 @@ def test_an_encoder_is_what_it_makes(kind: str, source: str, tmp_path: Path) -> 
         r"the state was made with another encoder: (.*) makes other tokens of (.*) than it made then", words
     )
     assert found, words
-    place = {"jsonl": "a.jsonl:", "gz": "a.jsonl.gz:", "mds": ", sample ", "iterable": "row 0"}.get(
-        source, "sample 0"
-    )
+    place = {
+        "jsonl": "a.jsonl:",
+        "gz": "a.jsonl.gz:",
+        "mds": ", sample ",
+        "iterable": "row 0",
+        "bare": "row 0",
+    }.get(source, "sample 0")
     assert place in found[2]
     assert refusal(before, dataset(make(), encoder(0), **lanes)) is None
     assert refusal(before, dataset(make(), renamed, **lanes)) is None, "a name decides nothing"
@@ -271,7 +274,7 @@ def test_content_is_plain() -> None:
 
 def test_map_style_data_are_known_by_more_than_ten_rows() -> None:
     data = rows(10_000)
-    found = examples_of(MapSource(data))
+    found = MapSource(data).examples()
     assert len(found) == EXAMPLES > 10
     assert found[0].row_id == (0,)
     assert found[-1].row_id == (9999,)
@@ -462,7 +465,7 @@ def test_rows_are_read_for_little(tmp_path: Path) -> None:
     """A few rows of a corpus of many: neither all of it, nor any of them twice."""
     path = write(tmp_path / "a.jsonl", [{"i": i, "n": 3, "text": "x" * 200} for i in range(20_000)])
     source = JSONLSource(path)
-    found = examples_of(source)
+    found = source.examples()
     assert len({row.row_id for row in found}) == EXAMPLES
     assert source.bytes_read < 3 * EXAMPLES * 300
     assert [Example(row.row_id, source.fetch(row.row_id)) for row in found] == found

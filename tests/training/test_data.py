@@ -12,7 +12,6 @@ import torch
 from streampack import IterablePackedDataset, PackedDataLoader
 from streampack.distributed.world import World, join_world
 from streampack.packing.batch import Batch
-from streampack.sources.divisible import listing_of
 from streampack.tokenize.tokenize import tokenize
 from streampack.training.config import read_config
 from streampack.training.data import build_data, opening, total_steps
@@ -80,7 +79,7 @@ def list_as_a_rank(url: str, config: Any) -> list[list[str]]:
         ]}  # fmt: skip
         data, _ = build_data(read_config(config), tokenizer=WordTokenizer(), vocab_size=16, world=world)
         assert data.mix is not None
-        return [[file.name for file in listing_of(entry.source)] for entry in data.mix.entries]
+        return [[file.name for file in entry.source.listing()] for entry in data.mix.entries]
 
 
 def test_one_rank_lists_what_is_behind_urls_for_all(tmp_path: Path) -> None:

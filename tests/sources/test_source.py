@@ -1,0 +1,95 @@
+"""A source of one's own: two methods, and everything that the package's own sources can do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from streampack import IterablePackedDataset, PackedDataLoader, Sample, Source
+from streampack.sources import Reading
+from tests.support.conformance import check_positions, check_resume_everywhere
+
+
+class Squares(Source):
+    def __init__(self, count: int, *, broken: int | None = None) -> None:
+        self.count = count
+        self.broken = broken
+
+    def fingerprint(self) -> str:
+        return f"squares below {self.count}"
+
+    def rows(self, start: int, step: int) -> Iterator[dict[str, Any]]:
+        for n in range(start, self.count, step):
+            if n == self.broken:
+                raise ValueError(f"{n} is broken")
+            yield {"input_ids": [n % 1000] * (n % 7 + 1)}
+
+
+@pytest.mark.parametrize("window", [0, 5, 100])
+def test_it_reads_again_from_every_cursor(window: int) -> None:
+    source = Squares(40)
+    rows = check_positions(
+        lambda start: source.read(Reading(1, num_lanes=3, shuffle_window=window, start=start)),
+        announced=window == 0,
+    )
+    assert sorted(row["input_ids"][0] for row in rows) == list(range(1, 40, 3))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_it_resumes_at_every_step(shuffle: bool) -> None:
+    check_resume_everywhere(
+        lambda: IterablePackedDataset(Squares(60), max_seq_len=16, num_lanes=2, shuffle=shuffle, seed=3),
+        packs=12,
+    )
+
+
+def test_every_row_comes_once_with_workers() -> None:
+    dataset = IterablePackedDataset(Squares(300), max_seq_len=32, num_lanes=4, shuffle=True)
+    seen = [
+        fragment.row_id[-1]
+        for batch in PackedDataLoader(dataset, batch_size=2, num_workers=2)
+        for fragments in batch.fragments
+        for fragment in fragments
+    ]
+    assert sorted(seen) == list(range(300))
+
+
+def test_a_row_leads_back() -> None:
+    dataset = IterablePackedDataset(Squares(9), max_seq_len=64, num_lanes=1)
+    [pack] = list(dataset)
+    traced = dataset.trace(pack["fragments"][4])
+    assert traced["place"] == "row 4"
+
+
+def test_an_error_of_a_row_says_which_and_is_raised_again() -> None:
+    iterator = iter(IterablePackedDataset(Squares(9, broken=5), max_seq_len=64, num_lanes=1))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="5 is broken") as error:
+            next(iterator)
+        assert "while reading row 5" in error.value.__notes__[0]
+
+
+def test_another_corpus_is_refused() -> None:
+    state = IterablePackedDataset(Squares(9), max_seq_len=8, num_lanes=1).state_dict()
+    with pytest.raises(ValueError, match="squares below 9"):
+        IterablePackedDataset(Squares(10), max_seq_len=8, num_lanes=1).load_state_dict(state)
+
+
+def test_a_source_without_rows_is_told_what_it_lacks() -> None:
+    class Empty(Source):
+        def fingerprint(self) -> str:
+            return "nothing"
+
+    with pytest.raises(NotImplementedError, match="Empty needs either rows, or read, locate and fetch"):
+        next(iter(IterablePackedDataset(Empty(), max_seq_len=8, num_lanes=1)))
+
+
+def test_an_encoder_of_ones_own() -> None:
+    def reversed_text(row: dict[str, Any]) -> dict[str, Any]:
+        return {"input_ids": list(row["text"].encode())[::-1]}
+
+    [pack] = list(IterablePackedDataset([{"text": "abc"}], encoder=reversed_text, max_seq_len=4))
+    assert pack["tokens"].tolist() == [99, 98, 97, 0]
+    assert Sample  # what an encoder may return as well
