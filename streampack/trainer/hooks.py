@@ -16,6 +16,7 @@ from streampack.loader import PackedDataLoader
 from streampack.trainer.checkpoints import newest_checkpoint, read_stream, read_trainer, write_stream
 from streampack.trainer.epochs import Plan, plan_epochs
 from streampack.trainer.evaluation import Evaluation, TokenMean, require_end
+from streampack.trainer.isolation import verify_isolation
 from streampack.trainer.steps import Steps
 
 if TYPE_CHECKING:
@@ -45,8 +46,11 @@ class Hooks:
         "_track_num_input_tokens",
     )
 
-    def __init__(self, trainer: Trainer, packs: IterablePackedDataset, *, attention: str) -> None:
+    def __init__(
+        self, trainer: Trainer, packs: IterablePackedDataset, *, attention: str, verify: bool = True
+    ) -> None:
         self.trainer = trainer
+        self.verify = verify  # that samples do not see one another, before the first step
         self.packs = packs
         self.attention = attention
         self.own = {name: getattr(trainer, name) for name in self.NAMES if hasattr(trainer, name)}
@@ -309,6 +313,17 @@ def _callback(hooks: Hooks) -> Any:
     from transformers import TrainerCallback
 
     class StepEnd(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if hooks.verify:
+                verify_isolation(
+                    hooks.trainer,
+                    hooks.inputs,
+                    max_seq_len=hooks.packs.lane_config.packing.max_seq_len,
+                    lockstep=None
+                    if hooks.steps is None
+                    else hooks.steps.loader.lockstep,  # a user's own loader
+                )
+
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             assert hooks.steps is not None
             over = (
