@@ -82,6 +82,7 @@ FREE_TESTS = {
     "test_examples.py": "the scripts under examples/",
     "test_after_training.py": "what the recipes leave, in transformers, PEFT and torchtune",
     "test_stress.py": "the long lines of `make stress`, with small counts",
+    "test_fuzz.py": "configurations and chains of resumes drawn at random, from sources to loaders",
     "test_remote_indexed.py": "token shards and MDS over the network",
     "test_benchmarks.py": "the commands under benchmarks/ that no other test runs",
     "test_scale.py": "the simulation in benchmarks/scale, against real loaders",
