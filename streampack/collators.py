@@ -291,6 +291,12 @@ def _samples(features: Sequence[Feature]) -> list[Sample]:
                     f"sample {number} of the batch {'has' if column in feature else 'lacks'} {column!r} and the first "
                     "does not agree; give all samples the same columns"
                 )
+        if "labels" in feature and not {"tokens", "input_ids"} & set(feature):
+            raise ValueError(
+                f"sample {number} of the batch has no 'tokens' and no 'input_ids'; its columns are "
+                f"{', '.join(map(repr, sorted(feature)))}. A Trainer removes columns that the model's forward does "
+                "not name: set remove_unused_columns=False in TrainingArguments, or name the column input_ids"
+            )
         try:
             sample = sample_of(feature)
             check_sample(sample)

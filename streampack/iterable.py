@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from streampack.assemble import require_id
 from streampack.collate import to_torchtune
+from streampack.collator_check import refuse_foreign_collator
 from streampack.consumers import Ranks, ranks_to_read
 from streampack.encode import TextEncoder, TokensEncoder, guard_datasets
 from streampack.epochs import EpochCounter
@@ -176,6 +177,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         )
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        refuse_foreign_collator(sys._getframe(1).f_locals.get("self"))
         rank, world_size, _ = ranks_to_read(self._ranks, epochs=self.epochs)
         worker = get_worker_info()
         worker_id, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)

@@ -25,6 +25,7 @@ LAYERS = (
         "metrics",
         "components",
         "consumers",
+        "collator_check",
         "boundaries",
         "locks",
         "epochs",
