@@ -169,7 +169,8 @@ class Hooks:
             self.packs.epochs = math.ceil(args.num_train_epochs)
             self.plan = plan_epochs(loader, args.num_train_epochs)
             args.max_steps = self.plan.total
-        self.steps = Steps(loader, self.as_inputs, trainer=self.trainer, first=first)
+        epochs = None if self.plan is None else self.packs.epochs
+        self.steps = Steps(loader, self.as_inputs, trainer=self.trainer, first=first, planned_epochs=epochs)
         return self.steps
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
@@ -330,11 +331,12 @@ def _callback(hooks: Hooks) -> Any:
                 state.global_step >= state.max_steps
             )  # Trainer ends its epoch, which is all of the training
             per_epoch = "epoch" in (args.logging_strategy, args.eval_strategy, args.save_strategy)
-            over = over or control.should_epoch_stop or control.should_training_stop
+            stopped = control.should_epoch_stop or control.should_training_stop
+            over = over or stopped
             ends = (per_epoch or hooks.plan) and not over and hooks.steps.ends_epoch()
             if hooks.plan is None:
                 state.epoch = state.global_step / state.max_steps  # Trainer's would count from the resume
-            elif ends:
+            elif ends or not (hooks.plan.exact or stopped or hooks.steps.has_more()):
                 state.epoch = hooks.steps.epoch + 1
             else:
                 state.epoch = hooks.plan.position(hooks.steps.epoch, hooks.steps.steps_in_epoch())
