@@ -15,7 +15,7 @@ from streampack.methods import METHODS
 from streampack.plan import require, require_positive
 from streampack.training.hints import hint_for
 from streampack.training.loss import LOSS_NORMS
-from streampack.training.nodes import node_problems, type_problems
+from streampack.training.nodes import config_node_problems, type_problems
 
 Node = dict[str, Any]
 
@@ -175,7 +175,7 @@ def config_problems(values: Mapping[str, Any], *, recipe: str | None = None) -> 
         problems += _model_problems(values, recipe=recipe)
     if isinstance(values.get("data"), Mapping):
         problems += _data_problems(values["data"])
-    return problems + [problem for key, node in values.items() for problem in node_problems(node, key)]
+    return problems + list(config_node_problems(values))
 
 
 def _data_problems(data: Mapping[str, Any]) -> list[str]:
