@@ -75,7 +75,7 @@ class RunConfig:
         True  # pretraining: False lets a token see all before it in its pack, whosever they are
     )
     z_loss: float = 0.0  # pretraining: weight of the squared log-normalizer in the loss; PaLM's was 1e-4
-    resume: bool = False  # go on from the newest checkpoint in output_dir, if there is one
+    resume: bool = False  # from the newest checkpoint in output_dir; from step 0 if there is none
     log_every: int = 1  # steps
     profiler: Node | None = None
 
