@@ -220,7 +220,7 @@ def _cp(options: argparse.Namespace) -> int:
 
 def _validate(options: argparse.Namespace) -> int:
     path, config = _read("validate", options)
-    from streampack.training.validate import for_torchtune, validate
+    from streampack.training.validate import for_torchtune, notes, validate
 
     problems = validate(config, recipe=options.recipe, files=not options.no_files)
     for problem in problems:
@@ -229,6 +229,8 @@ def _validate(options: argparse.Namespace) -> int:
     if options.recipe is None and for_torchtune(config):
         looked += " (for torchtune's own recipes, whose keys are not checked)"
     print(f"{path}: {len(problems)} problem(s)" if problems else f"{path} is well-formed{looked}")
+    for note in [] if problems else notes(config):
+        print(f"note: {note}")
     return 1 if problems else 0
 
 

@@ -16,7 +16,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,8 @@ def build(node: Any, *args: Any, inject: Mapping[str, Any] | None = None) -> Any
             return inner
         asked = list(inspect.signature(component).parameters)[len(args) :]
         arguments = {name: value for name, value in (inject or {}).items() if name in asked} | inner
+        for problem in unknown_arguments(component, arguments):
+            raise ValueError(f"{node[COMPONENT]}: {problem}")
         try:
             inspect.signature(component).bind(*args, **arguments)
         except TypeError as error:
@@ -76,6 +78,23 @@ def build(node: Any, *args: Any, inject: Mapping[str, Any] | None = None) -> Any
     if isinstance(node, list | tuple):
         return [build(value, inject=inject) for value in node]
     return node
+
+
+def unknown_arguments(component: Any, arguments: Iterable[str]) -> Iterator[str]:
+    """Describe the arguments that a class or function does not take, each with the likely spelling.
+
+    >>> list(unknown_arguments(sorted, ["key", "revers"]))
+    ["got an unexpected keyword argument 'revers'; did you mean 'reverse'?"]
+    """
+    parameters = inspect.signature(component).parameters.values()
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return
+    known = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    for name in arguments:
+        if name not in known:
+            close = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known) or 'none'}"
+            yield f"got an unexpected keyword argument {name!r}; {hint}"
 
 
 def resolve(path: str) -> Any:

@@ -59,6 +59,7 @@ EXTRAS = [
 FREE_TESTS = {
     "test_architecture.py": "the layers, the public names, the places of tests",
     "test_docs.py": "README and docs",
+    "test_fuzz.py": "configurations and chains of resumes drawn at random, from sources to loaders",
     "distributed/test_processes.py": "several processes: loader and collectives together",
     "loader/test_interrupts.py": "exceptions in the middle of next(): loader, workers, streams and sources together",
     "attention/test_packed_equals_alone.py": "packed equals alone, through the model and the loss",

@@ -38,6 +38,7 @@ class PackedRows:
     tokens: torch.Tensor  # [batch, max_seq_len]
     input_pos: torch.Tensor  # [batch, max_seq_len]
     seq_lens: torch.Tensor  # [batch, most sequences] int32, zeros at the end
+    labels: torch.Tensor | None  # [batch, max_seq_len], where there are some
 
 
 def packed_of(batch: Packed | Mapping[str, Any]) -> Packed:
@@ -67,7 +68,8 @@ def packed_of(batch: Packed | Mapping[str, Any]) -> Packed:
         raise ValueError(
             "seq_lens must be a tensor of 2 dimensions, [batch, sequences], zeros at the end of each row"
         )
-    return PackedRows(tokens, positions_of(seq_lens, max_seq_len=tokens.shape[1]), seq_lens)
+    positions = positions_of(seq_lens, max_seq_len=tokens.shape[1])
+    return PackedRows(tokens, positions, seq_lens, batch.get("labels"))
 
 
 def labels_of(batch: Mapping[str, Any], packed: Packed) -> torch.Tensor | None:

@@ -35,6 +35,9 @@ class Inputs(Protocol):
         A dict may come from any collator that says where its sequences begin: see `packed_of`.
         """
 
+    def require_length(self, max_seq_len: int) -> None:
+        """Raise a ValueError if the model cannot take packs of so many tokens; every call does this first."""
+
 
 def prepare_model_for_packing(model: nn.Module, *, attention: str = "auto") -> Inputs:
     """Make a model of torchtune's or Hugging Face's keep a pack's sequences apart, or refuse it.

@@ -43,6 +43,7 @@ class Leak:
         float  # the logits of its worst token (alone: of all on average), by norm, relative to the mean norm
     )
     source: int | None = None  # the sample that was changed
+    training: bool = False  # in training mode, without dropout
 
     def __str__(self) -> str:
         """In a line."""
@@ -52,7 +53,7 @@ class Leak:
             "padding": f"changing the padding moved sample {self.sample}",
             "alone": f"sample {self.sample} differs from itself alone",
         }[self.kind]
-        return f"{cause} by {self.moved:.1g}"
+        return f"{cause} by {self.moved:.1g}{' in training mode' * self.training}"
 
 
 @dataclass(frozen=True)

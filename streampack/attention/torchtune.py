@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import torch
 from torch import nn
 
+from streampack.attention.calls import PREPARED
 from streampack.attention.dense import dense_mask
 from streampack.attention.flash import flash_attention, flash_unfit
 from streampack.attention.flex import flex_attention_of, flex_mask, flex_unfit
 from streampack.attention.mappings import packed_of
+from streampack.attention.positions import position_table, within_table
 from streampack.attention.varlen import cu_seqlens_of, varlen_attention, varlen_unfit
 
 if TYPE_CHECKING:
@@ -89,10 +91,20 @@ class TorchtuneInputs:
 
     attention: str
     windows: frozenset[int | None]
+    model: TransformerDecoder  # inside any wrappers
+    table: int | None  # positions that its rotary embeddings have
 
     def __call__(self, batch: Packed | Mapping[str, Any]) -> dict[str, Any]:
-        """``tokens``, ``mask`` and ``input_pos``."""
+        """``tokens``, ``mask`` and ``input_pos``.
+
+        Raises:
+            ValueError: if the rows are longer than the model's ``max_seq_len``, or a sample than its positions.
+        """
         batch = packed_of(batch)
+        self.require_length(batch.tokens.shape[1])
+        positions = batch.input_pos
+        if self.table is not None:
+            positions = within_table(positions, batch, table=self.table, model="torchtune")
         mask: torch.Tensor | Sequences | Blocks
         if self.attention == "dense":
             mask = dense_mask(batch.seq_lens, max_seq_len=batch.tokens.shape[1])
@@ -102,7 +114,20 @@ class TorchtuneInputs:
             mask = Sequences(
                 batch, kernel=varlen_attention if self.attention == "varlen" else flash_attention
             )
-        return {"tokens": batch.tokens, "mask": mask, "input_pos": batch.input_pos}
+        return {"tokens": batch.tokens, "mask": mask, "input_pos": positions}
+
+    def require_length(self, max_seq_len: int) -> None:
+        """Refuse packs that the model refuses.
+
+        Raises:
+            ValueError: if they are longer than its ``max_seq_len``.
+        """
+        most = self.model.max_seq_len
+        if isinstance(most, int) and max_seq_len > most:
+            raise ValueError(
+                f"packs have {max_seq_len} tokens, and the model has max_seq_len={most}; set max_seq_len={most} or "
+                f"less for the packs, or build the model with max_seq_len={max_seq_len}"
+            )
 
 
 def prepare(model: nn.Module, *, attention: str) -> TorchtuneInputs:
@@ -112,7 +137,8 @@ def prepare(model: nn.Module, *, attention: str) -> TorchtuneInputs:
         ValueError: for a model whose attention is not known, and for an ``attention`` that cannot compute it.
         ImportError: if ``attention="flash"`` and there is no flash-attn.
     """
-    attentions = _attentions(_decoder(model))
+    decoder = _decoder(model)
+    attentions = _attentions(decoder)
     parameter = next(model.parameters())
     why_not = partial(_why_not, attentions=attentions, device=parameter.device, dtype=parameter.dtype)
     if attention == "auto":
@@ -121,8 +147,13 @@ def prepare(model: nn.Module, *, attention: str) -> TorchtuneInputs:
         raise ValueError(f"attention={attention!r} cannot compute this model: {why}; use attention='auto'")
     for module in attentions:
         _teach(module)
-    windows = frozenset(getattr(module, "sliding_window_size", None) for module in attentions)
-    return TorchtuneInputs(attention, windows)
+    PREPARED[decoder] = partial(_inputs, attention)
+    return _inputs(attention, decoder)
+
+
+def _inputs(attention: str, decoder: TransformerDecoder) -> TorchtuneInputs:
+    windows = frozenset(getattr(module, "sliding_window_size", None) for module in _attentions(decoder))
+    return TorchtuneInputs(attention, windows, decoder, position_table(decoder))
 
 
 def _order(device: torch.device) -> tuple[str, ...]:

@@ -11,14 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from streampack.attention.calls import PREPARED
 from streampack.attention.families import BLIND, PROVEN, longest_pack, missing, refusal, window_of
 from streampack.attention.flash import flash_attention, flash_unfit
 from streampack.attention.mappings import labels_of, packed_of, positions_of
+from streampack.attention.positions import position_table, within_table
 from streampack.attention.probe import find_leaks
 from streampack.attention.varlen import cu_seqlens_of, varlen_attention, varlen_unfit
 from streampack.validation import require
@@ -28,7 +31,6 @@ if TYPE_CHECKING:
 
 # transformers' names of the functions. None may contain "flash": that word alone makes it look for packages.
 _REGISTERED = {"varlen": "streampack_varlen", "flash": "streampack_fa"}
-PROBED = 256  # tokens of the pack with which an unknown family is tried
 ATTENTIONS = ("dense", "flex", *_REGISTERED)
 
 
@@ -38,6 +40,7 @@ class TransformersInputs:
 
     attention: str  # "dense", "flex", "varlen" or "flash"
     model: Any  # the PreTrainedModel inside any wrappers
+    table: int | None = None  # positions that it has, if it has a table of them
 
     def __call__(self, batch: Packed | Mapping[str, Any]) -> dict[str, Any]:
         """Keyword arguments, on the batch's device; with the ``labels`` of a dict that has some.
@@ -46,21 +49,18 @@ class TransformersInputs:
         the one before it, where that has a single token.
 
         Raises:
-            ValueError: if the packs are longer than the model can keep samples apart in, or a dict does not say where
-                its samples begin (see `packed_of`).
+            ValueError: if the packs are longer than the model can keep samples apart in, a sample is longer than its
+                table of positions, or a dict does not say where its samples begin (see `packed_of`).
         """
         if isinstance(batch, Mapping):
             packed = packed_of(batch)
             labels = labels_of(batch, packed)
             return self(packed) if labels is None else self(packed) | {"labels": labels}
         config, max_seq_len = self.model.config.get_text_config(), batch.tokens.shape[1]
-        limit = longest_pack(config, self.attention)
-        if limit is not None and max_seq_len > limit[0]:
-            raise ValueError(
-                f"max_seq_len is {max_seq_len}, but a packed {config.model_type} model with this config keeps "
-                f"samples apart up to {limit[0]}: {limit[1]}; set max_seq_len={limit[0]} or less"
-            )
+        self.require_length(max_seq_len)
         positions = positions_of(batch.seq_lens, max_seq_len=max_seq_len)
+        if self.table is not None:
+            positions = within_table(positions, batch, table=self.table, model=config.model_type)
         inputs = {"input_ids": batch.tokens, "position_ids": positions, "use_cache": False}
         if self.attention in _REGISTERED:
             cu_seqlens = cu_seqlens_of(batch.seq_lens, max_seq_len=max_seq_len)
@@ -75,6 +75,20 @@ class TransformersInputs:
         if config.model_type in BLIND:
             inputs["attention_mask"] = self._masks(config, positions)
         return inputs
+
+    def require_length(self, max_seq_len: int) -> None:
+        """Refuse packs in which the model's samples would not be what they are alone.
+
+        Raises:
+            ValueError: if they are longer than that.
+        """
+        config = self.model.config.get_text_config()
+        limit = longest_pack(config, self.attention)
+        if limit is not None and max_seq_len > limit[0]:
+            raise ValueError(
+                f"max_seq_len is {max_seq_len}, but a packed {config.model_type} model with this config keeps "
+                f"samples apart up to {limit[0]}: {limit[1]}; set max_seq_len={limit[0]} or less"
+            )
 
     def _masks(self, config: Any, positions: torch.Tensor) -> Any:
         """What transformers would make if the model told it the positions."""
@@ -125,9 +139,10 @@ def prepare(model: nn.Module, *, attention: str = "auto") -> TransformersInputs:
             continue
         _set_attention(inner, _implementation(inner, word))
         inner.config.use_cache = config.use_cache = False
-        inputs = TransformersInputs(word, inner)
+        inputs = TransformersInputs(word, inner, position_table(inner))
         why = None if config.model_type in PROVEN else _failed(model, inputs)
         if why is None:
+            PREPARED[inner] = partial(_remade, word)
             return inputs
         reasons[word] = f"nothing is known of {config.model_type}, and it failed a try: {why}"
         _set_attention(inner, before[0])
@@ -143,12 +158,16 @@ def _failed(model: nn.Module, inputs: TransformersInputs) -> str | None:
     """What a model of which nothing is known did wrong with a small pack; None if it kept the samples apart."""
     if any(parameter.is_meta for parameter in model.parameters()):
         return "it has no weights yet; prepare it when they are loaded"
-    longest = getattr(inputs.model.config.get_text_config(), "max_position_embeddings", None) or PROBED
     try:
-        report = find_leaks(model, inputs=inputs, max_seq_len=min(longest, PROBED))
+        report = find_leaks(model, inputs=inputs)
     except Exception as error:  # anything: the code is whoever's
         return f"{type(error).__name__}: {error}"
     return None if report.ok else str(report)
+
+
+def _remade(attention: str, inner: nn.Module) -> TransformersInputs:
+    """Inputs of a model that was prepared so."""
+    return TransformersInputs(attention, inner, position_table(inner))
 
 
 def find_pretrained(model: nn.Module) -> Any:

@@ -49,9 +49,10 @@ class FlatteningCollator:
 
     Where a model with its cache on is seen in this process, the first batch warns.
 
-    Padding is a sequence of its own: label -100, positions from ``position_ids_start``, its own ``seq_idx``, the
-    last entry of ``cu_seq_lens_*``. A kernel that is not told of it leaves its rows unwritten, and a NaN among
-    them reaches the gradients, its label notwithstanding.
+    Padding is a sequence of its own: label -100, its own ``seq_idx``, the last entry of ``cu_seq_lens_*``. Its
+    positions begin at ``position_ids_start``, and again after as many as the longest sample has: a model may have no
+    more. A kernel that is not told of padding leaves its rows unwritten, and a NaN among them reaches the gradients,
+    its label notwithstanding.
 
     Args:
         return_position_ids: give ``position_ids``  # [1, tokens] int64
@@ -125,6 +126,7 @@ class FlatteningCollator:
         row.labels[np.cumsum([0, *row.seq_lens[:-1]])] = (
             self.separator_id if separator_id is None else separator_id
         )
+        longest_real = max(row.seq_lens)
         row = self._padded(row)
         seq_lens = np.array(row.seq_lens)
         starts = np.cumsum(seq_lens) - seq_lens
@@ -132,6 +134,7 @@ class FlatteningCollator:
         batch: dict[str, Any] = {"input_ids": row.tokens[None], "labels": row.labels[None]}
         if self.return_position_ids:
             places = np.arange(total) - np.repeat(starts, seq_lens)
+            places %= longest_real  # the model may have no more positions
             batch["position_ids"] = places[None] + self.position_ids_start
         if self.return_seq_idx:
             batch["seq_idx"] = np.repeat(np.arange(seq_lens.size, dtype=np.int32), seq_lens)[None]
@@ -288,6 +291,12 @@ def _samples(features: Sequence[Feature]) -> list[Sample]:
                     f"sample {number} of the batch {'has' if column in feature else 'lacks'} {column!r} and the first "
                     "does not agree; give all samples the same columns"
                 )
+        if "labels" in feature and not {"tokens", "input_ids"} & set(feature):
+            raise ValueError(
+                f"sample {number} of the batch has no 'tokens' and no 'input_ids'; its columns are "
+                f"{', '.join(map(repr, sorted(feature)))}. A Trainer removes columns that the model's forward does "
+                "not name: set remove_unused_columns=False in TrainingArguments, or name the column input_ids"
+            )
         try:
             sample = sample_of(feature)
             check_sample(sample)

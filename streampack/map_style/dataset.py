@@ -28,6 +28,7 @@ from streampack.packing.assemble import (
     with_eos,
 )
 from streampack.packing.batch import to_torchtune
+from streampack.packing.collator_check import refuse_foreign_collator
 from streampack.packing.encoders import check_tokenizer, guard_datasets
 from streampack.packing.planner import plan_samples
 from streampack.packing.settings import Packing
@@ -247,6 +248,11 @@ class PackedDataset(Dataset[dict[str, Any]]):
 
     def __len__(self) -> int:
         return len(self._ends) - 1
+
+    def __getitems__(self, indices: Iterable[int]) -> list[dict[str, Any]]:
+        # torch's DataLoader asks for a batch here.
+        refuse_foreign_collator(sys._getframe(1).f_locals.get("self"), map_style=True)
+        return [self[index] for index in indices]
 
     def __getitem__(self, index: Any) -> dict[str, Any]:
         if isinstance(index, slice):

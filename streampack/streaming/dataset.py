@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from streampack.accounting import Ledger, SourceStats
 from streampack.packing.assemble import require_id
 from streampack.packing.batch import to_torchtune
+from streampack.packing.collator_check import refuse_foreign_collator
 from streampack.packing.encoders import TextEncoder, TokensEncoder, guard_datasets
 from streampack.packing.settings import Packing
 from streampack.packing.token_rows import encode_row
@@ -178,6 +179,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         )
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        refuse_foreign_collator(sys._getframe(1).f_locals.get("self"))
         rank, world_size, _ = ranks_to_read(self._ranks, epochs=self.epochs)
         worker = get_worker_info()
         worker_id, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)

@@ -14,7 +14,7 @@ from streampack.losses import LOSS_NORMS
 from streampack.map_style.methods import METHODS
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.training.hints import hint_for
-from streampack.training.nodes import node_problems, type_problems
+from streampack.training.nodes import config_node_problems, type_problems
 from streampack.validation import require, require_positive
 
 Node = dict[str, Any]
@@ -75,7 +75,7 @@ class RunConfig:
         True  # pretraining: False lets a token see all before it in its pack, whosever they are
     )
     z_loss: float = 0.0  # pretraining: weight of the squared log-normalizer in the loss; PaLM's was 1e-4
-    resume: bool = False  # go on from the newest checkpoint in output_dir, if there is one
+    resume: bool = False  # from the newest checkpoint in output_dir; from step 0 if there is none
     log_every: int = 1  # steps
     profiler: Node | None = None
 
@@ -175,7 +175,7 @@ def config_problems(values: Mapping[str, Any], *, recipe: str | None = None) -> 
         problems += _model_problems(values, recipe=recipe)
     if isinstance(values.get("data"), Mapping):
         problems += _data_problems(values["data"])
-    return problems + [problem for key, node in values.items() for problem in node_problems(node, key)]
+    return problems + list(config_node_problems(values))
 
 
 def _data_problems(data: Mapping[str, Any]) -> list[str]:

@@ -11,25 +11,25 @@ from torchtune import training
 from streampack.attention import Inputs
 from streampack.attention.prepare import prepare_model_for_packing
 from streampack.attention.probe import find_leaks
+from streampack.attention.probe_pack import probe_length
 from streampack.attention.report import LeakReport
 from streampack.distributed.world import World
 from streampack.instantiate import build
 from streampack.training.config import read_config
 from streampack.training.model import pick_device
 
-PROBED = 256  # tokens of the probe's pack, two blocks of a block mask; fewer where packs are shorter
-
 
 def verify_isolation(model: nn.Module, inputs: Inputs, *, max_seq_len: int, world: World) -> LeakReport:
     """Stop the run, on all ranks, if samples of a pack see one another in this model.
 
-    Twelve forward passes of one small pack; model and random generators are afterwards as before. See `find_leaks`.
+    Nineteen forward passes of one pack, of 256 tokens, or more where a window of the model is longer; model and random
+    generators are afterwards as before. See `find_leaks`.
 
     Raises:
         ValueError: with the report.
     """
     with world.together():
-        report = find_leaks(model, inputs=inputs, max_seq_len=min(max_seq_len, PROBED))
+        report = find_leaks(model, inputs=inputs, max_seq_len=probe_length(model, most=max_seq_len))
         if not report.ok:
             raise ValueError(
                 f"{report}\nthe run was stopped before its first step; verify_isolation=False lets it train like this"
@@ -50,4 +50,4 @@ def probe_config(raw: Any) -> LeakReport:
         torch.manual_seed(cfg.seed)
         model: nn.Module = build(cfg.model)
     inputs = prepare_model_for_packing(model, attention=cfg.attention)
-    return find_leaks(model, inputs=inputs, max_seq_len=min(cfg.data["max_seq_len"], PROBED))
+    return find_leaks(model, inputs=inputs, max_seq_len=probe_length(model, most=cfg.data["max_seq_len"]))

@@ -18,6 +18,7 @@ from torchtune.modules import peft
 from streampack.distributed.world import World
 from streampack.instantiate import COMPONENT, build
 from streampack.training.config import too_long
+from streampack.training.devices import missing_device, named_device
 
 OUTPUT_CHUNKS = 8  # torchtune makes an fp32 copy of the logits; in chunks it is made and freed piece by piece
 
@@ -32,17 +33,11 @@ def pick_device(name: str) -> torch.device:
     """
     wanted = None
     if name != "auto":
-        try:
-            wanted = torch.device(name)
-            missing = wanted.type != "cpu" and not getattr(torch, wanted.type).is_available()
-        except (RuntimeError, AttributeError) as error:
+        wanted = named_device(name)
+        if lack := missing_device(wanted):
             raise ValueError(
-                f"device={name!r} is none that torch {torch.__version__} can train on; set auto, cpu or cuda"
-            ) from error
-        if missing:
-            raise ValueError(
-                f"device={name!r}: torch {torch.__version__} finds no {wanted.type} device on this machine; check the "
-                "driver and that torch was built for it, or set device=cpu or device=auto"
+                f"device={name!r}: {lack}; check the driver and that torch was built for it, or set device=cpu or "
+                "device=auto"
             )
     try:
         device: torch.device = utils.get_device(None if wanted is None else name)

@@ -8,20 +8,37 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from streampack.instantiate import COMPONENT, refuse_code, resolve
+from streampack.instantiate import COMPONENT, refuse_code, resolve, unknown_arguments
 
 Find = Callable[[str], Any]
 NUMBERS = {bool: (bool,), int: (int,), float: (int, float), str: (str, Path)}
 
 
-def node_problems(node: Any, where: str, *, find: Find = resolve) -> Iterator[str]:
+def config_node_problems(values: Mapping[str, Any], *, find: Find = resolve) -> Iterator[str]:
+    """The problems of all nodes of a config, each once.
+
+    A node that another key repeats by interpolation (``model: ${model}``) is looked at where it is written.
+    """
+    nodes = [node for node in values.values() if isinstance(node, Mapping)]
+    for key, node in values.items():
+        yield from node_problems(node, key, find=find, elsewhere=nodes)
+
+
+def node_problems(
+    node: Any, where: str, *, find: Find = resolve, elsewhere: Sequence[Mapping[str, Any]] = ()
+) -> Iterator[str]:
     """The problems of a node and of those in it: components, the names of their arguments, and their types.
 
-    ``find`` gives the component of a dotted path, or None for one that is not looked at.
+    Args:
+        node: what the config holds under the key ``where``.
+        where: the key, dotted.
+        find: gives the component of a dotted path, or None for one that is not looked at.
+        elsewhere: nodes that are left out wherever they stand within this one.
     """
     if isinstance(node, list):
         for number, item in enumerate(node):
-            yield from node_problems(item, f"{where}.{number}", find=find)
+            if item not in elsewhere:
+                yield from node_problems(item, f"{where}.{number}", find=find, elsewhere=elsewhere)
     if not isinstance(node, Mapping):
         return
     arguments = {key: value for key, value in node.items() if key != COMPONENT}
@@ -29,17 +46,16 @@ def node_problems(node: Any, where: str, *, find: Find = resolve) -> Iterator[st
         refuse_code(arguments)
         component = find(node[COMPONENT]) if COMPONENT in node else None
         if component is not None:
-            inspect.signature(component).bind_partial(
-                **arguments
-            )  # the recipe adds tokenizers, optimizers, ...
+            # Missing ones are no problem yet: the recipe adds tokenizers, optimizers, ...
+            for problem in unknown_arguments(component, arguments):
+                yield f"{where}: {node[COMPONENT]}: {problem}"
             for key, value in type_problems(component, arguments):
                 yield f"{where}.{key}: {value}"
     except (ValueError, ImportError) as error:
         yield f"{where}: {error}"
-    except TypeError as error:
-        yield f"{where}: {node[COMPONENT]}: {error}"
     for key, value in arguments.items():
-        yield from node_problems(value, f"{where}.{key}", find=find)
+        if value not in elsewhere:
+            yield from node_problems(value, f"{where}.{key}", find=find, elsewhere=elsewhere)
 
 
 def type_problems(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import nullcontext
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -204,10 +205,38 @@ def summary(
     return "\n".join(lines)
 
 
-def bar(total: int, *, done: int, enabled: bool = True) -> Any:
-    """A tqdm bar over optimizer steps; one that does not begin at 0 says so before."""
+@contextmanager
+def bar(total: int, *, done: int, enabled: bool = True) -> Iterator[Any]:
+    """Show a tqdm bar over optimizer steps; one that does not begin at 0 says so before.
+
+    While it is shown, warnings and log messages of this process are printed on lines of their own, above it.
+    """
     from tqdm import tqdm
+    from tqdm.contrib.logging import logging_redirect_tqdm
 
     if enabled and done:
         print(f"going on from step {done:,} of {total:,}", flush=True)  # noqa: T201
-    return tqdm(total=total, initial=done, disable=not enabled, dynamic_ncols=True, unit="step")
+    with (
+        logging_redirect_tqdm() if enabled else nullcontext(),
+        _warnings_above() if enabled else nullcontext(),
+        tqdm(total=total, initial=done, disable=not enabled, dynamic_ncols=True, unit="step") as shown,
+    ):
+        yield shown
+
+
+@contextmanager
+def _warnings_above() -> Iterator[None]:
+    """Clear the bars of this process while a warning is printed."""
+    from tqdm import tqdm
+
+    show = warnings.showwarning
+
+    def show_above(*args: Any, **named: Any) -> None:
+        with tqdm.external_write_mode(file=sys.stderr):
+            show(*args, **named)
+
+    warnings.showwarning = show_above
+    try:
+        yield
+    finally:
+        warnings.showwarning = show

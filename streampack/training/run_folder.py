@@ -56,8 +56,12 @@ def hold_output(config: RunConfig, *, world: World) -> Iterator[None]:
 def open_checkpoints(config: RunConfig, *, world: World) -> tuple[Checkpoints, int | None]:
     """The run's checkpoints, and the step from which to go on; None for a new run. A collective.
 
+    Without a checkpoint, ``resume`` begins at step 0, and says so: a launcher that restarts a run gives the same
+    command the first time.
+
     Raises:
-        ValueError: if there are checkpoints and ``resume`` is not set.
+        ValueError: if there are checkpoints and ``resume`` is not set, or weights that a run from step 0 would
+            overwrite.
     """
     checkpoints = Checkpoints(
         _checkpoints(config), keep=config.keep_checkpoints, world=world, in_background=config.async_checkpoint
@@ -68,9 +72,17 @@ def open_checkpoints(config: RunConfig, *, world: World) -> tuple[Checkpoints, i
             f"{checkpoints.folder} holds checkpoints up to step {newest} of an earlier run; "
             "set resume=True to go on from there, or choose another output_dir"
         )
-    if newest is None and config.resume and world.is_main:
-        print(f"no checkpoint in {checkpoints.folder}: the run begins at step 0", flush=True)  # noqa: T201
-    return checkpoints, newest
+    if newest is not None:
+        return checkpoints, newest
+    if weights := world.from_main(_weights(config) if world.is_main else None):
+        raise ValueError(
+            f"{' and '.join(weights)} holds weights of an earlier run, and {checkpoints.folder} no checkpoint: this "
+            "run would begin at step 0 and overwrite them; choose another output_dir, or remove the weights"
+        )
+    if config.resume and world.is_main:
+        rest = "" if config.checkpoint_every else ", and leaves none, because checkpoint_every is not set"
+        print(f"no checkpoint in {checkpoints.folder}: the run begins at step 0{rest}", flush=True)  # noqa: T201
+    return checkpoints, None
 
 
 def finished(config: RunConfig, *, world: World) -> dict[str, Any] | None:
@@ -146,6 +158,16 @@ def _interrupted(config: RunConfig) -> Interrupted:
             "interrupted, and nothing was saved: checkpoint_every is not set; the same command begins anew"
         )
     return Interrupted(f"{config.output_dir}: {message}", step=newest)
+
+
+def _weights(config: RunConfig) -> list[str]:
+    """Folders of final weights, full or an adapter's, with weights in them."""
+    base = Path(config.checkpointer.get("output_dir", config.output_dir))
+    return [
+        str(folder)
+        for folder in (base / "epoch_0", base / "adapter")
+        if any(file.suffix in (".safetensors", ".bin", ".pt") for file in folder.glob("*"))
+    ]
 
 
 def _checkpoints(config: RunConfig) -> Path:

@@ -23,7 +23,8 @@ from streampack.packing.assemble import as_sample
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.training.config import RunConfig, config_problems, to_plain
 from streampack.training.data import build_datasets, first_rows, held_out_packs, leaves_of
-from streampack.training.nodes import node_problems
+from streampack.training.devices import missing_device, named_device
+from streampack.training.nodes import config_node_problems
 from streampack.types import IGNORE_INDEX
 
 OF_TORCHTUNES_RECIPES = {
@@ -59,7 +60,7 @@ def validate(config: Any, *, recipe: str | None = None, files: bool = True) -> l
     except (OmegaConfBaseException, ValueError) as error:
         return [str(error).splitlines()[0]]
     if recipe is None and for_torchtune(values):
-        problems = [p for key, node in values.items() for p in node_problems(node, key, find=_installed)]
+        problems = list(config_node_problems(values, find=_installed))
         problems += list(_not_packed(values.get("dataset"), "dataset"))
         return problems or (_stock_problems(values) if files else [])
     problems = config_problems(values, recipe=recipe)
@@ -68,6 +69,14 @@ def validate(config: Any, *, recipe: str | None = None, files: bool = True) -> l
     cfg = RunConfig(**values)
     problems += _training_problems(values)
     return problems + (_file_problems(cfg) if files else [])
+
+
+def notes(config: Any) -> list[str]:
+    """What a well-formed config needs that this machine lacks: no problem, for it may be meant for another one."""
+    device = to_plain(config).get("device", "auto")
+    if device == "auto" or (lack := missing_device(named_device(device))) is None:
+        return []
+    return [f"device={device!r}: {lack}; here the run would be refused, device=auto would take what there is"]
 
 
 @contextmanager
@@ -81,7 +90,9 @@ def _noted(problems: list[str], where: str) -> Iterator[None]:
         text = " ".join(str(error).split())
         named = text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
         problems.append(
-            named if named.startswith((f"{where}:", f"{where}.", f"{where} ")) else f"{where}: {named}"
+            named
+            if named.startswith((f"{where}:", f"{where}.", f"{where} ", f"{where}="))
+            else f"{where}: {named}"
         )
 
 
@@ -91,7 +102,7 @@ def _training_problems(values: Mapping[str, Any]) -> list[str]:
     optimizer = None
     if (device := values.get("device", "auto")) != "auto":
         with _noted(problems, "device"):
-            torch.device(device)
+            named_device(device)
     if values.get("optimizer"):
         with _noted(problems, "optimizer"):
             optimizer = build(values["optimizer"], [torch.nn.Parameter(torch.zeros(1))])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,8 +15,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from streampack import Batch, IterablePackedDataset, collate_packed, find_leaks, prepare_model_for_packing
-from streampack.attention import document_ids, varlen_attention
-from streampack.attention.prepare import make_mask
+from streampack.attention import document_ids, make_mask, varlen_attention
+from streampack.attention.calls import logits_of
+from streampack.attention.probe_pack import probe_length
 from streampack.attention.report import CAUSES, WAY_OUT
 from streampack.packing.batch import null_pack, to_torchtune
 from tests.attention.test_packed_equals_alone import MAX_SEQ_LEN, VOCAB, build, stream_and_batch
@@ -223,6 +227,166 @@ def test_as_many_passes_whatever_the_pack_holds() -> None:
         assert find_leaks(lambda b, calls=calls, model=model: calls.append(b) or model(b), batch).ok
         counts.append(len(calls))
     assert counts == [12, 12, 12]
+
+
+class LeakyInTraining(OneLayer):
+    """Takes another way when it trains, as models with fused kernels do."""
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        self.mask = no_boundaries if self.training else right
+        return super().forward(batch)
+
+
+def test_a_leak_in_training_mode_alone() -> None:
+    """A run trains in that mode, and the probe looked in the other."""
+    report = find_leaks(LeakyInTraining(right))
+    assert {(leak.kind, leak.training) for leak in report.leaks} == {("sample", True)}
+    assert report.cause == CAUSES["all"]
+    assert "changing sample 0 moved sample 1 by " in str(report)
+    assert " in training mode\n" in str(report)
+
+
+class Counting(OneLayer):
+    """Samples share statistics when it trains, and it counts its passes in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(right)
+        self.norm = nn.BatchNorm1d(VOCAB)
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        self.passes += self.training
+        return self.norm(super().forward(batch).transpose(1, 2)).transpose(1, 2)
+
+
+def test_buffers_are_as_before() -> None:
+    model = Counting()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    report = find_leaks(model)
+    assert {leak.training for leak in report.leaks} == {True}
+    assert report.cause == CAUSES["backward"], "samples share statistics"
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+class Drawing(OneLayer):
+    """MixtureScheduler from every generator as it trains, and puts another buffer in the place of one."""
+
+    def __init__(self) -> None:
+        super().__init__(right)
+        self.register_buffer("drawn", torch.zeros(()))
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        logits = super().forward(batch)
+        if self.training:
+            noise = random.random() + np.random.random() + float(torch.rand(()))  # noqa: NPY002
+            self.drawn = self.drawn + noise
+            logits = F.dropout(logits * (1 + noise), 0.5)
+        return logits
+
+
+def test_what_is_drawn_in_training_mode_is_drawn_alike() -> None:
+    """A layer that is left out at random would pass for a leak; and generators go on where they were."""
+    model = Drawing().train()
+    model.dropout.eval()
+    modes, buffer = [part.training for part in model.modules()], model.drawn
+    kept = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()  # noqa: NPY002
+    assert find_leaks(model).ok
+    assert random.getstate() == kept[0]
+    assert np.random.get_state()[1].tolist() == kept[1]  # noqa: NPY002
+    assert torch.equal(torch.get_rng_state(), kept[2])
+    assert [part.training for part in model.modules()] == modes
+    assert model.drawn is buffer
+    assert float(buffer) == 0.0
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_other_devices_generators_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.manual_seed seeds those of all devices, and only one's was restored."""
+    monkeypatch.setattr(torch, "manual_seed", None)
+    assert find_leaks(OneLayer(right)).ok
+
+
+def test_a_large_vocabulary_is_looked_at_in_part() -> None:
+    """All logits of a long pack and 200,000 tokens, three times over, would be gigabytes."""
+    logits = torch.arange(3 * 10_000.0).view(1, 3, 10_000)
+    assert logits_of(logits, tokens=3).shape == (3, 5000)
+    assert torch.equal(logits_of([logits[:, :1], logits[:, 1:]], tokens=3), logits[0, :, ::2])
+    assert logits_of(logits[..., :8191], tokens=3).shape == (3, 8191)
+
+
+def test_no_logits_of_every_token() -> None:
+    message = re.escape(
+        "the model gives [1, 61] for a pack of 256 tokens; the probe needs logits of every token"
+    )
+    with pytest.raises(ValueError, match=message):
+        find_leaks(lambda batch: torch.ones(1, 61), vocab_size=VOCAB)
+
+
+def test_a_module_of_tokens_says_how_it_was_called() -> None:
+    """It is no model of a library's, so nobody knows its arguments."""
+    with pytest.raises((TypeError, AttributeError)) as caught:
+        find_leaks(nn.Sequential(nn.Embedding(VOCAB, 8)))
+    assert caught.value.__notes__ == [
+        "find_leaks called the model with a Batch; with inputs, it is called by keyword"
+    ]
+
+
+def test_a_module_takes_nineteen_passes() -> None:
+    calls = []
+    model = OneLayer(right)
+    model.register_forward_hook(lambda *_: calls.append(model.training))
+    find_leaks(model)
+    assert calls == [False] * 12 + [True] * 7
+
+
+class Config:
+    """Of a model with a window."""
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(values)
+
+
+@pytest.mark.parametrize(
+    ("values", "length"),
+    [
+        ({}, 256),
+        ({"sliding_window": None, "window_size": 0}, 256),
+        ({"sliding_window": 4}, 260),
+        ({"sliding_window": 1024, "attention_chunk_size": 8192}, 8448),
+        ({"sliding_window": 4096, "attention_chunk_size": 1 << 17}, 4352),
+    ],
+)
+def test_as_long_as_the_longest_window_takes(values: dict[str, Any], length: int) -> None:
+    model = OneLayer(right)
+    model.positions = nn.Identity()  # type: ignore[assignment]
+    model.config = Config(**values)  # type: ignore[assignment]
+    assert probe_length(model) == length
+    assert probe_length(model, most=100) == 100
+    assert probe_length(model, most=3) == 8, "what a pack of the probe needs"
+    model.positions = nn.Embedding(200, 16)
+    assert probe_length(model) == 200, "no more than it has positions"
+
+
+class LosesItsWindow(OneLayer):
+    """Has a window of 300 tokens for a sample alone, and none in a pack."""
+
+    def __init__(self) -> None:
+        super().__init__(self.reach)
+        self.positions = nn.Embedding(1000, 16)
+        nn.init.normal_(self.positions.weight, std=0.5, generator=torch.Generator().manual_seed(2))
+        self.config = Config(sliding_window=300)
+
+    def reach(self, places: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        lost = ids.max() > 1  # more than a sample and padding
+        return right(places, ids) & (lost | (places[:, None] - places < 300))
+
+
+def test_a_window_beyond_256_tokens_is_tried() -> None:
+    model = LosesItsWindow()
+    assert find_leaks(model, max_seq_len=256).ok, "no sample of this pack is longer than the window"
+    report = find_leaks(model)
+    assert max(report.lengths) > 300
+    assert {leak.kind for leak in report.leaks} == {"alone"}
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from streampack import (
 )
 from streampack.attention import dense_mask
 from streampack.attention.families import PROVEN
-from streampack.attention.probe import _pack_of
+from streampack.attention.probe_pack import pack_of
 from streampack.losses import summed_cross_entropy
 from tests.attention.test_packed_equals_alone import Run, differences, own, placed, run_of, stream_and_batch
 from tests.support.hf_models import EXPERTS, FAMILIES, HEADS, MAX_SEQ_LEN, VOCAB, WINDOW, build
@@ -274,6 +274,37 @@ def test_an_unknown_family_that_fails_is_refused() -> None:
     assert model.config._attn_implementation == "sdpa", "left as it was found"
 
 
+@pytest.mark.parametrize(("family", "attention"), [("falcon", "dense"), ("llama", "varlen")])
+def test_the_probe_knows_how_models_are_called(family: str, attention: str) -> None:
+    """As they were prepared; it used to hand them a Batch, which raised a TypeError from deep within."""
+    model = build(family)
+    report = find_leaks(model)
+    assert "sample" in {leak.kind for leak in report.leaks}, (
+        "a falcon needs more than positions, a llama no cache"
+    )
+    prepare_model_for_packing(model, attention=attention)
+    assert find_leaks(model).ok
+    for wrapped in (Wrapper(model), torch.compile(model, backend="eager")):
+        assert find_leaks(wrapped).ok  # type: ignore[arg-type]
+    report = find_leaks(model, inputs=lambda batch: {"input_ids": batch.tokens})
+    assert not report.ok, "inputs that are given hold"
+
+
+def test_the_probe_takes_a_cache_for_what_it_is() -> None:
+    """A model that was never prepared ignores positions, and the probe says so."""
+    model = build("llama")
+    report = find_leaks(model)
+    assert "sample" in {leak.kind for leak in report.leaks}
+    model.config.use_cache = False
+    assert find_leaks(model).ok
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_the_probe_calls_a_model_without_positions() -> None:
+    report = find_leaks(build("bloom", **REFUSED["bloom"][1]))
+    assert "sample" in {leak.kind for leak in report.leaks}
+
+
 def test_an_unknown_family_without_weights_is_refused() -> None:
     with pytest.raises(ValueError, match="it has no weights yet; prepare it when they are loaded"):
         prepare_model_for_packing(build("opt", **OPT).to("meta"))
@@ -443,7 +474,7 @@ def test_fifty_packs_are_one_graph(family: str, attention: str) -> None:
     shapes = set()
     for number in range(50):
         lengths = [1 + number % 30] if number % 2 else [1] * (1 + number % 20)
-        batch = _pack_of(torch.randint(3, VOCAB, (1, MAX_SEQ_LEN), generator=generator), lengths)
+        batch = pack_of(torch.randint(3, VOCAB, (1, MAX_SEQ_LEN), generator=generator), lengths)
         shapes.add(batch.seq_lens.shape)
         model(**inputs(batch)).logits.sum().backward()
     assert len(shapes) == 10

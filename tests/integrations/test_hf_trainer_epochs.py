@@ -104,6 +104,12 @@ def test_epochs_of_a_stream_are_estimated(
     assert "an epoch is at most" in caplog.text
     assert "estimated from 300 samples; training ends with the data, or there" in caplog.text
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == [f"checkpoint-{expected}"]
+    assert [entry["epoch"] for entry in trainer.state.log_history[-2:]] == [
+        2.0,
+        2.0,
+    ]  # the last step and the summary
+    assert f"all 2 epochs were read after step {expected}" in caplog.text
+    assert "epochs=None" not in caplog.text, "which this way of counting refuses"
 
     estimate_times(0.5)
     short = packed(tmp_path / "short", stream(str(file), epochs=1), **common)

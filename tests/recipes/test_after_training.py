@@ -240,16 +240,25 @@ def test_the_page_in_transformers_and_peft(
         assert apart(names["model"](TOKENS), from_folder(done / "outputs/llama3_2_1B_lora/epoch_0")) < 1e-4
 
 
+HEADS = "<|start_header_id|>{}<|end_header_id|>\n\n"
+RENDERED = (
+    f"<|begin_of_text|>{HEADS.format('user')}Name a colour.<|eot_id|>{HEADS.format('assistant')}red<|eot_id|>"
+)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "said"), [("llama3_tokenizer", "Name a colour.red"), ("HFTokenizer", RENDERED)]
+)
 def test_the_page_in_torchtune(
-    done: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    done: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tokenizer: str, said: str
 ) -> None:
     from torchtune._cli.tune import main
 
     monkeypatch.chdir(done)
-    (command,) = blocks("bash")
+    (command,) = [block for block in blocks("bash") if tokenizer in block]
     words = shlex.split(command.replace("\\\n", " "))
     monkeypatch.setattr(sys, "argv", [*words, "device=cpu", "dtype=fp32", "max_new_tokens=8"])
     with pytest.raises(SystemExit) as end:  # torchtune's recipes are scripts
         main()
     assert not end.value.code
-    assert "Name a colour.red" in caplog.messages
+    assert said in caplog.messages

@@ -1,4 +1,7 @@
+import logging
+import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -158,3 +161,37 @@ def test_a_step_that_trains_nothing_is_an_error(steps):
 
 def test_what_is_left_at_an_epochs_end_may_train_nothing():
     meter_after((8, True), (3, False)).metrics()
+
+
+MESSAGES = """
+import logging, sys, warnings
+from streampack.training.progress import bar
+with bar(4, done=0) as progress:
+    progress.update()
+    logging.getLogger("streampack.somewhere").warning("a log message")
+    warnings.warn("a warning")
+    progress.set_postfix_str("loss 1.000")
+    progress.update()
+warnings.warn("afterwards")
+"""
+
+
+def test_warnings_in_the_loop_stand_on_lines_of_their_own():
+    """In a process of its own: pytest catches warnings and log messages, and would hide a broken line."""
+    done = subprocess.run([sys.executable, "-c", MESSAGES], capture_output=True, text=True, check=True)
+    lines = [line.rpartition("\r")[2] for line in done.stderr.split("\n")]
+    assert "a log message" in lines
+    assert "<string>:7: UserWarning: a warning" in lines
+    assert "<string>:10: UserWarning: afterwards" in lines
+    assert "2/4" in done.stderr
+
+
+def test_the_bar_leaves_handlers_and_warnings_as_they_were():
+    handlers, show = list(logging.root.handlers), warnings.showwarning
+    with bar(2, done=0) as progress:
+        with pytest.warns(UserWarning, match="seen"):
+            warnings.warn("seen", stacklevel=1)
+        progress.update()
+    with pytest.raises(KeyboardInterrupt), bar(2, done=0):
+        raise KeyboardInterrupt
+    assert (logging.root.handlers, warnings.showwarning) == (handlers, show)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -16,9 +17,11 @@ from omegaconf import OmegaConf
 from streampack_recipes import quickstart
 from streampack_recipes.full_finetune import train
 
+from streampack.distributed.world import World
 from streampack.storage.locks import LOCK_FILE, lock_folder
 from streampack.training import run_folder
-from streampack.training.run_folder import Interrupted
+from streampack.training.config import read_config
+from streampack.training.run_folder import Interrupted, open_checkpoints
 from tests.support.tiny import losses, tiny_config
 
 HOLDER = """
@@ -126,6 +129,7 @@ def test_weights_that_were_not_written_or_are_gone_are_written(tmp_path, lost):
 def test_a_newer_run_in_the_folder_is_not_taken_for_the_one_that_is_over(tmp_path):
     config = tiny_config(tmp_path, max_steps=4, checkpoint_every=None, validation=None)
     train(config)
+    shutil.rmtree(tmp_path / "out" / "epoch_0")
     config.checkpoint_every = 2
     config.max_steps = 2
     train(config)
@@ -134,6 +138,45 @@ def test_a_newer_run_in_the_folder_is_not_taken_for_the_one_that_is_over(tmp_pat
     config.max_steps, config.resume = 4, True
     train(config)
     assert sorted(path.name for path in (tmp_path / "out" / "checkpoints").iterdir())[-1] == "step_00000004"
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_weights_without_checkpoints_are_not_overwritten(tmp_path, resume):
+    """Not even by a run that is to be longer: it would begin at step 0."""
+    config = tiny_config(tmp_path, max_steps=3, checkpoint_every=None, validation=None)
+    train(config)
+    before = written(tmp_path)
+    config.resume, config.max_steps = resume, 4
+    message = (
+        rf"{tmp_path}/out/epoch_0 holds weights of an earlier run, and .*/out/checkpoints no checkpoint: this run "
+        "would begin at step 0 and overwrite them; choose another output_dir, or remove the weights"
+    )
+    with pytest.raises(ValueError, match=message):
+        train(config)
+    assert written(tmp_path) == before
+    shutil.rmtree(tmp_path / "out" / "epoch_0")
+    assert train(config)["step"] == 4
+
+
+@pytest.mark.parametrize("name", ["epoch_0/model-00001-of-00001.safetensors", "adapter/adapter_model.pt"])
+def test_weights_of_another_program_are_not_overwritten_either(tmp_path, name):
+    config = read_config(tiny_config(tmp_path, **{"checkpointer.output_dir": str(tmp_path / "weights")}))
+    assert open_checkpoints(config, world=World())[1] is None
+    weights = tmp_path / "weights" / name
+    weights.parent.mkdir(parents=True)
+    weights.touch()
+    with pytest.raises(ValueError, match=f"{weights.parent} holds weights of an earlier run"):
+        open_checkpoints(config, world=World())
+
+
+@pytest.mark.parametrize(
+    ("every", "rest"), [(4, ""), (None, ", and leaves none, because checkpoint_every is not set")]
+)
+def test_resume_without_a_checkpoint_says_that_it_begins(tmp_path, capsys, every, rest):
+    config = read_config(tiny_config(tmp_path, resume=True, checkpoint_every=every))
+    assert open_checkpoints(config, world=World())[1] is None
+    place = f"{tmp_path}/out/checkpoints"
+    assert capsys.readouterr().out == f"no checkpoint in {place}: the run begins at step 0{rest}\n"
 
 
 class Stop:

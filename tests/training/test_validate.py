@@ -5,10 +5,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
+from streampack.cli import main
 from streampack.training import model as models
-from streampack.training.validate import validate
+from streampack.training.validate import notes, validate
 from tests.support.tiny import tiny_config
 
 
@@ -128,7 +130,26 @@ BROKEN = [
     ),
     ({"dtype": "fp8"}, "dtype='fp8' is unknown; choose one of 'bf16', 'fp32', 'fp64'"),
     ({"dtype": "fp16"}, "dtype fp16 needs loss scaling, which no recipe does; use bf16 or fp32"),
-    ({"device": "gpu"}, "device: "),
+    ({"device": "opengl"}, "device='opengl' is none that torch "),
+    (
+        {"optimizer.lrr": 1e-4},
+        "optimizer: torch.optim.AdamW: got an unexpected keyword argument 'lrr'; did you mean 'lr'?",
+    ),
+    (
+        {"lr_scheduler.steps": 3},
+        "lr_scheduler: torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup: got an unexpected keyword "
+        "argument 'steps'; it takes optimizer, num_warmup_steps, num_training_steps, num_cycles, last_epoch",
+    ),
+    (
+        {
+            "model.num_layer": 4,
+            "checkpointer.checkpoint_dir": {
+                "_component_": "streampack.training.weights.random_weights",
+                "model": "${model}",
+            },
+        },
+        "model: torchtune.models.llama3.llama3: got an unexpected keyword argument 'num_layer'; did you mean 'num_l",
+    ),
     ({"optimizer.lr": "abc"}, "optimizer.lr: 'abc' is a str; AdamW takes "),
     ({"optimizer.lr": -1.0}, "optimizer: Invalid learning rate: -1.0"),
     ({"optimizer.betas": 0.9}, "optimizer.betas: 0.9 is a float; AdamW takes "),
@@ -208,6 +229,31 @@ def test_a_broken_config_is_told_what_is_wrong(sound, changes, message):
     assert len(problems) == 1, problems
     assert problems[0].startswith(message.replace("{folder}", sound["folder"])), problems[0]
     assert "\n" not in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("device", "hint"), [("gpu", "cuda"), ("GPU:1", "cuda:1"), ("cdua", "cuda"), ("metal", "mps")]
+)
+def test_a_device_that_is_none_has_one_suggestion(sound, device, hint):
+    [problem] = validate(changed(sound, {"device": device}))
+    assert problem.startswith(f"device={device!r} is none that torch ")
+    assert problem.endswith(f"; set auto, cpu or cuda (did you mean {hint}?)")
+
+
+def test_a_device_of_another_machine_is_a_note(sound, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = changed(sound, {"device": "cuda"})
+    assert validate(config) == []
+    (tmp_path / "my.yaml").write_text(json.dumps(config))
+    assert main(["validate", "--no-files", str(tmp_path / "my.yaml")]) == 0
+    line, note = capsys.readouterr().out.splitlines()
+    assert "is well-formed" in line
+    assert note.startswith("note: device='cuda': torch ")
+    assert "finds no cuda device on this machine; here the run would be refused" in note
+    for device in "cpu", "auto":
+        assert notes(changed(sound, {"device": device})) == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert notes(config) == []
 
 
 STOCK = {

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from streampack.attention import Inputs
-from streampack.attention.prepare import prepare_model_for_packing
+from streampack.attention import Inputs, prepare_model_for_packing
 from streampack.integrations.hf_trainer.checkpoints import (
     newest_checkpoint,
     read_stream,
@@ -19,6 +18,7 @@ from streampack.integrations.hf_trainer.checkpoints import (
 )
 from streampack.integrations.hf_trainer.epochs import Plan, plan_epochs
 from streampack.integrations.hf_trainer.evaluation import Evaluation, TokenMean, require_end
+from streampack.integrations.hf_trainer.isolation import verify_isolation
 from streampack.integrations.hf_trainer.steps import Steps
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.packing.batch import Batch
@@ -51,8 +51,11 @@ class Hooks:
         "_track_num_input_tokens",
     )
 
-    def __init__(self, trainer: Trainer, packs: IterablePackedDataset, *, attention: str) -> None:
+    def __init__(
+        self, trainer: Trainer, packs: IterablePackedDataset, *, attention: str, verify: bool = True
+    ) -> None:
         self.trainer = trainer
+        self.verify = verify  # that samples do not see one another, before the first step
         self.packs = packs
         self.attention = attention
         self.own = {name: getattr(trainer, name) for name in self.NAMES if hasattr(trainer, name)}
@@ -171,7 +174,8 @@ class Hooks:
             self.packs.epochs = math.ceil(args.num_train_epochs)
             self.plan = plan_epochs(loader, args.num_train_epochs)
             args.max_steps = self.plan.total
-        self.steps = Steps(loader, self.as_inputs, trainer=self.trainer, first=first)
+        epochs = None if self.plan is None else self.packs.epochs
+        self.steps = Steps(loader, self.as_inputs, trainer=self.trainer, first=first, planned_epochs=epochs)
         return self.steps
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
@@ -315,17 +319,29 @@ def _callback(hooks: Hooks) -> Any:
     from transformers import TrainerCallback
 
     class StepEnd(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if hooks.verify:
+                verify_isolation(
+                    hooks.trainer,
+                    hooks.inputs,
+                    max_seq_len=hooks.packs.lane_config.packing.max_seq_len,
+                    rank_sync=None
+                    if hooks.steps is None
+                    else hooks.steps.loader.rank_sync,  # a user's own loader
+                )
+
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             assert hooks.steps is not None
             over = (
                 state.global_step >= state.max_steps
             )  # Trainer ends its epoch, which is all of the training
             per_epoch = "epoch" in (args.logging_strategy, args.eval_strategy, args.save_strategy)
-            over = over or control.should_epoch_stop or control.should_training_stop
+            stopped = control.should_epoch_stop or control.should_training_stop
+            over = over or stopped
             ends = (per_epoch or hooks.plan) and not over and hooks.steps.ends_epoch()
             if hooks.plan is None:
                 state.epoch = state.global_step / state.max_steps  # Trainer's would count from the resume
-            elif ends:
+            elif ends or not (hooks.plan.exact or stopped or hooks.steps.has_more()):
                 state.epoch = hooks.steps.epoch + 1
             else:
                 state.epoch = hooks.plan.position(hooks.steps.epoch, hooks.steps.steps_in_epoch())

@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from streampack.attention import Inputs
+from streampack.attention.positions import require_positions
 from streampack.integrations.hf_trainer.epochs import require_epochs
 from streampack.integrations.hf_trainer.evaluation import require_end
 from streampack.integrations.hf_trainer.hooks import Hooks
@@ -22,6 +23,7 @@ def prepare_trainer_for_packing(
     train_dataset: IterablePackedDataset | None = None,
     eval_dataset: IterablePackedDataset | dict[str, IterablePackedDataset] | None = None,
     attention: str = "auto",
+    verify_isolation: bool = True,
 ) -> Inputs:
     """Let a `Trainer` train on a stream of packs: on any number of ranks, and resumed exactly.
 
@@ -68,6 +70,8 @@ def prepare_trainer_for_packing(
         eval_dataset: packs of one epoch to evaluate on, or several by name. Default: the trainer's own, which may
             also be of another kind: then Trainer's own loader serves it.
         attention: see `prepare_model_for_packing`.
+        verify_isolation: try the model before the first step, as it trains, with 19 forward passes of a pack of 256
+            tokens, or more where a window is longer; stop the training if samples see one another. See `find_leaks`.
 
     Raises:
         ValueError: for a model whose samples would see one another, data that is no stream of packs, and settings
@@ -88,8 +92,12 @@ def prepare_trainer_for_packing(
     earlier = getattr(trainer.train, "__self__", None)
     if isinstance(earlier, Hooks):
         earlier.leave()
-    hooks = Hooks(trainer, packs, attention=attention)
+    hooks = Hooks(trainer, packs, attention=attention, verify=verify_isolation)
     inputs = hooks.inputs
+    for data in (packs, *(held_out.values() if isinstance(held_out, dict) else [held_out])):
+        if isinstance(data, IterablePackedDataset):
+            inputs.require_length(data.lane_config.packing.max_seq_len)
+            require_positions(trainer.model, data.lane_config.packing)
     trainer.train_dataset, trainer.eval_dataset = packs, held_out
     hooks.enter()
     return inputs

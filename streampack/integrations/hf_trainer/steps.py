@@ -23,15 +23,31 @@ AsInputs = Callable[[Batch], dict[str, Any]]
 
 
 class Steps:
-    """Training batches, and the stream's state as of the last step that the trainer has made."""
+    """Training batches, and the stream's state as of the last step that the trainer has made.
+
+    Args:
+        loader: yields the batches.
+        as_inputs: turns a batch into the model's arguments.
+        trainer: is stopped when the data ends.
+        first: steps made before the first of these, in a resumed run.
+        planned_epochs: epochs that the training reads, if ``num_train_epochs`` sets its length; None if
+            ``max_steps`` does.
+    """
 
     def __init__(
-        self, loader: PackedDataLoader, as_inputs: AsInputs, *, trainer: Trainer, first: int
+        self,
+        loader: PackedDataLoader,
+        as_inputs: AsInputs,
+        *,
+        trainer: Trainer,
+        first: int,
+        planned_epochs: int | None = None,
     ) -> None:
         self.loader = loader
         self.as_inputs = as_inputs
         self.trainer = trainer
-        self.first = first  # steps made before the first of these
+        self.first = first
+        self.planned_epochs = planned_epochs
         self.given = 0  # batches
         self.sizes: deque[int] = deque()  # real tokens of the batches of the step that is made
         self.epoch = 0  # of the newest batch given, from that in which the run began
@@ -121,14 +137,27 @@ class Steps:
         steps = self.first + self.given // self.loader.batches_per_step
         if steps >= args.max_steps:
             return
-        log.warning(
-            "the data ended after step %d of max_steps=%d, and so does the training; with "
-            "IterablePackedDataset(..., epochs=None) it never ends",
-            steps, args.max_steps,
-        )  # fmt: skip
+        self._warn_of_end(steps)
         if self.given:
             control.should_log |= args.logging_strategy != "no"
             if args.eval_strategy == "steps" and args.eval_delay <= steps:
                 control.should_evaluate |= steps % state.eval_steps != 0
             if args.save_strategy == "steps":
                 control.should_save |= state.save_steps <= 0 or steps % state.save_steps != 0
+
+    def _warn_of_end(self, steps: int) -> None:
+        if self.loader.rank_sync.rank != 0:
+            return
+        max_steps = self.trainer.args.max_steps
+        if self.planned_epochs is None:
+            log.warning(
+                "the data ended after step %d of max_steps=%d, and so does the training; with "
+                "IterablePackedDataset(..., epochs=None) it never ends",
+                steps, max_steps,
+            )  # fmt: skip
+        else:
+            log.warning(
+                "all %d epochs were read after step %d, and the training ends; max_steps=%d, where the learning "
+                "rate's schedule ends, was estimated",
+                self.planned_epochs, steps, max_steps,
+            )  # fmt: skip

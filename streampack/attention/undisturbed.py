@@ -1,0 +1,74 @@
+"""Passes of a model that leave no trace: not on the model, and not on the random generators of the process."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+
+@contextmanager
+def undisturbed(module: nn.Module | None, device: torch.device, *, eager: bool) -> Iterator[None]:
+    """In the block: eval mode, no gradients. After it: mode, buffers and random generators as before.
+
+    ``eager``: compiled code is left aside. For a pack of the probe's own it must be: torch.compile would take its
+    length as a sign that lengths vary, and make kernels for varying ones, which are slower in all that follows.
+    """
+    training = {part: part.training for part in module.modules()} if module is not None else {}
+    # A forward pass in training mode may count in them, as batch norm does, or put others in their places.
+    buffers = [
+        (part, name, buffer, buffer.detach().clone())
+        for part in training
+        for name, buffer in part._buffers.items()
+        if buffer is not None
+    ]
+    devices = [device.index or 0] if device.type != "cpu" else []
+    pythons, numpys = random.getstate(), np.random.get_state()  # noqa: NPY002
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type),
+        torch.compiler.set_stance("force_eager") if eager else nullcontext(),
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("ignore", message=".*flex_attention called without torch.compile")
+        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")  # of checkpointing
+        try:
+            if module is not None:
+                module.eval()
+            yield
+        finally:
+            random.setstate(pythons)
+            np.random.set_state(numpys)  # noqa: NPY002
+            for part, name, buffer, before in buffers:
+                part._buffers[name] = buffer
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)
+            for part, mode in training.items():
+                part.training = mode
+                if isinstance(part, FSDPModule):
+                    part.reshard()  # nobody else will: there is no backward pass
+
+
+def seed_all(seed: int, device: torch.device) -> None:
+    """Seed the generators that `undisturbed` restores: this device's only, where `torch.manual_seed` takes all."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+    elif device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
+
+
+def train_without_dropout(module: nn.Module) -> None:
+    """Put a model in training mode, all but its dropout layers."""
+    module.train()
+    for part in module.modules():
+        if isinstance(part, nn.modules.dropout._DropoutNd):
+            part.eval()

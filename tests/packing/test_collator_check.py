@@ -1,0 +1,106 @@
+"""Packs under a DataLoader or Trainer whose collator was not made for them: an error that says what was forgotten."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from streampack import (
+    FlatteningCollator,
+    IterablePackedDataset,
+    PackedDataset,
+    PaddedCollator,
+    collate_packed,
+    prepare_trainer_for_packing,
+)
+from tests.support.hf_trainers import held_out, samples, stream, trainer_of
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+
+FORGOTTEN = r"call prepare_trainer_for_packing\(trainer\) before it trains or evaluates"
+COLUMNS = r"set remove_unused_columns=False in TrainingArguments"
+
+
+def map_style() -> PackedDataset:
+    return PackedDataset(samples(60), max_seq_len=64)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("remove", [True, False])
+@pytest.mark.parametrize("collator", [None, "flattening"])
+def test_a_trainer_that_was_not_prepared(
+    tmp_path: Path, workers: int, remove: bool, collator: str | None
+) -> None:
+    """With the default collator, and with transformers' own for flat rows."""
+    given = {} if collator is None else {"data_collator": transformers.DataCollatorWithFlattening()}
+    trainer = trainer_of(
+        tmp_path, train_dataset=stream(), max_steps=2, dataloader_num_workers=workers,
+        remove_unused_columns=remove, **given,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=FORGOTTEN):
+        trainer.train()
+    prepare_trainer_for_packing(trainer)
+    assert trainer.train().global_step == 2
+
+
+def test_an_evaluation_of_packs_that_was_not_prepared(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, eval_dataset=held_out())
+    with pytest.raises(ValueError, match=FORGOTTEN):
+        trainer.evaluate()
+
+
+def test_map_style_packs_under_a_stock_trainer(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, train_dataset=map_style(), max_steps=2)
+    with pytest.raises(ValueError, match=rf"data_collator=FlatteningCollator\(\) and {COLUMNS}"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("packs", [stream, map_style])
+def test_a_flattening_collator_whose_columns_are_removed(tmp_path: Path, packs: Any) -> None:
+    """The loss of a run that heeds the error is the isolated one."""
+    settings = {"train_dataset": packs(), "data_collator": FlatteningCollator(), "max_steps": 2}
+    with pytest.raises(ValueError, match=COLUMNS):
+        trainer_of(tmp_path, **settings).train()
+    assert trainer_of(tmp_path, remove_unused_columns=False, **settings).train().global_step == 2
+
+
+@pytest.mark.parametrize("collator", [FlatteningCollator, PaddedCollator])
+def test_samples_whose_tokens_are_removed(tmp_path: Path, collator: Any) -> None:
+    trainer = trainer_of(tmp_path, train_dataset=samples(60), data_collator=collator(), max_steps=2)
+    with pytest.raises(ValueError, match=rf"sample 0 of the batch has no .*'labels'.*{COLUMNS}"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("packs", [stream, map_style])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_torchs_default_collator(packs: Any, workers: int) -> None:
+    with pytest.raises(ValueError, match="collate_fn=streampack.collate_packed"):
+        next(iter(DataLoader(packs(), batch_size=2, num_workers=workers)))
+    batch = next(iter(DataLoader(packs(), batch_size=2, num_workers=workers, collate_fn=collate_packed)))
+    assert batch.tokens.shape == (2, 64)
+
+
+def test_collators_of_others_are_left_alone() -> None:
+    def mine(packs: list[dict[str, Any]]) -> torch.Tensor:
+        return torch.stack([pack["tokens"] for pack in packs])
+
+    assert next(iter(DataLoader(stream(), batch_size=2, collate_fn=mine))).shape == (2, 64)
+    assert next(iter(DataLoader(stream(), batch_size=None)))["tokens"].shape == (64,)
+    assert next(iter(DataLoader(map_style(), batch_size=None)))["tokens"].shape == (64,)
+
+
+def test_an_error_takes_no_pack() -> None:
+    packs = stream(shuffle=True)
+    with pytest.raises(ValueError, match="collate_packed"):
+        iter(DataLoader(packs, batch_size=2))
+    assert packs.state_dict()["lanes"] == {}
+    again: IterablePackedDataset = stream(shuffle=True)
+    assert all(ours["tokens"].equal(theirs["tokens"]) for ours, theirs in zip(packs, again, strict=True)), (
+        "the error did not begin an epoch"
+    )

@@ -1,0 +1,298 @@
+"""Configurations and chains of resumes drawn at random, run, and judged by `tests.support.fuzz_oracle`.
+
+`configuration(seed, number)` and `chain(seed, number)` draw and run one case; the same two numbers give the same case.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from streampack import IterablePackedDataset, PackedDataLoader, attention, collate_packed
+from tests.distributed.test_rank_sync import Here, Run, Topology
+from tests.distributed.test_rank_sync import run as run_ranks
+from tests.support.fuzz_corpus import Case
+from tests.support.fuzz_oracle import IGNORE, Plain, check_masks, of_batch, of_dicts
+
+REFUSALS = ("rows of source", "trains no token from")  # of a mixture that is too small for its lanes
+
+
+def of_ranks(ranks: list[list[Any]], batches_per_step: int) -> list[list[Plain]]:
+    """The packs of every step: rank 0's, then rank 1's, and so on."""
+    counts = {len(batches) for batches in ranks}
+    assert len(counts) == 1, f"ranks made {counts} batches"
+    steps = range(0, counts.pop(), batches_per_step)
+    return [
+        [pack for rank in ranks for batch in rank[at : at + batches_per_step] for pack in of_batch(batch)]
+        for at in steps
+    ]
+
+
+def through_a_checkpoint(state: dict[str, Any]) -> dict[str, Any]:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    loaded: dict[str, Any] = torch.load(buffer, weights_only=True)
+    return loaded
+
+
+def in_threads(make: Any, topology: Topology, **settings: Any) -> Run:
+    """Simulate ranks as threads, and their worker processes within them."""
+    with mock.patch("streampack.loader.merge.Worker", Here):
+        return run_ranks(make, topology, **settings)
+
+
+def drawn_topology(rng: random.Random, ranks: int, workers: int, per_step: int) -> Topology:
+    size = rng.choice([1, 1, 2, 3, 5])
+    return Topology(ranks, workers, size, math.ceil(math.ceil(per_step / ranks) / size))
+
+
+def _consume(
+    case: Case,
+) -> tuple[list[Plain], IterablePackedDataset | PackedDataLoader | None, dict[str, Any]]:
+    """All packs by one of the doors, what tells the source_stats, and the ledger."""
+    rng = case.rng
+    door = rng.choices(["dataset", "loader", "ranks", "torch", "processes"], [50, 25, 24, 0.6, 0.6])[0]
+    if case.oracle.errors or not case.oracle.kept:
+        door = "dataset"
+    dataset = case.dataset()
+    if door == "dataset":
+        packs = list(dataset)
+        check_batch(packs, case)
+        check_traces(dataset, packs)
+        return of_dicts(packs), dataset, dataset.ledger().as_dict()
+    if door == "torch":
+        dataset.num_lanes = 1 if case.single else None
+        loading = DataLoader(dataset, batch_size=None, num_workers=1 if case.single else 2)
+        packs = list(loading)
+        check_traces(dataset, packs)
+        return of_dicts(packs), None, {}
+    if door == "ranks" and not case.single:
+        ranks, workers, per_step = rng.randint(1, 4), rng.randint(0, 2), rng.randint(1, 9)
+        case.num_lanes = case.num_lanes and max(case.num_lanes, ranks * max(1, workers))
+        topology = drawn_topology(rng, ranks, workers, per_step)
+        made = in_threads(case.dataset, topology, packs_per_step=per_step)
+        dataset.load_state_dict(through_a_checkpoint(made.states[-1]))
+        steps = of_ranks(made.batches, topology.batches_per_step)
+        return [pack for step in steps for pack in step], dataset, dataset.ledger().as_dict()
+    workers = 2 if door == "processes" else 0
+    if workers and case.num_lanes:
+        case.num_lanes = max(case.num_lanes, 1 if case.single else 2)
+    loader = PackedDataLoader(
+        case.dataset(), batch_size=rng.randint(1, 5), num_workers=min(workers, case.num_lanes or workers),
+        packs_per_step=rng.choice([None, rng.randint(1, 9)]),
+    )  # fmt: skip
+    packs = [pack for batch in loader for pack in of_batch(batch)]
+    return packs, loader, loader.ledger().as_dict()
+
+
+def check_batch(packs: list[dict[str, Any]], case: Case) -> None:
+    if some := packs[:3]:
+        seq_lens = collate_packed(some).seq_lens
+        dense = attention.dense_mask(seq_lens, max_seq_len=case.limit)
+        cu_seqlens = attention.cu_seqlens_of(seq_lens, max_seq_len=case.limit).tolist()
+        check_masks([pack["seq_lens"].tolist() for pack in some], dense, cu_seqlens)
+
+
+def check_traces(dataset: IterablePackedDataset, packs: list[dict[str, Any]]) -> None:
+    for pack in packs[-3:]:
+        traced = [token for fragment in pack["fragments"][:5] for token in dataset.trace(fragment)["tokens"]]
+        assert pack["tokens"][: len(traced)].tolist() == traced, "a trace leads to other tokens"
+
+
+def _refused(case: Case) -> int:
+    """A run with rows that are errors, or with no row that makes a pack: refused, naming one, and again when asked."""
+    dataset, packs, said = case.dataset(), [], []
+    iterator = iter(dataset)
+    for _ in range(2):
+        try:
+            while len(packs) < 10**5:
+                packs.append(next(iterator))
+            raise AssertionError("reads on for ever")
+        except StopIteration:
+            raise AssertionError("rows that are errors were passed by") from None
+        except ValueError as error:
+            said.append(str(error))
+    places = case.oracle.errors or {"no row makes a pack"}
+    assert any(place in said[0] for place in places), f"refused for {said[0]!r}, not for {places}"
+    assert said[0] == said[1], f"asked again, it says {said[1]!r}"
+    case.oracle.check_run(of_dicts(packs), epochs=1, whole=False)
+    return len(packs)
+
+
+def _judge(case: Case, packs: list[Plain], ledger: Mapping[str, Any]) -> list[Plain]:
+    real = [pack for pack in packs if pack.fragments]
+    for pack in packs:
+        case.oracle.check_pack(pack)  # null packs, too
+    case.oracle.check_run(real, epochs=case.epochs or 1)
+    if ledger:
+        case.oracle.check_ledger(ledger, real, epochs=case.epochs or 1)
+    return real
+
+
+@contextmanager
+def _drawn(seed: int, number: int, *, resumes: bool) -> Iterator[Case]:
+    name = "chain" if resumes else "configuration"
+    case = None
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            case = Case(random.Random(f"{name} {seed} {number}"), Path(folder), resumes=resumes)
+            yield case
+    except Exception as error:
+        raise AssertionError(f"{error}\nreplay: tests.fuzz.{name}({seed}, {number}); {case}") from error
+
+
+def configuration(seed: int, number: int) -> Counter[str]:
+    """Draw one configuration, read it by one door, check all; counts of what was done."""
+    with _drawn(seed, number, resumes=False) as case:
+        if case.oracle.errors or not case.oracle.kept:
+            return Counter(configurations=1, refused=1, packs=_refused(case))
+        try:
+            packs, teller, ledger = _consume(case)
+        except Exception as error:
+            if case.mixed and any(words in f"{error}{error.__cause__}" for words in REFUSALS):
+                return Counter(configurations=1, too_small=1)
+            raise
+        real = _judge(case, packs, ledger)
+        if case.mixed and teller is not None:
+            _check_tallies(case, real, teller.source_stats())
+        if case.mixed and all(pack.lane is not None for pack in real):
+            case.oracle.check_shares(real, case.weights)
+        return Counter(configurations=1, packs=len(real), tokens=_tokens(real))
+
+
+def _check_tallies(case: Case, packs: list[Plain], source_stats: Mapping[str, Any]) -> None:
+    packed: Counter[str] = Counter()
+    trained: Counter[str] = Counter()
+    for pack in packs:
+        ends = np.cumsum(pack.lens).tolist()
+        for end, (row_id, start, stop, _) in zip(ends, pack.fragments, strict=False):
+            name = case.oracle.place(row_id).rpartition(": ")[0].replace(": ", "/")
+            packed[name] += stop - start
+            trained[name] += sum(label != IGNORE for label in pack.labels[end - stop + start : end])
+    assert +Counter({name: stats.packed for name, stats in source_stats.items()}) == packed, (
+        "source_stats miscount"
+    )
+    assert +Counter({name: stats.trained for name, stats in source_stats.items()}) == +trained, (
+        "source_stats miscount"
+    )
+
+
+def _tokens(packs: list[Plain]) -> int:
+    return sum(stop - start for pack in packs for _, start, stop, _ in pack.fragments)
+
+
+def chain(seed: int, number: int) -> Counter[str]:
+    """Draw one configuration, cut its run several times, go on elsewhere each time; compare with the run uncut."""
+    with _drawn(seed, number, resumes=True) as case:
+        if not case.oracle.kept:
+            return Counter(chains=1, refused=1, packs=_refused(case))
+        rng, endless = case.rng, case.epochs is None
+        lanes = 1 if case.single else rng.choice([1, 2, 3] if case.mixed else [2, 4, 5, 6, 12])
+        case.num_lanes = lanes
+        per_step = rng.choice([1, 2, 3, 4, 6, 12])
+        if endless and len({pack["lane"] for pack in islice(case.dataset(), lanes)}) < lanes:
+            case.num_lanes = lanes = (
+                1  # the others have no row, and steps are the same only until a lane ends
+            )
+        reference = case.dataset()
+        try:
+            uncut = of_dicts(list(islice(reference, rng.randint(1, 8) * per_step if endless else None)))
+        except ValueError as error:
+            if case.mixed and any(words in str(error) for words in REFUSALS):
+                return Counter(chains=1, too_small=1)
+            raise
+        if not endless:
+            _judge(case, uncut, reference.ledger().as_dict())
+        resumes, packs, ledger = (
+            _cut_dataset(case, len(uncut)) if rng.random() < 0.25 else _cut_loader(case, uncut, per_step)
+        )
+        assert Counter(pack.key for pack in packs) == Counter(pack.key for pack in uncut), (
+            "other packs than uncut"
+        )
+        if not endless:
+            _judge(case, packs, ledger)
+        return Counter(chains=1, resumes=resumes, packs=len(packs), tokens=_tokens(packs))
+
+
+def _cut_dataset(case: Case, total: int) -> tuple[int, list[Plain], dict[str, Any]]:
+    """The stream of one process, each time a new one."""
+    dataset, packs, resumes = case.dataset(), [], 0
+    while True:
+        left = total - len(packs)
+        count = min(left, case.rng.randint(0, total // 2 + 1)) if resumes < 6 else left
+        if count == left and case.epochs is not None:
+            count += 1  # see the end
+        packs += islice(dataset, count)
+        if resumes == 6 or (len(packs) >= total and resumes):
+            break
+        state = through_a_checkpoint(dataset.state_dict())
+        dataset = case.dataset()
+        dataset.load_state_dict(state)
+        resumes += 1
+    return resumes, of_dicts(packs), dataset.ledger().as_dict()
+
+
+def _cut_loader(case: Case, uncut: list[Plain], per_step: int) -> tuple[int, list[Plain], dict[str, Any]]:
+    """Loaders on simulated ranks; in step with the uncut run where that is promised."""
+    rng, lanes, endless = case.rng, case.num_lanes or 1, case.epochs is None
+    first = Counter(pack.lane for pack in uncut if pack.epoch == 0)
+    same = len(uncut) // per_step if endless else min(first[n] for n in range(lanes)) * lanes // per_step
+    state: dict[str, Any] | None = None
+    steps: list[list[Plain]] = []
+    even, resumes, ended = True, 0, False
+    while not ended:
+        most = lanes if state is None else 6  # a run that goes on may have more consumers than lanes
+        ranks = rng.choice([n for n in (1, 2, 3, 4) if n <= most and not (endless and lanes % n)])
+        workers = rng.randint(0, most // ranks)
+        topology = drawn_topology(rng, ranks, workers, per_step)
+        per = topology.batches_per_step
+        most = max(1, len(uncut) // per_step * per // 2)
+        limit: int | None = rng.randint(0, most) if resumes < 5 else None
+        if endless:
+            left = len(uncut) // per_step - len(steps)
+            limit = left * per if limit is None else min(left * per, limit // per * per)
+        elif limit is not None and rng.random() < 0.6:
+            limit = limit // per * per
+        made = in_threads(case.dataset, topology, state=state, limit=limit, packs_per_step=per_step)
+        assert all(theirs == made.states[0] for theirs in made.states), "the ranks' states differ"
+        cut_midway = len(made.batches[0]) % per
+        even = even and lanes % ranks == 0
+        for step in of_ranks(made.batches, per):
+            for pack in step:
+                case.oracle.check_pack(pack)  # null packs, too
+            steps.append([pack for pack in step if pack.fragments])
+        if not even:
+            same = 0
+        for number, step in enumerate(steps[:same]):
+            wanted = uncut[number * per_step : (number + 1) * per_step]
+            if cut_midway and number == len(steps) - 1:
+                break
+            assert Counter(p.key for p in step) == Counter(p.key for p in wanted), (
+                f"step {number} has other packs"
+            )
+        if cut_midway:
+            same = 0  # the step was cut in two
+        done = len(steps) * per_step >= len(uncut) if endless else all(made.ended)
+        ended = resumes == 5 or (done and resumes > 0)
+        state = through_a_checkpoint(made.states[0])
+        resumes += 1
+    last = case.dataset()
+    last.load_state_dict(state or {})
+    if not endless:
+        over = in_threads(case.dataset, Topology(), state=state, packs_per_step=per_step)
+        assert not over.batches[0], "it goes on behind the end"
+    return resumes - 1, [pack for step in steps for pack in step], last.ledger().as_dict()

@@ -1,0 +1,215 @@
+"""Corpora and settings drawn at random, and the oracle that knows both."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from streampack import IterablePackedDataset, Mix, Sample
+from streampack.packing.encoders import TokensEncoder
+from streampack.sources import IterableSource, JSONLSource, MDSSource, ParquetSource, TokenShardSource
+from streampack.sources.as_source import as_source
+from streampack.tokenize.tokenize import tokenize
+from tests.sources.test_mds import write_mds
+from tests.support.fuzz_oracle import IGNORE, Oracle, Text
+
+KINDS = ("map", "map", "iterable", "stride", "jsonl", "parquet", "tokens", "mds")
+EOS = 999_983
+
+
+class Table:
+    """Encodes ``{"i": 3}`` as row 3 of a table; None there is a record that cannot be encoded."""
+
+    def __init__(self, table: list[Text | None]) -> None:
+        self.table = table
+
+    def __call__(self, row: Mapping[str, Any], /) -> Sample:
+        if (found := self.table[row["i"]]) is None:
+            raise ValueError("is broken")
+        tokens, labels = (
+            np.array(ids, np.int64 if max(found[0], default=0) >> 31 else np.int32) for ids in found
+        )
+        return Sample(tokens, tokens if found[0] == found[1] else labels)
+
+    def fingerprint(self) -> str:
+        return "table"
+
+
+class Case:
+    """One configuration: a corpus in memory or in ``folder``, settings, and the oracle that knows both."""
+
+    def __init__(self, rng: random.Random, folder: Path, *, resumes: bool = False) -> None:
+        self.rng, self.folder, self.resumes = rng, folder, resumes
+        self.table: list[Text | None] = []
+        self.next_id = rng.choice([1, 1, 1, 40_000, 2**31 - 500])  # all tokens differ
+        self.mixed = rng.random() < 0.2
+        self.encoded = rng.random() < 0.5
+        limit = self.limit = rng.choice([1, 2, 3, 8, 16, 24, 64, 64, 200, 500])
+        if self.mixed:
+            limit = self.limit = max(8, limit)
+        gentle = self.mixed or resumes or rng.random() < 0.8
+        endless = resumes and rng.random() < 0.15
+        self.epochs = None if endless else rng.choice([1, 1, 1, 2, 3])
+        self.settings: dict[str, Any] = {
+            "max_seq_len": limit,
+            "strategy": rng.choice(["exact_fit", "exact_fit", "best_fit", "first_fit", "next_fit", "wrap"]),
+            "split_across_pack": rng.random() < 0.15,
+            "buffer_size": rng.choice([1, 2, 5, 16, 128]),
+            "overlong": rng.choice(["drop", "truncate", "split"] + [None, "error"] * (not gentle)),
+            "truncate_side": rng.choice(["right", "right", "left"]),
+            "max_seqs_per_pack": rng.choice([None, None, None, 1, 3, 7]),
+            "truncate_eos": rng.choice([None, None, EOS]),
+            "empty": "drop" if gentle else rng.choice(["drop", "drop", "drop", "error"]),
+            "untrained": rng.choice([None, "keep", "drop", "drop"] + ["error"] * (not gentle)),
+            "shuffle": rng.random() < 0.6,
+            "shuffle_window": rng.choice([1, 3, 32, 2048]),
+            "seed": rng.randrange(1000),
+            "epochs": self.epochs,
+            "padding_idx": rng.choice([0, 0, EOS + 1]),
+            "on_bad_record": rng.choice(["skip", "skip" if gentle else "error"]),
+            "max_bad_records": 10**6,
+        }
+        rows: dict[str, Text | None] = {}
+        self.weights: dict[str, float] = {}
+        self.stops: dict[str, str] = {}
+        if self.mixed:
+            stop = rng.choice(["first_exhausted", "all_exhausted"] + ["never"] * endless)
+            source, self.encoder = self._mix(rows, "", stop, depth=2), None
+        else:
+            kind = rng.choice(KINDS)
+            source = self._leaf(kind, rows, "", count=rng.choice([1, 2, 5, 20, 60, 120]), name="leaf")
+            self.encoder = Table(self.table) if self.encoded else None
+        self.source = as_source(source)
+        self.single = self.source.max_lanes == 1
+        self.num_lanes = 1 if self.single else rng.choice([1, 2, 3] if self.mixed else [None, 1, 2, 3, 5, 8])
+        self.oracle = Oracle(rows, self.settings, self.source.locate, self.stops if self.mixed else None)
+
+    def dataset(self) -> IterablePackedDataset:
+        return IterablePackedDataset(
+            self.source, encoder=self.encoder, num_lanes=self.num_lanes, **self.settings
+        )
+
+    def __str__(self) -> str:
+        kind = type(self.source).__name__
+        return f"{kind} of {len(self.table)} rows, num_lanes={self.num_lanes}, {self.settings}"
+
+    def _texts(self, count: int) -> list[Text | None]:
+        rng = self.rng
+        longest = max(
+            1, rng.choice([self.limit // 2, self.limit, self.limit, 2 * self.limit, 4 * self.limit])
+        )
+        count = max(12 if self.mixed else 1, min(count, 6000 // longest + 1))
+        skewed, empty, masks = rng.random() < 0.5, rng.random() < 0.3, rng.random() < 0.7
+        made: list[Text | None] = []
+        for _ in range(count):
+            size = rng.randint(1, longest)
+            size = min(size, rng.randint(1, longest)) if skewed else size
+            size = 0 if empty and rng.random() < 0.1 else size
+            tokens = list(range(self.next_id, self.next_id + size))
+            self.next_id += size
+            mask = (
+                rng.choice(["all", "prompt", "random", "none" if rng.random() < 0.3 else "all"])
+                if masks
+                else "all"
+            )
+            trained = {
+                "all": lambda at: True,
+                "prompt": lambda at, cut=size // 3: at >= cut,
+                "random": lambda at: rng.random() < 0.5,
+                "none": lambda at: False,
+            }[mask]
+            labels = [token if trained(at) else IGNORE for at, token in enumerate(tokens)]
+            broken = self.encoded and not self.mixed and rng.random() < 0.01
+            made.append(None if broken else (tokens, labels))
+        return made
+
+    def _leaf(self, kind: str, rows: dict[str, Text | None], prefix: str, *, count: int, name: str) -> Any:
+        """A source of new rows; ``rows`` learns their places, in the words of `Source.locate`."""
+        encoded = self.encoded and kind != "tokens"
+        self.encoded = encoded if not self.mixed else self.encoded
+        texts = self._texts(count)
+        first, rng = len(self.table), self.rng
+        self.table += texts
+        column = rng.choice(["tokens", "input_ids"])
+        data: list[dict[str, Any]] = [
+            {"i": first + i} if encoded else dict(zip((column, "labels"), text or ([], []), strict=True))
+            for i, text in enumerate(texts)
+        ]
+        folder = self.folder / f"{name}-{first}"
+        folder.mkdir()
+        bounds = [0, *sorted(rng.randint(0, len(data)) for _ in range(2)), len(data)]
+        files = [(folder / f"{n}.{kind}", a, b) for n, (a, b) in enumerate(pairwise(bounds)) if a < b]
+        if kind == "map":
+            source, places = data, [f"sample {i}" for i in range(len(data))]
+        elif kind in ("iterable", "stride"):
+            source, places = (
+                IterableSource(data, stride=kind == "stride"),
+                [f"row {i}" for i in range(len(data))],
+            )
+        elif kind == "jsonl":
+            blank = "\n" * rng.randint(0, 1)
+            for path, a, b in files:
+                path.write_text("".join(blank + json.dumps(row) + "\n" for row in data[a:b]))
+            places = [f"{path}:{(i + 1) * (1 + len(blank))}" for path, a, b in files for i in range(b - a)]
+            source = JSONLSource([path for path, _, _ in files])
+        elif kind == "parquet":
+            ids = pa.list_(pa.int64())
+            schema = pa.schema([("i", pa.int64())] if encoded else [(column, ids), ("labels", ids)])
+            for path, a, b in files:
+                table = pa.Table.from_pylist(data[a:b], schema)
+                pq.write_table(table, path, row_group_size=rng.choice([1, 4, 50]))
+            places = [f"{path}, row {i}" for path, a, b in files for i in range(b - a)]
+            source = ParquetSource([path for path, _, _ in files])
+        elif kind == "mds":
+            per_shard = rng.randint(1, 40)
+            source = MDSSource(write_mds(folder, data, dict.fromkeys(data[0], "json"), per_shard=per_shard))
+            places = [
+                f"{folder}/shard.{i // per_shard:05d}.mds, sample {i % per_shard}" for i in range(len(data))
+            ]
+        else:
+            size, shard, held, at, places = rng.choice([10, 300, 10**6]), 0, 0, 0, []
+            for text in texts:
+                assert text is not None
+                places.append(f"{folder}/tokens-00000-{shard:05d}.bin, document {at}")
+                held, at = held + len(text[0]), at + 1
+                if held >= size:
+                    shard, held, at = shard + 1, 0, 0
+            with mock.patch("os.fsync"):  # a disk's business
+                source = TokenShardSource(
+                    tokenize(data, out=folder, lanes=1, shard_tokens=size, progress=False)
+                )
+        rows |= {prefix + place: text for place, text in zip(places, texts, strict=True)}
+        return source
+
+    def _mix(self, rows: dict[str, Text | None], prefix: str, stop: str, *, depth: int) -> Mix:
+        rng, entries = self.rng, []
+        for name in "abc"[: rng.choice([2, 2, 3])]:
+            entry: dict[str, Any] = {"name": name, "weight": rng.choice([1, 1, 2, 3.5])}
+            within = f"{prefix}{name}: "
+            known = set(rows)
+            if depth > 1 and rng.random() < 0.2:
+                inner = rng.choice(["first_exhausted", "all_exhausted"])
+                entry["source"] = self._mix(rows, within, inner, depth=depth - 1)
+                self.stops |= {place: stop if stop == inner else "" for place in rows if place not in known}
+            else:
+                kind = rng.choice([kind for kind in KINDS if kind != "iterable"])
+                self.encoded = rng.random() < 0.5
+                entry["source"] = self._leaf(
+                    kind, rows, within, count=rng.choice([20, 40, 80]), name=f"leaf-{name}"
+                )
+                self.stops |= {place: stop for place in rows if place not in known}
+                own = self.encoded and kind != "tokens"
+                entry["encoder"] = Table(self.table) if own else TokensEncoder()
+            entries.append(entry)
+        if not prefix:
+            self.weights = {entry["name"]: entry["weight"] for entry in entries}
+        return Mix(entries, stop=stop)
