@@ -33,7 +33,7 @@ LAYERS = (
         "orphans",
     },
     {"assemble", "sources", "receipt", "parity", "multipack", "nothing"},
-    {"rows"},
+    {"rows", "loaded_state"},
     {"encode", "collate", "collators", "methods", "samplers"},
     {"attention", "draws"},
     {"mix", "flatten"},
