@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streampack import lane
 from streampack.accounting import Ledger
 from streampack.packing.planner import Planner
-from streampack.sources import mapstyle
+from streampack.sources import map_style
 from streampack.sources.mixture_scheduler import MixtureScheduler
+from streampack.streaming import lane
 from streampack.streaming.lane_config import LaneConfig
 from stress import planted
 from tests import fuzz
@@ -119,19 +119,19 @@ def token_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @bug
 def piece_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    good, calls = mapstyle._Rows.__next__, count()
+    good, calls = map_style._Rows.__next__, count()
 
     def following(self: Any) -> Any:
         row = good(self)
         self.index -= next(calls) % 9 == 8
         return row
 
-    monkeypatch.setattr(mapstyle._Rows, "__next__", following)
+    monkeypatch.setattr(map_style._Rows, "__next__", following)
 
 
 @bug
 def row_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    patched(monkeypatch, mapstyle, "permutation", lambda order, *_: np.where(order == 3, 0, order))
+    patched(monkeypatch, map_style, "permutation", lambda order, *_: np.where(order == 3, 0, order))
 
 
 @bug

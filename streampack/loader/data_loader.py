@@ -20,7 +20,9 @@ from streampack.packing.batch import Batch, null_pack, stack_packs
 from streampack.streaming.consumers import require_group_of_now
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.empty_runs import nothing_to_pack
+from streampack.streaming.epochs import BEGUN, ENDED
 from streampack.streaming.lane_state import Receipt, bytes_of
+from streampack.streaming.loaded_state import LoadedState
 from streampack.streaming.round_robin import Event, ledger_of
 from streampack.types import Pack, ReceiptNumbers
 from streampack.validation import require_positive
@@ -94,7 +96,7 @@ class PackedDataLoader:
         self.rank_sync = RankSync(timeout=timedelta(seconds=timeout))
         self._packs_per_step = packs_per_step
         self._progress = Progress(Handed({}))  # of the newest iteration
-        self._resume: int | None = None  # a state was loaded and not taken up yet: the epoch its run began in
+        self._begin: LoadedState | None = None  # where the newest iteration began
         self._identified = False  # the ranks have shared out what the corpus's fingerprint reads
 
     def __repr__(self) -> str:
@@ -106,31 +108,40 @@ class PackedDataLoader:
         """Iterate from the loaded state on; without one, from the epoch behind the newest iteration."""
         dataset = self.dataset
         self._require_whole("iterated anew")
-        if self._resume != dataset.epoch:  # as in the dataset, `set_epoch` may have put the state aside
-            self._progress = Progress(Handed({}))
-        dataset.epoch = dataset.epochs_begun.upcoming()
+        self._begin = begin = dataset.resume.begin(by_loader=True)
+        dataset.epoch = begin.epoch
+        self._progress = Progress(Handed(dict(begin.receipts), begin.slot))
         self._progress.midway = True  # ranks agree on several things now
         try:
-            batches = _Batches(self)
+            batches = _Batches(self, begin)
         except Exception:
             self._progress.midway = False
             raise
-        self._progress, self._resume = (
-            batches.progress,
-            None,
-        )  # not before: an error leaves the state to be taken up
-        dataset.epochs_begun.begin(epochs=dataset.epochs or 1)
+        self._progress = batches.progress
+        dataset.epochs_begun.begin(begin.epoch + (dataset.epochs or 1))
         return batches
 
     @property
     def receipts(self) -> dict[int, ReceiptNumbers]:
         """As of the last batch handed over: of all lanes after a load, then of this rank's."""
-        return self._progress.handed.receipts
+        return self._handed.receipts
 
     @property
     def slot(self) -> int:
         """Of the epoch's slots, one for each pack of a step, those of the steps handed over."""
-        return self._progress.handed.slot
+        return self._handed.slot
+
+    @property
+    def _handed(self) -> Handed:
+        """What the newest iteration handed over, or a state says that was loaded since."""
+        loaded = self._loaded
+        return self._progress.handed if loaded is None else Handed(dict(loaded.receipts), loaded.slot)
+
+    @property
+    def _loaded(self) -> LoadedState | None:
+        """The state from which this loader's next iteration will begin, and none has."""
+        pending = self.dataset.resume.pending
+        return None if pending is self._begin else pending
 
     def state_dict(self) -> dict[str, Any]:
         """After the last batch that was handed over, of all ranks: plain values, fresh at every call.
@@ -142,8 +153,13 @@ class PackedDataLoader:
     def state_of(self, receipts: Mapping[int, ReceiptNumbers], slot: int) -> dict[str, Any]:
         """The state that holds these receipts of this rank's lanes, and those that the others give. A collective."""
         self._require_whole("asked for a state")
-        self._identify("save", lambda: {"slot": slot, "epoch": self.dataset.epoch})
-        return {**self.dataset.state_with(self.rank_sync.merge(bytes_of(receipts))), "slot": slot}
+        begin = self._loaded or self._begin  # not the dataset's, which another loader may read meanwhile
+        epoch = self.dataset.epoch if begin is None else begin.epoch
+        self._identify("save", lambda: {"slot": slot, "epoch": epoch})
+        return {
+            **self.dataset.state_with(self.rank_sync.merge(bytes_of(receipts)), epoch=epoch),
+            "slot": slot,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next iteration goes on after the batch at which ``state`` was taken, on any topology. A collective.
@@ -152,12 +168,8 @@ class PackedDataLoader:
             ValueError: if the state is from another corpus, encoder or config, or is no state.
         """
         self._identify("load", lambda: {"state": digest(plain(state))})
-        slot = state.get("slot", 0) if isinstance(state, Mapping) else 0
-        if type(slot) is not int or not 0 <= slot < 2**63:
-            raise ValueError(f"the state is damaged: slot {slot!r} is no number of packs")
         self.dataset.load_state_dict(state)
-        self._progress = Progress(Handed(dict(self.dataset.receipts), slot))
-        self._resume = self.dataset.epoch
+        self._progress, self._begin = Progress(Handed({})), None
 
     def _require_whole(self, what: str) -> None:
         """Refuse where an interrupted ``next()`` may have left this rank and the others at different agreements."""
@@ -235,8 +247,9 @@ class Progress:
 class _Batches:
     """One iteration: makes this rank's share of every batch, and agrees with the others which batches there are."""
 
-    def __init__(self, loader: PackedDataLoader) -> None:
+    def __init__(self, loader: PackedDataLoader, begin: LoadedState) -> None:
         self.loader = loader
+        self.begin = begin
         self.rank_sync = rank_sync = loader.rank_sync
         require_group_of_now(alone=rank_sync.alone)
         dataset, receipts = loader.dataset, loader.receipts
@@ -358,6 +371,7 @@ class _Batches:
         # From here on there is no call and no loop, where Python raises interrupts: the batch is booked and returned.
         progress.handed = handed
         progress.midway = False
+        self.begin.phase = ENDED if batch is None else BEGUN
         if batch is None:
             raise StopIteration
         return batch

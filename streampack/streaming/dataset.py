@@ -26,20 +26,19 @@ from streampack.sources.corpus_identity import difference, state_of
 from streampack.sources.mixture import Mix
 from streampack.sources.source import Source
 from streampack.streaming.consumers import Ranks, ranks_to_read
-from streampack.streaming.epochs import EpochCounter
+from streampack.streaming.epochs import BEGUN, ENDED, WAITING, EpochCounter
 from streampack.streaming.estimate import Estimate, estimate
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_config import UNTRAINED, LaneConfig
-from streampack.streaming.lane_state import bytes_of, numbers_of
+from streampack.streaming.lane_state import bytes_of
+from streampack.streaming.loaded_state import STATE_VERSION, LoadedState, Resume, checked_state
 from streampack.streaming.round_robin import PackStream, ledger_of, tallies_of
 from streampack.streaming.run_identity import identity_of_run
 from streampack.streaming.untrained import UntrainedWarning
 from streampack.types import Fragment, Pack, ReceiptNumbers, Sample
 from streampack.validation import require, require_positive
 
-STATE_VERSION = 1
 DEFAULT_LANES = 8
-MAX_LANES = 1 << 16  # a lane costs kilobytes, and a damaged state may ask for any number
 
 
 class IterablePackedDataset(IterableDataset[dict[str, Any]]):
@@ -161,8 +160,13 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self.epochs_begun = EpochCounter()
         self.num_lanes = num_lanes
         self._lanes_asked_for = num_lanes is not None  # and not what a state or an iteration left
-        self.receipts: dict[int, ReceiptNumbers] = {}  # a loaded state, until the next iteration takes it up
+        self.resume = Resume(
+            self.epochs_begun
+        )  # a loaded state, and whether an iteration has gone on from it
         self._stream: PackStream | None = None  # the newest iteration
+        self._copied: dict[int, ReceiptNumbers] | None = (
+            None  # as of the newest pack of what this is a copy of
+        )
         self.untrained = UntrainedWarning(self.lane_config)
         self._identity: dict[str, Any] | None = None
         self._estimates: dict[tuple[int, int], Estimate] = {}
@@ -179,13 +183,23 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         )
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        refuse_foreign_collator(sys._getframe(1).f_locals.get("self"))
+        try:
+            refuse_foreign_collator(sys._getframe(1).f_locals.get("self"))
+            return self._iterate()
+        except ValueError as error:
+            if get_worker_info() is None:
+                raise
+            # Raised here, it would end a worker process that is kept, and the trainer would see no reason.
+            return _Refused(error)
+
+    def _iterate(self) -> Iterator[dict[str, Any]]:
         rank, world_size, _ = ranks_to_read(self._ranks, epochs=self.epochs)
         worker = get_worker_info()
         worker_id, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        self.epoch = self.epochs_begun.upcoming()
+        begin = self.resume.begin()
+        self.epoch = begin.epoch
         consumer, consumers = rank + world_size * worker_id, world_size * num_workers
-        self._stream = stream = self.stream(consumer, consumers)
+        self._stream = stream = self.stream(consumer, consumers, receipts=begin.receipts)
         if consumer == 0 and consumers > 1:  # the others, which see no more than their own lanes, say nothing
             stream.others = partial(self._lanes_of_others, consumers)
         if (self.num_lanes or 0) < world_size:
@@ -193,9 +207,9 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
                 f"{self.num_lanes} lanes cannot feed {world_size} ranks: some would have no packs, and others wait "
                 "for them; iterate a PackedDataLoader, which hands out null packs, or use fewer ranks"
             )
-        self.epochs_begun.begin(epochs=self.epochs or 1)
-        self.receipts = {}
-        return _Dicts(stream, self._given)
+        self._copied = None
+        self.epochs_begun.begin(self.epoch + (self.epochs or 1), phase=begin.phase)
+        return _Dicts(stream, begin, untrained=self.untrained, counter=self.epochs_begun)
 
     def _lanes_of_others(self, consumers: int) -> Iterator[Lane]:
         config = self.lane_config
@@ -204,10 +218,6 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         for number in range(self.num_lanes or 0):
             if number % consumers:
                 yield Lane(config, lane=number, num_lanes=self.num_lanes or 1)
-
-    def _given(self, pack: Pack) -> dict[str, Any]:
-        self.untrained.look_at(pack.receipt)
-        return to_torchtune(pack)
 
     def stream(
         self,
@@ -283,9 +293,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         Without it, each iteration begins with the epoch behind the one before. Another epoch than that of a loaded
         state puts the state aside.
         """
-        if require_positive(epoch, "epoch", least=0) != self.epoch:
-            self.epoch, self.receipts = epoch, {}
-        self.epochs_begun.set(epoch)
+        self.resume.set_epoch(epoch, keep=require_positive(epoch, "epoch", least=0) == self.epoch)
+        self.epoch = epoch
 
     def identity(self, *, listed: bool = False) -> dict[str, Any]:
         """What decides which tokens share a pack, as plain values; a state made under another identity is refused.
@@ -318,22 +327,38 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
 
         A lane that has yielded nothing has no entry. The states of several consumers are merged by
         merging ``lanes``.
+
+        Raises:
+            ValueError: if it is read by a `PackedDataLoader`, or by worker processes of torch's DataLoader, where the
+                state is theirs.
         """
-        receipts = self._stream.receipts() if self._stream else self.receipts
-        return self.state_of(receipts)
+        self.resume.require_here()
+        return self.state_of(self._receipts())
+
+    def _receipts(self) -> Mapping[int, ReceiptNumbers]:
+        """As of the last pack that this process yielded, or the loaded state's."""
+        if self._stream is not None:
+            return self._stream.receipts()
+        return self.receipts if self._copied is None else self._copied
+
+    @property
+    def receipts(self) -> Mapping[int, ReceiptNumbers]:
+        """Those of the loaded state, as long as nothing was handed out since."""
+        pending = self.resume.pending
+        return {} if pending is None else pending.receipts
 
     def state_of(self, receipts: Mapping[int, ReceiptNumbers]) -> dict[str, Any]:
         """A state that holds these receipts of packs."""
         return self.state_with(bytes_of(receipts))
 
-    def state_with(self, lanes: Mapping[int, bytes]) -> dict[str, Any]:
-        """A state that holds these receipts, bytes already."""
+    def state_with(self, lanes: Mapping[int, bytes], *, epoch: int | None = None) -> dict[str, Any]:
+        """A state that holds these receipts, bytes already, of an iteration that began in this ``epoch``."""
         # For the warning when they change. What a replay goes by is in the receipts.
         weights = {} if self.mix is None else {"weights": self.mix.target_fractions}
         return {
             "version": STATE_VERSION,
             "identity": self.identity(),
-            "epoch": self.epoch,
+            "epoch": self.epoch if epoch is None else epoch,
             "num_lanes": self.num_lanes,
             "lanes": dict(lanes),
             **weights,
@@ -345,26 +370,24 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         Raises:
             ValueError: if the state is from another corpus, encoder or config, or is no state.
         """
-        identity, num_lanes, receipts = _checked(state)
-        self.require_identity(identity)
+        loaded = checked_state(state)
+        self.require_identity(state["identity"])
         if self.mix is not None and (changes := self.mix.changed(state.get("weights"))):
             warnings.warn(changes, stacklevel=2)
-        self.epoch = state["epoch"]
-        self.epochs_begun.set(self.epoch)
-        self.num_lanes = num_lanes
+        self.resume.load(loaded)
+        self.epoch, self.num_lanes = loaded.epoch, loaded.num_lanes
         self._lanes_asked_for = False
-        self.receipts = receipts
-        self._stream = None
+        self._stream = self._copied = None
 
     def __getstate__(self) -> dict[str, Any]:
         # What iterates has files open; it stays in its process.
-        return {**self.__dict__, "_stream": None, "_identity": None, "_ranks": Ranks.here()}
+        copied = self._copied if self._stream is None else self._stream.receipts()
+        left = {"_stream": None, "_identity": None, "_ranks": Ranks.here(), "_copied": copied}
+        return {**self.__dict__, **left}
 
     def ledger(self) -> Ledger:
         """Where every token went that this process has read, as of the last pack."""
-        if self._stream is not None:
-            return ledger_of(self._stream.receipts())
-        return ledger_of(self.receipts)
+        return ledger_of(self._receipts())
 
     @property
     def mix(self) -> Mix | None:
@@ -373,8 +396,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
 
     def source_stats(self) -> dict[str, SourceStats]:
         """What each source of a mixture gave, as `ledger`; empty without a mixture."""
-        receipts = self._stream.receipts() if self._stream else self.receipts
-        return self.tallies_of(receipts)
+        return self.tallies_of(self._receipts())
 
     def tallies_of(self, receipts: Mapping[int, ReceiptNumbers]) -> dict[str, SourceStats]:
         """The same of these lanes."""
@@ -429,15 +451,48 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
 class _Dicts:
     """The packs of a stream in torchtune's format; one that cannot be converted is not consumed."""
 
-    def __init__(self, stream: PackStream, form: Callable[[Pack], dict[str, Any]]) -> None:
+    def __init__(
+        self, stream: PackStream, begin: LoadedState, *, untrained: UntrainedWarning, counter: EpochCounter
+    ) -> None:
         self.stream = stream
-        self.form = form
+        self.begin = begin
+        self.untrained = untrained
+        self.counter = counter
 
     def __iter__(self) -> _Dicts:
         return self
 
     def __next__(self) -> dict[str, Any]:
-        return self.stream.next_as(self.form)
+        try:
+            return self.stream.next_as(self._give)
+        except StopIteration:
+            if self.begin.phase != ENDED:
+                self._reach(ENDED)
+            raise
+
+    def _give(self, pack: Pack) -> dict[str, Any]:
+        self.untrained.look_at(pack.receipt)
+        given = to_torchtune(pack)
+        if self.begin.phase == WAITING:
+            self._reach(BEGUN)
+        return given
+
+    def _reach(self, phase: int) -> None:
+        self.begin.phase = phase
+        self.counter.reach(phase)
+
+
+class _Refused:
+    """An iteration that cannot be; asked for a pack, it says why."""
+
+    def __init__(self, error: ValueError) -> None:
+        self.error = error
+
+    def __iter__(self) -> _Refused:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        raise self.error
 
 
 def _are_known(source: Source, encode: Callable[[Mapping[str, Any]], Sample], vocab_size: int | None) -> bool:
@@ -452,22 +507,3 @@ def _are_known(source: Source, encode: Callable[[Mapping[str, Any]], Sample], vo
         return False
     as_stored = encode.tokens in ("tokens", None) and encode.labels in ("labels", None)
     return as_stored and (vocab_size is None or shards.ids_below <= vocab_size)
-
-
-def _checked(state: Any) -> tuple[Mapping[str, Any], int | None, dict[int, ReceiptNumbers]]:
-    """Identity, number of lanes and receipts of a state that is whole."""
-    version = state.get("version") if isinstance(state, Mapping) else None
-    if type(version) is not int or version != STATE_VERSION:
-        method = state.get("method") if isinstance(state, Mapping) else None
-        other = f"; it was made with method={method!r}, whose batches no stream makes" if method else ""
-        raise ValueError(f"this is no state of an IterablePackedDataset (version {STATE_VERSION}){other}")
-    identity, num_lanes, lanes = state.get("identity"), state.get("num_lanes"), state.get("lanes")
-    counts = type(state.get("epoch")) is int and (num_lanes is None or type(num_lanes) is int)
-    if not (isinstance(identity, Mapping) and isinstance(lanes, Mapping) and counts):
-        raise ValueError("the state is damaged: it lacks identity, epoch, num_lanes or lanes")
-    if num_lanes is not None and not 0 < num_lanes <= MAX_LANES:
-        raise ValueError(f"the state is damaged: it has {num_lanes} lanes, and 1 to {MAX_LANES} are possible")
-    for lane in lanes:
-        if type(lane) is not int or not 0 <= lane < (num_lanes or 0):
-            raise ValueError(f"the state is damaged: lane {lane!r} is none of its {num_lanes} lanes")
-    return identity, num_lanes, numbers_of(lanes)

@@ -1,0 +1,137 @@
+"""The state that a dataset was given, and which iteration goes on from it: one, wherever it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from multiprocessing.context import get_spawning_popen
+from typing import Any
+
+from torch.utils.data import get_worker_info
+
+from streampack.streaming.epochs import BEGUN, ENDED, WAITING, EpochCounter
+from streampack.streaming.lane_state import numbers_of
+from streampack.types import ReceiptNumbers
+
+STATE_VERSION = 1
+MAX_LANES = 1 << 16  # a lane costs kilobytes, and a damaged state may ask for any number
+
+UNFINISHED = (
+    "an iteration began from the loaded state and stopped before its end, so another one would begin elsewhere than "
+    "the state says. To begin from the state again, load it again; to go on behind what that iteration gave, call "
+    "load_state_dict(state_dict()) first; to read an epoch from its beginning, call set_epoch(epoch) of the dataset"
+)
+
+
+@dataclass
+class LoadedState:
+    """Where an iteration begins: as a state says, or at the beginning of an epoch."""
+
+    receipts: Mapping[int, ReceiptNumbers] = field(default_factory=dict)  # of the lanes that do not begin
+    slot: int = 0  # see `PackedDataLoader`
+    epoch: int = 0  # in which the run began
+    num_lanes: int | None = None
+    phase: int = WAITING  # of the iteration that goes on from it, in this process
+    in_worker: bool = False  # loaded there, so that no other iteration goes on from it
+
+
+def checked_state(state: Any) -> LoadedState:
+    """Return what a state holds, all but its identity.
+
+    Raises:
+        ValueError: if it is no state, or damaged.
+    """
+    version = state.get("version") if isinstance(state, Mapping) else None
+    if type(version) is not int or version != STATE_VERSION:
+        method = state.get("method") if isinstance(state, Mapping) else None
+        other = f"; it was made with method={method!r}, whose batches no stream makes" if method else ""
+        raise ValueError(f"this is no state of an IterablePackedDataset (version {STATE_VERSION}){other}")
+    identity, num_lanes, lanes = state.get("identity"), state.get("num_lanes"), state.get("lanes")
+    counts = type(state.get("epoch")) is int and (num_lanes is None or type(num_lanes) is int)
+    if not (isinstance(identity, Mapping) and isinstance(lanes, Mapping) and counts):
+        raise ValueError("the state is damaged: it lacks identity, epoch, num_lanes or lanes")
+    if num_lanes is not None and not 0 < num_lanes <= MAX_LANES:
+        raise ValueError(f"the state is damaged: it has {num_lanes} lanes, and 1 to {MAX_LANES} are possible")
+    for lane in lanes:
+        if type(lane) is not int or not 0 <= lane < (num_lanes or 0):
+            raise ValueError(f"the state is damaged: lane {lane!r} is none of its {num_lanes} lanes")
+    slot = state.get("slot", 0)
+    if type(slot) is not int or not 0 <= slot < 2**63:
+        raise ValueError(f"the state is damaged: slot {slot!r} is no number of packs")
+    return LoadedState(numbers_of(lanes), slot, state["epoch"], num_lanes)
+
+
+class Resume:
+    """The state that a dataset was given, until the iteration that goes on from it has ended.
+
+    That may be an iteration of the dataset, of a `PackedDataLoader`, or of the worker processes of a DataLoader of
+    torch's, which tell the process that started them by way of the `EpochCounter`.
+    """
+
+    def __init__(self, counter: EpochCounter) -> None:
+        self.counter = counter
+        self.loaded: LoadedState | None = None
+        self.by_loader = False  # the newest iteration is a `PackedDataLoader`'s
+
+    def load(self, loaded: LoadedState) -> None:
+        """Keep a state for the next iteration."""
+        self.counter.set(loaded.epoch, loaded=True)
+        loaded.in_worker = get_worker_info() is not None
+        self.loaded, self.by_loader = loaded, False
+
+    def set_epoch(self, epoch: int, *, keep: bool) -> None:
+        """Begin the next iteration with this epoch; ``keep`` a loaded state from which nothing was handed out."""
+        self.loaded = self.pending if keep else None
+        self.counter.set(epoch, loaded=self.loaded is not None)
+
+    @property
+    def pending(self) -> LoadedState | None:
+        """The loaded state, as long as nothing was handed out since."""
+        return self.loaded if self._phase() == WAITING else None
+
+    def begin(self, *, by_loader: bool = False) -> LoadedState:
+        """Return where an iteration begins.
+
+        Raises:
+            ValueError: if one began from the loaded state and did not end, or the state was loaded after this worker
+                process had been started.
+        """
+        if self.counter.renew():
+            self.loaded = None
+        if (phase := self._phase()) == BEGUN:
+            raise ValueError(UNFINISHED)
+        if phase == ENDED:
+            self.loaded = None
+        self.by_loader = by_loader
+        return LoadedState(epoch=self.counter.upcoming(), phase=ENDED) if self.loaded is None else self.loaded
+
+    def require_here(self) -> None:
+        """Refuse the state of a dataset that is iterated elsewhere, which would be that of the beginning.
+
+        Raises:
+            ValueError: saying who knows it.
+        """
+        if self.by_loader:
+            raise ValueError(
+                "a PackedDataLoader reads this dataset and knows what it has handed out: call its state_dict(), not "
+                "the dataset's"
+            )
+        if self.counter.in_workers:
+            raise ValueError(
+                "worker processes of a DataLoader read this dataset, and what they have read is not known here; use "
+                "PackedDataLoader(dataset, num_workers=...), whose state_dict() counts what it has handed out, or "
+                "torchdata's StatefulDataLoader"
+            )
+
+    def _phase(self) -> int:
+        """How far the iteration from the loaded state is, in this process or in worker processes."""
+        if self.loaded is None:
+            return ENDED
+        if self.loaded.phase != WAITING or self.loaded.in_worker:
+            return self.loaded.phase
+        return self.counter.phase()
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.loaded is None or get_spawning_popen() is not None:  # on the way to a worker
+            return self.__dict__
+        return {**self.__dict__, "loaded": replace(self.loaded, phase=self._phase())}  # a copy
