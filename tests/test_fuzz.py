@@ -23,7 +23,7 @@ from streampack.sources.mixture_scheduler import MixtureScheduler
 from streampack.streaming import lane
 from streampack.streaming.lane_config import LaneConfig
 from stress import planted
-from tests import fuzz
+from tests.support import fuzz
 
 pytestmark = [
     # Lanes and ranks are drawn at random.
