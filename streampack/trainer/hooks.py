@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from streampack.attention import Inputs, prepare_model_for_packing
+from streampack.attention.cache import restore_cache_setting
 from streampack.collate import Batch
 from streampack.iterable import IterablePackedDataset
 from streampack.loader import PackedDataLoader
@@ -91,6 +92,7 @@ class Hooks:
             )
         if self._inputs is None or self._inputs[1:] != (model, model.device):
             made = prepare_model_for_packing(self.trainer.model, attention=self.attention)
+            restore_cache_setting(model)
             self._inputs = made, model, model.device
         return self._inputs[0]
 
