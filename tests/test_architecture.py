@@ -385,3 +385,11 @@ def test_every_package_is_installed() -> None:
     ]
     folders = {".".join(path.parent.relative_to(ROOT).parts) for path in PACKAGE.rglob("__init__.py")}
     assert set(listed) == folders | {"streampack_recipes", "streampack_configs"}
+
+
+def test_the_transformers_that_is_promised_is_the_one_that_is_tested() -> None:
+    """Its internals change with every release: masks, caches, the names of Trainer's methods."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    [promised] = [package for package in extras["hf"] if package.startswith("transformers")]
+    [tested] = re.findall(r"^transformers==(\d+\.\d+)\.", (ROOT / "constraints.txt").read_text(), flags=re.M)
+    assert promised == f"transformers>={tested}"

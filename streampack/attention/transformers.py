@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from streampack.attention.cache import make_no_cache
 from streampack.attention.calls import PREPARED
 from streampack.attention.families import BLIND, PROVEN, longest_pack, missing, refusal, window_of
 from streampack.attention.flash import flash_attention, flash_unfit
@@ -99,7 +100,7 @@ class TransformersInputs:
 
 
 def prepare(model: nn.Module, *, attention: str = "auto") -> TransformersInputs:
-    """Set what a Hugging Face model needs for packed batches: its attention function, and no cache.
+    """Set what a Hugging Face model needs for packed batches: its attention function, and no cache unless asked for.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from streampack import IterablePackedDataset, collate_packed
@@ -131,22 +132,21 @@ def prepare(model: nn.Module, *, attention: str = "auto") -> TransformersInputs:
     for why in (refusal(config, stateful=bool(inner._is_stateful)), _virtual_tokens(model)):
         if why:
             raise ValueError(f"this model cannot be packed: {why}")
-    before = inner.config._attn_implementation, getattr(inner.config, "use_cache", None)
+    before = inner.config._attn_implementation
     reasons = {}
     for word in _order(inner.device) if attention == "auto" else (attention,):
         if why := _lacks(inner, word):
             reasons[word] = why
             continue
         _set_attention(inner, _implementation(inner, word))
-        inner.config.use_cache = config.use_cache = False
         inputs = TransformersInputs(word, inner, position_table(inner))
         why = None if config.model_type in PROVEN else _failed(model, inputs)
         if why is None:
+            make_no_cache(inner)
             PREPARED[inner] = partial(_remade, word)
             return inputs
         reasons[word] = f"nothing is known of {config.model_type}, and it failed a try: {why}"
-        _set_attention(inner, before[0])
-        inner.config.use_cache = config.use_cache = before[1]
+        _set_attention(inner, before)
     others = [repr(word) for word in ATTENTIONS[:3] if word not in reasons and _lacks(inner, word) is None]
     raise ValueError(
         "; ".join(f"attention={word!r} will not do: {why}" for word, why in reasons.items())

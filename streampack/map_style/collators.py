@@ -49,10 +49,9 @@ class FlatteningCollator:
 
     Where a model with its cache on is seen in this process, the first batch warns.
 
-    Padding is a sequence of its own: label -100, its own ``seq_idx``, the last entry of ``cu_seq_lens_*``. Its
-    positions begin at ``position_ids_start``, and again after as many as the longest sample has: a model may have no
-    more. A kernel that is not told of padding leaves its rows unwritten, and a NaN among them reaches the gradients,
-    its label notwithstanding.
+    Padding is a sequence of its own: label -100, positions from ``position_ids_start``, its own ``seq_idx``, the
+    last entry of ``cu_seq_lens_*``. A kernel that is not told of it leaves its rows unwritten, and a NaN among
+    them reaches the gradients, its label notwithstanding.
 
     Args:
         return_position_ids: give ``position_ids``  # [1, tokens] int64
@@ -126,7 +125,6 @@ class FlatteningCollator:
         row.labels[np.cumsum([0, *row.seq_lens[:-1]])] = (
             self.separator_id if separator_id is None else separator_id
         )
-        longest_real = max(row.seq_lens)
         row = self._padded(row)
         seq_lens = np.array(row.seq_lens)
         starts = np.cumsum(seq_lens) - seq_lens
@@ -134,7 +132,6 @@ class FlatteningCollator:
         batch: dict[str, Any] = {"input_ids": row.tokens[None], "labels": row.labels[None]}
         if self.return_position_ids:
             places = np.arange(total) - np.repeat(starts, seq_lens)
-            places %= longest_real  # the model may have no more positions
             batch["position_ids"] = places[None] + self.position_ids_start
         if self.return_seq_idx:
             batch["seq_idx"] = np.repeat(np.arange(seq_lens.size, dtype=np.int32), seq_lens)[None]
@@ -323,6 +320,8 @@ def _warn_of_caches() -> None:
             issubclass(type(thing), library.PreTrainedModel)
             and getattr(getattr(thing, "config", None), "use_cache", False)
             and thing.can_generate()
+            and "without_cache"
+            not in [getattr(hook, "__name__", "") for hook in thing._forward_pre_hooks.values()]
         ):
             warnings.warn(
                 f"a {type(thing).__name__} in this process has its cache on, and with one transformers ignores "

@@ -45,7 +45,7 @@ def flatten_batch(batch: Batch, *, pad_to_multiple_of: int = 1, padding_idx: int
         for length in lengths[lengths.cumsum(0) <= used].tolist()
         if length
     ]
-    filler = torch.arange(size - total) % max(seq_lens, default=1)  # positions that the model has
+    filler = torch.arange(size - total)
 
     def joined(rows: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
         return torch.cat([*(row[:used] for row, used in zip(rows, real, strict=True)), padding])[None]

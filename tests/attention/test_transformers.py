@@ -6,10 +6,12 @@ prepared as users do it; the other side is a second, untouched model, which sees
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -399,7 +401,36 @@ def test_preparing_twice_and_changing_ones_mind() -> None:
     for attention in ("varlen", "varlen", "dense", "auto"):
         inputs = prepare_model_for_packing(model, attention=attention)
         assert max(differences(run_packed(model, batch, inputs), right).values()) < 1e-5
-    assert not model.config.use_cache
+    assert model.config.use_cache, "or it would be saved so"
+    assert all(len(module._forward_pre_hooks) <= 1 for module in model.modules())
+
+
+@pytest.mark.parametrize("attention", ["dense", "varlen"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2_moe", "gemma3_text"])
+def test_a_prepared_model_is_saved_and_generates_as_before(
+    family: str, attention: str, tmp_path: Path
+) -> None:
+    """A saved ``use_cache: false`` would slow down whoever generates with it, in silence."""
+    model, alone = build(family).eval(), build(family).eval()
+    inputs = prepare_model_for_packing(model, attention=attention)
+    _, batch = stream_and_batch("overlong")
+    with torch.no_grad():
+        assert model(**inputs(batch)).past_key_values is None
+        arguments = {name: value for name, value in inputs(batch).items() if name != "use_cache"}
+        assert model(**arguments).past_key_values is None
+        asked = model(input_ids=batch.tokens[:, :4], use_cache=True)
+        assert asked.past_key_values.get_seq_length() == 4
+        again = model(input_ids=batch.tokens[:, 4:5], past_key_values=asked.past_key_values)
+        assert again.past_key_values.get_seq_length() == 5, "a cache that was given is used"
+    saved = []
+    for name, each in (("ours", model), ("theirs", alone)):
+        each.save_pretrained(tmp_path / name)
+        saved.append(json.loads((tmp_path / name / "config.json").read_text()))
+    assert saved[0] == saved[1]
+    assert saved[0]["use_cache"] is True
+    prompt = batch.tokens[:1, :5]
+    ours, theirs = (each.generate(prompt, max_new_tokens=6, do_sample=False) for each in (model, alone))
+    assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("attention", ["dense", "varlen"])
@@ -521,9 +552,8 @@ def test_sharded_over_two_ranks() -> None:
 # Mistakes that users make, and that this file must see: each is a wrong call of a right model.
 
 
-def cache_left_on(model: nn.Module, batch: Batch, inputs: Any) -> dict[str, Any]:
-    model.config.use_cache = True
-    return {name: value for name, value in inputs(batch).items() if name != "use_cache"}
+def cache_left_on(_model: nn.Module, batch: Batch, inputs: Any) -> dict[str, Any]:
+    return inputs(batch) | {"use_cache": True}
 
 
 def mask_given(_model: nn.Module, batch: Batch, inputs: Any) -> dict[str, Any]:

@@ -416,3 +416,17 @@ def test_a_step_that_trains_nothing_is_an_error(tmp_path: Path, logging_steps: i
     ):
         train()
     assert train(untrained="keep").training_loss == 0.0
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_saved_model_generates_with_the_cache_that_it_had(tmp_path: Path, cached: bool) -> None:
+    """Trainer turns it off for training, and would write that into every config."""
+    trainer = packed(tmp_path, of=model(use_cache=cached), max_steps=2, save_strategy="steps", save_steps=1)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "final"))
+    trainer.model.save_pretrained(tmp_path / "by_hand")
+    for folder in ("checkpoint-1", "final", "by_hand"):
+        assert json.loads((tmp_path / folder / "config.json").read_text())["use_cache"] is cached
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "final")
+    generated = loaded.generate(torch.tensor([[5, 6]]), max_new_tokens=2, return_dict_in_generate=True)
+    assert (generated.past_key_values is not None) is cached

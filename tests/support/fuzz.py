@@ -152,7 +152,9 @@ def _drawn(seed: int, number: int, *, resumes: bool) -> Iterator[Case]:
             case = Case(random.Random(f"{name} {seed} {number}"), Path(folder), resumes=resumes)
             yield case
     except Exception as error:
-        raise AssertionError(f"{error}\nreplay: tests.support.fuzz.{name}({seed}, {number}); {case}") from error
+        raise AssertionError(
+            f"{error}\nreplay: tests.support.fuzz.{name}({seed}, {number}); {case}"
+        ) from error
 
 
 def configuration(seed: int, number: int) -> Counter[str]:

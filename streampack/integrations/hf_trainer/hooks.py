@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from streampack.attention import Inputs, prepare_model_for_packing
+from streampack.attention.cache import restore_cache_setting
 from streampack.integrations.hf_trainer.checkpoints import (
     newest_checkpoint,
     read_stream,
@@ -96,6 +97,7 @@ class Hooks:
             )
         if self._inputs is None or self._inputs[1:] != (model, model.device):
             made = prepare_model_for_packing(self.trainer.model, attention=self.attention)
+            restore_cache_setting(model)
             self._inputs = made, model, model.device
         return self._inputs[0]
 
