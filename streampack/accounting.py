@@ -1,11 +1,15 @@
-"""The ledger: where every token went."""
+"""The ledger: where every token went, and which of a sample's are trained."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any
+
+import numpy as np
+
+from streampack.types import IGNORE_INDEX, Sample
 
 DROP_REASONS = ("overlong", "truncated", "empty", "bad", "untrained")
 """Why tokens or samples are left out. ``overlong`` and ``untrained`` count whole samples, ``truncated`` what was cut
@@ -104,3 +108,31 @@ class SourceStats:
 
 _COUNTS = tuple(f.name for f in fields(Ledger) if not f.name.startswith("dropped"))
 _counts = attrgetter(*_COUNTS)
+
+
+def trained_tokens(sample: Sample, cuts: Sequence[int] = ()) -> int:
+    """How many labels of a sample are trained when it is cut at ``cuts``: the first of each part is not.
+
+    >>> trained_tokens(Sample(np.array([5, 6, 4, 7, 8]), np.array([5, 6, -100, 7, 8])), cuts=[3])
+    2
+    """
+    tokens, labels = sample
+    if labels is tokens:
+        return tokens.size - 1 - len(cuts)
+    firsts = sum(1 for start in (0, *cuts) if labels[start] != IGNORE_INDEX)
+    return int(np.count_nonzero(labels != IGNORE_INDEX)) - firsts
+
+
+def trains_nothing(sample: Sample) -> bool:
+    """Whether no label of a sample is trained when it is packed whole: its first label never is.
+
+    >>> trains_nothing(Sample(np.array([5, 6, 4]), np.array([5, -100, -100])))
+    True
+    """
+    tokens, labels = sample
+    if labels is tokens:
+        return tokens.size < 2
+    # Most samples end in a trained token, so most need no look at the others.
+    if labels.size > 1 and labels.item(-1) != IGNORE_INDEX:
+        return False
+    return not bool((labels[1:] != IGNORE_INDEX).any())

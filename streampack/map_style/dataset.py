@@ -16,17 +16,10 @@ import numpy as np
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
-from streampack.accounting import Ledger
+from streampack.accounting import Ledger, trains_nothing
 from streampack.instantiate import COMPONENT, build
 from streampack.map_style import parity as torchtune_parity
-from streampack.packing.assemble import (
-    assemble,
-    require_id,
-    trained_if_split,
-    trains_nothing,
-    untrained_error,
-    with_eos,
-)
+from streampack.packing.assemble import assemble, require_id, trained_if_split, untrained_error, with_eos
 from streampack.packing.batch import to_torchtune
 from streampack.packing.collator_check import refuse_foreign_collator
 from streampack.packing.encoders import check_tokenizer, guard_datasets

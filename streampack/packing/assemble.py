@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from streampack.accounting import trained_tokens
 from streampack.packing.boundaries import require_one_sequence
 from streampack.packing.settings import Packing
 from streampack.types import IGNORE_INDEX, IntArray, Sample, from_tuple
@@ -185,34 +186,6 @@ def require_id(value: object, name: str, *, vocab_size: int | None) -> int:
 
 def _bounds(vocab_size: int | None) -> str:
     return "ids from 0" if vocab_size is None else f"{vocab_size} ids (0 to {vocab_size - 1})"
-
-
-def trained_tokens(sample: Sample, cuts: Sequence[int] = ()) -> int:
-    """How many labels of a sample are trained when it is cut at ``cuts``: the first of each part is not.
-
-    >>> trained_tokens(Sample(np.array([5, 6, 4, 7, 8]), np.array([5, 6, -100, 7, 8])), cuts=[3])
-    2
-    """
-    tokens, labels = sample
-    if labels is tokens:
-        return tokens.size - 1 - len(cuts)
-    firsts = sum(1 for start in (0, *cuts) if labels[start] != IGNORE_INDEX)
-    return int(np.count_nonzero(labels != IGNORE_INDEX)) - firsts
-
-
-def trains_nothing(sample: Sample) -> bool:
-    """Whether no label of a sample is trained when it is packed whole: its first label never is.
-
-    >>> trains_nothing(Sample(np.array([5, 6, 4]), np.array([5, -100, -100])))
-    True
-    """
-    tokens, labels = sample
-    if labels is tokens:
-        return tokens.size < 2
-    # Most samples end in a trained token, so most need no look at the others.
-    if labels.size > 1 and labels.item(-1) != IGNORE_INDEX:
-        return False
-    return not (labels[1:] != IGNORE_INDEX).any()
 
 
 def untrained_error(length: int, packing: Packing) -> ValueError:

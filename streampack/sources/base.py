@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from streampack.sources.row_copies import own_row
-from streampack.types import Cursor, Row, RowId
+from streampack.types import Cursor, Row, RowId, Sample
 
 Item = TypeVar("Item")
 
@@ -29,6 +30,8 @@ class Reading:
     seed: int = 0
     shuffle_window: int = 0  # rows among which the order is permuted; 0 keeps the order
     start: Cursor | None = None  # None: the beginning
+    stagger: int = 0  # tokens that the lanes of a mixture begin apart at most; the longest sample is enough
+    replayed: int = 0  # pieces that are read a second time, behind ``start``
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -58,18 +61,37 @@ class BadRecord(ValueError):
         return cause
 
 
-class Reader(Protocol):
-    """One lane's rows of one epoch. After an error, ``next()`` tries the same row again."""
+class Reader(ABC):
+    """One lane's rows of one epoch. After an error, ``next()`` tries the same row again.
+
+    A lane tells its reader what became of each row (`charge`); a mixture chooses the next source by it.
+    """
 
     @property
-    def cursor(self) -> Cursor:
-        """Of the row that comes next."""
+    def begins(self) -> bool:
+        """Whether the newest row is the first that its source, one of a mixture's, gives since it began anew."""
+        return False
 
-    def __iter__(self) -> Iterator[Row]: ...
+    @property
+    @abstractmethod
+    def cursor(self) -> Cursor:
+        """Where reading can resume: at the row that comes next."""
+
+    def __iter__(self) -> Iterator[Row]:
+        return self
+
+    @abstractmethod
     def __next__(self) -> Row: ...
 
+    @abstractmethod
     def skip(self) -> None:
-        """Pass by the record that `BadRecord` was raised for."""
+        """Skip the record that `BadRecord` was raised for."""
+
+    def charge(self, parts: Sequence[Sample]) -> None:  # noqa: B027  # only a mixture has a use for it
+        """Take note of the samples, cut to pieces, that the newest row became; none if it was dropped."""
+
+    def succeed(self, ended: Reader) -> None:  # noqa: B027  # only a mixture has a use for it
+        """Begin an epoch where that of another reader of the same source ended."""
 
 
 def reason_of(error: Exception) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from streampack.fingerprint import digest, plain
@@ -129,7 +129,7 @@ class Holdout(Source):
         return held_out == (self.part == "validation")
 
 
-class _Kept:
+class _Kept(Reader):
     def __init__(self, reader: Reader, part: Holdout) -> None:
         self.reader = reader
         self.part = part
@@ -137,9 +137,6 @@ class _Kept:
     @property
     def cursor(self) -> Cursor:
         return self.reader.cursor
-
-    def __iter__(self) -> Iterator[Row]:
-        return self
 
     def __next__(self) -> Row:
         while True:

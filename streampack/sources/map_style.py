@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
 
 from streampack.fingerprint import digest
-from streampack.sources.base import BadRecord, Reading, permutation, readable, reason_of, spread
+from streampack.sources.base import BadRecord, Reader, Reading, permutation, readable, reason_of, spread
 from streampack.sources.examples import EXAMPLES, Example, MarkedRows, example
 from streampack.sources.source import Source
 from streampack.types import Cursor, Row, RowId
@@ -89,7 +89,7 @@ class MapSource(Source):
         return rows, len(self.dataset) / max(1, len(numbers))
 
 
-class _Rows:
+class _Rows(Reader):
     def __init__(
         self, source: MapSource, numbers: range, order: np.ndarray[Any, Any] | None, index: int
     ) -> None:
@@ -101,9 +101,6 @@ class _Rows:
     @property
     def cursor(self) -> Cursor:
         return (self.index,)
-
-    def __iter__(self) -> Iterator[Row]:
-        return self
 
     def __next__(self) -> Row:
         if self.index >= len(self.numbers):

@@ -108,20 +108,25 @@ class Mix(Source):
         total = math.fsum(entry.weight for entry in self.entries)
         own = [max(1, round(entry.weight / total * TOTAL_WEIGHT)) for entry in self.entries]
         self.weights = tuple(own)  # of the whole tree: first our own, then those of every mixture within
-        self.names: list[str] = []  # of the sources that have rows, in the tree: "code", "web/en", "web/de"
+        self._names: list[str] = []  # of the sources that have rows, in the tree: "code", "web/en", "web/de"
         self.max_lanes: int | None = None
         self._offsets: list[int] = []  # of each entry: a mixture's in weights
         self._first: list[int] = []  # and in names
         for entry in self.entries:
             self._offsets.append(len(self.weights))
-            self._first.append(len(self.names))
+            self._first.append(len(self._names))
             if isinstance(entry.source, Mix):
                 self.weights += entry.source.weights
-                self.names += [f"{entry.name}/{name}" for name in entry.source.names]
+                self._names += [f"{entry.name}/{name}" for name in entry.source.names]
             else:
-                self.names.append(entry.name)
+                self._names.append(entry.name)
             if (most := entry.source.max_lanes) is not None:
                 self.max_lanes = most if self.max_lanes is None else min(most, self.max_lanes)
+
+    @property
+    def names(self) -> list[str]:
+        """See `Source.names`: those that have rows, such as "code", "web/en" and "web/de"."""
+        return self._names
 
     @property
     def target_fractions(self) -> dict[str, float]:
@@ -147,16 +152,16 @@ class Mix(Source):
             "drawn by the old ones; the next are drawn by the new ones, and the fractions approach them"
         )
 
-    def leaf(self, row_id: RowId) -> int:
+    def source_index(self, row_id: RowId) -> int:
         """The number, in `names`, of the source that a row is from."""
         number, *rest = row_id
         source = self.entries[number].source
-        return self._first[number] + (source.leaf(tuple(rest)) if isinstance(source, Mix) else 0)
+        return self._first[number] + source.source_index(tuple(rest))
 
     def encoder(self, row_id: RowId) -> Encode | None:
         """Of the source that a row is from: its own, or that of the mixture around it."""
         entry = self.entries[row_id[0]]
-        own = entry.source.encoder(row_id[1:]) if isinstance(entry.source, Mix) else None
+        own = entry.source.encoder(row_id[1:])
         return entry.encoder if own is None else own
 
     def leaves(self, default: Encode) -> list[Leaf]:
@@ -205,33 +210,32 @@ class Mix(Source):
         """Those of all sources."""
         return [part for entry in self.entries for part in entry.source.divisible()]
 
-    def read(self, reading: Reading, *, stagger: int = 0) -> MixtureScheduler:
-        """See `Source.read`. Every row that is read must be charged; lanes begin up to ``stagger`` tokens apart."""
+    def read(self, reading: Reading) -> MixtureScheduler:
+        """See `Source.read`. Every row that is read must be charged."""
         if reading.start is None:
-            return self._draws(reading, weighing=Weighing(self.weights), stagger=stagger)
+            return self._scheduler(reading, weighing=Weighing(self.weights))
         numbers = iter(reading.start)
         weighing = Weighing.from_numbers(numbers, count=len(self.weights))
-        return self._draws(reading, weighing=weighing, stagger=stagger, start=numbers)
+        weighing.change(self.weights, after=reading.replayed)
+        return self._scheduler(reading, weighing=weighing, start=numbers)
 
-    def _draws(
+    def _scheduler(
         self,
         reading: Reading,
         *,
         weighing: Weighing,
-        stagger: int,
         start: Iterator[int] | None = None,
         offset: int = 0,
         root: bool = True,
     ) -> MixtureScheduler:
         return MixtureScheduler(
             [entry.name for entry in self.entries],
-            opens=partial(self._open, reading, offset, stagger),
+            opens=partial(self._open, reading, offset),
             locate=self.locate,
             stop=self.stop,
             weighing=weighing,
             offset=offset,
             reading=reading,
-            stagger=stagger,
             start=start,
             root=root,
         )
@@ -240,7 +244,6 @@ class Mix(Source):
         self,
         reading: Reading,
         offset: int,
-        stagger: int,
         number: int,
         *,
         turn: int,
@@ -254,13 +257,12 @@ class Mix(Source):
             epoch=reading.epoch << TURN_BITS | turn,
             seed=crc32(f"{reading.seed} {entry.name}".encode()),
             start=start,
+            replayed=0,
         )
         if isinstance(entry.source, Mix):
             numbers = None if start is None else iter(start)
             within = offset + self._offsets[number]
-            return entry.source._draws(
-                own, weighing=weighing, stagger=stagger, start=numbers, offset=within, root=False
-            )
+            return entry.source._scheduler(own, weighing=weighing, start=numbers, offset=within, root=False)
         return entry.source.read(own)
 
     def locate(self, row_id: RowId) -> str:

@@ -8,8 +8,9 @@ from typing import Protocol
 
 import numpy as np
 
+from streampack.accounting import trained_tokens
 from streampack.sources.base import BadRecord, Reader, Reading
-from streampack.types import Cursor, Row, RowId
+from streampack.types import Cursor, Row, RowId, Sample
 
 STOPS = ("first_exhausted", "all_exhausted", "never")
 
@@ -99,7 +100,7 @@ class Open(Protocol):
         """Source ``number`` in its ``turn``-th turn, at the beginning or at a cursor."""
 
 
-class MixtureScheduler:
+class MixtureScheduler(Reader):
     """One lane's rows of a mixture in one epoch; the row that is due comes from the source furthest behind.
 
     Whoever reads it says after each row, with `charge`, how many tokens the row trains. What a source then has to come,
@@ -121,7 +122,6 @@ class MixtureScheduler:
         weighing: shared with the mixtures in the same tree.
         offset: of this mixture's weights in it.
         reading: of the lane; where it starts is said by ``start``.
-        stagger: trained tokens; the longest sample that may come is enough.
         start: this mixture's part of a cursor, to be read off.
         root: whether this is the outermost mixture, whose cursors hold the weights.
     """
@@ -136,7 +136,6 @@ class MixtureScheduler:
         weighing: Weighing,
         offset: int,
         reading: Reading,
-        stagger: int = 0,
         start: Iterator[int] | None = None,
         root: bool = True,
     ) -> None:
@@ -149,7 +148,7 @@ class MixtureScheduler:
         self.place = f"lane {reading.lane} of {reading.num_lanes}"
         self.root = root
         rng = np.random.default_rng(reading.key)
-        self.delays = sorted(rng.integers(0, stagger + 1, len(names)).tolist())
+        self.delays = sorted(rng.integers(0, reading.stagger + 1, len(names)).tolist())
         self.waits = rng.exponential(size=len(names))
         self.stands: list[Stand] = []
         if start is None:
@@ -163,8 +162,8 @@ class MixtureScheduler:
     @property
     def begins(self) -> bool:
         """Whether the newest row is the first of its source's turn."""
-        stand = self.stands[self.due]
-        return stand.reader.begins if isinstance(stand.reader, MixtureScheduler) else self.first
+        reader = self.stands[self.due].reader
+        return self.first or (reader is not None and reader.begins)
 
     @property
     def cursor(self) -> Cursor:
@@ -173,9 +172,6 @@ class MixtureScheduler:
         for stand in self.stands:
             numbers += stand.numbers()
         return tuple(numbers)
-
-    def __iter__(self) -> MixtureScheduler:
-        return self
 
     def __next__(self) -> Row:
         if self.drawn:
@@ -213,14 +209,14 @@ class MixtureScheduler:
         reader.skip()
         self._count(0, pieces=1)
 
-    def charge(self, trained: int, *, pieces: int = 1) -> None:
-        """The last row trains so many tokens, and became so many numbered pieces."""
+    def charge(self, parts: Sequence[Sample]) -> None:
+        """Count the newest row's trained tokens for its source. A row that was dropped counts as one piece."""
         assert self.drawn, "every row is charged once"
         self.drawn = False
         reader = self.stands[self.due].reader
-        if isinstance(reader, MixtureScheduler):
-            reader.charge(trained, pieces=pieces)
-        self._count(trained, pieces=pieces)
+        assert reader is not None
+        reader.charge(parts)
+        self._count(sum(map(trained_tokens, parts)), pieces=max(1, len(parts)))
 
     def _count(self, trained: int, *, pieces: int) -> None:
         stand = self.stands[self.due]
@@ -234,8 +230,9 @@ class MixtureScheduler:
         if self.root:
             self.weighing.tick(pieces)
 
-    def succeed(self, ended: MixtureScheduler) -> None:
+    def succeed(self, ended: Reader) -> None:
         """Begin where another epoch ended: should it be a replay with earlier weights, it goes on."""
+        assert isinstance(ended, MixtureScheduler)
         self.weighing = ended.weighing
         self._begin()
 

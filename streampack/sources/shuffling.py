@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from streampack.sources.base import BadRecord, Reading, permutation
+from streampack.sources.base import BadRecord, Reader, Reading, permutation
 from streampack.types import Cursor, Row, RowId, from_tuple
 
 Record = tuple[int, Any, int]  # (offset in its file, raw data, offset of what comes next)
@@ -30,11 +30,13 @@ class Damage(ValueError):
         self.resume = resume  # where reading can go on; None: not in this part
 
 
-class InOrder:
+class InOrder(Reader):
     """Reads parts one after the other. A cursor is ``(part, offset, 0)``: offset ``offset`` of the ``part``-th part.
 
     A stretch that is damaged is one record, and raised when its turn comes. For the arguments see `read_parts`.
     """
+
+    cursor: Cursor = ()
 
     def __init__(
         self,
@@ -56,15 +58,8 @@ class InOrder:
         self.offset = parts[0].start if parts else 0  # of the next record in that part
         if reading.start is not None:
             self.part, self.offset, _ = reading.start
-        self.cursor: Cursor = (
-            self.part,
-            self.offset,
-            0,
-        )  # of the row that comes next: where its search begins
+        self.cursor = (self.part, self.offset, 0)  # of the row that comes next: where its search begins
         self.found: _Found | None = None  # that row's record, until it is yielded
-
-    def __iter__(self) -> Iterator[Row]:
-        return self
 
     def __next__(self) -> Row:
         if (found := self.found) is None:
@@ -118,7 +113,7 @@ class InOrder:
         self.offset = self.parts[part].start if part < len(self.parts) else 0
 
 
-class WindowReader:
+class WindowReader(Reader):
     """Reads ``ordered``, within windows of ``shuffle_window`` records, in a permuted order.
 
     The permutations, of the parts and within each window, are functions of (seed, epoch, lane, window),
@@ -142,9 +137,6 @@ class WindowReader:
     def cursor(self) -> Cursor:
         """The cursor of the row that comes next."""
         return self.ordered.cursor
-
-    def __iter__(self) -> Iterator[Row]:
-        return self
 
     def __next__(self) -> Row:
         if self.index >= len(self.window):

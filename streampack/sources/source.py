@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from streampack.sources.base import Reader, Reading
@@ -51,6 +51,19 @@ class Source(ABC):
     def retry_budget(self) -> float:
         """Seconds that one read may take in retries: so much longer the loader waits for other ranks."""
         return 0.0
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the sources of a mixture, those within others too; none for a source that is no mixture."""
+        return []
+
+    def source_index(self, row_id: RowId) -> int:
+        """Which of `names` a row comes from; 0 for a source that is no mixture."""
+        return 0
+
+    def encoder(self, row_id: RowId) -> Callable[[Mapping[str, Any]], Any] | None:
+        """The encoder of a row's own source in a mixture; None for the run's."""
+        return None
 
     @abstractmethod
     def fingerprint(self) -> str:

@@ -419,7 +419,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         tokens = piece.tokens[fragment.start - start : fragment.stop - start]
         found = {"place": config.source.locate(fragment.row_id), "row": row, "tokens": tokens.tolist()}
         if self.mix is not None:
-            found["source"] = self.mix.names[self.mix.leaf(fragment.row_id)]
+            found["source"] = self.mix.names[self.mix.source_index(fragment.row_id)]
         if hasattr(encode, "decode"):
             found["text"] = encode.decode(found["tokens"])
         return found

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from streampack.packing.assemble import check_sample, trained_tokens
+from streampack.accounting import trained_tokens
+from streampack.packing.assemble import check_sample
 from streampack.packing.planner import plan_samples
 from streampack.packing.token_rows import encode_row
 from streampack.sources import Holdout, JSONLSource

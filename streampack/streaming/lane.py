@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from streampack.accounting import Ledger, SourceStats
-from streampack.packing.assemble import assemble, trained_tokens, trains_nothing, untrained_error
+from streampack.accounting import Ledger, SourceStats, trained_tokens, trains_nothing
+from streampack.packing.assemble import assemble, untrained_error
 from streampack.packing.planner import Planner
 from streampack.sources.base import BadRecord, Reader, Reading
-from streampack.sources.mixture_scheduler import MixtureScheduler
 from streampack.streaming.empty_runs import FIRST_ROWS, warn_of_first_rows
 from streampack.streaming.lane_config import LaneConfig
 from streampack.streaming.lane_state import Receipt
@@ -54,7 +53,7 @@ class Lane:
         self.num_lanes = num_lanes
         self.planner = Planner(config.packing)
         self.ledger = Ledger()
-        self.source_stats = [] if config.mix is None else [SourceStats() for _ in config.mix.names]
+        self.source_stats = [SourceStats() for _ in config.source.names]
         self.held: dict[int, Piece] = {}  # pieces pulled and not wholly packed, by number
         self.pending: list[Piece] = []  # pieces of the newest row that were not pulled yet
         self.row: Row | None = None  # read and not yet encoded; stays when encoding fails
@@ -64,7 +63,7 @@ class Lane:
         self.epoch = 0
         self.rows_in_epoch = self.pieces_in_epoch = 0
         if receipt is None:
-            self.reader = self._open(0, None)
+            self.reader = self._open(0)
         else:
             self._restore(Receipt.from_numbers(receipt))
 
@@ -76,7 +75,7 @@ class Lane:
                 f"{self.planner.buffered} tokens of it wait to be packed; the state does not fit together, or is of a "
                 "run without an end (epochs=None)"
             )
-        self.reader = self._open(epoch, None)  # first: if this fails, it is the old epoch that is used up
+        self.reader = self._open(epoch)  # first: if this fails, it is the old epoch that is used up
         self.epoch, self.packs, self.done = epoch, 0, False
         self.rows_in_epoch = self.pieces_in_epoch = 0
 
@@ -174,7 +173,7 @@ class Lane:
             tuple(self.source_stats),
         ).numbers()
 
-    def _open(self, epoch: int, start: Cursor | None) -> Reader:
+    def _open(self, epoch: int, start: Cursor | None = None, *, replayed: int = 0) -> Reader:
         config = self.config
         reading = Reading(
             self.lane,
@@ -183,9 +182,9 @@ class Lane:
             seed=config.seed,
             shuffle_window=config.shuffle_window,
             start=start,
+            stagger=config.packing.max_seq_len,
+            replayed=replayed,
         )
-        if config.mix is not None:
-            return config.mix.read(reading, stagger=config.packing.max_seq_len)
         return config.source.read(reading)
 
     def _restore(self, receipt: Receipt) -> None:
@@ -202,9 +201,8 @@ class Lane:
         self.done = receipt.done and not (self.config.endless and receipt.ledger.packed)
         self.rows_in_epoch = self.pieces_in_epoch = 1  # only an epoch read from its beginning tells
         self.ledger, self.source_stats = receipt.ledger, list(receipt.source_stats)
-        self.reader = self._open(receipt.epoch, receipt.cursor)
-        if isinstance(self.reader, MixtureScheduler) and (mix := self.config.mix) is not None:
-            self.reader.weighing.change(mix.weights, after=receipt.next_piece - receipt.first)
+        replayed = receipt.next_piece - receipt.first
+        self.reader = self._open(receipt.epoch, receipt.cursor, replayed=replayed)
         planner = self.planner
         planner.next_piece = receipt.first
         while planner.next_piece < receipt.next_piece:
@@ -270,9 +268,8 @@ class Lane:
                 if not self.config.endless or not self.pieces_in_epoch:
                     return None
                 self.epoch, self.rows_in_epoch, self.pieces_in_epoch = self.epoch + 1, 0, 0
-                ended, self.reader = self.reader, self._open(self.epoch, None)
-                if isinstance(ended, MixtureScheduler) and isinstance(self.reader, MixtureScheduler):
-                    self.reader.succeed(ended)
+                ended, self.reader = self.reader, self._open(self.epoch)
+                self.reader.succeed(ended)
             else:
                 self.rows_in_epoch += 1
         return self.row
@@ -300,9 +297,8 @@ class Lane:
         pieces, first = [], self.planner.next_piece
         for start, part in parts:
             pieces.append(_piece((part, row_id, start, self.epoch, cursor, first, trained)))
-        if isinstance(self.reader, MixtureScheduler):
-            trained_in_packs = sum(trained_tokens(part) for _, part in parts)
-            self.reader.charge(trained_in_packs, pieces=max(1, len(parts)))
+        if self.source_stats:
+            self.reader.charge([part for _, part in parts])
         if not replay:
             self.ledger.samples += 1
             self.ledger.untrained += untrained
@@ -344,18 +340,16 @@ class Lane:
             if self.source_stats:
                 self._begin_stats(row)
             self.planner.next_piece += 1
-        if row.data is not BROKEN and isinstance(self.reader, MixtureScheduler):
-            self.reader.charge(0)
+        if row.data is not BROKEN:
+            self.reader.charge([])
         return []
 
     def _stats(self, row_id: RowId) -> SourceStats:
-        """Of the row's source in a mixture."""
-        assert self.config.mix is not None
-        return self.source_stats[self.config.mix.leaf(row_id)]
+        """The stats of a row's source in a mixture."""
+        return self.source_stats[self.config.source.source_index(row_id)]
 
     def _begin_stats(self, row: Row) -> SourceStats:
         """The stats of the newest row's source; it counts how often the source was begun."""
-        assert isinstance(self.reader, MixtureScheduler)
         stats = self._stats(row.row_id)
         stats.epochs += self.reader.begins
         return stats

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from streampack.packing.assemble import check_sample, with_eos
@@ -34,15 +34,15 @@ class LaneConfig:
     vocab_size: int | None = None
     checks: bool = True  # every sample; an encoder may be known to make none but good ones
     quarantine: Quarantine | None = None  # None: a broken record is an error
-    mix: Mix | None = field(init=False)  # the source, if it is a mixture
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "mix", self.source if isinstance(self.source, Mix) else None)
+    @property
+    def mix(self) -> Mix | None:
+        """The source, if it is a mixture."""
+        return self.source if isinstance(self.source, Mix) else None
 
     def encoder(self, row_id: RowId) -> Callable[[Mapping[str, Any]], Sample]:
-        """Of the row's source."""
-        own = None if self.mix is None else self.mix.encoder(row_id)
-        return self.encode if own is None else own
+        """The encoder of a row's source."""
+        return self.source.encoder(row_id) or self.encode
 
     def sample(self, row: Row) -> Sample | str:
         """Encode and check a row. Where records are skipped, the reason is returned in place of an error.

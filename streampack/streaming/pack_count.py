@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from streampack.packing.assemble import check_sample, trains_nothing
+from streampack.accounting import trains_nothing
+from streampack.packing.assemble import check_sample
 from streampack.sources import Holdout, MapSource
 from streampack.sources.source import Source
 from streampack.streaming.lane import Lane

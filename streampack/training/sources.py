@@ -23,7 +23,9 @@ def source_ids(batch: Batch, mix: Mix) -> torch.Tensor:
     """
     ids = torch.zeros(batch.tokens.shape, dtype=torch.int64)
     for row, fragments in zip(ids, batch.fragments, strict=True):
-        sources = torch.tensor([mix.leaf(fragment.row_id) for fragment in fragments], dtype=torch.int64)
+        sources = torch.tensor(
+            [mix.source_index(fragment.row_id) for fragment in fragments], dtype=torch.int64
+        )
         lengths = torch.tensor([fragment.stop - fragment.start for fragment in fragments], dtype=torch.int64)
         row[: int(lengths.sum())] = sources.repeat_interleave(lengths)
     return ids

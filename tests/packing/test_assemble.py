@@ -9,6 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from streampack import IGNORE_INDEX, Sample
+from streampack.accounting import trained_tokens
 from streampack.packing.assemble import (
     as_sample,
     assemble,
@@ -16,7 +17,6 @@ from streampack.packing.assemble import (
     missing_column,
     narrowed,
     positions,
-    trained_tokens,
     with_eos,
 )
 from tests.support import oracle

@@ -27,6 +27,7 @@ from streampack import (
 )
 from streampack.accounting import Ledger, SourceStats
 from streampack.sources import Holdout, Reading
+from streampack.sources.base import Reader
 from streampack.sources.mixture import TOTAL_WEIGHT, hold_out
 from streampack.sources.mixture_scheduler import MixtureScheduler, Stand, Weighing
 from streampack.streaming.lane import Lane
@@ -68,6 +69,12 @@ def make(source: Any, **settings: Any) -> IterablePackedDataset:
     )
 
 
+def training(tokens: int) -> list[Sample]:
+    """A sample of which so many tokens are trained."""
+    ids = np.zeros(tokens + 1, dtype=np.int32)
+    return [Sample(ids, ids)]
+
+
 def drawn(
     mix: Mix,
     trained: Mapping[int, Iterable[int]],
@@ -81,15 +88,13 @@ def drawn(
 
     Read from a new reader at its cursor every ``reopened`` rows.
     """
-    draws, lengths = (
-        mix.read(Reading(**reading), stagger=stagger),
-        {i: iter(each) for i, each in trained.items()},
-    )
+    draws = mix.read(Reading(**reading, stagger=stagger))
+    lengths = {i: iter(each) for i, each in trained.items()}
     totals = [0] * len(mix.names)
     for drawn in count(1):
         row = next(draws)
-        number = next(lengths[leaf := mix.leaf(row.row_id)])
-        draws.charge(number)
+        number = next(lengths[leaf := mix.source_index(row.row_id)])
+        draws.charge(training(number))
         totals[leaf] += number
         if sum(totals) >= tokens:
             return totals
@@ -333,7 +338,7 @@ def test_workers_and_a_state_on_disk(tmp_path: Path) -> None:
 @given(st.integers(0, 10**6))
 @settings(max_examples=25)
 def test_positions_of_rows(seed: int) -> None:
-    class Charged:
+    class Charged(Reader):
         """As a lane reads: every row is charged at once."""
 
         def __init__(self, mix: Mix, start: Any) -> None:
@@ -343,12 +348,9 @@ def test_positions_of_rows(seed: int) -> None:
         def cursor(self) -> Any:
             return self.draws.cursor
 
-        def __iter__(self) -> Charged:
-            return self
-
         def __next__(self) -> Any:
             row = next(self.draws)
-            self.draws.charge(row.data["n"])
+            self.draws.charge(training(row.data["n"]))
             return row
 
         def skip(self) -> None: ...
@@ -515,7 +517,7 @@ def test_turns_and_epochs_are_all_shuffled_differently_and_sources_of_equal_size
         came: dict[int, list[int]] = {0: [], 1: []}
         for row in islice(draws, 125):
             came[row.row_id[0]].append(row.data["i"])
-            draws.charge(1)
+            draws.charge(training(1))
         orders += [tuple(came[s][i : i + 30]) for s in (0, 1) for i in (0, 30)]
     assert len(set(orders)) == 8
     assert {tuple(sorted(order)) for order in orders} == {tuple(range(30))}
@@ -678,7 +680,7 @@ def test_each_source_has_its_encoder_and_its_name() -> None:
             traced = data.trace(fragment)
             assert traced["tokens"] == pack["tokens"][begin : begin + length].tolist()
             begin += length
-            name = mix.names[mix.leaf(fragment.row_id)]
+            name = mix.names[mix.source_index(fragment.row_id)]
             assert traced["source"] == name
             assert traced["place"] == f"{name.replace('/', ': ')}: sample {traced['row']['i'] % APART}"
             assert traced["row"]["i"] // APART == mix.names.index(name)

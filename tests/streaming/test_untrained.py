@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from streampack import IGNORE_INDEX, IterablePackedDataset, PackedDataLoader, PackedDataset, Sample
-from streampack.packing.assemble import trains_nothing
+from streampack.accounting import trains_nothing
 from streampack.sources.mixture import Mix
 from tests.support.conformance import check_resume_everywhere
 
