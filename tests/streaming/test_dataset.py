@@ -86,20 +86,32 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("kind", "settings"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_resume_at_every_step(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
-    """300 packs; stopped after every one; and stopped once more after the resume."""
+    """40 packs or more; stopped after every one; and stopped once more after the resume."""
+    resumed_at_every_step(tmp_path, kind, settings, packs=40)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "settings"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_resume_at_every_step_of_a_longer_run(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
+    resumed_at_every_step(tmp_path, kind, settings, packs=300)
+
+
+def resumed_at_every_step(tmp_path: Path, kind: str, settings: dict[str, Any], *, packs: int) -> None:
     too_long = "overlong" in settings or "split_across_pack" in settings or settings.get("strategy") == "wrap"
-    data = rows(1400 // (settings["epochs"] or 4), overlong=70 if too_long else 0, empty="empty" in settings)
+    count = 14 * packs // 3 // (settings["epochs"] or 4)
+    data = rows(count, overlong=70 if too_long else 0, empty="empty" in settings)
     if settings.get("max_seq_len") == 1 or settings.get("buffer_size") == 64:
-        data = data[:22]  # three epochs of one-token packs; six epochs in a buffer
-    packs = check_resume_everywhere(
-        lambda: make(make_source(kind, tmp_path, data), **settings), packs=600 if settings["epochs"] else 300
+        data = data[: packs * 22 // 300 + 3]  # three epochs of one-token packs; six epochs in a buffer
+    found = check_resume_everywhere(
+        lambda: make(make_source(kind, tmp_path, data), **settings),
+        packs=2 * packs if settings["epochs"] else packs,
     )
-    assert 240 <= len(packs) <= 600
+    assert 0.6 * packs <= len(found) <= 2 * packs
     if settings["epochs"]:
-        assert [pack["epoch"] for pack in packs] == sorted(pack["epoch"] for pack in packs)
-        assert {pack["epoch"] for pack in packs} == set(range(settings["epochs"]))
+        assert [pack["epoch"] for pack in found] == sorted(pack["epoch"] for pack in found)
+        assert {pack["epoch"] for pack in found} == set(range(settings["epochs"]))
         if settings.get("overlong", "split") == "split":
-            assert samples_in(packs) == all_of(data, settings["epochs"])
+            assert samples_in(found) == all_of(data, settings["epochs"])
 
 
 @pytest.mark.parametrize("num_lanes", [1, 4])
