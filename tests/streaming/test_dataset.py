@@ -104,9 +104,9 @@ def resumed_at_every_step(tmp_path: Path, kind: str, settings: dict[str, Any], *
         data = data[: packs * 22 // 300 + 3]  # three epochs of one-token packs; six epochs in a buffer
     found = check_resume_everywhere(
         lambda: make(make_source(kind, tmp_path, data), **settings),
-        packs=2 * packs if settings["epochs"] else packs,
+        packs=4 * packs if settings["epochs"] else packs,  # to the end of what ends
     )
-    assert 0.6 * packs <= len(found) <= 2 * packs
+    assert len(found) >= packs / 2
     if settings["epochs"]:
         assert [pack["epoch"] for pack in found] == sorted(pack["epoch"] for pack in found)
         assert {pack["epoch"] for pack in found} == set(range(settings["epochs"]))
