@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import operator
+import os
+import sys
+import warnings
 from collections.abc import Iterable
+from pathlib import Path
 from typing import SupportsIndex
+
+PACKAGE = str(Path(__file__).parent) + os.sep
 
 
 def require(value: object, name: str, allowed: Iterable[str]) -> None:
@@ -21,3 +27,11 @@ def require_positive(value: object, name: str, *, least: int = 1) -> int:
     if number < least:
         raise ValueError(f"{name}={number} is below {least}; give at least {least}")
     return number
+
+
+def warn_user(message: str) -> None:
+    """Warn, naming the line outside of this package that led here."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)

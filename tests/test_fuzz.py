@@ -67,7 +67,8 @@ def test_a_case_is_the_same_whenever_it_is_drawn() -> None:
 def test_a_failure_says_how_to_run_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     shifted_labels(monkeypatch)
     with pytest.raises(
-        AssertionError, match=r"wrong labels\nreplay: tests\.fuzz\.configuration\(1, \d+\); \w+Source of"
+        AssertionError,
+        match=r"wrong labels\nreplay: tests\.support\.fuzz\.configuration\(1, \d+\); \w+Source of",
     ):
         find(fuzz.configuration)
 

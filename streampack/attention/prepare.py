@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -14,7 +13,7 @@ from streampack.attention.dense import dense_mask
 from streampack.attention.flex import flex_mask
 from streampack.attention.mappings import Packed, packed_of
 from streampack.streaming.consumers import model_parallel_mesh
-from streampack.validation import require
+from streampack.validation import require, warn_user
 
 ATTENTIONS = ("auto", "dense", "flex", "varlen", "flash")
 """The words that `prepare_model_for_packing` and the config's ``attention`` know."""
@@ -73,7 +72,7 @@ def prepare_model_for_packing(model: nn.Module, *, attention: str = "auto") -> I
     """
     require(attention, "attention", ATTENTIONS)
     if shared := model_parallel_mesh(model):
-        warnings.warn(shared, stacklevel=2)
+        warn_user(shared)
     for module in model.modules():
         roots = {cls.__module__.partition(".")[0] for cls in type(module).__mro__}
         if "torchtune" in roots:

@@ -6,7 +6,6 @@ import os
 import socket
 import time
 import uuid
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from streampack.distributed.launcher import end_with_launcher
+from streampack.validation import warn_user
 
 T = TypeVar("T")
 
@@ -180,11 +180,10 @@ def allow_connections(size: int) -> None:
     enough = hard >= needed or hard == resource.RLIM_INFINITY
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed if enough else hard, hard))
     if not enough:
-        warnings.warn(
+        warn_user(
             f"{size:,} ranks need about {needed:,} open files each and the system allows {hard:,}: ranks will fail to "
             'connect ("Too many open files"); raise the hard limit on every machine (limits.conf, LimitNOFILE of '
             "systemd, --ulimit of a container)",
-            stacklevel=2,
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -25,7 +24,7 @@ from streampack.streaming.lane_state import Receipt, bytes_of
 from streampack.streaming.loaded_state import LoadedState
 from streampack.streaming.round_robin import Event, ledger_of
 from streampack.types import Pack, ReceiptNumbers
-from streampack.validation import require_positive
+from streampack.validation import require_positive, warn_user
 
 log = logging.getLogger(__name__)
 
@@ -264,19 +263,17 @@ class _Batches:
             )  # fmt: skip
         # Workers do not matter: what they make is merged in the order of the slots.
         if num_lanes < rank_sync.world_size:
-            warnings.warn(
+            warn_user(
                 f"{num_lanes} lanes are too few for {rank_sync.world_size} ranks: {rank_sync.world_size - num_lanes} "
                 "of them hand out null packs only, and a step trains fewer packs than it did; use fewer ranks, or "
                 "start a new run with more num_lanes",
-                stacklevel=3,
             )
         elif num_lanes % rank_sync.world_size:
-            warnings.warn(
+            warn_user(
                 f"{num_lanes} lanes do not divide evenly among {rank_sync.world_size} ranks: every sample still comes "
                 "exactly once, but steps hold other packs than on another number of ranks, and at an epoch's end the "
                 "ranks with fewer lanes hand out null packs; use a number of ranks that divides the lanes, or in a new "
                 "run a num_lanes that the ranks divide",
-                stacklevel=3,
             )
         step = loader.packs_per_step
         whole = loader.batches_per_step * rank_sync.world_size * loader.packs_per_batch

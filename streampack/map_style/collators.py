@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from streampack.packing.assemble import check_sample
 from streampack.packing.boundaries import TELLING, require_no_padding, sequence_lengths
 from streampack.packing.token_rows import as_mapping, sample_of
 from streampack.types import IGNORE_INDEX, IntArray, Sample
-from streampack.validation import require, require_positive
+from streampack.validation import require, require_positive, warn_user
 
 Feature = Mapping[str, Any]
 
@@ -323,10 +322,9 @@ def _warn_of_caches() -> None:
             and "without_cache"
             not in [getattr(hook, "__name__", "") for hook in thing._forward_pre_hooks.values()]
         ):
-            warnings.warn(
+            warn_user(
                 f"a {type(thing).__name__} in this process has its cache on, and with one transformers ignores "
                 "position_ids: the samples of a flat row would see one another; inputs = prepare_model_for_packing("
                 "model), then model(**inputs(batch)), or set model.config.use_cache = False",
-                stacklevel=3,
             )
             return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ from streampack.packing.batch import Batch, stack_packs
 from streampack.packing.encoders import guard_datasets
 from streampack.packing.token_rows import read_sample
 from streampack.types import Fragment, Pack, Sample
-from streampack.validation import require_positive
+from streampack.validation import require_positive, warn_user
 
 
 def method_loader(
@@ -96,10 +95,9 @@ def method_loader(
     elif len(lengths) != len(ds):
         raise ValueError(f"there are {len(lengths)} lengths and {len(ds)} samples; give one for each")
     if not made.isolated:
-        warnings.warn(
+        warn_user(
             f"method={method!r} lets the samples of a row see one another, which makes a worse model; it is there "
             f"to be compared with. Train with {method + '_posid'!r}, or a method that cuts no sample",
-            stacklevel=2,
         )
     rows = _Rows(
         ds,

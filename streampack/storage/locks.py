@@ -7,10 +7,11 @@ import json
 import os
 import socket
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from streampack.validation import warn_user
 
 LOCK_FILE = ".lock"
 PATIENCE = 5.0
@@ -56,10 +57,9 @@ def lock_folder(folder: str | Path, *, way_out: str, patience: float = PATIENCE)
                 break
             except OSError as error:
                 if error.errno in NOT_SUPPORTED:
-                    warnings.warn(
+                    warn_user(
                         f"{folder} cannot be locked ({error.strerror}): a second run that writes there would not be "
                         "noticed",
-                        stacklevel=3,
                     )
                     break
                 if error.errno not in (errno.EACCES, errno.EAGAIN):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import get_worker_info
+
+from streampack.validation import warn_user
 
 MODEL_PARALLEL = {
     *("tp", "cp", "sp", "pp", "mp", "etp", "tensor", "context", "sequence", "pipeline", "model"),
@@ -134,8 +135,7 @@ def warn_of_missing_group() -> None:
     """Warn if this process was launched as one of several that have not joined."""
     size = os.environ.get("WORLD_SIZE", "1")
     if size.isdecimal() and int(size) > 1:
-        warnings.warn(
+        warn_user(
             f"WORLD_SIZE={size} and there is no process group, so each of these processes reads all the data; call "
             "torch.distributed.init_process_group first, or ignore this if they are runs of their own",
-            stacklevel=4,
         )

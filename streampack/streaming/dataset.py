@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -36,7 +35,7 @@ from streampack.streaming.round_robin import PackStream, ledger_of, tallies_of
 from streampack.streaming.run_identity import identity_of_run
 from streampack.streaming.untrained import UntrainedWarning
 from streampack.types import Fragment, Pack, ReceiptNumbers, Sample
-from streampack.validation import require, require_positive
+from streampack.validation import require, require_positive, warn_user
 
 DEFAULT_LANES = 8
 
@@ -373,7 +372,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         loaded = checked_state(state)
         self.require_identity(state["identity"])
         if self.mix is not None and (changes := self.mix.changed(state.get("weights"))):
-            warnings.warn(changes, stacklevel=2)
+            warn_user(changes)
         self.resume.load(loaded)
         self.epoch, self.num_lanes = loaded.epoch, loaded.num_lanes
         self._lanes_asked_for = False

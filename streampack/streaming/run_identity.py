@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from streampack.sources.examples import EXAMPLES, UNKNOWN, Example, MarkedRows, 
 from streampack.sources.source import Source
 from streampack.streaming.lane_config import LaneConfig
 from streampack.types import Sample
+from streampack.validation import warn_user
 
 Encode = Callable[[Mapping[str, Any]], Sample]
 
@@ -71,10 +71,9 @@ class Encoded:
         varying = [i for i, pair in enumerate(zip(marks, again, strict=True)) if pair[0] != pair[1]]
         if varying:
             place = source.locate(rows[varying[0]].row_id)
-            warnings.warn(
+            warn_user(
                 f"the encoder {name} makes other tokens of the same row each time ({place}): a resumed run trains "
                 "other tokens of the rows that waited; draw what is random from the row itself",
-                stacklevel=2,
             )
         kept = tuple(UNKNOWN if i in varying else made for i, made in enumerate(marks))
         places = MarkedRows.of(rows, source.locate).places if rows else ()

@@ -684,7 +684,7 @@ def test_an_error_at_the_start_of_one_rank_is_raised_on_all() -> None:
     while not state or Receipt.from_bytes(state[-1]["lanes"][1]).ledger.buffered == 0:
         list(islice(first, 2 + len(state)))
         state.append(first.state_dict())
-    waiting = Receipt.from_bytes(state[-1]["lanes"][1]).position[
+    waiting = Receipt.from_bytes(state[-1]["lanes"][1]).cursor[
         1
     ]  # the number of a row of lane 1, which is rank 1's
     changed = [{**row, "n": row["n"] + (row["i"] == waiting)} for row in data]

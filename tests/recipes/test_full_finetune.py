@@ -179,7 +179,7 @@ def test_a_changed_corpus_is_refused_at_resume(tmp_path):
         ({"data.max_seq_len": 8}, r"rows.jsonl:\d+ has \d+ tokens, max_seq_len is 8"),
         ({"data.encoder.column": "body"}, r"rows.jsonl:\d+: column 'body' is missing"),
         ({"model.vocab_size": 9}, "size mismatch"),
-        ({"validation": {"every": 3}}, "validation needs a share"),
+        ({"validation": {"every": 3}}, "validation needs a fraction"),
         ({"validation": {"shares": 0.1}}, "validation has no 'shares'"),
         ({"attention": "sparse"}, "attention='sparse' is unknown"),
         ({"dtype": "fp16"}, "fp16"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from os import PathLike
@@ -13,6 +12,7 @@ from typing import Any
 from streampack.fingerprint import digest
 from streampack.packing.encoders.base import PROBE
 from streampack.packing.encoders.template import ChatTemplate
+from streampack.validation import warn_user
 
 TORCHTUNE_ROLES = {"ipython": "tool"}  # torchtune's name: the template's
 
@@ -179,10 +179,9 @@ class HFTokenizer:
             return
         special = {*self.tokenizer.all_special_ids, *self.tokenizer.added_tokens_decoder}
         if special and not any(token in special for token, flag in zip(ids, trained, strict=True) if flag):
-            warnings.warn(
+            warn_user(
                 f"the chat template of {self.name} ends no answer with a special token that is trained, so the model "
                 "does not learn to stop; set {% endgeneration %} behind the end-of-turn token, or add one",
-                stacklevel=5,
             )
 
 
