@@ -1,4 +1,4 @@
-"""Check that the collator of a DataLoader, or of a Trainer, can make a batch of packs."""
+"""The check that a DataLoader's or Trainer's collator can batch packs."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ from typing import Any
 
 from torch.utils.data import default_collate
 
+from streampack.packing.encoders.base import qualified_name
+
 REMOVED = "transformers.trainer_utils.RemoveColumnsCollator"
-"""Wraps a Trainer's collator, and hides all columns from it that the model's ``forward`` does not name."""
+"""A Trainer's wrapper around its collator, which hides all columns that the model's ``forward`` does not name."""
 
 
 def refuse_foreign_collator(caller: object, *, map_style: bool = False) -> None:
-    """Refuse to give packs to a collator that would drop their tokens or boundaries, or fail without saying why.
+    """Raise if packs would go to a collator that drops their tokens or boundaries, or fails without a clear error.
 
-    Collators of unknown row_id are left alone: they may well be right.
+    Collators of unknown origin pass: they may well be right.
 
     Args:
-        caller: what asks a dataset for packs; only torch's fetchers, which hold a ``collate_fn``, are looked at.
+        caller: the caller of the dataset; only torch's fetchers, which hold a ``collate_fn``, are checked.
         map_style: whether the packs are those of a `PackedDataset`.
 
     Raises:
@@ -30,9 +32,9 @@ def refuse_foreign_collator(caller: object, *, map_style: bool = False) -> None:
             "torch's default_collate cannot stack packs, which hold different numbers of samples; give the DataLoader "
             "collate_fn=streampack.collate_packed, or iterate a PackedDataLoader"
         )
-    name = _name_of(collate)
+    name = qualified_name(collate)
     removes = name == REMOVED and "tokens" not in collate.signature_columns
-    inner = _name_of(collate.data_collator) if name == REMOVED else name
+    inner = qualified_name(collate.data_collator) if name == REMOVED else name
     foreign = inner.startswith(("transformers.", "trl."))
     if removes and not foreign:
         prepare = "" if map_style else ", or call prepare_trainer_for_packing(trainer)"
@@ -52,9 +54,3 @@ def refuse_foreign_collator(caller: object, *, map_style: bool = False) -> None:
             f"this Trainer would batch packs with {inner.rpartition('.')[2]}, which does not know them: the model "
             f"would get no input_ids, and no boundaries between samples; {way_out}"
         )
-
-
-def _name_of(collate: Any) -> str:
-    """Dotted name of a function, or of an object's class."""
-    named = collate if hasattr(collate, "__qualname__") else type(collate)
-    return f"{named.__module__}.{named.__qualname__}"

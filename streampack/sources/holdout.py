@@ -50,6 +50,7 @@ class Holdout(Source):
         self.fraction = fraction
         self.part = part
         self.max_lanes = source.max_lanes
+        self.ids_below = source.ids_below
         self._examples: list[Example] | None = None
 
     def fingerprint(self) -> str:

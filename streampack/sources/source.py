@@ -39,6 +39,9 @@ class Source(ABC):
     max_lanes: int | None = None
     """The most lanes that can divide the rows; None for any number."""
 
+    ids_below: int | None = None
+    """A bound that all token ids in the rows are below, where rows are tokens already and it is known."""
+
     @property
     def way_out(self) -> str:
         """Suffix of the error message where ``max_lanes`` are too few: how to get more lanes."""

@@ -15,10 +15,9 @@ from streampack.accounting import Ledger, SourceStats
 from streampack.packing.assemble import require_id
 from streampack.packing.batch import to_torchtune
 from streampack.packing.collator_check import refuse_foreign_collator
-from streampack.packing.encoders import TextEncoder, TokensEncoder, guard_datasets
+from streampack.packing.encoders import Encoder, TokensEncoder, guard_datasets
 from streampack.packing.settings import Packing
 from streampack.packing.token_rows import encode_row
-from streampack.sources import Holdout, TokenShardSource
 from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import Quarantine, quarantine_for
 from streampack.sources.corpus_identity import difference, state_of
@@ -151,7 +150,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             truncate_eos=truncate_eos,
             padding_idx=padding_idx,
             vocab_size=vocab_size,
-            checks=not _are_known(source, encode, vocab_size),
+            checks=_must_check(source, encode, vocab_size),
             quarantine=kept,
         )
         self.epochs = epochs
@@ -494,15 +493,11 @@ class _Refused:
         raise self.error
 
 
-def _are_known(source: Source, encode: Callable[[Mapping[str, Any]], Sample], vocab_size: int | None) -> bool:
-    """Whether all ids are from 0 and below ``vocab_size``, whatever the data, so that nobody has to look.
-
-    Of these very classes: a subclass may do anything, and the sources of a mixture may have encoders of their own.
-    """
-    if type(encode) is TextEncoder:
-        return not isinstance(source, Mix) and encode.makes_only(vocab_size)
-    shards = source.source if type(source) is Holdout else source
-    if type(encode) is not TokensEncoder or type(shards) is not TokenShardSource:
-        return False
-    as_stored = encode.tokens in ("tokens", None) and encode.labels in ("labels", None)
-    return as_stored and (vocab_size is None or shards.ids_below <= vocab_size)
+def _must_check(
+    source: Source, encode: Callable[[Mapping[str, Any]], Sample], vocab_size: int | None
+) -> bool:
+    """Return whether samples must be checked: their ids may be outside the vocabulary, for all the encoder knows."""
+    if source.names or not isinstance(encode, Encoder):  # a mixture's sources may have encoders of their own
+        return True
+    bound = encode.ids_below(source.ids_below)
+    return bound is None or (vocab_size is not None and bound > vocab_size)

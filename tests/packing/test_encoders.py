@@ -1,10 +1,7 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -60,7 +57,7 @@ class WordTokenizer:
 # Ready tokens.
 
 
-def test_tokens() -> None:
+def test_tokens_are_read_from_the_named_columns() -> None:
     assert TokensEncoder()({"tokens": [1, 2], "labels": [-100, 2]}).labels.tolist() == [-100, 2]
     named = TokensEncoder(tokens="input_ids", labels="targets")
     assert named({"input_ids": [1, 2], "targets": [-100, 2]}).labels.tolist() == [-100, 2]
@@ -68,7 +65,7 @@ def test_tokens() -> None:
         named({"input_ids": [1]})
 
 
-def test_tokens_fingerprint_says_the_columns() -> None:
+def test_tokens_fingerprint_covers_the_columns() -> None:
     encoders = [TokensEncoder(), TokensEncoder(labels=None), TokensEncoder(tokens="input_ids")]
     assert len({encoder.fingerprint() for encoder in encoders}) == 3
     assert TokensEncoder().fingerprint() == TokensEncoder().fingerprint()
@@ -84,7 +81,7 @@ def test_tokens_fingerprint_says_the_columns() -> None:
         ({"instruction": "a", "output": "b"}, "MessagesEncoder(tokenizer, message_transform=AlpacaToMessages())"),
     ],
 )  # fmt: skip
-def test_rows_without_tokens_and_without_an_encoder(row: dict[str, Any], hint: str) -> None:
+def test_rows_without_tokens_name_the_encoder_they_need(row: dict[str, Any], hint: str) -> None:
     with pytest.raises(ValueError) as error:
         list(IterablePackedDataset([row], max_seq_len=8))
     assert "sample 0: column 'tokens' is missing; the row's columns are " in str(error.value)
@@ -93,7 +90,7 @@ def test_rows_without_tokens_and_without_an_encoder(row: dict[str, Any], hint: s
     )
 
 
-def test_other_bad_rows_are_not_told_of_encoders() -> None:
+def test_other_bad_rows_get_no_hint_of_an_encoder() -> None:
     for row in ({"tokens": [0.5], "text": "a"}, {"tokens": [1], "text": "a"}, {"x": 1}):
         with pytest.raises(ValueError) as error:
             TokensEncoder()(row)
@@ -103,7 +100,7 @@ def test_other_bad_rows_are_not_told_of_encoders() -> None:
 # Plain text.
 
 
-def test_text_is_trained_whole() -> None:
+def test_every_token_of_a_text_is_trained() -> None:
     encode = TextEncoder(WordTokenizer())
     sample = encode({"text": "a b c"})
     assert sample.tokens.tolist() == WordTokenizer().encode("a b c")
@@ -112,7 +109,7 @@ def test_text_is_trained_whole() -> None:
 
 
 @pytest.mark.parametrize(("add_bos", "add_eos"), [(True, False), (False, True), (False, False)])
-def test_text_ends_as_told(add_bos: bool, add_eos: bool) -> None:
+def test_text_gets_bos_and_eos_as_asked(add_bos: bool, add_eos: bool) -> None:
     encode = TextEncoder(WordTokenizer(), add_bos=add_bos, add_eos=add_eos, column="body")
     expected = WordTokenizer().encode("a b", add_bos=add_bos, add_eos=add_eos)
     assert encode({"body": "a b", "text": "no"}).tokens.tolist() == expected
@@ -138,7 +135,7 @@ def test_bad_text(row: dict[str, Any], message: str) -> None:
     assert str(error.value) == message
 
 
-def test_text_fingerprint_says_tokenizer_and_settings() -> None:
+def test_text_fingerprint_covers_tokenizer_and_settings() -> None:
     def fingerprint(tokenizer: WordTokenizer | None = None, **settings: Any) -> str:
         return TextEncoder(tokenizer or WordTokenizer(), **settings).fingerprint()
 
@@ -150,17 +147,10 @@ def test_text_fingerprint_says_tokenizer_and_settings() -> None:
         fingerprint(add_eos=False),
     ]
     assert len({fingerprint(), *others}) == 5
-    assert fingerprint(WordTokenizer(max_seq_len=3)) == fingerprint(), "its limit is out of force"
+    assert fingerprint(WordTokenizer(max_seq_len=3)) == fingerprint(), "its limit is switched off"
 
 
 # Truncation by the tokenizer.
-
-
-def test_a_tokenizers_own_limit_is_out_of_force() -> None:
-    tokenizer = WordTokenizer(max_seq_len=4)
-    assert len(tokenizer.encode("a b c d e f")) == 4
-    assert TextEncoder(tokenizer)({"text": "a b c d e f"}).tokens.size == 8
-    assert tokenizer.max_seq_len == 4, "the caller's tokenizer is as it was"
 
 
 def test_a_tokenizer_without_a_limit_is_not_copied() -> None:
@@ -169,10 +159,11 @@ def test_a_tokenizer_without_a_limit_is_not_copied() -> None:
     assert without_truncation(bare := object()) is bare
 
 
-def test_what_a_tokenizer_would_have_cut_is_in_the_ledger() -> None:
+def test_the_ledger_counts_what_a_tokenizer_would_have_cut() -> None:
+    tokenizer = WordTokenizer(max_seq_len=5)
     data = IterablePackedDataset(
         [{"text": "a b c d e f"}, {"text": "a b"}],
-        encoder=TextEncoder(WordTokenizer(max_seq_len=5)),
+        encoder=TextEncoder(tokenizer),
         max_seq_len=5,
         overlong="truncate",
     )
@@ -180,6 +171,7 @@ def test_what_a_tokenizer_would_have_cut_is_in_the_ledger() -> None:
     assert [pack["num_seqs"] for pack in packs] == [1, 1]
     assert data.ledger().dropped["truncated"] == 3
     assert data.ledger().tokens_in == 8 + 4
+    assert tokenizer.max_seq_len == 5, "the caller's tokenizer is not changed"
 
 
 # Messages, by torchtune's transforms.
@@ -210,7 +202,7 @@ def tune_data() -> Any:
 
 @pytest.mark.parametrize("name", sorted(ROWS))
 @pytest.mark.parametrize("train_on_input", [False, True])
-def test_messages_are_as_torchtunes_dataset_makes_them(
+def test_messages_are_encoded_as_by_torchtunes_dataset(
     tune_data: Any, name: str, train_on_input: bool
 ) -> None:
     from torchtune.datasets._sft import SFTTransform
@@ -225,22 +217,14 @@ def test_messages_are_as_torchtunes_dataset_makes_them(
     assert ours.tokens.dtype == ours.labels.dtype == np.int32
 
 
-def test_messages_are_not_cut_by_the_tokenizer(tune_data: Any) -> None:
-    transform = tune_data.InputOutputToMessages()
-    row = ROWS["InputOutputToMessages"]
-    whole = MessagesEncoder(WordTokenizer(), message_transform=transform)(row)
-    limited = MessagesEncoder(WordTokenizer(max_seq_len=3), message_transform=transform)(row)
-    assert limited.tokens.tolist() == whole.tokens.tolist()
-
-
-def test_the_row_is_left_as_it_was(tune_data: Any) -> None:
+def test_the_row_is_not_changed(tune_data: Any) -> None:
     row = {"messages": [{"role": role, "content": text} for role, text in CONVERSATION]}
     encode = MessagesEncoder(WordTokenizer(), message_transform=tune_data.OpenAIToMessages())
     assert encode(row).tokens.tolist() == encode(row).tokens.tolist()
     assert list(row) == ["messages"]
 
 
-def test_a_transform_of_ones_own(tune_data: Any) -> None:
+def test_a_users_own_transform(tune_data: Any) -> None:
     def transform(row: Mapping[str, Any]) -> dict[str, Any]:
         return {
             "messages": [
@@ -253,7 +237,7 @@ def test_a_transform_of_ones_own(tune_data: Any) -> None:
     assert sample.labels.tolist() == [IGNORE_INDEX] * 4 + sample.tokens.tolist()[4:]
 
 
-def test_bad_messages_name_the_column_or_the_fault(tune_data: Any) -> None:
+def test_errors_of_bad_messages_name_the_column_or_the_fault(tune_data: Any) -> None:
     encode = MessagesEncoder(WordTokenizer(), message_transform=tune_data.InputOutputToMessages())
     with pytest.raises(ValueError) as error:
         encode({"input": "a", "answer": "b"})
@@ -273,28 +257,7 @@ def test_bad_messages_name_the_column_or_the_fault(tune_data: Any) -> None:
         encode({"messages": [{"role": "user", "content": "a"}]})
 
 
-def test_a_bad_row_of_messages_is_named_by_its_place(tune_data: Any) -> None:
-    rows = [{"input": "a", "output": "b"}, {"input": "a"}]
-    encode = MessagesEncoder(WordTokenizer(), message_transform=tune_data.InputOutputToMessages())
-    data = IterablePackedDataset(rows, max_seq_len=16, encoder=encode)
-    with pytest.raises(ValueError) as error:
-        list(data)
-    found = "sample 1: the message transform found no 'output', in the row or within it; the row's columns are 'input'"
-    assert str(error.value) == found
-
-
-def test_a_null_where_text_belongs_is_a_record_to_pass_by(tune_data: Any) -> None:
-    turns = [
-        [{"from": "human", "value": "a"}, {"from": "gpt", "value": answer}] for answer in ("b", None, "c")
-    ]
-    encode = MessagesEncoder(WordTokenizer(), message_transform=tune_data.ShareGPTToMessages())
-    rows = [{"conversations": turn} for turn in turns]
-    data = IterablePackedDataset(rows, max_seq_len=16, encoder=encode, on_bad_record="skip")
-    assert sum(pack["num_seqs"] for pack in data) == 2
-    assert data.ledger().dropped_samples["bad"] == 1
-
-
-def test_tokens_and_mask_that_differ_in_length_are_an_error(tune_data: Any) -> None:
+def test_tokens_and_mask_of_different_length_are_an_error(tune_data: Any) -> None:
     class Broken(WordTokenizer):
         def tokenize_messages(self, messages: list[Any]) -> tuple[list[int], list[bool]]:
             tokens, _ = super().tokenize_messages(messages)
@@ -305,7 +268,7 @@ def test_tokens_and_mask_that_differ_in_length_are_an_error(tune_data: Any) -> N
         encode({"input": "a", "output": "b"})
 
 
-def test_messages_fingerprint_says_transform_and_tokenizer(tune_data: Any) -> None:
+def test_messages_fingerprint_covers_transform_and_tokenizer(tune_data: Any) -> None:
     transform = tune_data.InputOutputToMessages
 
     def fingerprint(made: Any, tokenizer: WordTokenizer | None = None) -> str:
@@ -320,67 +283,18 @@ def test_messages_fingerprint_says_transform_and_tokenizer(tune_data: Any) -> No
         fingerprint(transform(new_system_prompt="be kind")),
         fingerprint(tune_data.AlpacaToMessages()),
         fingerprint(transform(), WordTokenizer(shift=1)),
+        fingerprint(transform(), WordTokenizer(header=8)),  # another chat template
+        fingerprint(lambda row: {"messages": []}),
     }
-    assert len(others) == 6
+    assert len(others) == 8
 
 
-def test_functions_as_transforms_are_told_apart() -> None:
-    def one(row: Mapping[str, Any]) -> dict[str, Any]:
-        return {"messages": []}
-
-    def other(row: Mapping[str, Any]) -> dict[str, Any]:
-        return {"messages": []}
-
-    prints = {MessagesEncoder(WordTokenizer(), message_transform=f).fingerprint() for f in (one, other)}
-    assert len(prints) == 2
-
-
-def test_chat_templates_are_told_apart(tune_data: Any) -> None:
-    """The same words and ids, another header before each message: another tokenizer, so another fingerprint."""
-    transform = tune_data.InputOutputToMessages()
-    prints = {
-        MessagesEncoder(WordTokenizer(header=header), message_transform=transform).fingerprint()
-        for header in (7, 8)
-    }
-    assert len(prints) == 2
-
-
-class Transform:
-    """A transform with settings, as torchtune's are written."""
-
-    def __init__(self) -> None:
-        self.column_map = {"input": "q", "output": "a"}
-        self.train_on_input = False
-        self.rule = lambda text: text  # has another address in every process
-        self.parts = [object(), {"b", "a", "c"}]
-
-
-FINGERPRINT_ELSEWHERE = """
-from tests.packing.test_encoders import *
-print(MessagesEncoder(WordTokenizer(), message_transform=Transform()).fingerprint())
-"""
-
-
-def test_fingerprints_hold_in_another_process() -> None:
-    """No memory address and no hash gets into them: a resume is always in another process."""
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FINGERPRINT_ELSEWHERE],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(__file__).parents[2],
-        env={"PYTHONHASHSEED": "77"},
-    )
-    here = MessagesEncoder(WordTokenizer(), message_transform=Transform()).fingerprint()
-    assert run.stdout.split() == [here]
-
-
-# SentencePiece, asked for arrays.
+# SentencePiece, called for arrays.
 
 
 @pytest.fixture(scope="module")
 def spm(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny model, trained on this file; bytes stand for what it does not know."""
+    """A tiny model with byte fallback, trained on this file."""
     sentencepiece = pytest.importorskip("sentencepiece")
     pytest.importorskip("torchtune")
     prefix = tmp_path_factory.mktemp("spm") / "tokenizer"
@@ -404,7 +318,7 @@ def tokenizers(spm: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["llama2", "mistral", "gemma", "base"])
-def test_arrays_of_sentencepiece_are_its_lists(spm: str, name: str) -> None:
+def test_sentencepiece_arrays_equal_its_lists(spm: str, name: str) -> None:
     tokenizer = tokenizers(spm)[name]
     assert sentencepiece_of(tokenizer) is not None
 
@@ -420,17 +334,16 @@ def test_arrays_of_sentencepiece_are_its_lists(spm: str, name: str) -> None:
         assert sample.tokens.flags.writeable
 
     class Own(type(tokenizer)):  # type: ignore[misc]
-        """One of a user, who may do anything: it is asked for lists."""
+        """A user's subclass may do anything, so it is called for lists."""
 
     by_lists = copy.copy(tokenizer)
     by_lists.__class__ = Own
 
     check()
     encoder, other = TextEncoder(tokenizer), TextEncoder(by_lists)
-    assert encoder.fingerprint() == other.fingerprint(), "the way of asking is no part of what comes out"
+    assert encoder.fingerprint() == other.fingerprint(), "arrays or lists: the tokens are the same"
     vocabulary = tokenizer.vocab_size
-    assert [encoder.makes_only(n) for n in (None, vocabulary, vocabulary - 1)] == [True, True, False]
-    assert not other.makes_only(None)
+    assert (encoder.ids_below(None), other.ids_below(None)) == (vocabulary, None)
     for one in (encoder, other):
         with pytest.raises(UnicodeEncodeError):
             one({"text": "half of a pair: \ud800"})
@@ -439,8 +352,8 @@ def test_arrays_of_sentencepiece_are_its_lists(spm: str, name: str) -> None:
     assert [pack["num_seqs"] for pack in skips] == [2]
 
 
-def test_ids_are_looked_at_wherever_they_may_be_wrong(spm: str) -> None:
-    """Not where SentencePiece made them; in a smaller vocabulary, in a subclass and in a mixture they are."""
+def test_ids_are_checked_wherever_they_may_be_wrong(spm: str) -> None:
+    """SentencePiece's need no check; those of a smaller vocabulary, a subclass or a mixture do."""
     encoder = TextEncoder(tokenizers(spm)["llama2"])
     vocabulary = encoder.tokenizer.vocab_size
 
@@ -469,7 +382,7 @@ def test_ids_are_looked_at_wherever_they_may_be_wrong(spm: str) -> None:
         packs(mix, encoder, vocabulary)
 
 
-def test_half_a_surrogate_pair_in_a_message_is_a_broken_record(spm: str) -> None:
+def test_half_a_surrogate_pair_in_a_message_is_a_bad_record(spm: str) -> None:
     from torchtune.data import InputOutputToMessages
 
     encoder = MessagesEncoder(tokenizers(spm)["mistral"], message_transform=InputOutputToMessages())
@@ -480,8 +393,8 @@ def test_half_a_surrogate_pair_in_a_message_is_a_broken_record(spm: str) -> None
     assert [pack["num_seqs"] for pack in skips] == [2]
 
 
-def test_whatever_else_a_tokenizer_does_is_done(spm: str) -> None:
-    """Also what a probe does not show."""
+def test_overridden_and_patched_tokenizers_are_called(spm: str) -> None:
+    """Even where a probe shows no difference."""
     from torchtune.models.llama2 import Llama2Tokenizer
 
     class Replacing(Llama2Tokenizer):  # type: ignore[misc]
@@ -498,7 +411,7 @@ def test_whatever_else_a_tokenizer_does_is_done(spm: str) -> None:
         assert made == (tokenizer.encode("TEXT") if tokenizer is not replacing else expected)
 
 
-def test_an_older_sentencepiece_is_asked_for_lists(spm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_sentencepiece_is_called_for_lists(spm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import sentencepiece
 
     own = sentencepiece.SentencePieceProcessor.encode

@@ -1,11 +1,9 @@
-"""Hugging Face tokenizers: BOS and EOS where they are asked for, nothing cut, and the same in every process."""
+"""Hugging Face tokenizers: BOS and EOS exactly as asked, no truncation, the same tokens in every process."""
 
 from __future__ import annotations
 
 import json
 import multiprocessing as mp
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streampack import IGNORE_INDEX, HFTokenizer, IterablePackedDataset, JSONLSource, TextEncoder
+from streampack import IGNORE_INDEX, HFTokenizer, IterablePackedDataset, MessagesEncoder, TextEncoder
 from streampack.instantiate import build
 from streampack.packing.encoders import check_tokenizer, padding_id
-from streampack.tokenize.tokenize import tokenize
 from tests.support.hf_tokenizers import BOS, DATED, END, EOS, MARKED, START, byte_level, llama_like
 
 HABITS = {
@@ -36,7 +33,7 @@ def habits() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("habit", sorted(HABITS))
-def test_text_begins_and_ends_as_asked(habits: dict[str, Any], habit: str) -> None:
+def test_text_gets_bos_and_eos_as_asked(habits: dict[str, Any], habit: str) -> None:
     raw = habits[habit]
     body = raw("hello there", add_special_tokens=False)["input_ids"]
     for add_bos, add_eos in product([None, True, False], [True, False]):
@@ -63,8 +60,8 @@ def test_packs_have_eos_where_texts_end(habits: dict[str, Any]) -> None:
         assert seen == len(texts)
 
 
-def test_nothing_is_cut(tmp_path: Path) -> None:
-    """Neither by a limit in tokenizer.json, nor by one that somebody sets on the tokenizer in mid-run."""
+def test_no_limit_truncates(tmp_path: Path) -> None:
+    """Neither one in tokenizer.json, nor one set on the user's tokenizer in mid-run."""
     raw = byte_level(model_max_length=5)
     raw.backend_tokenizer.enable_truncation(4)
     raw.backend_tokenizer.enable_padding(length=400)
@@ -76,7 +73,7 @@ def test_nothing_is_cut(tmp_path: Path) -> None:
         assert encoder.decode(whole) == text
         raw(text, truncation=True, max_length=3)
         assert encoder({"text": text}).tokens.tolist() == whole
-    assert len(raw(text, truncation=True, max_length=3)["input_ids"]) == 3, "the user's own is left alone"
+    assert len(raw(text, truncation=True, max_length=3)["input_ids"]) == 3, "the user's own is not changed"
 
 
 @pytest.mark.parametrize(
@@ -86,7 +83,7 @@ def test_nothing_is_cut(tmp_path: Path) -> None:
         ({"eos_token": None}, {}, "has no EOS token; set its eos_token, or say add_eos: False"),
     ],
 )
-def test_what_a_tokenizer_does_not_have_is_refused(settings: Any, flags: Any, message: str) -> None:
+def test_a_tokenizer_without_bos_or_eos_is_refused(settings: Any, flags: Any, message: str) -> None:
     raw = byte_level(**settings)
     with pytest.raises(ValueError, match=message):
         TextEncoder(raw, **flags)
@@ -95,7 +92,7 @@ def test_what_a_tokenizer_does_not_have_is_refused(settings: Any, flags: Any, me
 
 
 class Deaf:
-    """A tokenizer that swallows what it is asked, as the ``encode`` of transformers does."""
+    """A tokenizer that ignores its arguments, as the ``encode`` of transformers does."""
 
     bos_id, eos_id = 1, 2
 
@@ -106,7 +103,7 @@ class Deaf:
         return [1] * self.always + [7] * len(text.split()) + [2] * self.always
 
 
-def test_a_tokenizer_that_ignores_what_it_is_asked_is_refused() -> None:
+def test_a_tokenizer_that_ignores_its_arguments_is_refused() -> None:
     with pytest.raises(ValueError, match=r"the tokenizer \(Deaf\) adds no EOS, though add_eos is True"):
         TextEncoder(Deaf())
     with pytest.raises(ValueError, match="adds no BOS, though add_bos is True"):
@@ -120,14 +117,14 @@ def test_a_tokenizer_that_ignores_what_it_is_asked_is_refused() -> None:
         TextEncoder(SimpleNamespace())
 
 
-def test_a_bare_tokenizer_is_refused_with_the_way_to_wrap_it() -> None:
+def test_the_error_of_a_bare_tokenizer_shows_how_to_wrap_it() -> None:
     with pytest.raises(ValueError, match=r"HFTokenizer\(PreTrainedTokenizerFast\(tokenizer_object=tokenizer"):
         TextEncoder(byte_level().backend_tokenizer)
     with pytest.raises(ValueError, match="the tokenizer is 'my_model'; name a component"):
         check_tokenizer("my_model")
 
 
-def test_a_tokenizer_that_adds_eos_against_the_flag_of_transformers_is_refused() -> None:
+def test_a_tokenizer_that_ignores_add_special_tokens_is_refused() -> None:
     from transformers import PreTrainedTokenizerFast
 
     class Stubborn(PreTrainedTokenizerFast):  # type: ignore[misc]
@@ -141,7 +138,7 @@ def test_a_tokenizer_that_adds_eos_against_the_flag_of_transformers_is_refused()
         HFTokenizer(raw)
 
 
-def test_a_class_of_ones_own_does_what_it_does() -> None:
+def test_a_users_own_tokenizer_class_is_called() -> None:
     from transformers import PreTrainedTokenizerFast
 
     class Loud(PreTrainedTokenizerFast):  # type: ignore[misc]
@@ -156,23 +153,12 @@ def test_a_class_of_ones_own_does_what_it_does() -> None:
 @pytest.mark.parametrize(
     "text", ["", " ", "naïve 漢字 \U0001f600", "a\x00b", "  two  spaces\n\n", np.str_("numpy")]
 )
-def test_text_comes_back_whole(habits: dict[str, Any], text: str) -> None:
+def test_text_survives_encoding_and_decoding(habits: dict[str, Any], text: str) -> None:
     for habit in ("plain", "bos", "flags"):
         encoder = TextEncoder(habits[habit])
         tokens = encoder({"text": text}).tokens
         ids = [i for i in tokens.tolist() if i not in (BOS, EOS)]
         assert encoder.decode(ids) == text
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [(b"bytes", "holds a bytes; it must be text"), (None, "holds a NoneType"), (["a"], "holds a list")],
-)
-def test_what_is_no_text_is_refused(habits: dict[str, Any], text: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TextEncoder(habits["bos"])({"text": text})
-    with pytest.raises(UnicodeEncodeError):
-        TextEncoder(habits["bos"])({"text": "half of a pair: \ud800"})
 
 
 def test_the_text_of_a_special_token_is_that_token() -> None:
@@ -185,10 +171,10 @@ def test_the_text_of_a_special_token_is_that_token() -> None:
     assert encoder.decode(tokens) == "a</s>b"
 
 
-# In the place of one of torchtune's.
+# In place of one of torchtune's.
 
 
-def test_it_has_what_recipes_ask_for(tmp_path: Path) -> None:
+def test_it_has_the_attributes_that_recipes_use(tmp_path: Path) -> None:
     byte_level(bos_by_itself=True, template=MARKED).save_pretrained(tmp_path)
     tokenizer = HFTokenizer(tmp_path)
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id, tokenizer.stop_tokens) == (
@@ -209,7 +195,7 @@ def test_it_has_what_recipes_ask_for(tmp_path: Path) -> None:
     assert [padding_id(SimpleNamespace(pad_id=i, eos_id=9)) for i in (3, 0, -1, None)] == [3, 0, 9, 9]
 
 
-def test_messages_of_torchtune_go_through_the_chat_template() -> None:
+def test_torchtunes_messages_are_rendered_by_the_chat_template() -> None:
     tokenizer = HFTokenizer(byte_level())
     messages = [
         SimpleNamespace(role="user", text_content="hello", masked=True),
@@ -239,7 +225,7 @@ def test_messages_of_torchtune_go_through_the_chat_template() -> None:
         (lambda folder: folder / "note.txt", "is a file; give the folder that it is in"),
     ],
 )
-def test_a_place_without_a_tokenizer_is_named(tmp_path: Path, make: Any, message: str) -> None:
+def test_the_error_of_a_missing_tokenizer_names_the_place(tmp_path: Path, make: Any, message: str) -> None:
     pytest.importorskip("transformers")
     (tmp_path / "note.txt").write_text("nothing")
     with pytest.raises(ValueError, match=message):
@@ -257,20 +243,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_torchtunes_own_class_for_tokenizer_json(folder: Path) -> None:
-    """It has no pad_id, cannot leave its BOS out, and would cut as the file says."""
+    """It has no pad_id, always adds BOS, and truncates as the file says."""
     tokenizers = pytest.importorskip("torchtune.modules.transforms.tokenizers")
     theirs = tokenizers.HuggingFaceBaseTokenizer(
         str(folder / "tokenizer.json"), tokenizer_config_json_path=str(folder / "tokenizer_config.json")
     )
     text = "one two three four five six"
-    assert len(theirs.encode(text)) == 5, "cut in silence"
+    assert len(theirs.encode(text)) == 5, "silently truncated"
     assert padding_id(theirs) == EOS
     encoder = TextEncoder(theirs)
     assert (
         encoder({"text": text}).tokens.tolist()
         == TextEncoder(HFTokenizer(folder))({"text": text}).tokens.tolist()
     )
-    assert len(theirs.encode(text)) == 5, "the user's own is left alone"
+    assert len(theirs.encode(text)) == 5, "the user's own is not changed"
     with pytest.raises(ValueError, match="adds BOS though add_bos is False"):
         TextEncoder(theirs, add_bos=False)
 
@@ -317,7 +303,7 @@ def test_in_the_config_of_a_recipe(folder: Path, tmp_path: Path) -> None:
         assert data.lane_config.padding_idx == EOS
 
 
-def test_the_documents_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_the_guides_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     byte_level(bos_by_itself=True).save_pretrained(tmp_path / "my_model")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "rows.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
@@ -327,72 +313,70 @@ def test_the_documents_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert capsys.readouterr().out == "['<s>one</s>', '<s>two</s>']\n"
 
 
-# Identity.
+# In other processes.
+
+
+class Transform:
+    """A message transform with settings, as torchtune's are written."""
+
+    def __init__(self) -> None:
+        self.column_map = {"input": "q", "output": "a"}
+        self.train_on_input = False
+        self.rule = lambda text: text  # has another address in every process
+        self.parts = [object(), {"b", "a", "c"}]
 
 
 def fingerprints(folder: Path) -> dict[str, str]:
-    made = {
+    pytest.importorskip("torchtune")
+    tokenizers = {
         "path": HFTokenizer(folder),
         "template": HFTokenizer(folder, chat_template=MARKED),
         "settings": HFTokenizer(folder, template_kwargs={"enable_thinking": False}),
         "date": HFTokenizer(folder, chat_template=DATED, date="2025-01-31"),
     }
-    return {name: tokenizer.fingerprint() for name, tokenizer in made.items()}
+    made: dict[str, Any] = {
+        **tokenizers,
+        "messages": MessagesEncoder(tokenizers["path"], message_transform=Transform()),
+    }
+    return {name: of.fingerprint() for name, of in made.items()}
 
 
-def test_fingerprints_hold_in_another_process(tmp_path: Path) -> None:
+def encode_in_a_child(encoder: TextEncoder, folder: Path | None, out: Any) -> None:
+    tokens = encoder({"text": "hello there"}).tokens.tolist()
+    out.put((tokens, None if folder is None else fingerprints(folder)))
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_encoders_and_fingerprints_survive_a_new_process(
+    start: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No memory address and no hash may get into a fingerprint: a resume is always in another process."""
+    raw = byte_level(bos_by_itself=True)
+    raw.save_pretrained(tmp_path)
+    encoder = TextEncoder(raw)
+    assert encoder.tokenizer.chat is not None, "made, so that it is pickled as well"
+    monkeypatch.setenv("PYTHONHASHSEED", "77")
+    context = mp.get_context(start)
+    out = context.Queue()
+    folder = tmp_path if start == "spawn" else None
+    child = context.Process(target=encode_in_a_child, args=(encoder, folder, out))
+    child.start()
+    tokens, theirs = out.get(timeout=100)
+    child.join()
+    assert tokens == encoder({"text": "hello there"}).tokens.tolist()
+    assert "parallelism" not in capfd.readouterr().err, "tokenizers warns of threads begun before a fork"
+    if folder is not None:
+        assert theirs == fingerprints(folder)
+
+
+def test_fingerprints_cover_vocabulary_and_settings(tmp_path: Path) -> None:
     raw = byte_level(bos_by_itself=True)
     raw.save_pretrained(tmp_path)
     here = fingerprints(tmp_path)
-    code = (
-        "import sys; from pathlib import Path; from tests.packing.test_encoders_hf_tokenizer import fingerprints\n"
-        "print(sorted(fingerprints(Path(sys.argv[1])).items()))"
-    )
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)],
-        capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2],
-        env={"PYTHONHASHSEED": "77", "HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
-    assert run.stdout.splitlines()[-1] == str(sorted(here.items()))
-    others = [HFTokenizer(byte_level()).fingerprint()]
     grown = byte_level(bos_by_itself=True)
     grown.add_tokens(["another"])
-    others.append(HFTokenizer(grown).fingerprint())
+    others = [HFTokenizer(byte_level()).fingerprint(), HFTokenizer(grown).fingerprint()]
     assert len({*here.values(), *others}) == len(here) + 2
     assert HFTokenizer(raw).fingerprint() == here["path"], "loaded or given, it is the same tokenizer"
     encoders = [TextEncoder(raw), TextEncoder(raw, add_bos=False), TextEncoder(raw, add_eos=False)]
     assert len({encoder.fingerprint() for encoder in encoders}) == 3
-
-
-def _encode_in_a_child(encoder: TextEncoder, out: Any) -> None:
-    out.put(encoder({"text": "hello there"}).tokens.tolist())
-
-
-@pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_it_travels_to_worker_processes(start: str, capfd: pytest.CaptureFixture[str]) -> None:
-    encoder = TextEncoder(byte_level(bos_by_itself=True))
-    assert encoder.tokenizer.chat is not None, "made, so that it travels too"
-    here = encoder({"text": "hello there"}).tokens.tolist()
-    context = mp.get_context(start)
-    out = context.Queue()
-    child = context.Process(target=_encode_in_a_child, args=(encoder, out))
-    child.start()
-    assert out.get(timeout=100) == here
-    child.join()
-    assert "parallelism" not in capfd.readouterr().err, "tokenizers warns of threads begun before a fork"
-
-
-def test_token_shards_of_text(tmp_path: Path) -> None:
-    """The ids' type follows from the vocabulary, and the shards' encoder is the dataset's."""
-    from streampack import TokenShardSource
-
-    (tmp_path / "rows.jsonl").write_text('{"text": "one two"}\n{"text": "hello"}\n')
-    encoder = TextEncoder(byte_level(bos_by_itself=True))
-    tokenize(
-        JSONLSource(tmp_path / "rows.jsonl"), out=tmp_path / "t", encoder=encoder, lanes=1, progress=False
-    )
-    [pack] = IterablePackedDataset(TokenShardSource(tmp_path / "t"), max_seq_len=32, num_lanes=1)
-    [other] = IterablePackedDataset(JSONLSource(tmp_path / "rows.jsonl"), encoder=encoder, max_seq_len=32)
-    assert pack["tokens"].tolist() == other["tokens"].tolist()
-    assert pack["tokens"].tolist().count(EOS) == 2
-    assert END not in pack["tokens"].tolist()

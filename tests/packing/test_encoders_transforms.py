@@ -1,4 +1,4 @@
-"""torchtune's message transforms: what they drop or make up in silence is refused, or rendered when asked for."""
+"""Guards of torchtune's message transforms: rows that they would silently change are refused or rendered."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 
 
 class Words:
-    """A model tokenizer that gives numbers to words, and remembers what it was given."""
+    """A model tokenizer that numbers words and keeps the last messages."""
 
     bos_id, eos_id, pad_id = 1, 2, 0
 
@@ -51,7 +51,7 @@ class Words:
 
 
 def trained(row: Mapping[str, Any], transform: Any, **settings: Any) -> str:
-    """What is trained of a row, in words."""
+    """Decode the trained tokens of a row."""
     encoder = MessagesEncoder(Words(), message_transform=transform, **settings)
     labels = encoder(row).labels
     return encoder.decode(labels[labels != IGNORE_INDEX].tolist())
@@ -90,16 +90,16 @@ OPENAI: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("row", "message"), OPENAI, ids=[str(i) for i in range(len(OPENAI))])
-def test_rows_of_openai_that_would_lose_something_are_refused(row: dict[str, Any], message: str) -> None:
+def test_openai_rows_that_would_lose_something_are_refused(row: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         trained(row, tune_data.OpenAIToMessages())
 
 
 def test_an_answer_never_becomes_the_prompt() -> None:
-    """torchtune keeps the content of the message before, so that the label of a null is the prompt."""
+    """torchtune repeats the message before a null, which would train the prompt as the answer."""
     row = chat(USER, {"role": "assistant", "content": None})
     theirs = tune_data.OpenAIToMessages()(row)["messages"]
-    assert theirs[1].text_content == USER["content"], "torchtune has mended it: the guard can go"
+    assert theirs[1].text_content == USER["content"], "fixed in torchtune: the guard can go"
     skips = IterablePackedDataset(
         [row, chat(USER, ANSWER)], max_seq_len=16, on_bad_record="skip",
         encoder=MessagesEncoder(Words(), message_transform=tune_data.OpenAIToMessages()),
@@ -107,7 +107,7 @@ def test_an_answer_never_becomes_the_prompt() -> None:
     assert [pack["num_seqs"] for pack in skips] == [1]
 
 
-def test_rows_of_openai_in_other_forms() -> None:
+def test_openai_rows_in_all_forms() -> None:
     transform = tune_data.OpenAIToMessages()
     parts = {
         "role": "assistant",
@@ -137,7 +137,7 @@ def test_messages_of_weight_0_are_not_trained() -> None:
     assert trained(turns, tune_data.ShareGPTToMessages()) == "d <2>"
 
 
-def test_tool_calls_become_json_when_asked_for() -> None:
+def test_tool_calls_become_json_on_request() -> None:
     row = chat(USER, CALLING, {"role": "tool", "content": "rain"}, {**ANSWER, "tool_calls": [CALL, CALL]})
     encoder = MessagesEncoder(Words(), message_transform=tune_data.OpenAIToMessages(), tool_calls="json")
     encoder(row)
@@ -182,12 +182,12 @@ OTHERS: list[tuple[Any, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("transform", "row", "message"), OTHERS, ids=[str(i) for i in range(len(OTHERS))])
-def test_rows_of_other_transforms_that_would_lose_something(transform: Any, row: Any, message: str) -> None:
+def test_other_rows_that_would_lose_something_are_refused(transform: Any, row: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         trained(row, transform)
 
 
-def test_rows_of_other_transforms_that_lose_nothing() -> None:
+def test_other_rows_that_lose_nothing_pass() -> None:
     empty = {"image": None, "system": None, "tools": [], "history": None}
     assert trained(share("a", "b", **empty), tune_data.ShareGPTToMessages()) == "b <2>"
     assert trained({"input": "a", "output": "b", **empty}, PAIR()) == "b <2>"
@@ -206,14 +206,14 @@ def test_rows_of_other_transforms_that_lose_nothing() -> None:
         (lambda: tune_data.ChosenRejectedToMessages(), "makes pairs.*column_map: {messages: chosen}"),
     ],
 )  # fmt: skip
-def test_transforms_that_do_not_fit_are_refused_at_once(make: Any, message: str) -> None:
+def test_unfit_transforms_are_refused_at_once(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MessagesEncoder(Words(), message_transform=make())
 
 
-def test_messages_of_a_transform_of_ones_own_are_looked_at() -> None:
+def test_messages_of_a_users_own_transform_are_checked() -> None:
     class Own(tune_data.OpenAIToMessages):  # type: ignore[misc, name-defined]
-        """It may do with rows what it likes."""
+        """A user's own, which may read rows in its own way."""
 
         def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
             content = [{"type": "image" if sample["x"] == "image" else "text", "content": sample["x"]}]
@@ -241,11 +241,11 @@ def test_torchtunes_transforms_with_a_hugging_face_tokenizer() -> None:
     assert encoder.fingerprint() != MessagesEncoder(byte_level(), message_transform=PAIR()).fingerprint()
 
 
-# Within torchtune's own datasets, whose rows do not pass our encoders.
+# Inside torchtune's own datasets, whose rows do not pass our encoders.
 
 
 class TunesDataset:
-    """torchtune's SFTDataset over rows in memory: its own transform, without the loading."""
+    """torchtune's SFTDataset over rows in memory."""
 
     def __init__(self, rows: list[dict[str, Any]], transform: Any) -> None:
         from torchtune.datasets._sft import SFTTransform
@@ -271,7 +271,7 @@ DOORS = {
 
 
 @pytest.mark.parametrize("door", sorted(DOORS))
-def test_torchtunes_datasets_are_guarded_too(door: str) -> None:
+def test_torchtunes_datasets_are_guarded(door: str) -> None:
     bad = chat(USER, {"role": "assistant", "content": None})
     DOORS[door](TunesDataset([chat(USER, ANSWER)] * 2, tune_data.OpenAIToMessages()))
     with pytest.raises(ValueError, match=r"message 1 \(assistant\) has no content \(null\)"):
@@ -279,7 +279,7 @@ def test_torchtunes_datasets_are_guarded_too(door: str) -> None:
 
 
 def test_torchtunes_builders_with_a_hugging_face_tokenizer(tmp_path: Any) -> None:
-    """As a stock recipe calls them: the tokenizer from a node, the dataset from ours around theirs."""
+    """As a stock recipe does: the tokenizer from a config node, torchtune's dataset inside ours."""
     pytest.importorskip("datasets")
     from omegaconf import OmegaConf
     from torchtune import config
@@ -306,7 +306,7 @@ def test_torchtunes_builders_with_a_hugging_face_tokenizer(tmp_path: Any) -> Non
         assert tokenizer.decode(trained) == "go on<|im_end|>"
 
 
-def test_guarding_is_done_once_and_finds_its_way() -> None:
+def test_guarding_reaches_nested_datasets_once() -> None:
     from torch.utils.data import Subset
     from torchtune.datasets import ConcatDataset
 

@@ -1,8 +1,8 @@
-"""Rows become samples: ready tokens, plain text, conversations, prompts with completions.
+"""Encoders turn rows into samples: ready tokens, plain text, conversations, prompts with completions.
 
-An encoder is a callable ``row -> Sample`` with a ``fingerprint()``. Tokenizers of torchtune and of Hugging Face will
-do. A tokenizer's own limit is switched off, because it would drop tokens uncounted: ``overlong`` says what becomes of a
-long sample.
+An encoder is a callable ``row -> Sample`` with a ``fingerprint()``. Tokenizers of torchtune and of Hugging Face work
+alike. A tokenizer's own length limit is switched off, because it would drop tokens uncounted: ``overlong`` decides what
+becomes of a long sample.
 """
 
 from streampack.packing.encoders.base import PROBE, Encoder, TokensEncoder, qualified_name

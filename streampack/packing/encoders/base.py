@@ -1,9 +1,10 @@
-"""The contract of an encoder, rows that are tokens already, and what all encoders use."""
+"""`Encoder`: the base class of encoders, and the encoder of rows that are tokens already."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from streampack.fingerprint import digest
 from streampack.packing.assemble import as_sample
@@ -11,6 +12,7 @@ from streampack.packing.token_rows import sample_of
 from streampack.types import Sample
 
 PROBE = "The quick brown fox: 0123456789, naïve 漢字, def f(x): return x\n"
+"""A text that fingerprints and checks encode."""
 
 ENCODERS = {
     "text": "TextEncoder(tokenizer)",
@@ -20,20 +22,30 @@ ENCODERS = {
     "instruction": "MessagesEncoder(tokenizer, message_transform=AlpacaToMessages())",
     "content": "TextEncoder(tokenizer, column='content')",
 }
-"""Columns of rows that are no tokens yet, and what would make tokens of them."""
+"""Columns of rows without tokens, and the encoder that an error message suggests for them."""
 
 
-class Encoder(Protocol):
-    """What makes a `Sample` of a row."""
+class Encoder(ABC):
+    """Base class of encoders: callables that make a `Sample` of a row. A plain function will do as well."""
 
+    @abstractmethod
     def __call__(self, row: Mapping[str, Any], /) -> Sample:
-        """Raise ValueError for a row that makes no sample; the caller adds its place."""
+        """Encode a row. Raise ValueError for one that makes no sample; the caller adds its place."""
 
+    @abstractmethod
     def fingerprint(self) -> str:
-        """A digest of all that decides the tokens; a state made with another one is refused."""
+        """Return a digest of all that decides the tokens; a state made with another one is refused."""
+
+    def ids_below(self, stored: int | None) -> int | None:
+        """Return a bound that every token id is below, whatever the rows; None if samples must be checked.
+
+        Args:
+            stored: the same bound for rows that are tokens already.
+        """
+        return None
 
 
-class TokensEncoder:
+class TokensEncoder(Encoder):
     """Rows that are tokens already. ``labels=None`` trains on every token.
 
     >>> TokensEncoder()({"input_ids": [4, 5]}).labels.tolist()
@@ -72,11 +84,16 @@ class TokensEncoder:
             ) from None
 
     def fingerprint(self) -> str:
-        """The columns' names."""
+        """Return a digest of the columns' names."""
         return digest("tokens", self.tokens, self.labels)
+
+    def ids_below(self, stored: int | None) -> int | None:
+        """Return ``stored`` where the columns are those of token shards. A subclass may make other ids."""
+        as_stored = self.tokens in ("tokens", None) and self.labels in ("labels", None)
+        return stored if as_stored and type(self) is TokensEncoder else None
 
 
 def qualified_name(thing: Any) -> str:
-    """Of a function or class, or of an object's class."""
+    """Return the dotted name of a function or class, or of an object's class."""
     named = thing if hasattr(thing, "__qualname__") else type(thing)
     return f"{named.__module__}.{named.__qualname__}"

@@ -1,4 +1,4 @@
-"""Conversations, and prompts with their completions, by Hugging Face tokenizers."""
+"""Encoders of conversations, and of prompts with completions, for Hugging Face tokenizers."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ import numpy as np
 
 from streampack.fingerprint import digest, plain
 from streampack.packing.assemble import as_sample, missing_column
-from streampack.packing.encoders.base import PROBE
+from streampack.packing.encoders.base import PROBE, Encoder
 from streampack.packing.encoders.conversation import conversation, parsed, refuse_left_out
 from streampack.packing.encoders.hf_tokenizer import HFTokenizer
-from streampack.packing.encoders.tokenizer import check_ends, check_tokenizer, own_bos
+from streampack.packing.encoders.tokenizer import check_ends, check_tokenizer, own_bos, own_fingerprint
 from streampack.types import IGNORE_INDEX, Sample
 from streampack.validation import require
 
 ANSWERS = ("all", "last")
 COLUMNS = ("messages", "conversations")
-"""Where OpenAI's and ShareGPT's rows have their messages."""
+"""Columns of the messages, as OpenAI and ShareGPT name them."""
 
 
-class ChatEncoder:
-    """Conversations by the chat template of a Hugging Face tokenizer; the assistant's answers are trained.
+class ChatEncoder(Encoder):
+    """Conversations, rendered by a Hugging Face tokenizer's chat template; the assistant's answers are trained.
 
     Rows hold OpenAI's messages or ShareGPT's, as lists or JSON text. Tool calls and tools are rendered by the template,
-    or refused where it leaves them out. A message with ``weight: 0`` is not trained. Answers are told apart by the
-    template's ``{% generation %}`` markers, else by rendering what comes before them, which is checked on the tokens.
+    or refused where it leaves them out. A message with ``weight: 0`` is not trained. The tokens of an answer
+    are found by the template's ``{% generation %}`` markers, else by rendering the conversation before it, see
+    `ChatTemplate`.
 
     Args:
         tokenizer: a tokenizer of transformers, or an `HFTokenizer`.
@@ -72,17 +73,17 @@ class ChatEncoder:
         return _sample(*self.tokenizer.chat(messages, trained, tools=tools or None))
 
     def decode(self, tokens: list[int]) -> str:
-        """What the tokens say, special tokens included."""
+        """Decode tokens, special tokens included."""
         return self.tokenizer.decode(tokens)
 
     def fingerprint(self) -> str:
-        """The tokenizer with its template, and the settings."""
+        """Return a digest of the tokenizer, its template and the settings."""
         return digest(
             "chat", self.tokenizer.fingerprint(), self.column, self.tools, self.answers, self.ignore
         )
 
 
-class PromptCompletionEncoder:
+class PromptCompletionEncoder(Encoder):
     """Prompts and completions: the completion is trained, the prompt is not.
 
     Both are text, which is tokenized as one and ends with EOS, or both are lists of messages, which go through the
@@ -144,14 +145,14 @@ class PromptCompletionEncoder:
         return _sample(ids, np.arange(len(ids)) >= len(head))
 
     def decode(self, tokens: list[int]) -> str:
-        """What the tokens say, as the tokenizer decodes them."""
+        """Decode tokens as the tokenizer does."""
         return str(self.tokenizer.decode(tokens))
 
     def fingerprint(self) -> str:
-        """The columns, the settings, and the tokenizer."""
-        own = self.tokenizer.fingerprint() if isinstance(self.tokenizer, HFTokenizer) else None
+        """Return a digest of the columns, the settings and the tokenizer."""
         probe = plain(self.tokenizer.encode(PROBE, add_bos=self.add_bos, add_eos=self.add_eos))
-        return digest("prompt", self.prompt, self.completion, self.add_bos, self.add_eos, probe, own)
+        settings = (self.prompt, self.completion, self.add_bos, self.add_eos)
+        return digest("prompt", *settings, probe, own_fingerprint(self.tokenizer))
 
 
 def _chat_tokenizer(tokenizer: Any) -> HFTokenizer:
@@ -161,7 +162,7 @@ def _chat_tokenizer(tokenizer: Any) -> HFTokenizer:
             f"a {type(ready).__name__} has no chat template; give a Hugging Face tokenizer (tokenizer: {{_component_: "
             "streampack.HFTokenizer, path: ...}), or use MessagesEncoder with one of torchtune's message transforms"
         )
-    _ = ready.chat  # or the refusal that says what is missing
+    _ = ready.chat  # raises if there is no template
     return ready
 
 

@@ -1,4 +1,4 @@
-"""Conversations of a data set, checked and brought into one form: OpenAI's, without nulls."""
+"""Conversations of a dataset, checked and converted to OpenAI's form without nulls."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ COMPANIONS = ("system", "tools", "functions", "history")
 
 
 def conversation(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
-    """The messages of a row: dicts with ``role``, ``content`` (text) and, where there are any, ``tool_calls``.
+    """Return a row's messages: dicts with ``role``, ``content`` (text) and, where there are any, ``tool_calls``.
 
-    Takes OpenAI's form and ShareGPT's (``from``, ``value``), lists, arrays or JSON text. Content in parts is joined if
-    all of it is text. The row is left as it is.
+    Accepts OpenAI's form and ShareGPT's (``from``, ``value``), as lists, arrays or JSON text. Content in parts is
+    joined if all parts are text. The row is not changed.
 
     >>> conversation({"messages": '[{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]'}, "messages")
     [{'role': 'user', 'content': 'Hi'}]
 
     Raises:
-        ValueError: for anything that is no conversation of text, naming the message.
+        ValueError: for anything but a conversation of text, naming the message.
     """
     if column not in row:
         raise missing_column(row, column)
@@ -49,7 +49,7 @@ def conversation(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
 
 
 def parsed(value: Any, place: str) -> Any:
-    """What JSON text says; anything but text is returned as it is.
+    """Parse JSON text; return anything else unchanged.
 
     Raises:
         ValueError: for text that is no JSON.
@@ -63,7 +63,7 @@ def parsed(value: Any, place: str) -> Any:
 
 
 def refuse_left_out(row: Mapping[str, Any], *, used: Sequence[str], ignore: Sequence[str]) -> None:
-    """Refuse a row with a companion column that is neither used nor ignored on purpose.
+    """Raise for a row with a filled companion column that is neither used nor ignored on purpose.
 
     Raises:
         ValueError: naming the column and the ways out.
@@ -112,7 +112,7 @@ def _message(given: Any, place: str) -> dict[str, Any]:
 
 
 def _text(content: Any, place: str) -> str:
-    """Content as text, its parts joined."""
+    """Join a message's content to one text."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple | np.ndarray):
@@ -133,7 +133,7 @@ def _text(content: Any, place: str) -> str:
 
 
 def _call(call: Any, place: str) -> dict[str, Any]:
-    """A tool call with its arguments as a dict, which is what chat templates ask for."""
+    """Return a tool call with its arguments as a dict, as chat templates expect it."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(
@@ -147,5 +147,5 @@ def _call(call: Any, place: str) -> dict[str, Any]:
 
 
 def _empty(value: Any) -> bool:
-    """Whether there is nothing in it: what tables hold where a row has none."""
+    """Return whether a value is None or empty, which tables hold where a row has none."""
     return value is None or (isinstance(value, str | Sequence | Mapping | np.ndarray) and len(value) == 0)

@@ -1,4 +1,4 @@
-"""A tokenizer of transformers behind torchtune's interface."""
+"""`HFTokenizer`: a Hugging Face tokenizer with torchtune's interface."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class HFTokenizer:
     Args:
         path: a folder, a name on the Hub, or a tokenizer that is loaded (which is copied).
         chat_template: Jinja text, or the path of a file with it, in place of the tokenizer's own.
-        template_kwargs: what else the template may ask for, such as ``{"enable_thinking": False}``.
-        date: what a template that writes today's date is told (YYYY-MM-DD).
+        template_kwargs: more variables of the template, such as ``{"enable_thinking": False}``.
+        date: the date (YYYY-MM-DD) for a template that writes today's.
         revision: branch, tag or commit on the Hub.
 
     Raises:
         ValueError: if there is no tokenizer, or it adds tokens to a text that asks for none.
     """
 
-    max_seq_len: int | None = None  # nothing is cut here
+    max_seq_len: int | None = None  # as torchtune's tokenizers have it; nothing is truncated
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class HFTokenizer:
         return f"HFTokenizer({self.name!r}, vocab_size={self.vocab_size})"
 
     def encode(self, text: str, add_bos: bool | None = True, add_eos: bool = True) -> list[int]:
-        """Token ids of a text. ``add_bos=None`` begins it as the tokenizer does by itself.
+        """Tokenize a text. ``add_bos=None`` begins it as the tokenizer does by itself.
 
         As with torchtune's tokenizers, ``add_bos=True`` adds nothing where there is no BOS token.
 
@@ -93,7 +93,7 @@ class HFTokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """The text of token ids, special tokens included unless told otherwise."""
+        """Decode token ids, special tokens included by default."""
         ids = [int(i) for i in token_ids]
         if self._backend is not None:
             return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
@@ -119,7 +119,7 @@ class HFTokenizer:
     def tokenize_messages(
         self, messages: Sequence[Any], *, inference: bool = False
     ) -> tuple[list[int], list[bool]]:
-        """Token ids and mask (True: not trained) of torchtune's messages. With ``inference``, the answer is to come."""
+        """Tokenize torchtune's messages: ids and mask (True: not trained). ``inference`` adds a generation prompt."""
         turns = [
             {"role": TORCHTUNE_ROLES.get(message.role, message.role), "content": message.text_content}
             for message in messages
@@ -133,13 +133,13 @@ class HFTokenizer:
         return ids, (~trained).tolist()
 
     def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
-        """A sample with its ``messages`` replaced by ``tokens`` and ``mask``, as torchtune's model tokenizers do."""
+        """Replace a sample's ``messages`` by ``tokens`` and ``mask``, as torchtune's model tokenizers do."""
         rest = {key: value for key, value in sample.items() if key != "messages"}
         tokens, mask = self.tokenize_messages(sample["messages"], inference=inference)
         return {**rest, "tokens": tokens, "mask": mask}
 
     def fingerprint(self) -> str:
-        """A digest of vocabulary, special tokens, templates and how a sentence comes out."""
+        """Return a digest of the vocabulary, special tokens, templates and the tokens of a sentence."""
         vocabulary = sorted(self.tokenizer.get_vocab().items(), key=lambda item: item[1])
         return digest(
             vocabulary, self.bos_id, self.eos_id, self._own_prefix, self._body(PROBE), sorted(self._templates.items()),
@@ -147,7 +147,7 @@ class HFTokenizer:
         )  # fmt: skip
 
     def _body(self, text: str) -> list[int]:
-        """The tokens of a text with nothing added and nothing cut."""
+        """Tokenize a text without special tokens or truncation."""
         if self._backend is not None:
             ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
             return ids
@@ -158,7 +158,7 @@ class HFTokenizer:
         )
 
     def _found_prefix(self) -> list[int]:
-        """What the tokenizer sets before a text by itself."""
+        """Return the tokens that the tokenizer adds before a text by itself."""
         if self._backend is not None:
             whole = self._backend.encode(PROBE).ids
         else:
@@ -168,7 +168,7 @@ class HFTokenizer:
         return list(whole[:at])
 
     def _try(self, chat: ChatTemplate) -> None:
-        """Warn if a template ends no answer. One that asks for more than a question and an answer is tried by rows."""
+        """Warn if the template ends an answer without a trained special token. Templates that refuse the probe pass."""
         try:
             ids, trained = chat(
                 [{"role": "user", "content": PROBE}, {"role": "assistant", "content": "Yes."}], [False, True]
@@ -186,7 +186,7 @@ class HFTokenizer:
 
 
 def is_hf(tokenizer: Any) -> bool:
-    """Whether it is a tokenizer of transformers."""
+    """Return whether a tokenizer is one of transformers, without importing it."""
     bases = {(base.__module__, base.__name__) for base in type(tokenizer).__mro__}
     return ("transformers.tokenization_utils_base", "PreTrainedTokenizerBase") in bases
 
@@ -215,9 +215,9 @@ def _load(path: str, revision: str | None) -> Any:
 
 
 def _backend(tokenizer: Any) -> Any:
-    """The tokenizer of `tokenizers` that does all of the work, truncation and padding off; None if there is more to it.
+    """Return the fast tokenizer behind one of transformers, truncation and padding off; None if a class overrides it.
 
-    Asking it takes four fifths of the time, and does not start threads, of which it would warn after a fork.
+    Calling it directly takes a fifth less time, and starts no threads, of which it would warn after a fork.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -234,7 +234,7 @@ def _backend(tokenizer: Any) -> Any:
 
 
 def _templates(tokenizer: Any, given: str | None) -> dict[str, str]:
-    """The chat templates by name; none if there is none."""
+    """Return the chat templates by name."""
     if given is not None:
         text = given if "{" in given else Path(given).expanduser().read_text(encoding="utf-8")
         return {"default": text}

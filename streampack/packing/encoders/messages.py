@@ -1,4 +1,4 @@
-"""Chat and instruct rows, by torchtune's message transforms and model tokenizers."""
+"""The encoder of chat and instruct rows for torchtune's message transforms and model tokenizers."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import numpy as np
 
 from streampack.fingerprint import digest, plain
 from streampack.packing.assemble import as_sample
-from streampack.packing.encoders.base import PROBE, qualified_name
+from streampack.packing.encoders.base import PROBE, Encoder, qualified_name
 from streampack.packing.encoders.hf_tokenizer import HFTokenizer
-from streampack.packing.encoders.tokenizer import check_tokenizer
+from streampack.packing.encoders.tokenizer import check_tokenizer, own_fingerprint
 from streampack.packing.encoders.transforms import GuardedTransform, validate
 from streampack.types import IGNORE_INDEX, Sample
 
 
-class MessagesEncoder:
-    """Chat and instruct rows, as torchtune's ``SFTDataset`` makes them: row -> messages -> tokens and mask.
+class MessagesEncoder(Encoder):
+    """Chat and instruct rows, encoded as by torchtune's ``SFTDataset``: row -> messages -> tokens and mask.
 
-    Masked tokens get the label ``IGNORE_INDEX``. What torchtune's transforms would drop or make up in silence is
-    refused: nulls, tool calls, images, columns beside the conversation.
+    Masked tokens get the label ``IGNORE_INDEX``. Rows of which torchtune's transforms would silently
+    drop or invent something are refused: nulls, tool calls, images, columns beside the conversation.
 
     Args:
         tokenizer: one of torchtune's model tokenizers, or a Hugging Face tokenizer with a chat template.
         message_transform: one of torchtune's (``InputOutputToMessages``, ``ShareGPTToMessages``,
             ``OpenAIToMessages``, ...), or any callable that returns ``{"messages": [...]}``.
         tool_calls: ``"error"``, or ``"json"`` to write OpenAI's tool calls as lines of JSON.
-        ignore: columns and keys of messages to leave out on purpose, which would be refused.
+        ignore: columns and keys of messages to leave out on purpose.
 
     Raises:
         ValueError: for a tokenizer that takes no messages, or a transform that does not fit.
@@ -48,7 +48,7 @@ class MessagesEncoder:
                 "tokenizers, or streampack.HFTokenizer, which has the chat template of its model"
             )
         if isinstance(self.tokenizer, HFTokenizer):
-            _ = self.tokenizer.chat  # or the refusal that says what is missing
+            _ = self.tokenizer.chat  # raises if there is no template
         self.message_transform = message_transform
         self.guarded = GuardedTransform(message_transform, tool_calls=tool_calls, ignore=ignore)
 
@@ -60,7 +60,7 @@ class MessagesEncoder:
             encoded = self.tokenizer({"messages": messages})
         except Exception:
             for message in messages:
-                message.text_content.encode()  # half a surrogate pair is no text, and the error may not say so
+                message.text_content.encode()  # raises for half a surrogate pair, which the error may not mention
             raise
         tokens = as_sample(encoded, labels=None).tokens
         if tokens.size != len(encoded["mask"]):
@@ -68,11 +68,11 @@ class MessagesEncoder:
         return Sample(tokens, np.where(encoded["mask"], IGNORE_INDEX, tokens))
 
     def decode(self, tokens: list[int]) -> str:
-        """What the tokens say, as the tokenizer decodes them."""
+        """Decode tokens as the tokenizer does."""
         return str(self.tokenizer.decode(tokens))
 
     def fingerprint(self) -> str:
-        """The transform's name and settings, and how a short conversation comes out of the tokenizer."""
+        """Return a digest of the transform's name and settings, and of the tokens of a short conversation."""
         from torchtune.data import Message
 
         transform = self.message_transform
@@ -80,20 +80,13 @@ class MessagesEncoder:
         probe = self.tokenizer(
             {"messages": [Message("user", PROBE, masked=True), Message("assistant", PROBE, eot=True)]}
         )
-        own = self.tokenizer.fingerprint() if isinstance(self.tokenizer, HFTokenizer) else None
-        choices = (self.guarded.tool_calls, self.guarded.ignore, own)
-        return digest(
-            "messages",
-            qualified_name(transform),
-            settings,
-            plain(probe["tokens"]),
-            plain(probe["mask"]),
-            choices,
-        )
+        choices = (self.guarded.tool_calls, self.guarded.ignore, own_fingerprint(self.tokenizer))
+        encoded = (plain(probe["tokens"]), plain(probe["mask"]))
+        return digest("messages", qualified_name(transform), settings, *encoded, choices)
 
 
 def _setting(value: Any) -> str:
-    """Without a memory address: of what has no better name, the class, for what it does shows in the encoded rows."""
+    """Show a value without memory addresses: an object without a better name by its class."""
     if isinstance(value, Mapping):
         return str(sorted((str(key), _setting(item)) for key, item in value.items()))
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""A chat template: conversations to tokens, and which of these the model is to answer."""
+"""`ChatTemplate`: renders conversations to tokens, and marks those of the answers."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class ChatTemplate:
-    """Conversations rendered by a Jinja template, with the tokens of chosen messages told apart.
+    """A Jinja chat template that renders conversations to tokens, and finds the tokens of each message.
 
-    Where the template marks its answers with ``{% generation %}``, those are the answers. Otherwise an answer is what
-    stands behind the conversation before it, rendered with a generation prompt. Either way the tokens up to each
-    boundary must be those of the text up to there alone, as they are at inference; a row of which this does not hold
-    is refused, because no mask would be right.
+    Where the template marks answers with ``{% generation %}``, those are the answers. Otherwise the conversation before
+    an answer is rendered with a generation prompt, and the answer is the text after that. Either way the tokens up to
+    each boundary must equal those of the text up to there alone, as at inference; a row where they differ is refused,
+    because no mask would be right.
 
     Args:
         templates: ``{"default": template}``, and ``"tool_use"`` if there is another one for rows with tools.
-        tokenize: text to ids, adding nothing.
-        settings: what the template may ask for: special tokens, and whatever the user set.
-        date: what a template that writes today's date is told, as YYYY-MM-DD.
+        tokenize: text to ids, without special tokens.
+        settings: variables of the template: special tokens, and the user's.
+        date: the date (YYYY-MM-DD) for a template that writes today's.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ChatTemplate:
     def __call__(
         self, messages: Messages, trained: Sequence[bool], *, tools: Any = None
     ) -> tuple[list[int], npt.NDArray[np.bool_]]:
-        """Token ids, and which of them to train: those of the messages that are ``trained``.
+        """Return token ids, and a mask of those to train: the tokens of the messages that are ``trained``.
 
         Raises:
             ValueError: for a conversation that the template refuses, leaves a part out of, or renders so that the
@@ -64,7 +64,7 @@ class ChatTemplate:
         ids = self.tokenize(text)
         mask = np.zeros(len(ids), dtype=bool)
         is_answer = [message["role"] == "assistant" for message in messages]
-        if all(trained) and not all(is_answer):  # nothing is to be told apart
+        if all(trained) and not all(is_answer):  # no boundaries are needed
             mask[:] = True
             return ids, mask
         numbers = [i for i, chosen in enumerate(trained) if chosen]
@@ -90,7 +90,7 @@ class ChatTemplate:
     def render(
         self, messages: Messages, *, tools: Any = None, prompt: bool = False, spans: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation and, if asked for, the (start, end) of what it marks as generated.
+        """Render a conversation; with ``spans``, also return the (start, end) of each stretch marked as generated.
 
         Raises:
             ValueError: if the template refuses the conversation.
@@ -107,7 +107,7 @@ class ChatTemplate:
                 add_generation_prompt=prompt,
                 return_assistant_tokens_mask=spans,
                 **self.settings,
-                strftime_now=None,  # what is rendered tomorrow must be the same
+                strftime_now=None,  # tomorrow's text must be today's
             )
         except (TemplateError, TypeError) as error:
             if isinstance(error, TypeError) and "strftime_now" in template:
@@ -122,7 +122,7 @@ class ChatTemplate:
         return self.templates.get("tool_use" if tools else "default", self.templates["default"])
 
     def _by_prefix(self, messages: Messages, i: int, text: str, tools: Any) -> tuple[int, int]:
-        """Where message ``i`` stands in the text, by rendering what comes before it, and it too."""
+        """Find message ``i`` in the text by rendering the conversation without it, and with it."""
         is_answer = messages[i]["role"] == "assistant"
         if i == 0 and is_answer:
             raise ValueError(
@@ -146,7 +146,7 @@ class ChatTemplate:
         return len(head)
 
     def _boundary(self, text: str, ids: list[int], at: int, i: int) -> int:
-        """The number of tokens before a place in the text, if they are the same with nothing behind it."""
+        """Return the number of tokens before a place in the text; raise if they depend on the text after it."""
         if at in (0, len(text)):
             return len(ids) if at else 0
         head = self.tokenize(text[:at])
@@ -159,12 +159,12 @@ class ChatTemplate:
         return len(head)
 
     def _refuse_left_out(self, messages: Messages, text: str, tools: Any) -> None:
-        """Refuse what the template leaves out in silence: a message of a role that it does not know, tools, calls."""
+        """Raise if the template silently leaves out a message of an unknown role, tools, tool calls or reasoning."""
         at = 0
         for i, message in enumerate(messages):
             tail = _tail(message["content"])
             found = text.find(tail, at)
-            if found < 0:  # elsewhere, escaped, or not at all
+            if found < 0:  # elsewhere, escaped, or left out
                 changed = [dict(m, content="x" if m is message else m["content"]) for m in messages]
                 if self.render(changed, tools=tools)[0] == text:
                     raise ValueError(
@@ -196,7 +196,7 @@ class ChatTemplate:
 
 
 def _tail(content: str) -> str:
-    """The end of a message's content, which survives the trimming that templates do."""
+    """Return the end of a message's content, which survives the trimming that templates do."""
     return content.strip()[-32:].strip()
 
 

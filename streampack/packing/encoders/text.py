@@ -1,4 +1,4 @@
-"""Plain text for pretraining."""
+"""The encoder of plain text, for pretraining."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from typing import Any
 
 from streampack.fingerprint import digest, plain
 from streampack.packing.assemble import as_sample, missing_column
-from streampack.packing.encoders.base import PROBE
-from streampack.packing.encoders.hf_tokenizer import HFTokenizer
-from streampack.packing.encoders.tokenizer import check_ends, check_tokenizer, own_bos
+from streampack.packing.encoders.base import PROBE, Encoder
+from streampack.packing.encoders.tokenizer import check_ends, check_tokenizer, own_bos, own_fingerprint
 from streampack.types import Sample
 
 
-class TextEncoder:
+class TextEncoder(Encoder):
     """Plain text for pretraining: every token is trained.
 
     Args:
@@ -46,39 +45,39 @@ class TextEncoder:
         try:
             tokens = self._encode(text)
         except Exception:
-            text.encode()  # half a surrogate pair is no text, and a RuntimeError of SentencePiece does not say so
+            text.encode()  # raises for half a surrogate pair, of which SentencePiece's RuntimeError says nothing
             raise
         if self._processor is not None:
             return Sample(tokens, tokens)
         return as_sample({"tokens": tokens}, labels=None)
 
-    def makes_only(self, vocab_size: int | None) -> bool:
-        """Whether it is known that all ids are from 0 and below ``vocab_size``, so that nobody has to look."""
-        return self._processor is not None and (
-            vocab_size is None or bool(self._processor.vocab_size() <= vocab_size)
-        )
+    def ids_below(self, stored: int | None) -> int | None:
+        """Return SentencePiece's vocabulary size. Other tokenizers, and subclasses, may make any ids."""
+        if self._processor is None or type(self) is not TextEncoder:
+            return None
+        return int(self._processor.vocab_size())
 
     def decode(self, tokens: list[int]) -> str:
-        """What the tokens say, as the tokenizer decodes them."""
+        """Decode tokens as the tokenizer does."""
         return str(self.tokenizer.decode(tokens))
+
+    def fingerprint(self) -> str:
+        """Return a digest of the settings, the tokenizer, and the tokens of a sentence."""
+        probe = plain(self._encode(PROBE))
+        return digest("text", self.column, self.add_bos, self.add_eos, probe, own_fingerprint(self.tokenizer))
 
     def _encode(self, text: str) -> Any:
         if self._processor is None:
             return self.tokenizer.encode(text, add_bos=self.add_bos, add_eos=self.add_eos)
         ids = self._processor.encode(text, add_bos=self.add_bos, add_eos=self.add_eos, return_type="numpy")
-        return ids.copy()  # into memory that can be written to
-
-    def fingerprint(self) -> str:
-        """The settings, and how a sentence comes out."""
-        own = self.tokenizer.fingerprint() if isinstance(self.tokenizer, HFTokenizer) else None
-        return digest("text", self.column, self.add_bos, self.add_eos, plain(self._encode(PROBE)), own)
+        return ids.copy()  # SentencePiece's own array is read-only
 
 
 def sentencepiece_of(tokenizer: Any) -> Any:
-    """The SentencePiece processor of a tokenizer of torchtune's that does nothing but ask it; None of any other.
+    """Return the SentencePiece processor behind a torchtune tokenizer that only forwards to it; else None.
 
-    It can give arrays. The lists that torchtune asks for cost it a twentieth of its work, and as much again to make
-    arrays of. A subclass may do something else to a text, so only torchtune's own classes are taken for what they are.
+    The processor can return arrays. The lists that torchtune asks for cost a twentieth of its work, and as much again
+    to convert. Only torchtune's own classes count: a subclass may do something else to a text.
     """
     base = getattr(tokenizer, "_spm_model", tokenizer)  # within the tokenizer of a model
     processor = getattr(base, "spm_model", None)
@@ -89,6 +88,6 @@ def sentencepiece_of(tokenizer: Any) -> Any:
         return None
     try:
         found = processor.encode(PROBE, add_bos=True, add_eos=False, return_type="numpy")
-    except (TypeError, ValueError, RuntimeError):  # an older release cannot, nor a model without a beginning
+    except (TypeError, ValueError, RuntimeError):  # an older release, or a model without BOS
         return None
     return processor if found.tolist() == tokenizer.encode(PROBE, add_bos=True, add_eos=False) else None

@@ -1,4 +1,4 @@
-"""Tokenizers made ready for encoders and recipes, or refused."""
+"""Checks of tokenizers, which are made ready for encoders and recipes, or refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from streampack.packing.encoders.hf_tokenizer import HFTokenizer, is_hf
 
 
 def check_tokenizer(tokenizer: Any) -> Any:
-    """A tokenizer that encoders and recipes can use: Hugging Face's are wrapped, limits of length switched off.
+    """Return a tokenizer that encoders can use: Hugging Face's are wrapped, length limits switched off.
 
     Raises:
         ValueError: for what is no tokenizer, or one that hides what encoders must ask for.
@@ -32,7 +32,7 @@ def check_tokenizer(tokenizer: Any) -> Any:
 
 
 def check_ends(tokenizer: Any, *, add_bos: bool | None, add_eos: bool) -> None:
-    """Refuse a tokenizer that does not begin and end a text as asked, by trying it on one.
+    """Encode a text, and refuse a tokenizer that ignores ``add_bos`` or ``add_eos``.
 
     Raises:
         ValueError: naming what it ignores.
@@ -63,12 +63,17 @@ def check_ends(tokenizer: Any, *, add_bos: bool | None, add_eos: bool) -> None:
 
 
 def own_bos(tokenizer: Any) -> bool | None:
-    """The ``add_bos`` that leaves the beginning of a text to the tokenizer."""
-    return None if isinstance(tokenizer, HFTokenizer) else True  # what torchtune's take for granted
+    """Return the ``add_bos`` with which a text begins as the tokenizer does by itself."""
+    return None if isinstance(tokenizer, HFTokenizer) else True  # torchtune's default
+
+
+def own_fingerprint(tokenizer: Any) -> str | None:
+    """Return the fingerprint of an `HFTokenizer`; None for other tokenizers, of which only a probe is compared."""
+    return tokenizer.fingerprint() if isinstance(tokenizer, HFTokenizer) else None
 
 
 def padding_id(tokenizer: Any) -> int:
-    """The id to pad with: the tokenizer's, or its EOS, or 0. Padding is never attended and never trained.
+    """Return the id to pad with: the tokenizer's, or its EOS, or 0. Padding is never attended and never trained.
 
     >>> padding_id(object())
     0
@@ -78,7 +83,7 @@ def padding_id(tokenizer: Any) -> int:
 
 
 def without_truncation(tokenizer: Any) -> Any:
-    """A copy of a torchtune tokenizer that does not cut, be it by its own limit or by that of a tokenizer.json."""
+    """Copy a torchtune tokenizer without its length limit, its own or that of a tokenizer.json."""
     inner: Any = getattr(tokenizer, "tokenizer", None)
     limited = type(inner).__module__.split(".")[0] == "tokenizers" and (inner.truncation or inner.padding)
     if getattr(tokenizer, "max_seq_len", None) is None and not limited:

@@ -1,4 +1,4 @@
-"""torchtune's message transforms, guarded: what they would drop or make up in silence is refused."""
+"""Guards around torchtune's message transforms, which silently drop or invent parts of some rows."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ NO_IMAGE = "it has an image, which a pack has no place for; train on it unpacked
 
 
 class GuardedTransform:
-    """A message transform whose rows and messages are checked.
+    """A message transform that checks its rows and messages.
 
     torchtune's `OpenAIToMessages` gives a message without text the content of the message before it, and drops tool
-    calls, unknown parts and weights; its other transforms format ``None`` into prompts and pass over columns that a
-    ``column_map`` misspells. Transforms of one's own have their messages checked only.
+    calls, unknown parts and weights; its other transforms format ``None`` into prompts and ignore columns that a
+    ``column_map`` misspells. Of a user's own transform, only the messages are checked.
 
     Args:
         transform: one of torchtune's, or any callable that returns ``{"messages": [...]}``.
@@ -63,10 +63,10 @@ class GuardedTransform:
         self.mapped = given
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """``{"messages": [...]}`` of a row.
+        """Transform a row to ``{"messages": [...]}``.
 
         Raises:
-            ValueError: for a row of which something would be dropped or made up.
+            ValueError: for a row of which something would be dropped or invented.
         """
         weights: list[Any] = []
         if self.kind:
@@ -94,7 +94,7 @@ class GuardedTransform:
         return {"messages": made}
 
     def _for_torchtune(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """OpenAI's messages as torchtune's transform reads them: nothing but text, in roles that it knows."""
+        """Convert OpenAI's messages to what torchtune's transform reads: text only, in roles that it knows."""
         for i, message in enumerate(messages):
             calls = message.pop("tool_calls", ())
             if (calls or message["role"] == "tool") and self.tool_calls == "error":
@@ -136,7 +136,7 @@ class GuardedTransform:
         return [{**turn, "role": turn.get("from")} for turn in turns]
 
     def _texts(self, row: Mapping[str, Any]) -> None:
-        """Whether the columns of a prompt and its answer are text."""
+        """Raise unless the columns of a prompt and its answer are text."""
         for name, column in self.columns.items():
             optional = self.kind == "AlpacaToMessages" and name == "input"
             if name == "image" or (column in row and row[column] is None and optional):
@@ -147,12 +147,12 @@ class GuardedTransform:
                         f"column {column!r}, which column_map gives for 'input', is missing; the row's columns are "
                         f"{', '.join(map(repr, row)) or 'none'}; where there is no input, it must be empty"
                     )
-                continue  # torchtune's transform says so
+                continue  # torchtune's transform raises
             if not isinstance(row[column], str):
                 raise ValueError(f"column {column!r} holds a {type(row[column]).__name__}; it must be text")
 
     def _without_image(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The row without an empty image, which torchtune would open."""
+        """Return the row without an empty image, which torchtune would open."""
         names = {"image", self.columns.get("image", "image")} & set(row)
         if "image" not in COLUMNS[self.kind] or not names:
             return row
@@ -161,7 +161,7 @@ class GuardedTransform:
         return {name: value for name, value in row.items() if name not in names}
 
     def _mask(self, made: Sequence[Any], given: Sequence[Mapping[str, Any]]) -> None:
-        """Mask messages of weight 0; say which turns are a tool's, as torchtune's tokenizers expect it."""
+        """Mask messages of weight 0, and set ``eot`` around a tool's turns as torchtune's tokenizers expect it."""
         replaced = getattr(self.transform, "new_system_prompt", None) is not None
         kept = [message for message in given if not (message["role"] == "system" and replaced)]
         if not kept:
@@ -179,10 +179,10 @@ class GuardedTransform:
 
 
 def guard_datasets(data: Any) -> None:
-    """Guard the message transforms of torchtune's datasets, wherever they stand in a source.
+    """Guard the message transforms of torchtune's datasets, however deep in a source.
 
-    torchtune's builders (``chat_dataset``, ``alpaca_dataset``) make their transforms themselves, so rows reach them
-    without passing our encoders.
+    torchtune's builders (``chat_dataset``, ``alpaca_dataset``) create their transforms themselves, so their rows never
+    pass a `MessagesEncoder`.
     """
     if isinstance(data, str | bytes | Mapping | None):
         return
@@ -190,7 +190,7 @@ def guard_datasets(data: Any) -> None:
     transform = getattr(inner, "_message_transform", None)
     if inner is not None and transform is not None and _kind(transform) in COLUMNS:
         inner._message_transform = GuardedTransform(transform)
-    for name in ("dataset", "source"):  # of a map-style source, a subset, a part that is held out
+    for name in ("dataset", "source"):  # a map-style source, a subset, a hold-out
         if (within := getattr(data, name, None)) is not None:
             guard_datasets(within)
     for within in getattr(data, "_datasets", ()):  # torchtune's ConcatDataset
@@ -200,12 +200,8 @@ def guard_datasets(data: Any) -> None:
 
 
 def validate(messages: Sequence[Any]) -> None:
-    """Check that messages take turns, as torchtune does; a tool's answer and the call before it count as no turn.
-
-    Raises:
-        ValueError: of torchtune's.
-    """
-    from torchtune.data import validate_messages  # nine seconds to import, so not at the top
+    """Raise torchtune's ValueError unless messages take turns, tool calls and their answers left aside."""
+    from torchtune.data import validate_messages  # takes nine seconds to import
 
     roles = [message.role for message in messages]
     tools = [role == "ipython" or roles[i + 1 : i + 2] == ["ipython"] for i, role in enumerate(roles)]
@@ -213,7 +209,7 @@ def validate(messages: Sequence[Any]) -> None:
 
 
 def _kind(transform: Any) -> str:
-    """The name of the class of torchtune's whose ``__call__`` a transform has; empty for any other."""
+    """Return the name of torchtune's class whose ``__call__`` a transform uses; empty for any other."""
     for base in type(transform).__mro__:
         if "__call__" in vars(base):
             return base.__name__ if base.__module__ == "torchtune.data._messages" else ""
