@@ -1,4 +1,4 @@
-"""Masks and attention that keep the sequences of a pack apart, for torchtune's and Hugging Face's models."""
+"""Masks and attention that keep the sequences of a pack apart, for torchtune and Hugging Face models."""
 
 from streampack.attention.dense import dense_mask, document_ids
 from streampack.attention.flex import flex_mask

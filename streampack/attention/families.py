@@ -1,8 +1,7 @@
-"""What is known about the families of Hugging Face models: who can be packed, how, and what stands in the way.
+"""Facts about families of Hugging Face models: which can be packed, and with which attention.
 
-Only facts, read from a config; `tests/attention/test_transformers.py` proves them and writes the
-table of docs/guides/models.md. They were found with transformers 5.23. A family that is not here is judged by the
-probe.
+`tests/attention/test_transformers.py` proves them, with transformers 5.23, and writes the table of
+docs/guides/models.md. A family that is not listed here is tried with `find_leaks`.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ PROVEN = frozenset(
         *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2"),
     )
 )
-"""Packed equals alone, by test. transformers calls these words ``config.model_type``."""
+"""Families (``config.model_type``) for which a test shows that packed equals alone."""
 
 BLIND = frozenset({"falcon", "gpt_oss"})
-"""They make their masks without ``position_ids``, so packs need masks made for them."""
+"""Families that make their masks without ``position_ids``, so that packs need masks made for them."""
 
 _ALIBI = (
     "adds a bias for the distance of tokens (ALiBi) counted from the start of the pack, and has no argument that says "
@@ -33,9 +32,9 @@ _STATEFUL_LAYERS = frozenset({"linear_attention", "conv", "mamba", "recurrent", 
 
 
 def refusal(config: Any, *, stateful: bool = False) -> str | None:
-    """Why a model with this config cannot be packed by any means, and what to do; None where nothing is known.
+    """Return why a model with this config cannot be packed at all, and what to do; None if no reason is known.
 
-    ``stateful`` is what transformers says of the class, ``_is_stateful``.
+    ``stateful`` is ``_is_stateful`` of the model's class in transformers.
 
     >>> class Config:
     ...     model_type, alibi = "falcon", True
@@ -56,7 +55,7 @@ says where samples begin; train it on padded batches, one sample a row
 
 
 def missing(config: Any, attention: str) -> str | None:
-    """Why this config cannot be packed by this backend, although it can by another; None where it can.
+    """Return why this backend cannot pack a model with this config, or None if it can.
 
     >>> class Config:
     ...     model_type, attention_dropout = "llama", 0.1
@@ -74,10 +73,9 @@ def missing(config: Any, attention: str) -> str | None:
 
 
 def longest_pack(config: Any, attention: str) -> tuple[int, str] | None:
-    """The longest pack that keeps its samples apart, and why not more; None where there is no limit.
+    """Return the longest pack that keeps its samples apart, and the reason; None if there is no limit.
 
-    Nothing leaks between the tokens of these models, but what a sample becomes depends on how long the others are,
-    or where in the pack it lies.
+    In longer packs of these models a sample's logits depend on the lengths of the others, or on its place in the pack.
     """
     limits = []
     for rope in _ropes(getattr(config, "rope_parameters", None) or {}):
@@ -95,14 +93,14 @@ def longest_pack(config: Any, attention: str) -> tuple[int, str] | None:
 
 
 def _ropes(parameters: dict[str, Any]) -> list[dict[str, Any]]:
-    """The RoPE settings of a config: one set, or one for each type of layer."""
+    """Return the RoPE settings of a config: one set, or one for each type of layer."""
     return [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
 
 
 def window_of(config: Any, layer: int) -> int | None:
-    """Tokens that a query of this layer sees, itself included; None where it sees all before it.
+    """Return how many tokens a query of this layer sees, itself included; None if it sees all before it.
 
-    Not every family tells its attention function (qwen2_moe does not), but all tell the maker of their masks so.
+    Some families (qwen2_moe) pass no window to their attention function, only to their masks.
 
     >>> class Config:
     ...     sliding_window, layer_types = 4096, ["sliding_attention", "full_attention"]

@@ -1,4 +1,4 @@
-"""`varlen_attention` by the flash-attn package, of which three generations are about, each under a name of its own."""
+"""`varlen_attention` by the flash-attn package, of which three generations are in use under different names."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Any
 
 import torch
 
-# Where each generation has its ``flash_attn_varlen_func``. A flash-attn 2 may bring the folder of 4, without what
-# 4 runs on: only an import tells.
+# Modules with each generation's ``flash_attn_varlen_func``. flash-attn 2 may contain the folder of 4 without its
+# dependencies, so only an import shows whether 4 is installed.
 _MODULES = {2: "flash_attn", 3: "flash_attn_interface", 4: "flash_attn.cute"}
 
-# By the first number of a GPU's compute capability, best first. 4 begins with Hopper (9), where it is younger than 3;
-# 3 ends there; 2 is for Ampere (8) and later.
+# Generations by major compute capability, best first. 2 runs on Ampere (8) and later, 3 on Ampere and Hopper (9), 4 on
+# Hopper, where it is less mature than 3, and later.
 _SUITED = {8: (3, 2), 9: (3, 4, 2)}
 _SUITED_LATER = (4, 2)
 
 Kernel = Callable[..., Any]
-_found: tuple[int, Kernel] | None = None  # so that compiled code neither imports nor asks for the GPU
+_found: tuple[int, Kernel] | None = None  # cached, so that compiled code neither imports nor queries the GPU
 
 
 def find_flash(device: torch.device) -> tuple[int, Kernel]:
-    """The generation of flash-attn, 4, 3 or 2, that `flash_attention` uses from now on, and its kernel.
+    """Choose the generation of flash-attn (4, 3 or 2) that `flash_attention` will use; return it and its kernel.
 
     Raises:
-        ValueError: if the device is no GPU for which there is one.
-        ImportError: if none that suits it is installed.
+        ValueError: if flash-attn does not support the device.
+        ImportError: if no generation for the device is installed.
     """
     global _found
     if device.type != "cuda":
@@ -46,7 +46,7 @@ def find_flash(device: torch.device) -> tuple[int, Kernel]:
         except (ImportError, AttributeError):
             continue
         if generation == 4:
-            # It compiles its kernels by itself, in Python that torch.compile cannot trace.
+            # It compiles its own kernels, in Python that torch.compile cannot trace.
             kernel = torch.compiler.disable(kernel)  # type: ignore[no-untyped-call]
         _found = generation, kernel
         return _found
@@ -57,11 +57,11 @@ def find_flash(device: torch.device) -> tuple[int, Kernel]:
 
 
 def flash_unfit(*, device: torch.device, dtype: torch.dtype, softcap: float | None = None) -> str | None:
-    """Why the flash-attn that is installed cannot compute such an attention; None if it can.
+    """Return why the installed flash-attn cannot compute this attention, or None if it can.
 
     Raises:
-        ValueError: if the device is no GPU for which there is one.
-        ImportError: if none that suits it is installed.
+        ValueError: if flash-attn does not support the device.
+        ImportError: if no generation for the device is installed.
     """
     return _unfit(find_flash(device)[0], dtype=dtype, softcap=softcap)
 
@@ -70,7 +70,7 @@ def _unfit(generation: int, *, dtype: torch.dtype, softcap: float | None) -> str
     if dtype not in (torch.bfloat16, torch.float16):
         return f"flash-attn computes in 16 bits and the model is in {dtype}"
     if generation == 4 and softcap is not None:
-        # It has one forward; nothing in its backward pass over sequences of varying lengths accounts for it.
+        # Its forward pass has one; its backward pass over sequences of varying lengths does not account for it.
         return f"flash-attn 4 has no softcap to train with and the model has one of {softcap}"
     return None
 
@@ -86,9 +86,9 @@ def flash_attention(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Causal attention within each sequence, as `varlen_attention` has it, on CUDA.
+    """Compute causal attention within each sequence on CUDA, as `varlen_attention` does.
 
-    Call `find_flash` before ``torch.compile`` sees this: it imports the package.
+    Call `find_flash` before compiling code that calls this: it imports the package.
 
     Args:
         q: ``[tokens, heads, head_dim]``, bf16 or fp16.
@@ -104,8 +104,8 @@ def flash_attention(
         ``[tokens, heads, head_dim]``, in the type of ``q``; under autocast, in autocast's.
 
     Raises:
-        ValueError: for other than 16-bit floats, a ``softcap`` where flash-attn has none, no GPU.
-        ImportError: if no flash-attn is installed that suits the GPU.
+        ValueError: without a GPU, for types other than 16-bit floats, for a ``softcap`` with flash-attn 4.
+        ImportError: if no flash-attn for the GPU is installed.
 
     Source: Dao et al., FlashAttention, https://github.com/Dao-AILab/flash-attention
     """
@@ -129,9 +129,9 @@ def flash_attention(
         window_size=(
             unlimited if window is None else window - 1,
             0,
-        ),  # keys before a query's own, and behind it
+        ),  # keys before and after the query's own token
         softcap=softcap or 0.0,
     )
-    # The fourth, and early thirds, give the scores' logsumexp too.
+    # 4, and early versions of 3, also return the scores' logsumexp.
     attended: torch.Tensor = out if isinstance(out, torch.Tensor) else out[0]
     return attended

@@ -1,4 +1,4 @@
-"""Block masks for ``torch.nn.attention.flex_attention``, which skips the blocks that no token sees."""
+"""Block masks for ``torch.nn.attention.flex_attention``, which skips blocks that no token sees."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from streampack.attention.dense import document_ids
 
-BLOCK = 128  # tokens on a side: flex attention's own default
+BLOCK = 128  # tokens on a side, flex attention's default
 
 
 def flex_mask(seq_lens: torch.Tensor, *, max_seq_len: int, window: int | None = None) -> BlockMask:
-    """The mask of `dense_mask` as a `BlockMask`, on the device of ``seq_lens``. torchtune models take it as it is.
+    """Make the mask of `dense_mask` as a `BlockMask` on the device of ``seq_lens``, which torchtune models accept.
 
-    It is what torch's ``create_block_mask`` makes, by other means: that one asks for every pair of tokens, where
-    the two ids at the ends of each block tell as much. For a pack of 16,384, on one core of a CPU: 2 ms and 11 MiB
-    against 2.1 s and 2.5 GiB. A block that all its tokens see whole is marked as such, and the kernel does not look
-    into it.
+    The result is that of torch's ``create_block_mask``, which evaluates the mask for every pair of tokens; here the
+    sequence ids at the ends of each block suffice. For a pack of 16,384 on one core of a CPU that is 2 ms and 11 MiB
+    instead of 2.1 s and 2.5 GiB. Blocks without a hidden pair are marked as full, so the kernel applies no mask there.
 
     >>> mask = flex_mask(torch.tensor([[256, 128]]), max_seq_len=512)  # blocks of 128 tokens
     >>> mask.to_dense().int()
@@ -42,19 +41,21 @@ def flex_mask(seq_lens: torch.Tensor, *, max_seq_len: int, window: int | None = 
         seen = (ids[batch, query] == ids[batch, key]) & (query >= key)
         return seen if window is None else seen & (query - key < window)
 
-    # Ids never fall along a pack, so a block of keys before a block of queries shares a sequence with it only if its
-    # last id is their first, and lies in one sequence with it if its first id is their last. Tokens past the
-    # end of the pack are of no sequence, so a block that they fill up is never whole.
+    # Ids never decrease along a pack. So an earlier block of keys shares a sequence with a block of queries only if its
+    # last id is their first, and both lie in one sequence if its first id is their last. A block that reaches past the
+    # end of the pack is never full.
     first = ids[:, ::BLOCK]  # [batch, blocks]
     blocks = torch.arange(first.shape[1], device=ids.device)
     last = ids[:, (blocks * BLOCK + BLOCK - 1).clamp(max=max_seq_len - 1)]
-    back = blocks[:, None] - blocks  # [blocks, blocks]: how far the keys' block is behind the queries'
+    back = (
+        blocks[:, None] - blocks
+    )  # [blocks, blocks]: distance from the block of queries back to that of keys
     filled = (blocks + 1) * BLOCK <= max_seq_len
     partly = (first[:, :, None] == last[:, None, :]) & (back > 0) | (back == 0)
     wholly = (last[:, :, None] == first[:, None, :]) & (back > 0) & filled[:, None]
     if window is not None:
-        partly &= (back - 1) * BLOCK + 1 < window  # the pair of tokens that is closest
-        wholly &= (back + 1) * BLOCK - 1 < window  # and the farthest
+        partly &= (back - 1) * BLOCK + 1 < window  # the closest pair of tokens
+        wholly &= (back + 1) * BLOCK - 1 < window  # the farthest
     return BlockMask.from_kv_blocks(
         *_listed(partly & ~wholly),
         *_listed(wholly),
@@ -65,8 +66,8 @@ def flex_mask(seq_lens: torch.Tensor, *, max_seq_len: int, window: int | None = 
 
 
 def _listed(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of ``[batch, blocks, blocks]``: how many blocks of keys a block of queries has, and which, first ones first."""
-    table = table[:, None].int()  # [batch, 1, blocks, blocks]: all heads alike
+    """Return how many blocks of keys each block of queries has in ``[batch, blocks, blocks]``, and their numbers."""
+    table = table[:, None].int()  # [batch, 1, blocks, blocks]: the same for all heads
     return table.sum(-1, dtype=torch.int32), table.argsort(stable=True, dim=-1, descending=True).int()
 
 
@@ -79,7 +80,7 @@ def flex_attention_of(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Attention under a block mask, compiled on CUDA, where it is fast only so, and part of the graph in compiled code.
+    """Compute attention under a block mask, compiled on CUDA, where uncompiled flex attention is slow.
 
     Args:
         q: ``[batch, heads, max_seq_len, head_dim]``.
@@ -108,7 +109,7 @@ def flex_attention_of(
 
 
 def flex_unfit(*, device: torch.device, head_dim: int) -> str | None:
-    """Why torch's flex attention cannot compute such an attention; None if it can.
+    """Return why torch's flex attention cannot compute this attention, or None if it can.
 
     >>> flex_unfit(device=torch.device("cuda"), head_dim=8)
     "torch's flex attention needs a head_dim of at least 16 on CUDA, the model's is 8"

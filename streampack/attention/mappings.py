@@ -1,4 +1,4 @@
-"""Batches that are dicts, as collators for Hugging Face models make them, in the form that masks are made from."""
+"""Find the sequences in batches that are dicts, as collators for Hugging Face models make them."""
 
 from __future__ import annotations
 
@@ -16,36 +16,37 @@ ACCEPTED = "seq_lens, cu_seq_lens_q, seq_idx, position_ids, input_pos or an atte
 
 
 class Packed(Protocol):
-    """What a mask is made from. A `Batch` is one."""
+    """The part of a batch that masks are made from. A `Batch` is one."""
 
     @property
     def tokens(self) -> torch.Tensor:
-        """``[batch, max_seq_len]``; only its shape and device count."""
+        """``[batch, max_seq_len]``; only the shape and device are used."""
 
     @property
     def input_pos(self) -> torch.Tensor:
-        """``[batch, max_seq_len]``, from 0 in every sequence."""
+        """``[batch, max_seq_len]``, counted from 0 in every sequence."""
 
     @property
     def seq_lens(self) -> torch.Tensor:
-        """``[batch, most segments]`` int32, zeros at the end."""
+        """``[batch, most segments]`` int32, with zeros at the end."""
 
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Rows of a dict, and the lengths of their sequences. Padding is a sequence like any other."""
+    """The rows of a dict and the lengths of their sequences, padding included."""
 
     tokens: torch.Tensor  # [batch, max_seq_len]
     input_pos: torch.Tensor  # [batch, max_seq_len]
     seq_lens: torch.Tensor  # [batch, most sequences] int32, zeros at the end
-    labels: torch.Tensor | None  # [batch, max_seq_len], where there are some
+    labels: torch.Tensor | None  # [batch, max_seq_len]
 
 
 def packed_of(batch: Packed | Mapping[str, Any]) -> Packed:
-    """Find the sequences of a dict's rows; a `Batch` is given back as it is.
+    """Find the sequences of a dict's rows; a `Batch` is returned as it is.
 
-    What says where a sequence begins is, in this order: ``seq_lens``; ``cu_seq_lens_q``; ``seq_idx``; positions that do
-    not go on by one; and, with each of the last three or alone, an ``attention_mask`` where it changes.
+    Boundaries are read from the first of these that is there: ``seq_lens``, ``cu_seq_lens_q``, ``seq_idx``,
+    ``position_ids`` or ``input_pos`` where they do not increase by one. Beside the last three, or alone, a change in an
+    ``attention_mask`` of 2 dimensions is a boundary too.
 
     >>> flat = {"input_ids": torch.tensor([[7, 8, 9, 4, 5]]), "position_ids": torch.tensor([[0, 1, 2, 0, 1]])}
     >>> packed_of(flat).seq_lens
@@ -73,7 +74,7 @@ def packed_of(batch: Packed | Mapping[str, Any]) -> Packed:
 
 
 def labels_of(batch: Mapping[str, Any], packed: Packed) -> torch.Tensor | None:
-    """Labels of a dict, -100 at the beginning of every sequence, where they would be predicted from the one before."""
+    """Return a dict's labels with -100 at the beginning of every sequence, or None if it has none."""
     labels = batch.get("labels")
     if labels is None:
         return None
@@ -83,7 +84,7 @@ def labels_of(batch: Mapping[str, Any], packed: Packed) -> torch.Tensor | None:
 
 
 def positions_of(seq_lens: torch.Tensor, *, max_seq_len: int) -> torch.Tensor:
-    """Count positions from 0 in every sequence, the padding too: ``[batch, max_seq_len]`` int64.
+    """Count positions from 0 in every sequence and in the padding: ``[batch, max_seq_len]`` int64.
 
     >>> positions_of(torch.tensor([[3, 1]]), max_seq_len=6)
     tensor([[0, 1, 2, 0, 0, 1]])
@@ -94,7 +95,7 @@ def positions_of(seq_lens: torch.Tensor, *, max_seq_len: int) -> torch.Tensor:
 
 
 def _starts(batch: Mapping[str, Any], tokens: torch.Tensor) -> torch.Tensor:
-    """Whether a sequence begins at a token: ``[batch, tokens]`` bool."""
+    """Mark the tokens at which a sequence begins: ``[batch, tokens]`` bool."""
     starts = torch.zeros_like(tokens, dtype=torch.bool)
     starts[:, :1] = True
     found = False
@@ -131,7 +132,7 @@ def _rows(values: torch.Tensor, name: str, tokens: torch.Tensor) -> torch.Tensor
 
 
 def _lengths(starts: torch.Tensor) -> torch.Tensor:
-    """Lengths of the sequences: ``[batch, most sequences]`` int32."""
+    """Turn the marks of `_starts` into lengths: ``[batch, most sequences]`` int32."""
     ids = starts.cumsum(1) - 1
     lengths = torch.zeros(len(starts), int(ids.max()) + 1, dtype=torch.int32, device=starts.device)
     return lengths.scatter_add_(1, ids, torch.ones_like(ids, dtype=torch.int32))

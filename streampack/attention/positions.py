@@ -1,4 +1,4 @@
-"""Models with a table of positions: packs may be longer than the table, samples may not."""
+"""Models with a table of positions, which limits the length of samples but not of packs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from streampack.types import IGNORE_INDEX
 
 
 def position_table(model: nn.Module) -> int | None:
-    """Count the positions that a model has learned, or computed once; None where it computes each as it comes.
+    """Return how many positions a model's tables hold, learned or precomputed; None if it has no table.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> position_table(GPT2LMHeadModel(GPT2Config(n_positions=128, n_embd=8, n_layer=1, n_head=1, vocab_size=9)))
@@ -37,7 +37,7 @@ def position_table(model: nn.Module) -> int | None:
 def _text_modules(
     model: nn.Module, name: str = "", kind: str | None = None
 ) -> Iterator[tuple[str, nn.Module]]:
-    """(own name, module) of a model's parts, without models inside it that are not of its text."""
+    """Yield (name, module) of a model's parts, leaving out inner models of another modality."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         own = config.get_text_config().model_type
@@ -50,19 +50,19 @@ def _text_modules(
 
 
 def within_table(positions: torch.Tensor, batch: Any, *, table: int, model: str) -> torch.Tensor:
-    """Give padding positions of the table, again from its beginning; those of samples stay.
+    """Wrap positions of padding around a table's end, and check that no sample reaches beyond it.
 
-    Where rows are longer than the table, it waits for the device once.
+    There is one host sync, and only if rows are longer than the table.
 
     Args:
         positions: ``[batch, max_seq_len]``, from 0 in every segment.
-        batch: whose ``fragments`` tell how much of a row is real. Without them, what has a label is; without
-            labels too, all.
-        table: how many positions there are.
-        model: its kind, for the message.
+        batch: its ``fragments`` tell padding from samples; without them its ``labels`` do; without both, there is no
+            padding.
+        table: the number of positions.
+        model: the model's kind, for the message.
 
     Raises:
-        ValueError: for a sample that is longer than the table. On CUDA, the model would end the process.
+        ValueError: for a sample that is longer than the table; on CUDA, the model would abort the process.
     """
     if positions.shape[1] <= table:
         return positions
@@ -84,11 +84,12 @@ def within_table(positions: torch.Tensor, batch: Any, *, table: int, model: str)
 
 
 def require_positions(model: nn.Module, packing: Packing) -> None:
-    """Refuse settings that make samples longer than the model's table of positions.
+    """Check that samples are not cut to more tokens than the model's table has positions.
+
+    Where samples are not cut, packs may be longer than the table; a sample that is too long is refused when it comes.
 
     Raises:
-        ValueError: if samples are cut to more tokens than there are positions. Packs may be longer: where samples are
-            not cut, one that is too long is refused when it comes.
+        ValueError: if they are.
     """
     table = position_table(model)
     cuts = packing.overlong in ("split", "truncate")

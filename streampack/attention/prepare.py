@@ -1,4 +1,4 @@
-"""What a model's attention needs to keep a pack's sequences apart, made on the batch's device."""
+"""Prepare models to keep a pack's sequences apart, and make masks on the batch's device."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from streampack.streaming.consumers import model_parallel_mesh
 from streampack.validation import require, warn_user
 
 ATTENTIONS = ("auto", "dense", "flex", "varlen", "flash")
-"""The words that `prepare_model_for_packing` and the config's ``attention`` know."""
+"""Values of ``attention`` in `prepare_model_for_packing` and in configs."""
 
 _MASKS: dict[str, Callable[..., torch.Tensor | BlockMask]] = {"dense": dense_mask, "flex": flex_mask}
 
 
 class Inputs(Protocol):
-    """What `prepare_model_for_packing` gives: a batch's arguments for the prepared model's ``forward``."""
+    """The result of `prepare_model_for_packing`: makes the arguments of the prepared model's ``forward``."""
 
     @property
     def attention(self) -> str:
         """The backend: ``"dense"``, ``"flex"``, ``"varlen"`` or ``"flash"``."""
 
     def __call__(self, batch: Packed | Mapping[str, Any]) -> dict[str, Any]:
-        """The keyword arguments, on the batch's device, which is the model's.
+        """Return keyword arguments for a batch, on its device.
 
         A dict may come from any collator that says where its sequences begin: see `packed_of`.
         """
 
     def require_length(self, max_seq_len: int) -> None:
-        """Raise a ValueError if the model cannot take packs of so many tokens; every call does this first."""
+        """Raise a ValueError if the model cannot take packs of so many tokens. Every call checks this."""
 
 
 def prepare_model_for_packing(model: nn.Module, *, attention: str = "auto") -> Inputs:
-    """Make a model of torchtune's or Hugging Face's keep a pack's sequences apart, or refuse it.
+    """Make a torchtune or Hugging Face model keep a pack's sequences apart, or refuse it.
 
-    It sets on the model what must be set, and gives what turns a packed batch into the model's arguments.
+    Sets the model's attention function, and returns a function from a packed batch to the model's arguments.
 
     >>> from torchtune.models.llama3 import llama3
     >>> from streampack import IterablePackedDataset, collate_packed
@@ -52,23 +52,23 @@ def prepare_model_for_packing(model: nn.Module, *, attention: str = "auto") -> I
     >>> inputs.attention, model(**inputs(batch)).shape
     ('varlen', torch.Size([1, 6, 16]))
 
-    ``inputs`` takes a `Batch`, or a dict such as `FlatteningCollator` returns, whose ``labels`` it hands on:
-    ``loss = model(**inputs(batch)).loss``. Without ``inputs`` the model computes what it did before. Preparing it twice
-    is harmless.
+    ``inputs`` takes a `Batch`, or a dict such as `FlatteningCollator` returns, whose ``labels`` it passes on:
+    ``loss = model(**inputs(batch)).loss``. Called without ``inputs``, the model computes what it did before. A model
+    may be prepared again; the last call holds.
 
     Args:
-        model: as it will train: on its device, in its type; LoRA, activation checkpointing, ``torch.compile``
-            and FSDP2 may have been applied, or follow.
-        attention: ``"dense"``, a boolean mask, works anywhere, and time and memory grow with ``max_seq_len ** 2``.
-            ``"flex"`` skips what a mask hides; CUDA only (on a CPU, torch has no backward pass for it).
-            ``"varlen"`` has no mask: torch's own flash attention over sequences laid end to end; 16-bit floats
-            on CUDA, anything on a CPU. ``"flash"`` is the same by the flash-attn package. ``"auto"`` is the
-            first of varlen, flex and dense that fits the model and its device.
+        model: as it will train, on its device and in its type. LoRA, activation checkpointing, ``torch.compile``
+            and FSDP2 may be applied before or after.
+        attention: ``"dense"``, a boolean mask, works anywhere; time and memory grow with ``max_seq_len ** 2``.
+            ``"flex"`` skips hidden blocks; CUDA only (on a CPU, torch has no backward pass for it).
+            ``"varlen"`` needs no mask: torch's flash attention over sequences laid end to end for 16-bit floats
+            on CUDA, one sequence at a time on a CPU. ``"flash"`` is the same by the flash-attn package. ``"auto"``
+            is the first of varlen, flex and dense that supports the model on its device.
 
     Raises:
         ValueError: for an unknown ``attention``, and for a model whose sequences would see one another; the
             message says why and what to do.
-        ImportError: if ``attention="flash"`` and there is no flash-attn.
+        ImportError: if ``attention="flash"`` and no flash-attn is installed.
     """
     require(attention, "attention", ATTENTIONS)
     if shared := model_parallel_mesh(model):
@@ -90,11 +90,11 @@ def prepare_model_for_packing(model: nn.Module, *, attention: str = "auto") -> I
 
 
 def make_mask(batch: Packed | Mapping[str, Any], *, attention: str = "auto") -> torch.Tensor | BlockMask:
-    """The ``mask`` argument of a torchtune model for a packed batch; call it where the batch has arrived.
+    """Make the ``mask`` argument of a torchtune model for a packed batch, on the batch's device.
 
     ``"dense"`` is a boolean tensor and works anywhere; ``"flex"`` is a `BlockMask`, which needs CUDA to
     train (on a CPU, torch's flex attention has no backward). ``"auto"`` is flex on CUDA and dense elsewhere.
-    `prepare_model_for_packing` knows faster ways, and models for which this is not enough.
+    `prepare_model_for_packing` has faster backends, and supports models for which a mask is not enough.
 
     >>> from streampack import IterablePackedDataset, collate_packed
     >>> rows = [{"tokens": [7, 8, 9], "labels": [7, 8, 9]}, {"tokens": [4, 5], "labels": [4, 5]}]

@@ -1,4 +1,4 @@
-"""Does any sample of a pack see another? Asked of the model itself, by changing one and looking at the others."""
+"""The leak probe: change one sample of a pack and see whether the logits of others move."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ from streampack.attention.report import Kind, Leak, LeakReport
 from streampack.attention.undisturbed import seed_all, train_without_dropout, undisturbed
 from streampack.packing.batch import Batch
 
-SAMPLES = 4  # looked at in a pack
+SAMPLES = 4  # of a pack that are changed
 
-# How far logits may move, relative, by the arithmetic. Tiny models of the 25 proven families moved by up to 8e-7 in
-# fp32, 1.2e-3 in fp16 and 1.6e-2 in bf16; deep models round more often. The mistakes in the tests move them by over
-# 1e-2 in fp32.
+# Relative moves of logits that rounding may cause. Tiny models of the 25 proven families moved by up to 8e-7 in fp32,
+# 1.2e-3 in fp16 and 1.6e-2 in bf16; deeper models round more often. The tests' mistakes move fp32 logits by over 1e-2.
 LIMIT = 1e-4
 LIMIT_TF32 = 1e-2
 LIMIT_16_BIT = {torch.float16: 0.02, torch.bfloat16: 0.1}
@@ -44,37 +43,36 @@ def find_leaks(
 ) -> LeakReport:
     """Look for samples of a pack that see one another, for padding that is seen, and for wrong positions.
 
-    Four samples are changed in turn, and no other's logits may move. Then the padding is changed. Then
-    each sample goes through the model by itself, and must have the logits that it has in the pack. All but the last is
-    done in training mode, too, where some models take another way: only dropout layers stay off. That is 19 forward
-    passes of one pack, without gradients, and 12 of what is no module: of 4,864 tokens in all where the pack has 256.
-    Afterwards the model's mode, its buffers and the random generators of Python, numpy and torch are as before.
+    Four samples are changed in turn, then the padding; no other sample's logits may move. Each of the four also goes
+    through the model alone, and must have the logits that it has in the pack. All but the last is repeated in training
+    mode, with dropout layers off, because some models then take another path. A module makes 19 forward passes of one
+    pack, without gradients (4,864 tokens with the default pack of 256), any other callable 12. Afterwards the model's
+    mode, its buffers and the random generators of Python, numpy and torch are as before.
 
-    >>> def leaky(batch):  # every token sees all before it, over the ends of samples
+    >>> def leaky(batch):  # every token sees all before it, of other samples too
     ...     return batch.tokens.cumsum(1)[..., None].double()
     >>> report = find_leaks(leaky, vocab_size=50)
     >>> report.ok, report.leaks[0].source, report.leaks[0].sample
     (False, 0, 1)
 
     Args:
-        model: a module that is called as ``model(**inputs(batch))``; without ``inputs``, anything that makes logits
-            ``[batch, max_seq_len, vocab]`` of a batch, or a model of torchtune's or Hugging Face's. Of a model that is
-            sharded over ranks, all of them call.
-        batch: a batch of yours, on the model's device, of whose first pack the first samples are taken; by default
-            a pack is made.
-        inputs: what `prepare_model_for_packing` gave; by default what it gave last for this model. A model of those
-            libraries that was never prepared is called with tokens and positions only.
-        max_seq_len: of the pack that is made. Its longest sample has 0.4 of 256 tokens, and all that the pack has
-            beyond them; only a sample longer than a sliding window shows that the window was lost. By default 256, or
-            as many more as the model's longest window or chunk has, up to 16,384 and to the positions that it has.
-        vocab_size: tokens are below it; by default what the model's first embedding holds, or else the batch.
-        limit: how far logits may move, by norm, relative to the mean norm; by default what the arithmetic needs:
-            1e-4 in fp32, 0.01 with TF32, 0.02 in fp16, 0.1 in bf16.
-        seed: of the tokens.
+        model: a module that is called as ``model(**inputs(batch))``. Without ``inputs``, a torchtune or Hugging Face
+            model, or any callable from a batch to logits ``[batch, max_seq_len, vocab]``. If the model is sharded,
+            this is a collective.
+        batch: a batch on the model's device, whose first pack is used; by default a pack is made.
+        inputs: the result of `prepare_model_for_packing`; by default the last one for this model. A model that was
+            never prepared is called with tokens and positions only.
+        max_seq_len: length of the pack that is made. Its longest sample has 0.4 of the first 256 tokens and all tokens
+            beyond them, because only a sample longer than a sliding window can show that the window was lost. By
+            default 256 plus the model's longest window or chunk, up to 16,384 and the model's number of positions.
+        vocab_size: token ids are below it; by default the size of the model's first embedding, or what the batch has.
+        limit: how far logits may move, by norm, relative to the mean norm; by default 1e-4 in fp32, 0.01 with TF32,
+            0.02 in fp16, 0.1 in bf16.
+        seed: seed of the random tokens.
 
     Raises:
-        ValueError: if there is no token to change another into, or no sample to change, if all logits are 0, or if
-            there are not logits of every token.
+        ValueError: if the vocabulary has fewer than two tokens, the batch has no sample, all logits are 0, or there are
+            not logits of every token.
     """
     module = model if isinstance(model, nn.Module) else None
     device = batch.tokens.device if batch is not None else _device(module)
@@ -93,7 +91,7 @@ def find_leaks(
     )
     rows = rows_of(pack)
     shifts = torch.randint(1, vocab_size, pack.tokens.shape, generator=generator).to(device)
-    other = (pack.tokens + shifts) % vocab_size  # in every place another token
+    other = (pack.tokens + shifts) % vocab_size  # differs from the pack at every token
 
     def logits(of: Batch) -> torch.Tensor:
         seed_all(seed, device)
@@ -117,18 +115,19 @@ def find_leaks(
     def compare(
         kind: Kind, ours: torch.Tensor, sample: int, source: int | None = None, *, training: bool = False
     ) -> None:
-        """Of ``ours`` the rows of the sample."""
+        """Record how far ``ours``, the sample's logits, are from those of the unchanged pack."""
         distances = ((ours - base[rows[sample]]).norm(dim=-1) / scale).nan_to_num(nan=torch.inf)
-        # Alone, a token of a mixture of experts may take another one, by rounding; lost positions or windows move many.
+        # "alone" uses the mean: by rounding, a token may be routed to another expert than in the pack, while lost
+        # positions or windows move many tokens.
         moved = float(distances.mean() if kind == "alone" else distances.max())
         moves.append(Leak(kind, sample, moved, source, training))
 
-    # Where there are fewer, some are looked at twice: passes of a sharded model are collective, and all ranks
-    # must make as many.
+    # With fewer samples some are changed twice: passes of a sharded model are collectives, so all ranks must make the
+    # same number.
     looked_at = [number % len(rows) for number in range(SAMPLES)]
 
     def change_each(*, training: bool) -> None:
-        """Nothing, the padding and each sample; one pass at a time, for long packs have large logits."""
+        """Change nothing, the padding and each sample in turn; one pass at a time, because logits may be large."""
         for kind, where in (("noise", slice(0)), ("padding", slice(rows[-1].stop, None))):
             changed = logits_with_other(where)
             for sample, place in enumerate(rows):
@@ -162,7 +161,9 @@ def find_leaks(
             change_each(training=True)
     allowed = _limit(module, base.dtype, device) if limit is None else limit
     leaks = [move for move in dict.fromkeys(moves) if move.moved > allowed]
-    leaks = [leak for leak in leaks if not leak.training] or leaks  # the same once more would say nothing new
+    leaks = [
+        leak for leak in leaks if not leak.training
+    ] or leaks  # those of training mode would repeat the others
     return LeakReport(
         lengths=tuple(where.stop - where.start for where in rows),
         leaks=tuple([leak for leak in leaks if leak.kind == "noise"] or leaks),
@@ -183,7 +184,7 @@ def _vocabulary(module: nn.Module | None) -> int:
 
 
 def _limit(module: nn.Module | None, dtype: torch.dtype, device: torch.device) -> float:
-    """What the coarsest arithmetic needs that is at work."""
+    """Return the limit for the coarsest type in use."""
     dtypes = {dtype} | (
         {parameter.dtype for parameter in module.parameters()} if module is not None else set()
     )

@@ -1,4 +1,4 @@
-"""Packs to try a model with: what is in them, and how long they are."""
+"""Packs for the leak probe."""
 
 from __future__ import annotations
 
@@ -12,22 +12,27 @@ from streampack.attention.positions import position_table
 from streampack.packing.batch import Batch
 from streampack.types import IGNORE_INDEX, Fragment
 
-PROBED = 256  # tokens of the probe's pack, two blocks of a block mask, where no window is longer
+PROBED = 256  # tokens of the pack for a model without windows: two blocks of a block mask
 SHORTEST = 8
-SHARES = (0.3, 0.0, 0.4, 0.2)  # samples' parts of 256 tokens; 0 is a single token, the rest is padding
-LONGEST_PROBE = 1 << 14  # tokens; windows that need more are not tried
+SHARES = (
+    0.3,
+    0.0,
+    0.4,
+    0.2,
+)  # lengths of samples as a fraction of 256; 0 is a single token, the rest is padding
+LONGEST_PROBE = 1 << 14  # tokens; windows that need more are not probed
 WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "sliding_window_size")
 
 
 def probe_length(model: nn.Module, *, most: int | None = None) -> int:
-    """Count the tokens of a pack in which one sample is longer than the model's sliding windows and chunks.
+    """Return the length of a pack in which one sample is longer than the model's sliding windows and chunks.
 
     >>> from torch import nn
     >>> probe_length(nn.Linear(2, 2))
     256
 
-    That is 256 where it has none. Windows of more than 16,128 tokens count as none: the pack would take as much memory
-    as the longest packs do. It is never more than the positions that the model has, or ``most``, and at least 8.
+    Without windows that is 256. Windows of more than 16,128 tokens are ignored, because the pack would take too much
+    memory. The length is at most the model's number of positions and ``most``, and at least 8.
     """
     configs: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
     texts = [config.get_text_config() for config in configs if hasattr(config, "get_text_config")]
@@ -35,16 +40,16 @@ def probe_length(model: nn.Module, *, most: int | None = None) -> int:
     widths = [getattr(holder, name, None) for holder in holders for name in WINDOWS]
     lengths = [PROBED + width for width in widths if type(width) is int and width > 0]
     length = max((length for length in lengths if length <= LONGEST_PROBE), default=PROBED)
-    rows = [
+    limits = [most, position_table(model)]
+    limits += [
         getattr(part, "max_seq_len", None) for part in model.modules()
-    ]  # torchtune's decoders, its rotary caches
-    limits = [most, position_table(model), *rows]
+    ]  # torchtune's decoders, rotary caches
     limits += [getattr(text, "max_position_embeddings", None) for text in texts[:1]]
     return max(SHORTEST, min([length, *(limit for limit in limits if type(limit) is int and limit > 0)]))
 
 
 def make_pack(max_seq_len: int, vocab_size: int, generator: torch.Generator) -> Batch:
-    """Four samples and padding, with tokens at random; what is beyond 256 tokens belongs to the longest sample.
+    """Make a pack of four samples and padding with random tokens; tokens beyond 256 belong to the longest sample.
 
     Raises:
         ValueError: if ``max_seq_len`` is below 8.
@@ -57,7 +62,7 @@ def make_pack(max_seq_len: int, vocab_size: int, generator: torch.Generator) -> 
 
 
 def pack_of(tokens: torch.Tensor, lengths: list[int]) -> Batch:
-    """Samples of these lengths, and padding for what is left of ``tokens`` ``[1, max_seq_len]``."""
+    """Cut ``tokens`` ``[1, max_seq_len]`` into samples of these lengths and padding."""
     segments = [*lengths, tokens.shape[1] - sum(lengths)]
     positions = torch.cat([torch.arange(length) for length in segments])[None]
     return Batch(
@@ -70,7 +75,7 @@ def pack_of(tokens: torch.Tensor, lengths: list[int]) -> Batch:
 
 
 def first_pack(batch: Batch) -> Batch:
-    """The first pack of a batch.
+    """Return the first pack of a batch, as a batch.
 
     Raises:
         ValueError: if it holds no sample.
@@ -83,12 +88,12 @@ def first_pack(batch: Batch) -> Batch:
 
 
 def pack_alone(pack: Batch, tokens: torch.Tensor) -> Batch:
-    """One sample in a pack of its own, as long as the other."""
+    """Put one sample into a pack of its own, of the same length as ``pack``."""
     rest = pack.tokens.shape[1] - tokens.shape[1]
     return pack_of(nn.functional.pad(tokens, (0, rest)), [tokens.shape[1]])
 
 
 def rows_of(pack: Batch) -> list[slice]:
-    """Where each sample of the only pack lies."""
+    """Return the place of each sample in a single pack."""
     ends = accumulate((fragment.stop - fragment.start for fragment in pack.fragments[0]), initial=0)
     return [slice(start, stop) for start, stop in pairwise(ends)]

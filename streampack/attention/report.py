@@ -1,4 +1,4 @@
-"""What the leak probe found, in words."""
+"""The report of the leak probe."""
 
 from __future__ import annotations
 
@@ -35,18 +35,16 @@ WAY_OUT = (
 
 @dataclass(frozen=True)
 class Leak:
-    """One sample that moved when it must not."""
+    """A sample whose logits moved although they must not."""
 
     kind: Kind
-    sample: int  # of the pack, from 0: the one that moved
-    moved: (
-        float  # the logits of its worst token (alone: of all on average), by norm, relative to the mean norm
-    )
-    source: int | None = None  # the sample that was changed
-    training: bool = False  # in training mode, without dropout
+    sample: int  # number of the sample that moved, from 0
+    moved: float  # logits of the worst token ("alone": the mean of all), by norm, relative to the mean norm
+    source: int | None = None  # number of the sample that was changed
+    training: bool = False  # seen in training mode, without dropout
 
     def __str__(self) -> str:
-        """In a line."""
+        """Describe the leak in one line."""
         cause = {
             "noise": f"sample {self.sample} moved from one pass to the next",
             "sample": f"changing sample {self.source} moved sample {self.sample}",
@@ -58,7 +56,7 @@ class Leak:
 
 @dataclass(frozen=True)
 class LeakReport:
-    """What `find_leaks` found; ``print`` it.
+    """The result of `find_leaks`; ``print`` it.
 
     >>> print(LeakReport(lengths=(3, 2), leaks=(Leak("sample", 1, 0.5, source=0),), limit=1e-4, worst=0.5))
     1 leak in a pack of 2 samples (3, 2 tokens), where logits may move by 0.0001:
@@ -69,13 +67,11 @@ position 0
 attention; if none will do, train on padded batches, one sample a row
     """
 
-    lengths: tuple[int, ...]  # of the samples that were looked at
+    lengths: tuple[int, ...]  # of the pack's samples
     leaks: tuple[Leak, ...]
     limit: float
-    worst: float  # the farthest that any logits moved, also where that is within the limit
-    blind: bool = (
-        False  # tokens did not move those behind them in their own sample, so leaks could not show either
-    )
+    worst: float  # the farthest that any logits moved, within the limit or not
+    blind: bool = False  # tokens did not even move later ones of their own sample, so leaks could not show
 
     @property
     def ok(self) -> bool:
@@ -84,7 +80,7 @@ attention; if none will do, train on padded batches, one sample a row
 
     @property
     def cause(self) -> str | None:
-        """The likely one, from who saw whom."""
+        """The likely cause, or None without a leak."""
         kinds = {leak.kind for leak in self.leaks}
         if not kinds:
             return None
@@ -96,7 +92,7 @@ attention; if none will do, train on padded batches, one sample a row
         return CAUSES["padding" if "padding" in kinds else "alone"]
 
     def __str__(self) -> str:
-        """Who saw whom, by how much, why, and what to do."""
+        """List the leaks, the likely cause and the way out."""
         lengths = ", ".join(map(str, self.lengths))
         pack = f"a pack of {len(self.lengths)} samples ({lengths} tokens)"
         if self.ok:

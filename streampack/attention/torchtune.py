@@ -1,4 +1,4 @@
-"""torchtune models: what travels in their ``mask`` argument, and the attention modules that know what to do with it."""
+"""torchtune models on packed batches: objects in place of a mask, and attention modules that accept them."""
 
 from __future__ import annotations
 
@@ -24,20 +24,25 @@ if TYPE_CHECKING:
 
     from streampack.attention.mappings import Packed
 
-Attention: TypeAlias = Any  # torchtune's MultiHeadAttention or Gemma2Attention, which have no types
+Attention: TypeAlias = Any  # torchtune's MultiHeadAttention or Gemma2Attention, which are untyped
 
 
 class Sequences:
-    """In the place of a mask: where the sequences of a batch begin, and the kernel that needs to know no more.
+    """Stands in for a mask: where the sequences of a batch begin, for a kernel that needs no mask, or block masks.
 
-    A plain class, because torchtune hands it on untouched and ``torch.compile`` looks through it: a NamedTuple
-    in its place was 10 graphs for 6 packs.
+    A plain class: torchtune passes it on unchanged, and ``torch.compile`` traces through it. A NamedTuple made 10
+    graphs for 6 packs.
     """
 
-    def __init__(self, batch: Packed, *, kernel: Callable[..., torch.Tensor]) -> None:
-        self.max_seq_len = batch.tokens.shape[1]
-        self.cu_seqlens = cu_seqlens_of(batch.seq_lens, max_seq_len=self.max_seq_len)
-        self.kernel = kernel
+    def __init__(self, batch: Packed, *, attention: str, windows: Iterable[int | None]) -> None:
+        size = batch.tokens.shape[1]
+        self.max_seq_len = size
+        self.blocks = None  # the block mask for each window that the model's layers have
+        if attention == "flex":
+            self.blocks = {w: flex_mask(batch.seq_lens, max_seq_len=size, window=w) for w in windows}
+        else:
+            self.cu_seqlens = cu_seqlens_of(batch.seq_lens, max_seq_len=size)
+            self.kernel = varlen_attention if attention == "varlen" else flash_attention
 
     def attend(
         self,
@@ -49,10 +54,11 @@ class Sequences:
         scale: float | None = None,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        """``[batch, heads, max_seq_len, head_dim]``."""
-        flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+        """Compute causal attention within each sequence, ``[batch, heads, max_seq_len, head_dim]``."""
+        if self.blocks is not None:
+            return flex_attention_of(q, k, v, block_mask=self.blocks[window], scale=scale, softcap=softcap)
         out = self.kernel(
-            *flat,
+            *(x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)),
             cu_seqlens=self.cu_seqlens,
             max_seqlen=self.max_seq_len,
             window=window,
@@ -62,40 +68,17 @@ class Sequences:
         return out.view(len(q), self.max_seq_len, -1, q.shape[-1]).transpose(1, 2)
 
 
-class Blocks:
-    """In the place of a mask: a block mask for each window that the model's layers have."""
-
-    def __init__(self, batch: Packed, *, windows: Iterable[int | None]) -> None:
-        size = batch.tokens.shape[1]
-        self.masks = {
-            window: flex_mask(batch.seq_lens, max_seq_len=size, window=window) for window in windows
-        }
-
-    def attend(
-        self,
-        q: torch.Tensor,  # [batch, heads, max_seq_len, head_dim]
-        k: torch.Tensor,  # [batch, kv_heads, max_seq_len, head_dim]
-        v: torch.Tensor,
-        *,
-        window: int | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
-        """``[batch, heads, max_seq_len, head_dim]``."""
-        return flex_attention_of(q, k, v, block_mask=self.masks[window], scale=scale, softcap=softcap)
-
-
 @dataclass(frozen=True)
 class TorchtuneInputs:
-    """A batch's arguments for ``TransformerDecoder.forward``."""
+    """Makes the arguments of ``TransformerDecoder.forward`` for a packed batch."""
 
     attention: str
     windows: frozenset[int | None]
     model: TransformerDecoder  # inside any wrappers
-    table: int | None  # positions that its rotary embeddings have
+    table: int | None  # number of positions of its rotary embeddings
 
     def __call__(self, batch: Packed | Mapping[str, Any]) -> dict[str, Any]:
-        """``tokens``, ``mask`` and ``input_pos``.
+        """Return ``tokens``, ``mask`` and ``input_pos``.
 
         Raises:
             ValueError: if the rows are longer than the model's ``max_seq_len``, or a sample than its positions.
@@ -105,22 +88,18 @@ class TorchtuneInputs:
         positions = batch.input_pos
         if self.table is not None:
             positions = within_table(positions, batch, table=self.table, model="torchtune")
-        mask: torch.Tensor | Sequences | Blocks
+        mask: torch.Tensor | Sequences
         if self.attention == "dense":
             mask = dense_mask(batch.seq_lens, max_seq_len=batch.tokens.shape[1])
-        elif self.attention == "flex":
-            mask = Blocks(batch, windows=self.windows)
         else:
-            mask = Sequences(
-                batch, kernel=varlen_attention if self.attention == "varlen" else flash_attention
-            )
+            mask = Sequences(batch, attention=self.attention, windows=self.windows)
         return {"tokens": batch.tokens, "mask": mask, "input_pos": positions}
 
     def require_length(self, max_seq_len: int) -> None:
-        """Refuse packs that the model refuses.
+        """Check that packs are not longer than the model's ``max_seq_len``.
 
         Raises:
-            ValueError: if they are longer than its ``max_seq_len``.
+            ValueError: if they are.
         """
         most = self.model.max_seq_len
         if isinstance(most, int) and max_seq_len > most:
@@ -131,11 +110,11 @@ class TorchtuneInputs:
 
 
 def prepare(model: nn.Module, *, attention: str) -> TorchtuneInputs:
-    """`prepare_model_for_packing` for a ``TransformerDecoder``, LoRA or not, bare or wrapped.
+    """Prepare a ``TransformerDecoder``, with LoRA or without, bare or wrapped; see `prepare_model_for_packing`.
 
     Raises:
-        ValueError: for a model whose attention is not known, and for an ``attention`` that cannot compute it.
-        ImportError: if ``attention="flash"`` and there is no flash-attn.
+        ValueError: for a model of unknown attention, and for an ``attention`` that cannot compute it.
+        ImportError: if ``attention="flash"`` and no flash-attn is installed.
     """
     decoder = _decoder(model)
     attentions = _attentions(decoder)
@@ -146,7 +125,7 @@ def prepare(model: nn.Module, *, attention: str) -> TorchtuneInputs:
     elif why := why_not(attention):
         raise ValueError(f"attention={attention!r} cannot compute this model: {why}; use attention='auto'")
     for module in attentions:
-        _teach(module)
+        _patch(module)
     PREPARED[decoder] = partial(_inputs, attention)
     return _inputs(attention, decoder)
 
@@ -157,17 +136,17 @@ def _inputs(attention: str, decoder: TransformerDecoder) -> TorchtuneInputs:
 
 
 def _order(device: torch.device) -> tuple[str, ...]:
-    """What ``"auto"`` tries, in this order.
+    """Return the backends that ``"auto"`` tries, best first.
 
     On one core of a CPU, both passes of a llama of 4 layers of 256 over 4 packs of 1,024 tokens took 1.7, 1.8 and
-    1.8 s by varlen and 2.6, 2.2 and 2.9 s by dense, for 64, 19 and 8 sequences.
+    1.8 s by varlen and 2.6, 2.2 and 2.9 s by dense, with 64, 19 and 8 sequences.
     """
     orders = {"cuda": ("varlen", "flex", "dense"), "cpu": ("varlen", "dense")}
     return orders.get(device.type, ("dense",))
 
 
 def _decoder(model: nn.Module) -> TransformerDecoder:
-    """What ``torch.compile`` (``_orig_mod``) or DistributedDataParallel (``module``) may have wrapped."""
+    """Return the decoder inside ``torch.compile`` (``_orig_mod``) and DistributedDataParallel (``module``)."""
     from torchtune.modules import TransformerDecoder
 
     inner: object = model
@@ -182,7 +161,11 @@ def _decoder(model: nn.Module) -> TransformerDecoder:
 
 
 def _attentions(decoder: TransformerDecoder) -> list[Attention]:
-    """The attention modules, one for each layer, if all of them are of a kind that is known."""
+    """Return the attention modules, one for each layer.
+
+    Raises:
+        ValueError: for a layer whose attention is not known, or not causal self-attention without a cache.
+    """
     from torchtune.modules import TransformerCrossAttentionLayer, TransformerSelfAttentionLayer
 
     found = []
@@ -216,7 +199,7 @@ def _attentions(decoder: TransformerDecoder) -> list[Attention]:
 
 
 def _is_known(attention: Attention) -> bool:
-    """Whether it computes what torchtune's do. Its type does not tell: FSDP2 makes classes of its own."""
+    """Whether a module's forward is torchtune's. Its type does not tell: FSDP2 makes classes of its own."""
     from torchtune.models.gemma2._attention import Gemma2Attention
     from torchtune.modules import MultiHeadAttention
 
@@ -231,10 +214,10 @@ def _why_not(
     device: torch.device,
     dtype: torch.dtype,
 ) -> str | None:
-    """Why a backend cannot compute these attentions; None if it can."""
+    """Return why a backend cannot compute these attentions, or None if it can."""
     if word == "dense":
         return None
-    # Gemma2Attention takes one and never uses it.
+    # Gemma2Attention has the argument and does not use it.
     dropout = max((module.attn_dropout for module in attentions if not _is_gemma2(module)), default=0.0)
     if dropout > 0:
         return f"only 'dense' has dropout in its attention, and attn_dropout is {dropout}"
@@ -254,12 +237,12 @@ def _why_not(
 
 
 def _is_gemma2(attention: Attention) -> bool:
-    """It computes its scores in line, where the other calls a function."""
+    """Whether a module is a Gemma2Attention, which computes scores inline instead of calling a function."""
     return not hasattr(attention, "_attention_call")
 
 
-def _teach(attention: Attention) -> None:
-    """Let an attention know `Sequences` and `Blocks`; with any other mask, or none, it does what it did."""
+def _patch(attention: Attention) -> None:
+    """Let an attention module accept `Sequences`; with other masks it computes what it did before."""
     if _is_gemma2(attention):
         attention.forward = MethodType(_gemma2_forward, attention)
     elif getattr(attention._attention_call, "func", None) is not _attention_call:
@@ -269,14 +252,14 @@ def _teach(attention: Attention) -> None:
 def _attention_call(
     stock: Callable[..., torch.Tensor],
     q: torch.Tensor,  # [batch, heads, max_seq_len, head_dim]
-    k: torch.Tensor,  # the same: torchtune has given every query head its keys by now
+    k: torch.Tensor,  # the same: torchtune has repeated the keys for every query head
     v: torch.Tensor,
     *,
     mask: Any,
     dropout_p: float,
     is_causal: bool,
 ) -> torch.Tensor:
-    if isinstance(mask, Sequences | Blocks):
+    if isinstance(mask, Sequences):
         return mask.attend(q, k, v)
     return stock(q, k, v, mask=mask, dropout_p=dropout_p, is_causal=is_causal)
 
@@ -289,8 +272,8 @@ def _gemma2_forward(
     mask: Any = None,
     input_pos: torch.Tensor | None = None,  # [batch, max_seq_len]
 ) -> torch.Tensor:
-    """Gemma2Attention's own, up to the scores: those it computes in line, for every pair of tokens."""
-    if not isinstance(mask, Sequences | Blocks):
+    """Compute Gemma2Attention's forward, but the scores, which it computes for every pair of tokens, by ``mask``."""
+    if not isinstance(mask, Sequences):
         return cast(torch.Tensor, type(self).forward(self, x, y, mask=mask, input_pos=input_pos))
     q, k, v = (
         project(x).view(*x.shape[:2], -1, self.head_dim)

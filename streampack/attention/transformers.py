@@ -1,15 +1,14 @@
-"""Hugging Face models on packed batches: what is set once on the model, and the arguments of its forward pass.
+"""Hugging Face models on packed batches: prepare the model once, make the arguments of each forward pass.
 
-Three ways lead to attention that keeps samples apart. transformers makes a packed mask by itself from ``position_ids``
-that restart, if there is neither a cache nor an ``attention_mask`` (``dense``, ``flex``); where a family makes its
-masks without them, it is given masks, one for each type of layer; and an attention function of our own, which
-transformers lets one register, gets boundaries in the place of a mask (``varlen``, ``flash``).
+Samples are kept apart in one of three ways. With ``dense`` and ``flex``, transformers makes a packed mask from
+``position_ids`` that restart, if there is neither a cache nor an ``attention_mask``. Families that ignore
+``position_ids`` get masks, one for each type of layer. With ``varlen`` and ``flash``, an attention function registered
+with transformers gets the boundaries in place of a mask.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from streampack.attention.cache import make_no_cache
 from streampack.attention.calls import PREPARED
 from streampack.attention.families import BLIND, PROVEN, longest_pack, missing, refusal, window_of
 from streampack.attention.flash import flash_attention, flash_unfit
 from streampack.attention.mappings import labels_of, packed_of, positions_of
 from streampack.attention.positions import position_table, within_table
+from streampack.attention.pretrained import disable_cache, find_pretrained, set_attention, stock_attention
 from streampack.attention.probe import find_leaks
 from streampack.attention.varlen import cu_seqlens_of, varlen_attention, varlen_unfit
 from streampack.validation import require
@@ -30,28 +29,28 @@ from streampack.validation import require
 if TYPE_CHECKING:
     from streampack.attention.mappings import Packed
 
-# transformers' names of the functions. None may contain "flash": that word alone makes it look for packages.
+# Names under which the functions are registered. With "flash" in a name, transformers would look for packages.
 _REGISTERED = {"varlen": "streampack_varlen", "flash": "streampack_fa"}
 ATTENTIONS = ("dense", "flex", *_REGISTERED)
 
 
 @dataclass(frozen=True)
 class TransformersInputs:
-    """The forward arguments of a prepared model for a packed batch: ``model(**inputs(batch))``."""
+    """Makes the forward arguments of a prepared model for a packed batch: ``model(**inputs(batch))``."""
 
     attention: str  # "dense", "flex", "varlen" or "flash"
     model: Any  # the PreTrainedModel inside any wrappers
-    table: int | None = None  # positions that it has, if it has a table of them
+    table: int | None = None  # positions in its table, if it has one
 
     def __call__(self, batch: Packed | Mapping[str, Any]) -> dict[str, Any]:
-        """Keyword arguments, on the batch's device; with the ``labels`` of a dict that has some.
+        """Return keyword arguments on the batch's device; with ``labels`` where a dict has them.
 
-        Positions are made from ``seq_lens``: transformers takes a sequence that does not begin at 0 for a part of
-        the one before it, where that has a single token.
+        Positions are made from ``seq_lens``: after a sequence of a single token, transformers takes one that does not
+        begin at 0 for its continuation.
 
         Raises:
-            ValueError: if the packs are longer than the model can keep samples apart in, a sample is longer than its
-                table of positions, or a dict does not say where its samples begin (see `packed_of`).
+            ValueError: if packs are too long for the model, a sample is longer than its table of positions, or a dict
+                does not say where its samples begin (see `packed_of`).
         """
         if isinstance(batch, Mapping):
             packed = packed_of(batch)
@@ -65,11 +64,11 @@ class TransformersInputs:
         inputs = {"input_ids": batch.tokens, "position_ids": positions, "use_cache": False}
         if self.attention in _REGISTERED:
             cu_seqlens = cu_seqlens_of(batch.seq_lens, max_seq_len=max_seq_len)
-            # A router's loss would read a mask as one of tokens.
+            # A router's loss would read the mask as a mask of tokens.
             if getattr(config, "output_router_logits", False):
                 return inputs | {"cu_seq_lens_q": cu_seqlens}
-            # With 4 dimensions, they pass for a mask that is ready: none is made, and every family hands them on,
-            # which some (stablelm) do not do with keyword arguments.
+            # With 4 dimensions they pass for a finished mask, which every family passes on to its attention function;
+            # keyword arguments some do not (stablelm).
             cu_seqlens = cu_seqlens[None, None, None]
             torch._dynamo.maybe_mark_dynamic(cu_seqlens, 3)  # or torch.compile makes two graphs
             return inputs | {"attention_mask": cu_seqlens}
@@ -78,10 +77,10 @@ class TransformersInputs:
         return inputs
 
     def require_length(self, max_seq_len: int) -> None:
-        """Refuse packs in which the model's samples would not be what they are alone.
+        """Check that packs are not too long to keep their samples apart in this model.
 
         Raises:
-            ValueError: if they are longer than that.
+            ValueError: if they are.
         """
         config = self.model.config.get_text_config()
         limit = longest_pack(config, self.attention)
@@ -92,7 +91,7 @@ class TransformersInputs:
             )
 
     def _masks(self, config: Any, positions: torch.Tensor) -> Any:
-        """What transformers would make if the model told it the positions."""
+        """Make the masks that transformers would make if the model passed on its positions."""
         from transformers.masking_utils import create_masks_for_generate
 
         shaped = torch.empty(*positions.shape, 0, dtype=self.model.dtype, device=positions.device)
@@ -100,7 +99,7 @@ class TransformersInputs:
 
 
 def prepare(model: nn.Module, *, attention: str = "auto") -> TransformersInputs:
-    """Set what a Hugging Face model needs for packed batches: its attention function, and no cache unless asked for.
+    """Set a Hugging Face model's attention function for packed batches, and keep it from making caches.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from streampack import IterablePackedDataset, collate_packed
@@ -119,7 +118,7 @@ def prepare(model: nn.Module, *, attention: str = "auto") -> TransformersInputs:
 
     Raises:
         ValueError: if samples would see one another in this model, or it lacks this kind of attention; with the
-            reason and the way out. A family that has not been tried before is tried now, with `find_leaks`.
+            reason and the way out. Families without a test are tried with `find_leaks`.
     """
     require(attention, "attention", ("auto", *ATTENTIONS))
     inner = find_pretrained(model)
@@ -138,15 +137,15 @@ def prepare(model: nn.Module, *, attention: str = "auto") -> TransformersInputs:
         if why := _lacks(inner, word):
             reasons[word] = why
             continue
-        _set_attention(inner, _implementation(inner, word))
-        inputs = TransformersInputs(word, inner, position_table(inner))
+        set_attention(inner, _implementation(inner, word))
+        inputs = _inputs(word, inner)
         why = None if config.model_type in PROVEN else _failed(model, inputs)
         if why is None:
-            make_no_cache(inner)
-            PREPARED[inner] = partial(_remade, word)
+            disable_cache(inner)
+            PREPARED[inner] = partial(_inputs, word)
             return inputs
         reasons[word] = f"nothing is known of {config.model_type}, and it failed a try: {why}"
-        _set_attention(inner, before)
+        set_attention(inner, before)
     others = [repr(word) for word in ATTENTIONS[:3] if word not in reasons and _lacks(inner, word) is None]
     raise ValueError(
         "; ".join(f"attention={word!r} will not do: {why}" for word, why in reasons.items())
@@ -155,51 +154,31 @@ def prepare(model: nn.Module, *, attention: str = "auto") -> TransformersInputs:
 
 
 def _failed(model: nn.Module, inputs: TransformersInputs) -> str | None:
-    """What a model of which nothing is known did wrong with a small pack; None if it kept the samples apart."""
+    """Try a model of an unknown family on a small pack; return what went wrong, None if samples were kept apart."""
     if any(parameter.is_meta for parameter in model.parameters()):
         return "it has no weights yet; prepare it when they are loaded"
     try:
         report = find_leaks(model, inputs=inputs)
-    except Exception as error:  # anything: the code is whoever's
+    except Exception as error:  # third-party code may raise anything
         return f"{type(error).__name__}: {error}"
     return None if report.ok else str(report)
 
 
-def _remade(attention: str, inner: nn.Module) -> TransformersInputs:
-    """Inputs of a model that was prepared so."""
+def _inputs(attention: str, inner: nn.Module) -> TransformersInputs:
     return TransformersInputs(attention, inner, position_table(inner))
 
 
-def find_pretrained(model: nn.Module) -> Any:
-    """The outermost ``PreTrainedModel`` in a model and its wrappers; None where there is none."""
-    from transformers import PreTrainedModel
-
-    return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
-
-
-@contextmanager
-def unprepared(model: nn.Module) -> Iterator[None]:
-    """In the block a prepared model attends as transformers alone would have it, after it as before."""
-    inner = find_pretrained(model)
-    prepared = inner.config._attn_implementation
-    _set_attention(inner, _implementation(inner, "dense"))
-    try:
-        yield
-    finally:
-        _set_attention(inner, prepared)
-
-
 def _order(device: torch.device) -> tuple[str, ...]:
-    """What ``"auto"`` tries, in this order.
+    """Return the backends that ``"auto"`` tries, best first.
 
-    On a CPU (one core), a llama of 4 layers of 256 took for both passes over 4 packs of 1,024 tokens 2.0, 1.9 and
+    On one core of a CPU, both passes of a llama of 4 layers of 256 over 4 packs of 1,024 tokens took 2.0, 1.9 and
     2.1 s by varlen and 2.9, 2.8 and 2.8 s by dense, with 64, 19 and 8 sequences.
     """
     return ("varlen", "flex", "dense") if device.type == "cuda" else ("varlen", "dense")
 
 
 def _lacks(inner: Any, attention: str) -> str | None:
-    """Why this model, where it stands, cannot attend so; None if it can."""
+    """Return why this model cannot use a backend on its device, or None if it can."""
     config = inner.config.get_text_config()
     routed = getattr(config, "output_router_logits", False)
     if routed and config.model_type in BLIND and attention not in _REGISTERED:
@@ -225,32 +204,18 @@ def _lacks(inner: Any, attention: str) -> str | None:
 
 
 def _implementation(inner: Any, attention: str) -> str:
-    """The word that transformers has for it. Between sdpa and eager a choice of the user's stands."""
+    """Return transformers' name of a backend. Between sdpa and eager, the user's choice stands."""
     if attention in _REGISTERED:
         _register()
         return _REGISTERED[attention]
-    if attention == "flex":
-        return "flex_attention"
-    current: str = inner.config._attn_implementation
-    return current if current in ("sdpa", "eager") else "sdpa" if inner._supports_sdpa else "eager"
-
-
-def _set_attention(inner: Any, name: str) -> None:
-    """Without the warnings about sub-configs that have no model of their own (dbrx's)."""
-    if inner.config._attn_implementation == name:
-        return
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        inner.set_attn_implementation(name)
-    finally:
-        logging.set_verbosity(verbosity)
+    return "flex_attention" if attention == "flex" else stock_attention(inner)
 
 
 def _virtual_tokens(model: nn.Module) -> str | None:
-    """PEFT's prompt and prefix tuning put trained tokens before a row: the first sample of a pack would have them."""
+    """Return why a model with PEFT's prompt or prefix tuning cannot be packed; None for any other.
+
+    Trained tokens are put before each row, so only the first sample of a pack would have them.
+    """
     for module in model.modules():
         if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
             return "prompt tuning trains tokens before each row, not before each sample; use LoRA, or padded batches"
@@ -267,7 +232,7 @@ def _register() -> None:
 
 
 def _attention_function(kernel: Callable[..., torch.Tensor], attention: str) -> Callable[..., Any]:
-    """One as transformers' layers call it. Without boundaries, as in ``generate``, it is transformers' own sdpa."""
+    """Make an attention function as transformers calls it; without boundaries, as in ``generate``, it is sdpa."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     def attend(

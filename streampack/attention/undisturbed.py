@@ -1,4 +1,4 @@
-"""Passes of a model that leave no trace: not on the model, and not on the random generators of the process."""
+"""Run a model without side effects on its state or on the random generators of the process."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch.distributed.fsdp import FSDPModule
 
 @contextmanager
 def undisturbed(module: nn.Module | None, device: torch.device, *, eager: bool) -> Iterator[None]:
-    """In the block: eval mode, no gradients. After it: mode, buffers and random generators as before.
+    """Run the block in eval mode without gradients, then restore the mode, buffers and random generators.
 
-    ``eager``: compiled code is left aside. For a pack of the probe's own it must be: torch.compile would take its
-    length as a sign that lengths vary, and make kernels for varying ones, which are slower in all that follows.
+    With ``eager``, compiled code is bypassed: a pack of another length would make torch.compile compile again for
+    dynamic lengths, and training would be slower from then on.
     """
     training = {part: part.training for part in module.modules()} if module is not None else {}
-    # A forward pass in training mode may count in them, as batch norm does, or put others in their places.
+    # A forward pass in training mode may change buffers in place, as batch norm does, or replace them.
     buffers = [
         (part, name, buffer, buffer.detach().clone())
         for part in training
@@ -52,11 +52,11 @@ def undisturbed(module: nn.Module | None, device: torch.device, *, eager: bool) 
             for part, mode in training.items():
                 part.training = mode
                 if isinstance(part, FSDPModule):
-                    part.reshard()  # nobody else will: there is no backward pass
+                    part.reshard()  # usually the backward pass does
 
 
 def seed_all(seed: int, device: torch.device) -> None:
-    """Seed the generators that `undisturbed` restores: this device's only, where `torch.manual_seed` takes all."""
+    """Seed the generators that `undisturbed` restores; `torch.manual_seed` would seed those of all devices."""
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002
     torch.default_generator.manual_seed(seed)
@@ -67,7 +67,7 @@ def seed_all(seed: int, device: torch.device) -> None:
 
 
 def train_without_dropout(module: nn.Module) -> None:
-    """Put a model in training mode, all but its dropout layers."""
+    """Put a model into training mode, except its dropout layers."""
     module.train()
     for part in module.modules():
         if isinstance(part, nn.modules.dropout._DropoutNd):

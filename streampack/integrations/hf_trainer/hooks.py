@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from streampack.attention import Inputs, prepare_model_for_packing
-from streampack.attention.cache import restore_cache_setting
+from streampack.attention.pretrained import restore_cache_setting
 from streampack.integrations.hf_trainer.checkpoints import (
     newest_checkpoint,
     read_stream,
@@ -87,7 +87,7 @@ class Hooks:
     @property
     def inputs(self) -> Inputs:
         """For the model as it is now: Trainer may make it anew (``model_init``), or move it only when it trains."""
-        from streampack.attention.transformers import find_pretrained
+        from streampack.attention.pretrained import find_pretrained
 
         model = find_pretrained(self.trainer.model)
         if model is None:
