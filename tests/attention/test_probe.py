@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from streampack import Batch, IterablePackedDataset, collate_packed, find_leaks, prepare_model_for_packing
 from streampack.attention import document_ids, make_mask, varlen_attention
@@ -21,7 +20,6 @@ from streampack.attention.probe_pack import probe_length
 from streampack.attention.report import CAUSES, WAY_OUT
 from streampack.packing.batch import null_pack, to_torchtune
 from tests.attention.test_packed_equals_alone import MAX_SEQ_LEN, VOCAB, build, stream_and_batch
-from tests.support.ranks import run_ranks
 
 Mask = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (places, document ids) -> [b, L, L] bool
 
@@ -477,29 +475,6 @@ def test_a_lost_window_of_gemma2() -> None:
 
     report = find_leaks(model, inputs=windowless, max_seq_len=64)
     assert {leak.kind for leak in report.leaks} == {"alone"}
-
-
-def sharded(batch: Batch) -> list[Any]:
-    """In a rank: a model over two processes keeps samples apart, is whole in neither, and trains on."""
-    from torch.distributed.fsdp import fully_shard
-
-    model = build("llama3")
-    for layer in model.layers:
-        fully_shard(layer, reshard_after_forward=False)
-    fully_shard(model, reshard_after_forward=False)
-    inputs = prepare_model_for_packing(model)
-    report = find_leaks(model, inputs=inputs, max_seq_len=MAX_SEQ_LEN)
-    leaky = find_leaks(model, inputs=lambda b: inputs(b) | {"mask": None}, max_seq_len=MAX_SEQ_LEN)
-    assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), "layers are left whole"
-    logits = model(**inputs(batch))
-    logits.square().mean().backward()
-    norm = sum(float(p.grad.full_tensor().norm()) for p in model.parameters())
-    return [report.ok, leaky.ok, norm > 0]
-
-
-def test_a_sharded_model() -> None:
-    _, batch = stream_and_batch("exact_fit")
-    assert run_ranks(sharded, 2, batch) == [[True, False, True]] * 2
 
 
 def test_the_stock_mask_passes_too() -> None:
