@@ -12,23 +12,23 @@ import torch
 log = logging.getLogger(__name__)
 
 STREAM_FILE = "stream.pt"
-"""Plain values, read with ``weights_only=True``."""
+"""Holds plain values, so that it is read with ``weights_only=True``."""
 TRAINER_FILE = "trainer_state.json"
 PREFIX = "checkpoint-"
 
 
 def write_stream(state: dict[str, Any], folder: Path) -> None:
-    """Before anything else that belongs to the checkpoint; one that was there is none any more."""
+    """Write the stream's state as the first file of a checkpoint, and invalidate an older checkpoint in its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / TRAINER_FILE).unlink(missing_ok=True)
     torch.save(state, folder / STREAM_FILE)
 
 
 def read_stream(folder: Path) -> dict[str, Any]:
-    """What `write_stream` wrote.
+    """Read the state that `write_stream` wrote.
 
     Raises:
-        ValueError: for a checkpoint without it.
+        ValueError: if the checkpoint has none.
     """
     try:
         state: dict[str, Any] = torch.load(folder / STREAM_FILE, weights_only=True)
@@ -41,13 +41,13 @@ def read_stream(folder: Path) -> dict[str, Any]:
 
 
 def read_trainer(folder: Path) -> dict[str, Any]:
-    """What Trainer itself writes, after all the rest."""
+    """Read Trainer's own state, which it writes last."""
     state: dict[str, Any] = json.loads((folder / TRAINER_FILE).read_text(encoding="utf-8"))
     return state
 
 
 def newest_checkpoint(output_dir: str) -> str:
-    """Of the checkpoints there, the newest that was written to its end: a run may be killed in the middle of one.
+    """Return the newest checkpoint that was written to its end; a run may be killed while it writes one.
 
     Raises:
         ValueError: if there is none.

@@ -1,4 +1,4 @@
-"""From Trainer's ``num_train_epochs`` to steps: counted for map-style data, estimated for streams."""
+"""Turn Trainer's ``num_train_epochs`` into steps: counted for map-style data, estimated for streams."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ PROBED = 4096  # rows from which an epoch's packs are estimated
 
 
 def require_epochs(packs: IterablePackedDataset, args: TrainingArguments) -> None:
-    """Check that ``num_train_epochs`` can say when to stop, where ``max_steps`` does not.
+    """Check that ``num_train_epochs`` can set the length of a training without ``max_steps``.
 
     Raises:
-        ValueError: if the packs never end, say otherwise, or cannot tell their size.
+        ValueError: if the packs never end, have other ``epochs``, or are of unknown size.
     """
     epochs = math.ceil(args.num_train_epochs)
     if packs.epochs is None or packs.epochs not in (1, epochs):
@@ -43,7 +43,7 @@ def require_epochs(packs: IterablePackedDataset, args: TrainingArguments) -> Non
 
 @dataclass(frozen=True)
 class Plan:
-    """How many steps a training of some epochs takes."""
+    """The number of steps that a training of some epochs takes."""
 
     steps: tuple[int, ...]  # of each epoch
     epochs: float
@@ -51,25 +51,25 @@ class Plan:
 
     @property
     def total(self) -> int:
-        """Steps of the training; the last epoch may be read in part."""
+        """Steps of the training, whose last epoch may be read in part."""
         whole = int(self.epochs)
         return max(1, sum(self.steps[:whole]) + math.ceil((self.epochs - whole) * self.steps[-1]))
 
     def position(self, epoch: int, step: int) -> float:
-        """Where training stands after some steps of an epoch, in epochs."""
+        """Return how many epochs are done after some steps of an epoch."""
         return epoch + min(1.0, step / self.steps[min(epoch, len(self.steps) - 1)])
 
 
 def plan_epochs(loader: PackedDataLoader, epochs: float) -> Plan:
-    """Find how many steps of this loader it takes to read its data ``epochs`` times. A collective.
+    """Find how many steps this loader takes to read its data ``epochs`` times. A collective.
 
     Raises:
-        ValueError: for a row that cannot be encoded, or is too long; with its place.
+        ValueError: for a row that cannot be encoded or is too long, naming it.
     """
     packs, ranks = loader.dataset, loader.rank_sync
     num_lanes = packs.lanes_for(ranks.world_size * max(1, loader.num_workers))
     if (source := map_source_of(packs.lane_config.source)) is None:
-        # Rank 0's for all: with another number of steps, a rank would wait for ever.
+        # All ranks take rank 0's estimate: with different numbers of steps they would deadlock.
         found, *_ = ranks.share(
             lambda: packs.estimate(rows=PROBED, num_lanes=num_lanes), doing="estimating an epoch"
         )
@@ -103,7 +103,7 @@ def plan_epochs(loader: PackedDataLoader, epochs: float) -> Plan:
 
 
 def _steps(packs: tuple[int, ...], loader: PackedDataLoader) -> int:
-    """Steps of an epoch. The slots of a step belong to the ranks in turn, each with packs for its first slots."""
+    """Count the steps of an epoch from the packs of each rank: slots belong to the ranks in turn."""
     ranks = loader.rank_sync.world_size
     last = max((count - 1) * ranks + rank for rank, count in enumerate(packs) if count)
     return last // loader.packs_per_step + 1

@@ -1,4 +1,4 @@
-"""Evaluation on packs, and its loss: a mean over trained tokens, whatever the batches and ranks."""
+"""Evaluation on packs, with a loss that is the mean over trained tokens of all batches and ranks."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ log = logging.getLogger(__name__)
 
 
 def require_end(packs: IterablePackedDataset, name: str) -> None:
-    """Refuse packs without an end: an evaluation reads all of them.
+    """Check that packs end, because an evaluation reads all of them.
 
     Raises:
-        ValueError: if they have none.
+        ValueError: if they do not.
     """
     if packs.epochs is None:
         raise ValueError(f"{name} has epochs=None and would never end; give it epochs=1")
 
 
 class Evaluation:
-    """Evaluation batches as the model's arguments, the same in every evaluation."""
+    """A loader of evaluation batches as the model's arguments, the same in every evaluation."""
 
-    # What accelerate's GradientState asks of the loader that is iterated.
+    # accelerate's GradientState reads these from the loader that is iterated.
     end_of_dataloader = False
     remainder = -1  # rows of the last batch to keep in predictions; -1: all
 
     def __init__(self, loader: PackedDataLoader, as_inputs: AsInputs) -> None:
         self.loader = loader
         self.as_inputs = as_inputs
-        self.packs = 0  # of this rank in the newest evaluation, null packs left out
+        self.packs = 0  # of this rank in the newest evaluation, without null packs
         self._epoch = loader.dataset.epoch
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -48,7 +48,7 @@ class Evaluation:
         self.packs, self.end_of_dataloader, self.remainder = 0, False, -1
         self.loader.dataset.set_epoch(self._epoch)
         state = GradientState()
-        state._add_dataloader(self)  # Trainer asks it which batch is the last (batch_eval_metrics)
+        state._add_dataloader(self)  # Trainer finds the last batch there (batch_eval_metrics)
         try:
             batches = iter(self.loader)
             batch = next(batches, None)
@@ -57,7 +57,7 @@ class Evaluation:
                 self.end_of_dataloader = following is None
                 packs = sum(map(bool, batch.fragments))
                 if following is None and self.loader.rank_sync.alone:
-                    self.remainder = packs  # null packs come last; among several ranks they come anywhere
+                    self.remainder = packs  # null packs come last; with several ranks they come anywhere
                 self.packs += packs
                 yield self.as_inputs(batch)
                 batch = following
@@ -65,28 +65,28 @@ class Evaluation:
             state._remove_dataloader(self)
 
     def count_packs(self) -> int:
-        """Count the packs of all ranks, null packs left out. A collective."""
+        """Count the packs of all ranks, without null packs. A collective."""
         return sum(self.loader.rank_sync.gather(self.packs))
 
 
 class TokenMean:
-    """The losses of an evaluation's batches, each weighed by how many tokens it trains.
+    """The mean loss of an evaluation, each batch weighted by its trained tokens.
 
-    Trainer averages over batches instead, and a part-empty last one counts as much as a full one.
+    Trainer's mean gives a part-empty last batch the same weight as a full one.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self._losses: list[torch.Tensor] = []  # of this rank; the mean over ranks is that of the batch
+        self._losses: list[torch.Tensor] = []  # of this rank; a batch's loss is the mean over ranks
         self._counts: list[torch.Tensor] = []  # trained tokens of all ranks
 
     def add(self, loss: torch.Tensor, count: torch.Tensor) -> None:
-        """Take in a batch of all ranks."""
+        """Add a batch: this rank's loss, and the trained tokens of all ranks."""
         self._losses.append(loss.detach())
         self._counts.append(count)
 
     def apply(self, metrics: dict[str, Any], name: str) -> None:
-        """Put the mean over tokens in the place of Trainer's mean over batches. A collective."""
+        """Replace Trainer's mean over batches by the mean over tokens. A collective."""
         if name not in metrics or not self._counts:
             return
         counts = torch.stack(self._counts).double().cpu()
@@ -103,7 +103,7 @@ class TokenMean:
         self._apply_to_trl(counts)
 
     def _apply_to_trl(self, counts: torch.Tensor) -> None:
-        """Weigh the other means over batches that TRL's SFTTrainer keeps, for its log, in the same way."""
+        """Weight the means that TRL's SFTTrainer logs in the same way."""
         kept = getattr(self.trainer, "_metrics", {}).get("eval", {})
         for name in ("entropy", "mean_token_accuracy"):
             if len(kept.get(name, ())) == len(counts):

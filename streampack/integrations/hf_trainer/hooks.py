@@ -1,4 +1,4 @@
-"""What takes the place of some of a trainer's methods."""
+"""Methods patched onto a `Trainer`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from streampack.attention import Inputs, prepare_model_for_packing
-from streampack.attention.pretrained import restore_cache_setting
+from streampack.attention.pretrained import find_pretrained, restore_cache_setting
 from streampack.integrations.hf_trainer.checkpoints import (
     newest_checkpoint,
     read_stream,
@@ -19,7 +19,6 @@ from streampack.integrations.hf_trainer.checkpoints import (
 )
 from streampack.integrations.hf_trainer.epochs import Plan, plan_epochs
 from streampack.integrations.hf_trainer.evaluation import Evaluation, TokenMean, require_end
-from streampack.integrations.hf_trainer.isolation import verify_isolation
 from streampack.integrations.hf_trainer.steps import Steps
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.packing.batch import Batch
@@ -33,9 +32,9 @@ log = logging.getLogger(__name__)
 
 
 class Hooks:
-    """Methods for one trainer, with the names and arguments of its own, which they call for the rest.
+    """Replacements for methods of one trainer, which call the original ones.
 
-    Set on the trainer rather than in a subclass, so that they serve `Trainer` and all that others made of it.
+    They are set on the trainer instead of in a subclass, so that they work with any class derived from `Trainer`.
     """
 
     NAMES = (
@@ -56,39 +55,38 @@ class Hooks:
         self, trainer: Trainer, packs: IterablePackedDataset, *, attention: str, verify: bool = True
     ) -> None:
         self.trainer = trainer
-        self.verify = verify  # that samples do not see one another, before the first step
+        self.verify = verify  # check isolation before the first step
         self.packs = packs
         self.attention = attention
         self.own = {name: getattr(trainer, name) for name in self.NAMES if hasattr(trainer, name)}
-        self.callback = _callback(self)
-        self.checkpoint: Path | None = None  # that `train` resumes from
+        self.callback: Any = None
+        self.checkpoint: Path | None = None  # resumed from
         self.steps: Steps | None = None  # of the newest training
-        self.plan: Plan | None = None  # of its steps, where num_train_epochs says how many
-        self.first_epoch = 0  # that the first training began with
+        self.plan: Plan | None = None  # of the steps, if num_train_epochs sets their number
+        self.first_epoch = 0  # in which the first training began
         self.evaluations: dict[IterablePackedDataset, Evaluation] = {}
         self.mean: TokenMean | None = None  # of the evaluation in progress
         self.totals: dict[str, float] = {}  # for the logs
-        self._counted: Any = None  # trained tokens of the newest batch or step, on all ranks
+        self._counted: Any = None  # trained tokens of the newest batch or step on all ranks
         self._inputs: tuple[Inputs, Any, torch.device] | None = None
 
-    def enter(self) -> None:
-        """Take the methods' places."""
+    def enter(self, callback: Any) -> None:
+        """Patch the trainer and add its callback."""
+        self.callback = callback
         for name in self.own:
             setattr(self.trainer, name, getattr(self, name))
-        self.trainer.add_callback(self.callback)
-        self.trainer.args.ignore_data_skip = True  # a resumed stream begins where it should
+        self.trainer.add_callback(callback)
+        self.trainer.args.ignore_data_skip = True  # the stream resumes by its own state
 
     def leave(self) -> None:
-        """Give the places back."""
+        """Restore the trainer's own methods."""
         for name, method in self.own.items():
             setattr(self.trainer, name, method)
         self.trainer.remove_callback(self.callback)
 
     @property
     def inputs(self) -> Inputs:
-        """For the model as it is now: Trainer may make it anew (``model_init``), or move it only when it trains."""
-        from streampack.attention.pretrained import find_pretrained
-
+        """Inputs for the current model, which Trainer may make again (``model_init``) or move when it trains."""
         model = find_pretrained(self.trainer.model)
         if model is None:
             raise ValueError(
@@ -102,7 +100,7 @@ class Hooks:
         return self._inputs[0]
 
     def as_inputs(self, batch: Batch) -> dict[str, Any]:
-        """A batch as the model's keyword arguments, on its device."""
+        """Turn a batch into the model's keyword arguments, on its device."""
         batch = batch.to(self.trainer.args.device)
         return {**self.inputs(batch), "labels": batch.labels}
 
@@ -112,7 +110,7 @@ class Hooks:
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """Resume the stream with the rest, and let go of its worker processes at the end."""
+        """Train; resume the stream from the checkpoint, and end its worker processes afterwards."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = newest_checkpoint(self.trainer.args.output_dir)
         self.checkpoint = Path(resume_from_checkpoint) if resume_from_checkpoint else None
@@ -121,8 +119,8 @@ class Hooks:
             trainer.accelerator.distributed_type.value.startswith("MULTI_")
             and trainer.model_wrapped is trainer.model
         ):
-            # An evaluation before has marked it as prepared. accelerate would leave it without DDP then, in silence,
-            # and every rank would train a model of its own.
+            # An earlier evaluation has marked the model as prepared; accelerate would then silently leave out DDP, and
+            # each rank would train its own model.
             trainer.model._is_accelerate_prepared = False
         max_steps, epochs = trainer.args.max_steps, self.packs.epochs
         try:
@@ -138,41 +136,32 @@ class Hooks:
                 self.steps.close()
 
     def _warn_of_rest(self) -> None:
-        """Say if the steps were too few for the data. A collective."""
-        plan, steps, state = self.plan, self.steps, self.trainer.state
-        if (
-            plan is None
-            or plan.exact
-            or plan.epochs % 1
-            or steps is None
-            or state.global_step < state.max_steps
-        ):
+        """Warn if an estimated number of steps was too low to read all data. A collective."""
+        state = self.trainer.state
+        if self.plan is None or self.plan.exact or self.plan.epochs % 1 or self.steps is None:
             return
-        if steps.has_more():
+        if state.global_step >= state.max_steps and self.steps.has_more():
             log.warning(
                 "max_steps=%d was estimated, and the data goes on behind it; to train on all of it, set more max_steps",
                 state.max_steps,
             )
 
     def get_train_dataloader(self) -> Steps:
-        """Our batches, as they are: accelerate would deal them out to the ranks a second time."""
+        """Return the packed batches, without accelerate, which would shard them among the ranks again."""
+        # _train_batch_size is args' own, or less (auto_find_batch_size).
         loader = self._loader(
-            self.packs,
-            batch_size=self.trainer._train_batch_size,  # args' own, or less: auto_find_batch_size
-            batches_per_step=self.trainer.args.gradient_accumulation_steps,
+            self.packs, self.trainer._train_batch_size, self.trainer.args.gradient_accumulation_steps
         )
         if self.steps is None:
             self.first_epoch = self.packs.epochs_begun.upcoming()
-        # Trained before: the same packs again, as from Trainer's own loaders.
+        # A second training reads the same packs, as with Trainer's own loaders.
         self.packs.set_epoch(self.first_epoch)
         first = 0
         if self.checkpoint is not None:
             loader.load_state_dict(read_stream(self.checkpoint))
             first = read_trainer(self.checkpoint)["global_step"]
         args = self.trainer.args
-        if (
-            self.plan is not None or args.max_steps <= 0
-        ):  # planned again where auto_find_batch_size begins anew
+        if self.plan is not None or args.max_steps <= 0:  # auto_find_batch_size comes here again: plan again
             self.packs.epochs = math.ceil(args.num_train_epochs)
             self.plan = plan_epochs(loader, args.num_train_epochs)
             args.max_steps = self.plan.total
@@ -181,7 +170,7 @@ class Hooks:
         return self.steps
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Our batches for packs; for anything else what the trainer makes."""
+        """Return packed batches for packs, and the trainer's own loader for other data."""
         data = self.trainer.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(data, str):
             data = self.trainer.eval_dataset[data]
@@ -189,14 +178,12 @@ class Hooks:
             return self.own["get_eval_dataloader"](eval_dataset)
         if data not in self.evaluations:
             require_end(data, "eval_dataset")
-            loader = self._loader(
-                data, batch_size=self.trainer.args.per_device_eval_batch_size, batches_per_step=1
-            )
+            loader = self._loader(data, self.trainer.args.per_device_eval_batch_size)
             self.evaluations[data] = Evaluation(loader, self.as_inputs)
         return self.evaluations[data]
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        """Our batches for packs, in `predict` too."""
+        """Return packed batches for packs, and the trainer's own loader for other data."""
         if isinstance(test_dataset, IterablePackedDataset):
             return self.get_eval_dataloader(test_dataset)
         return self.own["get_test_dataloader"](test_dataset)
@@ -204,7 +191,7 @@ class Hooks:
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> Any:
-        """Take packs by way of ``trainer.eval_dataset``: TRL would tokenize what it is given here."""
+        """Evaluate; pass packs on as ``trainer.eval_dataset``, because TRL would tokenize the argument."""
         given = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
         if not any(isinstance(data, IterablePackedDataset) for data in given):
             return self.own["evaluate"](eval_dataset, ignore_keys, metric_key_prefix)
@@ -222,7 +209,7 @@ class Hooks:
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        """Give the loss as a mean over trained tokens, and count no null packs, in `evaluate` and `predict`."""
+        """Make the loss of `evaluate` and `predict` a mean over trained tokens, and count no null packs."""
         self.mean = mean = TokenMean(self.trainer)
         try:
             output = self.own["evaluation_loop"](
@@ -236,10 +223,10 @@ class Hooks:
         return output
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Begin a checkpoint with the stream's state.
+        """Save the stream's state before the model, when this is part of a checkpoint.
 
-        On all ranks this is Trainer's first act then. Its own state is the last, and older checkpoints are removed
-        after that: whatever has both is whole, and there is always one.
+        Trainer saves the model first and its own state last, on all ranks, and removes older checkpoints afterwards.
+        So a checkpoint that has both states is complete, and there always is one.
         """
         if _internal_call and output_dir is not None and self.steps is not None:
             state = self.steps.state_dict()
@@ -248,15 +235,15 @@ class Hooks:
         self.own["save_model"](output_dir, _internal_call=_internal_call)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add ours to the numbers of a step."""
+        """Log a step's numbers together with the token totals."""
         self.own["log"](logs | self.totals if "loss" in logs else logs, start_time)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Weigh the tokens of all ranks alike in an evaluation too.
+        """Compute a loss that weights the tokens of all ranks alike, in an evaluation too.
 
-        TRL leaves that out: a rank that has a null pack beside another's full one would bring in a loss of 0.
+        TRL does not: a rank's null pack beside another rank's full pack would count as a loss of 0.
         """
         if num_items_in_batch is None:
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.trainer.args.device)
@@ -268,21 +255,21 @@ class Hooks:
         return result
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """At least 1: where a step holds prompts alone, the loss would be 0 / 0, and then the model NaN."""
+        """Count trained tokens, at least 1: for a step of prompts alone the loss would be 0 / 0."""
         self._counted = count = self.own["_get_num_items_in_batch"](batch_samples, device)
         return count.clamp(min=1) if torch.is_tensor(count) else count
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Hand on a mask of the batch's real tokens (``include_num_input_tokens_seen="non_padding"``).
+        """Pass on a mask of the batch's real tokens (``include_num_input_tokens_seen="non_padding"``).
 
-        Trainer adds up the attention mask, in whose place a model with varlen attention gets boundaries.
+        Trainer sums the attention mask, which holds boundaries for a model with varlen attention.
         """
         assert self.steps is not None
         mask = torch.ones(self.steps.sizes.popleft(), dtype=torch.bool, device=inputs["input_ids"].device)
         self.own["_track_num_input_tokens"]({**inputs, "attention_mask": mask})
 
-    def count(self) -> None:
-        """See for the logs where the tokens of all ranks went so far. A collective."""
+    def update_totals(self) -> None:
+        """Update the token totals of all ranks for the logs. A collective."""
         assert self.steps is not None
         self.steps.check_trained()
         ledger = self.steps.ledger()
@@ -292,13 +279,13 @@ class Hooks:
             "untrained": ledger.untrained,
             "dropped_tokens": sum(ledger.dropped.values()),
         }
-        # TRL adds up the attention mask for this, which may hold boundaries, and its number would go over ours.
+        # TRL sums the attention mask, which may hold boundaries, and would overwrite num_tokens.
         if hasattr(self.trainer, "_total_train_tokens"):
             self.trainer._total_train_tokens = ledger.packed
             self.trainer._metrics["train"]["num_tokens"] = [ledger.packed]
 
     def _loader(
-        self, packs: IterablePackedDataset, *, batch_size: int, batches_per_step: int
+        self, packs: IterablePackedDataset, batch_size: int, accumulated: int = 1
     ) -> PackedDataLoader:
         args = self.trainer.args
         loader = PackedDataLoader(
@@ -306,56 +293,9 @@ class Hooks:
             batch_size=batch_size,
             num_workers=args.dataloader_num_workers,
             prefetch_factor=args.dataloader_prefetch_factor or 8,
-            packs_per_step=batch_size * batches_per_step * args.world_size,
+            packs_per_step=batch_size * accumulated * args.world_size,
             pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
             timeout=args.ddp_timeout,
         )
-        assert loader.rank_sync.world_size == args.world_size, (
-            "the ranks do not speak through torch.distributed"
-        )
+        assert loader.rank_sync.world_size == args.world_size, "ranks are not in one torch.distributed group"
         return loader
-
-
-def _callback(hooks: Hooks) -> Any:
-    """What looks at the state when a step is made, before that is logged."""
-    from transformers import TrainerCallback
-
-    class StepEnd(TrainerCallback):  # type: ignore[misc]
-        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if hooks.verify:
-                verify_isolation(
-                    hooks.trainer,
-                    hooks.inputs,
-                    max_seq_len=hooks.packs.lane_config.packing.max_seq_len,
-                    rank_sync=None
-                    if hooks.steps is None
-                    else hooks.steps.loader.rank_sync,  # a user's own loader
-                )
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            assert hooks.steps is not None
-            over = (
-                state.global_step >= state.max_steps
-            )  # Trainer ends its epoch, which is all of the training
-            per_epoch = "epoch" in (args.logging_strategy, args.eval_strategy, args.save_strategy)
-            stopped = control.should_epoch_stop or control.should_training_stop
-            over = over or stopped
-            ends = (per_epoch or hooks.plan) and not over and hooks.steps.ends_epoch()
-            if hooks.plan is None:
-                state.epoch = state.global_step / state.max_steps  # Trainer's would count from the resume
-            elif ends or not (hooks.plan.exact or stopped or hooks.steps.has_more()):
-                state.epoch = hooks.steps.epoch + 1
-            else:
-                state.epoch = hooks.plan.position(hooks.steps.epoch, hooks.steps.steps_in_epoch())
-            if ends:
-                handler = hooks.trainer.callback_handler
-                handler.on_epoch_end(args, state, control)
-                handler.on_epoch_begin(args, state, control)
-            if control.should_log or control.should_evaluate:
-                hooks.count()
-
-        def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if control.should_log or control.should_evaluate:
-                hooks.count()
-
-    return StepEnd()

@@ -1,4 +1,4 @@
-"""Packed streams under transformers' `Trainer` and the trainers made of it, such as TRL's `SFTTrainer`."""
+"""Packed streams under transformers' `Trainer` and trainers derived from it, such as TRL's `SFTTrainer`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from streampack.attention import Inputs
 from streampack.attention.positions import require_positions
+from streampack.integrations.hf_trainer.callback import step_callback
 from streampack.integrations.hf_trainer.epochs import require_epochs
 from streampack.integrations.hf_trainer.evaluation import require_end
 from streampack.integrations.hf_trainer.hooks import Hooks
@@ -25,7 +26,7 @@ def prepare_trainer_for_packing(
     attention: str = "auto",
     verify_isolation: bool = True,
 ) -> Inputs:
-    """Let a `Trainer` train on a stream of packs: on any number of ranks, and resumed exactly.
+    """Let a `Trainer` train on a stream of packs, on any number of ranks, with exact resumes.
 
     >>> import tempfile
     >>> from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -42,36 +43,40 @@ def prepare_trainer_for_packing(
     {'train_runtime': ...}
     2
 
-    The settings are Trainer's own: ``per_device_train_batch_size`` counts packs, and a step trains that many times
-    ``gradient_accumulation_steps`` times the ranks, the next packs of the stream whatever their product is made of.
-    The loss of a step is the mean over its trained tokens on all ranks. accelerate, which would deal the packs out a
-    second time, never sees the loader. Every checkpoint holds the stream's state, and
-    ``train(resume_from_checkpoint=...)`` goes on with the next packs, on another number of ranks too; ``True`` takes
-    the newest checkpoint that was written to its end. Data that ends before ``max_steps`` ends the training, with a
-    last log and checkpoint. Without ``max_steps``, ``num_train_epochs`` says how often packs with ``epochs=1`` are read
-    (give them here then: Trainer's constructor refuses data without a length). The steps are counted for map-style
-    data, each sample of which is encoded once for it, and estimated for streams. Strategies of ``"epoch"`` act where an
-    epoch of the packs ends; with ``epochs=None``, at the end only.
-    The loss of an evaluation (``evaluate``, ``predict``) is the mean over its trained tokens on all ranks, of packs and
-    of data that Trainer's own loader serves; Trainer would weigh each batch the same, however few tokens it trains.
-    Where several ranks predict, the rows of null packs have labels of -100 only; and Trainer's own loader gives some
-    rows twice, to fill up its last batch.
-    Logs get ``num_tokens``, ``padding``, ``untrained`` and ``dropped_tokens``: real tokens so far, a share of 1,
-    samples that train nothing, tokens. A step that trains nothing is an error, raised with the next log or at the end,
-    unless the packs were made with ``untrained="keep"``.
+    Steps: ``per_device_train_batch_size`` counts packs. A step trains the next ``per_device_train_batch_size *
+    gradient_accumulation_steps * ranks`` packs of the stream, whatever the three factors are, and its loss is the mean
+    over its trained tokens on all ranks. accelerate does not shard the loader again.
 
-    Preparing twice is harmless; the last one holds. `Trainer` over map-style data needs none of this:
-    ``data_collator=FlatteningCollator()`` will do.
+    Resume: every checkpoint holds the stream's state, and ``train(resume_from_checkpoint=...)`` goes on with the next
+    packs, on another number of ranks too. ``True`` takes the newest checkpoint that was written to its end.
+
+    Length: data that ends before ``max_steps`` ends the training, with a last log and checkpoint. Without
+    ``max_steps``, ``num_train_epochs`` says how often packs with ``epochs=1`` are read; give the packs here then,
+    because Trainer's constructor refuses data without a length. Steps are counted for map-style data, whose samples
+    are encoded once more for it, and estimated for streams. Strategies of ``"epoch"`` act at the end of each epoch of
+    the packs; with ``epochs=None``, at the end of the training.
+
+    Evaluation: the loss of ``evaluate`` and ``predict`` is the mean over trained tokens on all ranks, for packs and for
+    data of Trainer's own loader; Trainer's mean over batches ignores how many tokens each trains. When several ranks
+    predict, null packs give rows with labels of -100 only, and Trainer's own loader repeats rows to fill its last
+    batch.
+
+    Logs: ``num_tokens`` (real tokens so far), ``padding`` (a fraction), ``untrained`` (samples that train nothing) and
+    ``dropped_tokens``. A step that trains nothing is an error, raised with the next log or at the end, unless the packs
+    have ``untrained="keep"``.
+
+    A trainer may be prepared again; the last call holds. `Trainer` over map-style data needs none of this:
+    ``data_collator=FlatteningCollator()`` suffices.
 
     Args:
-        trainer: built, not trained yet; its model is prepared as by `prepare_model_for_packing`.
-        train_dataset: packs to train on. Default: the trainer's own. `SFTTrainer` accepts only `datasets`' classes;
+        trainer: not trained yet; its model is prepared as by `prepare_model_for_packing`.
+        train_dataset: packs to train on. Default: the trainer's own. `SFTTrainer` accepts only classes of `datasets`;
             pack what it has tokenized, with ``encoder=TokensEncoder(tokens="input_ids")``.
-        eval_dataset: packs of one epoch to evaluate on, or several by name. Default: the trainer's own, which may
-            also be of another kind: then Trainer's own loader serves it.
+        eval_dataset: packs of one epoch to evaluate on, or a dict of them. Default: the trainer's own. Data of other
+            kinds are read by Trainer's own loader.
         attention: see `prepare_model_for_packing`.
-        verify_isolation: try the model before the first step, as it trains, with 19 forward passes of a pack of 256
-            tokens, or more where a window is longer; stop the training if samples see one another. See `find_leaks`.
+        verify_isolation: check the model before the first step, in the form in which it trains (19 forward passes of a
+            pack of 256 tokens, more for longer windows), and stop if samples see one another. See `find_leaks`.
 
     Raises:
         ValueError: for a model whose samples would see one another, data that is no stream of packs, and settings
@@ -99,12 +104,16 @@ def prepare_trainer_for_packing(
             inputs.require_length(data.lane_config.packing.max_seq_len)
             require_positions(trainer.model, data.lane_config.packing)
     trainer.train_dataset, trainer.eval_dataset = packs, held_out
-    hooks.enter()
+    hooks.enter(step_callback(hooks))
     return inputs
 
 
 def _require_next_token_loss(trainer: Trainer) -> None:
-    """Refuse trainers and models whose loss is not that of the next token, sequence by sequence."""
+    """Check that the trainer's and the model's loss is the cross-entropy of the next token.
+
+    Raises:
+        ValueError: if it is not.
+    """
     for kind in type(trainer).__mro__:
         other = kind.__name__ not in ("SFTTrainer", "BaseTrainer", "_BaseTrainer")
         if other and kind.__name__.endswith("Trainer") and kind.__module__.startswith("trl."):
@@ -138,7 +147,7 @@ def _check_settings(trainer: Trainer, packs: IterablePackedDataset) -> None:
             )
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)
     for name in ("tp_size", "cp_size", "sp_size"):
-        # The methods know of models that were loaded with a tp_plan, and of DeepSpeed's settings.
+        # Trainer's methods take account of models loaded with a tp_plan and of DeepSpeed's settings.
         size = max(getattr(parallelism, name, 1), getattr(trainer, f"get_{name}", lambda: 1)())
         if size > 1:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The batches of a training in progress, as the model's arguments."""
+"""The training loader: batches as the model's arguments, and the stream's state as of the last step made."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ AsInputs = Callable[[Batch], dict[str, Any]]
 
 
 class Steps:
-    """Training batches, and the stream's state as of the last step that the trainer has made.
+    """The training loader that a trainer iterates.
 
     Args:
         loader: yields the batches.
         as_inputs: turns a batch into the model's arguments.
-        trainer: is stopped when the data ends.
-        first: steps made before the first of these, in a resumed run.
+        trainer: stopped when the data ends.
+        first: steps that a resumed run made before.
         planned_epochs: epochs that the training reads, if ``num_train_epochs`` sets its length; None if
             ``max_steps`` does.
     """
@@ -48,24 +48,26 @@ class Steps:
         self.trainer = trainer
         self.first = first
         self.planned_epochs = planned_epochs
-        self.given = 0  # batches
-        self.sizes: deque[int] = deque()  # real tokens of the batches of the step that is made
-        self.epoch = 0  # of the newest batch given, from that in which the run began
+        self.given = 0  # batches handed out
+        self.sizes: deque[int] = deque()  # real tokens of each batch of the current step
+        self.epoch = 0  # of the newest batch, counted from the run's first
         # Receipts and slot when the newest step began.
         self._before: tuple[dict[int, ReceiptNumbers], int] = ({}, 0)
         self._batches: Any = None  # the loader's iteration
         self.trained = TrainedSteps(loader.dataset.lane_config)
-        self._next: Batch | None = None  # the next step's first batch, if that was fetched already
+        self._next: Batch | None = (
+            None  # the next step's first batch, if it is fetched; None at the end of the data
+        )
         self._fetched = False
 
     def __iter__(self) -> Steps:
-        return self  # Trainer iterates anew where a callback ends its epoch; the stream goes on
+        return self  # after a callback has ended an epoch, Trainer iterates again and the stream goes on
 
     def __next__(self) -> dict[str, Any]:
         if self.given % self.loader.batches_per_step:
             batch = next(self._batches, None)
         elif self.trainer.state.global_step >= self.trainer.args.max_steps:
-            batch = None  # a run resumed at its end: Trainer would make one step more
+            batch = None  # for a run resumed at its end Trainer would make one more step
         else:
             batch = self._fetch()
             self._next, self._fetched = None, False
@@ -91,47 +93,47 @@ class Steps:
         return int(self._batches.epoch - self.loader.dataset.epoch)
 
     def ends_epoch(self) -> bool:
-        """Look whether the newest step was the last one of an epoch that another follows. A collective."""
+        """Return whether the newest step ended an epoch and another epoch follows. A collective."""
         return self._fetch() is not None and self._epoch() > self.epoch
 
     def has_more(self) -> bool:
-        """Look whether the data goes on behind the newest step. A collective."""
+        """Return whether there is data after the newest step. A collective."""
         return self._fetch() is not None
 
     def steps_in_epoch(self) -> int:
-        """Count the steps made in this epoch, before a resume too."""
+        """Count the steps made in this epoch, including those before a resume."""
         return self._stand()[1] // self.loader.packs_per_step
 
     def _stand(self) -> tuple[dict[int, ReceiptNumbers], int]:
         """Receipts and slot as of the last step that was made."""
         made = self.trainer.state.global_step - self.first
-        # Saved on SIGTERM (enable_jit_checkpoint): the batches of a step were given, and it was not made.
+        # On SIGTERM (enable_jit_checkpoint) Trainer may save after a step's batches are given and before it is made.
         if self._fetched or self.given > made * self.loader.batches_per_step:
             return self._before
         return self.loader.receipts, self.loader.slot
 
     def state_dict(self) -> dict[str, Any]:
-        """To be saved with the trainer as it is. A collective."""
+        """Return the stream's state as of the last step made. A collective."""
         return self.loader.state_of(*self._stand())
 
     def ledger(self) -> Ledger:
-        """Of all ranks. A collective."""
+        """Return the ledger of all ranks. A collective."""
         return Ledger.total(self.loader.rank_sync.gather(ledger_of(self._stand()[0])))
 
     def check_trained(self) -> None:
-        """Look whether the steps since the last look trained something. A collective.
+        """Check that each step since the last check trained something. A collective.
 
         Raises:
-            ValueError: if one trained nothing, on all ranks.
+            ValueError: if a step trained nothing; on all ranks.
         """
         self.trained.check(self.loader.rank_sync.gather(self.trained.take()))
 
     def close(self) -> None:
-        """Let go of the worker processes."""
+        """End the worker processes."""
         self._batches, self._next, self._fetched = None, None, False
 
     def _end(self) -> None:
-        """End the training with the data, as Trainer does at max_steps: it would ask for more, and then begin anew."""
+        """End the training with the data, as Trainer does at max_steps; otherwise it would begin another epoch."""
         args, state, control = self.trainer.args, self.trainer.state, self.trainer.control
         control.should_training_stop = True
         steps = self.first + self.given // self.loader.batches_per_step

@@ -1,0 +1,84 @@
+"""The callback of a prepared trainer: it checks isolation before the first step, and keeps epochs and totals."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from streampack.attention import Inputs
+from streampack.attention.probe import find_leaks
+from streampack.attention.probe_pack import probe_length
+from streampack.distributed.rank_sync import RankSync
+from streampack.integrations.hf_trainer.hooks import Hooks
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+
+def verify_isolation(
+    trainer: Trainer, inputs: Inputs, *, max_seq_len: int, rank_sync: RankSync | None
+) -> None:
+    """Check that samples of a pack do not see one another in the model as it trains: wrapped, sharded, compiled.
+
+    A collective. Without a ``rank_sync``, the other ranks do not learn that one failed. See `find_leaks`.
+
+    Raises:
+        ValueError: with the report; on the other ranks a RuntimeError that names the rank.
+    """
+
+    def check() -> None:
+        model = trainer.model_wrapped
+        with trainer.accelerator.autocast():  # the probe allows for the rounding of 16 bits
+            report = find_leaks(model, inputs=inputs, max_seq_len=probe_length(model, most=max_seq_len))
+        if not report.ok:
+            raise ValueError(
+                f"{report}\nthe training was stopped before its first step; "
+                "prepare_trainer_for_packing(..., verify_isolation=False) lets it train like this"
+            )
+
+    if rank_sync is None:
+        check()
+    else:
+        rank_sync.share(check, doing="looking whether samples see one another")
+
+
+def step_callback(hooks: Hooks) -> Any:
+    """Make the callback, which runs after each step before that is logged."""
+    from transformers import TrainerCallback
+
+    class StepEnd(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if not hooks.verify:
+                return
+            steps = hooks.steps  # None under a loader of the user's own
+            verify_isolation(
+                hooks.trainer,
+                hooks.inputs,
+                max_seq_len=hooks.packs.lane_config.packing.max_seq_len,
+                rank_sync=None if steps is None else steps.loader.rank_sync,
+            )
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            assert hooks.steps is not None
+            stopped = control.should_epoch_stop or control.should_training_stop
+            # At max_steps Trainer itself ends its epoch, which is the whole training.
+            over = stopped or state.global_step >= state.max_steps
+            per_epoch = "epoch" in (args.logging_strategy, args.eval_strategy, args.save_strategy)
+            ends = (per_epoch or hooks.plan) and not over and hooks.steps.ends_epoch()
+            if hooks.plan is None:
+                state.epoch = state.global_step / state.max_steps  # Trainer's would count from the resume
+            elif ends or not (hooks.plan.exact or stopped or hooks.steps.has_more()):
+                state.epoch = hooks.steps.epoch + 1
+            else:
+                state.epoch = hooks.plan.position(hooks.steps.epoch, hooks.steps.steps_in_epoch())
+            if ends:
+                handler = hooks.trainer.callback_handler
+                handler.on_epoch_end(args, state, control)
+                handler.on_epoch_begin(args, state, control)
+            if control.should_log or control.should_evaluate:
+                hooks.update_totals()
+
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if control.should_log or control.should_evaluate:
+                hooks.update_totals()
+
+    return StepEnd()
