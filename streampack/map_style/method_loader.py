@@ -1,4 +1,4 @@
-"""One loader for every method of making batches: the same samples, the same `Batch`, another word."""
+"""A DataLoader of batches made by any of the literature's methods."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from streampack.map_style.methods import Row, method_of, packing_of, plan_batches
+from streampack.map_style.methods import METHODS, Row, plan_batches
 from streampack.map_style.multipack import share_of
 from streampack.map_style.samplers import PlannedSampler, digest_of, place
 from streampack.packing.assemble import assemble, require_id, trained_if_split
@@ -18,7 +18,7 @@ from streampack.packing.batch import Batch, stack_packs
 from streampack.packing.encoders import guard_datasets
 from streampack.packing.token_rows import read_sample
 from streampack.types import Fragment, Pack, Sample
-from streampack.validation import require_positive, warn_user
+from streampack.validation import require, require_positive, warn_user
 
 
 def method_loader(
@@ -40,7 +40,7 @@ def method_loader(
     num_replicas: int | None = None,
     rank: int | None = None,
 ) -> DataLoader[Batch]:
-    """Batches of a map-style dataset for this rank, made by the method of that name.
+    """Load this rank's batches of a map-style dataset, made by the named method.
 
     >>> rows = [{"tokens": [i] * n, "labels": [i] * n} for i, n in enumerate([5, 4, 2, 3])]
     >>> for method in ("random_padding", "minibatch_packing", "exact_fit"):
@@ -50,37 +50,37 @@ def method_loader(
     minibatch_packing [(1, 7), (1, 7)]
     exact_fit [(2, 8)]
 
-    What each method does stands at `streampack.map_style.methods.plan_batches`. Whichever it is, batches go through
-    ``prepare_model_for_packing`` and the same loop. All but ``fixed_length`` keep samples apart; that one is there
-    to be compared with, and warns. The row of ``minibatch_packing`` may be ``batch_size * max_seq_len`` long, and
-    torchtune's models refuse rows beyond their own ``max_seq_len``: set that as high.
+    `streampack.map_style.methods.plan_batches` describes the methods. The batches of each go through
+    ``prepare_model_for_packing`` and the same loop. All methods but ``fixed_length`` keep samples apart; that one is
+    there to be compared with, and warns. A row of ``minibatch_packing`` may have ``batch_size * max_seq_len`` tokens,
+    so a torchtune model needs a ``max_seq_len`` of its own as high.
 
     ``loader.sampler`` is a `PlannedSampler`: iterating again is the next epoch, its ``set_epoch`` sets another one, and
-    its ``state_dict`` says from where any number of ranks can go on.
+    from its ``state_dict`` any number of ranks can resume.
 
     Args:
-        ds: samples with ``tokens`` and ``labels``, or ``input_ids`` and perhaps ``labels``, by number.
+        ds: samples by number, with ``tokens`` and ``labels``, or ``input_ids`` and optional ``labels``.
         method: one of `streampack.map_style.methods.METHODS`.
         max_seq_len: see `plan_batches`, as for ``batch_size``, ``overlong`` and ``seed``.
         batch_size: rows of a batch; for ``minibatch_packing``, samples.
-        lengths: tokens of each sample. Left out, every sample is read once for it.
+        lengths: tokens of each sample. By default every sample is read once to find out.
         packs_per_step: see `plan_batches`.
-        overlong: what becomes of a sample longer than ``max_seq_len``.
+        overlong: what to do with a sample longer than ``max_seq_len``.
         padding_idx: the token that fills a row's end.
-        pad_to_multiple_of: rows that are not of ``max_seq_len`` become a multiple of this.
-        max_batch_tokens: refuse to make a batch of more tokens, padding included, than memory holds.
+        pad_to_multiple_of: rows that are not of ``max_seq_len`` are padded to a multiple of this.
+        max_batch_tokens: refuse to make a batch of more tokens, padding included.
         vocab_size: if given, token ids must be below it.
-        seed: of the random order, with the epoch.
+        seed: seed of the random order, with the epoch.
         num_workers: processes that read samples and make batches.
         pin_memory: put batches into page-locked memory, for faster copies to a GPU.
-        num_replicas: how many ranks share the batches. Default: the process group's size, 1 without one.
-        rank: which of them this is. Default: its rank there.
+        num_replicas: number of ranks. Default: the process group's size, 1 without one.
+        rank: this rank. Default: its rank in the process group.
 
     Raises:
         ValueError: for a bad setting, data without numbers or without lengths, a bad sample, or a batch that is
             too large.
     """
-    made = method_of(method)
+    require(method, "method", METHODS)
     if not (hasattr(ds, "__len__") and hasattr(ds, "__getitem__")):
         raise ValueError(
             f"method={method!r} must know all lengths, and a {type(ds).__name__} has no samples by number (it needs "
@@ -89,24 +89,23 @@ def method_loader(
     guard_datasets(ds)
     if vocab_size is not None:
         vocab_size = require_positive(vocab_size, "vocab_size")
-    padding_idx = require_id(padding_idx, "padding_idx", vocab_size=vocab_size)
     if lengths is None:
         lengths = [read_sample(ds, index, vocab_size=vocab_size).tokens.size for index in range(len(ds))]
     elif len(lengths) != len(ds):
         raise ValueError(f"there are {len(lengths)} lengths and {len(ds)} samples; give one for each")
-    if not made.isolated:
+    if not METHODS[method].isolated:
         warn_user(
             f"method={method!r} lets the samples of a row see one another, which makes a worse model; it is there "
             f"to be compared with. Train with {method + '_posid'!r}, or a method that cuts no sample",
         )
-    rows = _Rows(
+    rows = Rows(
         ds,
         method=method,
         max_seq_len=max_seq_len,
         lengths=lengths,
         overlong=overlong,
-        padding_idx=padding_idx,
-        pad_to_multiple_of=pad_to_multiple_of,
+        padding_idx=require_id(padding_idx, "padding_idx", vocab_size=vocab_size),
+        pad_to_multiple_of=require_positive(pad_to_multiple_of, "pad_to_multiple_of"),
         vocab_size=vocab_size,
     )
     num_replicas, rank = place(num_replicas, rank)
@@ -124,14 +123,13 @@ def method_loader(
             seed=seed,
             epoch=epoch,
         )
-        if max_batch_tokens is not None:
-            largest = max(batches, key=lambda batch: len(batch) * rows.width(batch))
-            if (tokens := len(largest) * rows.width(largest)) > max_batch_tokens:
-                raise ValueError(
-                    f"method={method!r} makes a batch of {len(largest)} x {rows.width(largest)} = {tokens} tokens, "
-                    f"max_batch_tokens is {max_batch_tokens}; lower batch_size or max_seq_len, or cut long samples "
-                    "with overlong='truncate'"
-                )
+        tokens, largest = max((len(batch) * rows.width(batch), len(batch)) for batch in batches)
+        if max_batch_tokens is not None and tokens > max_batch_tokens:
+            raise ValueError(
+                f"method={method!r} makes a batch of {largest} x {tokens // largest} = {tokens} tokens, "
+                f"max_batch_tokens is {max_batch_tokens}; lower batch_size or max_seq_len, or cut long samples "
+                "with overlong='truncate'"
+            )
         return batches
 
     settings = {
@@ -145,19 +143,19 @@ def method_loader(
     if method == "multipack":
         settings["packs_per_step"] = packs_per_step
     sampler = PlannedSampler(plan, settings=settings, num_replicas=num_replicas, rank=rank)
-    len(sampler)  # plans the first epoch, so that what cannot be planned is said here
+    len(sampler)  # plans the first epoch, so that what cannot be planned is refused here
     return DataLoader(
         rows,
         batch_size=None,  # the sampler's items are whole batches
         sampler=sampler,
         num_workers=num_workers,
         pin_memory=pin_memory,
-        generator=torch.Generator().manual_seed(seed),  # or it would draw from the global one
+        generator=torch.Generator().manual_seed(seed),  # by default it would draw from the global one
     )
 
 
-class _Rows(Dataset[Batch]):
-    """From the spans of a batch's rows to the `Batch`."""
+class Rows(Dataset[Batch]):
+    """Turns the planned rows of a batch into a `Batch`."""
 
     def __init__(
         self,
@@ -172,15 +170,15 @@ class _Rows(Dataset[Batch]):
         vocab_size: int | None,
     ) -> None:
         self.ds = ds
-        self.method = method_of(method)
-        self.packing = packing_of(method, max_seq_len=max_seq_len, overlong=overlong)
+        self.method = METHODS[method]
+        self.packing = self.method.packing(max_seq_len=max_seq_len, overlong=overlong)
         self.lengths = lengths
         self.padding_idx = padding_idx
-        self.pad_to_multiple_of = require_positive(pad_to_multiple_of, "pad_to_multiple_of")
+        self.pad_to_multiple_of = pad_to_multiple_of
         self.vocab_size = vocab_size
 
     def width(self, batch: list[Row]) -> int:
-        """Tokens of each of the batch's rows, padding included."""
+        """Return the length of the batch's rows, padding included."""
         if self.method.packed:
             return self.packing.max_seq_len
         longest = max(1, *(sum(stop - start for _, start, stop in row) for row in batch))

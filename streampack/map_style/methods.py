@@ -1,15 +1,14 @@
-"""The ways of making batches that the literature compares, each by its name: lengths in, rows of samples out.
+"""The methods of batching that the literature compares, by name: lengths in, rows of samples out.
 
-Eight are those of Kundu et al., "Enhancing Training Efficiency Using Packing with Flash Attention" (2024,
-arXiv 2407.09105), Table 1; ``exact_fit`` is this project's own. They differ only in which samples share a row and
-which rows a batch, so one loop and one model can compare them.
+Eight are from Table 1 of Kundu et al., "Enhancing Training Efficiency Using Packing with Flash Attention" (2024,
+arXiv 2407.09105); ``exact_fit`` is this project's own. They differ only in which samples share a row, and which rows a
+batch.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -20,14 +19,13 @@ from streampack.sources.base import permutation
 from streampack.validation import require, require_positive
 
 Row = list[Span]
-"""Sequences end to end. An empty row is one of padding: it trains nothing, and keeps shapes and ranks in step."""
+"""Sequences end to end. An empty row is all padding; it keeps the shapes and number of batches equal on all ranks."""
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What the batches are to look like."""
+class Shape(NamedTuple):
+    """The sizes of batches and steps."""
 
     max_seq_len: int
     batch_size: int
@@ -36,12 +34,18 @@ class Shape:
 
 
 class Method(NamedTuple):
-    """A way of making batches."""
+    """A method of making batches."""
 
-    plan: Callable[[list[Span], Shape], list[list[Row]]]  # of pieces in a random order
-    packed: bool = True  # every batch has batch_size rows of max_seq_len; otherwise as long as its longest
-    cuts: bool = False  # a sample that crosses a row's end is cut there
+    plan: Callable[[list[Span], Shape], list[list[Row]]]  # from pieces in a random order
+    packed: bool = (
+        True  # every batch has batch_size rows of max_seq_len; otherwise rows are as long as the longest
+    )
+    cuts: bool = False  # samples are cut at the end of a row
     isolated: bool = True  # samples of a row do not see one another
+
+    def packing(self, *, max_seq_len: int, overlong: str | None) -> Packing:
+        """Return the settings that decide how long samples are cut or dropped."""
+        return Packing(max_seq_len, split_across_pack=self.cuts, overlong=overlong)
 
 
 def plan_batches(
@@ -56,16 +60,16 @@ def plan_batches(
     seed: int = 0,
     epoch: int = 0,
 ) -> list[list[Row]]:
-    """The batches of an epoch, those of all ranks: number i is for rank ``i % num_replicas``.
+    """Plan the batches of an epoch for all ranks: batch i is for rank ``i % num_replicas``.
 
-    ``random_padding``: ``batch_size`` random samples, a row each.
-    ``group_by_length_padding``: the same, of similar lengths, as transformers' ``LengthGroupedSampler`` picks them.
-    ``minibatch_packing``: ``batch_size`` random samples in one row: the optimizer sees what it sees with padding.
-    ``fixed_length``, ``fixed_length_posid``: samples in a random order, cut at the end of each row. They differ
-    only in that the first lets samples see one another (`METHODS`).
+    ``random_padding``: ``batch_size`` random samples, one in each row.
+    ``group_by_length_padding``: the same with samples of similar lengths, as transformers' ``LengthGroupedSampler``.
+    ``minibatch_packing``: ``batch_size`` random samples in one row, so that steps are those of padding.
+    ``fixed_length``, ``fixed_length_posid``: samples in a random order, cut at the end of each row. With the
+    first, samples of a row see one another.
     ``random_packing``: whole samples in a random order, a new row when the next does not fit.
-    ``sorted_packing``: the same, from the longest sample to the shortest; the epoch keeps that order.
-    ``multipack``: `plan_steps`: rows that are full and cost the ranks of a step the same.
+    ``sorted_packing``: the same, from the longest sample to the shortest, over the whole epoch.
+    ``multipack``: full rows that cost the ranks of a step the same; see `plan_steps`.
     ``exact_fit``: rows that exact sums fill, in a random order, as an `IterablePackedDataset` makes them.
 
     >>> plan_batches("minibatch_packing", [5, 4, 2, 3], max_seq_len=8, batch_size=2)
@@ -78,20 +82,21 @@ def plan_batches(
         batch_size: rows of a batch; for ``minibatch_packing``, samples.
         num_replicas: ranks.
         packs_per_step: rows of an optimizer step (for ``minibatch_packing``, samples), over all ranks and accumulated
-            gradients: a multiple of ``batch_size * num_replicas``, and the default. Batches of padding fill up the
-            epoch's last step. ``multipack`` plans the rows of a step together.
-        overlong: what becomes of a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``, ``"truncate"`` or
-            ``"split"``. Default ``"error"``; where rows cut samples anyway, ``"split"``.
-        seed: of the random order, with the epoch.
-        epoch: from 0.
+            gradients: a multiple of ``batch_size * num_replicas``, which is the default. Batches of padding fill up
+            the epoch's last step. ``multipack`` plans the rows of a step together.
+        overlong: what to do with a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``, ``"truncate"`` or
+            ``"split"``. Default ``"error"``, or ``"split"`` if the method cuts samples.
+        seed: seed of the random order, with the epoch.
+        epoch: number of the epoch, from 0.
 
     Raises:
         ValueError: for a bad setting, or a sample that is empty or too long.
     """
-    made = method_of(method)
+    require(method, "method", METHODS)
+    made = METHODS[method]
     require_positive(batch_size, "batch_size")
     require_positive(num_replicas, "num_replicas")
-    packing = packing_of(method, max_seq_len=max_seq_len, overlong=overlong)
+    packing = made.packing(max_seq_len=max_seq_len, overlong=overlong)
     pieces = []
     for index, length in enumerate(lengths):
         try:
@@ -103,26 +108,11 @@ def plan_batches(
         pieces += [Span(index, start, stop) for start, stop in bounds]
     if not pieces:
         raise ValueError("there is no sample to make batches of; give at least one that is not dropped")
-    shape = Shape(
-        packing.max_seq_len,
-        batch_size,
-        num_replicas,
-        share_of(packs_per_step, batch_size * num_replicas),
-    )
+    per_step = share_of(packs_per_step, batch_size * num_replicas)
+    shape = Shape(packing.max_seq_len, batch_size, num_replicas, per_step)
     batches = made.plan([pieces[i] for i in permutation(len(pieces), seed, epoch)], shape)
     filler: list[Row] = [[] for _ in range(batch_size if made.packed else 1)]
-    return batches + [filler] * (-len(batches) % (shape.packs_per_step // batch_size))
-
-
-def method_of(name: str) -> Method:
-    """The method of that name; raises for an unknown one."""
-    require(name, "method", METHODS)
-    return METHODS[name]
-
-
-def packing_of(method: str, *, max_seq_len: int, overlong: str | None) -> Packing:
-    """What ``method`` does with samples that are too long, or that cross a row's end."""
-    return Packing(max_seq_len, split_across_pack=method_of(method).cuts, overlong=overlong)
+    return batches + [filler] * (-len(batches) % (per_step // batch_size))
 
 
 def _random_padding(pieces: list[Span], shape: Shape) -> list[list[Row]]:
@@ -130,7 +120,7 @@ def _random_padding(pieces: list[Span], shape: Shape) -> list[list[Row]]:
 
 
 def _group_by_length_padding(pieces: list[Span], shape: Shape) -> list[list[Row]]:
-    """As in transformers: sorted within 50 batches, or a quarter of the data if that is less; the longest first."""
+    """As transformers: sort within 50 batches, or a quarter of the data if that is less; the longest comes first."""
     size = max(1, min(len(pieces) // (shape.batch_size * 4), 50)) * shape.batch_size
     groups = [sorted(group, key=_length, reverse=True) for group in _groups(pieces, size)]
     longest = max(groups, key=lambda group: _length(group[0]))
@@ -143,9 +133,12 @@ def _minibatch_packing(pieces: list[Span], shape: Shape) -> list[list[Row]]:
 
 
 def _packed(pieces: list[Span], shape: Shape, *, strategy: str) -> list[list[Row]]:
-    """Rows that a streaming strategy makes of the pieces in their order; the last batch is filled up."""
+    """Pack the pieces in their order by a streaming strategy, and fill up the last batch with empty rows."""
     packs = plan_samples(enumerate(map(_length, pieces)), Packing(shape.max_seq_len, strategy))
-    rows = [[_part(pieces[index], start, stop) for index, start, stop in pack] for pack in packs]
+    rows = [
+        [Span(pieces[i].index, pieces[i].start + start, pieces[i].start + stop) for i, start, stop in pack]
+        for pack in packs
+    ]
     return _groups(rows + [[] for _ in range(-len(rows) % shape.batch_size)], shape.batch_size)
 
 
@@ -162,7 +155,7 @@ def _multipack(pieces: list[Span], shape: Shape) -> list[list[Row]]:
     )
     ranks = shape.num_replicas
     return [
-        # Rows stand from the costliest to the cheapest: dealt out in turn, they make batches of even cost.
+        # Rows are ordered by cost: dealt out in turn, they make batches of even cost.
         [[pieces[number] for number in row] for row in at_once[rank::ranks]]
         for step in steps
         for at_once in _groups(step, shape.batch_size * ranks)
@@ -185,10 +178,6 @@ METHODS = {
 
 def _length(piece: Span) -> int:
     return piece.stop - piece.start
-
-
-def _part(piece: Span, start: int, stop: int) -> Span:
-    return Span(piece.index, piece.start + start, piece.start + stop)
 
 
 def _groups(items: list[T], size: int) -> list[list[T]]:

@@ -1,4 +1,4 @@
-"""A method of the literature in a recipe: its batches, epoch after epoch, as a recipe's loop asks for them."""
+"""The literature's methods of batching in recipes: a loader with the interface of `PackedDataLoader`."""
 
 from __future__ import annotations
 
@@ -27,16 +27,22 @@ from streampack.validation import require
 OF_SAMPLES = (
     "corpus", "encoder", "max_seq_len", "overlong", "truncate_side", "truncate_eos", "empty", "untrained", "seed"
 )  # fmt: skip
-"""Of a dataset's identity, what a method's samples depend on."""
+"""The entries of a dataset's identity that decide which samples there are."""
+
+UNFINISHED = (
+    "an iteration began from the loaded state and stopped before its end, so another one would begin elsewhere than "
+    "the state says. To begin from the state again, load it again; to go on behind what that iteration gave, call "
+    "load_state_dict(state_dict()) first"
+)
 
 
 class MethodLoader:
-    """Batches of one of the `METHODS`, in the shape of a `PackedDataLoader`.
+    """Batches of one of the `METHODS`, with the interface of a `PackedDataLoader`.
 
-    All methods plan an epoch as a whole, so the corpus is read and tokenized before the first step, by every rank,
-    and kept in memory: 4 bytes a token, 8 where labels differ from the tokens. What becomes of empty, overlong and
-    broken samples is as the dataset says; its ``strategy``, buffer, lanes and shuffling do not matter, because
-    the method takes their place. Ranks that read different samples are refused, on all of them.
+    A method plans an epoch as a whole, so every rank reads and tokenizes the corpus before the first step and keeps
+    it in memory: 4 bytes a token, 8 where labels differ from the tokens. The dataset decides what happens to empty,
+    overlong and broken samples; its ``strategy``, buffer, lanes and shuffling are replaced by the method. All ranks
+    must read the same samples.
 
     >>> rows = [{"tokens": [i] * n, "labels": [i] * n} for i, n in enumerate([5, 4, 2, 3])]
     >>> dataset = IterablePackedDataset(rows, max_seq_len=8)
@@ -45,16 +51,16 @@ class MethodLoader:
     ([(1, 2), (1, 5), (1, 4), (1, 3)], 2)
 
     Args:
-        dataset: says where samples come from, how long a row may be, how often the data is read, and the seed.
+        dataset: its source, encoder, ``max_seq_len``, ``epochs`` and ``seed`` are used.
         method: one of `METHODS`.
         batch_size: rows of a batch; for ``minibatch_packing``, samples.
-        packs_per_step: rows of an optimizer step, over all ranks; a multiple of ``batch_size`` and the ranks.
+        packs_per_step: rows of an optimizer step, over all ranks; a multiple of ``batch_size`` times the ranks.
         num_workers: processes that make batches of the samples.
         pin_memory: put batches into page-locked memory, for faster copies to a GPU.
         world: the ranks.
 
     Raises:
-        ValueError: for a setting that does not fit, or a row that is no sample.
+        ValueError: for a setting that does not fit, a row that is no sample, or ranks that read different samples.
     """
 
     def __init__(
@@ -94,7 +100,7 @@ class MethodLoader:
             dataset.untrained.look_in(self._read)
         samples = [piece.sample for piece in self._pieces]
         config = dataset.lane_config
-        _require_same(samples, config.source, world)
+        _require_same_on_all_ranks(samples, config.source, world)
         self.loader = method_loader(
             [sample._asdict() for sample in samples],
             method=method,
@@ -102,7 +108,9 @@ class MethodLoader:
             batch_size=batch_size,
             lengths=[sample.tokens.size for sample in samples],
             packs_per_step=packs_per_step,
-            overlong="split" if packing.overlong == "split" else None,  # the others are done with
+            overlong="split"
+            if packing.overlong == "split"
+            else None,  # `read_pieces` has dropped or cut the others
             padding_idx=config.padding_idx,
             seed=config.seed,
             num_workers=num_workers,
@@ -113,30 +121,45 @@ class MethodLoader:
         self.sampler: Any = self.loader.sampler
         self.packs_per_step = share_of(packs_per_step, batch_size * world.size)
         self.batches_per_step = self.packs_per_step // (batch_size * world.size)
-        self._handed = 0  # batches of this epoch, to each rank
+        self._handed = 0  # batches of this epoch that each rank has handed out
         self._totals = Ledger()  # of all ranks
-        self._resume = False  # a state was loaded and not taken up yet
+        self._loaded: Mapping[str, Any] | None = (
+            None  # the loaded state, until an iteration from it has ended
+        )
+        self._begun = False  # an iteration from the loaded state has handed out a batch
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: method {self.method}, of {self.dataset}>"
 
     def __iter__(self) -> Iterator[Batch]:
-        """From the loaded state on; without one, from the first epoch's beginning."""
-        if not self._resume:
+        """Iterate from the loaded state on; without one, from the beginning of the first epoch.
+
+        Raises:
+            ValueError: if an iteration from the loaded state began and did not end.
+        """
+        if self._loaded is None:
             self.sampler.set_epoch(0)
             self._handed, self._totals = 0, Ledger()
-        self._resume = False
+        elif self._begun:
+            raise ValueError(UNFINISHED)
+        else:
+            self._restore(self._loaded)  # again, after an iteration that failed before its first batch
+        return self._batches()
+
+    def _batches(self) -> Iterator[Batch]:
         while True:
             for batch in self.loader:
-                self._book()
+                self._begun = self._loaded is not None
+                self._count_batch()
                 yield replace(batch, fragments=tuple(map(self._traced, batch.fragments)))
             if self.dataset.epochs is not None and self.epoch + 1 >= self.dataset.epochs:
+                self._loaded = None
                 return
             self.sampler.set_epoch(self.epoch + 1)
             self._handed = 0
 
     def _traced(self, fragments: tuple[Fragment, ...]) -> tuple[Fragment, ...]:
-        """Of the rows that the samples come from, so that `IterablePackedDataset.trace` finds them."""
+        """Refer fragments to rows of the source, where `IterablePackedDataset.trace` finds them."""
         found = []
         for (number,), start, stop, trained in fragments:
             piece = self._pieces[number]
@@ -145,7 +168,7 @@ class MethodLoader:
 
     @property
     def epoch(self) -> int:
-        """Of the last batch handed over, from 0."""
+        """Epoch of the last batch, from 0."""
         epoch: int = self.sampler.epoch
         return epoch
 
@@ -155,16 +178,18 @@ class MethodLoader:
         return len(self.sampler) // self.batches_per_step
 
     def state_dict(self) -> dict[str, Any]:
-        """After the last batch that was handed over: plain values, the same on every rank."""
+        """Return the state after the last batch that was handed out: plain values, the same on every rank."""
         return {
             "method": self.method,
-            "identity": self._identity(),
+            "identity": {
+                name: value for name, value in self.dataset.identity().items() if name in OF_SAMPLES
+            },
             "sampler": self.sampler.state_dict(consumed=self._handed),
             "ledger": self._totals.numbers(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next iteration goes on after the batch at which ``state`` was taken.
+        """Let the next iteration go on after the batch at which ``state`` was taken.
 
         Raises:
             ValueError: for a state of a stream, of another method, corpus or config, or one that stands where this
@@ -177,28 +202,27 @@ class MethodLoader:
                 f"method={self.method!r}; go on with what the run began with, or start a new run"
             )
         self.dataset.require_identity(state["identity"], names=OF_SAMPLES)
+        self._restore(state)
+        self._loaded, self._begun = state, False
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
         self.sampler.load_state_dict(state["sampler"])
         self._handed = state["sampler"]["dealt"] // self.world.size
         self._totals = Ledger.from_numbers(state["ledger"])
-        self._resume = True
-
-    def _identity(self) -> dict[str, Any]:
-        """What decides which samples there are; the sampler's settings say the rest."""
-        return {name: value for name, value in self.dataset.identity().items() if name in OF_SAMPLES}
 
     def ledger(self) -> Ledger:
-        """Where every token went, as of the last batch; rank 0 tells of all, so that it can be added up over ranks.
+        """Return where every token went, as of the last batch: on rank 0 for all ranks, elsewhere an empty ledger.
 
-        ``buffered`` are the tokens of the epoch that no batch has held yet.
+        ``buffered`` counts the tokens of the epoch that were in no batch yet.
         """
         return self._totals if self.world.is_main else Ledger()
 
     def source_stats(self) -> dict[str, SourceStats]:
-        """Of no mixture, there are none."""
+        """Return statistics of a mixture's sources; here there are none."""
         return {}
 
-    def _book(self) -> None:
-        """One more batch of every rank."""
+    def _count_batch(self) -> None:
+        """Add one batch of every rank to the totals."""
         if self._handed == 0:
             self._totals = Ledger.total([self._totals, self._read])
         first, rows = self._handed * self.world.size, self.loader.dataset
@@ -214,16 +238,16 @@ Loader: TypeAlias = PackedDataLoader | MethodLoader
 
 
 def read_pieces(dataset: IterablePackedDataset, *, world: World) -> tuple[list[Piece], Ledger]:
-    """Every sample of one reading of a dataset's rows, and what was dropped on the way. With a progress bar.
+    """Read a dataset's samples once, with a progress bar; return them, and a ledger of what was dropped.
 
-    A sample that is to be split is given whole. Each rank reads everything; rank 0 lists the broken records, of which
-    there may be as many as in all lanes of a stream.
+    Samples that are to be split are returned whole. Each rank reads everything; rank 0 writes the quarantine, whose
+    limit is that of all lanes of a stream.
     """
     from tqdm import tqdm
 
     config = dataset.lane_config
     own, quarantine = config.packing, config.quarantine
-    # `wrap` leaves samples whole that are to be split; the others' end is decided here.
+    # With split_across_pack, samples that are to be split stay whole; the others are cut or dropped here.
     whole = Packing(
         own.max_seq_len,
         split_across_pack=own.overlong == "split",
@@ -244,8 +268,8 @@ def read_pieces(dataset: IterablePackedDataset, *, world: World) -> tuple[list[P
     return pieces, lane.ledger
 
 
-def _require_same(samples: Sequence[Sample], source: Source, world: World) -> None:
-    """Ranks that read different samples would plan different batches, and wait for one another in vain."""
+def _require_same_on_all_ranks(samples: Sequence[Sample], source: Source, world: World) -> None:
+    """Check that all ranks read the same samples: otherwise they would plan different batches and deadlock."""
     lengths = digest_of(np.array([sample.tokens.size for sample in samples], np.int64))
     ours = (len(samples), sum(sample.tokens.size for sample in samples), lengths, source.fingerprint())
     first, *others = world.gather(ours)

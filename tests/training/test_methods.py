@@ -313,7 +313,33 @@ def test_a_new_iteration_begins_anew() -> None:
     assert [batch.tokens.tolist() for batch in later] == whole[1:]
 
 
-def test_settings_that_a_method_does_not_heed_may_change() -> None:
+def test_an_unfinished_iteration_uses_up_no_loaded_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tokens(batches: Any) -> list[Any]:
+        return [batch.tokens.tolist() for batch in batches]
+
+    first = MethodLoader(dataset(epochs=2), method="random_packing")
+    batches = iter(first)
+    whole = [next(batches).tokens.tolist() for _ in range(2)]
+    state = first.state_dict()
+    whole += tokens(batches)
+    later = MethodLoader(dataset(epochs=2), method="random_packing")
+    later.load_state_dict(state)
+    iter(later)  # takes no batch
+    with monkeypatch.context() as patch:
+        patch.setattr(later.loader.dataset, "width", lambda batch: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            next(iter(later))
+    next(iter(later))
+    with pytest.raises(
+        ValueError, match="stopped before its end, .* To begin from the state again, load it again"
+    ):
+        iter(later)
+    later.load_state_dict(later.state_dict())
+    assert tokens(later) == whole[3:]
+    assert tokens(later) == whole, "an iteration that has ended leaves no state"
+
+
+def test_settings_without_effect_on_a_method_may_change() -> None:
     state = MethodLoader(dataset(strategy="next_fit", shuffle=True), method="multipack").state_dict()
     MethodLoader(dataset(buffer_size=7), method="multipack").load_state_dict(state)
     with pytest.raises(ValueError, match="made with overlong='error' and this dataset has overlong='drop'"):
