@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from benchmarks.lengths import lengths
-from benchmarks.scale.simulation import Shard
 from benchmarks.start import WordTokenizer, write_rows
 
 Result = TypeVar("Result")
@@ -107,12 +106,12 @@ def estimate(shards: int) -> dict[str, float]:
 
 def division(shards: int, lanes: int) -> dict[str, float]:
     """The parts of all lanes, which every process that reads makes for itself."""
-    from streampack.sources.jsonl import divide
+    from streampack.sources.files import divide
 
-    files: Any = [Shard(SHARD_BYTES)] * shards
+    sizes = [SHARD_BYTES] * shards
     return {
-        "memory": kept(lambda: divide(files, lanes)),
-        "seconds": clocked(lambda: divide(files, lanes))[0],
+        "memory": kept(lambda: divide(sizes, lanes)),
+        "seconds": clocked(lambda: divide(sizes, lanes))[0],
     }
 
 

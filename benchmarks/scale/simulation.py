@@ -16,16 +16,9 @@ from streampack.distributed.rank_sync import verdict
 from streampack.loader.data_loader import ROUND
 from streampack.packing.planner import Planner
 from streampack.packing.settings import Packing
-from streampack.sources.jsonl import divide
+from streampack.sources.files import divide
 
 Ints = npt.NDArray[np.int64]
-
-
-class Shard(NamedTuple):
-    """What dividing a corpus needs to know of a file."""
-
-    size: int  # bytes
-    seekable: bool = True
 
 
 class Corpus(NamedTuple):
@@ -44,7 +37,7 @@ def by_bytes(lengths: Ints, row_bytes: Ints, rows_per_file: int, num_lanes: int)
     """The rows of JSONL files of ``rows_per_file`` rows each, in the lanes that `JSONLSource` gives them."""
     begins = np.concatenate([[0], np.cumsum(row_bytes)])
     files = begins[np.append(np.arange(0, len(lengths), rows_per_file), len(lengths))]
-    lanes = divide([Shard(int(size)) for size in np.diff(files)], num_lanes)
+    lanes = divide(np.diff(files).tolist(), num_lanes)
     starts = np.array([files[part.file] + part.start for parts in lanes for part in parts])
     owners = np.repeat(np.arange(num_lanes), [len(parts) for parts in lanes])
     order = np.argsort(starts)

@@ -14,7 +14,7 @@ from typing import TypeVar
 from streampack.distributed.rank_sync import RankSync
 from streampack.fingerprint import digest
 from streampack.sources.source import Source
-from streampack.storage.base import together
+from streampack.storage.base import map_in_threads
 from streampack.storage.hub import commit_of
 
 Listing = tuple[int, int, str]
@@ -105,7 +105,7 @@ def share_out(
 ) -> list[Result]:
     """``call`` of every item, by some rank, in the items' order, on all ranks. A collective."""
     size = rank_sync.world_size
-    shares = rank_sync.share(lambda: together(call, items[rank_sync.rank :: size]), doing=doing)
+    shares = rank_sync.share(lambda: map_in_threads(call, items[rank_sync.rank :: size]), doing=doing)
     return [shares[i % size][i // size] for i in range(len(items))]
 
 

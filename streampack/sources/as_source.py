@@ -1,4 +1,4 @@
-"""What a user may pass as data: a source, rows in memory, a Hugging Face dataset, an iterable."""
+"""`as_source`: make a `Source` of the data that a user passes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ from streampack.sources.source import Source
 from streampack.sources.token_files import FORMAT
 from streampack.sources.token_shards import TokenShardSource
 from streampack.storage.formats import JSON_LINES, PARQUET, in_folder
+from streampack.storage.listing import Once, alone
 
 
-def as_source(data: Any) -> Source:
-    """A `Source` of whatever holds rows: a source, a path or glob, a map-style dataset, columns, an iterable.
+def as_source(data: Any, *, once: Once = alone) -> Source:
+    """Make a `Source` of a source, a path or glob, a map-style dataset, columns, or an iterable.
 
-    Files whose names end in ``.parquet`` are read as Parquet, others as JSON lines. A folder is of token shards or of
-    MosaicML's if it has their index, otherwise of the Parquet or JSON lines files in it, at any depth.
+    Files whose names end in ``.parquet`` are read as Parquet, others as JSON lines. A folder with an index holds token
+    shards or MosaicML's; of other folders, the Parquet or JSON lines files in it are read, at any depth. ``once``: see
+    `JSONLSource`.
 
     >>> type(as_source([{"tokens": [1], "labels": [1]}])).__name__
     'MapSource'
@@ -35,12 +37,11 @@ def as_source(data: Any) -> Source:
     if isinstance(data, Source):
         return data
     if isinstance(data, str | os.PathLike):
-        return _of_path(os.fspath(data))
+        return _of_path(os.fspath(data), once)
     if _are_paths(data):
         files = [os.fspath(path) for path in data]
-        return (
-            ParquetSource(files) if all(path.endswith(".parquet") for path in files) else JSONLSource(files)
-        )
+        kind = ParquetSource if all(path.endswith(".parquet") for path in files) else JSONLSource
+        return kind(files, once=once)
     data = by_rows(data)
     if type(data).__module__ == "datasets.iterable_dataset":
         return HFSource(data)
@@ -57,22 +58,23 @@ def as_source(data: Any) -> Source:
 
 
 def _are_paths(data: Any) -> bool:
-    """Whether this is a list of files. A list of texts is none, and its rows are refused with a way out."""
+    """Return whether this is a list of files. A list of texts is none, and its rows are refused later."""
     if not isinstance(data, list | tuple) or not all(isinstance(item, str | os.PathLike) for item in data):
         return False
     first = next(iter(data), "")
     return isinstance(first, os.PathLike) or "://" in first or bool(glob(first))
 
 
-def _of_path(path: str) -> Source:
+def _of_path(path: str, once: Once) -> Source:
     folder = Path(path).expanduser()
     if not path or not folder.is_dir():
-        return ParquetSource(path) if path.endswith(".parquet") else JSONLSource(path)
+        kind = ParquetSource if path.endswith(".parquet") else JSONLSource
+        return kind(path, once=once)
     if (folder / INDEX).is_file():
         made_here = json.loads((folder / INDEX).read_text()).get("format") == FORMAT
-        return TokenShardSource(folder) if made_here else MDSSource(folder)
+        return TokenShardSource(folder, once=once) if made_here else MDSSource(folder, once=once)
     if not in_folder(str(folder), PARQUET):
-        return JSONLSource(folder)
+        return JSONLSource(folder, once=once)
     if in_folder(str(folder), JSON_LINES):
         raise ValueError(f"{path} holds Parquet and JSON lines; name those to read, such as {path}/*.parquet")
-    return ParquetSource(folder)
+    return ParquetSource(folder, once=once)

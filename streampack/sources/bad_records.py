@@ -1,4 +1,4 @@
-"""Broken records that a run passes by: a list of them, and how many are too many."""
+"""Broken records that a run skips: a list of them, and a limit."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ log = logging.getLogger(__name__)
 LONGEST_REASON = 300  # characters: an encoder's message may hold the whole row
 BAD_RECORDS_FOLDER = "bad_records"  # in a run's output folder, where no other is set
 KINDS, LONGEST_KIND = 3, 60  # of reasons in a report, and characters of each
-LOGGED = 10  # records that each process names where no folder lists them
+LOGGED = 10  # records that each process logs where no folder lists them
 
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """Where the broken records of a run are listed, and how many one lane may have.
+    """A list of the broken records of a run, with a limit for each lane.
 
     Each lane appends to a file of its own, ``lane-00003.jsonl``, a line for each record: ``shard`` (its name in the
-    corpus), ``offset`` (the byte of its line, or its row number) and ``reason``. What a lane's file already
-    names is not written again: after a resume, and in later epochs, every record is listed once.
+    corpus), ``offset`` (the byte of its line, or its row number) and ``reason``. A record is listed once, also after a
+    resume and in later epochs.
 
     Args:
         folder: for the files of one stream; without one, the log names the first ten that each process skips.
         quiet: where no folder lists them, do not log them either.
-        limit: of broken records in one lane, over all epochs; counted in its ledger, so that a resume counts on.
+        limit: of broken records in one lane, over all epochs and resumes.
     """
 
     folder: str | None = None
@@ -43,22 +43,21 @@ class Quarantine:
     def __post_init__(self) -> None:
         require_positive(self.limit, "max_bad_records", least=0)
 
-    def pass_by(self, lane: int, *, source: Source, row_id: RowId, reason: str, before: int) -> None:
-        """Let one record of a lane go, which has let ``before`` others go, and list it.
+    def skip(self, lane: int, *, source: Source, row_id: RowId, reason: str, before: int) -> None:
+        """List a record that a lane skips, after ``before`` others.
 
         Raises:
-            ValueError: if that is one too many.
+            ValueError: if the limit was reached before.
         """
         if before >= self.limit:
             raise ValueError(
                 f"{source.locate(row_id)}: {reason}; lane {lane} has passed by {self.limit} broken records before this "
                 "one: look at them, and raise max_bad_records if they may be left out"
             )
-        shard = source.shard(row_id)
-        self.keep(lane, shard=shard, offset=row_id[-1], reason=reason)
+        self.append(lane, shard=source.shard(row_id), offset=row_id[-1], reason=reason)
 
-    def keep(self, lane: int, *, shard: str, offset: int, reason: str) -> None:
-        """List one record. One write each, so that a kill leaves at most the newest line torn."""
+    def append(self, lane: int, *, shard: str, offset: int, reason: str) -> None:
+        """List one record, in one write: a kill leaves at most the newest line torn."""
         if self.folder is None:
             if not self.quiet:
                 self._log(shard, offset, reason)
@@ -66,10 +65,10 @@ class Quarantine:
         path = Path(self.folder, f"lane-{lane:05d}.jsonl")
         if lane not in self._known:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._known[lane] = _mended(path)
+            self._known[lane] = _listed(path)
         if (shard, offset) not in self._known[lane]:
             line = json.dumps({"shard": shard, "offset": offset, "reason": reason[:LONGEST_REASON]})
-            known = self._known.pop(lane)  # an interrupt in the middle: the file says what it holds
+            known = self._known.pop(lane)  # interrupted from here on, it is read from the file again
             with path.open("ab", buffering=0) as stream:
                 stream.write(line.encode() + b"\n")
             known.add((shard, offset))
@@ -101,7 +100,7 @@ class Quarantine:
 def quarantine_for(
     on_bad_record: str, *, folder: str | os.PathLike[str] | None, limit: int
 ) -> Quarantine | None:
-    """That of a run; None where a broken record is an error.
+    """Make the quarantine of a run; None where a broken record is an error.
 
     Raises:
         ValueError: for settings that make no sense together.
@@ -113,8 +112,8 @@ def quarantine_for(
     return kept if on_bad_record == "skip" else None
 
 
-def _mended(path: Path) -> set[tuple[str, int]]:
-    """The records that a file names, after a torn last line was cut off: it is written again."""
+def _listed(path: Path) -> set[tuple[str, int]]:
+    """Return the records that a file lists, and cut off a torn last line, which will be written again."""
     if not path.exists():
         return set()
     lines = path.read_bytes()

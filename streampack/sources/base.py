@@ -1,26 +1,27 @@
-"""What sources and those who read them exchange: what to read, a reader, a record that cannot be read."""
+"""What sources exchange with their readers: `Reading`, `Reader`, `BadRecord`; copies and samples of rows."""
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 
-from streampack.sources.row_copies import own_row
 from streampack.types import Cursor, Row, RowId, Sample
 
 Item = TypeVar("Item")
+IMMUTABLE = (str, int, float, bool, bytes, type(None))
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one lane reads in one epoch, in which order, and from where on.
+    """The part of a source to read: one lane in one epoch, its order, and where to begin.
 
-    >>> Reading(2, num_lanes=8, epoch=1)
-    Reading(lane=2, num_lanes=8, epoch=1, seed=0, shuffle_window=0, start=None)
+    >>> Reading(2, num_lanes=8, epoch=1).key
+    (0, 1, 2)
     """
 
     lane: int = 0
@@ -30,30 +31,30 @@ class Reading:
     seed: int = 0
     shuffle_window: int = 0  # rows among which the order is permuted; 0 keeps the order
     start: Cursor | None = None  # None: the beginning
-    stagger: int = 0  # tokens that the lanes of a mixture begin apart at most; the longest sample is enough
-    replayed: int = 0  # pieces that are read a second time, behind ``start``
+    stagger: int = 0  # most tokens that the lanes of a mixture begin apart; the longest sample is enough
+    replayed: int = 0  # pieces that a resume reads a second time, from ``start`` on
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """What the order is a function of."""
+        """The key of the order's permutations."""
         return (self.seed, self.epoch, self.lane)
 
 
 class BadRecord(ValueError):
-    """A row that is there and cannot be read. Asked again, it is raised again; `Reader.skip` goes on behind it."""
+    """A record that cannot be read. ``next()`` raises it again until `Reader.skip` goes on behind the record."""
 
     def __init__(self, reason: str, *, cursor: Cursor, row_id: RowId, locate: Callable[[RowId], str]) -> None:
         super().__init__(reason)
         self.reason = reason
         self.cursor = cursor
         self.row_id = row_id
-        self.locate = locate  # asked only for the message: it may read a file to count lines
+        self.locate = locate  # called only for the message: it may read a file to count lines
 
     def __str__(self) -> str:
         return f"{self.locate(self.row_id)}: {self.reason}"
 
     def unskipped(self) -> Exception:
-        """Return what to raise where no record is skipped: a `BadRecord` cannot leave its process."""
+        """Return the error to raise where no record is skipped: a `BadRecord` cannot be pickled."""
         cause = self.__cause__
         if not isinstance(cause, Exception) or isinstance(cause, ValueError):
             return ValueError(str(self))
@@ -62,14 +63,14 @@ class BadRecord(ValueError):
 
 
 class Reader(ABC):
-    """One lane's rows of one epoch. After an error, ``next()`` tries the same row again.
+    """An iterator over one lane's rows of one epoch. After an error, ``next()`` tries the same row again.
 
-    A lane tells its reader what became of each row (`charge`); a mixture chooses the next source by it.
+    A lane reports the samples of each row with `charge`; a mixture chooses the next source by them.
     """
 
     @property
     def begins(self) -> bool:
-        """Whether the newest row is the first that its source, one of a mixture's, gives since it began anew."""
+        """Whether the newest row is the first of a turn of its source in a mixture."""
         return False
 
     @property
@@ -77,7 +78,7 @@ class Reader(ABC):
     def cursor(self) -> Cursor:
         """Where reading can resume: at the row that comes next."""
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Reader:
         return self
 
     @abstractmethod
@@ -88,21 +89,45 @@ class Reader(ABC):
         """Skip the record that `BadRecord` was raised for."""
 
     def charge(self, parts: Sequence[Sample]) -> None:  # noqa: B027  # only a mixture has a use for it
-        """Take note of the samples, cut to pieces, that the newest row became; none if it was dropped."""
+        """Count the pieces that the newest row was cut into; none if the row was dropped."""
 
     def succeed(self, ended: Reader) -> None:  # noqa: B027  # only a mixture has a use for it
-        """Begin an epoch where that of another reader of the same source ended."""
+        """Take over what outlives an epoch from the reader of the epoch before."""
 
 
 def reason_of(error: Exception) -> str:
-    """Say in a list of bad records why one is there; a ValueError's message says it alone."""
+    """Return the reason for a list of bad records: a ValueError's message, other errors with their class."""
     return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 
-def readable(
+def own_row(value: Any) -> Any:
+    """Copy a row, and the dicts, lists, arrays and tensors in it; its maker may reuse their memory for the next one.
+
+    Other objects stay shared. A list of numbers or texts is copied as a whole: 1,000 ids take a microsecond.
+
+    >>> ids = [1, 2]
+    >>> row = own_row({"messages": [{"ids": ids}]})
+    >>> ids.append(3)
+    >>> row
+    {'messages': [{'ids': [1, 2]}]}
+    """
+    kind = type(value)
+    if kind in IMMUTABLE:
+        return value
+    if kind is dict:
+        return {name: own_row(item) for name, item in value.items()}
+    if kind is list or kind is tuple:
+        flat = not value or type(value[0]) in IMMUTABLE
+        return kind(value) if flat else kind(map(own_row, value))
+    if hasattr(value, "__array__") and hasattr(value, "shape"):
+        return value.clone() if hasattr(value, "clone") else value.copy()
+    return copy.copy(value) if isinstance(value, Mapping) else value
+
+
+def if_readable(
     fetch: Callable[[Item], Mapping[str, Any]], bad: type[Exception] = ValueError
 ) -> Callable[[Item], list[Mapping[str, Any]]]:
-    """``fetch`` for a probe: a list of the row, or none if its record is broken, which is found when it is read."""
+    """Wrap ``fetch`` to return a list of the row, empty for a broken record: that is raised where it is trained."""
 
     def call(item: Item) -> list[Mapping[str, Any]]:
         try:
@@ -116,14 +141,14 @@ def readable(
 
 
 def permutation(count: int, *key: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """The permutation of ``range(count)`` that belongs to ``key``; touches no global state."""
+    """Return the permutation of ``range(count)`` that belongs to ``key``; touches no global generator."""
     return np.random.default_rng(key).permutation(count)
 
 
 def spread(size: int, count: int) -> list[int]:
-    """About ``count`` numbers below ``size``, one at random from each of as many equal stretches; always the same.
+    """Return about ``count`` numbers below ``size``, always the same: a random one of each of as many stretches.
 
-    Evenly spaced ones would see only one row of every period of a periodic corpus.
+    Evenly spaced numbers would see only one row of each period of a periodic corpus.
     """
     if count >= size:
         return list(range(size))

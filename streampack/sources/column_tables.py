@@ -1,4 +1,4 @@
-"""Rows of what is stored by columns in memory: a pandas frame, a dict of columns."""
+"""Rows of data that is stored by columns in memory: a pandas frame, a dict of columns."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Columns:
 
 
 def by_rows(data: Any) -> Any:
-    """A pandas frame or a dict of columns as `Columns`; whatever else, as it is.
+    """Turn a pandas frame or a dict of columns into `Columns`; return other data unchanged.
 
     Raises:
-        ValueError: for a table of another library, with its way to rows.
+        ValueError: for a table of another library, with how to make rows of it.
     """
     library = type(data).__module__.partition(".")[0]
     if library == "pandas" and hasattr(data, "columns"):

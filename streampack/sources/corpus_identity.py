@@ -1,4 +1,4 @@
-"""What tells one corpus from another, by name, so that a refusal can say what differs."""
+"""Compare the identities of two corpora or runs, and name the first difference."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from streampack.sources.source import Source
 
 
 class Compared(Protocol):
-    """A part of an identity that is compared by its content and explains how it differs."""
+    """A part of an identity that is compared by content, and describes how it differs."""
 
     def state(self) -> Any:
-        """What a state keeps of it: plain values, some kilobytes at most."""
+        """Return the plain values that a checkpoint keeps, some kilobytes at most."""
 
     def listed(self) -> Any:
-        """The same as far as it is known for little, before a run begins."""
+        """Return the same, as far as it is known before a run without reading files."""
 
     def difference(self, theirs: Any) -> str | None:
-        """What differs from the ``state`` of another, in words; None if nothing does. ``theirs`` may be anything."""
+        """Describe what differs from another's ``state``, which may be anything; None if nothing does."""
 
 
 def identity_of(source: Source) -> dict[str, Any]:
-    """What tells a source from another: plain values, mappings of them, and `Compared`.
+    """Return what distinguishes a source from others: plain values, mappings of them, and `Compared`.
 
-    A class that overrides only ``fingerprint`` has said all with it: the ``identity`` that it inherits is another's.
+    For a class that overrides only ``fingerprint``, the ``identity`` that it inherits from another source is not used.
     """
     if _definer(source, "identity") is _definer(source, "fingerprint"):
         return source.identity()
@@ -32,7 +32,7 @@ def identity_of(source: Source) -> dict[str, Any]:
 
 
 def state_of(value: Any, *, listed: bool = False) -> Any:
-    """An identity as plain values; ``listed``: without what would have to be read from all over the corpus.
+    """Return an identity as plain values; ``listed``: without those that would have to be read from files.
 
     >>> state_of({"rows": 3, "of": {"source": "MapSource"}})
     {'rows': 3, 'of': {'source': 'MapSource'}}
@@ -46,7 +46,7 @@ def state_of(value: Any, *, listed: bool = False) -> Any:
 
 
 def difference(theirs: Any, ours: Any) -> str | None:
-    """The first difference of ``ours`` from the state of another identity, in words; None if there is none.
+    """Describe the first difference of ``ours`` from the state of another identity; None if there is none.
 
     >>> difference({"seed": 0}, {"seed": 1})
     'with seed=0 and this dataset has seed=1'
@@ -61,7 +61,7 @@ def difference(theirs: Any, ours: Any) -> str | None:
 
 
 def first_difference(theirs: Any, ours: Any, name: str = "") -> tuple[str, Any, Any] | None:
-    """The dotted name of the first part that differs, and both values of it; None if none does.
+    """Return the dotted name of the first part that differs, and both its values; None if none does.
 
     >>> first_difference({"corpus": {"rows": 3}}, {"corpus": {"rows": 4}})
     ('corpus.rows', 3, 4)

@@ -1,34 +1,34 @@
-"""A few fixed rows of a source: by what they hold, and by what an encoder makes of them, two runs are compared."""
+"""A few fixed rows of a source. Two runs are compared by their content, and by their tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
 from streampack.fingerprint import digest, plain
-from streampack.sources.base import BadRecord, Reader
-from streampack.sources.row_copies import own_row
+from streampack.sources.base import BadRecord, Reader, own_row
 from streampack.types import RowId
 
 EXAMPLES = 12
 UNKNOWN = "-"
-"""The mark of a row that could not be read or encoded. It is equal to any other: whoever mended the row, or the
-encoder's bug that it showed, may go on with the run."""
+"""The mark of a row that could not be read or encoded. It is equal to any other: a run may go on after the row, or the
+encoder's bug that it showed, was fixed."""
 END = "end"
-"""The mark behind the last row of a source that has fewer than were asked for."""
+"""The mark behind the last row of a source that has fewer than `EXAMPLES`."""
 
 
 class Example(NamedTuple):
-    """One row, copied, and where it stands; ``data`` is None if it could not be read."""
+    """A copy of one row; ``data`` is None if it could not be read."""
 
     row_id: RowId
     data: Any
 
 
 def first_rows(reader: Reader, count: int) -> list[Example]:
-    """The first rows that a reader gives; one that cannot be read is there without data."""
+    """Return the first rows of a reader; one that cannot be read has no data."""
     found: list[Example] = []
     while len(found) < count:
         try:
@@ -44,7 +44,7 @@ def first_rows(reader: Reader, count: int) -> list[Example]:
 
 
 def leading(rows: Iterator[Any], count: int, *, part: int) -> list[Example]:
-    """The first rows that an iterator gives, up to one that it cannot give; row n is ``(part, n)``."""
+    """Return an iterator's first rows, up to the first that raises; the ``row_id`` of row n is ``(part, n)``."""
     found: list[Example] = []
     try:
         for row in islice(rows, count):
@@ -55,7 +55,7 @@ def leading(rows: Iterator[Any], count: int, *, part: int) -> list[Example]:
 
 
 def example(fetch: Callable[[RowId], Any], row_id: RowId) -> Example:
-    """One row by ``fetch``. No error of a row is one of the run: it is raised where the row is read for training."""
+    """Return one row. An error leaves it without data: it is raised where the row is trained."""
     try:
         return Example(row_id, own_row(fetch(row_id)))
     except Exception:
@@ -63,7 +63,7 @@ def example(fetch: Callable[[RowId], Any], row_id: RowId) -> Example:
 
 
 def mark(value: Any) -> str:
-    """Eight hex digits for the content of a row or a sample."""
+    """Return eight hex digits of the digest of a row or a sample."""
     try:
         return digest(plain(value))[:8]
     except Exception:  # nested without end, or with an attribute that raises
@@ -72,31 +72,31 @@ def mark(value: Any) -> str:
 
 @dataclass(frozen=True)
 class MarkedRows:
-    """The marks of some rows, and where those stand."""
+    """The marks of some rows, and the places of those rows."""
 
     marks: tuple[str, ...]
-    places: tuple[Callable[[], str], ...]  # of each mark: in words, found when asked
+    places: tuple[Callable[[], str], ...]  # describe each row's place, only when called
 
     @classmethod
     def of(
         cls, examples: Iterable[Example], locate: Callable[[RowId], str], *, ended: bool = False
     ) -> MarkedRows:
-        """Those of the rows' own content. ``ended``: the source has no more."""
+        """Mark rows by their content. ``ended``: the source has no more."""
         given = list(examples)
         marks = [UNKNOWN if row.data is None else mark(row.data) for row in given]
-        places: list[Callable[[], str]] = [_Place(locate, row.row_id) for row in given]
-        return cls((*marks, END) if ended else tuple(marks), tuple(places))
+        places = tuple(partial(locate, row.row_id) for row in given)
+        return cls((*marks, END) if ended else tuple(marks), places)
 
     def state(self) -> str:
-        """As a state holds them."""
+        """See `Compared`."""
         return " ".join(self.marks)
 
     def listed(self) -> str:
-        """See `Compared`: a few rows are read for little."""
+        """See `Compared`."""
         return self.state()
 
     def difference(self, theirs: Any) -> str | None:
-        """Where the first row stands whose content differs; None where all are the same."""
+        """Describe the first row whose content differs; None where all are the same."""
         if not isinstance(theirs, str):
             return "the rows that were looked at are unknown"
         number = differs_at(theirs.split(" ") if theirs else [], self.marks)
@@ -109,17 +109,8 @@ class MarkedRows:
         )
 
 
-@dataclass(frozen=True)
-class _Place:
-    locate: Callable[[RowId], str]
-    row_id: RowId
-
-    def __call__(self) -> str:
-        return self.locate(self.row_id)
-
-
 def differs_at(theirs: Iterable[str], ours: Iterable[str]) -> int | None:
-    """The number of the first mark that differs. Behind a row that was not read at the end, nothing is known.
+    """Return the number of the first mark that differs. Where either list ends with `UNKNOWN`, only the shorter counts.
 
     >>> differs_at(["a", "-", "c"], ["a", "b", "d"]), differs_at(["a"], ["a", "b"]), differs_at(["-"], ["a", "b"])
     (2, 1, None)
@@ -135,7 +126,7 @@ def differs_at(theirs: Iterable[str], ours: Iterable[str]) -> int | None:
 
 
 def columns_of(examples: Iterable[Example]) -> list[str] | None:
-    """The names of the columns of the first row that could be read."""
+    """Return the names of the columns of the first row that could be read."""
     for row in examples:
         if isinstance(row.data, Mapping):
             return sorted(map(str, row.data))

@@ -1,4 +1,4 @@
-"""A held-out fraction of any source, fixed by the content of the rows."""
+"""`Holdout`: a held-out fraction of any source, chosen by the content of the rows."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from typing import Any
 from streampack.fingerprint import digest, plain
 from streampack.sources.base import Reader, Reading
 from streampack.sources.corpus_identity import identity_of
-from streampack.sources.examples import EXAMPLES, Example, MarkedRows, columns_of
-from streampack.sources.source import Divisible, Source
-from streampack.storage.base import File
-from streampack.storage.listing import Corpus
-from streampack.types import Cursor, Row, RowId
+from streampack.sources.examples import Example, MarkedRows, columns_of
+from streampack.sources.source import Source
+from streampack.sources.wrapped import WrappedSource
+from streampack.types import Cursor, Row
 from streampack.validation import require
 
 PARTS = ("train", "validation")
 
 
-class Holdout(Source):
-    """One part of a source: the rows held out, or the others. Which is which is a function of a row's content.
+class Holdout(WrappedSource):
+    """One part of a source: the rows held out, or the others. The choice is a function of a row's content.
 
-    So the split is the same on any topology, in any order and after rows are added, and equal rows never
-    stand on both sides. Every lane of either part reads past the rows of the other.
+    So the split is the same on any topology, in any order and after rows are added, and equal rows are always on the
+    same side. Every lane of either part skips the rows of the other.
 
     >>> from streampack.sources import MapSource, Reading
     >>> rows = MapSource([{"tokens": [i], "labels": [i]} for i in range(1000)])
@@ -33,7 +32,7 @@ class Holdout(Source):
 
     Args:
         source: any source.
-        fraction: of the rows that is held out, between 0 and 1, both excluded.
+        fraction: of the rows to hold out, between 0 and 1, both excluded.
         part: ``"train"`` or ``"validation"``.
 
     Raises:
@@ -46,20 +45,18 @@ class Holdout(Source):
                 f"fraction={fraction} of the rows cannot be held out; give a number between 0 and 1"
             )
         require(part, "part", PARTS)
-        self.source = source
+        super().__init__(source)
         self.fraction = fraction
         self.part = part
-        self.max_lanes = source.max_lanes
-        self.ids_below = source.ids_below
         self._examples: list[Example] | None = None
 
     def fingerprint(self) -> str:
-        """The source's, the fraction, the part, and what of the rows decides to which part each belongs."""
+        """Digest the source, the fraction, the part, and the content that decides which rows are held out."""
         hashed = self.identity()["hashed"].state()
         return digest(self.source.fingerprint(), self.fraction, self.part, hashed)
 
     def identity(self) -> dict[str, Any]:
-        """See `identity_of`. Other columns of the same files are other rows here: the split is by their content."""
+        """See `Source.identity`. With other columns of the same files, other rows are held out."""
         if self._examples is None:
             self._examples = self.source.examples()
         columns = columns_of(self._examples)
@@ -72,51 +69,9 @@ class Holdout(Source):
             "hashed": MarkedRows.of(self._examples, self.locate),
         }
 
-    def examples(self, count: int = EXAMPLES) -> list[Example]:
-        """The source's, of both parts."""
-        return self.source.examples(count)
-
-    def corpora(self) -> list[Corpus]:
-        """The source's."""
-        return self.source.corpora()
-
-    def listing(self) -> list[File]:
-        """The source's."""
-        return self.source.listing()
-
-    def divisible(self) -> list[Divisible]:
-        """The source's."""
-        return self.source.divisible()
-
-    @property
-    def way_out(self) -> str:
-        """The source's."""
-        return self.source.way_out
-
-    @property
-    def retry_budget(self) -> float:
-        """The source's."""
-        return self.source.retry_budget
-
-    def natural_lanes(self) -> int:
-        """The source's."""
-        return self.source.natural_lanes()
-
     def read(self, reading: Reading) -> Reader:
         """See `Source.read`."""
         return _Kept(self.source.read(reading), self)
-
-    def locate(self, row_id: RowId) -> str:
-        """See `Source.locate`."""
-        return self.source.locate(row_id)
-
-    def shard(self, row_id: RowId) -> str:
-        """The source's name of it."""
-        return self.source.shard(row_id)
-
-    def fetch(self, row_id: RowId) -> Mapping[str, Any]:
-        """See `Source.fetch`."""
-        return self.source.fetch(row_id)
 
     def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
         """See `Source.probe`."""
@@ -124,7 +79,7 @@ class Holdout(Source):
         return [row for row in rows if self.keeps(row)], scale
 
     def keeps(self, row: Mapping[str, Any]) -> bool:
-        """Whether a row belongs to this part."""
+        """Return whether a row belongs to this part."""
         content = hashlib.blake2b(repr(plain(row)).encode(), digest_size=8).digest()
         held_out = int.from_bytes(content, "big") < self.fraction * 2**64
         return held_out == (self.part == "validation")

@@ -14,6 +14,7 @@ from streampack.sources.examples import EXAMPLES, Example, MarkedRows, leading
 from streampack.sources.map_style import MapSource
 from streampack.sources.shuffling import Part, Record, read_parts
 from streampack.sources.source import Source
+from streampack.sources.wrapped import WrappedSource
 from streampack.types import RowId
 
 ROW_WISE = frozenset(
@@ -28,11 +29,11 @@ ROW_WISE = frozenset(
         "VerticallyConcatenatedMultiSourcesExamplesIterable",
     }
 )
-"""What a stream is made of whose shards, read one by one, give the same rows as the whole. An interleaved one's do not:
-datasets 5.2 gives three rows of the five of two interleaved streams of three shards when it is sharded three ways."""
+"""The parts of streams whose shards, read one by one, give the same rows as the whole. Those of interleaved streams do
+not: sharded three ways, datasets 5.2 gives three of the five rows of two interleaved streams of three shards."""
 
 
-class HFSource(Source):
+class HFSource(WrappedSource):
     """A dataset of Hugging Face's ``datasets``, or the name of one.
 
     >>> from datasets import Dataset
@@ -43,24 +44,24 @@ class HFSource(Source):
     >>> [row.data["text"] for row in HFSource(rows.to_iterable_dataset()).read(Reading(start=(0, 1, 0)))]
     ['b', 'c']
 
-    A map-style dataset is read as `MapSource` reads one. A streaming one is as many lanes as it has shards, at most;
-    ``dataset.reshard()`` makes more of Parquet files, one of each row group. A resume reads the shard again up to its
-    place, as the dataset's own ``state_dict()`` makes it do, at about 8 us a row: what is slow to make of a row
-    belongs into the encoder, not into ``map``. A stream that does more than change or drop rows one by one (it is
-    interleaved, repeated, cut by ``take``) is one lane.
+    A map-style dataset is read as by `MapSource`. A streaming one can be divided into as many lanes as it has shards;
+    ``dataset.reshard()`` makes a shard of each row group of Parquet files. A resume reads the shard again up to its
+    place, as with the dataset's own ``state_dict()``, at about 8 us a row: slow work on rows belongs in the encoder,
+    not in ``map``. A stream that does more than change or drop rows one by one (interleaved, repeated, cut by ``take``)
+    is one lane.
 
     Args:
-        dataset: a ``Dataset``, an ``IterableDataset``, or what ``datasets.load_dataset`` loads by name.
+        dataset: a ``Dataset``, an ``IterableDataset``, or a name for ``datasets.load_dataset``.
         name: the dataset's configuration, for a dataset by name, as for the arguments below.
-        split: of its parts, such as ``"train"``.
+        split: such as ``"train"``.
         data_files: of a local folder or a builder such as ``"json"``.
         revision: of its repository: a commit keeps a run's corpus from changing.
         streaming: read it from where it lies; False downloads it, for rows by number.
         columns: the columns to keep; default: all.
 
     Raises:
-        ValueError: for a stream that is shuffled: its buffer is lost on resume, so rows would be lost and others
-            repeated; for several splits, and for what is no dataset.
+        ValueError: for a shuffled stream, whose buffer is lost on resume, so that rows would be lost and others
+            repeated; for several splits, and for anything that is no dataset.
         ImportError: without datasets.
     """
 
@@ -101,45 +102,7 @@ class HFSource(Source):
                 )
             dataset = dataset.select_columns(list(columns))
         mapped = isinstance(dataset, datasets.Dataset)
-        self.inner: Source = MapSource(dataset) if mapped else _Stream(dataset)
-        self.max_lanes = self.inner.max_lanes
-
-    @property
-    def way_out(self) -> str:
-        """Of a stream, how to get more shards."""
-        return self.inner.way_out
-
-    def fingerprint(self) -> str:
-        """The number of rows and the content of ten; of a stream, shards, columns and two shards' first rows."""
-        return self.inner.fingerprint()
-
-    def identity(self) -> dict[str, Any]:
-        """See `identity_of`."""
-        return self.inner.identity()
-
-    def examples(self, count: int = EXAMPLES) -> list[Example]:
-        """Rows from all over the dataset; of a stream, the first of one shard."""
-        return self.inner.examples(count)
-
-    def read(self, reading: Reading) -> Reader:
-        """See `Source.read`."""
-        return self.inner.read(reading)
-
-    def locate(self, row_id: RowId) -> str:
-        """``sample N``; of a stream, ``shard N, row M``, from 0."""
-        return self.inner.locate(row_id)
-
-    def fetch(self, row_id: RowId) -> Mapping[str, Any]:
-        """See `Source.fetch`. Of a stream, reads the shard up to the row."""
-        return self.inner.fetch(row_id)
-
-    def natural_lanes(self) -> int:
-        """One per 512 rows; of a stream, one per shard."""
-        return self.inner.natural_lanes()
-
-    def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
-        """See `Source.probe`. A stream must say how many rows it has."""
-        return self.inner.probe(count)
+        super().__init__(MapSource(dataset) if mapped else _Stream(dataset))
 
 
 class _Stream(Source):
@@ -153,9 +116,8 @@ class _Stream(Source):
                 "others come twice; leave .shuffle() out, and use IterablePackedDataset(..., shuffle=True)"
             )
         self.dataset = dataset
-        # The whole of it where its shards are not its parts.
         self.shards = dataset.num_shards if makers <= ROW_WISE else 1
-        self.whole = self.shards != dataset.num_shards
+        self.whole = self.shards != dataset.num_shards  # its shards are not parts of it: read as one
         self.max_lanes = self.shards
         self._identity: dict[str, Any] | None = None
 
@@ -199,7 +161,7 @@ class _Stream(Source):
         return read_parts(
             [Part(shard) for shard in range(reading.lane, self.shards, reading.num_lanes)],
             reading,
-            open_part=lambda part, offset, following: _Rows(self._rows(part.file), offset),
+            open_part=lambda part, offset, following: self._records(part.file, offset),
             decode=lambda part, offset, raw: raw,
             place=lambda part, offset: self.locate((part.file, offset)),
             locate=self.locate,
@@ -223,40 +185,24 @@ class _Stream(Source):
         rows = list(islice(self._rows(0), count))
         return rows, split.num_examples / max(1, len(rows))
 
+    def _records(self, shard: int, offset: int) -> Iterator[Record]:
+        for number, row in enumerate(islice(self._rows(shard), offset, None), offset):
+            yield number, row, number + 1
+
     def _rows(self, shard: int) -> Iterator[Mapping[str, Any]]:
         dataset = self.dataset if self.whole else self.dataset.shard(self.shards, shard)
         if "torch" in sys.modules:
             from torch.utils.data import get_worker_info
 
             if get_worker_info() is not None:
-                # Iterated plainly in a worker of torch's, a stream would share its rows out once more.
+                # In a worker of torch's, ``iter(dataset)`` would give only this worker's share of the rows.
                 return ({key: values[0] for key, values in batch.items()} for batch in dataset.iter(1))
         rows: Iterator[Mapping[str, Any]] = iter(dataset)
         return rows
 
 
-class _Rows:
-    """The rows of one shard, from a number on."""
-
-    def __init__(self, rows: Iterator[Mapping[str, Any]], offset: int) -> None:
-        self.rows = rows
-        self.left = offset  # to pass by
-        self.offset = offset
-
-    def __iter__(self) -> _Rows:
-        return self
-
-    def __next__(self) -> Record:
-        while self.left:
-            next(self.rows)
-            self.left -= 1
-        row = next(self.rows)
-        self.offset += 1
-        return self.offset - 1, row, self.offset
-
-
 def _makers(iterable: Any) -> Iterator[str]:
-    """The names of the classes that a stream is made of, from the outermost on."""
+    """Yield the names of the classes that a stream is made of, from the outermost on."""
     yield type(iterable).__name__
     inner = [getattr(iterable, "ex_iterable", None), *getattr(iterable, "ex_iterables", [])]
     for each in inner:

@@ -1,13 +1,14 @@
-"""A folder whose `index.json` names its shards and their records. Whoever wrote it may be someone else."""
+"""`IndexedSource`: a folder whose ``index.json`` names its shards and their records. The index is not trusted."""
 
 from __future__ import annotations
 
-import heapq
 import io
 import json
 import os
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
@@ -15,12 +16,14 @@ from urllib.parse import urlsplit, urlunsplit
 import numpy as np
 import numpy.typing as npt
 
-from streampack.sources.base import spread
-from streampack.sources.shuffling import Damage, Part
-from streampack.storage.base import File, LocalStorage, Storage, redact
+from streampack.sources.base import if_readable
+from streampack.sources.examples import EXAMPLES, Example, example
+from streampack.sources.files import FileSource, places
+from streampack.sources.shuffling import Damage, Part, Record
+from streampack.storage.base import File, LocalStorage, Storage, map_in_threads, redact
 from streampack.storage.compression import BUFFER_BYTES
 from streampack.storage.json_depth import shallow_json
-from streampack.storage.listing import Corpus, Name, inode_of, once, require_distinct
+from streampack.storage.listing import Corpus, Name, Once, alone, inode_of, require_distinct
 from streampack.storage.manifest import named_in
 from streampack.storage.ranges import Block, Fetcher, Stretch
 from streampack.storage.remote import RemoteStorage, scheme_of
@@ -28,13 +31,56 @@ from streampack.storage.retries import Retries
 from streampack.validation import require_positive
 
 INDEX = "index.json"
-PARTS_PER_LANE = 16  # enough for shuffling parts to mix a sorted corpus, few enough to keep reads long
-
 Offsets = npt.NDArray[np.int64]
 
 
+class IndexedSource(FileSource):
+    """Numbered records in shards whose index says how many each has: token shards and MDS."""
+
+    def __init__(self, corpus: Corpus, counts: Sequence[int], *, read_ahead: int) -> None:
+        super().__init__(corpus, read_ahead=read_ahead)
+        self.counts = list(counts)  # records of each shard
+
+    @abstractmethod
+    def slice(self, part: Part, fetcher: Fetcher, following: Iterable[Block]) -> Iterator[Record]:
+        """Return the records of a part whose stop is known, and fetch the ``following`` blocks ahead."""
+
+    @abstractmethod
+    def ahead(self, part: Part, fetcher: Fetcher) -> Iterable[Block]:
+        """Return the blocks that `slice` will ask for."""
+
+    def records(
+        self, part: Part, offset: int, fetcher: Fetcher, following: Part | None = None
+    ) -> Iterator[Record]:
+        """See `FileSource.records`."""
+        part = self._bounded(part)
+        assert part.stop is not None
+        if not 0 <= offset <= part.stop:
+            file = self.files[part.file]
+            raise ValueError(f"{file.shown} has no {self.unit} {offset}; the state or the index is damaged")
+        coming = () if following is None else self.ahead(self._bounded(following), fetcher)
+        return self.slice(part._replace(start=offset), fetcher, coming)
+
+    def place(self, part: Part, offset: int) -> str:
+        """See `FileSource.place`."""
+        return self.locate((part.file, offset))
+
+    def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
+        """See `Source.probe`."""
+        numbers = places(self.counts, count)
+        rows = chain.from_iterable(map_in_threads(if_readable(self.fetch), numbers))
+        return list(rows), sum(self.counts) / max(1, len(numbers))
+
+    def examples(self, count: int = EXAMPLES) -> list[Example]:
+        """See `Source.examples`: records from all over the shards."""
+        return map_in_threads(partial(example, self.fetch), places(self.counts, count))
+
+    def _bounded(self, part: Part) -> Part:
+        return part if part.stop is not None else part._replace(stop=self.counts[part.file])
+
+
 class Index(NamedTuple):
-    """The content of an index, and where the shards that it names lie."""
+    """The content of an index, and the storage of the shards that it names."""
 
     path: str
     content: Mapping[str, Any]
@@ -42,11 +88,11 @@ class Index(NamedTuple):
     retries: Retries
 
     def corpus(self, shards: Sequence[tuple[str, int]]) -> Corpus:
-        """The shards, each by name and size in bytes, in the index's order.
+        """Return the shards, given as (name, size in bytes), in the index's order.
 
         Raises:
-            ValueError: for a name that leads out of the folder, a file that is not there, or has another size. A
-                file behind a URL is looked at when it is read.
+            ValueError: for a name that leads out of the folder, and a file that is missing or of another size. Files
+                behind a URL are checked when they are read.
         """
         if not shards:
             raise ValueError(f"{redact(self.path)} names no shard")
@@ -56,7 +102,7 @@ class Index(NamedTuple):
                     f"{redact(self.path)}, shard {number}: {name!r} of {size!r} bytes is no shard; an entry has a name "
                     "and a size above 0"
                 )
-        # A manifest of as many lines: which names are refused is said in one place.
+        # Checked as a manifest of as many lines: there, names that lead out of the folder are refused.
         lines = "\n".join(json.dumps({"name": name, "size": size}) for name, size in shards)
         found = named_in(self.path, lines)
         if isinstance(self.storage, LocalStorage):
@@ -69,16 +115,19 @@ class Index(NamedTuple):
                     )
                 found[number] = listed._replace(inode=inode_of(there))
         require_distinct(found)
-        files = tuple(
-            File(listed.path, name, size) for listed, (name, size) in zip(found, shards, strict=True)
-        )
-        return Corpus(files, self.storage, self.retries)
+        files = (File(listed.path, name, size) for listed, (name, size) in zip(found, shards, strict=True))
+        return Corpus(tuple(files), self.storage, self.retries)
 
 
 def read_index(
-    folder: Name, *, storage_options: Mapping[str, Any] | None, retries: int, timeout: float
+    folder: Name,
+    *,
+    storage_options: Mapping[str, Any] | None,
+    retries: int,
+    timeout: float,
+    once: Once = alone,
 ) -> Index:
-    """The index of a folder of this machine, or behind a URL.
+    """Read the index of a folder of this machine, or behind a URL.
 
     Raises:
         ValueError: if there is none, or it is no JSON object.
@@ -88,7 +137,7 @@ def read_index(
     scheme = scheme_of(path)
     storage: Storage
     if scheme is None:
-        once(lambda: None, of="a folder of each machine")  # to say so where another rank has a URL
+        once(lambda: None, of="a folder of each machine")  # raises where another rank has a URL
         path = os.path.normpath(Path(path).expanduser().absolute() / INDEX)
         storage = LocalStorage()
         if not Path(path).is_file():
@@ -113,46 +162,10 @@ def _whole(remote: RemoteStorage, path: str, tries: Retries) -> tuple[str, bytes
     return path, tries.call(partial(remote.whole, path))
 
 
-def places(counts: Sequence[int], wanted: int) -> list[tuple[int, int]]:
-    """About ``wanted`` records from all over the shards: the number of the shard, and that of the record in it.
-
-    >>> places([3, 0, 1], 9)
-    [(0, 0), (0, 1), (0, 2), (2, 0)]
-    """
-    ends = np.cumsum(counts)
-    numbers = np.asarray(spread(int(ends[-1]), wanted), np.int64)
-    shards = np.searchsorted(ends, numbers, side="right")
-    starts = ends - np.asarray(counts)
-    return list(zip(shards.tolist(), (numbers - starts[shards]).tolist(), strict=True))
-
-
-def divide(counts: Sequence[int], sizes: Sequence[int], num_lanes: int) -> list[list[Part]]:
-    """The parts of every lane, in corpus order: slices of the shards' records, each to the lane with the fewest bytes.
-
-    >>> divide([4, 2], [400, 200], 2)[0][:3]
-    [Part(file=0, start=0, stop=1), Part(file=0, start=2, stop=3), Part(file=1, start=0, stop=1)]
-
-    Args:
-        counts: records of each shard.
-        sizes: bytes, or any other measure, of each shard.
-        num_lanes: how many lanes.
-    """
-    step = max(1, -(-sum(counts) // (num_lanes * PARTS_PER_LANE)))
-    lanes: list[list[Part]] = [[] for _ in range(num_lanes)]
-    load = [(0.0, lane) for lane in range(num_lanes)]  # a heap: bytes so far, lane
-    for number, (count, size) in enumerate(zip(counts, sizes, strict=True)):
-        for start in range(0, count, step):
-            stop = min(start + step, count)
-            least, lane = load[0]
-            lanes[lane].append(Part(number, start, stop))
-            heapq.heapreplace(load, (least + size * (stop - start) / count, lane))
-    return lanes
-
-
 def offsets_of(
     raw: bytes, dtype: str, *, file: File, first: int, limits: tuple[int, int], unit: int = 1, base: int = 0
 ) -> Offsets:
-    """Where records begin and end in their file, ``[records + 1]``, from a table of little-endian numbers.
+    """Return where records begin and end in their file, ``[records + 1]``, from a table of little-endian numbers.
 
     Args:
         raw: the table, from record ``first`` on.
@@ -168,7 +181,7 @@ def offsets_of(
     """
     table = np.frombuffer(raw, dtype)
     offsets = table.astype(np.int64) * unit + base
-    # As they are stored: 2**62 tokens of 4 bytes are no bytes at all in 64 bits.
+    # The table as it is stored is checked, too: 2**62 tokens of 4 bytes overflow to 0 bytes.
     sound = (table[:-1] <= table[1:]).all() and int(table[0]) >= 0 and int(table[-1]) <= limits[1]
     if not (sound and limits[0] <= offsets[0] and offsets[-1] <= limits[1]):
         what = f"the offsets of its records lead out of {file.name}, or backwards: it is damaged"
@@ -176,10 +189,10 @@ def offsets_of(
     return offsets
 
 
-def records(
+def read_records(
     fetcher: Fetcher, file: File, offsets: Offsets, following: Iterable[Block] = ()
 ) -> Iterator[bytes]:
-    """The bytes of one record after the other, read ahead as the fetcher allows, up to the ``following`` part's."""
+    """Return the bytes of one record after the other, and fetch the ``following`` blocks ahead."""
     stretch = Stretch(fetcher, file, int(offsets[0]), int(offsets[-1]), following)
     stream = io.BufferedReader(stretch, BUFFER_BYTES)
     return (stream.read(size) for size in np.diff(offsets).tolist())

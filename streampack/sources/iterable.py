@@ -1,4 +1,4 @@
-"""Any deterministic Python iterable: it cannot seek, so it is slower to resume, and never wrong."""
+"""Any deterministic Python iterable. It cannot seek, so a resume reads it again from its start."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Rows = Iterable[Mapping[str, Any]]
 class IterableSource(Source):
     """Rows of an iterable that gives the same rows each time it is iterated, or a function that returns one.
 
-    It is one lane: a resume reads it again from its start. ``stride=True`` allows several lanes, each of
+    It is one lane, and a resume reads it again from its start. With ``stride=True`` there may be several lanes, each of
     which reads everything and keeps its part.
 
-    A row and what it holds may be filled anew for the next one: rows that must be kept are copied, with the dicts,
-    lists, arrays and tensors in them (objects of other classes are not: make those anew).
+    A row's memory may be reused for the next one: rows that must be kept are copied, with the dicts, lists, arrays and
+    tensors in them (make objects of other classes anew for each row).
 
     >>> from streampack.sources import Reading
     >>> source = IterableSource(lambda: ({"tokens": [i], "labels": [i]} for i in range(3)))
@@ -40,18 +40,18 @@ class IterableSource(Source):
         self.iterable = rows
         self.max_lanes = None if stride else 1
         self.rows_read = 0  # by this copy of the source
-        self._newest: Iterator[Any] | None = None  # that a function or an iterable made
-        self._first: MarkedRows | None = None  # what the fingerprint is made of
+        self._newest: Iterator[Any] | None = None  # to notice one that is returned twice
+        self._first: MarkedRows | None = None  # for the fingerprint
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_newest": None}
 
     def fingerprint(self) -> str:
-        """A digest of the first rows: all that can be known without reading everything."""
+        """Digest the first rows: the others are not read for it."""
         return digest(self.identity()["content"].state())
 
     def identity(self) -> dict[str, Any]:
-        """See `identity_of`.
+        """See `Source.identity`.
 
         Raises:
             ValueError: if the iterable, iterated again, begins with another row.
@@ -72,22 +72,22 @@ class IterableSource(Source):
         return {"source": "IterableSource", "content": self._first}
 
     def examples(self, count: int = EXAMPLES) -> list[Example]:
-        """The first rows."""
+        """See `Source.examples`."""
         return leading(self._iterate(), count, part=0)
 
     def rows(self, start: int, step: int) -> Iterator[Mapping[str, Any]]:
-        """See `Source.rows`: an iterable is read from its beginning, whatever the row that is asked for."""
+        """See `Source.rows`. Reads the iterable from its beginning."""
         for number, row in enumerate(self._iterate()):
             self.rows_read += 1
             if number >= start and (number - start) % step == 0:
                 yield row
 
     def shard(self, row_id: RowId) -> str:
-        """The iterable's class: there is but one shard."""
+        """Return the iterable's class: there is only one shard."""
         return type(self.iterable).__name__
 
     def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
-        """Unknown: an iterable does not say how long it is."""
+        """Raise: an iterable has no known length."""
         raise ValueError("the length of an iterable is unknown; set max_steps")
 
     def _iterate(self) -> Iterator[Mapping[str, Any]]:

@@ -8,21 +8,21 @@ from typing import Any, Protocol
 import numpy as np
 
 from streampack.fingerprint import digest
-from streampack.sources.base import BadRecord, Reader, Reading, permutation, readable, reason_of, spread
+from streampack.sources.base import BadRecord, Reader, Reading, if_readable, permutation, reason_of, spread
 from streampack.sources.examples import EXAMPLES, Example, MarkedRows, example
 from streampack.sources.source import Source
 from streampack.types import Cursor, Row, RowId
 
 
 class MapDataset(Protocol):
-    """What torch calls a map-style dataset."""
+    """A map-style dataset, in torch's term."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
 
 
 class MapSource(Source):
-    """Rows by number. Lane ``l`` owns rows ``l, l + num_lanes, ...`` and permutes all of its own when shuffling.
+    """Rows by number. Lane ``l`` reads rows ``l, l + num_lanes, ...``, all of them permuted when shuffling.
 
     Memory when shuffling: 8 bytes a row of the lanes that this process reads.
 
@@ -41,21 +41,21 @@ class MapSource(Source):
                 f"the dataset ({type(dataset).__name__}) is empty; it must have at least one row"
             )
         self.dataset = dataset
-        self._rows: MarkedRows | None = None  # what the fingerprint is made of
+        self._rows: MarkedRows | None = None  # for the fingerprint
 
     def fingerprint(self) -> str:
-        """The number of rows and the content of twelve of them."""
+        """Digest the number of rows and the content of twelve of them."""
         identity = self.identity()
         return digest(identity["rows"], identity["content"].state())
 
     def identity(self) -> dict[str, Any]:
-        """See `identity_of`."""
+        """See `Source.identity`."""
         if self._rows is None:
             self._rows = MarkedRows.of(self.examples(EXAMPLES), self.locate)
         return {"source": "MapSource", "rows": len(self.dataset), "content": self._rows}
 
     def examples(self, count: int = EXAMPLES) -> list[Example]:
-        """The first row, the last, and others from all over the dataset."""
+        """See `Source.examples`: the first row, the last, and others from all over the dataset."""
         numbers = {0, *spread(len(self.dataset), max(1, count - 2)), len(self.dataset) - 1}
         return [example(self.fetch, (number,)) for number in sorted(numbers)]
 
@@ -66,11 +66,11 @@ class MapSource(Source):
         return _Rows(self, numbers, order, reading.start[0] if reading.start else 0)
 
     def locate(self, row_id: RowId) -> str:
-        """``sample N``, its index in the dataset."""
+        """Return ``sample N``, its index in the dataset."""
         return f"sample {row_id[0]}"
 
     def shard(self, row_id: RowId) -> str:
-        """The dataset's class: there is but one shard."""
+        """Return the dataset's class: there is only one shard."""
         return type(self.dataset).__name__
 
     def fetch(self, row_id: RowId) -> Mapping[str, Any]:
@@ -79,13 +79,13 @@ class MapSource(Source):
         return row
 
     def natural_lanes(self) -> int:
-        """One per 512 rows."""
+        """Return one lane per 512 rows."""
         return max(1, len(self.dataset) // 512)
 
     def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
         """See `Source.probe`."""
         numbers = spread(len(self.dataset), count)
-        rows = [row for i in numbers for row in readable(self.fetch, Exception)((i,))]
+        rows = [row for i in numbers for row in if_readable(self.fetch, Exception)((i,))]
         return rows, len(self.dataset) / max(1, len(numbers))
 
 
@@ -108,11 +108,11 @@ class _Rows(Reader):
         number = self.numbers[self.index if self.order is None else int(self.order[self.index])]
         try:
             data = self.source.dataset[number]
-        except OSError as error:  # of a disk or a network, and no property of the record
+        except OSError as error:  # of a disk or a network: no property of the record
             error.add_note(f"while reading sample {number}")
             raise
         except Exception as error:
-            if isinstance(error, StopIteration):  # would end the stream in silence
+            if isinstance(error, StopIteration):  # would end the stream silently
                 error = RuntimeError(f"sample {number}: the dataset raised StopIteration")
             raise BadRecord(
                 reason_of(error), cursor=(self.index,), row_id=(number,), locate=self.source.locate

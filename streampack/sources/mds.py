@@ -1,7 +1,7 @@
 """MosaicML's MDS shards, read without their package. The format is that of mosaicml-streaming, version 2 of its index.
 
 A shard is the number of its samples; the offset of each from the file's start, and of the end; a JSON header that the
-index repeats; then the samples, as `columns` says. Numbers are ``uint32``.
+index repeats; then the samples, as `mds_columns` says. Numbers are ``uint32``.
 https://docs.mosaicml.com/projects/streaming/en/stable/preparing_datasets/dataset_format.html
 """
 
@@ -10,18 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
-from streampack.sources.base import Reader, Reading, readable
 from streampack.sources.examples import EXAMPLES, Example, example
-from streampack.sources.indexed import Offsets, divide, offsets_of, places, read_index, records
+from streampack.sources.files import divide
+from streampack.sources.indexed import IndexedSource, Offsets, offsets_of, read_index, read_records
 from streampack.sources.mds_columns import Column, decoder, left_out, row_of
-from streampack.sources.shuffling import Damage, Part, Record, read_parts
-from streampack.sources.source import Source
-from streampack.storage.base import File, redact, together
+from streampack.sources.shuffling import Damage, Part, Record
+from streampack.storage.base import File, ParallelMap, redact
 from streampack.storage.compression import DAMAGED, content
-from streampack.storage.listing import Corpus, Name
+from streampack.storage.listing import Name, Once, alone
 from streampack.storage.ranges import Ahead, Block, Fetcher, Stretch, blocks
 from streampack.types import RowId
 
@@ -30,16 +29,24 @@ COMPRESSIONS = {"gz": ".gz", "zstd": ".zst"}
 
 
 class Shard(NamedTuple):
-    """What the index says of a shard."""
+    """The index's entry of a shard."""
 
     samples: int
     columns: list[Column]
     suffix: str  # of its compression; "" is none
     size: int  # bytes of its content, at most
 
+    @property
+    def first_sample(self) -> int:
+        """The first byte that can belong to a sample."""
+        return 4 * (self.samples + 2)
 
-class MDSSource(Source):
+
+class MDSSource(IndexedSource):
     """The samples of a folder of MDS shards, as mappings of plain values and arrays.
+
+    Lanes share out slices of the samples. A compressed shard (zstd, gzip) cannot seek: it is a part of one lane, and
+    is held decompressed while that lane reads it.
 
     Args:
         folder: that holds ``index.json``, of this machine, or a URL.
@@ -48,14 +55,14 @@ class MDSSource(Source):
         retries: how often a read that fails is tried again.
         timeout: seconds that one request may take.
         read_ahead: bytes, per lane, fetched ahead behind a URL.
-
-    Lanes share out slices of the samples. A compressed shard (zstd, gzip) cannot seek: it is a part of one lane, and
-    is held decompressed while that lane reads it.
+        once: see `JSONLSource`.
 
     Raises:
-        ValueError: for an index that is missing, of another format, or that names what leads out of the folder; for a
+        ValueError: for an index that is missing, of another format, or with names that lead out of the folder; for a
             shard of another size than it says; for pickled columns, which could run code, and for images.
     """
+
+    unit = "sample"
 
     def __init__(
         self,
@@ -66,199 +73,98 @@ class MDSSource(Source):
         retries: int = 5,
         timeout: float = 30.0,
         read_ahead: int = 8 << 20,
+        once: Once = alone,
     ) -> None:
-        index = read_index(folder, storage_options=storage_options, retries=retries, timeout=timeout)
+        index = read_index(
+            folder, storage_options=storage_options, retries=retries, timeout=timeout, once=once
+        )
         entries = index.content.get("shards")
         shown = redact(index.path)
         if index.content.get("version") != 2 or not isinstance(entries, list):
             raise ValueError(f"{shown} is no index of MDS shards, version 2")
-        self.columns = None if columns is None else list(columns)
         self.shards, names = [], []
         for number, entry in enumerate(entries):
             try:
-                shard, named = _entry(entry, self.columns)
+                shard, named = _entry(entry, columns)
             except ValueError as error:
                 raise ValueError(f"{shown}, shard {number}: {error}") from None
             self.shards.append(shard)
             names.append(named)
-        self.corpus = index.corpus(names)
-        self.files = self.corpus.files
-        self.samples = sum(shard.samples for shard in self.shards)
-        self.read_ahead = self.corpus.read_ahead(read_ahead)
-        self._divided: list[list[Part]] | None = None  # for the last number of lanes asked for
+        super().__init__(index.corpus(names), [shard.samples for shard in self.shards], read_ahead=read_ahead)
+        self._packed = frozenset(number for number, shard in enumerate(self.shards) if shard.suffix)
 
-    def fingerprint(self) -> str:
-        """Names, sizes, and each file's ETag or a hash of its first and last 64 KiB: an index may lack checksums."""
-        return self.corpus.fingerprint()
+    def cut(self, num_lanes: int, parallel_map: ParallelMap) -> list[list[Part]]:
+        """See `FileSource.cut`."""
+        sizes = [file.size for file in self.files]
+        return divide(self.counts, num_lanes, sizes=sizes, whole=self._packed)
 
-    def identity(self) -> dict[str, Any]:
-        """See `identity_of`."""
-        return {"source": "MDSSource", "files": self.corpus}
-
-    def corpora(self) -> list[Corpus]:
-        """What the fingerprint reads."""
-        return [self.corpus]
-
-    def read(self, reading: Reading) -> Reader:
-        """See `Source.read`."""
-        if self._divided is None or len(self._divided) != reading.num_lanes:
-            self._divided = self._divide(reading.num_lanes)
-        fetcher = Fetcher(self.corpus.storage, self.corpus.retries, ahead=self.read_ahead)
-        return read_parts(
-            self._divided[reading.lane],
-            reading,
-            open_part=lambda part, offset, following: _Samples(self, part, offset, fetcher, following),
-            decode=self._decode,
-            place=lambda part, offset: self.locate((part.file, offset)),
-            locate=self.locate,
-        )
-
-    def locate(self, row_id: RowId) -> str:
-        """``file, sample N``, from 0."""
-        return f"{self.files[row_id[0]].shown}, sample {row_id[1]}"
-
-    def shard(self, row_id: RowId) -> str:
-        """The file's name in the corpus."""
-        return self.files[row_id[0]].name
-
-    def fetch(self, row_id: RowId) -> Mapping[str, Any]:
-        """See `Source.fetch`. Of a compressed shard, reads all of it."""
-        part = Part(row_id[0], row_id[1], row_id[1] + 1)
-        fetcher = Fetcher(self.corpus.storage, self.corpus.retries, ahead=0)
-        number, raw, _ = next(_Samples(self, part, part.start, fetcher))
-        return self._decode(part, number, raw)
-
-    @property
-    def retry_budget(self) -> float:
-        """See `JSONLSource.retry_budget`."""
-        return self.corpus.retry_budget
-
-    def natural_lanes(self) -> int:
-        """One per 256 KiB of what can be divided, one per compressed shard."""
-        plain = sum(file.size for file, s in zip(self.files, self.shards, strict=True) if not s.suffix)
-        return max(1, min(self.samples, (plain >> 18) + sum(bool(shard.suffix) for shard in self.shards)))
-
-    def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
-        """Samples from all over the shards, and how many times as many there are."""
-        numbers = places([shard.samples for shard in self.shards], count)
-        rows = chain.from_iterable(together(readable(self.fetch), numbers))
-        return list(rows), self.samples / max(1, len(numbers))
-
-    def examples(self, count: int = EXAMPLES) -> list[Example]:
-        """Samples from all over the shards; of compressed ones, if any are, the first of one shard."""
-        if not any(shard.suffix for shard in self.shards):
-            numbers = places([shard.samples for shard in self.shards], count)
-            return together(partial(example, self.fetch), numbers)
-        number = next((i for i, shard in enumerate(self.shards) if shard.samples), 0)
-        part = Part(number, 0, min(count, self.shards[number].samples))
-        fetcher = Fetcher(self.corpus.storage, self.corpus.retries, ahead=0)
-        with suppress(ValueError):  # damage is found when it is read
-            samples = list(_Samples(self, part, 0, fetcher))
-            return [example(partial(self._decoded, part, raw), (number, at)) for at, raw, _ in samples]
-        return []
-
-    def _divide(self, num_lanes: int) -> list[list[Part]]:
-        lanes = divide(
-            [shard.samples for shard in self.shards], [file.size for file in self.files], num_lanes
-        )
-        whole = {i for i, shard in enumerate(self.shards) if shard.suffix}
-        if not whole:
-            return lanes
-        # A slice of a compressed shard costs all of it: whoever has its beginning takes the rest, too.
-        return [
-            [
-                Part(part.file) if part.file in whole else part
-                for part in parts
-                if part.file not in whole or not part.start
-            ]
-            for parts in lanes
-        ]
-
-    def _decoded(self, part: Part, raw: bytes, row_id: RowId) -> Mapping[str, Any]:
-        return self._decode(part, row_id[1], raw)
-
-    def _decode(self, part: Part, offset: int, raw: bytes) -> Mapping[str, Any]:
-        columns = self.shards[part.file].columns
+    def decode(self, part: Part, offset: int, raw: bytes) -> Mapping[str, Any]:
+        """See `FileSource.decode`."""
         try:
-            return row_of(columns, raw)
+            return row_of(self.shards[part.file].columns, raw)
         except (ValueError, LookupError) as error:
             raise ValueError(f"not a sample of its columns ({error})") from None
 
+    def slice(self, part: Part, fetcher: Fetcher, following: Iterable[Block]) -> Iterator[Record]:
+        """See `IndexedSource.slice`."""
+        if part.start == part.stop:
+            return
+        read = _decompressed if part.file in self._packed else _ranged
+        samples = read(self.shards[part.file], self.files[part.file], part, fetcher, following)
+        for number, raw in enumerate(samples, part.start):
+            yield number, raw, number + 1
 
-class _Samples:
-    """The samples of one part, each with its number in the shard."""
+    def ahead(self, part: Part, fetcher: Fetcher) -> Iterable[Block]:
+        """See `IndexedSource.ahead`."""
+        shard, file = self.shards[part.file], self.files[part.file]
+        if shard.suffix:
+            return blocks(fetcher.storage, file, 0, file.size)
+        if shard.first_sample > file.size:  # damaged, which is raised when its turn comes
+            return ()
 
-    def __init__(
-        self, source: MDSSource, part: Part, offset: int, fetcher: Fetcher, following: Part | None = None
-    ) -> None:
-        shard, file = source.shards[part.file], source.files[part.file]
-        stop = shard.samples if part.stop is None else part.stop
-        if not 0 <= offset <= stop:
-            raise ValueError(f"{file.shown} has no sample {offset}; the state or the index is damaged")
-        self.offset = offset
-        coming: Iterable[Block] = ()
-        if following is not None:
-            coming = _ahead(source.shards[following.file], source.files[following.file], following, fetcher)
-        read = _decompressed if shard.suffix else _ranged
-        part = part._replace(start=offset, stop=stop)
-        self.samples = read(shard, file, part, fetcher, coming) if offset < stop else iter(())
+        def rest(table: bytes) -> Iterator[Block]:
+            with suppress(Damage):  # raised when its turn comes
+                offsets = _offsets(shard, file, part, table)
+                yield from blocks(fetcher.storage, file, int(offsets[0]), int(offsets[-1]))
 
-    def __iter__(self) -> _Samples:
-        return self
+        return Ahead(fetcher, _table(file, part), rest)
 
-    def __next__(self) -> Record:
-        raw = next(self.samples)
-        self.offset += 1
-        return self.offset - 1, raw, self.offset
+    def natural_lanes(self) -> int:
+        """Return one lane per 256 KiB of plain shards, and one per compressed shard."""
+        plain = sum(file.size for number, file in enumerate(self.files) if number not in self._packed)
+        return max(1, min(sum(self.counts), (plain >> 18) + len(self._packed)))
+
+    def examples(self, count: int = EXAMPLES) -> list[Example]:
+        """See `Source.examples`: where shards are compressed, the first samples of one."""
+        if not self._packed:
+            return super().examples(count)
+        number = next((i for i, samples in enumerate(self.counts) if samples), 0)
+        part = Part(number, 0, min(count, self.counts[number]))
+        with suppress(ValueError):  # damage is raised where it is trained
+            samples = list(self.records(part, 0, self.fetcher()))
+            return [example(partial(self._decoded, part, raw), (number, at)) for at, raw, _ in samples]
+        return []
+
+    def _decoded(self, part: Part, raw: bytes, row_id: RowId) -> Mapping[str, Any]:
+        return self.decode(part, row_id[1], raw)
 
 
 def _ranged(
     shard: Shard, file: File, part: Part, fetcher: Fetcher, following: Iterable[Block]
 ) -> Iterator[bytes]:
+    """Read a plain shard's samples by ranges."""
     _check_length(shard, file, part, file.size)
     offsets = _offsets(shard, file, part, fetcher.take(_table(file, part)))
-    yield from records(fetcher, file, offsets, following)
-
-
-def _ahead(shard: Shard, file: File, part: Part, fetcher: Fetcher) -> Iterator[Block]:
-    """What the samples of a part will ask for."""
-    if shard.suffix:
-        return blocks(fetcher.storage, file, 0, file.size)
-    try:
-        _check_length(shard, file, part, file.size)
-    except Damage:  # which is raised again when its turn comes
-        return iter(())
-
-    def rest(table: bytes) -> Iterator[Block]:
-        with suppress(Damage):  # raised again, as above
-            offsets = _offsets(shard, file, part, table)
-            yield from blocks(fetcher.storage, file, int(offsets[0]), int(offsets[-1]))
-
-    return Ahead(fetcher, _table(file, part), rest)
-
-
-def _table(file: File, part: Part) -> Block:
-    """Of the part's offsets; the first part looks at the count, too."""
-    assert part.stop is not None
-    return file, 4 * (1 + part.start) if part.start else 0, 4 * (part.stop + 2)
-
-
-def _offsets(shard: Shard, file: File, part: Part, table: bytes) -> Offsets:
-    """Where the part's samples begin in the file, ``[samples + 1]``."""
-    if not part.start:
-        _check_count(table, shard, file)
-        table = table[4:]
-    limits = (4 * (shard.samples + 2), file.size)
-    return offsets_of(table, "<u4", file=file, first=part.start, limits=limits)
+    yield from read_records(fetcher, file, offsets, following)
 
 
 def _decompressed(
     shard: Shard, file: File, part: Part, fetcher: Fetcher, following: Iterable[Block]
 ) -> Iterator[bytes]:
+    """Read a compressed shard's samples."""
+    stretch = Stretch(fetcher, file, 0, file.size, following)
     try:
-        data = content(Stretch(fetcher, file, 0, file.size, following), name=shard.suffix).read(
-            shard.size + 1
-        )
+        data = content(stretch, name=shard.suffix).read(shard.size + 1)
     except DAMAGED as error:
         raise Damage(f"{file.name} is damaged: {error}", offset=part.start, resume=None) from error
     if len(data) > shard.size:
@@ -268,14 +174,28 @@ def _decompressed(
     _check_count(data, shard, file)
     assert part.stop is not None
     table = data[4 * (1 + part.start) : 4 * (part.stop + 2)]
-    limits = (4 * (shard.samples + 2), len(data))
+    limits = (shard.first_sample, len(data))
     offsets = offsets_of(table, "<u4", file=file, first=part.start, limits=limits).tolist()
     for start, end in pairwise(offsets):
         yield data[start:end]
 
 
+def _table(file: File, part: Part) -> Block:
+    """Return the block of the part's offsets; of the first part, with the count before them."""
+    assert part.stop is not None
+    return file, 4 * (1 + part.start) if part.start else 0, 4 * (part.stop + 2)
+
+
+def _offsets(shard: Shard, file: File, part: Part, table: bytes) -> Offsets:
+    """Return where the part's samples begin in the file, ``[samples + 1]``."""
+    if not part.start:
+        _check_count(table, shard, file)
+        table = table[4:]
+    return offsets_of(table, "<u4", file=file, first=part.start, limits=(shard.first_sample, file.size))
+
+
 def _check_length(shard: Shard, file: File, part: Part, size: int) -> None:
-    if 4 * (shard.samples + 2) > size:
+    if shard.first_sample > size:
         raise Damage(f"{file.name} is too short for its samples", offset=part.start, resume=None)
 
 
@@ -286,7 +206,7 @@ def _check_count(data: bytes, shard: Shard, file: File) -> None:
 
 
 def _entry(entry: Any, keep: list[str] | None) -> tuple[Shard, tuple[str, int]]:
-    """A shard of an index, and its file's name and size."""
+    """Check the entry of a shard. Returns it with its file's name and size."""
     if not isinstance(entry, dict) or entry.get("format") != "mds" or entry.get("version") != 2:
         raise ValueError("it is no MDS shard, version 2")
     compression = entry.get("compression")

@@ -10,22 +10,10 @@ import numpy as np
 
 from streampack.storage.json_depth import shallow_json
 
-SCALARS = (
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "float16",
-    "float32",
-    "float64",
-)
 ARRAYS = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
           64: "uint64", 65: "int64", 66: "float64"}  # fmt: skip
-SHAPES = ("uint8", "uint16", "uint32", "uint64")
+SCALARS = frozenset(ARRAYS.values())
+SHAPES = ("uint8", "uint16", "uint32", "uint64")  # by the code of an array's dimensions
 
 Decode = Callable[[bytes], Any]
 
@@ -39,7 +27,7 @@ class Column(NamedTuple):
 
 
 def row_of(columns: Sequence[Column], raw: bytes) -> dict[str, Any]:
-    """A sample's columns by name.
+    """Return a sample's columns by name.
 
     Raises:
         ValueError: if its bytes are not those of the columns. A damaged value may raise LookupError, too.
@@ -58,11 +46,11 @@ def row_of(columns: Sequence[Column], raw: bytes) -> dict[str, Any]:
 
 
 def left_out(data: bytes) -> None:
-    """Of a column that nobody asked for."""
+    """Stand for the decoder of a column that is not kept."""
 
 
 def decoder(name: str, encoding: str) -> Decode:
-    r"""What makes a column's value of its bytes.
+    r"""Return the function that makes a column's value of its bytes.
 
     >>> decoder("text", "str")(b"caf\xc3\xa9"), decoder("ids", "ndarray:uint16:2")(b"\x01\x00\x02\x00").tolist()
     ('café', [1, 2])
@@ -77,7 +65,7 @@ def decoder(name: str, encoding: str) -> Decode:
         return partial(_scalar, kind)
     if kind == "ndarray":
         dtype, _, dims = detail.partition(":")
-        if dtype and dtype not in ARRAYS.values():
+        if dtype and dtype not in SCALARS:
             raise ValueError(f"column {name!r} holds arrays of {dtype!r}, which no MDS shard does")
         shape = [int(dim) for dim in dims.split(",")] if dims else None
         return partial(_array, dtype, shape)
@@ -96,7 +84,7 @@ def _scalar(dtype: str, data: bytes) -> Any:
 
 
 def _array(dtype: str, shape: list[int] | None, data: bytes) -> Any:
-    """An array whose type and shape stand before its values where the encoding does not name them."""
+    """Decode an array; its type and shape stand before its values where the encoding does not name them."""
     at = 0
     if not dtype:
         dtype, at = ARRAYS[data[0]], 1
@@ -107,7 +95,7 @@ def _array(dtype: str, shape: list[int] | None, data: bytes) -> Any:
     return np.frombuffer(data, dtype, offset=at).reshape(shape)
 
 
-_PLAIN: dict[str, Decode] = {  # all of which can be pickled, for spawned workers
+_PLAIN: dict[str, Decode] = {  # functions that can be pickled, for spawned workers
     "bytes": bytes,
     "str": partial(str, encoding="utf-8"),
     "json": shallow_json,

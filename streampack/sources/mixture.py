@@ -14,19 +14,15 @@ from streampack.sources.as_source import as_source
 from streampack.sources.base import Reader, Reading
 from streampack.sources.corpus_identity import identity_of
 from streampack.sources.examples import EXAMPLES, Example
-from streampack.sources.holdout import PARTS, Holdout
 from streampack.sources.mixture_scheduler import STOPS, MixtureScheduler, Weighing
 from streampack.sources.source import Divisible, Source
 from streampack.storage.base import File
-from streampack.storage.listing import Corpus
+from streampack.storage.listing import Corpus, Once, alone
 from streampack.types import Cursor, RowId, Sample
 from streampack.validation import require
 
-TOTAL_WEIGHT = (
-    1 << 24
-)  # weights as whole numbers that add up to about this: fractions are exact to 0.00001 points
+TOTAL_WEIGHT = 1 << 24  # about the sum of the weights as integers: fractions are exact to 0.00001 points
 TURN_BITS = 20  # a source's epoch is the mixture's, then its turn in it: no two are shuffled alike
-
 
 Encode = Callable[[Mapping[str, Any]], Sample]
 
@@ -40,9 +36,14 @@ class Entry:
     weight: float
     encoder: Encode | None = None
 
+    @property
+    def mix(self) -> Mix | None:
+        """The source, if it is a mixture itself."""
+        return self.source if isinstance(self.source, Mix) else None
+
 
 class Leaf(NamedTuple):
-    """A source that has rows, wherever it stands in a mixture of mixtures."""
+    """A source that has rows, at any depth of nested mixtures."""
 
     name: str  # "code", or "web/en" for one within another
     source: Source
@@ -51,7 +52,7 @@ class Leaf(NamedTuple):
 
 
 class Mix(Source):
-    """Several sources as one, each with a weight: its target fraction of the trained tokens. Packed as any `Source`.
+    """Several sources as one, each with a weight: its target fraction of the trained tokens.
 
     >>> from streampack import IterablePackedDataset
     >>> short = [{"tokens": [1] * 3, "labels": [1] * 3}] * 1000
@@ -63,8 +64,8 @@ class Mix(Source):
     {'short': (2000, 1), 'long': (6016, 2)}
 
     Weights are fractions of trained tokens: those with a label in the packs, not padding, prompts or what is cut off.
-    In every lane, the next row comes from the source that is furthest behind its weight (see `MixtureScheduler`), so
-    every source must have rows in every lane. ``stop`` says when an epoch ends:
+    In each lane, the next row comes from the source that is furthest behind its weight (see `MixtureScheduler`), so
+    each source must have rows in each lane. ``stop`` says when an epoch ends:
 
     - ``"first_exhausted"``: when a source that is due has no row left. No row comes twice in an epoch.
     - ``"all_exhausted"``: when every source was read to its end. One that is due again before that begins anew, in
@@ -80,24 +81,30 @@ class Mix(Source):
             - {name: code, weight: 0.3, source: {...}, encoder: {...}}
             - {name: web, weight: 0.7, source: {...}, encoder: {...}}
 
-    A source may be a `Mix` itself: its weight is shared out by its own weights, and it ends by its own rule. Weights
-    may be changed at a resume, with a warning: the rows that wait are those that the old ones chose, and the new ones
-    choose from the next row on. Names, order and ``stop`` may not.
+    A source may be a `Mix` itself: its own weights divide its weight, and its own ``stop`` ends it. Weights may be
+    changed at a resume, with a warning: they choose from the next row on. Names, order and ``stop`` may not.
 
     Args:
         sources: a mapping for each, with ``name``, ``source`` (whatever an `IterablePackedDataset` takes), ``weight``
             (above 0; only their ratios matter) and, if its rows need one of their own, ``encoder``.
         stop: when an epoch ends.
+        once: see `JSONLSource`.
 
     Raises:
         ValueError: for a name that is missing, used twice or holds a slash, a weight that is no number above 0, or an
             unknown ``stop``; when it is read, if a source has no rows in some lane, or trains nothing.
     """
 
-    def __init__(self, sources: Sequence[Mapping[str, Any] | Entry], *, stop: str = "all_exhausted") -> None:
+    def __init__(
+        self,
+        sources: Sequence[Mapping[str, Any] | Entry],
+        *,
+        stop: str = "all_exhausted",
+        once: Once = alone,
+    ) -> None:
         self.stop = stop
         require(stop, "stop", STOPS)
-        self.entries = [given if isinstance(given, Entry) else _entry(given) for given in sources]
+        self.entries = [given if isinstance(given, Entry) else _entry(given, once) for given in sources]
         if not self.entries:
             raise ValueError("a mixture of no sources has no rows; name at least one")
         seen: set[str] = set()
@@ -107,40 +114,35 @@ class Mix(Source):
             seen.add(entry.name)
         total = math.fsum(entry.weight for entry in self.entries)
         own = [max(1, round(entry.weight / total * TOTAL_WEIGHT)) for entry in self.entries]
-        self.weights = tuple(own)  # of the whole tree: first our own, then those of every mixture within
-        self._names: list[str] = []  # of the sources that have rows, in the tree: "code", "web/en", "web/de"
-        self.max_lanes: int | None = None
-        self._offsets: list[int] = []  # of each entry: a mixture's in weights
-        self._first: list[int] = []  # and in names
+        self.weights = tuple(own)  # of the whole tree: first our own, then those of each mixture within
+        self._names: list[str] = []
+        self._first_weight: list[int] = []  # of each entry that is a mixture, its place in `weights`
+        self._first_name: list[int] = []  # of each entry, its place in `names`
         for entry in self.entries:
-            self._offsets.append(len(self.weights))
-            self._first.append(len(self._names))
-            if isinstance(entry.source, Mix):
-                self.weights += entry.source.weights
-                self._names += [f"{entry.name}/{name}" for name in entry.source.names]
-            else:
-                self._names.append(entry.name)
-            if (most := entry.source.max_lanes) is not None:
-                self.max_lanes = most if self.max_lanes is None else min(most, self.max_lanes)
+            self._first_weight.append(len(self.weights))
+            self._first_name.append(len(self._names))
+            self.weights += entry.mix.weights if entry.mix else ()
+            self._names += [f"{entry.name}/{name}" for name in entry.source.names] or [entry.name]
+        limits = [entry.source.max_lanes for entry in self.entries]
+        self.max_lanes = min((limit for limit in limits if limit is not None), default=None)
 
     @property
     def names(self) -> list[str]:
-        """See `Source.names`: those that have rows, such as "code", "web/en" and "web/de"."""
+        """See `Source.names`: the sources that have rows, such as "code", "web/en" and "web/de"."""
         return self._names
 
     @property
     def target_fractions(self) -> dict[str, float]:
-        """Target fraction of trained tokens for each source, and each mixture within, of the mixture it belongs to."""
+        """Target fraction of trained tokens of each source, nested ones too, within its own mixture."""
         fractions = {}
         for entry, weight in zip(self.entries, self.weights, strict=False):
             fractions[entry.name] = round(weight / TOTAL_WEIGHT, 7)
-            if isinstance(entry.source, Mix):
-                inner = entry.source.target_fractions
-                fractions |= {f"{entry.name}/{name}": fraction for name, fraction in inner.items()}
+            for name, fraction in entry.mix.target_fractions.items() if entry.mix else ():
+                fractions[f"{entry.name}/{name}"] = fraction
         return fractions
 
     def changed(self, before: Any) -> str | None:
-        """What to tell whoever resumes with other `target_fractions` than those of a state."""
+        """Return the warning for a resume with other `target_fractions` than a state's; None where they are equal."""
         ours = self.target_fractions
         if not isinstance(before, Mapping) or before == ours:
             return None
@@ -153,44 +155,43 @@ class Mix(Source):
         )
 
     def source_index(self, row_id: RowId) -> int:
-        """The number, in `names`, of the source that a row is from."""
+        """See `Source.source_index`."""
         number, *rest = row_id
-        source = self.entries[number].source
-        return self._first[number] + source.source_index(tuple(rest))
+        return self._first_name[number] + self.entries[number].source.source_index(tuple(rest))
 
     def encoder(self, row_id: RowId) -> Encode | None:
-        """Of the source that a row is from: its own, or that of the mixture around it."""
+        """See `Source.encoder`: the source's own, or that of the mixture around it."""
         entry = self.entries[row_id[0]]
         own = entry.source.encoder(row_id[1:])
         return entry.encoder if own is None else own
 
     def leaves(self, default: Encode) -> list[Leaf]:
-        """Every source that has rows, in the order of `names`."""
+        """Return the sources that have rows, in the order of `names`."""
         found: list[Leaf] = []
         for entry in self.entries:
             encoder = default if entry.encoder is None else entry.encoder
             weight = self.target_fractions[entry.name]
-            if isinstance(entry.source, Mix):
-                found += [
-                    Leaf(f"{entry.name}/{name}", source, own, weight * part)
-                    for name, source, own, part in entry.source.leaves(encoder)
-                ]
-            else:
+            if entry.mix is None:
                 found.append(Leaf(entry.name, entry.source, encoder, weight))
+                continue
+            found += [
+                leaf._replace(name=f"{entry.name}/{leaf.name}", weight=weight * leaf.weight)
+                for leaf in entry.mix.leaves(encoder)
+            ]
         return found
 
     def fingerprint(self) -> str:
-        """Names, order, ``stop`` and the sources'; not the weights."""
+        """Digest names, order, ``stop`` and the sources; not the weights."""
         return digest("mix", self.stop, [(entry.name, entry.source.fingerprint()) for entry in self.entries])
 
     def identity(self) -> dict[str, Any]:
-        """See `identity_of`; not the weights."""
+        """See `Source.identity`; without the weights."""
         names = ", ".join(entry.name for entry in self.entries)
         own = {"source": "Mix", "stop": self.stop, "names": names}
         return {**own, **{f"{entry.name}/": identity_of(entry.source) for entry in self.entries}}
 
     def examples(self, count: int = EXAMPLES) -> list[Example]:
-        """Some of each source's."""
+        """See `Source.examples`: some of each source."""
         each = max(1, count // len(self.entries))
         return [
             Example((number, *row.row_id), row.data)
@@ -199,34 +200,28 @@ class Mix(Source):
         ]
 
     def corpora(self) -> list[Corpus]:
-        """Those of all sources."""
+        """See `Source.corpora`."""
         return [corpus for entry in self.entries for corpus in entry.source.corpora()]
 
     def listing(self) -> list[File]:
-        """That of all sources."""
+        """See `Source.listing`."""
         return [file for entry in self.entries for file in entry.source.listing()]
 
     def divisible(self) -> list[Divisible]:
-        """Those of all sources."""
+        """See `Source.divisible`."""
         return [part for entry in self.entries for part in entry.source.divisible()]
 
     def read(self, reading: Reading) -> MixtureScheduler:
-        """See `Source.read`. Every row that is read must be charged."""
+        """See `Source.read`. Each row that is read must be charged."""
         if reading.start is None:
-            return self._scheduler(reading, weighing=Weighing(self.weights))
+            return self._scheduler(reading, Weighing(self.weights), None)
         numbers = iter(reading.start)
         weighing = Weighing.from_numbers(numbers, count=len(self.weights))
         weighing.change(self.weights, after=reading.replayed)
-        return self._scheduler(reading, weighing=weighing, start=numbers)
+        return self._scheduler(reading, weighing, numbers)
 
     def _scheduler(
-        self,
-        reading: Reading,
-        *,
-        weighing: Weighing,
-        start: Iterator[int] | None = None,
-        offset: int = 0,
-        root: bool = True,
+        self, reading: Reading, weighing: Weighing, start: Iterator[int] | None, offset: int = 0
     ) -> MixtureScheduler:
         return MixtureScheduler(
             [entry.name for entry in self.entries],
@@ -237,7 +232,6 @@ class Mix(Source):
             offset=offset,
             reading=reading,
             start=start,
-            root=root,
         )
 
     def _open(
@@ -259,19 +253,18 @@ class Mix(Source):
             start=start,
             replayed=0,
         )
-        if isinstance(entry.source, Mix):
-            numbers = None if start is None else iter(start)
-            within = offset + self._offsets[number]
-            return entry.source._scheduler(own, weighing=weighing, start=numbers, offset=within, root=False)
-        return entry.source.read(own)
+        if entry.mix is None:
+            return entry.source.read(own)
+        numbers = None if start is None else iter(start)
+        return entry.mix._scheduler(own, weighing, numbers, offset + self._first_weight[number])
 
     def locate(self, row_id: RowId) -> str:
-        """The source's name, and where the row stands in it."""
+        """See `Source.locate`; begins with the source's name."""
         entry = self.entries[row_id[0]]
         return f"{entry.name}: {entry.source.locate(row_id[1:])}"
 
     def shard(self, row_id: RowId) -> str:
-        """The source's name, and its name of the shard, or where the row stands in it."""
+        """See `Source.shard`; begins with the source's name."""
         entry = self.entries[row_id[0]]
         return f"{entry.name}/{entry.source.shard(row_id[1:])}"
 
@@ -281,27 +274,26 @@ class Mix(Source):
 
     @property
     def retry_budget(self) -> float:
-        """The longest of the sources'."""
+        """See `Source.retry_budget`: the longest of the sources'."""
         return max(entry.source.retry_budget for entry in self.entries)
 
     def natural_lanes(self) -> int:
-        """As many as the smallest source fills: each must have rows in every lane."""
+        """Return as many lanes as the smallest source fills: each must have rows in each lane."""
         return min(entry.source.natural_lanes() for entry in self.entries)
 
     @property
     def way_out(self) -> str:
-        """That of the source with the fewest lanes."""
+        """See `Source.way_out`: that of the source with the fewest lanes."""
         return self._narrowest().source.way_out
 
     def _narrowest(self) -> Entry:
-        limited = [entry for entry in self.entries if entry.source.max_lanes is not None]
-        return min(limited, key=lambda entry: entry.source.max_lanes or 0)
+        return next(entry for entry in self.entries if entry.source.max_lanes == self.max_lanes)
 
     def narrowest(self) -> str:
-        """The source that allows the fewest lanes, by name and kind."""
+        """Return name and kind of the source that allows the fewest lanes."""
         entry = self._narrowest()
-        if isinstance(entry.source, Mix):
-            return f"{entry.name}/{entry.source.narrowest()}"
+        if entry.mix is not None:
+            return f"{entry.name}/{entry.mix.narrowest()}"
         return f"{entry.name} ({type(entry.source).__name__})"
 
     def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
@@ -314,53 +306,8 @@ class Mix(Source):
             total += len(some) * scale
         return rows, total / max(1, len(rows))
 
-    def epoch_tokens(
-        self, tokens_of: Callable[[Source, Encode | None], tuple[float, float]]
-    ) -> tuple[float, float]:
-        """Tokens of one epoch, and how many of them are trained, given the same of one source read once.
 
-        Raises:
-            ValueError: if it never ends, or a source trains nothing.
-        """
-        if self.stop == "never":
-            raise ValueError("a mixture with stop='never' has no end; set max_steps")
-        parts = []
-        for entry, weight in zip(self.entries, self.weights, strict=False):
-            source = entry.source
-            inner = _with_default(tokens_of, entry.encoder)
-            tokens, trained = source.epoch_tokens(inner) if isinstance(source, Mix) else inner(source, None)
-            if not trained:
-                raise ValueError(f"no token of source {entry.name!r} is trained, as far as a sample tells")
-            parts.append((weight, tokens, trained))
-        total = sum(weight for weight, _, _ in parts)
-        ends = min if self.stop == "first_exhausted" else max
-        size = ends(trained * total / weight for weight, _, trained in parts)
-        return sum(size * weight / total * tokens / trained for weight, tokens, trained in parts), size
-
-
-def hold_out(source: Source, *, fraction: float) -> tuple[Source, Source]:
-    """Split off a fraction of a source's rows, as `Holdout` does; of a mixture, the same fraction of every source.
-
-    The held-out part of a mixture has the same weights and ends when the first source does: no row counts twice.
-    """
-    if not isinstance(source, Mix):
-        train, held_out = (Holdout(source, fraction=fraction, part=part) for part in PARTS)
-        return train, held_out
-    halves = [hold_out(entry.source, fraction=fraction) for entry in source.entries]
-    parts = [
-        [replace(entry, source=half[part]) for entry, half in zip(source.entries, halves, strict=True)]
-        for part in (0, 1)
-    ]
-    return Mix(parts[0], stop=source.stop), Mix(parts[1], stop="first_exhausted")
-
-
-def _with_default(
-    tokens_of: Callable[[Source, Encode | None], tuple[float, float]], default: Encode | None
-) -> Callable[[Source, Encode | None], tuple[float, float]]:
-    return lambda source, encoder: tokens_of(source, default if encoder is None else encoder)
-
-
-def _entry(given: Mapping[str, Any]) -> Entry:
+def _entry(given: Mapping[str, Any], once: Once) -> Entry:
     keys = [field.name for field in fields(Entry)]
     name = given.get("name")
     if not isinstance(name, str) or not name or "/" in name:
@@ -375,4 +322,4 @@ def _entry(given: Mapping[str, Any]) -> Entry:
         raise ValueError(
             f"source {name!r} has weight={weight!r}; give a number above 0, its fraction of the trained tokens"
         )
-    return Entry(name, as_source(given["source"]), float(weight), given.get("encoder"))
+    return Entry(name, as_source(given["source"], once=once), float(weight), given.get("encoder"))

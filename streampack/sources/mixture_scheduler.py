@@ -1,4 +1,4 @@
-"""Which source of a mixture the next row is drawn from: the one that is furthest behind its weight."""
+"""`MixtureScheduler`: draws each row of a mixture from the source that is furthest behind its weight."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ STOPS = ("first_exhausted", "all_exhausted", "never")
 
 
 class Weighing:
-    """The weights of all sources in a tree of mixtures, and those of earlier configs that a replay still needs.
+    """The weights of all sources in a tree of mixtures, and the earlier weights that a replay still needs.
 
-    A resume with other weights reads the rows that wait once more, with the weights that chose them; so does
-    the next resume, as long as one of them waits. ``past`` holds such weights in order, each for so many pieces.
+    A resume with other weights reads the rows that wait again, with the weights that chose them, and so does each
+    later resume while one of them waits. ``past`` holds these weights in order, each with its number of pieces.
 
     >>> weighing = Weighing((1, 3))
     >>> _ = weighing.change((2, 2), after=5)  # five pieces are replayed, then the new weights hold
@@ -33,11 +33,11 @@ class Weighing:
 
     @property
     def now(self) -> tuple[int, ...]:
-        """What the next row is chosen by."""
+        """The weights that choose the next row."""
         return self.past[0][1] if self.past else self.last
 
     def change(self, weights: Sequence[int], *, after: int) -> None:
-        """Go over to other weights when ``after`` pieces have been read."""
+        """Use other weights when ``after`` pieces have been read."""
         if tuple(weights) != self.last:
             left = after - sum(pieces for pieces, _ in self.past)
             if left > 0:
@@ -45,7 +45,7 @@ class Weighing:
             self.last = tuple(weights)
 
     def tick(self, pieces: int) -> None:
-        """So many pieces were read. Those of one row beyond the change count for the weights after it."""
+        """Count pieces that were read. A row's pieces beyond a change of weights count for the weights after it."""
         while self.past and pieces:
             left, weights = self.past[0]
             if pieces < left:
@@ -55,30 +55,30 @@ class Weighing:
             del self.past[0]
 
     def numbers(self) -> list[int]:
-        """All of it, for a cursor."""
+        """Return the weights as the beginning of a cursor."""
         past = [number for pieces, weights in self.past for number in (pieces, *weights)]
         return [len(self.past), *past, *self.last]
 
     @classmethod
     def from_numbers(cls, numbers: Iterator[int], *, count: int) -> Weighing:
-        """The inverse of `numbers`, for ``count`` sources."""
+        """Invert `numbers`, for ``count`` sources."""
         past = [(next(numbers), _take(numbers, count)) for _ in range(next(numbers))]
         return cls(_take(numbers, count), past)
 
 
 @dataclass(slots=True)
 class Stand:
-    """Where one source of a mixture stands in one lane's epoch."""
+    """The state of one source of a mixture in one lane's epoch."""
 
     deficit: int  # trained tokens that it is behind its target fraction, times the sum of the weights
-    turn: int = 0  # how often it was begun anew
+    turn: int = 0  # how often it has restarted
     exhausted: bool = False  # it was read to its end at least once
     fed: bool = False  # this turn has trained something
     cursor: Cursor | None = None  # of its next row; None before the turn's first
     reader: Reader | None = None  # opened when it is due
 
     def numbers(self) -> list[int]:
-        """All but the reader, for a cursor."""
+        """Return the state, without the reader, as a part of a cursor."""
         cursor = self.cursor
         flags = self.turn << 2 | self.exhausted << 1 | self.fed
         zigzag = self.deficit << 1 if self.deficit >= 0 else ~self.deficit << 1 | 1
@@ -86,7 +86,7 @@ class Stand:
 
     @classmethod
     def from_numbers(cls, numbers: Iterator[int]) -> Stand:
-        """The inverse of `numbers`."""
+        """Invert `numbers`."""
         zigzag, flags, size = next(numbers), next(numbers), next(numbers)
         deficit = ~(zigzag >> 1) if zigzag & 1 else zigzag >> 1
         cursor = _take(numbers, size - 1) if size else None
@@ -94,36 +94,35 @@ class Stand:
 
 
 class Open(Protocol):
-    """How a mixture opens one of its sources."""
+    """A function that opens a source of a mixture."""
 
     def __call__(self, number: int, *, turn: int, start: Cursor | None, weighing: Weighing) -> Reader:
-        """Source ``number`` in its ``turn``-th turn, at the beginning or at a cursor."""
+        """Open source ``number`` in its ``turn``-th turn, at the beginning or at a cursor."""
 
 
 class MixtureScheduler(Reader):
-    """One lane's rows of a mixture in one epoch; the row that is due comes from the source furthest behind.
+    """One lane's rows of a mixture in one epoch, each from the source that is furthest behind its weight.
 
-    Whoever reads it says after each row, with `charge`, how many tokens the row trains. What a source then has to come,
-    ``its weight * all of these tokens - all weights * its own``, is its deficit: whole numbers, so the choice is the
-    same on every machine. The source with the largest is drawn from, of equals the first. So no deficit falls below
-    minus the longest sample, and because they add up to 0, none of S exceeds S - 1 of the longest (as deficit round
-    robin does it for packets, Shreedhar and Varghese 1996, here with the choice by deficit instead of in turns).
+    The reader's user reports after each row, with `charge`, how many tokens the row trains. A source's deficit is ``its
+    weight * the trained tokens of all - the sum of weights * its own trained tokens``, an integer, so the choice is the
+    same on every machine. The next row comes from the source with the largest deficit, of equals the first. So no
+    deficit falls below minus the longest sample, and as they add up to 0, none of S exceeds S - 1 of the longest.
+    (Deficit round robin, Shreedhar and Varghese 1996, with the choice by deficit instead of in turns.)
 
-    Lanes that all begin at 0 draw from the same sources at the same time, and each from all of them at once: far too
-    much from those with long samples. So a lane begins with deficits that add up to 0 and are up to ``stagger`` tokens
-    apart, by (seed, epoch, lane); each source is the first with the probability of its weight. In all, the fraction of
-    a source after T tokens is off by at most S * max(longest, stagger) / T.
+    If all lanes began at 0, they would draw from the same sources at the same time, and from all of them at once: far
+    too much from those with long samples. So a lane begins with deficits that add up to 0 and are up to ``stagger``
+    tokens apart, by (seed, epoch, lane); a source is the first with the probability of its weight. In all, the fraction
+    of a source after T tokens is off by at most S * max(longest, stagger) / T.
 
     Args:
         names: of the sources, for errors.
-        opens: opens one of them.
-        locate: says where a row of the mixture stands.
+        opens: opens one of the sources.
+        locate: see `Source.locate`, of the mixture.
         stop: one of `STOPS`.
         weighing: shared with the mixtures in the same tree.
-        offset: of this mixture's weights in it.
-        reading: of the lane; where it starts is said by ``start``.
-        start: this mixture's part of a cursor, to be read off.
-        root: whether this is the outermost mixture, whose cursors hold the weights.
+        offset: of this mixture's weights in the tree's.
+        reading: of the lane; its ``start`` is not used.
+        start: the rest of a cursor, which begins with this mixture's part.
     """
 
     def __init__(
@@ -137,7 +136,6 @@ class MixtureScheduler(Reader):
         offset: int,
         reading: Reading,
         start: Iterator[int] | None = None,
-        root: bool = True,
     ) -> None:
         self.names = names
         self.opens = opens
@@ -146,7 +144,7 @@ class MixtureScheduler(Reader):
         self.weighing = weighing
         self.span = slice(offset, offset + len(names))
         self.place = f"lane {reading.lane} of {reading.num_lanes}"
-        self.root = root
+        self.root = offset == 0  # the outermost mixture, whose cursors hold the weights
         rng = np.random.default_rng(reading.key)
         self.delays = sorted(rng.integers(0, reading.stagger + 1, len(names)).tolist())
         self.waits = rng.exponential(size=len(names))
@@ -161,13 +159,13 @@ class MixtureScheduler(Reader):
 
     @property
     def begins(self) -> bool:
-        """Whether the newest row is the first of its source's turn."""
+        """See `Reader.begins`."""
         reader = self.stands[self.due].reader
         return self.first or (reader is not None and reader.begins)
 
     @property
     def cursor(self) -> Cursor:
-        """Of the newest row until it is charged, then of the row that comes next."""
+        """The cursor of the newest row until that is charged, then of the next row."""
         numbers = self.weighing.numbers() if self.root else []
         for stand in self.stands:
             numbers += stand.numbers()
@@ -203,14 +201,14 @@ class MixtureScheduler(Reader):
         return Row(row.data, self.cursor, (self.due, *row.row_id))
 
     def skip(self) -> None:
-        """Pass by the record that `BadRecord` was raised for; it counts as a row that trains nothing."""
+        """See `Reader.skip`; the record counts as a row that trains nothing."""
         reader = self.stands[self.due].reader
         assert reader is not None
         reader.skip()
         self._count(0, pieces=1)
 
     def charge(self, parts: Sequence[Sample]) -> None:
-        """Count the newest row's trained tokens for its source. A row that was dropped counts as one piece."""
+        """See `Reader.charge`. A row that was dropped counts as one piece."""
         assert self.drawn, "every row is charged once"
         self.drawn = False
         reader = self.stands[self.due].reader
@@ -231,21 +229,21 @@ class MixtureScheduler(Reader):
             self.weighing.tick(pieces)
 
     def succeed(self, ended: Reader) -> None:
-        """Begin where another epoch ended: should it be a replay with earlier weights, it goes on."""
+        """See `Reader.succeed`: a replay with earlier weights goes on in the next epoch."""
         assert isinstance(ended, MixtureScheduler)
         self.weighing = ended.weighing
         self._begin()
 
     def _begin(self) -> None:
-        # The smallest of exponential numbers with rates w_i is the i-th with probability w_i, which is how likely a
-        # token, at any time, is the i-th source's. The smallest has the shortest delay.
+        # Of exponential random numbers with rates w_i, the i-th is the smallest with probability w_i, its source's
+        # share of the tokens at any time. The smallest has the shortest delay.
         weights = self.weighing.now[self.span]
         ranks = np.argsort(np.argsort(self.waits / np.array(weights))).tolist()
         middle = sum(weights) * sum(self.delays) // len(weights)
         self.stands = [Stand(middle - sum(weights) * self.delays[rank]) for rank in ranks]
 
     def _turn(self, number: int) -> None:
-        """A source is at its end: the epoch is over, or the source begins anew. At the end, nothing changes."""
+        """End the epoch, or restart a source that was read to its end. At the end of the epoch, nothing changes."""
         stand, name = self.stands[number], self.names[number]
         if stand.cursor is None:
             raise ValueError(

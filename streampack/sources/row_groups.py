@@ -1,4 +1,4 @@
-"""Row groups: what a footer says of them, and their rows."""
+"""Parquet footers, and the rows of row groups."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 from streampack.sources.shuffling import Damage, Part, Record
 from streampack.storage.base import File
@@ -20,7 +20,7 @@ PADDING_BYTES = 100  # old writers' column chunks end that much later than their
 
 
 class Footers:
-    """The metadata of Parquet files, read when it is asked for; the newest are kept."""
+    """A cache of the metadata of Parquet files."""
 
     def __init__(self, files: Sequence[File], columns: Sequence[str] | None) -> None:
         self.files = files
@@ -31,11 +31,11 @@ class Footers:
         return {**self.__dict__, "_kept": OrderedDict()}
 
     def known(self, number: int) -> Any:
-        """Of a file, if it is at hand."""
+        """Return a file's metadata if it is in the cache."""
         return self._kept.get(number)
 
     def get(self, number: int, fetcher: Fetcher) -> Any:
-        """As pyarrow has it.
+        """Return a file's metadata, as pyarrow has it.
 
         Raises:
             Damage: if the file has none.
@@ -69,7 +69,10 @@ class Footers:
 
 
 class RowGroups:
-    """The rows of one part, each with its number in the file; raw, a row is its batch's columns and its place there."""
+    """An iterator over the rows of one part, each with its number in the file.
+
+    A raw row is the columns of its batch, and its place there.
+    """
 
     def __init__(
         self, footers: Footers, part: Part, offset: int, fetcher: Fetcher, following: Part | None = None
@@ -97,7 +100,7 @@ class RowGroups:
         return record
 
     def _group(self, group: int) -> Iterator[Record]:
-        """The rows of a row group from ``self.offset`` on."""
+        """Yield the rows of a row group from ``self.offset`` on."""
         import pyarrow
         from pyarrow import parquet
 
@@ -105,9 +108,7 @@ class RowGroups:
         ranges = self._ranges(group)
         self.fetcher.plan(self._plan(group))
         held = [
-            _Held(
-                start, b"".join(map(self.fetcher.take, blocks(self.fetcher.storage, self.file, start, stop)))
-            )
+            (start, b"".join(map(self.fetcher.take, blocks(self.fetcher.storage, self.file, start, stop))))
             for start, stop in ranges
         ]
         wanted = self.footers.columns
@@ -123,7 +124,7 @@ class RowGroups:
                 BATCH_ROWS, row_groups=[group], columns=wanted, use_threads=False
             ):
                 found = zip(batch.schema.names, batch.columns, strict=True)
-                # "a.b" names a column of that name to us, and a field within a column "a" to pyarrow, too.
+                # "a.b" is the name of a column here; to pyarrow it may also be a field within a column "a".
                 columns = {name: column for name, column in found if wanted is None or name in wanted}
                 for i in range(max(0, self.offset - at), min(batch.num_rows, self.stop - at)):
                     yield at + i, (columns, i), at + i + 1
@@ -131,12 +132,12 @@ class RowGroups:
             if at != last:
                 raise ValueError(f"{at - first} rows are there and {last - first} should be")
         except (pyarrow.ArrowException, OSError, ValueError) as error:
-            # All its bytes are here, so it is not the storage; what the columns hold from here on is lost.
+            # All bytes of the group were read, so the storage is not at fault; the rest of the group is lost.
             what = f"row group {group} is damaged: {error}"
             raise Damage(what, offset=self.offset, resume=last if last < self.stop else None) from None
 
     def _ranges(self, group: int) -> list[tuple[int, int]]:
-        """Where the needed columns of a row group lie: ranges of bytes, neighbours joined."""
+        """Return the byte ranges of a row group's needed columns, neighbours joined."""
         metadata, found = self.footer.row_group(group), []
         for i in range(metadata.num_columns):
             column = metadata.column(i)
@@ -159,9 +160,9 @@ class RowGroups:
         return joined
 
     def _plan(self, group: int) -> Iterator[Block]:
-        """The row group, those of the part behind it, and what is known of the part that follows."""
+        """Yield the blocks of the row group, of those behind it in the part, and of the following part."""
         while group < len(self.starts) - 1 and self.starts[group] < self.stop:
-            with suppress(Damage):  # which is raised when its turn comes
+            with suppress(Damage):  # raised when its turn comes
                 for start, stop in self._ranges(group):
                     yield from blocks(self.fetcher.storage, self.file, start, stop)
             group += 1
@@ -174,15 +175,10 @@ class RowGroups:
         yield from following._plan(group_of(following.footer, following.offset))
 
 
-class _Held(NamedTuple):
-    start: int
-    data: bytes
-
-
 class _Sparse(io.RawIOBase):
-    """Some ranges of a file, for pyarrow to read from."""
+    """A file of which only some ranges are held, for pyarrow to read from."""
 
-    def __init__(self, held: list[_Held], size: int) -> None:
+    def __init__(self, held: list[tuple[int, bytes]], size: int) -> None:
         self.held = held
         self.size = size
         self.at = 0
@@ -210,12 +206,12 @@ class _Sparse(io.RawIOBase):
 
 
 def _is_within(path: str, columns: Sequence[str]) -> bool:
-    """Whether a leaf may belong to one of these columns, whose names may have dots in them, too."""
+    """Return whether a leaf may belong to one of these columns, whose names may contain dots."""
     return any(path == name or path.startswith(f"{name}.") for name in columns)
 
 
 def plain_row(raw: tuple[Mapping[str, Any], int]) -> Mapping[str, Any]:
-    """Plain Python values of a raw row."""
+    """Return the plain Python values of a raw row."""
     columns, i = raw
     return {name: column[i].as_py() for name, column in columns.items()}
 
@@ -225,11 +221,11 @@ def _tail(file: File) -> Block:
 
 
 def starts_of(footer: Any) -> list[int]:
-    """The first row of every row group, and the end."""
+    """Return the first row of every row group, and the end."""
     return [0, *accumulate(footer.row_group(i).num_rows for i in range(footer.num_row_groups))]
 
 
 def group_of(footer: Any, row: int) -> int:
-    """The row group that holds a row."""
+    """Return the number of the row group that holds a row."""
     starts = starts_of(footer)
     return max(i for i, start in enumerate(starts[:-1]) if start <= row) if len(starts) > 1 else 0

@@ -1,4 +1,4 @@
-"""The readers of any sequential source: in its order, or shuffled within windows."""
+"""Readers of parts of files: in their order, or shuffled within windows."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from streampack.sources.base import BadRecord, Reader, Reading, permutation
-from streampack.types import Cursor, Row, RowId, from_tuple
+from streampack.types import Cursor, Row, RowId
 
-Record = tuple[int, Any, int]  # (offset in its file, raw data, offset of what comes next)
-_Found = tuple["Part", int, Any]  # a record's part, its offset, and the raw data, or the damage in its place
-_row = from_tuple(Row)
+Record = tuple[int, Any, int]  # (offset in its file, raw data, offset of the next record)
+_Found = tuple["Part", int, Any]  # (part, offset of the record, raw data or Damage)
 
 
 class Part(NamedTuple):
-    """A stretch of a file: the records whose first unit lies in ``[start, stop)``; ``None`` is the end."""
+    """A slice of a file: the records whose first unit (byte or row) lies in ``[start, stop)``; ``None`` is the end."""
 
     file: int
     start: int = 0
@@ -22,7 +21,7 @@ class Part(NamedTuple):
 
 
 class Damage(ValueError):
-    """A stretch of a part that cannot be read, however often one tries."""
+    """A stretch of a part that can never be read. It counts as one bad record."""
 
     def __init__(self, reason: str, *, offset: int, resume: int | None) -> None:
         super().__init__(reason)
@@ -33,7 +32,7 @@ class Damage(ValueError):
 class InOrder(Reader):
     """Reads parts one after the other. A cursor is ``(part, offset, 0)``: offset ``offset`` of the ``part``-th part.
 
-    A stretch that is damaged is one record, and raised when its turn comes. For the arguments see `read_parts`.
+    For the arguments see `read_parts`.
     """
 
     cursor: Cursor = ()
@@ -58,8 +57,8 @@ class InOrder(Reader):
         self.offset = parts[0].start if parts else 0  # of the next record in that part
         if reading.start is not None:
             self.part, self.offset, _ = reading.start
-        self.cursor = (self.part, self.offset, 0)  # of the row that comes next: where its search begins
-        self.found: _Found | None = None  # that row's record, until it is yielded
+        self.cursor = (self.part, self.offset, 0)  # of the next row
+        self.found: _Found | None = None  # the next row's record, until it is yielded
 
     def __next__(self) -> Row:
         if (found := self.found) is None:
@@ -76,14 +75,14 @@ class InOrder(Reader):
         except ValueError as error:
             raise BadRecord(str(error), cursor=cursor, row_id=row_id, locate=self.locate) from None
         self.found, self.cursor = None, (self.part, self.offset, 0)
-        return _row((data, cursor, row_id))
+        return Row(data, cursor, row_id)
 
     def skip(self) -> None:
         """See `Reader.skip`."""
         self.found, self.cursor = None, (self.part, self.offset, 0)
 
     def find(self) -> _Found | None:
-        """The next record of the parts, and where it is found; None at their end."""
+        """Return the next record; None at the end of the parts."""
         while self.part < len(self.parts):
             part = self.parts[self.part]
             try:
@@ -100,8 +99,8 @@ class InOrder(Reader):
                     self.records, self.offset = None, damage.resume
                 return part, damage.offset, damage
             except Exception as error:
-                # Half a line may be lost in its buffer, and a generator that raised is finished: asked again,
-                # either would shorten the corpus in silence. Open it anew, at the record that failed.
+                # Half a line may be lost in a buffer, and a generator that raised is finished: asked again, either
+                # would shorten the corpus silently. Open the part anew, at the record that failed.
                 self.records = None
                 error.add_note(f"while reading {self.place(part, self.offset)}")
                 raise
@@ -114,16 +113,16 @@ class InOrder(Reader):
 
 
 class WindowReader(Reader):
-    """Reads ``ordered``, within windows of ``shuffle_window`` records, in a permuted order.
+    """Reads the records of ``ordered`` in a permuted order within windows of ``shuffle_window`` records.
 
-    The permutations, of the parts and within each window, are functions of (seed, epoch, lane, window),
-    so a cursor ``(part, offset, index)`` says all: the window starts at ``offset`` of the ``part``-th
-    part of the permuted order, and ``index`` of its records have been read. Starting there reads at most
-    one window again. Records are held raw and decoded one at a time.
+    The permutations, of the parts and within each window, are functions of (seed, epoch, lane, window). So a cursor
+    ``(part, offset, index)`` is complete: the window starts at ``offset`` of the ``part``-th part of the permuted
+    order, and ``index`` of its records have been read. A resume reads at most one window again. Records are held raw
+    and decoded one at a time.
     """
 
     def __init__(self, ordered: InOrder) -> None:
-        self.ordered = ordered  # finds the records, and is given each again when its turn comes
+        self.ordered = ordered  # finds the records, and decodes each when its turn comes
         self.reading = ordered.reading
         self.filling: list[_Found] | None = None  # the next window, until it is complete
         self.window: list[_Found] = []  # records in the order of yielding
@@ -135,7 +134,7 @@ class WindowReader(Reader):
 
     @property
     def cursor(self) -> Cursor:
-        """The cursor of the row that comes next."""
+        """See `Reader.cursor`."""
         return self.ordered.cursor
 
     def __next__(self) -> Row:
@@ -177,15 +176,15 @@ def read_parts(
     place: Callable[[Part, int], str] = "{}, offset {}".format,
     locate: Callable[[RowId], str] = "{}".format,
 ) -> InOrder | WindowReader:
-    """The reader of a lane's parts in the order that ``reading`` asks for.
+    """Open a reader of a lane's parts, in the order that ``reading`` asks for.
 
     Args:
         parts: of the lane.
         reading: the order, and where to begin.
-        open_part: ``(part, offset, following)`` gives the records of a part from ``offset`` on; ``following`` is the
-            part that comes then, for whoever reads ahead.
+        open_part: ``(part, offset, following)`` returns the records of a part from ``offset`` on; ``following`` is
+            the part after it, for reading ahead.
         decode: ``(part, offset, raw)`` makes a row's data, or raises ValueError.
-        place: ``(part, offset)`` in words, for errors of the storage.
+        place: ``(part, offset)`` as text, for errors of the storage.
         locate: see `Source.locate`.
     """
     if reading.shuffle_window:

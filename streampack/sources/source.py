@@ -1,4 +1,4 @@
-"""`Source`: the base class of all sources, and the contract that a source of one's own implements."""
+"""`Source`: the base class of all sources, and the contract of a user's own."""
 
 from __future__ import annotations
 
@@ -6,22 +6,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
-from streampack.sources.base import Reader, Reading
+from streampack.sources.base import Reader, Reading, own_row
 from streampack.sources.examples import EXAMPLES, Example, first_rows
-from streampack.sources.row_copies import own_row
 from streampack.sources.shuffling import Part, Record, read_parts
-from streampack.storage.base import File, Together
+from streampack.storage.base import File, ParallelMap
 from streampack.storage.listing import Corpus
 from streampack.types import RowId
 
 
 class Source(ABC):
-    """Rows that several lanes divide among them, and that each lane can read again from any cursor.
+    """Rows that lanes divide among them, and that each lane can read again from any cursor.
 
-    A source of one's own needs two methods: `fingerprint`, and `rows`, which numbers its rows and can begin at any
+    A source of your own needs two methods: `fingerprint`, and `rows`, which numbers its rows and can begin at any
     number. Shuffling, lanes, resume and bad records then work as for the others. A source that finds its rows in
-    another way, in files for instance, overrides `read`, `locate` and `fetch` in the place of `rows`. Everything else
-    has a default.
+    another way overrides `read`, `locate` and `fetch` instead of `rows`. Everything else has a default.
 
     >>> class Squares(Source):
     ...     def fingerprint(self):
@@ -42,6 +40,37 @@ class Source(ABC):
     ids_below: int | None = None
     """A bound that all token ids in the rows are below, where rows are tokens already and it is known."""
 
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Return a digest of the corpus; a state made with another one is refused."""
+
+    def rows(self, start: int, step: int) -> Iterator[Mapping[str, Any]]:
+        """Yield rows number ``start``, ``start + step``, ..., the same ones at every call."""
+        raise NotImplementedError(f"{type(self).__name__} needs either rows, or read, locate and fetch")
+
+    def read(self, reading: Reading) -> Reader:
+        """Open a reader of one lane's rows in one epoch."""
+        return read_parts(
+            [Part(0, reading.lane)],
+            reading,
+            open_part=lambda part, offset, following: self._numbered(offset, reading),
+            decode=lambda part, offset, raw: raw,
+            place=lambda part, offset: f"row {offset}",
+            locate=self.locate,
+        )
+
+    def locate(self, row_id: RowId) -> str:
+        """Describe where a row is, for messages: file and line, or row number."""
+        return f"row {row_id[-1]}"
+
+    def fetch(self, row_id: RowId) -> Mapping[str, Any]:
+        """Read one row again."""
+        return next(iter(self.rows(row_id[-1], 1)))
+
+    def shard(self, row_id: RowId) -> str:
+        """Name the part of the corpus that a row is in, for the list of bad records."""
+        return self.locate(row_id)
+
     @property
     def way_out(self) -> str:
         """Suffix of the error message where ``max_lanes`` are too few: how to get more lanes."""
@@ -52,106 +81,69 @@ class Source(ABC):
 
     @property
     def retry_budget(self) -> float:
-        """Seconds that one read may take in retries: so much longer the loader waits for other ranks."""
+        """Seconds that one read may take in retries: the loader waits so much longer for other ranks."""
         return 0.0
 
-    @property
-    def names(self) -> list[str]:
-        """Names of the sources of a mixture, those within others too; none for a source that is no mixture."""
-        return []
-
-    def source_index(self, row_id: RowId) -> int:
-        """Which of `names` a row comes from; 0 for a source that is no mixture."""
-        return 0
-
-    def encoder(self, row_id: RowId) -> Callable[[Mapping[str, Any]], Any] | None:
-        """The encoder of a row's own source in a mixture; None for the run's."""
-        return None
-
-    @abstractmethod
-    def fingerprint(self) -> str:
-        """A digest of the corpus; a state made with another one is refused."""
-
-    def rows(self, start: int, step: int) -> Iterator[Mapping[str, Any]]:
-        """Rows number ``start``, ``start + step``, ..., the same ones at every call."""
-        raise NotImplementedError(f"{type(self).__name__} needs either rows, or read, locate and fetch")
-
-    def read(self, reading: Reading) -> Reader:
-        """Open a reader of one lane's rows in one epoch. By default by way of `rows`."""
-        return read_parts(
-            [Part(0, reading.lane)],
-            reading,
-            open_part=lambda part, offset, following: _numbered(
-                self, offset, reading.num_lanes, held=reading.shuffle_window > 0
-            ),
-            decode=lambda part, offset, raw: raw,
-            place=lambda part, offset: f"row {offset}",
-            locate=self.locate,
-        )
-
-    def locate(self, row_id: RowId) -> str:
-        """Where a row stands, in words for people: file and line, or row number."""
-        return f"row {row_id[-1]}"
-
-    def fetch(self, row_id: RowId) -> Mapping[str, Any]:
-        """Read one row again."""
-        return next(iter(self.rows(row_id[-1], 1)))
-
-    def shard(self, row_id: RowId) -> str:
-        """The part of the corpus that a row is in, by which bad records are listed. By default, where it stands."""
-        return self.locate(row_id)
-
     def natural_lanes(self) -> int:
-        """How many lanes the rows fill without their last, part-empty packs mattering: a lane per some 100 packs."""
+        """Return how many lanes the rows fill: one per some 100 packs, as each lane's last pack is part-empty."""
         return 1
 
     def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
-        """About ``count`` rows from all over the corpus, and how many times as much the whole corpus is.
+        """Return about ``count`` rows from all over the corpus, and how many times larger the whole corpus is.
 
         A broken record counts as a row, and is left out.
 
         Raises:
-            ValueError: if nobody knows how much the corpus is.
+            ValueError: if the corpus has no known length.
         """
         raise ValueError(f"the length of {type(self).__name__} is unknown; set max_steps")
 
     def examples(self, count: int = EXAMPLES) -> list[Example]:
-        """About ``count`` rows, the same at each call and in each process, from all over the corpus if that is cheap.
-
-        By default the first ones.
-        """
+        """Return about ``count`` rows, the same at each call and in each process; by default the first ones."""
         return first_rows(self.read(Reading()), count)
 
     def identity(self) -> dict[str, Any]:
-        """What tells this corpus from another, by name: plain values, mappings of them, and `Compared`."""
+        """Return what distinguishes this corpus, by name: plain values, mappings of them, and `Compared`."""
         return {"source": type(self).__name__, "fingerprint": self.fingerprint()}
 
     def corpora(self) -> list[Corpus]:
-        """The files that the fingerprint is made of; none for a source without files."""
+        """Return the files that the fingerprint is made of; none for a source without files."""
         return []
 
     def listing(self) -> list[File]:
-        """The files that must be the same on all ranks. By default those of `corpora`."""
+        """Return the files that must be the same on all ranks; by default those of `corpora`."""
         return [file for corpus in self.corpora() for file in corpus.files]
 
     def divisible(self) -> list[Divisible]:
-        """The sources within this one, itself perhaps, that are `Divisible`."""
+        """Return the sources within this one, perhaps itself, that are `Divisible`."""
         return []
+
+    @property
+    def names(self) -> list[str]:
+        """Names of a mixture's sources, nested ones included; empty for other sources."""
+        return []
+
+    def source_index(self, row_id: RowId) -> int:
+        """Return which of `names` a row comes from; 0 for a source that is no mixture."""
+        return 0
+
+    def encoder(self, row_id: RowId) -> Callable[[Mapping[str, Any]], Any] | None:
+        """Return the encoder of a row's own source in a mixture; None for the run's."""
+        return None
+
+    def _numbered(self, start: int, reading: Reading) -> Iterator[Record]:
+        """Rows with their numbers, copied where a shuffle window holds them while others are read."""
+        number = start
+        for row in self.rows(start, reading.num_lanes):
+            yield number, own_row(row) if reading.shuffle_window else row, number + reading.num_lanes
+            number += reading.num_lanes
 
 
 class Divisible(Protocol):
-    """A source that must read something of its files to cut them into lanes, and can do so before they are read."""
+    """A source that must read something of its files to cut them into lanes, such as Parquet footers."""
 
     def is_divided(self, num_lanes: int) -> bool:
-        """Whether that was done."""
+        """Return whether `divide` was called for this number of lanes."""
 
-    def divide(self, num_lanes: int, together: Together) -> None:
-        """Do it; ``together`` says who reads what, and is asked in any case."""
-
-
-def _numbered(source: Source, start: int, step: int, *, held: bool) -> Iterator[Record]:
-    """Rows with their numbers. ``held``: until others are read, so that they are copied."""
-    number = start
-    for row in source.rows(start, step):
-        yield number, own_row(row) if held else row, number + step
-        number += step
+    def divide(self, num_lanes: int, parallel_map: ParallelMap) -> None:
+        """Cut the files into lanes; reads by ``parallel_map``, which is called in any case."""

@@ -1,4 +1,4 @@
-"""Token shards: documents that are tokens already, in files made for mapping into memory.
+"""Token shards: files of tokenized documents, made for mapping into memory.
 
 A folder holds shards and an ``index.json`` that names them. A shard, all numbers little-endian:
 
@@ -42,7 +42,7 @@ COUNTS = ("documents", "tokens", "crc32")
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What an index says of a shard, and where in the file things lie that follows from it."""
+    """The description of a shard in its index and header, and where in the file its parts begin."""
 
     name: str
     dtype: str
@@ -58,12 +58,12 @@ class Shard:
 
     @property
     def offsets_at(self) -> int:
-        """Where the offsets begin."""
+        """The byte where the offsets begin."""
         return -(-(HEADER_BYTES + self.tokens * self.width) // 8) * 8
 
     @property
     def mask_at(self) -> int:
-        """Where the mask begins, if there is one."""
+        """The byte where the mask begins, if there is one."""
         return self.offsets_at + 8 * (self.documents + 1)
 
     @property
@@ -73,7 +73,7 @@ class Shard:
 
 
 def shard_of(name: str, header: Mapping[str, Any]) -> Shard:
-    """A header, or an entry of an index, checked.
+    """Check a header, or an entry of an index.
 
     Raises:
         ValueError: if it is of another format, or a value is out of range.
@@ -87,18 +87,11 @@ def shard_of(name: str, header: Mapping[str, Any]) -> Shard:
     sound = all(type(count) is int and 0 <= count < 1 << 48 for count in counts)
     if header.get("dtype") not in DTYPES or type(header.get("masked")) is not bool or not sound:
         raise ValueError(f"{name}: its description is damaged; make it anew")
-    return Shard(
-        name,
-        header["dtype"],
-        header["documents"],
-        header["tokens"],
-        header["masked"],
-        header["crc32"],
-    )
+    return Shard(name, **{key: header[key] for key in ("dtype", "documents", "tokens", "masked", "crc32")})
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """The header of a shard whose size is right.
+    """Read the header of a shard, and check the file's size.
 
     Raises:
         ValueError: for any other file.
@@ -112,10 +105,10 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 def require_described(raw: bytes, shard: Shard, *, shown: str) -> None:
-    """Compare the header that a shard begins with, ``raw``, with what the index says of the shard.
+    """Compare the header of a shard, ``raw``, with its description in the index.
 
     Raises:
-        ValueError: naming the shard as ``shown``, if they differ, or if it begins with no header.
+        ValueError: naming the shard as ``shown``, if they differ, or there is no header.
     """
     own, index = asdict(shard_of(shown, _parsed(raw, shown=shown))), asdict(shard)
     differ = [key for key in own if key != "name" and own[key] != index[key]]
@@ -138,17 +131,17 @@ def _parsed(raw: bytes, *, shown: str) -> dict[str, Any]:
 
 
 class ShardWriter:
-    """Writes one shard. It appears under its name when it is complete, and not before.
+    """Writes one shard. The file gets its name when it is complete.
 
     Args:
-        path: where.
+        path: of the shard.
         dtype: of the tokens, one of `DTYPES`.
     """
 
     def __init__(self, path: Path, *, dtype: str) -> None:
         self.path = path
         self.dtype = np.dtype(dtype).newbyteorder("<")
-        # Of this process: one that was left behind by a killed run may still be writing its own.
+        # Named by the process: one that a killed run left behind may still be writing its own.
         self.unfinished = path.with_name(f".{path.name}.{os.getpid()}")
         self.file = self.unfinished.open("wb")
         self.file.write(bytes(HEADER_BYTES))
@@ -159,11 +152,11 @@ class ShardWriter:
 
     @property
     def tokens(self) -> int:
-        """Written so far."""
+        """The number of tokens written so far."""
         return self.offsets[-1]
 
     def append(self, tokens: IntArray, trained: npt.NDArray[np.bool_]) -> None:
-        """One document.
+        """Write one document.
 
         Raises:
             ValueError: for a token that the shard's type cannot hold.
@@ -180,7 +173,7 @@ class ShardWriter:
         self.masked |= not trained.all()
 
     def close(self, notes: Mapping[str, Any]) -> Shard:
-        """Finish it. ``notes`` are plain values that go into the header, too."""
+        """Complete the shard. ``notes`` are plain values that go into the header, too."""
         self._write(bytes(-(HEADER_BYTES + self.tokens * self.dtype.itemsize) % 8))
         self._write(np.asarray(self.offsets).astype("<i8").tobytes())
         if self.masked:
@@ -202,7 +195,7 @@ class ShardWriter:
         return shard_of(self.path.name, header)
 
     def abandon(self) -> None:
-        """Leave nothing behind."""
+        """Remove the unfinished file."""
         self.file.close()
         with suppress(FileNotFoundError):
             self.unfinished.unlink()
@@ -213,7 +206,7 @@ class ShardWriter:
 
 
 def settle(file: Any, unfinished: Path, path: Path) -> None:
-    """Give a written file its name, whole or, if the machine fails now, not at all."""
+    """Rename a written file durably: if the machine fails, it has its name and all of its content, or no name."""
     file.flush()
     os.fsync(file.fileno())
     file.close()

@@ -1,4 +1,4 @@
-"""Where bytes come from. Every read is one range of one file; nothing stays open, and nothing is shared by a fork."""
+"""Files and storages. Each read is one range of one file; no file stays open, and a fork shares nothing."""
 
 from __future__ import annotations
 
@@ -14,47 +14,47 @@ from streampack.fingerprint import digest
 from streampack.storage.compression import COMPRESSED
 
 HASHED_BYTES = 1 << 16  # of a file's head and of its tail
-TOGETHER = 32  # requests at once, where nothing has to come before anything
+THREADS = 32  # requests at once, where their order does not matter
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """An entry of the manifest."""
+    """A file of a corpus, as it was when the corpus was listed."""
 
-    path: str = field(repr=False)  # or URL, with whatever secret its owner put into it
+    path: str = field(repr=False)  # or URL, which may hold secrets
     name: str  # relative to the files' common folder, so that a corpus may move
-    size: int  # bytes, as they lie in the storage
-    tag: str | None = None  # what the storage calls this version of the content, an ETag
+    size: int  # bytes in the storage, compressed where it is
+    tag: str | None = None  # the storage's name for this version of the content, such as an ETag
 
     @property
     def seekable(self) -> bool:
-        """Whether reading can start anywhere."""
+        """Whether reading can start in the middle."""
         return not urlsplit(self.path).path.endswith(COMPRESSED)
 
     @property
     def shown(self) -> str:
-        """The path for people and logs."""
+        """The path without secrets, for messages and logs."""
         return redact(self.path)
 
 
 class Storage(Protocol):
-    """What holds the files."""
+    """Something that holds files: this machine, or a service behind URLs."""
 
     block: int  # bytes that one read should bring
     patience: float  # seconds that one read may take
 
     def fetch(self, file: File, start: int, stop: int) -> bytes:
-        """Exactly the bytes ``[start, stop)``.
+        """Return exactly the bytes ``[start, stop)``.
 
         Raises:
-            OSError: for what may pass; one of `retry.PERMANENT` for what does not.
-            ValueError: if the file is not the one of the manifest any more.
+            OSError: for errors that may pass; one of `retries.PERMANENT` for others.
+            ValueError: if the file has changed since it was listed.
         """
 
     def tag(self, file: File) -> str:
-        """What this version of the file's content goes by; the same again wherever it is stored."""
+        """Return a digest or tag of the file's content, the same wherever the file is stored."""
 
 
 class LocalStorage:
@@ -64,7 +64,7 @@ class LocalStorage:
     patience = 0.0
 
     def fetch(self, file: File, start: int, stop: int) -> bytes:
-        """See `Storage.fetch`. Opening costs some 20 us a block of 256 KiB, whose JSON takes some ms to read."""
+        """See `Storage.fetch`. Opens the file: 20 us, where parsing a block of 256 KiB of JSON takes milliseconds."""
         with Path(file.path).open("rb", buffering=0) as raw:
             if (size := os.fstat(raw.fileno()).st_size) != file.size:
                 raise changed(file, f"has {size} bytes and had {file.size}")
@@ -77,18 +77,18 @@ class LocalStorage:
         return data
 
     def tag(self, file: File) -> str:
-        """A digest of the first and last 64 KiB."""
+        """See `Storage.tag`."""
         return ends(self, file)
 
 
 def ends(storage: Storage, file: File) -> str:
-    """A digest of the first and last 64 KiB."""
+    """Return a digest of the first and last 64 KiB."""
     head = storage.fetch(file, 0, min(HASHED_BYTES, file.size))
     return digest(head, storage.fetch(file, max(0, file.size - HASHED_BYTES), file.size))
 
 
 def changed(file: File, what: str) -> ValueError:
-    """Of a file that is not the one of the manifest any more."""
+    """Make the error for a file that has changed since it was listed."""
     return ValueError(
         f"{file.shown} {what} when the run began; a corpus must not change during a run: restore the file, or "
         "start anew"
@@ -96,7 +96,7 @@ def changed(file: File, what: str) -> ValueError:
 
 
 def redact(path: str) -> str:
-    """A path or URL without user, password, query and fragment, where secrets stand.
+    """Return a path or URL without user, password, query and fragment, which may hold secrets.
 
     >>> redact("https://me:secret@host:8000/a.jsonl?token=secret")
     'https://host:8000/a.jsonl'
@@ -110,14 +110,14 @@ def redact(path: str) -> str:
     return f"{parts.scheme}://{host}{parts.path}"
 
 
-class Together(Protocol):
-    """How something is done to many items: by `together`, or by several processes, each doing some for all."""
+class ParallelMap(Protocol):
+    """A parallel map: in threads (`map_in_threads`), or split over the ranks."""
 
     def __call__(self, call: Callable[[Item], Result], items: Sequence[Item], /) -> list[Result]:
-        """The results, in the items' order."""
+        """Return the results, in the items' order."""
 
 
-def together(call: Callable[[Item], Result], items: Sequence[Item] | Iterable[Item]) -> list[Result]:
-    """``call`` of every item, several at once, in the items' order; the first error is raised."""
-    with ThreadPoolExecutor(TOGETHER) as pool:
+def map_in_threads(call: Callable[[Item], Result], items: Sequence[Item] | Iterable[Item]) -> list[Result]:
+    """Call a function with each item, in threads. Returns the results in the items' order; raises the first error."""
+    with ThreadPoolExecutor(THREADS) as pool:
         return list(pool.map(call, items))

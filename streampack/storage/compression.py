@@ -29,25 +29,11 @@ KINDS = {
     b"\xff\xfe": "UTF-16 text",
     b"\xfe\xff": "UTF-16 text",
 }
-"""What a file is whose first bytes are these. None can begin a JSON object."""
+"""Kinds of files by their first bytes. None of these can begin a JSON object."""
 NOT_TEXT = (
-    *(
-        ".bz2",
-        ".xz",
-        ".lzma",
-        ".zip",
-        ".lz4",
-        ".7z",
-        ".br",
-        ".sz",
-        ".snappy",
-        ".tar",
-        ".tgz",
-        ".tar.gz",
-        ".tar.zst",
-    ),
-    *(".parquet", ".arrow", ".feather"),
-)
+    ".bz2", ".xz", ".lzma", ".zip", ".lz4", ".7z", ".br", ".sz", ".snappy", ".tar", ".tgz", ".tar.gz", ".tar.zst",
+    ".parquet", ".arrow", ".feather",
+)  # fmt: skip
 
 
 class ArchiveError(Exception):
@@ -55,11 +41,11 @@ class ArchiveError(Exception):
 
 
 DAMAGED = (gzip.BadGzipFile, zlib.error, EOFError, ArchiveError)
-"""What a compressed stream raises that is broken or cut off."""
+"""Errors of a compressed stream that is broken or cut off."""
 
 
 def kind_of(head: bytes) -> str | None:
-    """Return what a file is by its first bytes, if they are not those of text.
+    """Return the kind of a file by its first bytes, None for text.
 
     >>> kind_of(b"BZh91AY&SY"), kind_of(b'{"text": "a"}')
     ('bzip2 data', None)
@@ -80,7 +66,7 @@ def not_text(shown: str, kind: str) -> ValueError:
 
 
 def content(raw: io.RawIOBase, *, name: str) -> io.BufferedReader:
-    """The stream of a file's content, decompressed as its name says."""
+    """Return the stream of a file's content, decompressed as the ending of its name says."""
     if name.endswith(".gz"):
         return io.BufferedReader(gzip.GzipFile(fileobj=raw), BUFFER_BYTES)
     if name.endswith(".zst"):
@@ -89,10 +75,10 @@ def content(raw: io.RawIOBase, *, name: str) -> io.BufferedReader:
 
 
 class _Zstd(io.RawIOBase):
-    """Decompresses frame after frame, and in a frame block after block: a block has 128 KiB of content at most.
+    """Decompresses frame after frame, and each frame block by block: a block has at most 128 KiB of content.
 
-    zstandard's own reader takes a file that was cut off for one that ends, and its decompressor gives all at once that
-    it can make of what it is given: of 29 KB, 600 MiB.
+    zstandard's own reader takes a file that was cut off for one that ends, and its decompressor returns all content of
+    its input at once: 600 MiB of 29 KB.
     """
 
     def __init__(self, raw: io.RawIOBase) -> None:
@@ -124,7 +110,7 @@ class _Zstd(io.RawIOBase):
         return count
 
     def _begin(self) -> bytes | None:
-        """The header of the next frame; None at the file's end. RFC 8878, 3.1."""
+        """Read the header of the next frame; None at the file's end. RFC 8878, 3.1."""
         while (magic := self.raw.read(4)) and magic[1:] == SKIPPABLE and 0x50 <= magic[0] < 0x60:
             left = int.from_bytes(self._take(4), "little")
             while left:
@@ -144,10 +130,10 @@ class _Zstd(io.RawIOBase):
         return magic + descriptor + self._take(size)
 
     def _block(self) -> bytes:
-        """The next block of the frame, with the checksum that follows the last one."""
+        """Read the next block of the frame, with the checksum that follows the last one."""
         head = self._take(3)
         number = int.from_bytes(head, "little")
-        size = 1 if number >> 1 & 3 == 1 else number >> 3  # of one byte that is repeated, or as it is
+        size = 1 if number >> 1 & 3 == 1 else number >> 3  # a single byte that is repeated, or the block
         return head + self._take(size + 4 * (number & 1 and self.checked))
 
     def _take(self, size: int) -> bytes:

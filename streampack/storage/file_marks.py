@@ -1,4 +1,4 @@
-"""What a state remembers of a corpus's files: 2 KiB at most, and enough to name a file that was changed."""
+"""Digests of a corpus's files in at most 2 KiB, from which a changed file can be named."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ WIDTH = 8  # bytes of a sum
 class FileMarks:
     """The files of a corpus, each with the tag of its content, compared with those of a state.
 
-    Files are dealt out to groups by their names. Of each group two sums modulo a prime are kept: of the files' hashes,
-    and of the same times a weight that is a hash of each name. If one file of a group changed, the quotient of the two
-    differences is its weight, which says which of our files it is; of several, that one of them did. (This is how a
-    sparse signal is recovered from two measurements.) A hundred thousand files take as many bytes as a hundred.
+    Files are divided into groups by a hash of their names. A state keeps two sums of each group, modulo a prime: of the
+    files' hashes, and of the same times a weight that is a hash of each name. If one file of a group changed, the
+    quotient of the two differences is its weight, and names it; if several did, only the group is known. (A sparse
+    signal is recovered from two measurements in this way.) A hundred thousand files take as many bytes as a hundred.
     """
 
     files: Sequence[File]
@@ -32,16 +32,16 @@ class FileMarks:
 
     @cached_property
     def content(self) -> str:
-        """A digest of names, sizes and tags, in the files' order."""
+        """Digest of names, sizes and tags, in the files' order."""
         named = ((file.name, file.size, tag) for file, tag in zip(self.files, self.tags, strict=True))
         return digest(*named)
 
     def state(self) -> dict[str, Any]:
-        """As a state holds them: plain values."""
+        """See `Compared`."""
         return dict(self._state)
 
     def listed(self) -> str:
-        """See `Compared`: the files are compared by themselves, for they are many."""
+        """See `Compared`: before a run, files are compared by `require_same_files`."""
         return "listed"
 
     @cached_property
@@ -56,7 +56,7 @@ class FileMarks:
         }
 
     def difference(self, theirs: Any) -> str | None:
-        """What differs from the files of a state, in words; None if nothing does."""
+        """See `Compared`."""
         ours = self.state()
         known = isinstance(theirs, Mapping) and all(type(theirs.get(key)) is type(ours[key]) for key in ours)
         if not known:

@@ -1,4 +1,4 @@
-"""Formats by the endings of files' names: those that sources read, and whose business the others are."""
+"""File formats by the endings of names: those that sources read, and those that datasets reads."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ READ_BY_DATASETS = {
     ".csv": "HFSource('csv', data_files={path!r}, split='train')",
     ".tsv": "HFSource(datasets.load_dataset('csv', data_files={path!r}, sep='\\t', split='train'))",
 }
-"""Formats by their endings, and the source of each."""
+"""Endings of other formats, and the source that reads each."""
 
 
 def in_folder(folder: str, endings: Iterable[str]) -> list[str]:
-    """The files of a folder, at any depth, whose names end so; hidden ones are left out.
+    """Return the files of a folder, at any depth, with one of these endings; without hidden ones.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
@@ -35,10 +35,10 @@ def in_folder(folder: str, endings: Iterable[str]) -> list[str]:
 
 
 def require_json_lines(files: Iterable[File], *, local: bool) -> None:
-    """Refuse files that are no JSON lines by their names, or whole JSON documents, where that is cheap to see.
+    """Refuse files that are no JSON lines by their names, and local ones that begin with a JSON array.
 
     Raises:
-        ValueError: with what reads them.
+        ValueError: with a source that reads them.
     """
     for file in files:
         ending = Path(urlsplit(file.path).path).suffix
@@ -50,7 +50,7 @@ def require_json_lines(files: Iterable[File], *, local: bool) -> None:
 
 
 def whole_json(path: str) -> str:
-    """What reads a JSON document that holds all rows."""
+    """Return the advice for a JSON document that holds all rows."""
     return f"let datasets read it: HFSource('json', data_files={path!r}, split='train')"
 
 

@@ -1,7 +1,7 @@
-"""Repositories of the Hugging Face Hub: held at one commit, read by ranges.
+"""Repositories of the Hugging Face Hub, read at one commit and by ranges.
 
-Through `HfFileSystem` alone, a run would read whatever its branch points to now, with the sizes it had before, and each
-read would be retried up to five times below our own retries. https://huggingface.co/docs/hub/api
+`HfFileSystem` alone would read whatever the branch points to now, with the sizes it had before, and retry each read up
+to five times below our own retries. https://huggingface.co/docs/hub/api
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from streampack.storage.base import redact
-from streampack.storage.responses import Answer, Said, head_of
+from streampack.storage.responses import Answer, Judged, head_of
 from streampack.storage.retries import Refused
 
 log = logging.getLogger(__name__)
-WAITS = 4  # of a request, that its session limits one by one: for two hosts, to connect and to answer
-# A namespace is no must: models of the Hub's first years (gpt2) have none.
+WAITS = 4  # of a request, each with its own limit: to connect and to answer, of two hosts
+# Models of the Hub's first years (gpt2) have no namespace.
 PINNED = re.compile(r"hf://((?:datasets/|spaces/)?)([^/@]+(?:/[^/@]+)?)@([0-9a-f]{40})(?:/(.*))?")
 
 
 def pinned(fs: Any, paths: Sequence[str], *, timeout: float) -> list[str]:
-    """The same paths at the commits that their branches or tags point to now, each asked for once.
+    """Return the same paths at the commits that their branches or tags point to now; one request for each revision.
 
     ``hf://datasets/org/name/a.jsonl`` becomes ``hf://datasets/org/name@<40 digits>/a.jsonl``.
 
@@ -33,8 +33,8 @@ def pinned(fs: Any, paths: Sequence[str], *, timeout: float) -> list[str]:
         timeout: seconds that one request may take.
 
     Raises:
-        Said: holding a FileNotFoundError for a repository or revision that is not there, a ValueError for a bucket
-            and for what the installed huggingface_hub does not take for a path.
+        Judged: with a FileNotFoundError for a repository or revision that is not there, a ValueError for a bucket
+            and for a path that the installed huggingface_hub refuses.
     """
     from huggingface_hub import HfApi
 
@@ -43,7 +43,7 @@ def pinned(fs: Any, paths: Sequence[str], *, timeout: float) -> list[str]:
     found = []
     for path in paths:
         if path.startswith("hf://buckets/"):
-            raise Said(
+            raise Judged(
                 ValueError(
                     f"{redact(path)}: a bucket has no commits, so its files could change during a run; use a dataset "
                     "repository"
@@ -53,10 +53,10 @@ def pinned(fs: Any, paths: Sequence[str], *, timeout: float) -> list[str]:
             where = fs.resolve_path(path)
         except FileNotFoundError:
             what = "there is no such repository or revision, or it needs a token (HF_TOKEN, or token in the options)"
-            raise Said(FileNotFoundError(f"{redact(path)}: {what}")) from None
+            raise Judged(FileNotFoundError(f"{redact(path)}: {what}")) from None
         except ValueError:
             what = "huggingface_hub refuses the path; name the repository with its namespace (openai-community/gpt2)"
-            raise Said(ValueError(f"{redact(path)}: {what}")) from None
+            raise Judged(ValueError(f"{redact(path)}: {what}")) from None
         if PINNED.fullmatch(path):
             found.append(path)
             continue
@@ -78,16 +78,16 @@ def pinned(fs: Any, paths: Sequence[str], *, timeout: float) -> list[str]:
 
 
 def commit_of(path: str) -> str | None:
-    """At which commit a path of the Hub is held; nothing of any other path."""
+    """Return the commit in a path of the Hub; None of other paths."""
     found = PINNED.fullmatch(path)
     return found and found[3]
 
 
 def fetch(fs: Any, path: str, start: int, stop: int, patience: float) -> Answer:
-    """A range of a file at a commit. What the answer calls its version is left out: a commit does not change.
+    """Read a range of a file at a commit. The answer has no tag: a commit does not change.
 
     Raises:
-        Said: holding what an answer without the range amounts to.
+        Judged: with the error of an answer without the range.
     """
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers, get_session
@@ -102,14 +102,14 @@ def fetch(fs: Any, path: str, start: int, stop: int, patience: float) -> Answer:
         "Accept-Encoding": "identity",
     }
     deadline = time.monotonic() + patience
-    # Large files are sent on to another host; the session leaves the token behind there.
+    # Large files are redirected to another host; the session does not send the token there.
     with get_session().stream("GET", url, headers=headers, timeout=patience / WAITS) as response:
         head = head_of(path, response.status_code, response.headers)
         data = bytearray()
         for chunk in () if head.empty else response.iter_raw():
             data += chunk
             if len(data) > stop - start:
-                raise Said(Refused(f"{path}: the server sends more than the range that it was asked for"))
-            if time.monotonic() > deadline:  # a chunk now and then is no answer
+                raise Judged(Refused(f"{path}: the server sends more than the range that it was asked for"))
+            if time.monotonic() > deadline:  # each chunk in time, and all together too late
                 raise TimeoutError
     return Answer(bytes(data), start if head.empty else head.start, head.size, None)

@@ -1,4 +1,4 @@
-"""How deep JSON may nest. Python's parser recurses, so its own limit would depend on who calls it."""
+"""A limit of nesting in JSON. Python's parser recurses, so its own limit depends on the caller's stack."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def require_shallow(text: bytes) -> None:
     ValueError: 501 objects and arrays lie inside one another, and 500 may
 
     Raises:
-        ValueError: with how deep it is.
+        ValueError: with its depth.
     """
-    # A level takes a byte at least, and most texts hold few brackets: counting those is a hundredth of the parsing.
+    # Most texts hold few brackets: counting those takes a hundredth of the parsing.
     if len(text) <= DEEPEST or text.count(b"[") + text.count(b"{") <= DEEPEST:
         return
     depth = deepest = 0
@@ -35,7 +35,7 @@ def require_shallow(text: bytes) -> None:
 
 
 def shallow_json(text: bytes) -> Any:
-    """The value of JSON that is not nested too deep.
+    """Parse JSON that is not nested too deep.
 
     Raises:
         ValueError: if it is, or if it is no JSON.

@@ -1,4 +1,4 @@
-"""The files of a corpus: which they are, fixed when the source is made."""
+"""List the files of a corpus, when the source is made."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import glob
 import os
 import posixpath
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from streampack.fingerprint import digest
-from streampack.storage.base import File, LocalStorage, Storage, redact, together
+from streampack.storage.base import File, LocalStorage, Storage, map_in_threads, redact
 from streampack.storage.file_marks import FileMarks
 from streampack.storage.formats import in_folder
 from streampack.storage.manifest import named_in
@@ -26,45 +24,52 @@ from streampack.validation import require_positive
 
 Name = str | os.PathLike[str]
 MAGIC = "*?["
-BLANK_BYTES = 4096  # a file up to this size is looked at: blank lines alone are no rows
+BLANK_BYTES = 4096  # a file up to this size is read: one of blank lines only counts as empty
 
 
 Result = TypeVar("Result")
 
 
 class Once(Protocol):
-    """How one of several processes does something for all of them, after all have said what they want done."""
+    """A function by which one process lists files behind URLs for all: a collective.
+
+    Otherwise a thousand ranks would list the same 100,000 names, and get different ones while files are added. Files of
+    this machine are listed by each process, as they may differ.
+    """
 
     def __call__(self, work: Callable[[], Result], /, *, of: str) -> Result:
-        """What ``work`` gives; ``of``, which may be shown, must be the same in all."""
+        """Return the result of ``work``; ``of`` describes it without secrets, and must be equal in all processes."""
 
 
-def _alone(work: Callable[[], Result], /, *, of: str) -> Result:
+def alone(work: Callable[[], Result], /, *, of: str) -> Result:
+    """Return the result of ``work``: the `Once` of a process that lists for itself."""
     return work()
-
-
-_once: ContextVar[Once] = ContextVar("_once", default=_alone)
 
 
 @dataclass
 class Corpus:
-    """Files, and how to get at their bytes."""
+    """The files of a source, with their storage."""
 
     files: tuple[File, ...]
     storage: Storage
     retries: Retries
     _marks: FileMarks | None = field(default=None, init=False)
 
+    @property
+    def local(self) -> bool:
+        """Whether the files are on this machine."""
+        return isinstance(self.storage, LocalStorage)
+
     def fingerprint(self) -> str:
-        """Names, sizes, and each file's ETag or a hash of its first and last 64 KiB; never a modification time."""
+        """Digest names, sizes, and each file's ETag or a hash of its first and last 64 KiB; no modification time."""
         return self.marks().content
 
     def marks(self) -> FileMarks:
-        """What a state remembers of the files; reads their ends, once."""
-        return self._marks or self.identify(together(self.tag, self.files))
+        """Return the files' marks; reads their ends, once."""
+        return self._marks or self.identify(map_in_threads(self.tag, self.files))
 
     def identify(self, tags: Sequence[str]) -> FileMarks:
-        """Keep the tags of all files, in the files' order, whoever has read them."""
+        """Keep the tags of all files, in the files' order, which other ranks may have read."""
         self._marks = FileMarks(self.files, tags)
         return self._marks
 
@@ -73,7 +78,7 @@ class Corpus:
         return self.marks().state()
 
     def listed(self) -> str:
-        """See `Compared`: the files are compared by themselves, for they are many."""
+        """See `Compared`: before a run, files are compared by `require_same_files`."""
         return "listed"
 
     def difference(self, theirs: Any) -> str | None:
@@ -81,13 +86,12 @@ class Corpus:
         return self.marks().difference(theirs)
 
     def tag(self, file: File) -> str:
-        """Its ETag, or a hash of its first and last 64 KiB."""
+        """Return a file's ETag, or a hash of its first and last 64 KiB."""
         return self.retries.call(partial(self.storage.tag, file))
 
     def read_ahead(self, most: int) -> int:
-        """Bytes to fetch ahead, at most: none on this machine, whose own cache reads ahead by itself."""
-        local = isinstance(self.storage, LocalStorage)
-        return 0 if local else require_positive(most, "read_ahead", least=0)
+        """Return how many bytes to fetch ahead: none on this machine, where the page cache does it."""
+        return 0 if self.local else require_positive(most, "read_ahead", least=0)
 
     @property
     def retry_budget(self) -> float:
@@ -103,8 +107,9 @@ def find_files(
     storage_options: Mapping[str, Any] | None,
     retries: int,
     timeout: float,
+    once: Once = alone,
 ) -> Corpus:
-    """The files that paths, folders and globs, or a manifest, name, sorted; of a folder, those with these ``endings``.
+    """Return the files that paths, folders, globs or a manifest name, sorted; of a folder, those with ``endings``.
 
     Raises:
         ValueError: if nothing matches, a file is empty, one is named twice, or a name leads elsewhere.
@@ -123,7 +128,7 @@ def find_files(
         raise ValueError(f"the files lie in several places ({', '.join(shown)}); make a source of each")
     [(scheme, _)] = places
     if not scheme:
-        once(lambda: None, of="files of each machine")  # to say so where another rank has a URL
+        once(lambda: None, of="files of each machine")  # raises where another rank has a URL
         patterns = [
             str(Path(pattern).expanduser()) if pattern[:1] == "~" else pattern for pattern in patterns
         ]
@@ -138,25 +143,6 @@ def find_files(
     return Corpus(files, storage, tries)
 
 
-def once(work: Callable[[], Result], *, of: str) -> Result:
-    """What ``work`` reads behind a URL to make a source; within `listed_once`, one process does it for all."""
-    return _once.get()(work, of=of)
-
-
-@contextmanager
-def listed_once(how: Once) -> Iterator[None]:
-    """Within the block, what is behind URLs is listed by one for all who come here: every rank, in the same order.
-
-    A thousand ranks would ask a bucket or the Hub for the same 100,000 names, and hear different things while it is
-    written to. Files of this machine are listed by each process: they may not be there.
-    """
-    token = _once.set(how)
-    try:
-        yield
-    finally:
-        _once.reset(token)
-
-
 def _behind_urls(
     storage: RemoteStorage, patterns: list[str], tries: Retries, *, named: bool
 ) -> tuple[File, ...]:
@@ -168,9 +154,9 @@ def _behind_urls(
         for pattern in patterns:
             found += _remote(storage, pattern, tries)
     lacking = [listed.path for listed in found if listed.size is None]
-    # The first one alone: of the Hub, it lists the folder, and answers for the others in it.
+    # The first one alone: on the Hub it lists the folder, and the others come from that listing.
     looks = [tries.call(partial(storage.look, path)) for path in lacking[:1]]
-    looks += together(lambda path: tries.call(partial(storage.look, path)), lacking[1:])
+    looks += map_in_threads(lambda path: tries.call(partial(storage.look, path)), lacking[1:])
     sizes = {listed.path: listed for listed in [*found, *looks]}
     return _sorted([sizes[listed.path] for listed in found])
 
@@ -202,7 +188,7 @@ def _local(patterns: list[str], endings: Sequence[str]) -> list[Listed]:
 
 
 def _look(path: str) -> Listed | None:
-    """A file of this machine, by one `stat`: 100,000 shards on 1,024 ranks are asked for 102 million times."""
+    """Return a file of this machine, by a single `stat`: 100,000 shards on 1,024 ranks take 102 million calls."""
     try:
         found = Path(path).stat()
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -223,7 +209,7 @@ def _remote(storage: RemoteStorage, pattern: str, tries: Retries) -> list[Listed
 
 
 def require_distinct(found: Iterable[Listed]) -> None:
-    """Refuse a file that comes twice, be it by other names: over a link, or as ``./a`` beside ``a``.
+    """Refuse a file that is listed twice, also by another name: a link, or ``./a`` beside ``a``.
 
     Raises:
         ValueError: naming both.
@@ -243,12 +229,12 @@ def require_distinct(found: Iterable[Listed]) -> None:
 
 
 def inode_of(found: os.stat_result) -> tuple[int, int] | None:
-    """What tells a file from every other of this machine, whatever it is called; None where nothing does."""
+    """Return the identity of a file of this machine, whatever its name; None where there is none."""
     return (found.st_dev, found.st_ino) if found.st_ino else None
 
 
 def _sorted(found: list[Listed]) -> tuple[File, ...]:
-    """The manifest, in the order of the paths; names are relative to the common folder."""
+    """Return the files in the order of their paths, with names relative to their common folder."""
     found = sorted(found)
     require_distinct(found)
     paths = [unquote(urlsplit(f.path).path) if "://" in f.path else f.path for f in found]

@@ -21,11 +21,10 @@ NOT_SUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 @contextmanager
 def lock_folder(folder: str | Path, *, way_out: str, patience: float = PATIENCE) -> Iterator[None]:
-    """Hold a folder for this process while the block runs; it is made if need be.
+    """Lock a folder for this process while the block runs; creates the folder.
 
-    The lock is the operating system's (POSIX record lock on ``.lock``), so it ends with the process, however that
-    ends, and processes forked meanwhile do not keep it. On a shared file system it holds between machines. Where
-    locks are not supported, this warns.
+    The lock is a POSIX record lock on ``.lock``: it ends with the process, however that ends, and forked processes do
+    not keep it. On a shared file system it holds between machines. Where locks are not supported, this warns.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -34,9 +33,9 @@ def lock_folder(folder: str | Path, *, way_out: str, patience: float = PATIENCE)
     True
 
     Args:
-        folder: what to hold.
-        way_out: what a user who is refused can do, besides waiting; ends the error message.
-        patience: seconds to wait for another process to let go.
+        folder: to lock.
+        way_out: end of the error message: what to do besides waiting.
+        patience: seconds to wait for another process to release the lock.
 
     Raises:
         ValueError: if another process holds the folder; names its host and process id.
@@ -87,5 +86,5 @@ def _owner(descriptor: int) -> str:
     try:
         owner = json.loads(os.pread(descriptor, 4096, 0))
         return f"process {owner['pid']} on {owner['host']}, since {owner['since']}"
-    except (ValueError, TypeError, KeyError):  # it is being written
+    except (ValueError, TypeError, KeyError):  # it is being written just now
         return "another process"

@@ -1,4 +1,4 @@
-"""A list of shards as a text file. Whoever wrote it may be someone else: its names must stay below its folder."""
+"""Manifests: text files that list the files of a corpus. Not trusted: names must stay below the manifest's folder."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from streampack.storage.responses import opaque
 
 
 def named_in(manifest: str, text: str) -> list[Listed]:
-    r"""The shards that a manifest names.
+    r"""Return the files that a manifest lists.
 
     A line holds a name, relative to the manifest's folder; or ``{"name": ..., "size": ..., "tag": ...}``, whose size
-    (bytes) and tag (the ETag) spare a request for each shard. Of a manifest behind a URL, the query goes
-    with every name.
+    (bytes) and tag (the ETag) save a request for each file. The query of a manifest's URL is added to each name.
 
     >>> named_in("https://host/corpus/shards.txt?key=1", "a.jsonl\n")[0].path
     'https://host/corpus/a.jsonl?key=1'

@@ -1,4 +1,4 @@
-"""Files read block by block, tried again where that helps, and ahead of need by threads."""
+"""Read files block by block, with retries and read-ahead in threads."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Any
 from streampack.storage.base import File, Storage
 from streampack.storage.retries import Retries
 
-TAIL_BYTES = 1 << 12  # behind a part's end, to begin with, for the line that crosses it: most are shorter
+TAIL_BYTES = 1 << 12  # read first behind a part's end, for the line that crosses it: most are shorter
 
 Block = tuple[File, int, int]  # (file, start, stop)
 
 
 class Fetcher:
-    """One lane's way to the bytes. Blocks of the plan are fetched before they are asked for.
+    """Fetches one lane's blocks, those of its plan ahead of need.
 
-    At most ``ahead`` bytes are held or under way, however slow the reader. Each block has a thread of its own, for as
-    long as the request takes: nothing to shut down, nothing that a fork would leave behind locked. A block
-    that failed in its thread is fetched again by the reader, with all its retries.
+    At most ``ahead`` bytes are held or in flight. Each block has a thread of its own, for as long as the request takes:
+    there is nothing to shut down, and no lock that a fork could copy. A block that failed in its thread is fetched
+    again by the reader, with all its retries.
     """
 
     def __init__(self, storage: Storage, retries: Retries, *, ahead: int) -> None:
@@ -32,26 +32,26 @@ class Fetcher:
         self.ahead = ahead
         self.flying: dict[Block, Future[bytes]] = {}
         self.coming: list[Iterator[Block]] = []
-        self.held: Block | None = None  # the next one, which had no room yet
+        self.held: Block | None = None  # the next block, for which there is no room yet
 
     def plan(self, *parts: Iterable[Block]) -> None:
-        """What will be asked for, in order. What was fetched for an older plan and is not in this one is dropped.
+        """Set the blocks to fetch ahead, in order. Fetched blocks that are not in the new plan are dropped.
 
-        A part that has come to its end is asked again whenever there is room: see `Ahead`.
+        An iterator of ``parts`` that is exhausted is tried again whenever there is room: see `Ahead`.
         """
         old, self.flying = self.flying, {}
         self.held, self.coming = None, [iter(blocks) for blocks in parts]
         self._top_up(old)
 
     def peek(self, block: Block) -> bytes | None:
-        """The bytes of a block that was fetched ahead, if they are here. They stay, to be taken."""
+        """Return the bytes of a block if they were fetched ahead and have arrived. `take` still returns them."""
         future = self.flying.get(block)
         if future is None or not future.done() or future.exception() is not None:
             return None
         return future.result()
 
     def take(self, block: Block) -> bytes:
-        """The bytes of one block.
+        """Return the bytes of one block.
 
         Raises:
             OSError: when all tries failed.
@@ -85,34 +85,34 @@ class Fetcher:
 def _fulfil(future: Future[bytes], storage: Storage, block: Block) -> None:
     try:
         future.set_result(storage.fetch(*block))
-    except BaseException as error:  # whatever it is, the reader must not wait for it
+    except BaseException as error:  # or the reader would wait for ever
         future.set_exception(error)
 
 
 class Ahead:
-    """The blocks of a part whose table of offsets says where its records lie: the table; once it is here, the rest.
+    """The blocks of a part with a table of offsets: the table; once that has arrived, the blocks that it points to.
 
-    Until then it has nothing more to say, and nobody waits for it: an iterator that goes on after its end.
+    Until then the iterator raises StopIteration, and goes on later, so that nothing waits for the table.
 
     Args:
         fetcher: whose plan this is a part of.
-        table: the block that is asked for first.
-        rest: makes the other blocks of the table's bytes.
+        table: the first block.
+        rest: returns the other blocks, given the table's bytes.
     """
 
     def __init__(self, fetcher: Fetcher, table: Block, rest: Callable[[bytes], Iterable[Block]]) -> None:
         self.fetcher = fetcher
         self.table = table
         self.rest = rest
-        self.asked = False  # for the table
+        self.begun = False  # the table was returned
         self.blocks: Iterator[Block] | None = None
 
     def __iter__(self) -> Iterator[Block]:
         return self
 
     def __next__(self) -> Block:
-        if not self.asked:
-            self.asked = True
+        if not self.begun:
+            self.begun = True
             return self.table
         if self.blocks is None:
             if (table := self.fetcher.peek(self.table)) is None:
@@ -122,7 +122,7 @@ class Ahead:
 
 
 def tail_of(start: int, stop: int) -> int:
-    """How much to read behind a part at first: little beside it; for a single row, enough for most."""
+    """Return how many bytes to read behind a part at first: few beside it; for a single row, enough for most."""
     length = stop - start
     return TAIL_BYTES if length <= 2 else min(TAIL_BYTES, max(256, length // 32))
 
@@ -130,9 +130,9 @@ def tail_of(start: int, stop: int) -> int:
 def blocks(
     storage: Storage, file: File, start: int, stop: int, *, tail: int | None = None
 ) -> Iterator[Block]:
-    """The bytes ``[start, stop)``, cut; the last one is at least as long as what is read behind it at first.
+    """Cut the bytes ``[start, stop)`` into blocks; the last one is at least ``tail`` bytes long.
 
-    ``tail`` is that length, where ``start`` is not the part's own: of its rest alone, `tail_of` would be another.
+    ``tail`` is `tail_of` the whole part by default; give it where ``start`` is in the middle of the part.
     """
     tail = tail_of(start, stop) if tail is None else tail
     while start < stop:
@@ -142,9 +142,9 @@ def blocks(
 
 
 class Stretch(io.RawIOBase):
-    """A file from ``start`` on: blocks up to ``stop``, behind it small ones that grow, as far as it is read.
+    """A stream of a file from ``start`` on: blocks up to ``stop``, behind it small ones that grow.
 
-    So a part reads a few KiB beyond its end instead of a block, for the line that begins before it.
+    So a part reads a few KiB beyond its end instead of a block, for the line that crosses it.
     """
 
     def __init__(
@@ -152,22 +152,22 @@ class Stretch(io.RawIOBase):
     ) -> None:
         self.fetcher = fetcher
         self.file = file
-        self.at = start  # of the file, behind the block in hand
+        self.at = start  # offset in the file behind the current block
         self.stop = stop
         self.tail = tail_of(start, stop)
-        self.block = memoryview(b"")  # what is left of the block in hand
+        self.block = memoryview(b"")  # the rest of the current block
         fetcher.plan(blocks(fetcher.storage, file, start, stop), following)
 
     def readable(self) -> bool:
-        """Yes, as `io` asks."""
+        """See `io.RawIOBase`."""
         return True
 
     def tell(self) -> int:
-        """Bytes of the file that were handed out."""
+        """Return the offset in the file of the next byte."""
         return self.at - len(self.block)
 
     def readinto(self, buffer: Any) -> int:
-        """What is left of the block in hand, or the next one."""
+        """See `io.RawIOBase`."""
         if not self.block:
             self.block = memoryview(self._next())
         count = min(len(buffer), len(self.block))

@@ -1,4 +1,4 @@
-"""Files behind a URL, through fsspec: over HTTP and S3 by requests for ranges, whose answers are checked."""
+"""Files behind URLs, through fsspec: by range requests over HTTP and S3, whose answers are checked."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from urllib.parse import urlsplit
 
 from streampack.storage import hub
 from streampack.storage.base import File, changed, ends, redact
-from streampack.storage.responses import Answer, Said, head_of, opaque, refusal
+from streampack.storage.responses import Answer, Judged, head_of, opaque, refusal
 from streampack.storage.retries import PERMANENT, Refused
 
 SCHEMES = ("http", "https", "s3", "hf", "memory")
 
 _INHERITED: list[Any] = []
-"""What forks brought along. Let go of, it would close connections that the parent still uses."""
+"""File systems copied by forks. If they were freed, they would close connections that the parent still uses."""
 
 Result = TypeVar("Result")
 Ask = Callable[[Any, str, int, int, float], Answer]
 
 
 class Listed(NamedTuple):
-    """What a listing says of a file; ``None`` where it does not say."""
+    """An entry of a listing; ``None`` for unknown values."""
 
     path: str
     size: int | None = None
@@ -31,7 +31,7 @@ class Listed(NamedTuple):
 
 
 class RemoteStorage:
-    """One scheme's files. The file system is made in the process that reads, after any fork.
+    """The files of one scheme. The file system is made in the process that reads, after any fork.
 
     Args:
         scheme: one of `SCHEMES`.
@@ -45,14 +45,14 @@ class RemoteStorage:
         self.scheme = scheme
         self.patience = patience
         self._options = dict(options)
-        self._filesystem: tuple[int, Any] | None = None  # the process that made it, and it
-        self._seen: dict[str, str] = {}  # the ETag of files whose manifest has none, as it first was
+        self._filesystem: tuple[int, Any] | None = None  # (process id, file system)
+        self._seen: dict[str, str] = {}  # first ETags of files that were listed without one
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_filesystem": None}
 
     def filesystem(self) -> Any:
-        """Of this process. What a fork brought along has lost its threads."""
+        """Return this process's file system. One that was copied by a fork has lost its threads."""
         if self._filesystem is None or self._filesystem[0] != os.getpid():
             if self._filesystem is not None:
                 _INHERITED.append(self._filesystem[1])
@@ -60,7 +60,7 @@ class RemoteStorage:
         return self._filesystem[1]
 
     def fetch(self, file: File, start: int, stop: int) -> bytes:
-        """See `Storage.fetch`. A part of a range, another range, another version: none goes for the range."""
+        """See `Storage.fetch`. A part of the range, another range or another version is an error."""
         answer = self._ask(file.path, start, stop)
         if answer.size != file.size:
             raise changed(file, f"has {answer.size} bytes and had {file.size}")
@@ -75,27 +75,27 @@ class RemoteStorage:
         return answer.data
 
     def tag(self, file: File) -> str:
-        """The listing's or the server's ETag; where there is none, a digest of the first and last 64 KiB."""
+        """Return the listing's or the server's ETag, else a digest of the first and last 64 KiB."""
         return file.tag or self._ask(file.path, 0, 1).tag or ends(self, file)
 
     def pinned(self, paths: Sequence[str]) -> list[str]:
-        """Paths whose content stays: of the Hub, at a commit. Those of other storage, as they are."""
+        """Return paths of the Hub at their commits; other paths unchanged."""
         if self.scheme != "hf":
             return list(paths)
         return self._call(paths[0], lambda fs: hub.pinned(fs, paths, timeout=self.patience))
 
     def look(self, path: str) -> Listed:
-        """Size and tag, as the answer to a request for one byte says.
+        """Return size and tag of a file, by a request for one byte.
 
         HEAD is refused where a URL is signed, and does not show whether ranges are served.
         """
-        if self.scheme in ("hf", "memory"):  # what is told of a file there is of its content
+        if self.scheme in ("hf", "memory"):  # there, ``info`` is of the content
             return self._call(path, lambda fs: _listed(path, fs.info(path)))
         answer = self._ask(path, 0, 1)
         return Listed(path, answer.size, answer.tag)
 
     def find(self, pattern: str) -> list[Listed]:
-        """The files that a glob matches, as one listing says, without a request for each.
+        """Return the files that a glob matches, by one listing.
 
         Raises:
             ValueError: over HTTP, which has no listings.
@@ -116,7 +116,7 @@ class RemoteStorage:
         return self._call(pattern, find)
 
     def whole(self, path: str) -> bytes:
-        """All of a small file."""
+        """Read all of a small file."""
         size = self.look(path).size or 0
         return self.fetch(File(path, path, size), 0, size)
 
@@ -125,12 +125,12 @@ class RemoteStorage:
         return self._call(path, lambda fs: ask(fs, path, start, stop, self.patience))
 
     def _call(self, path: str, call: Callable[[Any], Result]) -> Result:
-        """Other people's errors hold URLs and headers: what leaves here is ours."""
+        """Call a library, and raise errors of our own: those of libraries hold URLs and headers, with secrets."""
         shown = redact(path)
         try:
             return call(self.filesystem())
-        except (ImportError, Said) as error:
-            raise (error.error if isinstance(error, Said) else error) from None
+        except (ImportError, Judged) as error:
+            raise (error.error if isinstance(error, Judged) else error) from None
         except TimeoutError:
             raise TimeoutError(f"{shown}: no answer within {self.patience:g} s") from None
         except PERMANENT as error:
@@ -139,14 +139,14 @@ class RemoteStorage:
             response: Any = getattr(error, "response", None)
             if hasattr(response, "status_code"):  # the Hub's
                 raise refusal(shown, response.status_code, response.headers) from None
-            raise _judged(error)(f"{shown}: {type(error).__name__}") from None
+            raise _class_of(error)(f"{shown}: {type(error).__name__}") from None
 
 
 _KIND = {FileNotFoundError: "there is no such file", PermissionError: "access is denied"}
 
 
-def _judged(error: Exception) -> type[OSError]:
-    """Whether it may pass. Misconfigured access (no credentials, a bad URL) does not."""
+def _class_of(error: Exception) -> type[OSError]:
+    """Return the class for an error of a library: misconfigured access is permanent, other errors may pass."""
     permanent = (
         "NoCredentialsError",
         "PartialCredentialsError",
@@ -163,11 +163,11 @@ def _make(scheme: str, options: Mapping[str, Any]) -> Any:
     except ImportError as error:
         raise ImportError("reading URLs needs fsspec: pip install 'streampack[remote]'") from error
     if scheme == "s3":
-        # Retried in one place, ours, or the budget would be multiplied by s3fs's five tries and botocore's five.
+        # `Retries` does it: the tries of s3fs (five) and botocore (five) would multiply the budget.
         config = {"retries": {"max_attempts": 0}, **options.get("config_kwargs", {})}
         options = {**options, "config_kwargs": config}
     try:
-        # Not from fsspec's cache, which outlives the source and its secrets.
+        # fsspec's cache would outlive the source, with its secrets.
         filesystem = fsspec.filesystem(scheme, **options, skip_instance_cache=True)
     except ImportError as error:
         extra = {"s3": "s3", "hf": "hf"}.get(scheme, "remote")
@@ -178,10 +178,10 @@ def _make(scheme: str, options: Mapping[str, Any]) -> Any:
 
 
 async def _http(fs: Any, path: str, start: int, stop: int) -> Answer:
-    """Fsspec's own reader takes a short or whole answer for the range, and any failure for a missing file."""
+    """Fetch a range. Fsspec's own reader accepts short and whole answers, and reports any failure as a missing file."""
     session = await fs.set_session()
     options = {name: value for name, value in fs.kwargs.items() if name != "headers"}
-    # A proxy that compresses would make another length of it.
+    # Or a proxy might compress it, to another length.
     headers = {
         **fs.kwargs.get("headers", {}),
         "Range": f"bytes={start}-{stop - 1}",
@@ -195,11 +195,11 @@ async def _http(fs: Any, path: str, start: int, stop: int) -> Answer:
 
 
 async def _s3(fs: Any, path: str, start: int, stop: int) -> Answer:
-    """Beside the bytes, s3fs's own reader does not say of which version they are."""
+    """Fetch a range. s3fs's own reader does not return the version beside the bytes."""
     bucket, key, version = fs.split_path(path)
     extra = {"VersionId": version} if version else {}
-    said = f"bytes={start}-{stop - 1}"
-    response = await fs._call_s3("get_object", Bucket=bucket, Key=key, Range=said, **extra)
+    ranged = f"bytes={start}-{stop - 1}"
+    response = await fs._call_s3("get_object", Bucket=bucket, Key=key, Range=ranged, **extra)
     headers = {"Content-Range": response.get("ContentRange", ""), "ETag": response.get("ETag", "")}
     async with response["Body"] as body:
         head = head_of(path, response["ResponseMetadata"]["HTTPStatusCode"], headers)
@@ -207,7 +207,7 @@ async def _s3(fs: Any, path: str, start: int, stop: int) -> Answer:
 
 
 def _read(fs: Any, path: str, start: int, stop: int, patience: float) -> Answer:
-    """What a file system without ranged requests of its own gives; ``cache_type`` keeps fsspec from reading more."""
+    """Read a range by fsspec's own file objects; ``cache_type`` keeps them from reading more."""
     listed = _listed(path, fs.info(path))
     with fs.open(path, "rb", cache_type="none") as stream:
         stream.seek(start)
@@ -215,7 +215,7 @@ def _read(fs: Any, path: str, start: int, stop: int, patience: float) -> Answer:
 
 
 def _awaited(get: Callable[[Any, str, int, int], Awaitable[Answer]]) -> Ask:
-    """Asked from another thread than that of fsspec's event loop."""
+    """Wrap an async function, to be called from another thread than that of fsspec's event loop."""
 
     def ask(fs: Any, path: str, start: int, stop: int, patience: float) -> Answer:
         from fsspec.asyn import sync
@@ -242,7 +242,7 @@ def _listed(path: str, info: Mapping[str, Any]) -> Listed:
 
 
 def scheme_of(path: str) -> str | None:
-    """The scheme of a URL, None of a local path.
+    """Return the scheme of a URL, None of a local path.
 
     Raises:
         ValueError: for a scheme that is not read, and for fsspec's chains, which can run programs and open archives.
@@ -251,7 +251,7 @@ def scheme_of(path: str) -> str | None:
         return None
     scheme = urlsplit(path).scheme
     if scheme not in SCHEMES or "::" in path:
-        # Not redacted but cut: what a chain holds cannot be told apart.
+        # Not redacted but cut off: the parts of a chain cannot be told apart.
         raise ValueError(
             f"URLs that begin with {path.split('://')[0]!r} are refused: only plain ones of {', '.join(SCHEMES)} are "
             "read, and no chains (::)"

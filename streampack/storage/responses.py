@@ -1,4 +1,4 @@
-"""What a server said when it was asked for a range, whatever asked: the bytes, or one of our own errors."""
+"""Answers of servers to range requests: the bytes, or an error."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from typing import NamedTuple
 from streampack.storage.base import redact
 from streampack.storage.retries import Busy, Refused
 
-PASSING = (408, 425, 429)  # and 5xx: an HTTP status that may be another one soon
-LONGEST_NAMED_WAIT = 3600.0  # seconds; a server that names more is as good as gone
+PASSING = (408, 425, 429)  # HTTP statuses that may pass, besides 5xx
+LONGEST_NAMED_WAIT = 3600.0  # seconds
 
 
 class Answer(NamedTuple):
-    """What a server gave for a range."""
+    """A server's answer to a range request."""
 
     data: bytes
-    start: int  # of the range that it says it gave
-    size: int  # of the whole file, as it says
+    start: int  # of the range, by its headers
+    size: int  # of the whole file, by its headers
     tag: str | None
 
 
-class Said(Exception):
-    """An error that is ours already, and may leave as it is."""
+class Judged(Exception):
+    """Carries an error that is made here, with a message that holds no secrets, through a library's code."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
 
 
 class Head(NamedTuple):
-    """What status and headers say of the body that comes with them."""
+    """The status and headers of an answer, judged."""
 
     start: int
     size: int
@@ -39,16 +39,16 @@ class Head(NamedTuple):
 
 
 def head_of(path: str, status: int, headers: Mapping[str, str]) -> Head:
-    """Judge an HTTP answer before its body is read: a server without ranges would send the whole file.
+    """Check an HTTP answer before its body is read: a server without ranges would send the whole file.
 
     Raises:
-        Said: holding what it amounts to.
+        Judged: with the error of a status other than 206.
     """
-    said = re.fullmatch(r"bytes (?:(\d+)-\d+|\*)/(\d+|\*)", headers.get("Content-Range", ""))
-    start, size = said.groups() if said else (None, None)
+    ranged = re.fullmatch(r"bytes (?:(\d+)-\d+|\*)/(\d+|\*)", headers.get("Content-Range", ""))
+    start, size = ranged.groups() if ranged else (None, None)
     tag = opaque(headers.get("ETag"))
     if status == 206 and start and size == "*":
-        raise Said(
+        raise Judged(
             Refused(
                 f"{redact(path)}: the server does not tell the file's size, by which a file that was cut off or has "
                 "grown is noticed; serve the file with its size in Content-Range, or copy it to this machine"
@@ -58,11 +58,11 @@ def head_of(path: str, status: int, headers: Mapping[str, str]) -> Head:
         return Head(0, int(size), tag, empty=True)
     if status == 206 and start and size:
         return Head(int(start), int(size), tag, empty=False)
-    raise Said(refusal(redact(path), status, headers))
+    raise Judged(refusal(redact(path), status, headers))
 
 
 def refusal(shown: str, status: int, headers: Mapping[str, str]) -> OSError:
-    """What an HTTP status other than 206 amounts to: something that may pass, or not."""
+    """Make the error for an HTTP status other than 206; `PERMANENT` ones are not retried."""
     what = f"{shown}: HTTP {status}"
     if status in PASSING or status >= 500:
         busy = Busy(what)
@@ -79,10 +79,10 @@ def refusal(shown: str, status: int, headers: Mapping[str, str]) -> OSError:
 
 
 def opaque(tag: str | None) -> str | None:
-    """What an ETag calls a version: without its quotes, and without the mark of a weak one.
+    """Return an ETag without its quotes, and without the mark of a weak one.
 
-    A proxy that compresses for others may mark the tag of what it sends us as it is. RFC 9110, 8.8.3.2: for such a
-    comparison, ``W/"1"`` and ``"1"`` are the same.
+    A proxy that compresses for other clients may mark the tags of what it passes on unchanged. RFC 9110, 8.8.3.2: in a
+    weak comparison, ``W/"1"`` and ``"1"`` are the same.
 
     >>> opaque('W/"1"'), opaque('"1"')
     ('1', '1')

@@ -1,4 +1,4 @@
-"""Trying again when storage fails for a moment."""
+"""Retries with backoff, for storage that fails for a moment."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ Result = TypeVar("Result")
 
 
 class Busy(OSError):
-    """A server that says when to come back."""
+    """A server that is overloaded, and may name a wait."""
 
     retry_after = 0.0  # seconds
 
 
 class Refused(OSError):
-    """A server that has said no and would say so again."""
+    """A server that refuses a request, and would refuse it again."""
 
 
 PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, Refused)
-"""Errors that waiting does not mend."""
+"""Errors that are not retried."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retries:
-    """How often, and after which waits: doubling from ``first`` seconds up to ``longest``, each times 0.5 to 1.
+    """Retries with waits that double from ``first`` seconds up to ``longest``, each times a random 0.5 to 1.
 
-    The jitter keeps a thousand ranks from coming back to a server in the same moment. A server that names a
-    time itself (`Busy`) is waited for, as long as all waits together stay within the budget.
+    The jitter keeps a thousand ranks from returning to a server in the same moment. A wait that a server names
+    (`Busy`) is kept, as long as all waits together stay within the budget.
 
     >>> Retries(attempts=3, first=1.0).budget
     7.0
@@ -51,7 +51,7 @@ class Retries:
         return (min(self.longest, self.first * 2**attempt) for attempt in range(self.attempts))
 
     def call(self, read: Callable[[], Result], *, doing: str = "") -> Result:
-        """``read()``, tried again after every `OSError` that may pass; the last one is raised."""
+        """Call ``read``, and again after each `OSError` that may pass; raise the last one."""
         left = self.budget
         for wait in self._waits():
             try:

@@ -335,7 +335,7 @@ class Lane:
         assert quarantine is not None
         if not replay:
             source, before = self.config.source, self.ledger.dropped_samples["bad"]
-            quarantine.pass_by(self.lane, source=source, row_id=row.row_id, reason=reason, before=before)
+            quarantine.skip(self.lane, source=source, row_id=row.row_id, reason=reason, before=before)
             self.ledger.drop("bad", 0)
             if self.source_stats:
                 self._begin_stats(row)

@@ -159,7 +159,7 @@ class _Samples:
     def _pass_by(self, row_id: RowId, reason: str) -> None:
         quarantine = self.job.quarantine
         assert quarantine is not None
-        quarantine.pass_by(self.lane, source=self.job.source, row_id=row_id, reason=reason, before=self.bad)
+        quarantine.skip(self.lane, source=self.job.source, row_id=row_id, reason=reason, before=self.bad)
         self.bad += 1
 
 

@@ -24,9 +24,9 @@ from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import BAD_RECORDS_FOLDER
 from streampack.sources.base import Reading
 from streampack.sources.holdout import Holdout
-from streampack.sources.mixture import Leaf, Mix, hold_out
+from streampack.sources.mixture import Leaf, Mix
+from streampack.sources.mixture_parts import hold_out
 from streampack.sources.source import Source
-from streampack.storage.listing import listed_once
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.training.config import RunConfig
 from streampack.training.evaluation import HeldOut
@@ -83,15 +83,14 @@ def build_datasets(config: RunConfig, *, tokenizer: Any, vocab_size: int | None,
         ValueError: for a data or validation section that does not fit.
     """
     tokenizer = check_tokenizer(tokenizer)
-    inject = {"tokenizer": tokenizer, "model_transform": tokenizer}
+    inject = {"tokenizer": tokenizer, "model_transform": tokenizer, "once": world.once}
     settings = dict(config.data)
     method = settings.pop("method", None)  # is `build_loader`'s
     if method is not None and METHODS[method].cuts:
         settings.setdefault("overlong", "split")
     if "source" not in settings:
         raise ValueError("data.source is missing; name where the rows come from")
-    with listed_once(world.once):
-        source = as_source(build(settings.pop("source"), inject=inject))
+    source = as_source(build(settings.pop("source"), inject=inject), once=world.once)
     encoder = build(settings.pop("encoder", None), inject=inject)
     if settings.get("on_bad_record") == "skip" and settings.get("quarantine") is None:
         settings["quarantine"] = Path(config.output_dir, BAD_RECORDS_FOLDER)
@@ -104,8 +103,7 @@ def build_datasets(config: RunConfig, *, tokenizer: Any, vocab_size: int | None,
     held_out = None
     validation = config.validation or {}
     if "source" in validation:
-        with listed_once(world.once):
-            held_out = as_source(build(validation["source"], inject=inject))
+        held_out = as_source(build(validation["source"], inject=inject), once=world.once)
     elif "fraction" in validation:
         source, held_out = hold_out(source, fraction=validation["fraction"])
     epochs = None if config.max_steps is not None and config.epochs is None else config.epochs

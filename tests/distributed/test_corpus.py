@@ -215,7 +215,7 @@ def test_footers_are_read_once_over_all_ranks(
     """And what one finds alone is what all know, also the copies of the source in worker processes."""
     made = make(tmp_path / "a")
     [alone] = copy.deepcopy(made).divisible()
-    alone.divide(12, storage.together)
+    alone.divide(12, storage.map_in_threads)
     assert len(footers) == FILES
     footers.clear()
 

@@ -252,11 +252,11 @@ def test_a_skipped_record_is_listed_once(tmp_path: Path) -> None:
     """Its line is written before it is known to be there."""
     kept = Quarantine(str(tmp_path), 10)
     places = Injector()
-    places.call(lambda: kept.keep(0, shard="a", offset=0, reason="first"))
+    places.call(lambda: kept.append(0, shard="a", offset=0, reason="first"))
     for number in range(1, 2 * places.places):
         with suppress(KeyboardInterrupt):
-            Injector(number).call(lambda: kept.keep(0, shard="a", offset=number, reason="broken"))  # noqa: B023
-        kept.keep(0, shard="a", offset=number, reason="broken")
+            Injector(number).call(lambda: kept.append(0, shard="a", offset=number, reason="broken"))  # noqa: B023
+        kept.append(0, shard="a", offset=number, reason="broken")
     offsets = [
         json.loads(line)["offset"] for line in (tmp_path / "lane-00000.jsonl").read_text().splitlines()
     ]

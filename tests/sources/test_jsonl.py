@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 from streampack import IterablePackedDataset, JSONLSource
 from streampack.sources import Reading
 from streampack.sources.base import BadRecord
-from streampack.sources.jsonl import divide, parsed
+from streampack.sources.files import divide
+from streampack.sources.lines import parsed
 from streampack.types import Row
 from tests.support.conformance import check_positions
 from tests.support.corpus import numbered, read_all, write
@@ -64,7 +65,7 @@ def files(draw: st.DrawFn) -> tuple[bytes, list[str], list[int]]:
     return content, rows, offsets
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(file=files(), num_lanes=st.integers(1, 5), window=st.sampled_from(WINDOWS), seed=st.integers(0, 3))
 def test_every_row_of_a_file_exactly_once(
     tmp_path: Path, file: tuple[bytes, list[str], list[int]], num_lanes: int, window: int, seed: int
@@ -92,7 +93,7 @@ def test_a_blank_line_after_the_byte_order_mark(tmp_path: Path) -> None:
     assert read_all(JSONLSource(tmp_path / "a.jsonl")) == [{"t": 1}]
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     counts=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     suffixes=st.lists(st.sampled_from(["", "", ".gz", ".zst"]), min_size=4, max_size=4),
@@ -120,10 +121,7 @@ def test_every_row_of_several_files_exactly_once(
 def test_the_division_covers_every_byte_once_and_evenly(
     sizes: list[tuple[int, bool]], num_lanes: int
 ) -> None:
-    from streampack.storage.base import File
-
-    manifest = [File(f"/{i}.jsonl" + ".gz" * z, f"{i}", size) for i, (size, z) in enumerate(sizes)]
-    lanes = divide(manifest, num_lanes)
+    lanes = divide([size for size, _ in sizes], num_lanes, whole={i for i, (_, z) in enumerate(sizes) if z})
     assert len(lanes) == num_lanes
     parts = sorted(part for lane in lanes for part in lane if part.stop is not None)
     whole = [(i, size) for i, (size, z) in enumerate(sizes) if not z]

@@ -28,7 +28,8 @@ from streampack import (
 from streampack.accounting import Ledger, SourceStats
 from streampack.sources import Holdout, Reading
 from streampack.sources.base import Reader
-from streampack.sources.mixture import TOTAL_WEIGHT, hold_out
+from streampack.sources.mixture import TOTAL_WEIGHT
+from streampack.sources.mixture_parts import hold_out
 from streampack.sources.mixture_scheduler import MixtureScheduler, Stand, Weighing
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_state import Receipt, numbers_of

@@ -37,7 +37,7 @@ def read(source: ParquetSource, *, num_lanes: int = 1, **settings: Any) -> list[
 # What is read.
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     counts=st.lists(st.integers(0, 30), min_size=1, max_size=5).filter(any),
     group=st.integers(1, 12),
@@ -181,7 +181,7 @@ def test_footers_are_read_when_their_turn_comes(tmp_path: Path) -> None:
     )
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     files=st.lists(
         st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(any), min_size=1, max_size=12
@@ -203,7 +203,7 @@ def test_lanes_are_even_and_parts_few(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parquet, "PARTS_PER_LANE", per_lane)
         source = ParquetSource(paths)
-        source.divide(num_lanes, storage.together)
+        source.divide(num_lanes, storage.map_in_threads)
     lanes = source._divided[num_lanes]
     found = sorted(part for lane in lanes for part in lane)
     assert [lane == sorted(lane) for lane in lanes] == [True] * num_lanes, "in corpus order"

@@ -1,4 +1,4 @@
-"""Shards of a repository of the Hub, on loopback: what is read, of which commit, and what is never said."""
+"""Shards of a repository of the Hub, on loopback: ranges, commits, refusals and secrets."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from streampack.storage.base import File
 from streampack.storage.hub import PINNED
 from streampack.storage.remote import RemoteStorage
 from streampack.tokenize.tokenize import tokenize
-from tests.storage.test_remote import KINDS, packs, shards, source, stream, used
 from tests.support.conformance import check_resume_everywhere, content
 from tests.support.hub import Hub
+from tests.support.shards import packs, shards, source, stream, used
 from tests.support.web import Web, random_faults
 
 TOKEN = "hf_canarytoken"
@@ -30,12 +30,6 @@ DATA = "hf://datasets/org/name"
 @pytest.fixture
 def hub() -> Iterator[Hub]:
     with Hub(token=TOKEN) as served:
-        yield served
-
-
-@pytest.fixture
-def web() -> Iterator[Web]:
-    with Web({}) as served:
         yield served
 
 
@@ -54,11 +48,11 @@ def data(hub: Hub, kind: str, *, revision: str = "", **settings: Any) -> Any:
 # What is read.
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_ranges_and_little_else_whatever_fails(
     hub: Hub, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    files = committed(hub, kind, 6, 300)
+    files = committed(hub, kind, 6, 100)
     made = data(hub, kind)
     assert [file.name for file in made.files] == [path.removeprefix("c/") for path in files]
     about, hub.web.bytes = hub.bytes, 0
@@ -73,13 +67,13 @@ def test_ranges_and_little_else_whatever_fails(
     assert all(ranged for _, ranged in [*read, *hub.store.requests])
     assert bool(hub.store.requests) == (kind == "parquet"), "large files lie elsewhere"
     monkeypatch.setattr(RemoteStorage, "block", 8192)
-    made = data(hub, kind, timeout=2.0)
+    made = data(hub, kind, timeout=0.6)
     hub.web.fault, hub.store.fault = random_faults(1, 0.03), random_faults(2, 0.03)
     assert packs(made) == whole
     assert len({*hub.web.faults, *hub.store.faults}) >= 4
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_a_seek_reads_only_from_there(hub: Hub, kind: str) -> None:
     committed(hub, kind, 1, 2000)
     made = data(hub, kind, read_ahead=0)
@@ -87,14 +81,14 @@ def test_a_seek_reads_only_from_there(hub: Hub, kind: str) -> None:
     before, hub.web.bytes, hub.store.bytes = hub.bytes, 0, 0
     [row] = [next(made.read(Reading(start=found[1800].cursor)))]
     assert row == found[1800]
-    assert hub.bytes < {"jsonl": 0.12, "parquet": 0.3, "gz": 1.01}[kind] * before
+    assert hub.bytes < {"jsonl": 0.12, "parquet": 0.3}[kind] * before
     assert made.fetch(row.row_id) == row.data
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_resume_at_every_step(hub: Hub, kind: str) -> None:
-    committed(hub, kind, 4, 10, text=20)
-    check_resume_everywhere(lambda: stream(data(hub, kind), epochs=2), packs=12, whole_every=20)
+def test_resume_at_every_step(hub: Hub) -> None:
+    committed(hub, "parquet", 3, 8, text=20)
+    made = data(hub, "parquet")
+    check_resume_everywhere(lambda: stream(made, epochs=2), packs=6, whole_every=20)
 
 
 @pytest.mark.parametrize(
@@ -155,16 +149,16 @@ def test_a_manifest_and_token_shards(hub: Hub, tmp_path: Path) -> None:
 # A branch that moves.
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["gz", "parquet"])
 def test_a_branch_that_moves_does_not_move_a_run(hub: Hub, kind: str) -> None:
-    committed(hub, kind, 4, 100)
+    committed(hub, kind, 4, 40)
     [old] = hub.commits
     whole = list(map(content, stream(data(hub, kind))))
     running = stream(data(hub, kind, read_ahead=0))
     iterator = iter(running)
     got = [content(next(iterator)) for _ in range(5)]
     state = running.state_dict()
-    committed(hub, kind, 4, 100, text=100)
+    committed(hub, kind, 4, 40, text=100)
     assert [*got, *map(content, iterator)] == whole
     with pytest.raises(ValueError, match="corpus"):
         stream(data(hub, kind)).load_state_dict(state)
@@ -262,9 +256,9 @@ def test_a_server_without_ranges_is_refused(hub: Hub) -> None:
 def test_the_token_appears_nowhere(hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     files = committed(hub, "parquet")
     caplog.set_level(logging.DEBUG, "streampack")
-    hub.web.fault = hub.store.fault = random_faults(1)
-    loader = PackedDataLoader(stream(data(hub, "parquet", timeout=2.0), num_lanes=2), num_workers=2)
-    assert sum(len(batch.tokens) for batch in loader) == len(packs(data(hub, "parquet", timeout=2.0)))
+    hub.web.fault = hub.store.fault = random_faults(1, kinds=("503", "429", "reset", "short"))
+    loader = PackedDataLoader(stream(data(hub, "parquet"), num_lanes=2), num_workers=2)
+    assert sum(len(batch.tokens) for batch in loader) == len(packs(data(hub, "parquet")))
     said = [repr(loader.state_dict()), repr(loader.dataset), repr(loader.dataset.lane_config)]
     hub.web.fault = hub.store.fault = lambda path: None
     made = data(hub, "parquet", retries=1)

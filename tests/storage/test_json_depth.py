@@ -10,7 +10,7 @@ import pytest
 
 from streampack import JSONLSource
 from streampack.sources import Reading
-from streampack.sources.jsonl import parsed
+from streampack.sources.lines import parsed
 from streampack.storage.json_depth import DEEPEST, require_shallow, shallow_json
 
 

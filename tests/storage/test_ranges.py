@@ -40,7 +40,7 @@ def opened(size: int, start: int, stop: int, *, block: int, ahead: int) -> tuple
     return Stretch(fetcher, File("/a", "a", size), start, stop), fetcher, storage
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(st.data())
 def test_no_byte_is_fetched_twice(data: st.DataObject) -> None:
     """Nor left behind: the last, short block that is planned is the one that is taken."""

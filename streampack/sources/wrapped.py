@@ -1,0 +1,80 @@
+"""`WrappedSource`: the base class of sources that change one other source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from streampack.sources.base import Reader, Reading
+from streampack.sources.examples import EXAMPLES, Example
+from streampack.sources.source import Divisible, Source
+from streampack.storage.base import File
+from streampack.storage.listing import Corpus
+from streampack.types import RowId
+
+
+class WrappedSource(Source):
+    """A source that does as ``source`` does, but for what a subclass overrides."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.max_lanes = source.max_lanes
+        self.ids_below = source.ids_below
+
+    def fingerprint(self) -> str:
+        """See `Source.fingerprint`."""
+        return self.source.fingerprint()
+
+    def identity(self) -> dict[str, Any]:
+        """See `Source.identity`."""
+        return self.source.identity()
+
+    def read(self, reading: Reading) -> Reader:
+        """See `Source.read`."""
+        return self.source.read(reading)
+
+    def locate(self, row_id: RowId) -> str:
+        """See `Source.locate`."""
+        return self.source.locate(row_id)
+
+    def fetch(self, row_id: RowId) -> Mapping[str, Any]:
+        """See `Source.fetch`."""
+        return self.source.fetch(row_id)
+
+    def shard(self, row_id: RowId) -> str:
+        """See `Source.shard`."""
+        return self.source.shard(row_id)
+
+    @property
+    def way_out(self) -> str:
+        """See `Source.way_out`."""
+        return self.source.way_out
+
+    @property
+    def retry_budget(self) -> float:
+        """See `Source.retry_budget`."""
+        return self.source.retry_budget
+
+    def natural_lanes(self) -> int:
+        """See `Source.natural_lanes`."""
+        return self.source.natural_lanes()
+
+    def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
+        """See `Source.probe`."""
+        return self.source.probe(count)
+
+    def examples(self, count: int = EXAMPLES) -> list[Example]:
+        """See `Source.examples`."""
+        return self.source.examples(count)
+
+    def corpora(self) -> list[Corpus]:
+        """See `Source.corpora`."""
+        return self.source.corpora()
+
+    def listing(self) -> list[File]:
+        """See `Source.listing`."""
+        return self.source.listing()
+
+    def divisible(self) -> list[Divisible]:
+        """See `Source.divisible`."""
+        return self.source.divisible()

@@ -1,0 +1,11 @@
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.web import Web
+
+
+@pytest.fixture
+def web() -> Iterator[Web]:
+    with Web({}) as server:
+        yield server

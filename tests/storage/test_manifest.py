@@ -1,0 +1,166 @@
+"""Manifests and paths: which names are read, and which are refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streampack import JSONLSource, PackedDataLoader
+from streampack.sources import Reading
+from streampack.storage.base import redact
+from streampack.storage.remote import scheme_of
+from tests.support.shards import shards, source, stream, urls
+from tests.support.web import Web
+
+OUTSIDE = (
+    "../a.jsonl", "sub/../../a.jsonl", "..", "/etc/passwd", "~/a.jsonl", "file:///etc/passwd", "https://elsewhere/a",
+    "pipe:cat /etc/passwd", "zip::a.jsonl", "simplecache::https://elsewhere/a.jsonl", "a\\..\\b.jsonl", "C:\\a.jsonl",
+    "a\x00b.jsonl",
+)  # fmt: skip
+
+
+def test_a_manifest_with_sizes_saves_a_request_each(web: Web) -> None:
+    web.files = shards("jsonl", 4)
+    lines = [json.dumps({"name": path[3:], "size": len(content)}) for path, content in web.files.items()]
+    web.files["/c/shards.txt"] = "\n".join(lines).encode()
+    data = source("jsonl", manifest=f"{web.url}/c/shards.txt?key=1")
+    assert {path.partition("?")[0] for path, _ in web.requests} == {"/c/shards.txt"}
+    assert len(list(data.read(Reading()))) == 160
+    assert {path.partition("?")[2] for path, _ in web.requests} == {"key=1"}, "the query goes with every name"
+    assert data.fingerprint() == source("jsonl", [url for url in urls(web) if "jsonl" in url]).fingerprint()
+    web.files["/c/shards.txt"] = b"000.jsonl\n\n003.jsonl\n"
+    assert len(list(source("jsonl", manifest=f"{web.url}/c/shards.txt").read(Reading()))) == 80
+
+
+def test_10_000_listed_shards(web: Web) -> None:
+    [content] = shards("jsonl", 1, 8).values()
+    names = [f"{i // 100:03}/{i:05}.jsonl" for i in range(10_000)]
+    web.files = {f"/c/{name}": content for name in names}
+    tag = hashlib.md5(content).hexdigest()
+    lines = [json.dumps({"name": name, "size": len(content), "tag": tag}) for name in names]
+    web.files["/c/shards.txt"] = "\n".join(lines).encode()
+    loader = PackedDataLoader(stream(source("jsonl", manifest=f"{web.url}/c/shards.txt"), num_lanes=8))
+    assert next(iter(loader)).tokens.shape == (1, 24)
+    assert loader.state_dict()
+    assert len(web.requests) < 200
+
+
+@pytest.mark.parametrize("place", ["here", "web"])
+def test_names_that_lead_out_of_a_manifests_folder(web: Web, tmp_path: Path, place: str) -> None:
+    (tmp_path / "in" / "sub").mkdir(parents=True)
+    (tmp_path / "a.jsonl").write_text('{"i": 1}\n')
+    manifest = str(tmp_path / "in/shards.txt") if place == "here" else f"{web.url}/in/shards.txt"
+    for name in OUTSIDE:
+        text = json.dumps({"name": name})
+        (tmp_path / "in" / "shards.txt").write_text(text)
+        web.files["/in/shards.txt"] = text.encode()
+        with pytest.raises(ValueError) as error:
+            source("jsonl", manifest=manifest)
+        assert str(error.value) == (
+            f"{manifest}:1: the name {name!r} is refused: it must be relative and stay below the manifest's folder"
+        )
+    assert all(path == "/in/shards.txt" for path, _ in web.requests)
+
+
+def test_links_out_of_a_manifests_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    (folder / "inner").mkdir(parents=True)
+    (tmp_path / "secret.jsonl").write_text('{"i": 1}\n')
+    (folder / "good.jsonl").write_text('{"i": 2}\n')
+    (folder / "inner" / "target.jsonl").write_text('{"i": 3}\n')
+    (folder / "good-link.jsonl").symlink_to(folder / "inner" / "target.jsonl")
+    (folder / "bad-link.jsonl").symlink_to(tmp_path / "secret.jsonl")
+    (folder / "bad-folder").symlink_to(tmp_path)
+    manifest = folder / "shards.txt"
+    manifest.write_text("good.jsonl\ngood-link.jsonl\n")
+    assert sorted(row.data["i"] for row in JSONLSource(manifest=manifest).read(Reading())) == [2, 3]
+    for name in ("bad-link.jsonl", "bad-folder/secret.jsonl"):
+        manifest.write_text(f"good.jsonl\n{name}\n")
+        with pytest.raises(
+            ValueError, match=f":2: the name '{name}' is refused: it is a link that leads out"
+        ):
+            JSONLSource(manifest=manifest)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "names no file"),
+        ("{", ":1: Expecting property name"),
+        ('{"name": 3}', ":1: an entry has a name"),
+        ('{"name": "a.jsonl", "size": "3"}', ":1: an entry has a name"),
+        ('{"size": 3}', ":1: an entry has a name"),
+        ("none.jsonl", ":1: there is no file 'none.jsonl'"),
+    ],
+)
+def test_bad_manifests(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "shards.txt").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        JSONLSource(manifest=tmp_path / "shards.txt")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "simplecache::https://user:canary@host/a.jsonl",
+        "zip://a.jsonl::https://host/a.zip?canary",
+        "file:///etc/passwd",
+        "ssh://user:canary@host/a.jsonl",
+        "https://host/a.zip::b",
+    ],
+)
+def test_chains_and_other_schemes_are_refused(url: str) -> None:
+    with pytest.raises(
+        ValueError, match="are refused: only plain ones of http, https, s3, hf, memory"
+    ) as error:
+        source("jsonl", url)
+    assert "canary" not in str(error.value)
+
+
+def test_a_colon_alone_makes_no_url() -> None:
+    assert scheme_of("pipe:cat") is None
+    with pytest.raises(ValueError, match="no file matches 'pipe:cat /etc/passwd'"):
+        source("jsonl", "pipe:cat /etc/passwd")
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("canary"),)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_pickles_are_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.pkl").write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(ValueError, match="not a line of JSON|no Parquet file"):
+        list(source(kind, "a.pkl").read(Reading()))
+    assert not Path("canary").exists()
+
+
+def test_settings_are_checked(web: Web, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="either paths or manifest"):
+        JSONLSource()
+    with pytest.raises(ValueError, match="either paths or manifest"):
+        JSONLSource("a", manifest="b")
+    with pytest.raises(
+        ValueError, match="is a glob, and a web server does not list files; name each file, or a manifest"
+    ):
+        JSONLSource(f"{web.url}/*.jsonl")
+    with pytest.raises(ValueError, match=r"lie in several places \(http://127.0.0.1:\d+, this machine\)"):
+        JSONLSource([f"{web.url}/a.jsonl", str(tmp_path / "a.jsonl")])
+    web.files = {"/a.jsonl": b""}
+    with pytest.raises(ValueError, match="/a.jsonl is empty; remove it"):
+        JSONLSource(f"{web.url}/a.jsonl")
+
+
+def test_redact() -> None:
+    assert redact("https://u:p@host:1/a/b.jsonl?x=1#y") == "https://host:1/a/b.jsonl"
+    assert redact("s3://bucket/a.jsonl") == "s3://bucket/a.jsonl"
+    assert redact("/a/b?c") == "/a/b?c"
+    assert redact("hf://gpt2@main/a.jsonl") == "hf://gpt2@main/a.jsonl"
+    assert redact("hf://u:p@gpt2/a.jsonl") == "hf://gpt2/a.jsonl"
