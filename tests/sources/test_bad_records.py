@@ -157,6 +157,7 @@ def test_resume_everywhere(tmp_path: Path, kind: str, split: bool) -> None:
         return stream(data, quarantine=folder, split_across_pack=split)
 
     check_resume_everywhere(make, packs=30, whole_every=30)
+    list(make())
     check_listed(folder, bad)
 
 
@@ -171,6 +172,7 @@ def test_resume_everywhere_among_many(tmp_path: Path) -> None:
         return stream(data, quarantine=folder, overlong="split", strategy="best_fit")
 
     check_resume_everywhere(make, packs=60, whole_every=30)
+    list(make())
     assert len(listed(folder)) == 67
     assert len({line[:2] for line in listed(folder)}) == 67
 

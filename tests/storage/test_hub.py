@@ -52,7 +52,7 @@ def data(hub: Hub, kind: str, *, revision: str = "", **settings: Any) -> Any:
 def test_ranges_and_little_else_whatever_fails(
     hub: Hub, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    files = committed(hub, kind, 6, 100)
+    files = committed(hub, kind, 6, 240)
     made = data(hub, kind)
     assert [file.name for file in made.files] == [path.removeprefix("c/") for path in files]
     about, hub.web.bytes = hub.bytes, 0

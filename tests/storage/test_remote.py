@@ -379,7 +379,7 @@ def test_a_secret_appears_nowhere(
         options = {**S3, "endpoint_url": web.url}
 
     def data(**settings: Any) -> Any:
-        return source("jsonl", paths, storage_options=options, timeout=0.3, **settings)
+        return source("jsonl", paths, storage_options=options, timeout=1.0, **settings)
 
     def run(**settings: Any) -> PackedDataLoader:
         quarantine = (
