@@ -1,11 +1,11 @@
-"""Train all weights of a torchtune model on a streamed, packed corpus. One file, one run, top to bottom.
+"""Train all weights of a torchtune model on a streamed, packed corpus: fine-tuning and pretraining.
 
     tune run streampack_recipes/full_finetune --config my.yaml max_steps=100
     tune run --nproc_per_node 2 streampack_recipes/full_finetune --config my.yaml
 
-On one device or on many; with several processes the model is sharded over them (FSDP2). Everything the
-YAML may say is a field of `streampack.training.config.RunConfig`. The loop is in plain sight in `train`; it
-calls `streampack.training`, which never calls back.
+Runs on one device or on several, over which the model is sharded (FSDP2). The keys of the config are the fields of
+`streampack.training.config.RunConfig`. For pretraining, the config sets ``data.split_across_pack`` (packs are always
+full), a `Mix` of sources, ``z_loss``, ``document_masking``, and random weights to begin from.
 """
 
 from __future__ import annotations
@@ -22,38 +22,41 @@ from torchtune import training
 from streampack.attention.prepare import prepare_model_for_packing
 from streampack.distributed.world import World, join_world
 from streampack.instantiate import build
-from streampack.losses import label_weights, token_losses
+from streampack.losses import label_weights, loss_terms
+from streampack.map_style.flatten import join_documents
+from streampack.training.checkpoint import restore_schedule
 from streampack.training.config import RunConfig, read_config
-from streampack.training.data import build_data, build_loader, opening, total_steps
+from streampack.training.data import build_data, build_loader
+from streampack.training.devices import pick_device
+from streampack.training.estimate import opening, total_steps
 from streampack.training.evaluation import evaluate
 from streampack.training.isolation import verify_isolation
+from streampack.training.meters import SourceMeter, StepMeter, memory_metrics, stream_metrics, stream_totals
 from streampack.training.model import (
     allow_long_rows,
     build_model,
     clip_gradients,
     full_weights,
-    pick_device,
     seed_step,
     vocabulary,
 )
-from streampack.training.output import save_weights
 from streampack.training.overrides import parse
-from streampack.training.progress import MetricLogger, StepMeter, bar, memory_metrics, stream_totals, summary
+from streampack.training.progress import MetricLogger, bar, postfix, summary
 from streampack.training.run_folder import finished, hold_output, open_checkpoints, record_end
-from streampack.training.schedule import restore_schedule
-from streampack.training.sources import SourceMeter
+from streampack.training.weights import save_weights
 
 
 @parse
 def recipe_main(raw: DictConfig) -> None:
-    """Entry point for ``tune run``: a config file, then ``key=value`` overrides."""
+    """Train all weights of a torchtune model on a streamed, packed corpus."""
     train(raw)
 
 
 def train(raw: Any) -> dict[str, Any]:
-    """Run from a config to final weights, with the other ranks if torchrun started several.
+    """Train as a config says and write the final weights. Every rank that torchrun started calls this.
 
-    Returns what the run was: steps, losses, the ledger, where things are. The same on all ranks.
+    Returns:
+        On all ranks: ``step``, ``tokens``, ``seconds``, ``held_out`` (pairs of step and loss), ``ledger``.
     """
     cfg = read_config(raw, recipe="full_finetune")
     device = pick_device(cfg.device)
@@ -65,7 +68,7 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
     checkpoints, newest = open_checkpoints(cfg, world=world)
     seed_step(cfg.seed, 0)
 
-    # What is trained.
+    # The model.
     with world.main_first():
         tokenizer = build(cfg.tokenizer)
         checkpointer = build(cfg.checkpointer)
@@ -82,22 +85,20 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
     )
     allow_long_rows(model, max_seq_len=cfg.data["max_seq_len"], samples_in_row=cfg.samples_in_row)
     inputs = prepare_model_for_packing(model, attention=cfg.attention)
-    if cfg.verify_isolation:
+    if cfg.verify_isolation and cfg.document_masking:
         verify_isolation(model, inputs, max_seq_len=cfg.data["max_seq_len"], world=world)
     optimizer = build(cfg.optimizer, model.parameters())
 
-    # What it is trained on.
+    # The data.
     dataset, validation = build_data(cfg, tokenizer=tokenizer, vocab_size=vocabulary(model), world=world)
     loader = build_loader(cfg, dataset, device=device, world=world)
 
-    # Where it stands: a new run, or one to go on with.
-    step, steps, tokens, seconds, held_out = 0, 0, 0, 0.0, []
+    # A new run, or one that continues from its newest checkpoint.
+    run: dict[str, Any] = {"step": 0, "steps": 0, "tokens": 0, "seconds": 0.0, "held_out": []}
     if newest is not None:
         run = checkpoints.load(newest, model=model, optimizer=optimizer)
-        step, steps, tokens, seconds, held_out = (
-            run[key] for key in ("step", "steps", "tokens", "seconds", "held_out")
-        )
         loader.load_state_dict(run["stream"])
+    step, steps, held_out = run["step"], run["steps"], run["held_out"]
     if not steps or cfg.epochs is None:
         steps = total_steps(cfg, loader, world=world)
     scheduler = build(cfg.lr_scheduler, inject={"optimizer": optimizer, "num_training_steps": steps})
@@ -114,17 +115,19 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
     by_source = SourceMeter(loader, world, device)
     started = time.perf_counter()
 
-    def save() -> None:
-        run = {
+    def totals() -> dict[str, Any]:
+        seconds = run["seconds"] + time.perf_counter() - started
+        return {
             "step": step,
-            "steps": steps,
-            "tokens": tokens + meter.tokens,
-            "seconds": seconds + time.perf_counter() - started,
+            "tokens": run["tokens"] + meter.tokens,
+            "seconds": seconds,
             "held_out": held_out,
-            "stream": loader.state_dict(),
-            "scheduler": scheduler.state_dict() if scheduler is not None else None,
         }
-        checkpoints.save(step, model=model, optimizer=optimizer, run=run)
+
+    def save() -> None:
+        schedule = None if scheduler is None else scheduler.state_dict()
+        state = totals() | {"steps": steps, "stream": loader.state_dict(), "scheduler": schedule}
+        checkpoints.save(step, model=model, optimizer=optimizer, run=state)
 
     def validate() -> None:
         losses = evaluate(
@@ -143,14 +146,18 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
             seed_step(cfg.seed, step, world.rank)
             optimizer.zero_grad(set_to_none=True)
             for batch in islice(batches, loader.batches_per_step):
+                batch = batch if cfg.document_masking else join_documents(batch)
                 weights = label_weights(batch, loss_norm=cfg.loss_norm)
                 batch = batch.to(device)
                 logits = model(**inputs(batch))
-                losses = token_losses(logits, batch.labels, weights=weights.to(device, non_blocking=True))
-                loss = losses.sum()
+                losses, squares = loss_terms(
+                    logits, batch.labels, weights=weights.to(device, non_blocking=True)
+                )
                 del logits  # or they would stay through the backward pass
-                loss.backward()
-                meter.add(batch, loss, weights)
+                loss = losses.sum()
+                z_loss = cfg.z_loss * squares.sum() if cfg.z_loss else torch.zeros_like(loss)
+                (loss + z_loss).backward()
+                meter.add(batch, loss, weights, z_loss=z_loss)
                 by_source.add(batch, losses, weights)
             if not meter.batches:
                 break  # the last epoch is over, on every rank
@@ -165,16 +172,10 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
             profiler.step()
             progress.update()
             if step % cfg.log_every == 0:
-                ledger, epoch = stream_totals(loader, world)
-                metrics = meter.metrics() | {"lr": rate, "epoch": epoch} | memory_metrics(world, device)
-                metrics |= {"grad_norm": norm} if norm is not None else {}
-                metrics |= {f"ledger_{name}": value for name, value in ledger.as_dict().items()}
-                metrics |= by_source.metrics()
+                metrics = meter.metrics() | {"lr": rate} | ({} if norm is None else {"grad_norm": norm})
+                metrics |= stream_metrics(loader, world) | memory_metrics(world, device) | by_source.metrics()
                 logger.log(metrics, step=step)
-                progress.set_postfix_str(
-                    f"loss {metrics['loss']:.3f}, {metrics['tokens_per_second']:,.0f} tokens/s, "
-                    f"padding {metrics['padding']:.1%}"
-                )
+                progress.set_postfix_str(postfix(metrics))
             if every and step % every == 0 and validation:
                 validate()
             if cfg.checkpoint_every and step % cfg.checkpoint_every == 0:
@@ -183,20 +184,17 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
     profiler.stop()
     meter.check()
 
-    if validation and held_out[-1][0] != step:
+    if validation and (not held_out or held_out[-1][0] != step):
         validate()
     if cfg.checkpoint_every and newest != step:
-        save()  # so that a longer run can go on from here
+        save()  # a longer run can continue from here
     checkpoints.wait()
-    seconds, tokens = seconds + time.perf_counter() - started, tokens + meter.tokens
-    ledger, _ = stream_totals(loader, world)
+    result = totals() | {"ledger": stream_totals(loader, world)[0]}
     final = full_weights(model, device=device, world=world)
-    result = {"step": step, "tokens": tokens, "seconds": seconds, "held_out": held_out, "ledger": ledger}
     if world.is_main:
         folder = save_weights(checkpointer, final, cfg=cfg)
         logger.close()
-        listed = dataset.lane_config.quarantine
-        print(summary(ledger, seconds=seconds, tokens=tokens, validation=held_out, quarantine=listed))
+        print(summary(result, quarantine=dataset.lane_config.quarantine))
         print(f"weights      {folder}")
         record_end(cfg, result, saved=[folder])
     return result

@@ -1,14 +1,13 @@
-"""Train low-rank adapters of a torchtune model on a streamed, packed corpus. One file, one run, top to bottom.
+"""Train low-rank adapters of a torchtune model on a streamed, packed corpus.
 
     tune run streampack_recipes/lora_finetune --config my.yaml max_steps=100
     tune run --nproc_per_node 2 streampack_recipes/lora_finetune --config my.yaml
 
-LoRA, DoRA or, where the model's base is quantized, QLoRA: whatever torchtune builder the config names. The base
-is frozen; running checkpoints hold the adapters only. At the end ``adapter/`` holds the adapters, and ``epoch_0/``
-the base with them merged in: two folders, because transformers applies an adapter that lies beside weights. On one
-device or on many; with several processes the model is sharded over them (FSDP2).
+LoRA, DoRA or, on a quantized base, QLoRA: as the torchtune builder in the config says. The base is frozen, and running
+checkpoints hold the adapters only. The final weights go to two folders, because transformers applies an adapter that
+lies beside weights: ``adapter/`` holds the adapters, ``epoch_0/`` the base with the adapters merged in.
 
-The loop is `full_finetune`'s. What differs: which weights train, how they begin, and what is saved.
+The loop is that of `full_finetune`; which weights train, how they begin and what is saved differ.
 """
 
 from __future__ import annotations
@@ -27,8 +26,11 @@ from streampack.attention.prepare import prepare_model_for_packing
 from streampack.distributed.world import World, join_world
 from streampack.instantiate import build
 from streampack.losses import label_weights, token_losses
+from streampack.training.checkpoint import restore_schedule
 from streampack.training.config import RunConfig, read_config
-from streampack.training.data import build_data, build_loader, opening, total_steps
+from streampack.training.data import build_data, build_loader
+from streampack.training.devices import pick_device
+from streampack.training.estimate import opening, total_steps
 from streampack.training.evaluation import evaluate
 from streampack.training.isolation import verify_isolation
 from streampack.training.lora import (
@@ -38,33 +40,32 @@ from streampack.training.lora import (
     start_adapters,
     start_magnitudes,
 )
+from streampack.training.meters import SourceMeter, StepMeter, memory_metrics, stream_metrics, stream_totals
 from streampack.training.model import (
     allow_long_rows,
     build_model,
     clip_gradients,
     full_weights,
-    pick_device,
     seed_step,
     vocabulary,
 )
-from streampack.training.output import save_weights
 from streampack.training.overrides import parse
-from streampack.training.progress import MetricLogger, StepMeter, bar, memory_metrics, stream_totals, summary
+from streampack.training.progress import MetricLogger, bar, postfix, summary
 from streampack.training.run_folder import finished, hold_output, open_checkpoints, record_end
-from streampack.training.schedule import restore_schedule
-from streampack.training.sources import SourceMeter
+from streampack.training.weights import save_weights
 
 
 @parse
 def recipe_main(raw: DictConfig) -> None:
-    """Entry point for ``tune run``: a config file, then ``key=value`` overrides."""
+    """Train low-rank adapters of a torchtune model on a streamed, packed corpus."""
     train(raw)
 
 
 def train(raw: Any) -> dict[str, Any]:
-    """Run from a config to final weights, with the other ranks if torchrun started several.
+    """Train as a config says and write the final weights. Every rank that torchrun started calls this.
 
-    Returns what the run was: steps, losses, the ledger, where things are. The same on all ranks.
+    Returns:
+        On all ranks: ``step``, ``tokens``, ``seconds``, ``held_out`` (pairs of step and loss), ``ledger``.
     """
     cfg = read_config(raw, recipe="lora_finetune")
     device = pick_device(cfg.device)
@@ -76,7 +77,7 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
     checkpoints, newest = open_checkpoints(cfg, world=world)
     seed_step(cfg.seed, 0)
 
-    # What is trained.
+    # The model.
     with world.main_first():
         tokenizer = build(cfg.tokenizer)
         checkpointer = build(cfg.checkpointer)
@@ -97,21 +98,18 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
     inputs = prepare_model_for_packing(model, attention=cfg.attention)
     if cfg.verify_isolation:
         verify_isolation(model, inputs, max_seq_len=cfg.data["max_seq_len"], world=world)
-    adapters = [value for value in model.parameters() if value.requires_grad]
-    optimizer = build(cfg.optimizer, adapters)
+    optimizer = build(cfg.optimizer, [value for value in model.parameters() if value.requires_grad])
 
-    # What it is trained on.
+    # The data.
     dataset, validation = build_data(cfg, tokenizer=tokenizer, vocab_size=vocabulary(model), world=world)
     loader = build_loader(cfg, dataset, device=device, world=world)
 
-    # Where it stands: a new run, or one to go on with.
-    step, steps, tokens, seconds, held_out = 0, 0, 0, 0.0, []
+    # A new run, or one that continues from its newest checkpoint.
+    run: dict[str, Any] = {"step": 0, "steps": 0, "tokens": 0, "seconds": 0.0, "held_out": []}
     if newest is not None:
         run = checkpoints.load(newest, model=model, optimizer=optimizer)
-        step, steps, tokens, seconds, held_out = (
-            run[key] for key in ("step", "steps", "tokens", "seconds", "held_out")
-        )
         loader.load_state_dict(run["stream"])
+    step, steps, held_out = run["step"], run["steps"], run["held_out"]
     if not steps or cfg.epochs is None:
         steps = total_steps(cfg, loader, world=world)
     scheduler = build(cfg.lr_scheduler, inject={"optimizer": optimizer, "num_training_steps": steps})
@@ -128,17 +126,19 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
     by_source = SourceMeter(loader, world, device)
     started = time.perf_counter()
 
-    def save() -> None:
-        run = {
+    def totals() -> dict[str, Any]:
+        seconds = run["seconds"] + time.perf_counter() - started
+        return {
             "step": step,
-            "steps": steps,
-            "tokens": tokens + meter.tokens,
-            "seconds": seconds + time.perf_counter() - started,
+            "tokens": run["tokens"] + meter.tokens,
+            "seconds": seconds,
             "held_out": held_out,
-            "stream": loader.state_dict(),
-            "scheduler": scheduler.state_dict() if scheduler is not None else None,
         }
-        checkpoints.save(step, model=model, optimizer=optimizer, run=run)
+
+    def save() -> None:
+        schedule = None if scheduler is None else scheduler.state_dict()
+        state = totals() | {"steps": steps, "stream": loader.state_dict(), "scheduler": schedule}
+        checkpoints.save(step, model=model, optimizer=optimizer, run=state)
 
     def validate() -> None:
         losses = evaluate(
@@ -161,8 +161,8 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
                 batch = batch.to(device)
                 logits = model(**inputs(batch))
                 losses = token_losses(logits, batch.labels, weights=weights.to(device, non_blocking=True))
-                loss = losses.sum()
                 del logits  # or they would stay through the backward pass
+                loss = losses.sum()
                 loss.backward()
                 meter.add(batch, loss, weights)
                 by_source.add(batch, losses, weights)
@@ -179,16 +179,10 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
             profiler.step()
             progress.update()
             if step % cfg.log_every == 0:
-                ledger, epoch = stream_totals(loader, world)
-                metrics = meter.metrics() | {"lr": rate, "epoch": epoch} | memory_metrics(world, device)
-                metrics |= {"grad_norm": norm} if norm is not None else {}
-                metrics |= {f"ledger_{name}": value for name, value in ledger.as_dict().items()}
-                metrics |= by_source.metrics()
+                metrics = meter.metrics() | {"lr": rate} | ({} if norm is None else {"grad_norm": norm})
+                metrics |= stream_metrics(loader, world) | memory_metrics(world, device) | by_source.metrics()
                 logger.log(metrics, step=step)
-                progress.set_postfix_str(
-                    f"loss {metrics['loss']:.3f}, {metrics['tokens_per_second']:,.0f} tokens/s, "
-                    f"padding {metrics['padding']:.1%}"
-                )
+                progress.set_postfix_str(postfix(metrics))
             if every and step % every == 0 and validation:
                 validate()
             if cfg.checkpoint_every and step % cfg.checkpoint_every == 0:
@@ -197,25 +191,22 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
     profiler.stop()
     meter.check()
 
-    if validation and held_out[-1][0] != step:
+    if validation and (not held_out or held_out[-1][0] != step):
         validate()
     if cfg.checkpoint_every and newest != step:
-        save()  # so that a longer run can go on from here
+        save()  # a longer run can continue from here
     checkpoints.wait()
-    seconds, tokens = seconds + time.perf_counter() - started, tokens + meter.tokens
-    ledger, _ = stream_totals(loader, world)
+    result = totals() | {"ledger": stream_totals(loader, world)[0]}
     final = full_weights(model, device=device, world=world)
-    result = {"step": step, "tokens": tokens, "seconds": seconds, "held_out": held_out, "ledger": ledger}
     if world.is_main:
         merged, adapters = split_and_merge(final, config=adapter_config(model))
         saved = {"adapters": save_adapters(checkpointer, adapters, model=model, output_dir=cfg.output_dir)}
         if not cfg.save_adapter_weights_only:
             saved["weights"] = save_weights(checkpointer, merged, cfg=cfg)
         logger.close()
-        listed = dataset.lane_config.quarantine
-        print(summary(ledger, seconds=seconds, tokens=tokens, validation=held_out, quarantine=listed))
-        for what, folder in saved.items():
-            print(f"{what:12} {folder}")
+        print(summary(result, quarantine=dataset.lane_config.quarantine))
+        for name, folder in saved.items():
+            print(f"{name:12} {folder}")
         record_end(cfg, result, saved=saved.values())
     return result
 

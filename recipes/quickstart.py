@@ -1,17 +1,22 @@
 """A first run: train a small llama from scratch on the standard library's docstrings, streamed and packed.
 
-    python -m streampack_recipes.quickstart [KEY=VALUE ...]
+    python -m streampack_recipes.quickstart [KEY=VALUE ...] [--traceback]
 
-Runs the ``full_finetune`` recipe on ``configs/quickstart.yaml``, each time in a new folder under its
-``output_dir``. A run that was interrupted goes on from its last checkpoint when this is started again.
+Runs the ``full_finetune`` recipe on ``configs/quickstart.yaml``, each time in a new folder under its ``output_dir``.
+An interrupted run continues from its last checkpoint when this is started again. At the end, it prints how many tokens
+padded mini-batches of the same samples would have had.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import random
 import sys
+from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from streampack_recipes import stdlib_corpus
 
@@ -24,21 +29,23 @@ What to try next:
 """
 
 
-def main(argv: list[str]) -> int:
-    """Train; ``argv`` are overrides of the config, and ``--traceback`` to see where an error was raised."""
-    logging.getLogger("torchao").setLevel(logging.ERROR)  # says at import that it has no C++ extensions
+def main(argv: Sequence[str]) -> int:
+    """Train. ``argv``: overrides of the config, and ``--traceback`` to see where an error was raised."""
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # at import it warns of missing C++ extensions
     # On a busy machine, threads that spin while they wait make a step of two threads several times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from streampack.training.errors import shown_errors
 
-    words = [word for word in argv if word != "--traceback"]
-    with shown_errors(tracebacks=len(words) < len(argv)):
-        _train(words)
+    overrides = [word for word in argv if word != "--traceback"]
+    with shown_errors(tracebacks="--traceback" in argv):
+        config, result = _train(overrides)
+        if config.data.get("method") is None:
+            print(packed_and_padded(config, steps=result["step"]))
     print(NEXT)
     return 0
 
 
-def _train(overrides: list[str]) -> None:
+def _train(overrides: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     stdlib_corpus.prepare()
 
     import streampack_configs
@@ -54,7 +61,7 @@ def _train(overrides: list[str]) -> None:
     if not chosen:
         config.output_dir, config.resume = _run_folder(Path(config.output_dir))
     try:
-        train(config)
+        return config, train(config)
     except Interrupted as error:
         if chosen or error.step is None:
             raise
@@ -63,7 +70,7 @@ def _train(overrides: list[str]) -> None:
 
 
 def _run_folder(base: Path) -> tuple[str, bool]:
-    """The newest run if it was interrupted, otherwise a new one."""
+    """Return the folder of the newest run and True if it was interrupted, otherwise a new folder and False."""
     runs = sorted(base.glob("run-*"))
     if runs and (runs[-1] / "checkpoints").is_dir() and not (runs[-1] / "finished.json").is_file():
         print(f"going on with {runs[-1]}, which was interrupted")
@@ -71,8 +78,51 @@ def _run_folder(base: Path) -> tuple[str, bool]:
     return str(base / f"run-{len(runs) + 1:03d}"), False
 
 
+def packed_and_padded(config: Any, *, steps: int) -> str:
+    """Count the tokens of a run's packs, and of padded mini-batches of the same samples.
+
+    Reads the packs that the run trained once more, without a model. A mini-batch is padded to its longest sample, and
+    its samples are drawn at random, as a shuffling DataLoader does.
+    """
+    import torch
+
+    from streampack.distributed.world import World
+    from streampack.instantiate import build
+    from streampack.training.config import read_config
+    from streampack.training.data import build_datasets, build_loader
+
+    cfg = read_config(config)
+    datasets = build_datasets(cfg, tokenizer=build(cfg.tokenizer), vocab_size=None, world=World())
+    loader = build_loader(cfg, datasets.train, device=torch.device("cpu"), world=World())
+    lengths: list[int] = []
+    packed, batches = 0, 0
+    for batch in islice(loader, steps * loader.batches_per_step):
+        packed, batches = packed + batch.tokens.numel(), batches + 1
+        lengths += [each.stop - each.start for fragments in batch.fragments for each in fragments]
+    random.Random(0).shuffle(lengths)
+    like_packed = round(len(lengths) / max(1, batches))
+    small, large = (padded_tokens(lengths, batch_size=size) for size in (cfg.batch_size, like_packed))
+    return (
+        f"\nTokens through the model for the {len(lengths):,} samples trained, {sum(lengths):,} of them real:\n"
+        f"  packed                              {packed:>12,}\n"
+        f"  padded, mini-batches of {cfg.batch_size:<3}         {small:>12,}   {small / packed:.1f} times as many\n"
+        f"  padded, mini-batches of {like_packed:<3}         {large:>12,}   {large / packed:.1f} times as many; "
+        f"{cfg.batch_size} packs hold {like_packed} samples"
+    )
+
+
+def padded_tokens(lengths: Sequence[int], *, batch_size: int) -> int:
+    """Return the tokens of mini-batches of consecutive samples, each padded to its longest.
+
+    >>> padded_tokens([5, 2, 3, 1], batch_size=2)
+    16
+    """
+    groups = (lengths[first : first + batch_size] for first in range(0, len(lengths), batch_size))
+    return sum(max(group) * len(group) for group in groups)
+
+
 def corpus_file(name: str) -> str:
-    """The path of one of the files that `stdlib_corpus.prepare` makes, made first if need be; for configs to name."""
+    """Return the path of a file that `stdlib_corpus.prepare` makes, for configs; make it first if need be."""
     return str(stdlib_corpus.prepare().folder / name)
 
 

@@ -1,1 +1,1 @@
-"""What recipes call: plain functions and objects that never call the loop back."""
+"""Functions and classes that recipes call; they never call a recipe."""

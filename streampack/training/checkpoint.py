@@ -1,7 +1,6 @@
-"""Running checkpoints: model and optimizer through torch.distributed.checkpoint, the rest in a small file beside.
+"""Running checkpoints: model and optimizer by torch.distributed.checkpoint (DCP), the rest in a small file.
 
-A checkpoint directory is trusted input: DCP's own metadata is a pickle. The small file is not: it loads
-with ``weights_only=True``.
+A checkpoint directory is trusted input: DCP's metadata is a pickle. The small file loads with ``weights_only=True``.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import re
 import shutil
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.optim.lr_scheduler import LRScheduler
 
 from streampack.distributed.world import World
 
@@ -42,20 +42,19 @@ class CheckpointError(RuntimeError):
 
 
 class Checkpoints:
-    """The checkpoints of one run under ``folder``, of which the newest ``keep`` are kept.
+    """Save and load the checkpoints of a run, of which the newest ``keep`` are kept.
 
-    Each is a directory ``step_00000100`` that all ranks write to, so with several machines ``folder`` must be
-    one that all of them see. It is written under another name and synced to the disk before it is renamed,
-    and renamed before it is removed: whatever bears the name is whole, whenever the run was killed.
-    Saved by any number of ranks, it loads on any number. What is frozen is not saved: it comes from where
-    the run began.
+    A checkpoint is a directory ``step_00000100`` under ``folder`` that all ranks write to, so several machines need a
+    shared file system. It is synced to disk under another name before it gets its own, and renamed before it is
+    removed: whenever a run is killed, a directory of that name is complete. Saved by any number of ranks, it loads on
+    any number. Frozen weights are not saved: a resumed run loads them from its base.
 
     Args:
         folder: made when the first checkpoint is written.
-        keep: how many to keep.
-        world: the ranks that save and load together; every method but `steps` is a collective.
-        in_background: `save` returns once everything is copied to memory and writes while training goes on;
-            a second one waits for the first, and an error is raised by the next `save` or `wait`.
+        keep: number of checkpoints.
+        world: the ranks; every method but `steps` is a collective.
+        in_background: `save` copies everything to memory and writes it while training continues. The next `save` or
+            `wait` waits for it and raises its error.
     """
 
     def __init__(
@@ -68,23 +67,23 @@ class Checkpoints:
         self._writing: _Writing | None = None
 
     def steps(self) -> list[int]:
-        """Of the complete checkpoints, ascending."""
+        """Return the steps of the complete checkpoints, ascending."""
         names = [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else []
         return sorted(int(match[1]) for match in map(PATTERN.fullmatch, names) if match)
 
     def newest(self) -> int | None:
-        """The last of `steps` as rank 0 sees them, the same on all ranks."""
+        """Return the last of rank 0's `steps`, or None, on all ranks."""
         return self.world.from_main(max(self.steps(), default=None))
 
     def save(
         self, step: int, *, model: nn.Module, optimizer: torch.optim.Optimizer, run: dict[str, Any]
     ) -> Path:
-        """Write a checkpoint; ``run`` is what else the loop needs, plain values only, rank 0's."""
+        """Write a checkpoint and return its path; ``run`` holds plain values, of which rank 0's are saved."""
         self.wait()
         final = self._path(step)
         part = final.with_suffix(".part")
         _hush()
-        # As a collective, it also keeps every rank from writing before the folder is clean.
+        # A collective: no rank writes before the folder is clean.
         with self.world.together(), _plain_errors(f"checkpoint {final} could not be written"):
             if self.world.is_main:
                 self._clean()
@@ -101,7 +100,7 @@ class Checkpoints:
                     process_group=self.world.background,
                     no_dist=self.world.size == 1,
                 )
-            assert isinstance(future, Future)  # it is not with stagers that copy in the background, too
+            assert isinstance(future, Future)  # with stagers that copy in the background it is not
             self._writing = _Writing(lambda: self._publish(part, final, written=future.result))
         else:
             with self.world.together():
@@ -109,14 +108,14 @@ class Checkpoints:
         return final
 
     def wait(self) -> None:
-        """Until the checkpoint that is being written is complete."""
+        """Wait until the checkpoint that is being written is complete."""
         writing, self._writing = self._writing, None
         with self.world.together():
             if writing is not None:
                 writing.result()
 
     def load(self, step: int, *, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Restore model and optimizer in place, and return what ``run`` was."""
+        """Restore model and optimizer in place, and return the saved ``run``."""
         _hush()
         path = self._path(step)
         state = _state(model, optimizer)
@@ -130,13 +129,13 @@ class Checkpoints:
         saver.save(state, storage_writer=FileSystemWriter(part), no_dist=self.world.size == 1)
 
     def _publish(self, part: Path, final: Path, *, written: Callable[[], Any]) -> None:
-        """Give a checkpoint its name once all ranks have written their share, and remove those too many."""
+        """Rename a checkpoint that all ranks have written, and remove surplus ones."""
         with _plain_errors(f"checkpoint {final} could not be written"):
             written()
         if not self.world.is_main:
             return
         _sync_folder(part)
-        if final.exists():  # a run that stands at a step whose checkpoint it has has not gone on since
+        if final.exists():  # the run has made no step since
             shutil.rmtree(part)
             return
         part.rename(final)
@@ -148,7 +147,7 @@ class Checkpoints:
             shutil.rmtree(gone)
 
     def _clean(self) -> None:
-        """Remove what a killed run left."""
+        """Remove the unfinished directories of a killed run."""
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             if LEFTOVERS.fullmatch(path.name):
                 shutil.rmtree(path)
@@ -158,7 +157,7 @@ class Checkpoints:
 
 
 class _Writing:
-    """A checkpoint that is written in a thread. A daemon: a run that failed must not wait for its checkpoint."""
+    """A thread that writes a checkpoint. A daemon: a run that failed does not wait for its checkpoint."""
 
     def __init__(self, write: Callable[[], None]) -> None:
         self.error: BaseException | None = None
@@ -178,9 +177,9 @@ class _Writing:
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What DCP writes, and loads in place: names as if the model were neither wrapped nor sharded.
+    """Return what DCP writes and loads in place, under the names of an unwrapped, unsharded model.
 
-    Not ``model.state_dict()``: with quantized weights, which are frozen, it would dequantize all of them.
+    Not ``model.state_dict()``, which would dequantize all quantized weights; those are frozen.
     """
     weights = {name: value.detach() for name, value in model.named_parameters() if value.requires_grad}
     for prefix, module in model.named_modules():
@@ -194,7 +193,7 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
 
 
 def _sync_folder(folder: Path) -> None:
-    """What was created, renamed or removed in a folder is only sure to last after this."""
+    """Sync a folder, so that files created, renamed or removed in it stay so after a crash."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -204,7 +203,7 @@ def _sync_folder(folder: Path) -> None:
 
 @contextmanager
 def _plain_errors(what: str) -> Iterator[None]:
-    """Errors that say what failed; DCP's `CheckpointException` is not even an Exception."""
+    """Turn errors into `CheckpointError`. DCP's `CheckpointException` is a BaseException."""
     try:
         yield
     except OSError as error:
@@ -215,5 +214,16 @@ def _plain_errors(what: str) -> Iterator[None]:
 
 
 def _hush() -> None:
-    """A single process is no mistake. For good, because a context would not reach into DCP's threads."""
+    """Silence DCP's warning about a single process, for good: a context does not reach its threads."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+
+
+def restore_schedule(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
+    """Load the state of a learning-rate schedule, and set the optimizer's rate.
+
+    Building a scheduler sets the rate of step 0, and torch's ``load_state_dict`` does not undo that: the first step
+    after a resume would use it.
+    """
+    scheduler.load_state_dict(dict(state))
+    for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+        group["lr"] = rate

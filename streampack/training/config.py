@@ -1,4 +1,4 @@
-"""What a recipe can be told, as typed fields; a misspelt key is an error and not a silent default."""
+"""The keys of a recipe's config as typed fields, and what can be checked without opening a file."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from streampack.validation import require, require_positive
 
 Node = dict[str, Any]
 
-OF_ONE_RECIPE = {
-    "save_adapter_weights_only": "lora_finetune",
-    "document_masking": "pretrain",
-    "z_loss": "pretrain",
+ONLY_IN = {
+    "save_adapter_weights_only": ("lora_finetune",),
+    "document_masking": ("pretrain", "full_finetune"),
+    "z_loss": ("pretrain", "full_finetune"),
 }
-"""Keys that only one recipe heeds; the others refuse them rather than ignore them."""
+"""Keys that not every recipe reads; the others refuse them rather than ignore them."""
 
 NODES = {"tokenizer", "model", "checkpointer", "optimizer", "metric_logger", "lr_scheduler", "profiler"}
 DTYPES = ("bf16", "fp32", "fp64")
@@ -33,7 +33,7 @@ VALIDATION_KEYS = ("fraction", "source", "max_packs", "every")
 
 @dataclass(kw_only=True)
 class RunConfig:
-    """One run, as its YAML says it. Nodes with a ``_component_`` stay plain dicts until the recipe builds them."""
+    """The config of one run. Nodes with a ``_component_`` stay plain dicts until the recipe builds them."""
 
     output_dir: str  # checkpoints, weights and logs
     tokenizer: Node
@@ -47,33 +47,25 @@ class RunConfig:
     dtype: str = "bf16"
     validation: Node | None = None  # fraction of the rows or source, max_packs, every
     lr_scheduler: Node | None = None
-    epochs: int | None = None  # None with max_steps: read on as long as it takes
+    epochs: int | None = None  # None with max_steps: the data is read as often as it takes
     max_steps: int | None = None
     batch_size: int = 1  # packs in a forward pass of one rank, at most
-    packs_per_step: int | None = (
-        None  # packs in an optimizer step, over all ranks; default: a batch of each rank
-    )
+    packs_per_step: int | None = None  # packs in an optimizer step, over all ranks; default: one batch a rank
     num_workers: int = 0  # processes that read, encode and pack, for each rank
-    loss_norm: str = "token"  # or "sample": every sample counts the same, however long it is
+    loss_norm: str = "token"  # or "sample": every sample weighs the same, whatever its length
     clip_grad_norm: float | None = None
     attention: str = "auto"  # or "dense", "flex", "varlen", "flash": see prepare_model_for_packing
-    verify_isolation: bool = True  # before the first step: does any sample of a pack see another?
+    verify_isolation: bool = True  # check before the first step that no sample of a pack attends to another
     activation_checkpointing: bool = False
     compile: bool = False
-    custom_sharded_layers: list[str] = field(
-        default_factory=list
-    )  # sharded by themselves, besides the layers
-    fsdp_reshard_after_forward: bool = (
-        True  # False keeps layers whole until the backward pass: memory for speed
-    )
+    custom_sharded_layers: list[str] = field(default_factory=list)  # sharded by themselves, like the layers
+    fsdp_reshard_after_forward: bool = True  # False keeps layers whole until the backward pass: more memory
     collective_timeout: float = 600  # seconds that ranks wait for the slowest one
     checkpoint_every: int | None = None  # steps; None: only the final weights
     keep_checkpoints: int = 2
-    async_checkpoint: bool = False  # write while training goes on, from a copy in memory
-    save_adapter_weights_only: bool = False  # LoRA: leave the merged weights out
-    document_masking: bool = (
-        True  # pretraining: False lets a token see all before it in its pack, whosever they are
-    )
+    async_checkpoint: bool = False  # write while training continues, from a copy in memory
+    save_adapter_weights_only: bool = False  # LoRA: do not save the merged weights
+    document_masking: bool = True  # pretraining: False lets a token attend to all documents before it
     z_loss: float = 0.0  # pretraining: weight of the squared log-normalizer in the loss; PaLM's was 1e-4
     resume: bool = False  # from the newest checkpoint in output_dir; from step 0 if there is none
     log_every: int = 1  # steps
@@ -133,18 +125,16 @@ class RunConfig:
 
     @property
     def samples_in_row(self) -> int:
-        """How many samples of ``data.max_seq_len`` a row of a batch may hold."""
+        """Number of samples of ``data.max_seq_len`` tokens that a row of a batch may hold."""
         return self.batch_size if self.data.get("method") == "minibatch_packing" else 1
 
 
 def read_config(config: Any, *, recipe: str | None = None) -> RunConfig:
-    """A `RunConfig` from what `parse` gives, or from a plain mapping.
-
-    Nothing is built: `streampack.training.validate` does more.
+    """Check a config, OmegaConf's or a plain mapping, and return it as a `RunConfig`. Nothing is built.
 
     Raises:
-        ValueError: for an unknown or a missing key, one that ``recipe`` does not heed, a value out of range, or a
-            component that cannot be called like this.
+        ValueError: for an unknown or missing key, one that ``recipe`` does not read, a value out of range, or a
+            component that does not take its arguments.
     """
     values = to_plain(config)
     if problems := config_problems(values, recipe=recipe):
@@ -153,16 +143,16 @@ def read_config(config: Any, *, recipe: str | None = None) -> RunConfig:
 
 
 def config_problems(values: Mapping[str, Any], *, recipe: str | None = None) -> list[str]:
-    """What can be said against a config without building anything or opening a file."""
+    """Return the problems of a config that show without building anything or opening a file."""
     known = {f.name for f in fields(RunConfig)}
     required = {f.name for f in fields(RunConfig) if f.default is MISSING and f.default_factory is MISSING}
     problems = [
         f"unknown key {key!r}: {hint_for(key, known, top=True)}" for key in values if key not in known
     ]
     problems += [f"missing key {key!r}" for key in sorted(required - set(values))]
-    for key, theirs in OF_ONE_RECIPE.items():
-        if key in values and recipe not in (None, theirs):
-            problems.append(f"{key} does nothing in the {recipe} recipe; remove it, or run {theirs}")
+    for key, recipes in ONLY_IN.items():
+        if key in values and recipe not in (None, *recipes):
+            problems.append(f"{key} does nothing in the {recipe} recipe; remove it, or run {recipes[0]}")
     problems += [f"{key}: {problem}" for key, problem in type_problems(RunConfig, values, name="a run")]
     for key in NODES & set(values):
         if isinstance(values[key], Mapping) and COMPONENT not in values[key]:
@@ -179,7 +169,6 @@ def config_problems(values: Mapping[str, Any], *, recipe: str | None = None) -> 
 
 
 def _data_problems(data: Mapping[str, Any]) -> list[str]:
-    """Those of the packer's settings."""
     settings = {key: value for key, value in data.items() if key not in ("source", "encoder", "method")}
     known = inspect.signature(IterablePackedDataset).parameters
     problems = [f"data.{key} is missing" for key in ("source", "max_seq_len") if data.get(key) is None]
@@ -201,7 +190,7 @@ def _data_problems(data: Mapping[str, Any]) -> list[str]:
 
 
 def _model_problems(values: Mapping[str, Any], *, recipe: str | None) -> list[str]:
-    """What a builder's name and arguments say. Of others, the recipe sees it when the model is there."""
+    """Return what is wrong with a model by its builder's name and arguments."""
     model, problems = values["model"], []
     builder = str(model[COMPONENT]).rpartition(".")[2]
     adapters = builder.startswith(("lora_", "qlora_"))
@@ -223,7 +212,7 @@ def _model_problems(values: Mapping[str, Any], *, recipe: str | None) -> list[st
 
 
 def too_long(max_seq_len: int, most: int) -> str:
-    """The message for packs that are longer than what a model takes."""
+    """Return the error message for packs that are longer than a model's rows."""
     return (
         f"data.max_seq_len={max_seq_len} is above model.max_seq_len={most}, the positions that the model has; lower "
         "data.max_seq_len, or raise model.max_seq_len if the builder takes it"
@@ -231,7 +220,7 @@ def too_long(max_seq_len: int, most: int) -> str:
 
 
 def to_plain(config: Any) -> dict[str, Any]:
-    """OmegaConf's containers, interpolations resolved, as plain dicts and lists."""
+    """Return a config as plain dicts and lists, with its interpolations resolved."""
     from omegaconf import OmegaConf
 
     plain = OmegaConf.to_container(OmegaConf.create(config), resolve=True)

@@ -1,8 +1,9 @@
-"""Names of devices in a config: whether torch trains on such a one, and whether this machine has it."""
+"""Devices by name: which ones torch can train on, and which ones this machine has."""
 
 from __future__ import annotations
 
 import difflib
+import os
 
 import torch
 
@@ -10,8 +11,28 @@ TRAINABLE = ("cpu", "cuda", "xpu", "mps")
 OTHER_NAMES = {"gpu": "cuda", "nvidia": "cuda", "amd": "cuda", "rocm": "cuda", "hip": "cuda", "metal": "mps"}
 
 
+def pick_device(name: str) -> torch.device:
+    """Return this rank's device; ``auto`` is a GPU where there is one.
+
+    Raises:
+        ValueError: for a device that this machine does not have. torchtune would take the CPU instead.
+    """
+    from torchtune import utils
+
+    if name != "auto" and (problem := missing_device(named_device(name))):
+        raise ValueError(
+            f"device={name!r}: {problem}; check the driver and that torch was built for it, or set device=cpu or "
+            "device=auto"
+        )
+    try:
+        device: torch.device = utils.get_device(None if name == "auto" else name)
+    except RuntimeError as error:  # more ranks than GPUs, or an index where each rank has its own
+        raise ValueError(f"device={name!r}, local rank {os.environ.get('LOCAL_RANK', 0)}: {error}") from error
+    return device
+
+
 def named_device(name: str) -> torch.device:
-    """Return torch's device of this name, which need not be on this machine.
+    """Return torch's device of a name, whether or not this machine has it.
 
     >>> named_device("cuda:1").index
     1
@@ -21,7 +42,7 @@ def named_device(name: str) -> torch.device:
     """
     try:
         device = torch.device(name)
-        getattr(torch, device.type).is_available  # noqa: B018 - of some types there are names and nothing else
+        getattr(torch, device.type).is_available  # noqa: B018 - some types have a name and nothing else
     except (RuntimeError, AttributeError) as error:
         kind, _, number = name.partition(":")
         close = OTHER_NAMES.get(kind.lower()) or next(
@@ -37,7 +58,7 @@ def named_device(name: str) -> torch.device:
 
 
 def missing_device(device: torch.device) -> str | None:
-    """Say that this machine does not have a device; None if it has."""
+    """Return a message if this machine does not have a device, else None."""
     if device.type == "cpu" or getattr(torch, device.type).is_available():
         return None
     return f"torch {torch.__version__} finds no {device.type} device on this machine"

@@ -1,4 +1,4 @@
-"""What a recipe shows of an error: one line for a user's mistake, from one rank, and a traceback if it is asked for."""
+"""How a recipe shows an error: one line, from one rank; a traceback for unexpected errors or with ``--traceback``."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from streampack.distributed.world import OtherRankFailed
 from streampack.training.checkpoint import CheckpointError
 
 TRACEBACK = "STREAMPACK_TRACEBACK"
-"""An environment variable; set to anything but 0, it does what ``--traceback`` does."""
+"""Environment variable; any value but 0 has the effect of ``--traceback``."""
 EXPECTED = (
     *(ValueError, ImportError, OSError, torch.OutOfMemoryError),
     *(OmegaConfBaseException, yaml.YAMLError, CheckpointError),
 )
-"""Errors whose message is enough. Others come with their traceback: the mistake may be in the code."""
+"""Errors shown by their message only. Others are shown with a traceback: the mistake may be in the code."""
 FOLLOWING = re.compile(r"^rank \d+ failed|gloo|NCCL|[Cc]onnection (closed|reset)|recvValue|Broken pipe")
-"""In messages of RuntimeErrors that a rank gets because another one has failed or is gone."""
+"""Pattern of RuntimeErrors that a rank gets because another one has failed or is gone."""
 PATIENCE = 3.0
-"""Seconds that a rank waits for another one to say what went wrong."""
+"""Seconds that a rank waits for another one to print the cause."""
 
 
 @contextmanager
 def shown_errors(*, tracebacks: bool = False) -> Iterator[None]:
     """End the process on an error in the block: one line and exit status 1, or 130 for Ctrl-C.
 
-    Of several ranks on a machine, one speaks for those that fail alike, and a rank that fails because another one did
-    is silent if that one speaks. torchrun is told, too: its own report ends with the line.
+    Ranks of a machine that fail alike print one line together; a rank that fails because another one did prints
+    nothing if that one prints the cause. torchrun's own report ends with the line, too.
 
     Args:
-        tracebacks: let errors pass, on every rank, so that Python shows where they were raised.
+        tracebacks: let errors pass on every rank, so that Python shows where they were raised.
     """
     if tracebacks or os.environ.get(TRACEBACK, "0") != "0":
         yield
@@ -49,31 +49,31 @@ def shown_errors(*, tracebacks: bool = False) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
-        _say(str(error) or "interrupted", topic="interrupt")
+        _print_once(str(error) or "interrupted", topic="interrupt")
         sys.exit(130)
     except EXPECTED as error:
-        _say(f"{_speaker()}{message_of(error)} (--traceback shows where)", topic=message_of(error))
+        _print_once(f"{_prefix()}{message_of(error)} (--traceback shows where)", topic=message_of(error))
         sys.exit(1)
     except Exception as error:
         if _follows(error):
-            if not _another_said():
-                _say(f"{_speaker()}{message_of(error)} (--traceback shows where)", topic="following")
+            if not _another_printed():
+                _print_once(f"{_prefix()}{message_of(error)} (--traceback shows where)", topic="following")
             sys.exit(1)
-        if _board() is None:
+        if _shared_folder() is None:
             raise
-        _say(f"{_speaker()}{traceback.format_exc()}", topic=f"{type(error).__name__}: {error}")
+        _print_once(f"{_prefix()}{traceback.format_exc()}", topic=f"{type(error).__name__}: {error}")
         sys.exit(1)
 
 
 def _follows(error: Exception) -> bool:
-    """Whether a rank got an error because another one has failed."""
+    """Return whether a rank got an error because another one has failed."""
     if isinstance(error, OtherRankFailed | torch.distributed.DistError):
         return True
     return isinstance(error, RuntimeError) and FOLLOWING.search(str(error)) is not None
 
 
 def message_of(error: BaseException) -> str:
-    """An error's message without what only a programmer reads.
+    """Return an error's message for users, with its one-line notes.
 
     >>> message_of(FileNotFoundError(2, "No such file or directory", "my.yaml"))
     'No such file or directory: my.yaml'
@@ -90,32 +90,34 @@ def message_of(error: BaseException) -> str:
     return " ".join([text, *notes])
 
 
-def _speaker() -> str:
+def _prefix() -> str:
     rank = int(os.environ.get("RANK", 0))
     return f"error (rank {rank}): " if rank else "error: "
 
 
-def _say(text: str, *, topic: str) -> None:
-    """Print a text, unless another rank of this machine has said what it has to say on this topic."""
-    board = _board()
-    if board is None:
+def _print_once(text: str, *, topic: str) -> None:
+    """Print a text, unless another rank of this machine has printed one on the same topic."""
+    folder = _shared_folder()
+    if folder is None:
         print(text, file=sys.stderr, flush=True)  # noqa: T201
         return
-    note = board / f"said-{hashlib.sha256(topic.encode()).hexdigest()[:16]}"
+    note = folder / f"printed-{hashlib.sha256(topic.encode()).hexdigest()[:16]}"
     try:
         with note.open("x") as file:
             print(text, file=sys.stderr, flush=True)  # noqa: T201
-            _tell_torchrun(text)
-            file.write("said")
+            _write_cause(text)
+            file.write("printed")
     except FileExistsError:
-        # torchrun ends all ranks as soon as one has ended: not before the line is there.
+        # torchrun ends all ranks as soon as one has ended, so this one waits until the line is printed.
         _wait_for(lambda: note.stat().st_size > 0)
 
 
-def _another_said() -> bool:
-    """Whether another rank of this machine says what went wrong, now or soon."""
-    board = _board()
-    return board is not None and _wait_for(lambda: any(note.stat().st_size for note in board.glob("said-*")))
+def _another_printed() -> bool:
+    """Wait until another rank of this machine has printed the cause; return whether one did."""
+    folder = _shared_folder()
+    return folder is not None and _wait_for(
+        lambda: any(note.stat().st_size for note in folder.glob("printed-*"))
+    )
 
 
 def _wait_for(condition: Callable[[], bool]) -> bool:
@@ -127,14 +129,14 @@ def _wait_for(condition: Callable[[], bool]) -> bool:
     return True
 
 
-def _board() -> Path | None:
-    """A folder of this attempt of torchrun's that the ranks of this machine share; None without torchrun."""
+def _shared_folder() -> Path | None:
+    """Return torchrun's folder that the ranks of this machine share in this attempt; None without torchrun."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(error_file).parent.parent if error_file else None
 
 
-def _tell_torchrun(text: str) -> None:
-    """Write what torchrun shows as the cause when a rank has failed."""
+def _write_cause(text: str) -> None:
+    """Write the file that torchrun shows as the cause of a failure."""
     cause = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
     with suppress(OSError):
         Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": cause}))

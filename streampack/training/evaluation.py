@@ -1,4 +1,4 @@
-"""The loss over held-out packs, of every source."""
+"""Loss over held-out packs, by source."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from streampack.training.model import evaluating
 
 
 class HeldOut(NamedTuple):
-    """What is held out of one source."""
+    """Held-out batches of one source."""
 
-    batches: Sequence[Batch]  # this rank's, as many as the others have
-    weight: float = 1.0  # of the source in what is trained on
+    batches: Sequence[Batch]  # this rank's; every rank has the same number
+    weight: float = 1.0  # the source's fraction of the trained tokens
 
 
 def evaluate(
@@ -32,10 +32,10 @@ def evaluate(
     device: torch.device,
     world: World,
 ) -> dict[str, float]:
-    """The losses over the packs of all ranks, weighted as in training, for the metric logger. A collective.
+    """Return the losses over the packs of all ranks, weighted as in training; a collective.
 
-    ``validation_loss`` is the mean of the sources' losses, weighted by their fractions of the trained tokens: what to
-    expect of the training loss, if that weighs every token alike. A mixture has ``validation_loss_<name>`` besides.
+    ``validation_loss`` is the mean of the sources' losses, weighted by their fractions of the trained tokens; a
+    mixture has ``validation_loss_<name>`` too.
     """
     totals = torch.zeros(len(held_out), 2, dtype=torch.float64, device=device)
     with evaluating(model):

@@ -1,4 +1,4 @@
-"""What to write in the place of a key that a run does not know: torchtune's keys, and misspelt ones."""
+"""Hints for unknown keys of a config: torchtune's keys, and misspelt ones."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ OF_TORCHTUNE = {
     "cudnn_deterministic_mode": "remove the key",
     "trusted_packages": "a config cannot widen what it may name; add --trust NAME to the command",
 }
-"""Keys of torchtune's configs of full and LoRA fine-tuning that mean something else here, or nothing."""
+"""Keys of torchtune's configs for full and LoRA fine-tuning that have another name here, or none."""
 
 
 def hint_for(key: str, known: Collection[str], *, top: bool = False) -> str:
-    """What to write in the place of a key that is not ``known``; ``top`` of the config's own keys.
+    """Return what to write instead of a key that is not ``known``; ``top`` for keys at the top of a config.
 
     >>> hint_for("shufle", ["shuffle", "seed"])
     "did you mean 'shuffle'?"

@@ -1,4 +1,4 @@
-"""Whether a run keeps its samples apart, asked of its model before it trains."""
+"""Check before training that a model isolates the samples of a pack."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from streampack.attention.report import LeakReport
 from streampack.distributed.world import World
 from streampack.instantiate import build
 from streampack.training.config import read_config
-from streampack.training.model import pick_device
+from streampack.training.devices import pick_device
 
 
 def verify_isolation(model: nn.Module, inputs: Inputs, *, max_seq_len: int, world: World) -> LeakReport:
-    """Stop the run, on all ranks, if samples of a pack see one another in this model.
+    """Raise on all ranks if samples of a pack attend to one another in this model; a collective.
 
-    Nineteen forward passes of one pack, of 256 tokens, or more where a window of the model is longer; model and random
-    generators are afterwards as before. See `find_leaks`.
+    Makes 19 forward passes of one pack of 256 tokens, or more where the model has a longer window. Leaves model and
+    random generators as they were. See `find_leaks`.
 
     Raises:
         ValueError: with the report.
@@ -38,7 +38,7 @@ def verify_isolation(model: nn.Module, inputs: Inputs, *, max_seq_len: int, worl
 
 
 def probe_config(raw: Any) -> LeakReport:
-    """What the model of a config, with random weights, does to samples of a pack. Needs no weights, no data.
+    """Run `find_leaks` on the model of a config, with random weights; reads no weights and no data.
 
     Raises:
         ValueError: for a config with a mistake in it, or a model that cannot be packed.

@@ -1,6 +1,6 @@
-"""Low-rank adapters: which weights train, how they begin, and what is saved at the end.
+"""Low-rank adapters: initialize, merge, and save them for torchtune and PEFT.
 
-LoRA: Hu et al., 2021, https://arxiv.org/abs/2106.09685. The layers, and QLoRA's and DoRA's, are torchtune's.
+LoRA: Hu et al., 2021, https://arxiv.org/abs/2106.09685. The layers, those of QLoRA and DoRA too, are torchtune's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 from torchtune import training
 from torchtune.modules import peft
 
-# The layers that can have adapters: torchtune's names, and Hugging Face's.
+# Layers that can have adapters: torchtune's names and Hugging Face's.
 TARGETS = {
     "q_proj": "self_attn.q_proj", "k_proj": "self_attn.k_proj", "v_proj": "self_attn.v_proj",
     "output_proj": "self_attn.o_proj", "w1": "mlp.gate_proj", "w2": "mlp.down_proj", "w3": "mlp.up_proj",
@@ -27,17 +27,17 @@ TARGETS = {
 PARTS = {
     "lora_a.weight": "lora_A.weight", "lora_b.weight": "lora_B.weight", "magnitude": "lora_magnitude_vector",
 }  # fmt: skip
-# Where the two numbers lie that are rotated together: side by side, or half a head apart as in Hugging Face's format.
+# The two numbers that are rotated together lie side by side, or half a head apart as in Hugging Face's format.
 NEIGHBOURS, HALVES = ("RotaryPositionalEmbeddings", "Llama3ScaledRoPE"), ("Qwen2RotaryPositionalEmbeddings",)
 
 log = logging.getLogger(__name__)
 
 
 def start_adapters(model: nn.Module, *, seed: int) -> dict[str, torch.Tensor]:
-    """Freeze all but the adapters of a model, and make the weights they begin with.
+    """Freeze all but the adapters of a model, and return the adapters' initial weights.
 
-    As in the paper, A is random and B zero, so the model begins as its base. The numbers depend on
-    ``seed`` alone, not on how many ranks there are nor on where the model lies.
+    As in the paper, A is random and B zero, so that the model begins as its base. The values depend on ``seed`` alone,
+    not on the number of ranks or the device.
 
     Raises:
         ValueError: if the model has no adapters.
@@ -58,14 +58,14 @@ def start_adapters(model: nn.Module, *, seed: int) -> dict[str, torch.Tensor]:
 
 
 def start_magnitudes(model: nn.Module) -> None:
-    """DoRA's third part: the norms of the base weights, once these are loaded."""
+    """Initialize DoRA's magnitudes: the norms of the base weights, which must be loaded."""
     for module in model.modules():
         if hasattr(module, "initialize_dora_magnitude"):
             module.initialize_dora_magnitude()  # type: ignore[operator]
 
 
 def adapter_config(model: nn.Module) -> dict[str, Any]:
-    """Rank, scale and place of a model's adapters, as PEFT writes them, with torchtune's names of the layers."""
+    """Return a model's adapters as PEFT's config describes them, with torchtune's names of the layers."""
     layers = {
         name: module
         for name, module in model.named_modules()
@@ -89,12 +89,12 @@ def split_and_merge(
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Split all weights of a model into the base with the adapters merged in, and the adapters.
 
-    ``weights`` is used up.
+    Consumes ``weights``.
     """
     adapters = peft.get_adapter_state_dict(weights)
     for name in [name for name in weights if name.endswith(".magnitude")]:
         layer = name.removesuffix(".magnitude")
-        if f"{layer}.bias" in weights:  # torchtune's DoRA layers scale it too; its merge forgets that
+        if f"{layer}.bias" in weights:  # torchtune's DoRA layers scale the bias too; its merge does not
             delta = weights[f"{layer}.lora_b.weight"] @ weights[f"{layer}.lora_a.weight"]
             whole = weights[f"{layer}.weight"] + config["lora_alpha"] / config["r"] * delta
             scale = weights[name] / torch.linalg.norm(whole, dim=1)
@@ -106,13 +106,13 @@ def split_and_merge(
 def save_adapters(
     checkpointer: Any, weights: Mapping[str, torch.Tensor], *, model: nn.Module, output_dir: str
 ) -> Path:
-    """Write adapters to a folder of their own: ``adapter_model.pt`` for torchtune, and PEFT's two files.
+    """Write adapters to a folder of their own: ``adapter_model.pt`` for torchtune, and two files for PEFT.
 
-    PEFT's are written where the base is in Hugging Face's format and PEFT knows the family's layers. Beside merged
-    weights they would do harm: transformers applies an adapter that lies there, once more.
+    PEFT's are written only for a base in Hugging Face's format whose layers PEFT knows. They must not lie beside the
+    merged weights: transformers would apply the adapter a second time.
 
     Args:
-        checkpointer: torchtune's, which knows the base.
+        checkpointer: torchtune's, which loaded the base.
         weights: the adapters, under torchtune's names.
         model: the model that they were trained in.
         output_dir: the run's.
@@ -144,15 +144,15 @@ def save_adapters(
 def peft_weights(weights: Mapping[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
     """Convert adapters to PEFT's names and order of rows.
 
-    torchtune's own ``tune_to_peft_adapter_weights`` is right for LoRA in llama's and gemma's layers only: it permutes
-    Qwen2's queries and keys, which have Hugging Face's order already, and leaves DoRA's magnitudes as they are.
+    torchtune's own ``tune_to_peft_adapter_weights`` is right for LoRA in llama and gemma only: it permutes the queries
+    and keys of Qwen2, which have Hugging Face's order already, and does not permute DoRA's magnitudes.
 
     Args:
         weights: the adapters, under torchtune's names.
-        model: the model that they were trained in, which says how its heads are laid out.
+        model: the model that they were trained in.
 
     Raises:
-        ValueError: if PEFT's layers do not compute what these adapters do.
+        ValueError: if PEFT's layers compute something else than torchtune's.
     """
     heads: Any = next(module for module in model.modules() if hasattr(module, "pos_embeddings"))
     rotary = type(heads.pos_embeddings).__name__

@@ -1,8 +1,7 @@
-"""Devices, dtypes, and a torchtune model with its weights, whole or sharded over the ranks."""
+"""Build a torchtune model with its weights, whole or sharded over the ranks, and what a loop does with it."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -12,38 +11,16 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torchtune import modules, training, utils
+from torchtune import modules, training
 from torchtune.modules import peft
 
 from streampack.distributed.world import World
 from streampack.instantiate import COMPONENT, build
 from streampack.training.config import too_long
-from streampack.training.devices import missing_device, named_device
 
 OUTPUT_CHUNKS = 8  # torchtune makes an fp32 copy of the logits; in chunks it is made and freed piece by piece
 
 Weights = Mapping[str, Any]
-
-
-def pick_device(name: str) -> torch.device:
-    """``auto`` is the GPU where there is one (this rank's, of several); anything else is torch's name for a device.
-
-    Raises:
-        ValueError: for a device that this machine does not have. torchtune would take the CPU in its place.
-    """
-    wanted = None
-    if name != "auto":
-        wanted = named_device(name)
-        if lack := missing_device(wanted):
-            raise ValueError(
-                f"device={name!r}: {lack}; check the driver and that torch was built for it, or set device=cpu or "
-                "device=auto"
-            )
-    try:
-        device: torch.device = utils.get_device(None if wanted is None else name)
-    except RuntimeError as error:  # more ranks than GPUs, or an index where each rank has its own
-        raise ValueError(f"device={name!r}, local rank {os.environ.get('LOCAL_RANK', 0)}: {error}") from error
-    return device
 
 
 def build_model(
@@ -59,21 +36,21 @@ def build_model(
     shard_also: Collection[str] = (),
     reshard_after_forward: bool = True,
 ) -> nn.Module:
-    """The model that a config names, with ``weights``, on ``device``, in training mode.
+    """Build the model that a config names, load its weights, and return it on ``device`` in training mode.
 
-    With several ranks it is sharded by FSDP2, each layer by itself: a rank holds its share of the weights,
-    gradients and optimizer states, and has a layer whole only while it computes with it.
+    With several ranks it is sharded by FSDP2, each layer by itself: a rank holds a part of the weights, gradients and
+    optimizer states, and a whole layer only while it computes with it.
 
     Args:
-        node: a builder of torchtune's, or of whatever builds a model with ``layers``.
-        weights: all of them, under the names the model has before it is sharded.
+        node: names a builder of torchtune's, or of any model with ``layers``.
+        weights: all weights, under the names that the unsharded model has.
         device: this rank's.
         dtype: ``bf16`` or ``fp32``, as torchtune names them.
-        world: the ranks over which it is sharded.
-        add_weights: what else to load, known only once the model is there; may freeze parameters.
-        activation_checkpointing: keep the inputs of every layer only, and compute it again for the gradients.
-        compile_layers: let ``torch.compile`` make one kernel graph of every layer.
-        shard_also: names of modules that are sharded by themselves besides the layers.
+        world: the ranks to shard the model over.
+        add_weights: returns more weights to load, from the model; may freeze parameters.
+        activation_checkpointing: keep only the inputs of every layer, and compute it again for the gradients.
+        compile_layers: let ``torch.compile`` compile every layer.
+        shard_also: names of modules to shard by themselves, besides the layers.
         reshard_after_forward: free a layer between its forward and backward pass; False trades memory for speed.
 
     Raises:
@@ -117,7 +94,7 @@ def build_model(
             ) from error
         with training.set_default_dtype(torch_dtype), device:
             for module in model.modules():
-                if hasattr(module, "rope_init"):  # a buffer that no checkpoint holds
+                if hasattr(module, "rope_init"):  # sets a buffer that no checkpoint holds
                     module.rope_init()  # type: ignore[operator]
         with _fitting(model, weights):
             training.load_from_full_model_state_dict(model, weights, device, strict=True)
@@ -131,7 +108,7 @@ def build_model(
 
 @contextmanager
 def _fitting(model: nn.Module, weights: Weights) -> Iterator[None]:
-    """Say in few words what does not fit, if loading fails: torch lists every weight, or has an AttributeError."""
+    """Raise a short error if loading fails: torch lists every weight, or has an AttributeError."""
     wanted = {
         name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", ""): tuple(value.shape)
         for name, value in model.named_parameters()
@@ -157,13 +134,13 @@ def _fitting(model: nn.Module, weights: Weights) -> Iterator[None]:
 
 
 def allow_long_rows(model: nn.Module, *, max_seq_len: int, samples_in_row: int) -> None:
-    """Let a row hold several samples of up to ``max_seq_len`` tokens, where the model takes each of them.
+    """Raise the model's limit of a row, so that a row can hold several samples of up to ``max_seq_len`` tokens.
 
-    torchtune's models refuse rows beyond the positions that they know. Positions restart in every sample, so
-    they never get there.
+    torchtune's models refuse rows longer than the positions that they have. Positions restart in every sample, so
+    they stay below that number.
 
     Raises:
-        ValueError: if a sample of ``max_seq_len`` tokens is longer than what the model takes.
+        ValueError: if ``max_seq_len`` alone is above the limit.
     """
     most = getattr(model, "max_seq_len", None)
     if isinstance(most, int) and max_seq_len > most:
@@ -173,7 +150,10 @@ def allow_long_rows(model: nn.Module, *, max_seq_len: int, samples_in_row: int) 
 
 
 def full_weights(model: nn.Module, *, device: torch.device, world: World) -> dict[str, torch.Tensor]:
-    """All weights on the CPU, under the names they were loaded by; empty on all ranks but 0. A collective."""
+    """Gather all weights on the CPU of rank 0, under the names they were loaded by; a collective.
+
+    Empty on the other ranks.
+    """
     if world.size > 1:
         weights: dict[str, torch.Tensor] = training.gather_cpu_state_dict(model, world.is_main, device=device)
         return weights
@@ -182,28 +162,28 @@ def full_weights(model: nn.Module, *, device: torch.device, world: World) -> dic
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout and gradients in the block, and as for training after it."""
+    """Switch dropout and gradients off in the block; afterwards, the model is in training mode."""
     model.eval()
     with torch.no_grad():
         yield
     model.train()
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # else the backward pass would, and with reshard_after_forward=False nothing before
+            module.reshard()  # with reshard_after_forward=False, nothing else does before the next backward pass
 
 
 def vocabulary(model: nn.Module) -> int:
-    """Rows of the embedding: token ids must be below it."""
+    """Return the number of rows of the embedding; token ids must be below it."""
     size: int = model.tok_embeddings.num_embeddings  # type: ignore[union-attr, assignment]
     return size
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Scale the gradients so that their norm, over all shards, is at most ``max_norm``; the norm before."""
+    """Scale the gradients so that their norm, over all shards, is at most ``max_norm``; return the norm before."""
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm=max_norm)
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
 def seed_step(seed: int, step: int, rank: int = 0) -> None:
-    """Make the step's randomness (dropout) a function of (seed, step, rank), so a resume need not store it."""
+    """Seed torch's generators (dropout) by (seed, step, rank), so that a checkpoint need not store their state."""
     torch.manual_seed(hash((seed, step, rank)) & (2**63 - 1))

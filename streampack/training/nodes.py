@@ -1,4 +1,4 @@
-"""What is wrong with the ``_component_`` nodes of a config, by their signatures; nothing is called."""
+"""Check the ``_component_`` nodes of a config against the signatures of their components; nothing is called."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ NUMBERS = {bool: (bool,), int: (int,), float: (int, float), str: (str, Path)}
 
 
 def config_node_problems(values: Mapping[str, Any], *, find: Find = resolve) -> Iterator[str]:
-    """The problems of all nodes of a config, each once.
+    """Yield the problems of all nodes of a config.
 
-    A node that another key repeats by interpolation (``model: ${model}``) is looked at where it is written.
+    A node that another key repeats by interpolation (``model: ${model}``) is checked once, where it is written.
     """
     nodes = [node for node in values.values() if isinstance(node, Mapping)]
     for key, node in values.items():
@@ -27,13 +27,13 @@ def config_node_problems(values: Mapping[str, Any], *, find: Find = resolve) -> 
 def node_problems(
     node: Any, where: str, *, find: Find = resolve, elsewhere: Sequence[Mapping[str, Any]] = ()
 ) -> Iterator[str]:
-    """The problems of a node and of those in it: components, the names of their arguments, and their types.
+    """Yield the problems of a node and of those in it: components, and names and types of their arguments.
 
     Args:
-        node: what the config holds under the key ``where``.
-        where: the key, dotted.
-        find: gives the component of a dotted path, or None for one that is not looked at.
-        elsewhere: nodes that are left out wherever they stand within this one.
+        node: the value of the dotted key ``where``.
+        where: begins every problem.
+        find: returns the component of a dotted path, or None for one that is not checked.
+        elsewhere: nodes that are skipped when they occur within this one.
     """
     if isinstance(node, list):
         for number, item in enumerate(node):
@@ -46,7 +46,7 @@ def node_problems(
         refuse_code(arguments)
         component = find(node[COMPONENT]) if COMPONENT in node else None
         if component is not None:
-            # Missing ones are no problem yet: the recipe adds tokenizers, optimizers, ...
+            # Missing arguments are no problem: the recipe adds tokenizers, optimizers, ...
             for problem in unknown_arguments(component, arguments):
                 yield f"{where}: {node[COMPONENT]}: {problem}"
             for key, value in type_problems(component, arguments):
@@ -61,7 +61,7 @@ def node_problems(
 def type_problems(
     component: Any, arguments: Mapping[str, Any], *, name: str | None = None
 ) -> Iterator[tuple[str, str]]:
-    """(argument, what is wrong with it), as far as the component's annotations say; ``name`` it so.
+    """Yield (argument, problem) for values that do not fit a component's annotations; ``name`` is for the message.
 
     >>> def f(lr: float, layers: list[str] | None = None): ...
     >>> list(type_problems(f, {"lr": "abc", "layers": ["q"]}))
@@ -84,37 +84,31 @@ def type_problems(
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value of a YAML file can be of a type; True where that cannot be said."""
+    """Return whether a value of a YAML file can be of a type; True where that cannot be decided."""
     if value is None or (isinstance(value, Mapping) and COMPONENT in value):
-        return True  # many arguments that may be None do not say so
-    row_id, args = get_origin(hint), get_args(hint)
+        return True  # many arguments that may be None are not annotated so
+    origin, args = get_origin(hint), get_args(hint)
     if hint is type(None):
         return False
-    if row_id in (Union, types.UnionType):
-        # Beside a number, a tensor or the like is nothing that a YAML file can hold.
-        numbers = any(each in NUMBERS for each in args) and not isinstance(value, Mapping)
-        known = [
-            each
-            for each in args
-            if each in NUMBERS or get_origin(each) is not None or each in (Any, list, dict)
-        ]
-        return any(fits(value, each) for each in (known if numbers else args))
-    if row_id is Literal:
+    if origin in (Union, types.UnionType):
+        # A YAML file can hold no tensor or the like: where numbers are allowed, only plain types count.
+        if any(each in NUMBERS for each in args) and not isinstance(value, Mapping):
+            args = tuple(
+                each for each in args if each in (*NUMBERS, Any, list, dict) or get_origin(each) is not None
+            )
+        return any(fits(value, each) for each in args)
+    if origin is Literal:
         return value in args
     if hint in NUMBERS:
         return isinstance(value, NUMBERS[hint]) and (hint is bool or not isinstance(value, bool))
-    if (
-        hint in (list, tuple)
-        or row_id in (list, tuple)
-        or (row_id is not None and issubclass_of(row_id, Sequence))
-    ):
+    container = origin or hint
+    if container in (list, tuple) or (origin is not None and _is_subclass(origin, Sequence)):
         inner = [each for each in args if each is not Ellipsis] or [Any]
         return isinstance(value, list) and all(any(fits(item, each) for each in inner) for item in value)
-    if hint is dict or (row_id is not None and issubclass_of(row_id, Mapping)):
+    if container is dict or (origin is not None and _is_subclass(origin, Mapping)):
         return isinstance(value, Mapping)
     return True
 
 
-def issubclass_of(row_id: Any, base: type) -> bool:
-    """As ``issubclass``, False for what is no class."""
-    return isinstance(row_id, type) and issubclass(row_id, base)
+def _is_subclass(kind: Any, base: type) -> bool:
+    return isinstance(kind, type) and issubclass(kind, base)

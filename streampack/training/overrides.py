@@ -1,4 +1,4 @@
-"""A config from a file and from the words of a command line: ``KEY=VALUE``, also for entries of lists."""
+"""Read a config from a file and from ``KEY=VALUE`` on the command line, also for entries of lists."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from omegaconf.errors import OmegaConfBaseException
 from streampack.instantiate import COMPONENT, trust
 from streampack.training.errors import TRACEBACK, shown_errors
 
-AS_TEXT = "max_filename"  # of torchtune's checkpoint files: its leading zeros count
+AS_TEXT = "max_filename"  # a key of torchtune's checkpointers whose leading zeros count
 
 
 def parse(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
-    """Decorate a recipe's entry point: it is called with the config of ``--config FILE KEY=VALUE ...``.
+    """Decorate a recipe's entry point, to call it with the config of ``--config FILE KEY=VALUE ...``.
 
-    torchtune's ``config.parse`` does the same, but fails on the entries of lists and on values with a ``=``. A user's
-    mistake is shown in one line, see `shown_errors`; ``--traceback`` shows where it was raised.
+    Like torchtune's ``config.parse``, which fails on entries of lists and on values with a ``=``. A user's mistake is
+    shown in one line, see `shown_errors`; ``--traceback`` shows where it was raised.
     """
 
     @functools.wraps(recipe_main)
@@ -49,7 +49,7 @@ def parse(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
 
 
 def with_overrides(config: Any, words: Iterable[str]) -> Any:
-    """A copy of a config in which ``words`` hold: ``KEY=VALUE`` sets a key, ``~KEY`` removes it.
+    """Return a copy of a config with overrides: ``KEY=VALUE`` sets a key, ``~KEY`` removes it.
 
     >>> config = OmegaConf.create({"sources": [{"weight": 1}, {"weight": 2}], "lr": 0.1})
     >>> OmegaConf.to_container(with_overrides(config, ["sources.1.weight=3", "~lr"]))
@@ -58,7 +58,7 @@ def with_overrides(config: Any, words: Iterable[str]) -> Any:
     A value is YAML. ``model=torchtune.models.llama2.llama2`` names the component of the node ``model``.
 
     Raises:
-        ValueError: for a word that is no override, or that names an entry which a list does not have.
+        ValueError: for a word that is no override, or an entry that a list does not have.
     """
     merged = OmegaConf.create(config).copy()
     for word in words:
@@ -99,7 +99,7 @@ def _remove(config: Any, key: str) -> None:
 
 
 def _entries(config: Any, key: str) -> tuple[Any, str]:
-    """(container, key in it) of what a dotted key names; entries of lists must exist."""
+    """Return (container, key in it) of a dotted key; entries of lists must exist."""
     parts = re.sub(r"\[([^\]]*)\]", r".\1", key).split(".")
     node: Any = config
     for depth, part in enumerate(parts):

@@ -1,4 +1,4 @@
-"""The folder that a run writes to: one run at a time, what it holds, and whether the run is over."""
+"""The folder that a run writes to: its lock, its checkpoints, and whether the run is over."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from streampack.training.checkpoint import Checkpoints
 from streampack.training.config import RunConfig
 
 OVER = "finished.json"
-"""Written last, when the weights are whole: what the run was, see `record_end`."""
+"""File written last, when the weights are complete; see `record_end`."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C; the message says from where the run can go on.
+    """Ctrl-C; the message says from which step the run can continue.
 
     Args:
         message: what to print.
@@ -34,9 +34,9 @@ class Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def hold_output(config: RunConfig, *, world: World) -> Iterator[None]:
-    """Let no other run write where this one does, while the block runs. A collective.
+    """Lock the folders that a run writes to while the block runs: its and its checkpointer's ``output_dir``.
 
-    The folders are ``output_dir`` and, if it is another one, the checkpointer's.
+    A collective.
 
     Raises:
         ValueError: on rank 0, if another process holds one of them; names its host and process id.
@@ -54,10 +54,10 @@ def hold_output(config: RunConfig, *, world: World) -> Iterator[None]:
 
 
 def open_checkpoints(config: RunConfig, *, world: World) -> tuple[Checkpoints, int | None]:
-    """The run's checkpoints, and the step from which to go on; None for a new run. A collective.
+    """Return the run's checkpoints and the step to resume from, None for a new run; a collective.
 
-    Without a checkpoint, ``resume`` begins at step 0, and says so: a launcher that restarts a run gives the same
-    command the first time.
+    Without a checkpoint, ``resume`` begins at step 0 and prints so: launchers that restart a run use the same command
+    the first time.
 
     Raises:
         ValueError: if there are checkpoints and ``resume`` is not set, or weights that a run from step 0 would
@@ -86,10 +86,9 @@ def open_checkpoints(config: RunConfig, *, world: World) -> tuple[Checkpoints, i
 
 
 def finished(config: RunConfig, *, world: World) -> dict[str, Any] | None:
-    """What a run was that is over and is to be resumed, and says so; None if there is something to do. A collective.
+    """Return the result of a run that is over, if the config resumes it, and print so; else None. A collective.
 
-    A run is over when its weights were written and it has made all the steps, or read all the epochs, that the
-    config asks for.
+    A run is over when its weights are written and it has made the steps, or read the epochs, that the config asks for.
     """
     result = world.from_main(_finished(config) if config.resume and world.is_main else None)
     if result is None:
@@ -104,18 +103,18 @@ def finished(config: RunConfig, *, world: World) -> dict[str, Any] | None:
 
 
 def record_end(config: RunConfig, result: dict[str, Any], *, saved: Iterable[Path]) -> None:
-    """Note that a run is over: the last file of a run, written by rank 0 once its weights are.
+    """Write the file that marks a run as over; rank 0 calls this when the weights are written.
 
     Args:
         config: the run's.
         result: what the recipe returns.
-        saved: the folders of the final weights.
+        saved: folders of the final weights.
     """
     by_steps = config.max_steps is not None and result["step"] >= config.max_steps
     values = {
         **result,
         "ledger": result["ledger"].numbers(),
-        "epochs": None if by_steps else config.epochs,  # that were read to their end
+        "epochs": None if by_steps else config.epochs,  # read to their end
         "data": config.data,
         "saved": [os.path.relpath(path, config.output_dir) for path in saved],
     }
@@ -132,7 +131,7 @@ def _finished(config: RunConfig) -> dict[str, Any] | None:
     result: dict[str, Any] = json.loads(path.read_text())
     newest = max(Checkpoints(_checkpoints(config)).steps(), default=None)
     if result.pop("data") != config.data:
-        return None  # whatever does not fit the checkpoint is refused with it
+        return None  # the checkpoint refuses what does not fit it
     result["saved"] = [os.path.normpath(Path(config.output_dir, path)) for path in result["saved"]]
     if newest not in (None, result["step"]) or not all(Path(path).is_dir() for path in result["saved"]):
         return None  # of an earlier run in this folder, or the weights were removed
@@ -161,7 +160,7 @@ def _interrupted(config: RunConfig) -> Interrupted:
 
 
 def _weights(config: RunConfig) -> list[str]:
-    """Folders of final weights, full or an adapter's, with weights in them."""
+    """Return the folders of final weights that hold any."""
     base = Path(config.checkpointer.get("output_dir", config.output_dir))
     return [
         str(folder)
@@ -175,6 +174,6 @@ def _checkpoints(config: RunConfig) -> Path:
 
 
 def _folders(config: RunConfig) -> list[Path]:
-    """In order, so that two runs never wait for each other."""
+    """Return the folders to lock, sorted, so that two runs cannot deadlock."""
     named = {config.output_dir, config.checkpointer.get("output_dir", config.output_dir)}
     return sorted({Path(folder).resolve(): Path(folder) for folder in named}.values())

@@ -1,6 +1,6 @@
-"""Everything that can be said against a config before it trains: its sections, its files, its first rows.
+"""Check a config before it trains: its sections, its files, its first rows.
 
-Tokenizer, rows, optimizer and schedule are built; the model is not, nor what writes files.
+Builds tokenizer, sources, optimizer and schedule; neither the model nor anything that writes files.
 """
 
 from __future__ import annotations
@@ -27,32 +27,25 @@ from streampack.training.devices import missing_device, named_device
 from streampack.training.nodes import config_node_problems
 from streampack.types import IGNORE_INDEX
 
-OF_TORCHTUNES_RECIPES = {
-    "dataset",
-    "datasets",
-    "dataloader",
-    "loss",
-    "kd_loss",
-    "tasks",
-    "prompt",
-    "quantizer",
-}
+OF_TORCHTUNES_RECIPES = frozenset(
+    ["dataset", "datasets", "dataloader", "loss", "kd_loss", "tasks", "prompt", "quantizer"]
+)
 STEPS = 100  # of the schedule that is tried
 ROWS = 4  # of a stock config's dataset
 
 
 def for_torchtune(values: Mapping[str, Any]) -> bool:
-    """Whether this is a config of one of torchtune's own recipes, which know other keys than ours."""
-    return "data" not in values and bool(OF_TORCHTUNES_RECIPES & set(values))
+    """Return whether a config is for one of torchtune's own recipes, whose keys are others."""
+    return "data" not in values and not OF_TORCHTUNES_RECIPES.isdisjoint(values)
 
 
 def validate(config: Any, *, recipe: str | None = None, files: bool = True) -> list[str]:
-    """What is wrong with a config, in words that begin with the key; nothing if it is well-formed.
+    """Return the problems of a config, one line each, which begins with the key; empty if it is well-formed.
 
     Args:
         config: a mapping, OmegaConf's or plain.
-        recipe: which of our recipes it is for, if that is known.
-        files: open files, build the tokenizer, and read and encode the first rows of every source. False looks at
+        recipe: the recipe of ours that it is for, if known.
+        files: also open files, build the tokenizer, and read and encode the first rows of every source. False checks
             keys, values and components only.
     """
     try:
@@ -72,7 +65,7 @@ def validate(config: Any, *, recipe: str | None = None, files: bool = True) -> l
 
 
 def notes(config: Any) -> list[str]:
-    """What a well-formed config needs that this machine lacks: no problem, for it may be meant for another one."""
+    """Return what a well-formed config needs and this machine lacks: no problem, if it is for another machine."""
     device = to_plain(config).get("device", "auto")
     if device == "auto" or (lack := missing_device(named_device(device))) is None:
         return []
@@ -81,23 +74,18 @@ def notes(config: Any) -> list[str]:
 
 @contextmanager
 def _noted(problems: list[str], where: str) -> Iterator[None]:
-    """Make a line of ``problems`` of whatever goes wrong in the block."""
+    """Append to ``problems`` what is raised in the block."""
     try:
         yield
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except Exception as error:  # a tokenizer or source of anybody's, and whatever it raises
+    except Exception as error:  # tokenizers and sources of users may raise anything
         text = " ".join(str(error).split())
-        named = text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
-        problems.append(
-            named
-            if named.startswith((f"{where}:", f"{where}.", f"{where} ", f"{where}="))
-            else f"{where}: {named}"
-        )
+        text = text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
+        has_key = text.startswith(tuple(f"{where}{end}" for end in ":. ="))
+        problems.append(text if has_key else f"{where}: {text}")
 
 
 def _training_problems(values: Mapping[str, Any]) -> list[str]:
-    """Those of the device, the optimizer and the schedule, which are tried on a model of one number."""
+    """Return the problems of device, optimizer and schedule, which are built for a model of one number."""
     problems: list[str] = []
     optimizer = None
     if (device := values.get("device", "auto")) != "auto":
@@ -119,7 +107,7 @@ def _file_problems(cfg: RunConfig) -> list[str]:
         tokenizer = build(cfg.tokenizer)
     if tokenizer is None:
         return problems  # no row can be encoded without it
-    # What a run lists of skipped records goes nowhere.
+    # Lists of skipped records go to a folder that is removed.
     with tempfile.TemporaryDirectory() as scratch:
         cfg = replace(cfg, output_dir=scratch, data={**cfg.data, "quarantine": None})
         with _noted(problems, "data"):
@@ -148,13 +136,13 @@ def _require_training(dataset: IterablePackedDataset) -> None:
 
 
 def _vocab_size(model: Mapping[str, Any]) -> int | None:
-    """What a model node says of its embedding; without a word, nobody knows before it is built."""
+    """Return the size of the vocabulary if the model node names it."""
     size = model.get("vocab_size")
     return size if isinstance(size, int) else None
 
 
 def _checkpoint_problems(node: Mapping[str, Any]) -> Iterator[str]:
-    """Files that a checkpointer of torchtune's would look for, and formats that it does not know."""
+    """Yield missing files and unknown formats of a checkpointer node."""
     from torchtune.training.checkpointing import ModelType
 
     folder, kind = node.get("checkpoint_dir"), node.get("model_type")
@@ -163,7 +151,7 @@ def _checkpoint_problems(node: Mapping[str, Any]) -> Iterator[str]:
         hint = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(ModelType.__members__)}"
         yield f"checkpointer.model_type={kind!r} is unknown; {hint}"
     if not isinstance(folder, str):
-        return  # a node that makes the files
+        return  # a node that writes the files
     if not Path(folder).is_dir():
         yield f"checkpointer.checkpoint_dir={folder!r} is no folder; download the weights, or correct the path"
         return
@@ -174,11 +162,11 @@ def _checkpoint_problems(node: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _installed(path: str) -> Any:
-    """What torchtune's own recipes would find, as far as it can be imported without running a stranger's module."""
+    """Return a component of torchtune's recipes, or None if importing it would run a module nobody trusts."""
     package = path.split(".")[0]
     if package in ("streampack", "torch", "torchao", "torchtune", "transformers"):
         return locate(path)
-    if path.split(".")[0] in trusted_by_user():
+    if package in trusted_by_user():
         return resolve(path)
     if importlib.util.find_spec(package) is None:
         raise ValueError(
@@ -189,7 +177,7 @@ def _installed(path: str) -> Any:
 
 
 def _not_packed(node: Any, where: str) -> Iterator[str]:
-    """Nodes of `packed_dataset` whose recipe would drop the boundaries between samples."""
+    """Yield `packed_dataset` nodes whose recipe would drop the boundaries between samples."""
     if isinstance(node, list):
         for number, each in enumerate(node):
             yield from _not_packed(each, f"{where}.{number}")
@@ -203,7 +191,7 @@ def _not_packed(node: Any, where: str) -> Iterator[str]:
 
 
 def _stock_problems(values: Mapping[str, Any]) -> list[str]:
-    """Of a config for torchtune's recipes: those of the tokenizer, the rows, the optimizer and the schedule."""
+    """Return the problems of tokenizer, rows, optimizer and schedule in a config for torchtune's recipes."""
     problems = _training_problems(values)
     tokenizer = None
     with _noted(problems, "tokenizer"):

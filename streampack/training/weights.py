@@ -1,21 +1,30 @@
-"""Random weights for a run that begins from none, as files that torchtune's checkpointers read."""
+"""Weights as files: random ones to begin a run from, and the final ones."""
 
 from __future__ import annotations
 
 import hashlib
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+from torchtune import training
+
+from streampack.training.config import RunConfig
+
+TOKENIZER_FILES = (
+    "tokenizer*", "special_tokens_map.json", "chat_template*", "vocab*", "merges.txt", "*.model"
+)  # fmt: skip
+"""Files of a tokenizer, in a folder that may hold weights too."""
 
 
 def random_weights(model: nn.Module, *, folder: str, beside: Sequence[str] = ()) -> str:
-    """Write ``model``'s weights, as they were initialized, and say where: the ``checkpoint_dir`` to begin from.
+    """Write a model's initial weights to a folder and return it: the ``checkpoint_dir`` of a run from scratch.
 
-    torchtune's checkpointers only begin from files. In a config::
+    torchtune's checkpointers read files only. In a config::
 
         checkpointer:
           _component_: torchtune.training.FullModelTorchTuneCheckpointer
@@ -27,31 +36,64 @@ def random_weights(model: nn.Module, *, folder: str, beside: Sequence[str] = ())
           model_type: LLAMA3
           output_dir: ${output_dir}
 
-    The recipe's ``seed`` decides them. Equal weights are written once, into a folder named by their content, and one
-    that is there is whole: a run that was killed while it wrote leaves nothing that another would take for it.
+    The recipe's ``seed`` decides them. The folder is named by its content and appears only when it is complete, so
+    equal weights are written once, also by several processes, and a killed run leaves no half-written ones.
 
     Args:
-        model: whose weights; in a config, the node that also says what is trained.
+        model: in a config, the node of the model to train.
         folder: where to put them; made if need be. All nodes of a run must see it.
-        beside: files to copy beside them, a tokenizer for one. torchtune copies them on to the trained weights.
+        beside: files to copy to the same folder, such as a tokenizer. torchtune copies them to the trained weights.
     """
     base = Path(folder)
     base.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=".random-", dir=base))
     try:
         torch.save(model.state_dict(), part / "model.bin")
-        content = hashlib.sha256()
         with (part / "model.bin").open("rb") as file:
-            while block := file.read(1 << 24):
-                content.update(block)
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
         for path in beside:
             shutil.copy(path, part)
-        made = base / f"random-{content.hexdigest()[:12]}"
+        made = base / f"random-{digest[:12]}"
         try:
             part.rename(made)
-        except OSError:  # it is there, from before or from a process beside this one
+        except OSError:  # it exists, from an earlier run or another process
             if not made.is_dir():
                 raise
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return str(made)
+
+
+def save_weights(checkpointer: Any, weights: dict[str, torch.Tensor], *, cfg: RunConfig) -> Path:
+    """Write a model's final weights, and the files needed to load them.
+
+    From a base in Hugging Face's format come weights that ``from_pretrained`` loads: torchtune's checkpointer copies
+    config.json and whatever else lies beside the base. The tokenizer's files are copied too, where the run took them
+    from elsewhere. An adapter's files are removed, because transformers would apply it on top.
+
+    Args:
+        checkpointer: torchtune's, which loaded the base.
+        weights: under torchtune's names.
+        cfg: the run's.
+
+    Returns:
+        The folder, ``epoch_0`` in the checkpointer's ``output_dir``.
+    """
+    folder = Path(cfg.checkpointer["output_dir"]) / "epoch_0"
+    checkpointer.save_checkpoint({training.MODEL_KEY: weights}, epoch=0)
+    for stray in folder.glob("adapter_*"):
+        stray.unlink()
+    base = Path(checkpointer._checkpoint_dir).resolve()
+    for file in _tokenizer_files(cfg.tokenizer):
+        if not file.resolve().is_relative_to(base):
+            shutil.copy2(file, folder / file.name)
+    return folder
+
+
+def _tokenizer_files(node: Mapping[str, Any]) -> Iterator[Path]:
+    for path in (Path(value) for value in node.values() if isinstance(value, str)):
+        if path.is_dir():
+            for pattern in TOKENIZER_FILES:
+                yield from (file for file in path.glob(pattern) if file.is_file())
+        elif path.is_file():
+            yield path

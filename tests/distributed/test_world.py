@@ -35,8 +35,8 @@ from streampack.distributed.world import (
 )
 from streampack.losses import LOSS_NORMS, label_weights, summed_cross_entropy
 from streampack.packing.batch import null_pack, to_torchtune
+from streampack.training.meters import StepMeter
 from streampack.training.model import build_model, clip_gradients
-from streampack.training.progress import StepMeter
 from tests.support.ranks import RankError, open_store, run_ranks
 from tests.support.tiny import losses, tiny_config
 

@@ -8,29 +8,7 @@ from torchtune.modules.peft import get_adapter_params, validate_missing_and_unex
 
 from streampack.training.lora import start_adapters
 from tests.support.ranks import RankError, run_ranks
-from tests.support.tiny import losses, tiny_config
-
-BASE = {
-    "vocab_size": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "embed_dim": 16,
-    "max_seq_len": 32, "intermediate_dim": 32,
-}  # fmt: skip
-ADAPTERS = {
-    "lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": True, "apply_lora_to_output": True,
-    "lora_rank": 4, "lora_alpha": 12.0,
-}  # fmt: skip
-
-
-def lora_config(folder, *, base=BASE, adapters=ADAPTERS, **changes):
-    config = tiny_config(folder, **{"data.num_lanes": 4, "lr_scheduler": None} | changes)
-    config.model = {"_component_": "torchtune.models.llama3.lora_llama3", **base, **adapters}
-    torch.manual_seed(0)
-    torch.save(llama3(**base).state_dict(), folder / "init" / "model.bin")
-    config.checkpointer.checkpoint_dir = str(folder / "init")
-    return config
-
-
-def numbers(folder, name="loss"):
-    return {step: float(value) for step, value in losses(folder, name).items()}
+from tests.support.tiny import ADAPTERS, BASE, lora_config, losses, numbers
 
 
 def saved(folder, pattern):

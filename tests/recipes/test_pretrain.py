@@ -18,10 +18,8 @@ from torchtune.models.llama3 import llama3
 
 from streampack import IterablePackedDataset, JSONLSource, TextEncoder
 from streampack.training.config import read_config
-from tests.recipes.test_lora_finetune import lora_config
 from tests.support.ranks import run_ranks
-from tests.support.tiny import WordTokenizer, losses, tiny_config
-from tests.training.test_sources import mixed_config
+from tests.support.tiny import WordTokenizer, lora_config, losses, mixed_config, numbers, tiny_config
 
 SPLIT = {
     "data.split_across_pack": True,
@@ -32,10 +30,6 @@ SPLIT = {
 
 def pretrain_config(folder: Path, **changes: Any) -> Any:
     return tiny_config(folder, **{**SPLIT, **changes})
-
-
-def numbers(folder: Path, name: str = "loss") -> dict[int, float]:
-    return {step: float(value) for step, value in losses(folder, name).items()}
 
 
 def test_it_pretrains_on_a_mixture_from_random_weights(tmp_path: Path) -> None:

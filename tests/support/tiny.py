@@ -76,3 +76,50 @@ def losses(folder: Path, name: str = "loss") -> dict[int, str]:
     """Step -> a metric as it was logged; a later line for the same step replaces an earlier one."""
     text = (folder / "out" / "logs" / "log.txt").read_text()
     return {int(m[1]): m[2] for m in re.finditer(rf"Step (\d+) \| (?:\S+ )*?{name}:(\S+)", text)}
+
+
+def numbers(folder: Path, name: str = "loss") -> dict[int, float]:
+    """`losses` as numbers."""
+    return {step: float(value) for step, value in losses(folder, name).items()}
+
+
+def mixed_config(folder: Path, **changes):
+    """`tiny_config` on a mixture of two sources."""
+    config = tiny_config(folder, log_every=1, **changes)
+    sources = []
+    for i, (name, weight) in enumerate((("counting", 3), ("words", 1))):
+        path = folder / f"{name}.jsonl"
+        texts = (" ".join(WORDS[(k + i * j) % 8] for j in range(1 + k % (9 + 9 * i))) for k in range(400))
+        path.write_text("".join(json.dumps({"line": text}) + "\n" for text in texts))
+        sources.append(
+            {
+                "name": name,
+                "source": {"_component_": "streampack.JSONLSource", "paths": str(path)},
+                "encoder": {"_component_": "streampack.TextEncoder", "column": "line"},
+                "weight": weight,
+            }
+        )
+    config.data.source = {"_component_": "streampack.Mix", "sources": sources, "stop": "never"}
+    return config
+
+
+BASE = {
+    "vocab_size": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "embed_dim": 16,
+    "max_seq_len": 32, "intermediate_dim": 32,
+}  # fmt: skip
+ADAPTERS = {
+    "lora_attn_modules": ["q_proj", "v_proj"], "apply_lora_to_mlp": True, "apply_lora_to_output": True,
+    "lora_rank": 4, "lora_alpha": 12.0,
+}  # fmt: skip
+
+
+def lora_config(folder: Path, *, base=BASE, adapters=ADAPTERS, **changes):
+    """`tiny_config` for a model with adapters."""
+    config = tiny_config(folder, **{"data.num_lanes": 4, "lr_scheduler": None} | changes)
+    from torchtune.models.llama3 import llama3
+
+    config.model = {"_component_": "torchtune.models.llama3.lora_llama3", **base, **adapters}
+    torch.manual_seed(0)
+    torch.save(llama3(**base).state_dict(), folder / "init" / "model.bin")
+    config.checkpointer.checkpoint_dir = str(folder / "init")
+    return config

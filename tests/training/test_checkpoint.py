@@ -12,9 +12,10 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.optim.lr_scheduler import LambdaLR
 
 from streampack.distributed.world import join_world
-from streampack.training.checkpoint import Checkpoints
+from streampack.training.checkpoint import Checkpoints, restore_schedule
 from tests.support.ranks import run_ranks
 
 
@@ -392,3 +393,24 @@ def test_a_full_disk_of_one_rank_is_raised_on_all(tmp_path, in_background):
     for message, steps in run_ranks(fail_on_rank_1, 2, tmp_path, in_background):
         assert "step_00000006 could not be written: rank 1: disk full" in message
         assert steps == [3]
+
+
+# Schedules.
+
+
+def schedule(rate=1.0):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate)
+    return optimizer, LambdaLR(optimizer, lambda step: step / 10)
+
+
+def test_the_first_step_after_a_resume_has_the_rate_of_its_step():
+    optimizer, scheduler = schedule()
+    for _ in range(4):
+        optimizer.step()
+        scheduler.step()
+    other, restored = schedule()
+    restore_schedule(restored, scheduler.state_dict())
+    assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == 0.4
+    other.step()
+    restored.step()
+    assert other.param_groups[0]["lr"] == 0.5

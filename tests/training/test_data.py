@@ -14,11 +14,11 @@ from streampack.distributed.world import World, join_world
 from streampack.packing.batch import Batch
 from streampack.tokenize.tokenize import tokenize
 from streampack.training.config import read_config
-from streampack.training.data import build_data, opening, total_steps
+from streampack.training.data import build_data
+from streampack.training.estimate import opening, total_steps
 from tests.support.ranks import RankError, run_ranks
-from tests.support.tiny import WordTokenizer, tiny_config
+from tests.support.tiny import WordTokenizer, mixed_config, tiny_config
 from tests.support.web import Web
-from tests.training.test_sources import mixed_config
 
 
 class OneOfTwo(World):

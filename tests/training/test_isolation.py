@@ -16,9 +16,8 @@ from streampack.cli import main
 from streampack.distributed.world import join_world
 from streampack.training.isolation import probe_config, verify_isolation
 from tests.attention.test_packed_equals_alone import MAX_SEQ_LEN, build
-from tests.recipes.test_lora_finetune import lora_config
 from tests.support.ranks import RankError, run_ranks
-from tests.support.tiny import losses, tiny_config
+from tests.support.tiny import lora_config, losses, tiny_config
 
 
 def without_ears(model: nn.Module) -> nn.Module:

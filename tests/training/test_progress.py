@@ -4,74 +4,10 @@ import sys
 import warnings
 
 import pytest
-import torch
 
-from streampack import IterablePackedDataset, PackedDataLoader
 from streampack.accounting import Ledger
 from streampack.distributed.world import World
-from streampack.losses import label_weights
-from streampack.training.progress import MetricLogger, StepMeter, bar, memory_metrics, stream_totals, summary
-
-CPU = torch.device("cpu")
-ROWS = [{"tokens": [1, 2, 3], "labels": [-100, 2, 3]} for _ in range(3)]
-
-
-def batches():
-    return PackedDataLoader(IterablePackedDataset(ROWS, max_seq_len=4, num_lanes=1), batch_size=2)
-
-
-@pytest.mark.parametrize(("loss_norm", "weight"), [("token", 6), ("sample", 3)])
-def test_a_step_is_counted_over_its_batches(loss_norm, weight):
-    meter = StepMeter(World(), CPU)
-    meter.start()
-    for batch in batches():
-        meter.add(batch, torch.tensor(6.0), label_weights(batch, loss_norm=loss_norm))
-    assert meter.batches == 2
-    assert float(meter.reduce()) == pytest.approx(1 / weight)
-    meter.stop()
-    assert meter.tokens == 9
-    metrics = meter.metrics()
-    assert metrics["loss"] == pytest.approx(12.0 / weight)
-    assert metrics["trained_tokens"] == 6
-    assert metrics["samples_per_step"] == 3
-    assert metrics["padding"] == 1 - 9 / 16
-
-
-def test_a_report_is_the_loss_of_its_step_and_the_rates_since_the_one_before(monkeypatch):
-    clock = iter(range(100))
-    monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
-    meter = StepMeter(World(), CPU)
-    [batch, _] = batches()
-    for loss in 4.0, 8.0, 2.0:
-        meter.start()
-        meter.add(batch, torch.tensor(loss), label_weights(batch, loss_norm="token"))
-        meter.reduce()
-        meter.stop()
-        next(clock)  # a validation, say: not counted
-        if loss == 8.0:
-            first = meter.metrics()
-    assert (first["loss"], first["samples_per_step"], first["trained_tokens"]) == (2.0, 2, 4)
-    assert first["tokens_per_second"] == 12 / 3  # two steps of a second, and one to read the numbers
-    second = meter.metrics()
-    assert (second["loss"], second["samples_per_step"]) == (0.5, 2)
-    assert second["tokens_per_second"] == 6 / 2
-    assert meter.tokens == 18
-
-
-def test_a_step_without_trained_tokens_has_loss_0_and_no_gradients():
-    meter = StepMeter(World(), CPU)
-    meter.start()
-    assert float(meter.reduce()) == 0
-    meter.stop()
-    assert meter.metrics()["loss"] == 0
-
-
-def test_totals_of_a_stream():
-    loader = batches()
-    for _ in loader:
-        pass
-    ledger, epoch = stream_totals(loader, World())
-    assert (ledger.samples, ledger.packed, epoch) == (3, 9, 0)
+from streampack.training.progress import MetricLogger, bar, summary
 
 
 def test_only_rank_0_logs(tmp_path):
@@ -110,57 +46,18 @@ def test_what_a_logger_prints_stands_on_lines_of_its_own(monkeypatch, capsys):
         assert not line.rpartition("\r")[0].rpartition("\r")[2].strip()
 
 
-def test_no_gpu_no_memory_to_report():
-    assert memory_metrics(World(), CPU) == {}
-
-
 def test_the_summary_balances_the_tokens():
     ledger = Ledger(samples=4, tokens_in=100, packs=1, slots=80, packed=70)
     ledger.drop("truncated", 10)
-    text = summary(ledger, seconds=2.0, tokens=70, validation=[(0, 7.5), (9, 4.25)])
+    result = {"ledger": ledger, "seconds": 2.0, "tokens": 70, "held_out": [(0, 7.5), (9, 4.25)]}
+    text = summary(result)
     assert "packs        1, from 4 samples that were read, 12.50% padding" in text
     assert "100 in = 70 packed + 10 dropped (10 truncated) + 20 buffered" in text
     assert "35 tokens/s" in text
     assert "7.500 (step 0) -> 4.250 (step 9)" in text
     assert "broken" not in text
     ledger.drop("bad", 0)
-    text = summary(ledger, seconds=2.0, tokens=70, validation=[])
-    assert "bad records  1 skipped" in text.splitlines()
-
-
-def meter_after(*steps, untrained=None):
-    """A meter after steps of (tokens, whether they are trained), each a pack of 8."""
-    meter = StepMeter(World(), CPU, untrained=untrained)
-    for tokens, trained in steps:
-        rows = [{"tokens": [1] * tokens, "labels": [1 if trained else -100] * tokens}]
-        meter.start()
-        for batch in PackedDataLoader(IterablePackedDataset(rows, max_seq_len=8)):
-            meter.add(batch, torch.tensor(0.0), label_weights(batch, loss_norm="token"))
-        meter.reduce()
-        meter.stop()
-    return meter
-
-
-@pytest.mark.parametrize(
-    "steps",
-    [
-        [(8, False)],
-        [(2, False), (8, True)],  # little, but nothing was trained before
-        [(8, True), (4, False), (8, True)],
-    ],
-)
-def test_a_step_that_trains_nothing_is_an_error(steps):
-    with pytest.raises(
-        ValueError, match=rf"^1 of {len(steps)} step\(s\) trained nothing: .*data.untrained=drop"
-    ):
-        meter_after(*steps).metrics()
-    with pytest.raises(ValueError, match="trained nothing"):
-        meter_after(*steps).check()
-    meter_after(*steps, untrained="keep").metrics()
-
-
-def test_what_is_left_at_an_epochs_end_may_train_nothing():
-    meter_after((8, True), (3, False)).metrics()
+    assert "bad records  1 skipped" in summary(result).splitlines()
 
 
 MESSAGES = """

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,115 @@ import torch
 from streampack import IGNORE_INDEX, IterablePackedDataset, Mix, PackedDataLoader
 from streampack.distributed.world import World
 from streampack.losses import LOSS_NORMS, label_weights, token_losses
-from streampack.training.sources import SourceMeter, source_ids
+from streampack.training.meters import SourceMeter, StepMeter, memory_metrics, source_ids, stream_totals
 from streampack.training.validate import validate
-from tests.support.tiny import WORDS, losses, tiny_config
+from tests.support.tiny import lora_config, losses, mixed_config
 
 CPU = torch.device("cpu")
 VOCABULARY = 12
+
+
+ROWS = [{"tokens": [1, 2, 3], "labels": [-100, 2, 3]} for _ in range(3)]
+
+
+def batches():
+    return PackedDataLoader(IterablePackedDataset(ROWS, max_seq_len=4, num_lanes=1), batch_size=2)
+
+
+@pytest.mark.parametrize(("loss_norm", "weight"), [("token", 6), ("sample", 3)])
+def test_a_step_is_counted_over_its_batches(loss_norm, weight):
+    meter = StepMeter(World(), CPU)
+    meter.start()
+    for batch in batches():
+        meter.add(batch, torch.tensor(6.0), label_weights(batch, loss_norm=loss_norm))
+    assert meter.batches == 2
+    assert float(meter.reduce()) == pytest.approx(1 / weight)
+    meter.stop()
+    assert meter.tokens == 9
+    metrics = meter.metrics()
+    assert metrics["loss"] == pytest.approx(12.0 / weight)
+    assert metrics["trained_tokens"] == 6
+    assert metrics["samples_per_step"] == 3
+    assert metrics["padding"] == 1 - 9 / 16
+
+
+def test_a_report_is_the_loss_of_its_step_and_the_rates_since_the_one_before(monkeypatch):
+    clock = iter(range(100))
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
+    meter = StepMeter(World(), CPU)
+    [batch, _] = batches()
+    for loss in 4.0, 8.0, 2.0:
+        meter.start()
+        meter.add(batch, torch.tensor(loss), label_weights(batch, loss_norm="token"))
+        meter.reduce()
+        meter.stop()
+        next(clock)  # a validation, say: not counted
+        if loss == 8.0:
+            first = meter.metrics()
+    assert (first["loss"], first["samples_per_step"], first["trained_tokens"]) == (2.0, 2, 4)
+    assert first["tokens_per_second"] == 12 / 3  # two steps of a second, and one to read the numbers
+    second = meter.metrics()
+    assert (second["loss"], second["samples_per_step"]) == (0.5, 2)
+    assert second["tokens_per_second"] == 6 / 2
+    assert meter.tokens == 18
+
+
+def test_a_step_without_trained_tokens_has_loss_0_and_no_gradients():
+    meter = StepMeter(World(), CPU)
+    meter.start()
+    assert float(meter.reduce()) == 0
+    meter.stop()
+    assert meter.metrics()["loss"] == 0
+
+
+def test_totals_of_a_stream():
+    loader = batches()
+    for _ in loader:
+        pass
+    ledger, epoch = stream_totals(loader, World())
+    assert (ledger.samples, ledger.packed, epoch) == (3, 9, 0)
+
+
+def meter_after(*steps, untrained=None):
+    """A meter after steps of (tokens, whether they are trained), each a pack of 8."""
+    meter = StepMeter(World(), CPU, untrained=untrained)
+    for tokens, trained in steps:
+        rows = [{"tokens": [1] * tokens, "labels": [1 if trained else -100] * tokens}]
+        meter.start()
+        for batch in PackedDataLoader(IterablePackedDataset(rows, max_seq_len=8)):
+            meter.add(batch, torch.tensor(0.0), label_weights(batch, loss_norm="token"))
+        meter.reduce()
+        meter.stop()
+    return meter
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [(8, False)],
+        [(2, False), (8, True)],  # little, but nothing was trained before
+        [(8, True), (4, False), (8, True)],
+    ],
+)
+def test_a_step_that_trains_nothing_is_an_error(steps):
+    with pytest.raises(
+        ValueError, match=rf"^1 of {len(steps)} step\(s\) trained nothing: .*data.untrained=drop"
+    ):
+        meter_after(*steps).metrics()
+    with pytest.raises(ValueError, match="trained nothing"):
+        meter_after(*steps).check()
+    meter_after(*steps, untrained="keep").metrics()
+
+
+def test_what_is_left_at_an_epochs_end_may_train_nothing():
+    meter_after((8, True), (3, False)).metrics()
+
+
+def test_no_gpu_no_memory_to_report():
+    assert memory_metrics(World(), CPU) == {}
+
+
+# By source of a mixture.
 
 
 def mix() -> Mix:
@@ -82,33 +184,11 @@ def test_without_a_mixture_there_is_nothing_to_say() -> None:
     assert meter.metrics() == {}
 
 
-def mixed_config(folder: Path, **changes: Any) -> Any:
-    """The tiny run, on two sources of one tokenizer; a share of each is held out."""
-    config = tiny_config(folder, log_every=1, **changes)
-    sources = []
-    for i, (name, weight) in enumerate((("counting", 3), ("words", 1))):
-        path = folder / f"{name}.jsonl"
-        texts = (" ".join(WORDS[(k + i * j) % 8] for j in range(1 + k % (9 + 9 * i))) for k in range(400))
-        path.write_text("".join(json.dumps({"line": text}) + "\n" for text in texts))
-        sources.append(
-            {
-                "name": name,
-                "source": {"_component_": "streampack.JSONLSource", "paths": str(path)},
-                "encoder": {"_component_": "streampack.TextEncoder", "column": "line"},
-                "weight": weight,
-            }
-        )
-    config.data.source = {"_component_": "streampack.Mix", "sources": sources, "stop": "never"}
-    return config
-
-
-@pytest.mark.parametrize("recipe", ["full_finetune", "lora_finetune", "pretrain"])
+@pytest.mark.parametrize("recipe", ["full_finetune", "lora_finetune"])
 def test_a_recipe_logs_every_source(tmp_path: Path, recipe: str) -> None:
     from importlib import import_module
 
     if recipe == "lora_finetune":
-        from tests.recipes.test_lora_finetune import lora_config
-
         config = lora_config(tmp_path)
         config.data = mixed_config(tmp_path).data
         config.log_every = 1

@@ -1,0 +1,220 @@
+"""Metrics of a run: counts and losses of a step, by source of a mixture, and the stream's ledger."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from streampack.accounting import Ledger, SourceStats
+from streampack.distributed.world import World
+from streampack.packing.batch import Batch
+from streampack.sources.mixture import Mix
+from streampack.training.methods import Loader
+
+COUNTS = ("loss", "z_loss", "weight", "trained", "tokens", "slots", "samples")
+
+
+class StepMeter:
+    """Adds up counts over the batches of a step and over all ranks, and measures throughput.
+
+    The sums stay on the device until `metrics` reads them, so that the loop does not wait for a GPU.
+
+    A step that trains nothing is an error, raised by `metrics` and `check` on all ranks, unless ``untrained`` is
+    ``"keep"``. Exempt is a step that is mostly padding, such as an epoch's last one, if a step before it trained.
+    """
+
+    def __init__(self, world: World, device: torch.device, *, untrained: str | None = None) -> None:
+        self.world = world
+        self.device = device
+        self.untrained = untrained
+        self.empty_steps = torch.zeros((), dtype=torch.int64, device=device)  # that should have trained
+        self.window = self._zeros()  # sums of all ranks since the last `metrics`
+        self.total = self._zeros()  # sums of all ranks since the beginning
+        self.steps, self.seconds = 0, 0.0  # since the last `metrics`
+        self.made = 0  # steps since the beginning
+        self.start()
+
+    def start(self) -> None:
+        """Begin a step."""
+        self.started = time.perf_counter()
+        self.batches = 0
+        self.loss: torch.Tensor | float = 0.0
+        self.z_loss: torch.Tensor | float = 0.0
+        self.counts = [0.0] * len(COUNTS)
+
+    def add(
+        self, batch: Batch, loss: torch.Tensor, weights: torch.Tensor, *, z_loss: torch.Tensor | None = None
+    ) -> None:
+        """Count one batch of this rank: its summed loss (and z-loss), and the weights of its labels (on the CPU)."""
+        self.batches += 1
+        self.loss = self.loss + loss.detach()
+        if z_loss is not None:
+            self.z_loss = self.z_loss + z_loss.detach()
+        weight, trained = float(weights.sum()), float(weights.count_nonzero())
+        counts = (0.0, 0.0, weight, trained, batch.num_tokens, batch.tokens.numel(), batch.num_seqs)
+        self.counts = [a + b for a, b in zip(self.counts, counts, strict=True)]
+
+    def reduce(self) -> torch.Tensor:
+        """Add up a step over the ranks; a collective.
+
+        Returns:
+            The factor for gradients that every rank summed and FSDP averaged: ranks / weight, or 0 for a step
+            that trains nothing.
+        """
+        sums = torch.tensor(self.counts, dtype=torch.float64).to(self.device, non_blocking=True)
+        sums[0] += self.loss
+        sums[1] += self.z_loss
+        self.world.add_up(sums)
+        weight, tokens, slots = (sums[COUNTS.index(name)] for name in ("weight", "tokens", "slots"))
+        trained_before = self.total[COUNTS.index("weight")] > 0
+        self.empty_steps += (weight == 0) & (tokens > 0) & ((2 * tokens >= slots) | ~trained_before)
+        self.step = sums
+        self.window += sums
+        self.total += sums
+        return torch.where(weight > 0, self.world.size / weight, 0.0)
+
+    def stop(self) -> None:
+        """End the step."""
+        self.steps += 1
+        self.made += 1
+        self.seconds += time.perf_counter() - self.started
+
+    def check(self) -> None:
+        """Raise if a step trained nothing; waits for the device.
+
+        Raises:
+            ValueError: with the number of such steps.
+        """
+        if self.untrained != "keep" and (count := int(self.empty_steps)):
+            raise ValueError(
+                f"{count} of {self.made} step(s) trained nothing: no label of their tokens is trained. Look at the "
+                "labels, and whether data.overlong=truncate cuts answers off; ledger_untrained counts such samples in "
+                "the metrics. data.untrained=drop leaves them out, data.untrained=keep lets such steps be"
+            )
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens of all ranks so far."""
+        return int(self.total[COUNTS.index("tokens")])
+
+    def metrics(self) -> dict[str, float]:
+        """Return the loss of the last step, and means over the steps since the last call.
+
+        ``loss`` is per trained token (per sample, with sample weights), without ``z_loss``, which is listed only
+        where it is used; ``padding`` is a fraction of 1.
+
+        Raises:
+            ValueError: see `check`.
+        """
+        before = time.perf_counter()
+        loss, z_loss, weight = self.step[:3].tolist()  # waits for the GPU
+        sums = dict(zip(COUNTS, self.window.tolist(), strict=True))
+        seconds = self.seconds + time.perf_counter() - before
+        self.check()
+        metrics = {
+            "loss": loss / weight if weight else 0.0,
+            "tokens_per_second": sums["tokens"] / max(seconds, 1e-9),
+            "padding": 1 - sums["tokens"] / max(1, sums["slots"]),
+            "samples_per_step": sums["samples"] / max(1, self.steps),
+            "trained_tokens": sums["trained"] / max(1, self.steps),
+        }
+        if z_loss:
+            metrics["z_loss"] = z_loss / weight
+        self.window, self.steps, self.seconds = self._zeros(), 0, 0.0
+        return metrics
+
+    def _zeros(self) -> torch.Tensor:
+        return torch.zeros(len(COUNTS), dtype=torch.float64, device=self.device)
+
+
+class SourceMeter:
+    """Adds up losses and tokens by source of a mixture, over all ranks. Without a mixture it does nothing.
+
+    The losses stay on the device until `metrics` reads them.
+    """
+
+    def __init__(self, loader: Loader, world: World, device: torch.device) -> None:
+        self.loader = loader
+        self.mix = loader.dataset.mix
+        self.world = world
+        self.device = device
+        self._start()
+
+    def _start(self) -> None:
+        names = self.mix.names if self.mix is not None else []
+        self.loss = torch.zeros(len(names), dtype=torch.float64, device=self.device)
+        self.weight = torch.zeros(len(names), dtype=torch.float64)
+
+    def add(self, batch: Batch, losses: torch.Tensor, weights: torch.Tensor) -> None:
+        """Count one batch of this rank: its `token_losses`, and the weights of its labels (on the CPU)."""
+        if self.mix is None:
+            return
+        ids = source_ids(batch, self.mix)
+        self.weight.index_add_(0, ids.flatten(), weights.double().flatten())
+        ids = ids.to(self.device, non_blocking=True)
+        self.loss.index_add_(0, ids.flatten(), losses.detach().double().flatten())
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of every source; a collective.
+
+        ``loss`` is since the last call, and missing if no token was trained. The others are since the beginning,
+        over all lanes: ``epochs`` (mean over the lanes), ``tokens_in``, ``packed``, ``trained``, and ``share``, the
+        source's fraction of the trained tokens.
+        """
+        if self.mix is None:
+            return {}
+        sums = torch.stack([self.loss, self.weight.to(self.device)])
+        losses, weights = self.world.add_up(sums).tolist()
+        self._start()
+        ranks = self.world.gather(self.loader.source_stats())
+        totals = {name: SourceStats.total(stats[name] for stats in ranks) for name in self.mix.names}
+        trained = sum(stats.trained for stats in totals.values())
+        metrics: dict[str, float] = {}
+        for (name, stats), loss, weight in zip(totals.items(), losses, weights, strict=True):
+            if weight:
+                metrics[f"source_{name}_loss"] = loss / weight
+            metrics[f"source_{name}_epochs"] = stats.epochs / (self.loader.dataset.num_lanes or 1)
+            metrics[f"source_{name}_tokens_in"] = stats.tokens_in
+            metrics[f"source_{name}_packed"] = stats.packed
+            metrics[f"source_{name}_trained"] = stats.trained
+            metrics[f"source_{name}_share"] = stats.trained / max(1, trained)
+        return metrics
+
+
+def source_ids(batch: Batch, mix: Mix) -> torch.Tensor:
+    """Return the source of every token, as its index in ``mix.names``: ``[batch, max_seq_len]`` int64. Padding is 0.
+
+    >>> from streampack import IterablePackedDataset, collate_packed
+    >>> a, b = ([{"tokens": [i] * 3, "labels": [i] * 3}] * 2 for i in (7, 8))
+    >>> mix = Mix([{"name": name, "source": rows, "weight": 1} for name, rows in (("a", a), ("b", b))])
+    >>> batch = collate_packed(list(IterablePackedDataset(mix, max_seq_len=7)))
+    >>> batch.tokens[0].tolist(), source_ids(batch, mix)[0].tolist()
+    ([8, 8, 8, 7, 7, 7, 0], [1, 1, 1, 0, 0, 0, 0])
+    """
+    ids = torch.zeros(batch.tokens.shape, dtype=torch.int64)
+    for row, fragments in zip(ids, batch.fragments, strict=True):
+        sources = torch.tensor([mix.source_index(each.row_id) for each in fragments], dtype=torch.int64)
+        lengths = torch.tensor([each.stop - each.start for each in fragments], dtype=torch.int64)
+        row[: int(lengths.sum())] = sources.repeat_interleave(lengths)
+    return ids
+
+
+def stream_totals(loader: Loader, world: World) -> tuple[Ledger, int]:
+    """Return the ledger of all ranks, and the epoch of the slowest; a collective."""
+    ledgers, epochs = zip(*world.gather((loader.ledger(), loader.epoch)), strict=True)
+    return Ledger.total(ledgers), min(epochs)
+
+
+def stream_metrics(loader: Loader, world: World) -> dict[str, float]:
+    """Return `stream_totals` for the metric logger; a collective."""
+    ledger, epoch = stream_totals(loader, world)
+    return {"epoch": epoch} | {f"ledger_{name}": value for name, value in ledger.as_dict().items()}
+
+
+def memory_metrics(world: World, device: torch.device) -> dict[str, float]:
+    """Return the peak GPU memory of each rank, in GiB; a collective."""
+    if device.type != "cuda":
+        return {}
+    peaks = world.gather(torch.cuda.max_memory_allocated(device) / 2**30)
+    return {f"peak_memory_gib_rank_{rank}": peak for rank, peak in enumerate(peaks)}
