@@ -1,8 +1,8 @@
-"""Real text that every machine has: the standard library of the Python that runs this file.
+"""Text that every machine has: the standard library of the Python that runs this file.
 
-Its docstrings make question-answer pairs (about 6,700 of them, half a million tokens, lengths as skewed as those of
-instruction data), its sources make documents for pretraining. Nothing is downloaded, and nothing is imported: the
-files are parsed with `ast`. `python -m streampack_recipes.stdlib_corpus` prepares both files and prints their folder.
+Its docstrings become question-answer pairs (about 6,700, half a million tokens, lengths as skewed as those of
+instruction data), its sources become documents for pretraining. Nothing is downloaded or imported: the files are
+parsed with `ast`. `python -m streampack_recipes.stdlib_corpus` writes the files and prints their folder.
 """
 
 import ast
@@ -24,18 +24,18 @@ import sentencepiece
 
 VOCAB_SIZE = 2048  # a third of the quickstart model's parameters; 32,000 tokens would make it nine tenths
 
-# Tests hold fixtures rather than prose, `encodings` and `pydoc_data` are generated tables, `idlelib` and `turtledemo`
-# are programs that many distributions leave out.
+# Tests hold fixtures rather than prose, `encodings` and `pydoc_data` are generated tables, many distributions leave
+# `idlelib` and `turtledemo` out.
 SKIPPED_FOLDERS = {
     "__pycache__", "dist-packages", "encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "site-packages",
     "test", "testmock", "tests", "turtledemo",
 }  # fmt: skip
-# Generated, or written by the machine's owner: they differ between machines and name its folders.
+# Generated, or written by the machine's owner: they differ between machines.
 SKIPPED_FILES = ("_sysconfigdata", "sitecustomize.py", "usercustomize.py")
 
 
 class Paths(NamedTuple):
-    """What `prepare` made: all files lie in `folder`."""
+    """The files that `prepare` writes, all in `folder`."""
 
     folder: Path
     pairs: Path  # JSONL, one {"input": ..., "output": ...} a line
@@ -44,9 +44,9 @@ class Paths(NamedTuple):
 
 
 def source_files() -> Iterator[dict[str, str]]:
-    """The sources of the standard library, in a fixed order: {"path": "json/decoder.py", "text": ...}.
+    """Yield the sources of the standard library, in a fixed order: {"path": "json/decoder.py", "text": ...}.
 
-    Files that are not valid Python are left out.
+    Leaves out files that are not valid Python.
 
     >>> next(source_files())["path"]
     '__future__.py'
@@ -60,7 +60,7 @@ def source_files() -> Iterator[dict[str, str]]:
         )
     for path in paths:
         try:
-            with tokenize.open(path) as file:  # honours a file's own `coding:` line
+            with tokenize.open(path) as file:  # reads a file's `coding:` line
                 text = file.read()
         except (SyntaxError, UnicodeDecodeError):
             continue
@@ -68,9 +68,9 @@ def source_files() -> Iterator[dict[str, str]]:
 
 
 def docstring_pairs() -> Iterator[dict[str, str]]:
-    """One question-answer row for every documented module, class and function, in a fixed order, without duplicates.
+    """Yield a question-answer row for every documented module, class and function, in a fixed order.
 
-    Neither a question nor an answer comes twice, so a held-out split shares no row with the rest.
+    No question or answer comes twice, so a held-out split shares no row with the rest.
 
     >>> pair = next(pair for pair in docstring_pairs() if "bisect.insort_left" in pair["input"])
     >>> pair["input"]
@@ -95,15 +95,14 @@ def docstring_pairs() -> Iterator[dict[str, str]]:
 
 
 def prepare(cache_dir: Path | None = None) -> Paths:
-    """Writes `pairs.jsonl`, `sources.jsonl` and `tokenizer.model` if they are not there yet, and says where they are.
-
-    The tokenizer loads in `torchtune.models.llama2.llama2_tokenizer`. It has 2,048 tokens: 1 is bos, 2 is eos, and 0
-    is unknown, which no text becomes and torchtune pads with.
+    """Write `pairs.jsonl`, `sources.jsonl` and `tokenizer.model` where they are missing, and return their paths.
 
     They go to `cache_dir`, by default $STREAMPACK_CACHE or ~/.cache/streampack, in a folder named after the Python
-    version and a hash of everything that determines their content. All are deterministic. Files appear whole or not
-    at all: two processes may prepare at once (each does the work, the bytes are equal), and one that is killed leaves
-    nothing that a later call would take for a finished file.
+    version and a hash of everything that determines their content. Files appear complete or not at all, so several
+    processes may prepare at once, and a killed one leaves no half-written file.
+
+    The tokenizer loads in `torchtune.models.llama2.llama2_tokenizer`. It has 2,048 tokens: 0 is unknown, which no text
+    becomes and torchtune pads with, 1 is bos, 2 is eos.
     """
     base = cache_dir or os.environ.get("STREAMPACK_CACHE") or Path.home() / ".cache" / "streampack"
     folder = Path(base) / f"stdlib-py{sys.version_info.major}.{sys.version_info.minor}-{_fingerprint()}"
@@ -133,7 +132,7 @@ def _walk(root: Path) -> Iterator[Path]:
 
 
 def _docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
-    """(qualified name, cleaned docstring) of `node` and of every definition in it, whatever `if` or `try` it is in."""
+    """Yield (qualified name, cleaned docstring) of `node` and of every definition in it, also under `if` or `try`."""
     if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         yield name, (ast.get_docstring(node) or "").strip()
     for child in ast.iter_child_nodes(node):
@@ -144,10 +143,10 @@ def _docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _train_tokenizer(texts: Iterable[str]) -> bytes:
-    """A BPE model with Llama 2's ids that gives back every text as it was, but for U+2581, its sign for a space.
+    """Train a BPE model with Llama 2's special ids. It decodes every text exactly, except U+2581, its mark of a space.
 
-    It learns line by line, so a newline is never part of a longer token, as in Llama 2: torchtune's tokenizers cut
-    messages apart there. Newlines, and characters too rare for a token of their own, become byte tokens.
+    It is trained on lines, so no token contains a newline and another character, as in Llama 2: torchtune's tokenizers
+    split messages at newlines. Newlines and rare characters become byte tokens.
     """
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -159,7 +158,7 @@ def _train_tokenizer(texts: Iterable[str]) -> bytes:
         character_coverage=0.9995,
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
-        add_dummy_prefix=False,  # no space that the text does not have: a message may begin in the middle of a line
+        add_dummy_prefix=False,  # a message may begin in the middle of a line
         allow_whitespace_only_pieces=True,  # indentation is one token
         split_digits=True,
         max_sentence_length=1 << 16,
@@ -196,7 +195,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _counted(rows: Iterable[dict[str, str]], what: str) -> Iterator[dict[str, str]]:
-    """Passes rows on and tells on stderr how many came, on a terminal while they come, after the first second."""
+    """Pass rows on and print their number to stderr; on a terminal also while they come, after the first second."""
     shown = time.monotonic() + 1
     count = 0
     for count, row in enumerate(rows, 1):

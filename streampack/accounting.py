@@ -1,4 +1,4 @@
-"""The ledger: where every token went, and which of a sample's are trained."""
+"""The ledger, which counts where every token went, and counts of trained tokens."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import numpy as np
 from streampack.types import IGNORE_INDEX, Sample
 
 DROP_REASONS = ("overlong", "truncated", "empty", "bad", "untrained")
-"""Why tokens or samples are left out. ``overlong`` and ``untrained`` count whole samples, ``truncated`` what was cut
-off; ``bad`` are broken records, of whose tokens nobody knows."""
+"""Reasons for dropping tokens or samples. ``overlong`` and ``untrained`` count whole samples, ``truncated`` the tokens
+cut off; ``bad`` counts broken records, whose number of tokens is unknown."""
 
 
 @dataclass(slots=True)
 class Ledger:
-    """Counts of one lane, or of several added up. All in tokens unless named otherwise.
+    """Counts of one lane, or of several added up; in tokens unless a comment says otherwise.
 
-    The law, checked whenever a receipt is written: ``tokens_in == packed + buffered + sum(dropped)``.
+    ``tokens_in == packed + buffered + sum(dropped)``, checked at every pack.
 
     >>> ledger = Ledger(samples=2, tokens_in=12, packed=9, packs=1, slots=10)
     >>> ledger.drop("truncated", 1)
@@ -38,31 +38,27 @@ class Ledger:
     dropped_samples: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DROP_REASONS, 0))
 
     def drop(self, reason: str, tokens: int) -> None:
-        """Book one sample's loss of ``tokens`` tokens under a name."""
+        """Count ``tokens`` dropped tokens of one sample under a reason."""
         self.dropped[reason] += tokens
         self.dropped_samples[reason] += 1
 
     @property
     def buffered(self) -> int:
-        """Tokens that came in and are in no pack yet."""
+        """Tokens encoded, neither packed nor dropped yet."""
         return self.tokens_in - self.packed - sum(self.dropped.values())
 
     @property
     def padding(self) -> float:
-        """Share of the packs' slots that holds no token, 0 to 1; 0 before the first pack."""
+        """Fraction of the packs' slots that hold no token; 0 before the first pack."""
         return 1 - self.packed / self.slots if self.slots else 0.0
 
     def numbers(self) -> list[int]:
-        """All counts as a flat list, for a receipt."""
-        return [
-            *_counts(self),
-            *self.dropped.values(),
-            *self.dropped_samples.values(),
-        ]
+        """Return all counts as a flat list, for a state."""
+        return [*_counts(self), *self.dropped.values(), *self.dropped_samples.values()]
 
     @classmethod
     def from_numbers(cls, numbers: list[int]) -> Ledger:
-        """The inverse of `numbers`."""
+        """Build a ledger from its `numbers`."""
         counts, drops = numbers[: len(_COUNTS)], numbers[len(_COUNTS) :]
         reasons = len(DROP_REASONS)
         return cls(
@@ -73,12 +69,12 @@ class Ledger:
 
     @classmethod
     def total(cls, ledgers: Iterable[Ledger]) -> Ledger:
-        """The sum over lanes."""
+        """Return the sum over lanes."""
         columns = zip(*(ledger.numbers() for ledger in ledgers), strict=True)
         return cls.from_numbers([sum(column) for column in columns] or cls().numbers())
 
     def as_dict(self) -> dict[str, Any]:
-        """For metric loggers: flat, with the reasons spelled out and the padding as a share."""
+        """Return all counts by name, flat, for metric loggers."""
         counts = {name: getattr(self, name) for name in _COUNTS}
         drops = {f"dropped_{reason}": tokens for reason, tokens in self.dropped.items() if reason != "bad"}
         drops["bad_records"] = self.dropped_samples["bad"]
@@ -89,19 +85,19 @@ class Ledger:
 class SourceStats:
     """Counts of one source of a mixture, in one lane or in several added up."""
 
-    epochs: int = 0  # how often it was begun; a first row that was packed or dropped counts one
+    epochs: int = 0  # how often it was begun: its first row was packed or dropped
     samples: int = 0  # rows encoded
     tokens_in: int = 0  # tokens the encoder made
     packed: int = 0  # real tokens in packs
     trained: int = 0  # of them, those that the loss counts
 
     def numbers(self) -> list[int]:
-        """All counts as a flat list, for a receipt."""
+        """Return all counts as a flat list, for a state."""
         return [getattr(self, f.name) for f in fields(self)]
 
     @classmethod
     def total(cls, source_stats: Iterable[SourceStats]) -> SourceStats:
-        """The sum over lanes."""
+        """Return the sum over lanes."""
         columns = zip(*(stats.numbers() for stats in source_stats), strict=True)
         return cls(*(sum(column) for column in columns))
 
@@ -111,7 +107,7 @@ _counts = attrgetter(*_COUNTS)
 
 
 def trained_tokens(sample: Sample, cuts: Sequence[int] = ()) -> int:
-    """How many labels of a sample are trained when it is cut at ``cuts``: the first of each part is not.
+    """Return how many labels of a sample are trained when it is cut at ``cuts``: all but the first of each part.
 
     >>> trained_tokens(Sample(np.array([5, 6, 4, 7, 8]), np.array([5, 6, -100, 7, 8])), cuts=[3])
     2
@@ -124,7 +120,7 @@ def trained_tokens(sample: Sample, cuts: Sequence[int] = ()) -> int:
 
 
 def trains_nothing(sample: Sample) -> bool:
-    """Whether no label of a sample is trained when it is packed whole: its first label never is.
+    """Return whether no label of a sample is trained when it is packed whole: its first label never is.
 
     >>> trains_nothing(Sample(np.array([5, 6, 4]), np.array([5, -100, -100])))
     True

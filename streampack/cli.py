@@ -1,7 +1,7 @@
 """The `streampack` command: our recipes and configs by name, from any directory, run by torchtune's own CLI.
 
-Importing torchtune takes 4 to 9 seconds, so what can be answered without it (help, `ls`, `cat` and `cp` of ours, a
-misspelt command) is.
+Importing torchtune takes 4 to 9 seconds, so commands that do not need it (help, `ls`, `cat` and `cp` of our files,
+errors in the words) do not import it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ COMMANDS = {
     "cat": "print a config or a recipe",
     "cp": "copy a config or a recipe, to make it yours",
     "validate": "check a config: keys, components, files, and the first rows; the model is not built",
-    "verify": "ask whether any sample of a pack sees another in this model; needs no weights and no data",
-    "tokenize": "make token shards of the config's data.source",
+    "verify": "check that no sample of a pack sees another in this model; needs no weights and no data",
+    "tokenize": "write the config's data.source as token shards",
     "run": "train",
 }
 EPILOG = """\
@@ -33,27 +33,27 @@ RECIPE and CONFIG are names that `streampack ls` lists, or paths. For example:
   streampack run full_finetune --config quickstart max_steps=3
   streampack run --nproc_per_node 2 full_finetune --config my.yaml
 
-`streampack COMMAND --help` says more of each.
+`streampack COMMAND --help` describes each.
 """
 RUN_USAGE = (
     "streampack run [TORCHRUN-OPTIONS] RECIPE --config CONFIG [KEY=VALUE ...] [--trust NAME] [--traceback]"
 )
 RUN_DESCRIPTION = """\
-Train with a recipe. torchrun's options, such as --nproc_per_node 2, go before RECIPE; what follows the config
-takes the place of what it says, entries of lists by their number: data.source.sources.0.weight=0.3; ~KEY removes
-a key. The keys of a config are the fields of streampack.training.config.RunConfig.
+Train with a recipe. torchrun's options, such as --nproc_per_node 2, go before RECIPE. KEY=VALUE replaces a value of
+the config, in lists by number: data.source.sources.0.weight=0.3; ~KEY removes a key. The keys of a config are the
+fields of streampack.training.config.RunConfig.
 """
 
 
 class _Parser(argparse.ArgumentParser):
-    """One that reports errors as `main` does."""
+    """A parser that raises `UsageError`, which `main` prints."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; `{self.prog} --help` shows how it is used")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. The exit status is 0, 1 for a config with problems or leaks, 2 for words that make no sense."""
+    """Run one command. Exit status: 0; 1 for a config with problems or leaks; 2 for a wrong command line."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
@@ -75,7 +75,7 @@ def _dispatch(words: list[str]) -> int:
     if {"-h", "--help"} & set(words[1:]):
         commands[words[0]].print_help()
         return 0
-    if words[0] == "run":  # whose words are torchrun's and the recipe's
+    if words[0] == "run":  # its words are for torchrun and the recipe
         options, rest = _trust_options().parse_known_args(words[1:])
         _trust(options.trust)
         return hand_over("run", rest)
@@ -88,7 +88,7 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
-    """The command's parser, and that of each of its commands."""
+    """Return the parser of `streampack`, and that of each of its commands."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = _Parser("streampack", epilog=EPILOG, formatter_class=raw, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"streampack {__version__}")
@@ -131,7 +131,7 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
         "--no-files", action="store_true", help="open no file: keys, values and components only"
     )
     tokenize = commands["tokenize"]
-    tokenize.add_argument("--out", metavar="FOLDER", required=True, help="where the shards go")
+    tokenize.add_argument("--out", metavar="FOLDER", required=True, help="folder of the shards")
     tokenize.add_argument("--workers", type=int, default=1, metavar="N", help="processes (1)")
     tokenize.add_argument(
         "--lanes", type=int, metavar="N", help="parts of the source, at least as many as workers"
@@ -141,11 +141,11 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
-    """``--config CONFIG KEY=VALUE ...``, as every command that takes a config spells it."""
+    """Add ``--config CONFIG KEY=VALUE ... --trust NAME`` to a command."""
     parser.add_argument(
         "--config", metavar="CONFIG", help="a name that `streampack ls` lists, or a YAML file"
     )
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="in place of what the config says")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="replaces a value of the config")
     parser.add_argument(
         "--trust", action="append", default=[], metavar="NAME",
         help="a package or module, installed or in the working directory, that the config may name",
@@ -153,7 +153,7 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def _trust_options() -> _Parser:
-    """The parser of those options of ``run`` that are heeded here."""
+    """Return the parser of the options of ``run`` that torchtune does not get."""
     parser = _Parser("streampack run", add_help=False, allow_abbrev=False)
     parser.add_argument("--trust", action="append", default=[])
     return parser
@@ -167,7 +167,7 @@ def _trust(names: Sequence[str]) -> None:
 
 
 def _settle_config(options: argparse.Namespace, rest: list[str], parser: _Parser) -> None:
-    """Sort the words of a command that takes a config: one may name it without --config before it."""
+    """Set ``config`` and ``overrides`` from the words of a command; ``--config`` may be left out."""
     words = [*options.overrides, *rest]
     if options.config is None and words and "=" not in words[0] and words[0][0] not in "-~":
         options.config = words.pop(0)
@@ -268,7 +268,7 @@ def _tokenize(options: argparse.Namespace) -> int:
 
 
 def _read(command: str, options: argparse.Namespace) -> tuple[Path, Any]:
-    """(path, content) of the config, with its overrides."""
+    """Return the path of the config, and its content with the overrides."""
     path = config_file(options.config)
     require_torchtune(command)
     import yaml

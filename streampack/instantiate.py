@@ -1,10 +1,9 @@
-"""Building objects from ``_component_`` nodes of a YAML config, nested ones included.
+"""Build objects from the ``_component_`` nodes of a YAML config, nested ones included.
 
-torchtune's ``config.instantiate`` builds one node and hands nested ones over as plain dicts. This builds the whole
-tree.
+torchtune's ``config.instantiate`` builds one node and passes nested ones on as plain dicts.
 
-A config is data: it chooses among the components listed in `COMPONENTS`, and cannot call anything else. Only the user
-can add to them, outside of the config: by ``--trust NAME``, or by the environment variable `TRUST`.
+A config is data: it can name the components listed in `COMPONENTS` and nothing else. Only the user can add to them,
+outside of the config: by ``--trust NAME``, or by the environment variable `TRUST`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import Any
 COMPONENT = "_component_"
 TRUST = "STREAMPACK_TRUST"
 """Environment variable: packages or modules whose public classes and functions a config may name, separated by commas.
-Processes that a launcher starts inherit it."""
+An environment variable, because processes that a launcher starts inherit it."""
 
 COMPONENTS = {
     r"streampack": r"\w+(Source|Encoder|Tokenizer|Messages)|Mix|Holdout|PackedDataset|packed_dataset",
@@ -42,17 +41,17 @@ COMPONENTS = {
     r"torchtune\.training\.metric_logging": r"\w+Logger",
     r"transformers": r"get_(\w+_)?schedule(_\w+)?|Adafactor",
 }
-"""What a config may name: a pattern of modules, and of names that these export. tests/test_instantiate.py has a list of
-names that must not match."""
+"""What a config may name: patterns of modules, and of names in them. tests/test_instantiate.py lists names that must
+not match."""
 
 UNSAFE_BUILDERS = ("pandas", "iceberg")  # of `datasets`: the first reads pickles, the second imports by name
 
 
 def build(node: Any, *args: Any, inject: Mapping[str, Any] | None = None) -> Any:
-    """The object that ``node`` describes; nested nodes are built first, ``args`` go to the outermost.
+    """Build the object of a node, nested nodes first; ``args`` go to the outermost component.
 
-    Anything without a ``_component_`` is returned as it is, with the nodes inside it built. ``inject`` offers values
-    by parameter name (``tokenizer``, ``optimizer``) to whatever asks for them and was not given them by the config.
+    Values without a ``_component_`` are returned as they are, with the nodes inside them built. ``inject`` has
+    arguments by name (``tokenizer``, ``optimizer``) for components that take them and lack them in the config.
 
     >>> build({"_component_": "streampack.TokensEncoder", "labels": None}).labels is None
     True
@@ -81,7 +80,7 @@ def build(node: Any, *args: Any, inject: Mapping[str, Any] | None = None) -> Any
 
 
 def unknown_arguments(component: Any, arguments: Iterable[str]) -> Iterator[str]:
-    """Describe the arguments that a class or function does not take, each with the likely spelling.
+    """Yield a message for each argument that a class or function does not take, with a likely spelling.
 
     >>> list(unknown_arguments(sorted, ["key", "revers"]))
     ["got an unexpected keyword argument 'revers'; did you mean 'reverse'?"]
@@ -98,10 +97,10 @@ def unknown_arguments(component: Any, arguments: Iterable[str]) -> Iterator[str]
 
 
 def resolve(path: str) -> Any:
-    """The class or function that a dotted path of a config names.
+    """Return the class or function that a dotted path of a config names.
 
     Raises:
-        ValueError: if a config may not name it, or there is no such thing.
+        ValueError: if a config may not name it, or it does not exist.
         ImportError: if a library that it needs is not installed.
     """
     parts = str(path).split(".")
@@ -118,7 +117,7 @@ def resolve(path: str) -> Any:
             f"_component_ {path!r} is not among the components that a config may name; {_way_out(path)}"
         )
     found = locate(path)
-    # A module holds what it imported, too: my_rows.system may be os.system.
+    # A module also holds what it imported: my_rows.system may be os.system.
     home = str(getattr(getattr(found, "func", found), "__module__", "")).split(".")[0]
     if home != package:
         raise ValueError(
@@ -129,7 +128,7 @@ def resolve(path: str) -> Any:
 
 
 def refuse_code(arguments: Mapping[str, Any]) -> None:
-    """Raise ValueError for arguments by which a library would run code that they name."""
+    """Raise ValueError for arguments that make a library run the code they name."""
     for key, value in arguments.items():
         if key == "trust_remote_code" and value:
             raise ValueError(
@@ -146,15 +145,15 @@ def refuse_code(arguments: Mapping[str, Any]) -> None:
 
 
 def trusted_by_user() -> list[str]:
-    """The packages and modules that the environment variable `TRUST` adds to `COMPONENTS`."""
+    """Return the packages and modules that the environment variable `TRUST` adds to `COMPONENTS`."""
     return [name for name in re.split(r"[,\s]+", os.environ.get(TRUST, "")) if name]
 
 
 def trust(names: Iterable[str]) -> None:
-    """Add to what configs may name, for this process and those that it starts.
+    """Add packages or modules to what configs may name, for this process and those that it starts.
 
     Raises:
-        ValueError: for what is no dotted name.
+        ValueError: for a name that is not dotted identifiers.
     """
     names = [name for given in names for name in given.split(",")]
     for name in names:
@@ -166,7 +165,7 @@ def trust(names: Iterable[str]) -> None:
 
 
 def _find_in_working_directory(package: str) -> None:
-    """Let a package be found there, after all places where Python looks."""
+    """Put the working directory last on `sys.path` if a package is found nowhere else."""
     here = str(Path.cwd())
     if here not in sys.path and package not in sys.modules and importlib.util.find_spec(package) is None:
         sys.path.append(here)
@@ -174,10 +173,10 @@ def _find_in_working_directory(package: str) -> None:
 
 
 def locate(path: str) -> Any:
-    """Whatever a dotted path names, without a look at what a config may name; `resolve` looks first.
+    """Return what a dotted path names, without the checks of `resolve`.
 
     Raises:
-        ValueError: if there is no such thing, or it cannot be called.
+        ValueError: if it does not exist, or cannot be called.
         ImportError: if a library that it needs is not installed.
     """
     parts, hint = path.split("."), "check the spelling"
@@ -204,14 +203,14 @@ def locate(path: str) -> Any:
 
 
 def _way_out(path: str) -> str:
-    """What to write instead, or how to allow it."""
+    """Return what to write instead of a path, or how to allow it."""
     module, _, name = path.rpartition(".")
     for modules, names in COMPONENTS.items():
         known = modules.replace("\\", "")
         exported = getattr(sys.modules.get(known), "__all__", ())
         if known.split(".")[0] == path.split(".")[0] and re.fullmatch(names, name) and name in exported:
             return f"write {known}.{name}"
-    # Of a package that has components, trust the module only: torch as a whole can run anything.
+    # In a package with components of its own, suggest the module only: torch as a whole can run anything.
     listed = any(known.replace("\\", "").split(".")[0] == path.split(".")[0] for known in COMPONENTS)
     trusted = module if listed else path.split(".")[0]
     return (

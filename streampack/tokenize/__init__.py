@@ -1,4 +1,4 @@
-"""Any source becomes token shards, once, in several processes, resumable."""
+"""Write any source as token shards."""
 
 from streampack.tokenize.tokenize import tokenize
 

@@ -1,4 +1,4 @@
-"""One lane of a source becomes token shards, from its beginning or from where its last complete shard ends."""
+"""Write the token shards of one lane, from its beginning or from the end of its last complete shard."""
 
 from __future__ import annotations
 
@@ -14,50 +14,52 @@ from streampack.sources.base import BadRecord, Reading
 from streampack.sources.corpus_identity import state_of
 from streampack.sources.source import Source
 from streampack.sources.token_files import Shard, ShardWriter, read_header, shard_of
+from streampack.streaming.run_identity import Encoded
 from streampack.types import IGNORE_INDEX, Cursor, Row, RowId, Sample
 
-TOLD_EVERY = 64  # rows; how often a worker says how far it is, and looks if another one failed
+REPORT_EVERY = 64  # rows; how often a worker reports its progress and checks whether another one failed
 
 Encode = Callable[[Mapping[str, Any]], Sample]
-Tell = Callable[[int], object]  # how many more tokens were written
+Report = Callable[[int], object]  # takes the number of tokens written since the last call
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the shards are made of, and how."""
+    """Settings of a call of `tokenize`."""
 
     source: Source
     encode: Encode
     out: Path
-    plan: Mapping[str, Any]  # what decides their bytes; it stands in every header
+    plan: Mapping[str, Any]  # decides the bytes of the shards; saved in every header
     quarantine: Quarantine | None = None  # None: a broken record is an error
 
     @property
     def recorded(self) -> dict[str, Any]:
-        """The plan as plain values. Without the encoder's name, so that a renamed one makes the same bytes."""
+        """The plan as plain values, without the encoder's name: a renamed encoder makes the same bytes."""
         plan = state_of(self.plan)
         return {**plan, "encoder": {key: plan["encoder"][key] for key in ("fingerprint", "samples")}}
 
     def path(self, lane: int, number: int) -> Path:
-        """Of a lane's shard. Sorted, they are in the order of the lanes."""
+        """Return the path of a lane's shard; sorted paths are in the order of the lanes."""
         return self.out / f"tokens-{lane:05d}-{number:05d}.bin"
 
 
 class Progress(NamedTuple):
-    """How far a lane has come."""
+    """The complete shards of a lane, and where to continue."""
 
     lane: int
-    shards: list[Shard]  # complete
-    start: Cursor | None = None  # of the row behind them
+    shards: list[Shard]
+    start: Cursor | None = None  # of the row after the shards
     ended: bool = False
-    bad: int = 0  # records that were passed by before that row
+    bad: int = 0  # records skipped before that row
 
 
-def begun(job: Job, lane: int) -> Progress:
-    """What an earlier call left of a lane's shards.
+def read_progress(job: Job, lane: int) -> Progress:
+    """Read the headers of a lane's shards from an earlier call.
 
     Raises:
-        ValueError: for shards of another source, encoder or setting, and for those that leave out what is an error now.
+        ValueError: for shards of another source, encoder or setting, and for shards with skipped records if broken
+            records are errors in this call.
     """
     shards: list[Shard] = []
     progress = Progress(lane, shards)
@@ -65,9 +67,9 @@ def begun(job: Job, lane: int) -> Progress:
         header = read_header(path)
         for key, ours in job.plan.items():
             theirs = header.get("plan", {}).get(key)
-            if hasattr(ours, "difference"):
-                words = ours.difference(theirs)
-                different = None if words is None else f"another {key}: {words}"
+            if isinstance(ours, Encoded):
+                difference = ours.difference(theirs)
+                different = None if difference is None else f"another {key}: {difference}"
             else:
                 different = None if theirs == ours else f"{key}={theirs!r} and this is {key}={ours!r}"
             if different is not None:
@@ -85,13 +87,13 @@ def begun(job: Job, lane: int) -> Progress:
     return progress
 
 
-def make(job: Job, progress: Progress, tell: Tell) -> Progress:
-    """All shards of a lane, from where it stands to its end. ``tell`` hears how many tokens were written.
+def write_lane(job: Job, progress: Progress, report: Report) -> Progress:
+    """Write the remaining shards of a lane.
 
     Raises:
-        ValueError: for a row that cannot be read or encoded, or one that is passed by too many, with its place.
+        ValueError: for a row that cannot be read or encoded, or one skipped record too many, with its place.
     """
-    lane, shards, writer, untold = progress.lane, list(progress.shards), None, 0
+    lane, shards, writer, unreported = progress.lane, list(progress.shards), None, 0
     notes = {"lane": lane, "plan": job.recorded}
     samples = _Samples(job, progress)
     try:
@@ -101,14 +103,14 @@ def make(job: Job, progress: Progress, tell: Tell) -> Progress:
                 writer = None
             if writer is None:
                 writer = ShardWriter(job.path(lane, len(shards)), dtype=job.plan["dtype"])
-            untold += _append(job, row, sample, writer)
-            if count % TOLD_EVERY == 0:
-                tell(untold)
-                untold = 0
+            unreported += _append(job, row, sample, writer)
+            if count % REPORT_EVERY == 0:
+                report(unreported)
+                unreported = 0
         if writer is not None:
             shards.append(writer.close({**notes, "next": None, "bad": samples.bad}))
             writer = None
-        tell(untold)
+        report(unreported)
     finally:
         if writer is not None:
             writer.abandon()
@@ -116,7 +118,7 @@ def make(job: Job, progress: Progress, tell: Tell) -> Progress:
 
 
 class _Samples:
-    """The rows of a lane with their samples. Broken records are passed by, if the job says so, and counted."""
+    """Iterate over the rows of a lane with their samples; skip and count broken records if the job allows it."""
 
     def __init__(self, job: Job, progress: Progress) -> None:
         self.job = job
@@ -133,7 +135,7 @@ class _Samples:
             except BadRecord as error:
                 if self.job.quarantine is None:
                     raise error.unskipped() from None
-                self._pass_by(error.row_id, error.reason)
+                self._skip(error.row_id, error.reason)
                 self.reader.skip()
                 continue
             if row is None:
@@ -148,7 +150,7 @@ class _Samples:
             check_sample(sample)
         except Exception as error:
             if self.job.quarantine is not None:
-                self._pass_by(row.row_id, f"{type(error).__name__}: {error}")
+                self._skip(row.row_id, f"{type(error).__name__}: {error}")
                 return None
             if isinstance(error, ValueError):
                 raise ValueError(f"{place(row.row_id)}: {error}") from error
@@ -156,7 +158,7 @@ class _Samples:
             raise
         return sample
 
-    def _pass_by(self, row_id: RowId, reason: str) -> None:
+    def _skip(self, row_id: RowId, reason: str) -> None:
         quarantine = self.job.quarantine
         assert quarantine is not None
         quarantine.skip(self.lane, source=self.job.source, row_id=row_id, reason=reason, before=self.bad)
@@ -164,7 +166,7 @@ class _Samples:
 
 
 def _append(job: Job, row: Row, sample: Sample, writer: ShardWriter) -> int:
-    """Write a document; its length in tokens. What a shard cannot hold is an error, whatever is skipped."""
+    """Write a document and return its length. A sample that a shard cannot hold is an error, never skipped."""
     trained = sample.labels == sample.tokens
     try:
         if not (trained | (sample.labels == IGNORE_INDEX)).all():

@@ -1,4 +1,4 @@
-"""`tokenize`: any source becomes token shards, once, by several processes, and again from where a kill stopped it."""
+"""Write any source as token shards, in several processes, resumable after a kill."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from streampack.sources.mixture import Mix
 from streampack.sources.token_files import DTYPES, FORMAT, VERSION, settle
 from streampack.storage.locks import lock_folder
 from streampack.streaming.run_identity import Encoded
-from streampack.tokenize.lane_shards import Encode, Job, Progress, Tell, begun, make
+from streampack.tokenize.lane_shards import Encode, Job, Progress, Report, read_progress, write_lane
 from streampack.validation import require, require_positive
 
 log = logging.getLogger(__name__)
-MOST_LANES = 64  # of a source whose number of lanes was not said: the most workers that can share it out
+MOST_LANES = 64  # by default, and so the most workers that have work
 SHARD_TOKENS = 1 << 26  # 128 or 256 MiB
 SMALL_VOCABULARY = 1 << 16
 PROBED_ROWS = 64  # for the progress bar's total
-BAD_RECORDS = ("on_bad_record", "max_bad_records", "quarantine")  # what a config's data section says of them
+BAD_RECORDS = ("on_bad_record", "max_bad_records", "quarantine")  # keys of a config's data section
 
 
 class Stopped(Exception):
-    """Another worker failed."""
+    """Another worker failed, and this one stops."""
 
 
 def tokenize(
@@ -54,7 +54,7 @@ def tokenize(
     max_bad_records: int = 100,
     quarantine: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Make a folder of token shards, for `TokenShardSource`. Returns the folder.
+    """Write a folder of token shards, for `TokenShardSource`, and return it.
 
     >>> import tempfile
     >>> rows = [{"tokens": [i, i], "labels": [i, i]} for i in range(100)]
@@ -62,28 +62,27 @@ def tokenize(
     >>> sorted(path.name for path in folder.glob("[!.]*"))
     ['index.json', 'tokens-00000-00000.bin', 'tokens-00001-00000.bin']
 
-    The bytes are a function of the source, the encoder, ``lanes``, ``shard_tokens`` and ``dtype``: the number of
-    workers does not change them, nor does a kill. A shard gets its name when it is complete and on disk; the same call
-    again keeps those and goes on behind them. The index is written last.
+    The bytes are a function of the source, the encoder, ``lanes``, ``shard_tokens`` and ``dtype``; neither the number
+    of workers nor a kill changes them. A shard gets its name when it is complete and on disk; the same call keeps such
+    shards and continues after them. The index is written last.
 
     Args:
-        source: whatever an `IterablePackedDataset` takes.
+        source: whatever an `IterablePackedDataset` takes, except a mixture.
         out: the folder; made if need be.
         encoder: makes a `Sample` of a row; rows of ready tokens need none.
-        workers: processes, each of which makes one lane's shards at a time.
-        lanes: the parts that the source is divided into. Default: as many as it fills, up to 64.
-        shard_tokens: a shard ends with the document that reaches so many.
-        dtype: ``"uint16"``, ``"uint32"``, or ``"auto"``: what the tokenizer's ``vocab_size`` fits into.
+        workers: processes, each of which writes one lane at a time.
+        lanes: parts of the source. Default: as many as it fills, up to 64.
+        shard_tokens: a shard ends with the document that reaches this number.
+        dtype: ``"uint16"``, ``"uint32"``, or ``"auto"``: the smallest that holds the tokenizer's ``vocab_size``.
         progress: show a bar.
-        on_bad_record: ``"error"``, or ``"skip"``: records that cannot be read or encoded are left out, as an
-            `IterablePackedDataset` passes them by. The index counts them.
+        on_bad_record: ``"error"``, or ``"skip"``, which leaves out records that cannot be read or encoded, as an
+            `IterablePackedDataset` does. The index counts them.
         max_bad_records: of one lane; one more is an error.
-        quarantine: a folder for lists of the records left out; see `Quarantine`. Default: ``out/bad_records``.
+        quarantine: a folder for lists of skipped records; see `Quarantine`. Default: ``out/bad_records``.
 
     Raises:
-        ValueError: for a row that cannot be read or encoded, with its place; for a folder that holds shards of another
-            source, encoder or setting, or that leave out what is an error now; for a folder that another process writes
-            to; for a mixture. What was complete stays.
+        ValueError: for a row that cannot be read or encoded, with its place; for a mixture; for a folder that another
+            process writes to, or with shards of another source, encoder or setting. Complete shards stay.
         RuntimeError: if a worker was killed.
     """
     require_positive(workers, "workers")
@@ -112,16 +111,14 @@ def tokenize(
     with lock_folder(job.out, way_out="wait until it ends, stop it, or give another folder"):
         for leftover in job.out.glob(".tokens-*"):
             leftover.unlink(missing_ok=True)
-        found = [begun(job, lane) for lane in range(lanes)]
-        with _bar(job, found, shown=progress) as tell:
-            _write_index(job, _finish(job, found, workers, tell))
+        found = [read_progress(job, lane) for lane in range(lanes)]
+        with _bar(job, found, shown=progress) as report:
+            _write_index(job, _finish(job, found, workers, report))
     return job.out
 
 
 def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `tokenize` that a run's config decides.
-
-    From its ``tokenizer``, ``data.source`` and ``data.encoder``, and what ``data`` says of broken records.
+    """Return arguments of `tokenize` from a run's config: its source, encoder, and settings for broken records.
 
     Raises:
         ValueError: if there is no ``data.source``, or a component cannot be built.
@@ -142,27 +139,27 @@ def _dtype_for(encode: Encode) -> str:
     return "uint16" if isinstance(size, int) and size <= SMALL_VOCABULARY else "uint32"
 
 
-def _finish(job: Job, found: list[Progress], workers: int, tell: Tell) -> list[Progress]:
-    """Make what is missing. All lanes, in order."""
+def _finish(job: Job, found: list[Progress], workers: int, report: Report) -> list[Progress]:
+    """Write the missing shards; return all lanes in order."""
     missing = [progress for progress in found if not progress.ended]
     if workers == 1 or len(missing) < 2:
-        made = [make(job, progress, tell) for progress in missing]
+        made = [write_lane(job, progress, report) for progress in missing]
     else:
-        made = _share_out(job, missing, min(workers, len(missing)), tell)
+        made = _write_in_processes(job, missing, min(workers, len(missing)), report)
     done = {progress.lane: progress for progress in [*found, *made]}
     return [done[lane] for lane in sorted(done)]
 
 
 @dataclass
 class Worker:
-    """What a worker process knows."""
+    """State of a worker process."""
 
     job: Job
-    counted: Any  # tokens that all workers wrote, in shared memory
-    stop: Any  # whether another one failed
+    counted: Any  # tokens written by all workers, in shared memory
+    stop: Any  # set when a worker failed
 
-    def tell(self, tokens: int) -> None:
-        """Count, and leave if nobody waits for the result."""
+    def report(self, tokens: int) -> None:
+        """Count tokens, and raise `Stopped` if another worker failed."""
         with self.counted.get_lock():
             self.counted.value += tokens
         if self.stop.value:
@@ -175,16 +172,16 @@ _worker: Worker | None = None
 def _begin(job: Job, counted: Any, stop: Any, by_kernel: bool) -> None:
     global _worker
     _worker = Worker(job, counted, stop)
-    end_with_parent(by_kernel=by_kernel)  # the queue that it waits at would not tell
+    end_with_parent(by_kernel=by_kernel)  # waiting at its queue, it would not notice
 
 
 def _work(progress: Progress) -> Progress:
     assert _worker is not None
-    return make(_worker.job, progress, _worker.tell)
+    return write_lane(_worker.job, progress, _worker.report)
 
 
-def _share_out(job: Job, missing: list[Progress], workers: int, tell: Tell) -> list[Progress]:
-    counted, stop, told = mp.Value("q", 0), mp.RawValue("b", 0), 0
+def _write_in_processes(job: Job, missing: list[Progress], workers: int, report: Report) -> list[Progress]:
+    counted, stop, reported = mp.Value("q", 0), mp.RawValue("b", 0), 0
     with ProcessPoolExecutor(
         workers, initializer=_begin, initargs=(job, counted, stop, on_main_thread())
     ) as pool:
@@ -195,9 +192,9 @@ def _share_out(job: Job, missing: list[Progress], workers: int, tell: Tell) -> l
                 done, running = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
                 for future in done:
                     future.result()
-                now = counted.value  # read once: workers go on counting
-                tell(now - told)
-                told = now
+                now = counted.value  # read once: workers keep counting
+                report(now - reported)
+                reported = now
         except BrokenProcessPool:
             raise RuntimeError(
                 "a worker process was killed, perhaps for want of memory; the same call again goes on where it stopped"
@@ -209,7 +206,7 @@ def _share_out(job: Job, missing: list[Progress], workers: int, tell: Tell) -> l
 
 
 @contextmanager
-def _bar(job: Job, found: list[Progress], *, shown: bool) -> Iterator[Tell]:
+def _bar(job: Job, found: list[Progress], *, shown: bool) -> Iterator[Report]:
     if not shown:
         yield lambda tokens: None
         return
@@ -218,7 +215,7 @@ def _bar(job: Job, found: list[Progress], *, shown: bool) -> Iterator[Tell]:
     except ImportError as error:
         raise ImportError("a progress bar needs tqdm: pip install 'streampack[tune]'") from error
     total = None
-    with suppress(Exception):  # a stream has no length, and a broken row is reported where it is read
+    with suppress(Exception):  # streams have no length; a broken row is reported where it is read
         rows, scale = job.source.probe(PROBED_ROWS)
         total = int(sum(_length(job, row) for row in rows) * scale)
     done = sum(shard.tokens for progress in found for shard in progress.shards)
@@ -231,7 +228,7 @@ def _bar(job: Job, found: list[Progress], *, shown: bool) -> Iterator[Tell]:
 def _length(job: Job, row: Mapping[str, Any]) -> int:
     try:
         return encode_row(job.encode, row).tokens.size
-    except Exception:  # it is reported where the row is read
+    except Exception:  # reported where the row is read
         return 0
 
 

@@ -1,4 +1,4 @@
-"""The pretraining recipe, run as a user runs it, on a toy."""
+"""Pretraining on a toy model: mixtures, z-loss, document masking, resume."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from omegaconf import OmegaConf
-from streampack_recipes.full_finetune import train as train_full
 from streampack_recipes.lora_finetune import train as train_lora
 from streampack_recipes.pretrain import train
 from torchtune.models.llama3 import llama3
@@ -19,7 +18,7 @@ from torchtune.models.llama3 import llama3
 from streampack import IterablePackedDataset, JSONLSource, TextEncoder
 from streampack.training.config import read_config
 from tests.support.ranks import run_ranks
-from tests.support.tiny import WordTokenizer, lora_config, losses, mixed_config, numbers, tiny_config
+from tests.support.tiny import WordTokenizer, lora_config, mixed_config, numbers, tiny_config
 
 SPLIT = {
     "data.split_across_pack": True,
@@ -32,7 +31,7 @@ def pretrain_config(folder: Path, **changes: Any) -> Any:
     return tiny_config(folder, **{**SPLIT, **changes})
 
 
-def test_it_pretrains_on_a_mixture_from_random_weights(tmp_path: Path) -> None:
+def test_a_run_learns_a_mixture_from_random_weights(tmp_path: Path) -> None:
     config = mixed_config(tmp_path, max_steps=30, z_loss=1e-3, **{"data.split_across_pack": True})
     config.checkpointer.checkpoint_dir = {
         "_component_": "streampack.training.weights.random_weights",
@@ -56,16 +55,8 @@ def test_it_pretrains_on_a_mixture_from_random_weights(tmp_path: Path) -> None:
     assert weights.keys() == torch.load(start, weights_only=True).keys()
 
 
-def test_without_its_options_it_is_the_full_finetune_recipe(tmp_path: Path) -> None:
-    train(pretrain_config(tmp_path / "pre"))
-    train_full(pretrain_config(tmp_path / "full"))
-    assert losses(tmp_path / "pre") == losses(tmp_path / "full")
-    assert losses(tmp_path / "pre", "validation_loss") == losses(tmp_path / "full", "validation_loss")
-    assert losses(tmp_path / "pre", "z_loss") == {}
-
-
 def first_step(folder: Path) -> tuple[float, float, float]:
-    """The first step's loss, z-loss and gradient norm, by hand: a plain causal model on whole packs."""
+    """Compute loss, z-loss and gradient norm of the first step with a plain causal model on whole packs."""
     packs = IterablePackedDataset(
         JSONLSource(folder / "rows.jsonl"), encoder=TextEncoder(WordTokenizer()), max_seq_len=32,
         split_across_pack=True, buffer_size=16, shuffle=True, shuffle_window=50, num_lanes=2, epochs=None,
@@ -103,13 +94,13 @@ def test_validation_is_masked_as_training_is(tmp_path: Path) -> None:
     assert abs(results[0][1] - results[1][1]) > 1e-4  # of fp32 losses near 3, whose noise is 1e-6
 
 
-def test_killed_and_resumed_on_fewer_ranks(tmp_path: Path) -> None:
+def test_a_run_resumes_on_fewer_ranks(tmp_path: Path) -> None:
     changes = {"max_steps": 12, "z_loss": 0.01, "data.num_lanes": 4, "clip_grad_norm": 1.0}
     train(pretrain_config(tmp_path / "one", **changes))
     config = pretrain_config(tmp_path / "two", **changes, resume=True, checkpoint_every=None)
     stop = OmegaConf.create(config)
     stop.max_steps = stop.checkpoint_every = 5
-    run_ranks(quietly, 2, stop)
+    run_ranks(train, 2, stop)
     train(config)
     for name in ("loss", "z_loss", "grad_norm", "validation_loss"):
         ours = numbers(tmp_path / "two", name)
@@ -118,22 +109,13 @@ def test_killed_and_resumed_on_fewer_ranks(tmp_path: Path) -> None:
         assert ours.keys() >= theirs.keys()
 
 
-def quietly(config: Any) -> None:
-    train(config)
+@pytest.mark.parametrize(("key", "value"), [("z_loss", 1e-4), ("document_masking", False)])
+def test_lora_finetune_refuses_the_options(tmp_path: Path, key: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{key} does nothing in the lora_finetune recipe.*run pretrain"):
+        train_lora(lora_config(tmp_path, **{key: value}))
 
 
-@pytest.mark.parametrize("key", ["z_loss", "document_masking"])
-def test_the_other_recipes_refuse_what_they_do_not_do(tmp_path: Path, key: str) -> None:
-    change = {key: {"z_loss": 1e-4, "document_masking": False}[key]}
-    for other, config, name in (
-        (train_full, tiny_config(tmp_path / "full", **change), "full_finetune"),
-        (train_lora, lora_config(tmp_path / "lora", **change), "lora_finetune"),
-    ):
-        with pytest.raises(ValueError, match=f"{key} does nothing in the {name} recipe.*run pretrain"):
-            other(config)
-
-
-@pytest.mark.parametrize("weight", [-1e-4, float("nan"), float("inf")])
-def test_a_z_loss_is_a_weight(tmp_path: Path, weight: float) -> None:
+@pytest.mark.parametrize("weight", [-1e-4, float("nan")])
+def test_a_bad_z_loss_is_refused(tmp_path: Path, weight: float) -> None:
     with pytest.raises(ValueError, match=re.escape(f"z_loss={weight} is no weight")):
         read_config(tiny_config(tmp_path, z_loss=weight))

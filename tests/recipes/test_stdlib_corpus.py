@@ -1,19 +1,25 @@
-"""The corpus that every machine has: rows and tokenizer are reproducible, lossless, and never half written."""
+"""The corpus from the standard library: rows and tokenizer are reproducible, lossless, and never half written."""
 
 import doctest
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import types
 from pathlib import Path
 
 import pytest
 from streampack_recipes import stdlib_corpus
 
-PATCHED_RUN = """
-import os, runpy, signal
+NAMES = ["pairs.jsonl", "sources.jsonl", "tokenizer.model"]
+
+# Runs the script on another library than the interpreter's, and kills it at the given call of os.replace.
+RUN = """
+import os, runpy, signal, sys, sysconfig
+sysconfig.get_path = lambda name: {library!r}
 replace, calls = os.replace, []
 def killed(source, target):
     calls.append(target)
@@ -22,17 +28,19 @@ def killed(source, target):
     replace(source, target)
 os.replace = killed
 runpy.run_path({script!r}, run_name="__main__")
+sys.exit("torch" in sys.modules)
 """
 
 
 @pytest.fixture(scope="module")
-def pairs():
-    return list(stdlib_corpus.docstring_pairs())
+def prepared():
+    """The whole library's corpus, from the cache where configs look for it too."""
+    return stdlib_corpus.prepare()
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory):
-    return stdlib_corpus.prepare(tmp_path_factory.mktemp("corpus"))
+def pairs(prepared):
+    return [json.loads(line) for line in prepared.pairs.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
 @pytest.fixture(scope="module")
@@ -41,28 +49,55 @@ def tokenizer(prepared):
     return llama2.llama2_tokenizer(str(prepared.tokenizer), prompt_template=None)
 
 
-def start(cache: Path, *arguments: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, *arguments],
-        env={**os.environ, "STREAMPACK_CACHE": str(cache)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """Some modules of the library: enough text for a tokenizer of 2,048 tokens."""
+    folder, root = tmp_path_factory.mktemp("library"), Path(sysconfig.get_path("stdlib"))
+    for name in (
+        "argparse",
+        "ast",
+        "collections",
+        "datetime",
+        "functools",
+        "inspect",
+        "json",
+        "typing",
+        "unittest",
+    ):
+        source = root / name
+        if source.is_dir():
+            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(root / f"{name}.py", folder)
+    return folder
 
 
-def same_files(one: stdlib_corpus.Paths, two: stdlib_corpus.Paths) -> bool:
-    return all(
-        getattr(one, name).read_bytes() == getattr(two, name).read_bytes()
-        for name in ("pairs", "sources", "tokenizer")
-    )
+def use_library(folder, monkeypatch):
+    monkeypatch.setattr(stdlib_corpus, "sysconfig", types.SimpleNamespace(get_path=lambda name: str(folder)))
 
 
-# ---- rows
+@pytest.fixture
+def small(library, monkeypatch):
+    use_library(library, monkeypatch)
+
+
+def start(cache, library, kill_at=0):
+    code = RUN.format(library=str(library), kill_at=kill_at, script=stdlib_corpus.__file__)
+    env = {**os.environ, "STREAMPACK_CACHE": str(cache)}
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", code], env=env, stdout=pipe, stderr=pipe, text=True)
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+# Rows.
 
 
 def test_pairs_are_questions_with_answers(pairs):
     assert len(pairs) >= 5_000
+    assert len({pair["input"] for pair in pairs}) == len({pair["output"] for pair in pairs}) == len(pairs)
     for pair in pairs:
         assert set(pair) == {"input", "output"}
         assert pair["input"].startswith("What does `")
@@ -74,16 +109,7 @@ def test_pairs_are_questions_with_answers(pairs):
         "Merge multiple sorted inputs into a single sorted output."
     )
     assert "What does `json` do?" in answers, "a package is named without its __init__"
-    assert "What does `argparse.ArgumentParser` do?" in answers
     assert "What does `collections.Counter.most_common` do?" in answers
-
-
-def test_no_question_or_answer_comes_twice(pairs):
-    assert len({pair["input"] for pair in pairs}) == len({pair["output"] for pair in pairs}) == len(pairs)
-
-
-def test_pairs_are_the_same_on_every_run(pairs):
-    assert list(stdlib_corpus.docstring_pairs()) == pairs
 
 
 def test_lengths_are_skewed_like_instruction_data(pairs, tokenizer):
@@ -94,32 +120,24 @@ def test_lengths_are_skewed_like_instruction_data(pairs, tokenizer):
     assert 300_000 < sum(lengths) < 1_000_000
 
 
-def test_the_examples_run():
+def test_source_files_leave_out_tests_and_installed_packages():
+    files = list(stdlib_corpus.source_files())
+    paths = [file["path"] for file in files]
+    assert len(paths) == len(set(paths))
+    assert "json/decoder.py" in paths
+    left_out = {"test", "tests", "site-packages", "dist-packages"}
+    assert not [path for path in paths if left_out & set(path.split("/"))]
+    assert not any(path.startswith("/") or "\\" in path for path in paths)
+    assert sum(len(file["text"]) for file in files) > 5_000_000
+
+
+def test_doctests():
     results = doctest.testmod(stdlib_corpus)
     assert results.attempted >= 4
     assert not results.failed
 
 
-def test_source_files_leave_tests_and_other_peoples_packages_out():
-    files = list(stdlib_corpus.source_files())
-    paths = [file["path"] for file in files]
-    assert len(paths) == len(set(paths))
-    assert "json/decoder.py" in paths
-    assert not [
-        path for path in paths if {"test", "tests", "site-packages", "dist-packages"} & set(path.split("/"))
-    ]
-    assert not any(path.startswith("/") or "\\" in path for path in paths)
-    assert sum(len(file["text"]) for file in files) > 5_000_000
-
-
-def test_the_library_is_read_and_never_imported():
-    absent = "__hello__"  # importing it is harmless, and nothing else does
-    code = f"import sys; sys.path.insert(0, {str(Path(stdlib_corpus.__file__).parent)!r}); import stdlib_corpus; "
-    code += f"list(stdlib_corpus.docstring_pairs()); sys.exit({absent!r} in sys.modules or 'torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
-def test_definitions_are_found_wherever_they_stand(monkeypatch):
+def test_definitions_are_found_in_any_block(monkeypatch):
     text = '''"""Top."""
 try:
     class A:
@@ -150,31 +168,26 @@ if True:
     ]
 
 
-def test_files_that_are_not_python_are_left_out(tmp_path, monkeypatch):
-    (tmp_path / "good.py").write_text('"""Good."""')
+def test_invalid_files_are_left_out_and_none_is_imported(tmp_path, monkeypatch):
+    (tmp_path / "good.py").write_text('"""Good."""\nraise SystemExit')
     (tmp_path / "latin.py").write_bytes('# coding: latin-1\n"""Où."""'.encode("latin-1"))
     (tmp_path / "bad_bytes.py").write_bytes(b'"""\xff"""')
     (tmp_path / "bad_syntax.py").write_text("print 'hello'")
     (tmp_path / "_sysconfigdata_x.py").write_text('"""Generated."""')
     (tmp_path / "test").mkdir()
     (tmp_path / "test" / "fixture.py").write_text('"""A fixture."""')
-    monkeypatch.setattr(
-        stdlib_corpus, "sysconfig", types.SimpleNamespace(get_path=lambda name: str(tmp_path))
-    )
+    use_library(tmp_path, monkeypatch)
     assert [pair["output"] for pair in stdlib_corpus.docstring_pairs()] == ["Good.", "Où."]
 
 
 def test_a_python_without_sources_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        stdlib_corpus, "sysconfig", types.SimpleNamespace(get_path=lambda name: str(tmp_path))
-    )
-    with pytest.raises(
-        FileNotFoundError, match=r"no \.py files under .*comes without the sources.*use one from"
-    ):
+    use_library(tmp_path, monkeypatch)
+    message = r"no \.py files under .*comes without the sources.*use one from"
+    with pytest.raises(FileNotFoundError, match=message):
         list(stdlib_corpus.docstring_pairs())
 
 
-# ---- tokenizer
+# Tokenizer.
 
 
 def test_tokenizer_has_the_ids_that_torchtune_expects(tokenizer):
@@ -195,7 +208,7 @@ def test_tokenizer_has_the_ids_that_torchtune_expects(tokenizer):
         "",
     ],
 )
-def test_tokenizer_gives_back_every_text(tokenizer, text):
+def test_tokenizer_decodes_what_it_encoded(tokenizer, text):
     tokens = tokenizer.encode(text, add_bos=True, add_eos=True)
     assert tokens[0] == 1
     assert tokens[-1] == 2
@@ -203,11 +216,10 @@ def test_tokenizer_gives_back_every_text(tokenizer, text):
     assert tokenizer.decode(tokens) == text
 
 
-def test_tokenizer_gives_back_the_corpus(tokenizer, pairs):
-    for text in [pair["output"] for pair in pairs[::20]] + [
-        file["text"] for file in stdlib_corpus.source_files()
-    ][::20]:
-        assert tokenizer.decode(tokenizer.encode(text)) == text
+def test_tokenizer_decodes_the_corpus(tokenizer, prepared, pairs):
+    sources = prepared.sources.read_text(encoding="utf-8").split("\n")[:-1]
+    texts = [pair["output"] for pair in pairs[::20]] + [json.loads(line)["text"] for line in sources[::40]]
+    assert all(tokenizer.decode(tokenizer.encode(text)) == text for text in texts)
 
 
 def test_messages_keep_question_and_answer_apart(prepared, pairs):
@@ -226,64 +238,55 @@ def test_messages_keep_question_and_answer_apart(prepared, pairs):
         assert tokenizer.decode(encoded["tokens"]) == f"{pair['input']}\n{pair['output']}"
 
 
-# ---- cache
+# Files.
 
 
-def test_prepared_files_hold_the_pairs(prepared, pairs):
-    lines = prepared.pairs.read_text(encoding="utf-8").split("\n")
-    assert [json.loads(line) for line in lines[:-1]] == pairs
-    assert lines[-1] == ""
-    sources = prepared.sources.read_text(encoding="utf-8").split("\n")
-    assert [json.loads(line) for line in sources[:-1]] == list(stdlib_corpus.source_files())
-    assert {path.name for path in prepared.folder.iterdir()} == {
-        "pairs.jsonl",
-        "sources.jsonl",
-        "tokenizer.model",
-    }
-
-
-def test_a_second_call_reuses_what_is_there(prepared, monkeypatch, capsys):
+def test_prepared_files_hold_the_rows_and_are_reused(small, tmp_path, monkeypatch, capsys):
+    paths = stdlib_corpus.prepare(tmp_path)
+    for path, rows in (
+        (paths.pairs, stdlib_corpus.docstring_pairs()),
+        (paths.sources, stdlib_corpus.source_files()),
+    ):
+        lines = path.read_text(encoding="utf-8").split("\n")
+        assert [json.loads(line) for line in lines[:-1]] == list(rows)
+        assert lines[-1] == ""
+    assert sorted(content(paths.folder)) == NAMES
+    capsys.readouterr()
     monkeypatch.setattr(stdlib_corpus, "docstring_pairs", None)
     monkeypatch.setattr(stdlib_corpus, "_train_tokenizer", None)
-    assert stdlib_corpus.prepare(prepared.folder.parent) == prepared
-    monkeypatch.setenv("STREAMPACK_CACHE", str(prepared.folder.parent))
-    assert stdlib_corpus.prepare() == prepared
+    monkeypatch.setenv("STREAMPACK_CACHE", str(tmp_path))
+    assert stdlib_corpus.prepare() == paths
     assert capsys.readouterr().err == ""
 
 
 def test_other_content_goes_to_another_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        stdlib_corpus, "sysconfig", types.SimpleNamespace(get_path=lambda name: str(tmp_path))
-    )
+    use_library(tmp_path, monkeypatch)
     (tmp_path / "one.py").write_text('"""One."""')
     before = stdlib_corpus._fingerprint()
     (tmp_path / "one.py").write_text('"""Two."""')
     assert stdlib_corpus._fingerprint() != before
 
 
-def test_processes_may_prepare_at_once(prepared, tmp_path):
-    runs = [start(tmp_path, stdlib_corpus.__file__) for _ in range(2)]
-    for run in runs:
+def test_processes_may_prepare_at_once(small, library, tmp_path):
+    expected = stdlib_corpus.prepare(tmp_path / "expected").folder
+    for run in [start(tmp_path / "shared", library) for _ in range(2)]:
         out, err = run.communicate()
         assert run.returncode == 0, err
-        paths = stdlib_corpus.Paths(
-            Path(out.strip()), *(Path(out.strip(), path.name) for path in prepared[1:])
-        )
-        assert paths.folder.parent == tmp_path
-        assert same_files(paths, prepared), "deterministic, to the byte"
-    assert len(list(paths.folder.iterdir())) == 3, "nothing temporary stays"
+        assert Path(out.strip()).parent == tmp_path / "shared"
+        assert content(Path(out.strip())) == content(expected), "deterministic, and nothing temporary stays"
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
 @pytest.mark.parametrize("kill_at", [1, 2, 3])
-def test_a_killed_process_leaves_no_half_file(prepared, tmp_path, kill_at):
-    run = start(tmp_path, "-c", PATCHED_RUN.format(kill_at=kill_at, script=stdlib_corpus.__file__))
+def test_a_killed_process_leaves_no_half_file(small, library, tmp_path, kill_at):
+    run = start(tmp_path, library, kill_at)
     run.communicate()
-    assert run.returncode == -signal.SIGKILL, "it did die on the way"
+    assert run.returncode == -signal.SIGKILL
     (folder,) = tmp_path.iterdir()
-    finished = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
-    assert finished == set(["pairs.jsonl", "sources.jsonl", "tokenizer.model"][: kill_at - 1])
-    assert same_files(stdlib_corpus.prepare(tmp_path), prepared)
+    finished = [path.name for path in folder.iterdir() if not path.name.startswith(".")]
+    assert sorted(finished) == NAMES[: kill_at - 1]
+    stdlib_corpus.prepare(tmp_path)
+    assert set(NAMES) <= set(content(folder))
 
 
 def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):

@@ -79,6 +79,15 @@ def run_ranks(
     return [value for _, value in outcomes]
 
 
+def start_process(function: Callable[..., Any], *args: Any) -> mp.process.BaseProcess:
+    """Start one process that has imported torchtune already, for a test to kill."""
+    process = _context.Process(
+        target=_rank, args=(function, args, {"OMP_NUM_THREADS": "1"}, Path(os.devnull))
+    )
+    process.start()
+    return process
+
+
 def _rank(function: Callable[..., Any], args: tuple[Any, ...], env: dict[str, str], result: Path) -> None:
     os.environ.update(env)
     mp.set_start_method("fork", force=True)  # as in any process; else loaders' workers would import all anew
