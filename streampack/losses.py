@@ -1,4 +1,4 @@
-"""The one loss: chunked, weighted, summed cross-entropy, and the weights that make it a mean of one's choice."""
+"""The loss: summed cross-entropy, weighted and computed in chunks, and the weights of its labels."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ LOSS_NORMS = ("token", "sample")
 
 
 def label_weights(batch: Batch, *, loss_norm: str) -> torch.Tensor:
-    """What each label counts in the loss, ``[batch, max_seq_len]`` float64; 0 where nothing is trained.
+    """Return the weight of each label in the loss, ``[batch, max_seq_len]`` float64; 0 where nothing is trained.
 
-    ``"token"`` weighs every trained label 1; ``"sample"`` 1 / (trained labels of its sample), so that those
-    of a sample add up to 1, however long it is and over however many packs it was split. The loss of a step
-    is the weighted sum over all batches and ranks, divided by the sum of these weights.
+    With ``"token"`` every trained label weighs 1; with ``"sample"`` it weighs 1 / (trained labels of its sample), so
+    that a sample weighs 1 in all, also if it is split over several packs. The loss of a step is the weighted sum over
+    all batches and ranks, divided by the sum of these weights.
 
     >>> from streampack import IterablePackedDataset, collate_packed
     >>> rows = [{"tokens": [7, 8, 9], "labels": [7, 8, 9]}, {"tokens": [4, 5], "labels": [4, 5]}]
@@ -31,7 +31,7 @@ def label_weights(batch: Batch, *, loss_norm: str) -> torch.Tensor:
     """
     require(loss_norm, "loss_norm", LOSS_NORMS)
     weights = (batch.labels != IGNORE_INDEX).double()
-    weights[:, 0] = 0  # no logits come before it; torchtune's own packs have a label there all the same
+    weights[:, 0] = 0  # no logits come before it, and torchtune's own packs have a label there
     if loss_norm == "token":
         return weights
     for row, fragments in zip(weights, batch.fragments, strict=True):
@@ -50,10 +50,10 @@ def summed_cross_entropy(
     weights: torch.Tensor | None = None,
     chunk_size: int = 512,
 ) -> torch.Tensor:
-    """The cross-entropy of every trained token, in nats, added up; a 0-d tensor. Shifts the labels by itself.
+    """Sum the cross-entropy of every trained token, in nats, to a 0-d tensor. It shifts the labels itself.
 
-    Divide it once, by the weight of all trained tokens of the step (all ranks, all micro-batches): means
-    of batches that hold different numbers of trained tokens cannot be averaged. `token_losses` are its summands.
+    Divide the sum once, by the weight of all trained tokens of the step (all ranks, all micro-batches): means
+    of batches with different numbers of trained tokens cannot be averaged. `token_losses` returns the summands.
 
     >>> logits, labels = torch.zeros(1, 3, 10), torch.tensor([[-100, 4, 7]])
     >>> summed_cross_entropy(logits, labels)  # two trained tokens, each ln(10)
@@ -63,15 +63,15 @@ def summed_cross_entropy(
     >>> summed_cross_entropy(logits, torch.full((1, 3), -100))  # nothing to train is 0, not NaN
     tensor(0.)
 
-    The sum and its gradients are computed in fp32 (in fp64 for fp64 logits), ``chunk_size`` tokens at a
-    time, and for the backward pass one number per token is kept: besides the logits and their gradient,
-    both in the logits' own type, memory for about ``2 * chunk_size * vocab`` fp32 numbers is needed. A
-    torchtune model makes an fp32 copy of its own unless ``model.set_num_output_chunks(n)`` was called.
+    The sum and its gradients are computed in fp32 (in fp64 for fp64 logits), ``chunk_size`` tokens at a time, and one
+    number per token is kept for the backward pass. Besides the logits and their gradient, both in the logits' type,
+    that takes memory for about ``2 * chunk_size * vocab`` fp32 numbers. A torchtune model makes an fp32 copy of the
+    logits unless ``model.set_num_output_chunks(n)`` was called.
 
     Args:
         logits: ``[batch, seq, vocab]``, or a list of ``[batch, part, vocab]`` that follow each other along
             ``seq``, as a torchtune model with output chunks returns it.
-        labels: ``[batch, seq]``, unshifted: the logits at token i are held against label i + 1. -100 is
+        labels: ``[batch, seq]``, unshifted: the logits at token i are compared with label i + 1. -100 is
             not trained.
         weights: ``[batch, seq]``, the weight of each label (by default 1); 0 is not trained.
         chunk_size: tokens.
@@ -89,9 +89,7 @@ def token_losses(
     weights: torch.Tensor | None = None,
     chunk_size: int = 512,
 ) -> torch.Tensor:
-    """The summands of `summed_cross_entropy`, which says more: ``[batch, seq]``, each beside its label.
-
-    For losses by source, from the same pass.
+    """Return the summands of `summed_cross_entropy`, ``[batch, seq]``, each at the place of its label.
 
     >>> token_losses(torch.zeros(1, 3, 10), torch.tensor([[-100, 4, 7]]))
     tensor([[0.0000, 2.3026, 2.3026]])
@@ -106,10 +104,10 @@ def loss_terms(
     weights: torch.Tensor | None = None,
     chunk_size: int = 512,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`token_losses`, and of the same labels the weighted square of log(sum(exp(logits))): both ``[batch, seq]``.
+    """Return `token_losses`, and the weighted squares of log(sum(exp(logits))) for the same labels: ``[batch, seq]``.
 
-    The squares, times a small number, are the z-loss of PaLM (Chowdhery et al. 2022, arXiv 2204.02311, section 5):
-    it holds the softmax's normalizer near 1, and so the logits within what bf16 can tell apart.
+    The squares, times a small number, are the z-loss of PaLM (Chowdhery et al. 2022, arXiv 2204.02311, section 5). It
+    keeps the softmax's normalizer near 1, and so the logits in the range that bf16 resolves.
 
     >>> losses, squares = loss_terms(torch.zeros(1, 3, 10), torch.tensor([[-100, 4, 7]]))
     >>> losses.sum() + 1e-4 * squares.sum()
@@ -129,7 +127,7 @@ def loss_terms(
         )
     dtype = torch.promote_types(parts[0].dtype, torch.float32)
     trained = labels != IGNORE_INDEX
-    # From here on, "not trained" is weight 0, and the last token of a row has nothing to predict.
+    # From here on, untrained labels have weight 0, and so has the last token of a row, which predicts nothing.
     weight = trained.to(dtype) if weights is None else torch.where(trained, weights.to(dtype), 0)
     weight = F.pad(weight[:, 1:], (0, 1))
     target = F.pad(torch.where(trained, labels, 0)[:, 1:], (0, 1))
@@ -145,12 +143,12 @@ def loss_terms(
         torch.cat([term.view(len(labels), size) for term, size in zip(column, sizes, strict=True)], 1)
         for column in zip(*terms, strict=True)
     )
-    # The loss at token i is label i + 1's; the last token's is 0.
+    # The loss at token i belongs to label i + 1.
     return F.pad(losses[:, :-1], (1, 0)), F.pad(squares[:, :-1], (1, 0))
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Autograd would keep an fp32 softmax of every chunk. From logsumexp, the backward pass makes it anew."""
+    """Cross-entropy that keeps logsumexp and recomputes the softmax; autograd would keep an fp32 softmax per chunk."""
 
     @staticmethod
     def forward(
@@ -166,7 +164,7 @@ class _CrossEntropy(torch.autograd.Function):
         picked = logits.gather(1, targets[:, None])[:, 0]
         ctx.save_for_backward(logits, targets, weights, normalizers)
         ctx.chunk_size = chunk_size
-        # Not a product alone: an untrained token counts nothing, even where its logits are not finite.
+        # Not only a product: logits of untrained tokens may be infinite or NaN.
         counts = weights != 0
         losses = torch.where(counts, weights * (normalizers - picked), 0)
         return losses, torch.where(counts, weights * normalizers.square(), 0)

@@ -1,7 +1,8 @@
-"""Packing for map-style data: torchtune's `PackedDataset`, samplers, collators, and the methods of the literature."""
+"""Packing of map-style data: `PackedDataset`, samplers, collators, and the literature's methods of batching."""
 
+from streampack.map_style.builder import packed_dataset
 from streampack.map_style.collators import FlatteningCollator, PaddedCollator
-from streampack.map_style.dataset import PackedDataset, packed_dataset
+from streampack.map_style.dataset import PackedDataset
 from streampack.map_style.flatten import flatten_batch, join_documents
 from streampack.map_style.method_loader import method_loader
 from streampack.map_style.samplers import MultipackBatchSampler

@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
-from streampack.packing.assemble import check_sample
-from streampack.packing.boundaries import TELLING, require_no_padding, sequence_lengths
-from streampack.packing.token_rows import as_mapping, sample_of
-from streampack.types import IGNORE_INDEX, IntArray, Sample
+from streampack.map_style.features import Feature, FlatRow, flat_row, mappings_of, samples_of
+from streampack.types import IGNORE_INDEX
 from streampack.validation import require, require_positive, warn_user
-
-Feature = Mapping[str, Any]
 
 
 class FlatteningCollator:
-    """One row of all samples of a batch, end to end: what transformers' ``DataCollatorWithFlattening`` gives.
+    """Collates the samples of a batch into one row, end to end, as transformers' ``DataCollatorWithFlattening``.
 
-    The tensors are the same, bit for bit, and so are the options, up to ``return_tensors``. Beyond it, a feature
-    may be a sample (``input_ids``, or ``tokens`` and ``labels``), a row that TRL has packed or any other with
-    ``seq_lengths`` or ``position_ids`` that begin anew (in a Trainer ``remove_unused_columns=False`` keeps the former),
-    or a pack of an `IterablePackedDataset` or a `PackedDataset`, whose own padding is left out; and the row may be
-    padded, for tensor cores or static shapes.
+    The tensors are the same, bit for bit, and so are the options up to ``return_tensors``. A feature may be
+
+    - a sample: ``input_ids``, or ``tokens`` and ``labels``;
+    - a row of several samples, such as TRL packs, with ``seq_lengths`` (which a Trainer keeps only with
+      ``remove_unused_columns=False``) or ``position_ids`` that restart;
+    - a pack of an `IterablePackedDataset` or a `PackedDataset`, whose padding is left out.
+
+    The row may be padded, for tensor cores or static shapes.
 
     >>> collate = FlatteningCollator(return_flash_attn_kwargs=True)
     >>> batch = collate([{"input_ids": [10, 11, 12]}, {"input_ids": [20, 21]}])
@@ -40,32 +39,32 @@ class FlatteningCollator:
     max_length_q 3
     max_length_k 3
 
-    transformers' own attention keeps the samples apart by ``position_ids`` only if the model makes no cache, and by
-    default it makes one. Trainer and TRL switch it off. In a loop of your own::
+    transformers' attention keeps the samples apart by ``position_ids`` only if the model makes no cache, and by default
+    it makes one. Trainer and TRL switch it off. In your own loop::
 
         inputs = prepare_model_for_packing(model)
         loss = model(**inputs(batch)).loss  # for each batch
 
-    Where a model with its cache on is seen in this process, the first batch warns.
+    The first batch warns if this process holds a model with its cache on.
 
     Padding is a sequence of its own: label -100, positions from ``position_ids_start``, its own ``seq_idx``, the
-    last entry of ``cu_seq_lens_*``. A kernel that is not told of it leaves its rows unwritten, and a NaN among
-    them reaches the gradients, its label notwithstanding.
+    last entry of ``cu_seq_lens_*``. A kernel leaves rows that no sequence covers unwritten, and a NaN in them reaches
+    the gradients in spite of the label.
 
     Args:
-        return_position_ids: give ``position_ids``  # [1, tokens] int64
+        return_position_ids: return ``position_ids``  # [1, tokens] int64
         separator_id: the first label of every sequence.
-        return_flash_attn_kwargs: give ``cu_seq_lens_q``, ``cu_seq_lens_k``  # [sequences + 1] int32
+        return_flash_attn_kwargs: return ``cu_seq_lens_q``, ``cu_seq_lens_k``  # [sequences + 1] int32
             and ``max_length_q``, ``max_length_k``, Python integers.
-        return_seq_idx: give ``seq_idx``, the number of each token's sequence  # [1, tokens] int32
-        position_ids_start: the position of every sequence's first token; RoBERTa-like models count from 2.
+        return_seq_idx: return ``seq_idx``, the number of each token's sequence  # [1, tokens] int32
+        position_ids_start: position of every sequence's first token; RoBERTa-like models count from 2.
         return_tensors: ``"pt"`` or ``"np"``.
         padding_idx: the token of the padding.
-        pad_to_multiple_of: pad the row to a multiple of so many tokens.
-        max_tokens: pad every row to so many tokens.
-        max_seqs: with ``max_tokens``: give ``cu_seq_lens_*`` as if there were so many sequences and padding, the
-            missing ones empty, and ``max_tokens`` as the ``max_length_*``. Then no shape and no integer
-            depends on the data, and a compiled model is compiled once.
+        pad_to_multiple_of: pad the row to a multiple of this many tokens.
+        max_tokens: pad every row to this many tokens.
+        max_seqs: with ``max_tokens``: return ``cu_seq_lens_*`` for this many sequences and padding, missing ones being
+            empty, and ``max_tokens`` as ``max_length_*``. Then no shape and no integer depends on the data, and a
+            compiled model is compiled once.
 
     Raises:
         ValueError: for a setting or a batch that does not fit, naming the sample.
@@ -116,11 +115,11 @@ class FlatteningCollator:
         return_tensors: str | None = None,
         separator_id: int | None = None,
     ) -> dict[str, Any]:
-        """The batch as keyword arguments of a model."""
+        """Return the batch as keyword arguments of a model."""
         _warn_of_caches()
         return_tensors = self.return_tensors if return_tensors is None else return_tensors
         require(return_tensors, "return_tensors", ("pt", "np"))
-        row = _flat_row(features)
+        row = flat_row(features)
         row.labels[np.cumsum([0, *row.seq_lens[:-1]])] = (
             self.separator_id if separator_id is None else separator_id
         )
@@ -148,8 +147,8 @@ class FlatteningCollator:
             }
         return batch
 
-    def _padded(self, row: _Row) -> _Row:
-        """With the padding as one more sequence, where there is any."""
+    def _padded(self, row: FlatRow) -> FlatRow:
+        """Append padding as one more sequence, where the settings ask for it."""
         used = row.tokens.size
         if self.max_seqs is not None and len(row.seq_lens) > self.max_seqs:
             raise ValueError(
@@ -165,7 +164,7 @@ class FlatteningCollator:
         if size == used:
             return row
         padding = size - used
-        return _Row(
+        return FlatRow(
             np.pad(row.tokens, (0, padding), constant_values=self.padding_idx),
             np.pad(row.labels, (0, padding), constant_values=IGNORE_INDEX),
             [*row.seq_lens, padding],
@@ -173,7 +172,7 @@ class FlatteningCollator:
 
 
 class PaddedCollator:
-    """A row for each sample, padded to the longest: what flattening is compared with.
+    """Collates each sample into a row of its own, padded to the longest; the baseline for flattening.
 
     >>> batch = PaddedCollator()([{"input_ids": [10, 11, 12]}, {"input_ids": [20, 21]}])
     >>> for name, value in batch.items():
@@ -182,16 +181,16 @@ class PaddedCollator:
     labels [[-100, 11, 12], [-100, 21, -100]]
     attention_mask [[1, 1, 1], [1, 1, 0]]
 
-    The first label of a row is -100, as in a flat one: no token comes before it to predict it from, and so the
-    same samples count the same trained tokens either way. All tensors are ``[batch, longest]`` int64.
+    The first label of a row is -100, as in a flat row, so that samples have the same trained tokens either way. All
+    tensors are ``[batch, longest]`` int64.
 
     Args:
         padding_idx: the token of the padding.
-        pad_to_multiple_of: pad the rows to a multiple of so many tokens.
+        pad_to_multiple_of: pad the rows to a multiple of this many tokens.
 
     Raises:
-        ValueError: for a bad setting or sample, naming it, and for packs, whose boundaries a mask of this form
-            cannot hold.
+        ValueError: for a bad setting or sample, naming it, and for packs, whose boundaries an attention mask of rows
+            cannot express.
     """
 
     def __init__(self, *, padding_idx: int = 0, pad_to_multiple_of: int | None = None) -> None:
@@ -201,14 +200,14 @@ class PaddedCollator:
         )
 
     def __call__(self, features: Sequence[Feature]) -> dict[str, torch.Tensor]:
-        """The batch as keyword arguments of a model."""
-        features = _mappings(features)
+        """Return the batch as keyword arguments of a model."""
+        features = mappings_of(features)
         if any("seq_lens" in feature for feature in features):
             raise ValueError(
                 "a pack came where a sample was expected: an attention_mask of rows does not keep its sequences apart; "
                 "use FlatteningCollator"
             )
-        samples = _samples(features)
+        samples = samples_of(features)
         longest = max(sample.tokens.size for sample in samples)
         shape = (len(samples), longest + -longest % self.pad_to_multiple_of)
         tokens = np.full(shape, self.padding_idx, np.int64)
@@ -222,98 +221,16 @@ class PaddedCollator:
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
-class _Row(NamedTuple):
-    tokens: IntArray  # [total], fresh memory
-    labels: IntArray  # [total], fresh memory
-    seq_lens: list[int]
-
-
-def _flat_row(given: Sequence[Feature]) -> _Row:
-    features = _mappings(given)
-    if any("seq_lens" in feature for feature in features):
-        parts, seq_lens = [], []
-        for number, feature in enumerate(features):
-            part, lengths = _pack(feature, number)
-            parts.append(part)
-            seq_lens += lengths
-        if not seq_lens:
-            raise ValueError("the packs of this batch hold no sequence; give at least one that does")
-    else:
-        parts = _samples([{name: f[name] for name in f if name not in TELLING} for f in features])
-        seq_lens = []
-        for number, (feature, part) in enumerate(zip(features, parts, strict=True)):
-            try:
-                require_no_padding(feature)
-                seq_lens += sequence_lengths(feature, part.tokens.size)
-            except ValueError as error:
-                raise ValueError(f"sample {number} of the batch: {error}") from None
-    return _Row(
-        np.concatenate([part.tokens for part in parts], dtype=np.int64),
-        np.concatenate([part.labels for part in parts], dtype=np.int64),
-        seq_lens,
-    )
-
-
-def _pack(feature: Feature, number: int) -> tuple[Sample, list[int]]:
-    """The tokens and labels of a pack without its padding, and its sequences' lengths."""
-    if missing := {"tokens", "labels", "seq_lens", "num_seqs"} - set(feature):
-        raise ValueError(
-            f"feature {number} has no {', '.join(map(repr, sorted(missing)))}; a batch holds packs of "
-            "streampack.PackedDataset or IterablePackedDataset only, or samples only"
-        )
-    lengths = [int(length) for length in feature["seq_lens"]][: feature["num_seqs"]]
-    used = sum(lengths)
-    return Sample(np.asarray(feature["tokens"])[:used], np.asarray(feature["labels"])[:used]), lengths
-
-
-def _mappings(features: Sequence[Any]) -> list[Feature]:
-    found: list[Feature] = []
-    for number, feature in enumerate(features):
-        try:
-            found.append(as_mapping(feature))
-        except ValueError as error:
-            raise ValueError(f"sample {number} of the batch: {error}") from None
-    return found
-
-
-def _samples(features: Sequence[Feature]) -> list[Sample]:
-    if not features:
-        raise ValueError("the batch is empty; give at least one sample")
-    samples = []
-    for number, feature in enumerate(features):
-        for column in ("tokens", "input_ids", "labels"):
-            if (column in feature) != (column in features[0]):
-                raise ValueError(
-                    f"sample {number} of the batch {'has' if column in feature else 'lacks'} {column!r} and the first "
-                    "does not agree; give all samples the same columns"
-                )
-        if "labels" in feature and not {"tokens", "input_ids"} & set(feature):
-            raise ValueError(
-                f"sample {number} of the batch has no 'tokens' and no 'input_ids'; its columns are "
-                f"{', '.join(map(repr, sorted(feature)))}. A Trainer removes columns that the model's forward does "
-                "not name: set remove_unused_columns=False in TrainingArguments, or name the column input_ids"
-            )
-        try:
-            sample = sample_of(feature)
-            check_sample(sample)
-        except ValueError as error:
-            raise ValueError(f"sample {number} of the batch: {error}") from None
-        if not sample.tokens.size:
-            raise ValueError(f"sample {number} of the batch has 0 tokens; remove it")
-        samples.append(sample)
-    return samples
-
-
-_looked = False
+_checked_caches = False
 
 
 def _warn_of_caches() -> None:
-    """Warn once if there is a model here whose cache is on: it takes a flat row for one sequence, in silence."""
-    global _looked
+    """Warn once if this process holds a model with its cache on, which takes a flat row for one sequence."""
+    global _checked_caches
     library = sys.modules.get("transformers.modeling_utils")
-    if _looked or library is None:
+    if _checked_caches or library is None:
         return
-    _looked = True
+    _checked_caches = True
     for thing in gc.get_objects():
         if (
             issubclass(type(thing), library.PreTrainedModel)

@@ -1,4 +1,4 @@
-"""The same tokens in other rows: a batch as one row of what is real in it, or rows without bounds between samples."""
+"""Rearrange the tokens of a batch: flatten its rows to one without padding, or join the samples of each row."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from streampack.validation import require_positive
 
 
 def flatten_batch(batch: Batch, *, pad_to_multiple_of: int = 1, padding_idx: int = 0) -> Batch:
-    """The sequences of all rows in one row, without the padding between them. Call it before `Batch.to`.
+    """Flatten a batch to one padding-free row. Call it before `Batch.to`.
 
-    Mini-batch flattening of a stream (the padding-free batches of Kundu et al. 2024, arXiv 2407.09105):
-    ``strategy="next_fit"`` with ``max_seqs_per_pack`` gives packs of so many samples in the order of arrival, and
-    this leaves out their padding. The optimizer sees what it sees with padded batches of so many samples.
+    Together with ``strategy="next_fit"`` and ``max_seqs_per_pack=n``, whose packs hold n samples in the order of
+    arrival, this is the mini-batch flattening of Kundu et al. (2024, arXiv 2407.09105) for a stream: the optimizer
+    steps are those of padded batches of n samples.
 
     >>> from streampack import IterablePackedDataset, PackedDataLoader
     >>> rows = [{"tokens": [i] * n, "labels": [i] * n} for i, n in enumerate([3, 1, 2, 4], start=1)]
@@ -30,14 +30,14 @@ def flatten_batch(batch: Batch, *, pad_to_multiple_of: int = 1, padding_idx: int
     [[3, 3, 4, 4, 4, 4]] [[2, 4]]
 
     Args:
-        batch: of any rows, on the CPU.
-        pad_to_multiple_of: pad the one row to a multiple of so many tokens, for tensor cores.
+        batch: any batch on the CPU.
+        pad_to_multiple_of: pad the row to a multiple of this many tokens, for tensor cores.
         padding_idx: the token of that padding.
     """
     require_positive(pad_to_multiple_of, "pad_to_multiple_of")
     real = [sum(fragment.stop - fragment.start for fragment in row) for row in batch.fragments]
     total = sum(real)
-    # A batch of padding alone becomes one token of it: a model wants at least that.
+    # A batch of padding alone becomes one token of padding, because models need at least one.
     size = max(total + -total % pad_to_multiple_of, pad_to_multiple_of)
     seq_lens = [
         length
@@ -60,10 +60,10 @@ def flatten_batch(batch: Batch, *, pad_to_multiple_of: int = 1, padding_idx: int
 
 
 def join_documents(batch: Batch) -> Batch:
-    """Each row as one sequence: every token sees all before it, and positions run on. Call it before `Batch.to`.
+    """Join each row's samples to one sequence, without document masking. Call it before `Batch.to`.
 
-    That is how much pretraining was done: no document masking. Labels stay as they are, so the first token of a
-    document is still not trained, and ``fragments`` still say what is whose. Padding stays apart.
+    Every token sees all before it, and positions go on from sample to sample, as was common in pretraining. Labels and
+    ``fragments`` stay as they are, so the first token of a document is still not trained. Padding stays apart.
 
     >>> from streampack import IterablePackedDataset, collate_packed
     >>> rows = [{"tokens": [i] * 3, "labels": [i] * 3} for i in (7, 8)]
@@ -77,6 +77,6 @@ def join_documents(batch: Batch) -> Batch:
     return replace(
         batch,
         input_pos=torch.where(places < real, places, places - real),
-        # Zeros stand behind the last segment: a full row has no padding, a null pack nothing else.
+        # A full row has no padding and a null pack only padding; zeros stand after the last segment.
         seq_lens=torch.where(real > 0, torch.cat([real, size - real], 1), torch.tensor([size, 0])).int(),
     )

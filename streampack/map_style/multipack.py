@@ -1,8 +1,7 @@
-"""Which samples make the batches of one global step: lengths in, steps of packs out.
+"""Plan the packs of global steps so that they cost the ranks the same: lengths in, steps of packs out.
 
-Ranks wait for the slowest, so the packs of a step should cost the same. As multipack does
-(github.com/imoneoi/multipack_sampler), a step takes the next of the shuffled samples and gives each, the longest
-first, to the pack that has cost the least so far: longest-processing-time scheduling. Multipack goes on so until
+As in multipack (github.com/imoneoi/multipack_sampler), a step takes the next of the shuffled samples and gives each,
+the longest first, to the pack with the lowest cost so far (longest-processing-time scheduling). Multipack goes on until
 nothing fits; here the last 1.5 % of the room is filled by exact sums.
 """
 
@@ -22,9 +21,9 @@ Step = list[list[int]]  # [packs_per_step], each the numbers of its samples
 OBJECTIVES = ("quadratic", "linear")
 
 # Measured on 100,000 chat-like lengths (benchmarks/multipack.py), 8 packs of 32,768 tokens a step.
-LAID = 0.985  # share of a step's room given out by cost; at 0.98 packs are 12 % less even, at 0.99 a step more is made
-SURPLUS = 0.1  # samples read beyond what a step holds, as a share of its room; with 0.05 a step more is made
-WINDOW = 128  # of these, the oldest are looked at for a sum; with 32 a step more is made
+LAID = 0.985  # fraction of a step's room filled by cost; 0.98 makes packs 12 % less even, 0.99 one step more
+SURPLUS = 0.1  # samples read beyond what a step holds, as a fraction of its room; 0.05 makes one step more
+WINDOW = 128  # how many of the oldest of these an exact sum is made of; 32 makes one step more
 
 
 def plan_steps(
@@ -36,14 +35,13 @@ def plan_steps(
     drop_last: bool = False,
     allow_empty: bool = False,
 ) -> list[Step]:
-    """Every sample exactly once, in steps of ``packs_per_step`` packs of at most ``max_tokens`` each.
+    """Pack every sample exactly once, in steps of ``packs_per_step`` packs of at most ``max_tokens``.
 
-    Samples are taken in the order given, so shuffle before. ``"quadratic"`` makes the packs of a step cost the
-    same in attention, that is the sum of squared lengths. ``"linear"`` only fills them, as full as can be: for
-    models whose cost is in the tokens alone, and for packs of only a few samples, where both cannot be had.
-    Within a step, packs stand from the costliest to the cheapest. The last step holds what is left, spread
-    evenly; ``drop_last`` leaves those samples out. No pack is empty, unless ``allow_empty`` says that the
-    caller has padding for it.
+    Samples are taken in the given order, so shuffle them first. ``"quadratic"`` evens out the attention cost of packs,
+    the sum of squared lengths. ``"linear"`` only fills packs as full as possible: for models whose cost depends
+    on the number of tokens alone, and for packs of only a few samples, which cannot be both full and even. Within a
+    step, packs are ordered from the highest cost to the lowest. The last step holds the remaining samples, spread
+    evenly; with ``drop_last`` they are left out. Packs may be empty only with ``allow_empty``.
 
     >>> plan_steps([5, 4, 2, 3, 4, 6, 1], max_tokens=8, packs_per_step=2)
     [[[0, 3], [1, 4]], [[5], [2, 6]]]
@@ -75,7 +73,7 @@ def plan_steps(
 
 
 def share_of(packs_per_step: int | None, at_once: int) -> int:
-    """``packs_per_step``, by default the packs that all ranks take at once; it must be a multiple of them."""
+    """Return ``packs_per_step``, a multiple of the packs that all ranks take at once, and by default those."""
     if packs_per_step is None:
         return at_once
     if require_positive(packs_per_step, "packs_per_step") % at_once:
@@ -87,7 +85,7 @@ def share_of(packs_per_step: int | None, at_once: int) -> int:
 
 
 def checked_lengths(lengths: Iterable[int], max_tokens: int) -> list[int]:
-    """``lengths`` as plain integers, each from 1 to ``max_tokens``; raises for the first that is not."""
+    """Return ``lengths`` as Python integers; raise for the first that is not from 1 to ``max_tokens``."""
     try:  # a numpy integer would overflow in `exact_fit`'s shifts
         whole = [operator.index(length) for length in lengths]
     except TypeError as error:
@@ -136,7 +134,7 @@ def _step(
     *,
     last: bool,
 ) -> tuple[Step, list[int]]:
-    """One step of the waiting samples, and those that wait on. The last one is not filled, only spread."""
+    """Make one step of the waiting samples; return it and those left. The last step is spread evenly, not filled."""
     packs: Step = [[] for _ in range(count)]
     rooms = [max_tokens] * count
     spent = [0] * count
@@ -151,7 +149,7 @@ def _step(
     left = []
     longest_first = sorted(waiting, key=lengths.__getitem__, reverse=True)
     for place, number in enumerate(longest_first):
-        if lengths[number] > to_lay and place >= count:  # the first ones always: an empty pack takes any
+        if lengths[number] > to_lay and place >= count:  # the first `count` fit in any case, into empty packs
             left += longest_first[place:]
             break
         _, pack = cheapest[0]
@@ -161,7 +159,7 @@ def _step(
         to_lay -= lengths[number]
         put(number, pack)
         heapreplace(cheapest, (spent[pack], pack))
-    left.sort()  # the oldest first, which is whom `exact_fit` prefers: no sample waits long
+    left.sort()  # the oldest first: `exact_fit` prefers those, so no sample waits long
     by_cost = sorted(range(count), key=spent.__getitem__)
     if not last:
         for pack in by_cost:
@@ -173,7 +171,7 @@ def _step(
 
 
 def _leave_none_empty(steps: list[Step]) -> None:
-    """A rank without a batch would wait for ever: an empty pack gets a sample of the pack that has most."""
+    """Move samples from the packs with the most into empty packs: a rank without a batch would deadlock."""
     packs = list(chain.from_iterable(steps))
     for pack in packs:
         if not pack:

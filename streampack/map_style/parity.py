@@ -1,13 +1,13 @@
 """torchtune's packs, token for token: what ``PackedDataset(parity="torchtune")`` makes.
 
-Where `torchtune.datasets.PackedDataset` (0.6.1) differs from the rest of this house:
+`torchtune.datasets.PackedDataset` (0.6.1) differs from the rest of streampack:
 
-- Greedy, in order. A pack closes when a sample *overflows* it, so an exactly full pack waits for the next sample.
-- Labels are left alone: the first of a sequence is trained, predicted from the sequence before.
-- Positions count through the whole sample modulo ``max_seq_len``; a split sample's continuation goes on counting.
+- It packs greedily, in order. A pack closes when a sample *overflows* it, so a full pack waits for the next sample.
+- Labels are not changed: the first token of a sequence is trained, predicted from the sequence before.
+- Positions count through the whole sample modulo ``max_seq_len``, also in the parts of a split sample.
 - The padding's positions go on from the last token's, up to ``max_seq_len - 1``.
-- An empty sample is kept, as a sequence of 0 tokens. It never closes a pack, and alone it makes none.
-- ``max_packs`` is looked at after a sample: 0 still reads the first one.
+- An empty sample is kept as a sequence of 0 tokens. It never closes a pack, and alone it makes none.
+- ``max_packs`` is checked after a sample, so 0 still reads the first one.
 """
 
 from __future__ import annotations
@@ -20,10 +20,24 @@ from streampack.packing.planner import Span
 from streampack.types import IGNORE_INDEX, IntArray, Sample
 
 
+def require_defaults(settings: tuple[object, ...]) -> None:
+    """Check that the settings of `PackedDataset` without a meaning for torchtune have their defaults.
+
+    Raises:
+        ValueError: if one of them differs.
+    """
+    if settings != ("exact_fit", 128, None, "right", None, None, "error", None):
+        raise ValueError(
+            "parity='torchtune' packs as torchtune does, so strategy, buffer_size, overlong, truncate_side, "
+            "max_seqs_per_pack, truncate_eos, empty and untrained have no effect; leave them out, or leave parity "
+            "out"
+        )
+
+
 def plan(
     lengths: Iterable[int], max_seq_len: int, *, split_across_pack: bool, max_packs: int | None
 ) -> Iterator[list[Span]]:
-    """The packs of a stream of sample lengths, read no further than torchtune would.
+    """Plan the packs of samples of these lengths, reading no further than torchtune does.
 
     >>> [[tuple(span) for span in pack] for pack in plan([5, 3, 4], 8, split_across_pack=False, max_packs=None)]
     [[(0, 0, 5), (1, 0, 3)], [(2, 0, 4)]]
@@ -64,7 +78,7 @@ def assemble(
 ) -> tuple[IntArray, IntArray, IntArray]:
     """Lay sequences end to end and pad: ``(tokens, labels, input_pos)``, each ``[max_seq_len]``.
 
-    ``starts`` says where in its sample each sequence begins. There is at least one token.
+    ``starts`` are the offsets at which sequences begin in their samples. There is at least one token.
     """
     lengths = [sequence.tokens.size for sequence in sequences]
     padding = max_seq_len - sum(lengths)

@@ -1,4 +1,4 @@
-"""Samplers that plan a whole epoch, deal it out to the ranks, and can go on from any batch."""
+"""Samplers that plan a whole epoch, share its batches among the ranks, and resume at any batch."""
 
 from __future__ import annotations
 
@@ -20,21 +20,20 @@ T = TypeVar("T")
 
 
 class PlannedSampler(Sampler[T]):
-    """The batches of a planned epoch, dealt out: number i goes to rank ``i % num_replicas``.
+    """Yields this rank's batches of a planned epoch: batch i goes to rank ``i % num_replicas``.
 
-    ``plan(epoch)`` gives the batches of all ranks; every rank plans the same, and takes its share. An epoch is
-    planned when it is first asked for. ``settings`` is what the plan depends on; a state that was made with
-    other ones is refused.
+    ``plan(epoch)`` returns the batches of all ranks, the same on every rank. An epoch is planned when it is first used.
+    The plan depends on ``settings``; states made with other settings are refused.
 
     >>> sampler = PlannedSampler(lambda epoch: [[0], [1], [2], [3]], settings={}, num_replicas=2, rank=1)
     >>> list(sampler), len(sampler)
     ([[1], [3]], 2)
 
     Args:
-        plan: from the number of an epoch to its batches, a multiple of ``num_replicas``.
+        plan: function from the number of an epoch to its batches, whose number is a multiple of ``num_replicas``.
         settings: plain values.
-        num_replicas: how many ranks share the batches. Default: the process group's size, 1 without one.
-        rank: which of them this is. Default: its rank there.
+        num_replicas: number of ranks. Default: the process group's size, 1 without one.
+        rank: this rank. Default: its rank in the process group.
     """
 
     def __init__(
@@ -50,13 +49,13 @@ class PlannedSampler(Sampler[T]):
         self.epoch = 0
         self._plan = plan
         self._batches: Sequence[T] | None = None  # of this epoch, of all ranks
-        self._start = 0  # where the next iteration begins, counting the batches of all ranks
-        self._dealt = 0  # how many were handed out
-        self._begun = False  # this epoch was iterated: the next iteration is the next epoch's
+        self._start = 0  # batch of all ranks at which the next iteration begins
+        self._dealt = 0  # batches of all ranks that were handed out
+        self._begun = False  # this epoch was iterated, so the next iteration is the next epoch
 
     @property
     def batches(self) -> Sequence[T]:
-        """Of this epoch, of all ranks."""
+        """The batches of this epoch, of all ranks."""
         if self._batches is None:
             self._batches = self._plan(self.epoch)
             assert len(self._batches) % self.num_replicas == 0, (
@@ -65,11 +64,11 @@ class PlannedSampler(Sampler[T]):
         return self._batches
 
     def __len__(self) -> int:
-        """Batches of this epoch on this rank, which is the same number on every rank."""
+        """Return the number of batches of this epoch on this rank, which is the same on every rank."""
         return len(self.batches) // self.num_replicas
 
     def __iter__(self) -> Iterator[T]:
-        """Iterate over this rank's batches, from the loaded state on; iterating again is the next epoch."""
+        """Iterate over this rank's batches from the loaded state on; iterating again is the next epoch."""
         if self._begun:
             self.set_epoch(self.epoch + 1)
         self._begun = True
@@ -79,7 +78,7 @@ class PlannedSampler(Sampler[T]):
             yield self.batches[first + self.rank]
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is this epoch's. A loaded state holds if it is of the same epoch."""
+        """Let the next iteration be this epoch. A loaded state is kept if it is of the same epoch."""
         self._begun = False
         if epoch != self.epoch:
             self.epoch = epoch
@@ -87,20 +86,19 @@ class PlannedSampler(Sampler[T]):
             self._start = self._dealt = 0
 
     def state_dict(self, *, consumed: int | None = None) -> dict[str, Any]:
-        """From which any number of ranks can go on: plain values, the same on every rank.
+        """Return the state, from which any number of ranks can resume: plain values, the same on every rank.
 
-        ``consumed`` is how many batches of this epoch each rank has trained on. Left out, it is how many this
-        sampler has handed out; a DataLoader with workers asks for some of them ahead.
+        ``consumed`` is how many batches of this epoch each rank has trained on, by default the number that this sampler
+        has handed out. Give it under a DataLoader with workers, which fetches batches ahead.
         """
         dealt = self._dealt if consumed is None else consumed * self.num_replicas
         return {"epoch": self.epoch, "dealt": dealt, **self.settings}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next iteration goes on after the batch at which ``state`` was taken.
+        """Let the next iteration go on after the batch at which ``state`` was taken.
 
         Raises:
-            ValueError: for a state made with other settings, or one that stands where this number of ranks cannot
-                go on together.
+            ValueError: for a state made with other settings, or a number of batches that the ranks cannot share.
         """
         if set(state) != {"epoch", "dealt", *self.settings}:
             raise ValueError(
@@ -123,40 +121,40 @@ class PlannedSampler(Sampler[T]):
 
 
 class MultipackBatchSampler(Sampler[list[int]]):
-    """Batches of at most ``max_tokens``, nearly full, that cost the ranks of a step the same.
+    """Yields batches of at most ``max_tokens``, nearly full, that cost the ranks of a step the same.
 
-    A ``batch_sampler`` for any DataLoader over map-style data whose lengths are known; `FlatteningCollator`
-    makes one row of each batch. Every global step has ``packs_per_step`` batches with the same budget of tokens
-    and nearly the same sum of squared lengths, and each rank gets an equal number of them. Every sample comes
-    exactly once an epoch. Planning takes 0.2 s for 100,000 samples.
+    It is a ``batch_sampler`` for a DataLoader over map-style data of known lengths; `FlatteningCollator` makes one row
+    of each batch. A global step has ``packs_per_step`` batches with the same budget of tokens and nearly the same sum
+    of squared lengths, and each rank gets an equal number of them. Every sample comes exactly once an epoch. Planning
+    takes 0.2 s for 100,000 samples.
 
     >>> sampler = MultipackBatchSampler([5, 4, 2, 3, 4, 6], max_tokens=12, num_replicas=2, rank=0)
     >>> list(sampler)
     [[5, 1, 2]]
 
-    The steps depend on ``packs_per_step`` and not on the number of ranks: 8 ranks with one batch each, or 2 with
-    four (gradient accumulation), train on the same step, and one may go on where the other stopped. Iterating again
-    is the next epoch; ``set_epoch`` sets another one. The number of batches may differ by a step from epoch to epoch.
+    The steps depend on ``packs_per_step``, not on the number of ranks: 8 ranks with one batch each and 2 ranks with
+    four (gradient accumulation) train on the same steps, and either can resume from the other's state. Iterating again
+    is the next epoch; ``set_epoch`` sets another one. The number of batches may differ by a step between epochs.
 
-    Where a framework deals out the batches itself, as accelerate does with ``even_batches=False``, leave that
-    to it: with ``num_replicas=1`` and ``packs_per_step`` set, each rank gets the same batches as here. Where it calls
-    ``dataloader.sampler.set_epoch``, as torchtune's recipes do, make this the ``sampler``, with ``batch_size=None`` and
-    a dataset that takes a list of numbers.
+    If a framework shards batches itself, as accelerate does with ``even_batches=False``, set ``num_replicas=1`` and
+    ``packs_per_step``; each rank then gets the same batches as here. If it calls ``dataloader.sampler.set_epoch``, as
+    torchtune's recipes do, make this the ``sampler``, with ``batch_size=None`` and a dataset that takes a list of
+    numbers.
 
-    The idea is that of multipack (github.com/imoneoi/multipack_sampler); see `streampack.map_style.multipack`.
+    The method is multipack's (github.com/imoneoi/multipack_sampler); see `streampack.map_style.multipack`.
 
     Args:
         lengths: tokens of each sample.
         max_tokens: the budget of a batch. A sample may not be longer.
         packs_per_step: batches of a global step, over all ranks and accumulated gradients; a multiple of
-            ``num_replicas``, and the default.
-        objective: ``"quadratic"`` evens out the sum of squared lengths; ``"linear"`` only fills, for models whose
-            cost is in the tokens alone, and for batches of a few samples.
-        shuffle: in an order that ``seed`` and the epoch decide.
-        seed: of the shuffling.
-        drop_last: leave out the samples of the last, part-empty step; ``dropped`` says how many they are.
-        num_replicas: how many ranks there are. Default: the process group's size, 1 without one.
-        rank: which of them this is. Default: its rank there.
+            ``num_replicas``, which is the default.
+        objective: ``"quadratic"`` evens out the sum of squared lengths; ``"linear"`` only fills batches, for models
+            whose cost depends on the number of tokens alone, and for batches of a few samples.
+        shuffle: shuffle the samples in each epoch.
+        seed: seed of the shuffling, with the epoch.
+        drop_last: leave out the samples of the last, part-empty step; ``dropped`` is their number.
+        num_replicas: number of ranks. Default: the process group's size, 1 without one.
+        rank: this rank. Default: its rank in the process group.
 
     Raises:
         ValueError: for a bad setting, a sample longer than ``max_tokens``, or fewer samples than a step has packs.
@@ -192,7 +190,7 @@ class MultipackBatchSampler(Sampler[list[int]]):
             "seed": seed,
             "drop_last": drop_last,
         }
-        # accelerate looks for set_epoch here, as in torch's BatchSampler, when it shares out the batches itself.
+        # When accelerate shards batches, it looks for set_epoch here, as in torch's BatchSampler.
         self.sampler = PlannedSampler(self._plan, settings=settings, num_replicas=num_replicas, rank=rank)
 
     def _plan(self, epoch: int) -> list[list[int]]:
@@ -208,14 +206,14 @@ class MultipackBatchSampler(Sampler[list[int]]):
         return [order[pack].tolist() for step in steps for pack in step]
 
     def __len__(self) -> int:
-        """Batches of this epoch on this rank, which is the same number on every rank."""
+        """Return the number of batches of this epoch on this rank, which is the same on every rank."""
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[list[int]]:
         """Iterate as `PlannedSampler.__iter__` does.
 
         Raises:
-            ValueError: if accelerate would share them out among the ranks once more.
+            ValueError: if accelerate would shard them among the ranks once more.
         """
         if self.sampler.num_replicas > 1:
             require_not_sharded(sys._getframe(1).f_locals.get("self"), num_replicas=self.sampler.num_replicas)
@@ -223,11 +221,11 @@ class MultipackBatchSampler(Sampler[list[int]]):
 
     @property
     def dropped(self) -> int:
-        """Samples that ``drop_last`` leaves out of this epoch."""
+        """Number of samples that ``drop_last`` leaves out of this epoch."""
         return len(self._lengths) - sum(map(len, self.sampler.batches))
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is this epoch's. A loaded state holds if it is of the same epoch."""
+        """Let the next iteration be this epoch. A loaded state is kept if it is of the same epoch."""
         self.sampler.set_epoch(epoch)
 
     def state_dict(self, *, consumed: int | None = None) -> dict[str, Any]:
@@ -240,10 +238,10 @@ class MultipackBatchSampler(Sampler[list[int]]):
 
 
 def place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """How many ranks there are, and which this is: as given, else as the process group says.
+    """Return the number of ranks and this rank, as given or as in the process group.
 
     Raises:
-        ValueError: for a rank that is not among them, and for ranks of a model-parallel group if ``rank`` is left out.
+        ValueError: for a rank outside the range, and in a model-parallel group if ``rank`` is left out.
     """
     grouped = dist.is_available() and dist.is_initialized()
     if grouped and rank is None and (num_replicas is None or num_replicas > 1):
@@ -259,5 +257,18 @@ def place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
 
 
 def digest_of(lengths: np.ndarray[Any, np.dtype[Any]]) -> str:
-    """Sixteen hex digits that say which lengths these are."""
+    """Return a fingerprint of lengths: sixteen hex digits."""
     return hashlib.blake2b(lengths.astype("<i8").tobytes(), digest_size=8).hexdigest()
+
+
+def progress(count: int) -> Iterable[int]:
+    """Return ``range(count)``, with tqdm's progress bar on rank 0 if it takes more than a second."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return range(count)
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    bar: Iterable[int] = tqdm(
+        range(count), desc="Planning packs", unit=" samples", dynamic_ncols=True, delay=1, disable=rank != 0
+    )
+    return bar

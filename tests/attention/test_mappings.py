@@ -141,7 +141,7 @@ def test_the_collator_warns_of_a_model_with_its_cache_on(monkeypatch: pytest.Mon
     """Where it can see one; once."""
     made = model()
     monkeypatch.setattr(collators.gc, "get_objects", lambda: [made, made.config, FEATURES])
-    monkeypatch.setattr(collators, "_looked", False)
+    monkeypatch.setattr(collators, "_checked_caches", False)
     made.config.use_cache = True
     with pytest.warns(
         UserWarning, match=r"a LlamaForCausalLM in this process has its cache on, .*inputs = prep"
@@ -149,5 +149,5 @@ def test_the_collator_warns_of_a_model_with_its_cache_on(monkeypatch: pytest.Mon
         flat()
     flat()
     prepare_model_for_packing(made)
-    monkeypatch.setattr(collators, "_looked", False)
+    monkeypatch.setattr(collators, "_checked_caches", False)
     flat()

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
 import streampack
-from streampack.map_style.dataset import PackedDataset, packed_dataset
+from streampack.map_style.builder import packed_dataset
+from streampack.map_style.dataset import PackedDataset
 from streampack.packing.batch import collate_packed
 from streampack.packing.planner import plan_packs
 from streampack.packing.settings import OVERLONG

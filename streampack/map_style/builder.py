@@ -1,0 +1,101 @@
+"""The builder that a stock torchtune recipe's YAML names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from streampack.instantiate import COMPONENT, build
+from streampack.map_style.dataset import PackedDataset
+from streampack.packing.encoders import check_tokenizer
+
+
+def packed_dataset(
+    tokenizer: Any,
+    *,
+    dataset: Mapping[str, Any],
+    packed: bool = False,
+    max_seq_len: int | None = None,
+    padding_idx: int | None = None,
+    max_packs: int | None = None,
+    split_across_pack: bool = False,
+    strategy: str = "exact_fit",
+    buffer_size: int = 128,
+    overlong: str | None = None,
+    truncate_side: str = "right",
+    max_seqs_per_pack: int | None = None,
+    truncate_eos: int | None = None,
+    empty: str = "error",
+    untrained: str | None = None,
+    vocab_size: int | None = None,
+    parity: str | None = None,
+) -> PackedDataset:
+    """Build a `PackedDataset` from the YAML of a stock torchtune recipe.
+
+    ::
+
+        dataset:
+          _component_: streampack.packed_dataset
+          packed: True
+          dataset:
+            _component_: torchtune.datasets.alpaca_dataset
+
+    The recipe reads ``packed: True`` from this node and passes ``tokenizer``, whose ``max_seq_len`` and ``pad_id`` are
+    the defaults. The inner node is built with a copy of the tokenizer that does not truncate, so that ``overlong``
+    decides about long samples. It may name any component that `streampack.instantiate` allows.
+
+    With ``parity="torchtune"`` the packs are those of the inner builder with ``packed: True``: the tokenizer
+    truncates, and the padding is 0, whatever the ``pad_id``. (``text_completion_dataset`` then splits by default:
+    write ``split_across_pack: True`` here.)
+
+    The other arguments are those of `PackedDataset`.
+
+    Raises:
+        ValueError: for a node with which a stock recipe would train wrongly, and whatever `PackedDataset` refuses.
+    """
+    if packed is not True:
+        raise ValueError(
+            f"packed={packed!r}: write `packed: True` beside `_component_: streampack.packed_dataset`. The recipe "
+            "chooses its collate function by it; without it the positions and the boundaries between samples "
+            "would be dropped in silence, and samples would see one another"
+        )
+    if not isinstance(dataset, Mapping) or COMPONENT not in dataset:
+        raise ValueError(
+            f"dataset={dataset!r} must be a node with a {COMPONENT}, such as "
+            "{_component_: torchtune.datasets.alpaca_dataset}; PackedDataset(ds, max_seq_len=...) takes a built one"
+        )
+    for name in ("packed", "split_across_pack", "max_packs"):
+        if dataset.get(name):
+            raise ValueError(
+                f"{name}={dataset[name]!r} in the inner dataset node: packing is the outer node's, where it "
+                f"takes {name} too; remove it from the inner one"
+            )
+    if max_seq_len is None:
+        max_seq_len = getattr(tokenizer, "max_seq_len", None)
+    if max_seq_len is None:
+        raise ValueError(
+            "max_seq_len is None here and in the tokenizer; set max_seq_len, the tokens of a pack, in this node"
+        )
+    if padding_idx is None:
+        padding_idx = 0 if parity else getattr(tokenizer, "pad_id", None)
+    if padding_idx is None:
+        raise ValueError(
+            f"the tokenizer ({type(tokenizer).__name__}) has no pad_id; set padding_idx in this node"
+        )
+    return PackedDataset(
+        build(dataset, tokenizer if parity else check_tokenizer(tokenizer)),
+        max_seq_len=max_seq_len,
+        padding_idx=padding_idx,
+        max_packs=max_packs,
+        split_across_pack=split_across_pack,
+        strategy=strategy,
+        buffer_size=buffer_size,
+        overlong=overlong,
+        truncate_side=truncate_side,
+        max_seqs_per_pack=max_seqs_per_pack,
+        truncate_eos=truncate_eos,
+        empty=empty,
+        untrained=untrained,
+        vocab_size=vocab_size,
+        parity=parity,
+    )

@@ -1,0 +1,114 @@
+"""Features, as a DataLoader or a Trainer gives them to a collator, as samples or as one flat row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from streampack.packing.assemble import check_sample
+from streampack.packing.boundaries import TELLING, require_no_padding, sequence_lengths
+from streampack.packing.token_rows import as_mapping, sample_of
+from streampack.types import IntArray, Sample
+
+Feature = Mapping[str, Any]
+
+
+class FlatRow(NamedTuple):
+    """The samples of a batch, end to end."""
+
+    tokens: IntArray  # [total], fresh memory
+    labels: IntArray  # [total], fresh memory
+    seq_lens: list[int]
+
+
+def flat_row(given: Sequence[Any]) -> FlatRow:
+    """Lay the samples or packs of a batch end to end, without the padding of packs.
+
+    Raises:
+        ValueError: for a feature that is neither, or both among the features, naming it.
+    """
+    features = mappings_of(given)
+    if any("seq_lens" in feature for feature in features):
+        parts, seq_lens = [], []
+        for number, feature in enumerate(features):
+            part, lengths = _pack(feature, number)
+            parts.append(part)
+            seq_lens += lengths
+        if not seq_lens:
+            raise ValueError("the packs of this batch hold no sequence; give at least one that does")
+    else:
+        parts = samples_of([{name: f[name] for name in f if name not in TELLING} for f in features])
+        seq_lens = []
+        for number, (feature, part) in enumerate(zip(features, parts, strict=True)):
+            try:
+                require_no_padding(feature)
+                seq_lens += sequence_lengths(feature, part.tokens.size)
+            except ValueError as error:
+                raise ValueError(f"sample {number} of the batch: {error}") from None
+    return FlatRow(
+        np.concatenate([part.tokens for part in parts], dtype=np.int64),
+        np.concatenate([part.labels for part in parts], dtype=np.int64),
+        seq_lens,
+    )
+
+
+def _pack(feature: Feature, number: int) -> tuple[Sample, list[int]]:
+    """Return the tokens and labels of a pack without its padding, and its sequences' lengths."""
+    if missing := {"tokens", "labels", "seq_lens", "num_seqs"} - set(feature):
+        raise ValueError(
+            f"feature {number} has no {', '.join(map(repr, sorted(missing)))}; a batch holds packs of "
+            "streampack.PackedDataset or IterablePackedDataset only, or samples only"
+        )
+    lengths = [int(length) for length in feature["seq_lens"]][: feature["num_seqs"]]
+    used = sum(lengths)
+    return Sample(np.asarray(feature["tokens"])[:used], np.asarray(feature["labels"])[:used]), lengths
+
+
+def mappings_of(features: Sequence[Any]) -> list[Feature]:
+    """Return features as mappings.
+
+    Raises:
+        ValueError: for a feature that is none, naming it.
+    """
+    found: list[Feature] = []
+    for number, feature in enumerate(features):
+        try:
+            found.append(as_mapping(feature))
+        except ValueError as error:
+            raise ValueError(f"sample {number} of the batch: {error}") from None
+    return found
+
+
+def samples_of(features: Sequence[Feature]) -> list[Sample]:
+    """Turn features into samples.
+
+    Raises:
+        ValueError: for an empty batch, an empty or bad sample, or samples with different columns, naming it.
+    """
+    if not features:
+        raise ValueError("the batch is empty; give at least one sample")
+    samples = []
+    for number, feature in enumerate(features):
+        for column in ("tokens", "input_ids", "labels"):
+            if (column in feature) != (column in features[0]):
+                raise ValueError(
+                    f"sample {number} of the batch {'has' if column in feature else 'lacks'} {column!r} and the first "
+                    "does not agree; give all samples the same columns"
+                )
+        if "labels" in feature and not {"tokens", "input_ids"} & set(feature):
+            raise ValueError(
+                f"sample {number} of the batch has no 'tokens' and no 'input_ids'; its columns are "
+                f"{', '.join(map(repr, sorted(feature)))}. A Trainer removes columns that the model's forward does "
+                "not name: set remove_unused_columns=False in TrainingArguments, or name the column input_ids"
+            )
+        try:
+            sample = sample_of(feature)
+            check_sample(sample)
+        except ValueError as error:
+            raise ValueError(f"sample {number} of the batch: {error}") from None
+        if not sample.tokens.size:
+            raise ValueError(f"sample {number} of the batch has 0 tokens; remove it")
+        samples.append(sample)
+    return samples
