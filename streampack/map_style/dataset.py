@@ -271,8 +271,9 @@ class PackedDataset(Dataset[dict[str, Any]]):
 
     def __repr__(self) -> str:
         return (
-            f"<{type(self).__name__}: {len(self)} packs of {self.max_seq_len} tokens from {self._ledger.samples} samples, "
-            f"{self._ledger.padding:.1%} padding, {self.parity or self.packing.strategy}>"
+            f"<{type(self).__name__}: {len(self)} packs of {self.max_seq_len} tokens "
+            f"from {self._ledger.samples} samples, {self._ledger.padding:.1%} padding, "
+            f"{self.parity or self.packing.strategy}>"
         )
 
     # `isinstance` also looks at an object's `__class__`. So the object is an instance of torchtune's class as soon as

@@ -1,4 +1,4 @@
-"""`PackedDataset` and its builder. Its packs beside torchtune's own are in test_parity.py."""
+"""`PackedDataset`. test_parity.py compares its packs with torchtune's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import pickle
 import re
 import sys
 import tracemalloc
-import types
 import weakref
 from collections import Counter
 from typing import Any
@@ -17,10 +16,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-import streampack
-from streampack.map_style.builder import packed_dataset
 from streampack.map_style.dataset import PackedDataset
 from streampack.packing.batch import collate_packed
 from streampack.packing.planner import plan_packs
@@ -31,7 +28,7 @@ from streampack.types import IGNORE_INDEX
 
 
 def rows_of(lengths: list[int]) -> list[dict[str, list[int]]]:
-    """Token ``1000 * (sample + 1) + place``; every third label is masked."""
+    """Samples of tokens ``1000 * (sample + 1) + place``; every third label is masked."""
     rows = []
     for i, length in enumerate(lengths):
         tokens = [1000 * (i + 1) + j for j in range(length)]
@@ -40,7 +37,7 @@ def rows_of(lengths: list[int]) -> list[dict[str, list[int]]]:
 
 
 class Counted(Dataset[Any]):
-    """Samples made when asked for, each asking counted, and the living ones too."""
+    """A dataset that makes samples on demand, and counts reads and live samples."""
 
     def __init__(self, lengths: list[int]) -> None:
         self.lengths = lengths
@@ -53,12 +50,12 @@ class Counted(Dataset[Any]):
     def __getitem__(self, index: int) -> dict[str, Any]:
         self.reads[index] += 1
         tokens = np.full(self.lengths[index], index)
-        weakref.finalize(tokens, self.buried)
+        weakref.finalize(tokens, self.freed)
         self.alive += 1
         self.most_alive = max(self.most_alive, self.alive)
         return {"tokens": tokens, "labels": tokens}
 
-    def buried(self) -> None:
+    def freed(self) -> None:
         self.alive -= 1
 
 
@@ -75,11 +72,11 @@ settings_of_all_kinds = st.fixed_dictionaries(
 some_lengths = st.lists(st.integers(1, 20), min_size=1, max_size=30)
 
 
-# What is in the packs
+# Contents of packs
 
 
 @given(some_lengths, settings_of_all_kinds)
-def test_packs_are_the_plans_and_nothing_else(lengths: list[int], settings: Any) -> None:
+def test_packs_are_those_of_the_plan(lengths: list[int], settings: Any) -> None:
     rows = rows_of(lengths)
     packed = PackedDataset(rows, **settings, padding_idx=7)
     plan = list(plan_packs(lengths, **settings))
@@ -147,7 +144,6 @@ def test_every_token_is_packed_buffered_or_dropped(
         assert tokens == (lost[settings["overlong"]] if name == reason else 0)
     assert ledger.dropped_samples["empty"] == read.count(0)
     assert ledger.dropped_samples[reason or "overlong"] == (len(overlong) if reason else 0)
-    # What is buffered is what was read and is neither in a pack nor dropped.
     assert ledger.buffered == sum(read) - len(places) - lost[settings["overlong"]] >= 0
     if max_packs is None:
         assert len(read) == len(lengths)
@@ -176,7 +172,7 @@ def test_max_packs_stops_the_reading(strategy: str) -> None:
 # Indexing
 
 
-def test_indexing_is_a_lists() -> None:
+def test_indexing_is_like_that_of_a_list() -> None:
     packed = PackedDataset(rows_of([5, 4, 2, 3, 4]), max_seq_len=8)
     firsts = [pack["tokens"][0].item() for pack in packed]
     assert firsts == [1000, 2000, 3000]
@@ -222,7 +218,7 @@ def test_trace_leads_back_to_the_sample() -> None:
 # Memory
 
 
-def test_samples_do_not_stay() -> None:
+def test_samples_are_not_kept() -> None:
     data = Counted([5, 3] * 100)
     packed = PackedDataset(data, max_seq_len=16)
     assert data.most_alive <= 2  # the one being read and the one before
@@ -234,29 +230,29 @@ def test_samples_do_not_stay() -> None:
     assert data.alive == 0
 
 
-def test_memory_is_the_plan() -> None:
-    data = Ones(np.random.default_rng(0).integers(1, 400, 20_000))
+def test_memory_is_that_of_the_plan() -> None:
+    data = Ones(np.random.default_rng(0).integers(1, 400, 5_000))
     tracemalloc.start()
     try:
         packed = PackedDataset(data, max_seq_len=4096)
         kept, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    plan = 20_000 * 32 + len(packed) * 8  # bytes; torchtune keeps 3 x 8 for each of the 4 million tokens
+    plan = 5_000 * 32 + len(packed) * 8  # bytes; torchtune keeps 3 x 8 for each of the million tokens
     assert kept < 1.1 * plan + 100_000
     assert peak < 3 * plan + 500_000
     assert len(pickle.dumps(packed)) - len(pickle.dumps(data)) < 1.1 * plan
 
 
 class Ones(Counted):
-    """As many ones as asked for, uncounted."""
+    """Samples of ones, without counting."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         tokens = np.full(self.lengths[index], 1)
         return {"tokens": tokens, "labels": tokens}
 
 
-# Among others
+# In other tools
 
 
 def same(ours: Any, theirs: Any) -> bool:
@@ -291,15 +287,6 @@ def test_collates(collate: str) -> None:
         assert torch.equal(row, expected)
 
 
-def test_spawned_workers_make_the_same_packs() -> None:
-    packed = PackedDataset(rows_of([5, 4, 2, 3, 4]), max_seq_len=8)
-    loader = DataLoader(
-        packed, batch_size=1, num_workers=1, multiprocessing_context="spawn", collate_fn=collate_packed
-    )
-    batches = list(loader)
-    assert [batch.tokens[0].tolist() for batch in batches] == [pack["tokens"].tolist() for pack in packed]
-
-
 @pytest.fixture(scope="module")
 def torchtune_datasets() -> Any:
     return pytest.importorskip("torchtune.datasets")
@@ -319,7 +306,9 @@ def test_is_a_torchtune_packed_dataset(torchtune_datasets: Any) -> None:
     assert repr(packed) == "<PackedDataset: 1 packs of 8 tokens from 2 samples, 12.5% padding, exact_fit>"
 
 
-def test_is_one_even_if_torchtune_comes_later(torchtune_datasets: Any, monkeypatch: Any) -> None:
+def test_is_an_instance_even_if_torchtune_is_imported_later(
+    torchtune_datasets: Any, monkeypatch: Any
+) -> None:
     with monkeypatch.context() as patch:
         patch.delitem(sys.modules, "torchtune.datasets")
         packed = PackedDataset(rows_of([3, 4]), max_seq_len=8)
@@ -328,7 +317,7 @@ def test_is_one_even_if_torchtune_comes_later(torchtune_datasets: Any, monkeypat
     assert isinstance(packed, torchtune_datasets.PackedDataset)
 
 
-def test_a_subclass_is_one_too(torchtune_datasets: Any) -> None:
+def test_a_subclass_is_an_instance_too(torchtune_datasets: Any) -> None:
     class Mine(PackedDataset):
         pass
 
@@ -356,11 +345,6 @@ def test_a_mix_with_a_dataset_that_is_not_packed_is_refused(torchtune_datasets: 
     packed = PackedDataset(rows_of([5, 4]), max_seq_len=8)
     with pytest.raises(ValueError, match="mix of packed and non-packed"):
         torchtune_datasets.ConcatDataset([packed, rows_of([5])])
-
-
-def test_is_public() -> None:
-    assert streampack.PackedDataset is PackedDataset
-    assert streampack.packed_dataset is packed_dataset
 
 
 # Bad input
@@ -433,7 +417,7 @@ def test_bad_settings_are_refused(settings: Any, message: str) -> None:
         PackedDataset([GOOD], **{"max_seq_len": 8, **settings})
 
 
-def test_a_sample_that_changed_is_noticed() -> None:
+def test_a_sample_that_changed_is_refused() -> None:
     rows = rows_of([3, 4])
     packed = PackedDataset(rows, max_seq_len=8)
     rows[1] = rows_of([0, 5])[1]
@@ -455,144 +439,10 @@ def test_an_error_of_the_dataset_tells_the_sample() -> None:
     assert caught.value.__notes__ == ["while reading sample 2"]
 
 
-# The builder
-
-
-class Tokenizer:
-    """Cuts like torchtune's: a sample is as long as asked for, or ``max_seq_len``."""
-
-    pad_id = 77
-
-    def __init__(self, max_seq_len: int | None = None) -> None:
-        self.max_seq_len = max_seq_len
-
-
-def provide(monkeypatch: pytest.MonkeyPatch, build: Any) -> None:
-    """Let ``my_data.build`` be this function."""
-    build.__module__ = "my_data"
-    monkeypatch.setitem(sys.modules, "my_data", types.SimpleNamespace(build=build))
-    monkeypatch.setenv("STREAMPACK_TRUST", "my_data")
-
-
-@pytest.fixture
-def node(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    def build(tokenizer: Tokenizer, *, lengths: list[int], **_: Any) -> list[Any]:
-        return rows_of([min(length, tokenizer.max_seq_len or length) for length in lengths])
-
-    provide(monkeypatch, build)
-    return {"_component_": "my_data.build", "lengths": [5, 3, 12]}
-
-
-def test_the_builder_packs_what_the_node_builds(node: Any) -> None:
-    packed = packed_dataset(Tokenizer(8), dataset=node, packed=True, overlong="drop", buffer_size=3)
-    assert (packed.max_seq_len, packed.padding_idx, packed.packing.buffer_size) == (8, 77, 3)
-    assert packed.ledger().dropped["overlong"] == 12  # the tokenizer did not cut it to 8
-    assert packed[0]["tokens"].tolist() == [1000, 1001, 1002, 1003, 1004, 2000, 2001, 2002]
-
-
-def test_the_builders_own_settings_come_first(node: Any) -> None:
-    packed = packed_dataset(
-        Tokenizer(8),
-        dataset=node,
-        packed=True,
-        max_seq_len=16,
-        padding_idx=5,
-        max_packs=1,
-        split_across_pack=True,
-    )
-    assert len(packed) == 1
-    assert packed[0]["seq_lens"].tolist() == [5, 3, 8]
-    assert packed.padding_idx == 5
-
-
-def test_the_builder_leaves_the_recipes_tokenizer_alone(node: Any) -> None:
-    tokenizer = Tokenizer(8)
-    packed_dataset(tokenizer, dataset=node, packed=True, overlong="truncate")
-    assert tokenizer.max_seq_len == 8
-
-
-def test_under_parity_the_tokenizer_cuts_and_the_padding_is_0(node: Any) -> None:
-    packed = packed_dataset(Tokenizer(7), dataset=node, packed=True, parity="torchtune")
-    assert [pack["seq_lens"].tolist() for pack in packed] == [[5, 2], [3, 4], [7]]
-    assert packed.padding_idx == 0
-
-
-@pytest.mark.parametrize("packed", [False, None, "False", 1])
-def test_the_builder_insists_on_packed_true(node: Any, packed: Any) -> None:
-    message = (
-        f"packed={packed!r}: write `packed: True` beside `_component_: streampack.packed_dataset`. The recipe"
-    )
-    with pytest.raises(ValueError, match="^" + re.escape(message)) as caught:
-        packed_dataset(Tokenizer(8), dataset=node, packed=packed)
-    assert "boundaries between samples would be dropped in silence" in str(caught.value)
-
-
-def test_packed_left_out_is_refused_too(node: Any) -> None:
-    with pytest.raises(ValueError, match=r"^packed=False: write `packed: True`"):
-        packed_dataset(Tokenizer(8), dataset=node)
-
-
-@pytest.mark.parametrize(
-    ("inner", "message"),
-    [
-        ({"packed": True}, "packed=True in the inner dataset node: packing is the outer node's"),
-        (
-            {"split_across_pack": True},
-            "split_across_pack=True in the inner dataset node: packing is the outer",
-        ),
-        ({"max_packs": 4}, "max_packs=4 in the inner dataset node: packing is the outer node's"),
-        (
-            {"_component_": "os.system"},
-            "_component_ 'os.system' is not among the components that a config may name",
-        ),
-        ({"_component_": "my_data.nothing"}, "_component_ 'my_data.nothing' leads to nothing"),
-    ],
-)
-def test_bad_inner_nodes_are_refused(node: Any, inner: Any, message: str) -> None:
-    with pytest.raises(ValueError, match="^" + re.escape(message)):
-        packed_dataset(Tokenizer(8), dataset={**node, **inner}, packed=True)
-
-
-def test_packed_false_in_the_inner_node_is_fine(node: Any) -> None:
-    settings: Any = {"packed": True, "overlong": "drop"}
-    assert len(packed_dataset(Tokenizer(8), dataset={**node, "packed": False}, **settings)) == 1
-
-
-@pytest.mark.parametrize("dataset", [{"lengths": [3]}, "torchtune.datasets.alpaca_dataset", [GOOD], None])
-def test_what_is_no_node_is_refused(dataset: Any) -> None:
-    with pytest.raises(ValueError, match=r"must be a node with a _component_, such as .*PackedDataset\(ds"):
-        packed_dataset(Tokenizer(8), dataset=dataset, packed=True)
-
-
-def test_no_max_seq_len_anywhere_is_refused(node: Any) -> None:
-    for tokenizer in (Tokenizer(None), object()):
-        with pytest.raises(
-            ValueError, match=r"^max_seq_len is None here and in the tokenizer; set max_seq_len"
-        ):
-            packed_dataset(tokenizer, dataset=node, packed=True)
-
-
-def test_no_pad_id_is_refused(node: Any) -> None:
-    tokenizer = types.SimpleNamespace(max_seq_len=8, pad_id=None)
-    with pytest.raises(
-        ValueError, match=r"^the tokenizer \(SimpleNamespace\) has no pad_id; set padding_idx"
-    ):
-        packed_dataset(tokenizer, dataset=node, packed=True)
-
-
-def test_an_inner_dataset_that_packs_by_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(_: Any) -> PackedDataset:
-        return PackedDataset(rows_of([3, 4]), max_seq_len=8)
-
-    provide(monkeypatch, build)
-    with pytest.raises(ValueError, match=r"^sample 0: there is a column 'seq_lens': it is a pack already"):
-        packed_dataset(Tokenizer(8), dataset={"_component_": "my_data.build"}, packed=True)
-
-
 # The progress bar
 
 
-def test_a_bar_on_rank_0_only_and_none_without_tqdm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_progress_bar_needs_tqdm_and_is_on_rank_0_only(monkeypatch: pytest.MonkeyPatch) -> None:
     tqdm = pytest.importorskip("tqdm")
     bars: list[Any] = []
 

@@ -35,7 +35,7 @@ def in_pairs(items: list[Any]) -> list[list[Any]]:
 
 
 def greedily(order: list[int], lengths: list[int]) -> list[list[int]]:
-    """First come, first served: a new row when the next sample does not fit."""
+    """Begin a new row when the next sample does not fit."""
     rows: list[list[int]] = [[]]
     for i in order:
         if sum(lengths[j] for j in rows[-1]) + lengths[i] > LIMIT:
@@ -65,7 +65,7 @@ def test_every_token_exactly_once(
             assert samples <= batch_size
 
 
-def test_one_method_alone_lets_samples_see_one_another() -> None:
+def test_only_fixed_length_lets_samples_see_one_another() -> None:
     assert [name for name in METHODS if not METHODS[name].isolated] == ["fixed_length"]
 
 
@@ -92,7 +92,7 @@ def test_minibatch_packing_has_the_samples_of_random_padding() -> None:
 
 
 @pytest.mark.parametrize("name", ["fixed_length", "fixed_length_posid"])
-def test_fixed_length_is_the_whole_corpus_cut(name: str) -> None:
+def test_fixed_length_cuts_the_whole_corpus(name: str) -> None:
     corpus = [(i, at) for i in order_of(LENGTHS) for at in range(LENGTHS[i])]
     rows = [
         [(index, at) for index, start, stop in row for at in range(start, stop)]
@@ -113,7 +113,7 @@ def test_sorted_packing() -> None:
     assert numbers(plan("sorted_packing")) == in_pairs(rows + [[]] * (len(rows) % 2))
 
 
-def test_exact_fit_is_the_streams() -> None:
+def test_exact_fit_packs_as_a_stream() -> None:
     order = order_of(LENGTHS)
     packs = plan_packs([LENGTHS[i] for i in order], LIMIT)
     rows = [[order[index] for index, _, _ in pack] for pack in packs]
@@ -154,7 +154,7 @@ def test_the_order_is_a_function_of_seed_and_epoch(name: str) -> None:
 
 
 @names
-def test_too_long_a_sample_is_a_named_choice(name: str) -> None:
+def test_overlong(name: str) -> None:
     lengths = [3, 40, 16, 5]
     cuts = METHODS[name].cuts
 
@@ -210,7 +210,7 @@ def test_too_long_a_sample_is_a_named_choice(name: str) -> None:
         ),
     ],
 )
-def test_what_cannot_be_planned_is_named(lengths: list[int], settings: dict[str, Any], message: str) -> None:
+def test_bad_input_is_refused(lengths: list[int], settings: dict[str, Any], message: str) -> None:
     settings = {"name": "exact_fit", **settings}
     with pytest.raises(ValueError) as error:
         plan(settings.pop("name"), lengths, **settings)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
@@ -24,7 +24,7 @@ def sampler_of(ranks: int = 1, rank: int = 0, **changes: Any) -> MultipackBatchS
 
 
 def steps_of(samplers: list[MultipackBatchSampler]) -> list[set[tuple[int, ...]]]:
-    """What all ranks together train on, step by step. They must have as many batches each."""
+    """Return the batches of each step of all ranks, which must have equally many batches."""
     shares = [list(sampler) for sampler in samplers]
     assert len({len(share) for share in shares}) == 1
     dealt = [tuple(batch) for at_once in zip(*shares, strict=True) for batch in at_once]
@@ -44,14 +44,14 @@ def test_ranks_share_the_same_steps(ranks: int, objective: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_others_may_deal_out_the_batches_of_one(ranks: int) -> None:
+def test_a_framework_may_shard_the_batches_of_one_rank(ranks: int) -> None:
     """accelerate gives each process every n-th batch of a sampler that knows of one rank."""
     alone = list(sampler_of())
     for rank in range(ranks):
         assert list(sampler_of(ranks, rank)) == alone[rank::ranks]
 
 
-def test_an_epoch_is_a_function_of_its_number_and_the_seed() -> None:
+def test_an_epoch_depends_on_its_number_and_the_seed_alone() -> None:
     sampler = sampler_of()
     first = list(sampler)
     sampler.set_epoch(0)
@@ -69,7 +69,7 @@ def test_an_epoch_is_a_function_of_its_number_and_the_seed() -> None:
     assert list(again) == second
 
 
-def test_without_shuffling_the_order_is_the_datas() -> None:
+def test_without_shuffling_the_order_is_that_of_the_data() -> None:
     sampler = sampler_of(shuffle=False)
     first = list(sampler)
     sampler.set_epoch(1)
@@ -92,9 +92,10 @@ def test_drop_last_is_counted() -> None:
     assert len(kept) == len(sampler_of()) - 12
 
 
+@settings(max_examples=40)
 @given(st.integers(0, 40), st.sampled_from(RANKS), st.sampled_from(RANKS), st.integers(0, 2))
-def test_a_resume_goes_on_at_the_very_batch(stop: int, before: int, after: int, epoch: int) -> None:
-    """On any number of ranks, if all ranks' batches so far can be shared out over them."""
+def test_a_resume_goes_on_at_the_next_batch(stop: int, before: int, after: int, epoch: int) -> None:
+    """On any number of ranks that divides the batches so far."""
     old = [sampler_of(before, rank) for rank in range(before)]
     whole = sampler_of()
     whole.set_epoch(epoch)
@@ -137,7 +138,7 @@ def test_a_state_is_small_and_plain() -> None:
     assert len(repr(state)) < 250
 
 
-def test_a_state_can_say_what_was_trained_on() -> None:
+def test_a_state_of_consumed_batches() -> None:
     """A DataLoader's workers ask for batches ahead of the loop."""
     loader = DataLoader(
         [{"input_ids": [i] * n} for i, n in enumerate(LENGTHS)],
@@ -160,7 +161,7 @@ def test_a_state_can_say_what_was_trained_on() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-def test_torchdatas_stateful_loader_saves_it() -> None:
+def test_with_torchdatas_stateful_loader() -> None:
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
 
     def loader_of(sampler: MultipackBatchSampler, workers: int) -> Any:
@@ -169,7 +170,7 @@ def test_torchdatas_stateful_loader_saves_it() -> None:
             data, batch_sampler=sampler, collate_fn=FlatteningCollator(), num_workers=workers
         )
 
-    for workers in (0, 2):
+    for workers in (0, 1):
         expected = [batch["input_ids"].tolist() for batch in loader_of(sampler_of(), workers)]
         loader = loader_of(sampler_of(), workers)
         batches = iter(loader)
@@ -182,8 +183,8 @@ def test_torchdatas_stateful_loader_saves_it() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-def test_torchtunes_recipes_use_it_as_they_use_theirs() -> None:
-    """They ask for ``len(dataloader)``, call ``dataloader.sampler.set_epoch`` and save the loader's state."""
+def test_as_the_sampler_of_torchtunes_recipes() -> None:
+    """The recipes use ``len(dataloader)``, call ``dataloader.sampler.set_epoch`` and save the loader's state."""
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
 
     class Lists(Dataset[list[dict[str, Any]]]):
@@ -277,7 +278,7 @@ def test_a_state_in_the_middle_of_a_step_needs_ranks_that_divide_it() -> None:
     )
 
 
-def test_a_state_is_taken_up_once() -> None:
+def test_a_state_is_used_once() -> None:
     sampler = sampler_of()
     sampler.load_state_dict({**sampler.state_dict(), "dealt": 24})
     whole = list(sampler_of())
@@ -286,7 +287,7 @@ def test_a_state_is_taken_up_once() -> None:
     assert list(sampler) == whole
 
 
-def test_no_state_is_refused() -> None:
+def test_a_state_of_other_keys_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"the state holds \['epoch'\]; this sampler's holds \['dealt', 'drop_last'"
     ):
@@ -311,7 +312,7 @@ def test_no_state_is_refused() -> None:
         (lambda: sampler_of(packs_per_step=0), "packs_per_step=0 is below 1; give at least 1"),
     ],
 )
-def test_a_bad_setting_is_named(make: Any, message: str) -> None:
+def test_bad_settings_are_refused(make: Any, message: str) -> None:
     with pytest.raises(ValueError) as error:
         make()
     assert str(error.value) == message
@@ -321,7 +322,7 @@ def test_packs_per_step_is_one_for_each_rank_by_default() -> None:
     assert MultipackBatchSampler([1] * 9, max_tokens=3, num_replicas=3, rank=0).packs_per_step == 3
 
 
-def test_the_place_is_the_process_groups_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_come_from_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     assert place(None, None) == (1, 0)
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
@@ -346,7 +347,7 @@ def test_a_plan_is_made_once_an_epoch() -> None:
     assert asked == [0, 7]
 
 
-def test_after_the_last_batch_a_state_says_that_the_epoch_is_over() -> None:
+def test_a_state_after_the_last_batch_is_the_end_of_the_epoch() -> None:
     sampler = PlannedSampler(lambda epoch: [epoch, epoch], settings={}, num_replicas=1, rank=0)
     list(sampler)
     state = sampler.state_dict()

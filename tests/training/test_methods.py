@@ -1,4 +1,4 @@
-"""``data.method`` of a config: every way of batching under the same recipe, and its exact resume."""
+"""``data.method`` of a config: the methods of batching in recipes, and exact resumes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def dataset(**settings: Any) -> IterablePackedDataset:
 
 
 class Imagined(World):
-    """A rank without the others, of which it hears what it says itself."""
+    """A rank without other processes: it gathers its own value from each of them."""
 
     def gather(self, value: Any) -> list[Any]:
         return [value] * self.size
@@ -45,13 +45,13 @@ class Imagined(World):
 
 
 def seen(batches: Any) -> Counter[int]:
-    """How often each sample's tokens came, by its number."""
+    """Count the tokens of each sample."""
     return Counter(token - 1 for batch in batches for token in batch.tokens.flatten().tolist() if token)
 
 
 @pytest.mark.filterwarnings("ignore:method='fixed_length' lets:UserWarning")
-@pytest.mark.parametrize("name", METHODS)
-def test_by_one_word_the_recipe_trains_every_sample_once_an_epoch(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["random_padding", "minibatch_packing", "fixed_length"])
+def test_the_recipe_trains_every_sample_once_an_epoch(tmp_path: Path, name: str) -> None:
     config = tiny_config(
         tmp_path,
         rows=60,
@@ -80,14 +80,13 @@ def test_a_flattened_mini_batch_trains_as_a_padded_one(tmp_path: Path) -> None:
     assert [float(v) for v in packed.values()] == pytest.approx([float(v) for v in padded.values()], abs=1e-5)
 
 
-def test_the_other_recipe_takes_the_word_too(tmp_path: Path) -> None:
+def test_the_lora_recipe_takes_methods_too(tmp_path: Path) -> None:
     result = train_lora(lora_config(tmp_path, max_steps=2, **{"data.method": "multipack"}))
     assert result["step"] == 2
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("name", ["group_by_length_padding", "multipack"])
-def test_a_run_goes_on_with_the_same_losses(tmp_path: Path, name: str, workers: int) -> None:
+@pytest.mark.parametrize(("name", "workers"), [("group_by_length_padding", 0), ("multipack", 2)])
+def test_a_resumed_run_has_the_same_losses(tmp_path: Path, name: str, workers: int) -> None:
     changes = {
         "lr_scheduler": None,
         "num_workers": workers,
@@ -187,7 +186,7 @@ def test_ranks_share_every_step_and_may_become_fewer(name: str) -> None:
         ({"overlong": "split"}, [9, 4, 5], {}),
     ],
 )
-def test_what_is_too_long_is_treated_as_in_a_stream(
+def test_overlong_samples_are_treated_as_in_a_stream(
     settings: dict[str, Any], kept: list[int], dropped: dict[str, int]
 ) -> None:
     tokens = [[10 * i + j for j in range(n)] for i, n in enumerate([9, 4, 5], start=1)]
@@ -217,7 +216,7 @@ def test_a_split_sample_weighs_one_over_all_its_rows() -> None:
     assert weight == pytest.approx(1)
 
 
-def test_broken_rows_are_passed_by_where_the_config_says_so(tmp_path: Path) -> None:
+def test_bad_records_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"tokens": [1, 2], "labels": [1, 2]}\n{"tok\n{"tokens": [3], "labels": [3]}\n')
     settings = {"max_seq_len": 8, "num_lanes": 1}
@@ -244,20 +243,20 @@ def test_bad_settings(settings: dict[str, Any], options: dict[str, Any], message
         MethodLoader(dataset(**settings), **options)
 
 
-def test_a_mixture_is_drawn_as_it_streams() -> None:
+def test_a_mixture_is_refused() -> None:
     rows = [{"tokens": [1] * 3, "labels": [1] * 3}]
     mix = Mix([{"name": "a", "source": rows, "weight": 1}])
     with pytest.raises(ValueError, match="a mixture is drawn as it streams"):
         MethodLoader(IterablePackedDataset(mix, max_seq_len=8), method="multipack")
 
 
-def test_a_misspelt_method_is_seen_before_the_run(tmp_path: Path) -> None:
+def test_validation_finds_an_unknown_method(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, **{"data.method": "multi_pack"})
     assert any("data.method='multi_pack' is unknown" in problem for problem in validate(config))
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_an_epochs_last_step_is_filled_up(name: str) -> None:
+def test_the_last_step_of_an_epoch_is_filled_up(name: str) -> None:
     loader = MethodLoader(dataset(), method=name, packs_per_step=4)
     batches = list(loader)
     assert len(batches) % 4 == 0
@@ -265,7 +264,7 @@ def test_an_epochs_last_step_is_filled_up(name: str) -> None:
     assert seen(batches) == dict(enumerate(LENGTHS))
 
 
-def test_the_datasets_padding_and_seed_are_taken() -> None:
+def test_padding_and_seed_are_those_of_the_dataset() -> None:
     def rows(**settings: Any) -> list[list[int]]:
         loader = MethodLoader(dataset(vocab_size=99, **settings), method="random_padding", batch_size=4)
         return [row for batch in loader for row in batch.tokens.tolist()]
@@ -299,7 +298,7 @@ def test_fragments_lead_back_to_their_rows(tmp_path: Path, overlong: str) -> Non
     assert sorted(found) == sorted(expected[overlong])
 
 
-def test_a_new_iteration_begins_anew() -> None:
+def test_a_new_iteration_begins_at_the_first_epoch() -> None:
     loader = MethodLoader(dataset(epochs=2), method="random_packing")
     for _ in zip(range(3), loader, strict=False):
         pass
