@@ -56,29 +56,34 @@ models: setup  ## docs/guides/models.md: which families of models keep samples a
 		tests/attention/test_torchtune.py tests/attention/test_transformers.py
 	$(BIN)/python -m tests.support.models_table build/models.jsonl
 
-# A GPU machine without network brings a torch of its own, and no .venv but the wheels of `make wheels`.
-ifneq ($(wildcard wheels/*.whl),)
-ifeq ($(wildcard $(VENV)/.installed),)
-GPU_SITE := .site-gpu
-endif
-endif
-
-ifdef GPU_SITE
-gpu: $(GPU_SITE)/.installed  ## tests and benchmark on one GPU, resumable; ARGS="--minutes 9"; DEVICE=cpu shows that it runs
-	PYTHONPATH=$(CURDIR)/$(GPU_SITE) $(GPU_PYTHON) -m benchmarks.gpu --device $(DEVICE) $(ARGS)
-paper: $(GPU_SITE)/.installed
-	PYTHONPATH=$(CURDIR)/$(GPU_SITE) $(GPU_PYTHON) -m benchmarks.paper --device $(DEVICE) $(ARGS)
+# A GPU machine without network has a torch of its own; what else it needs comes as wheels (`make wheels`), which are
+# installed beside that torch: a virtual environment would not see it, and often the torch lives in one itself.
+ifneq ($(and $(wildcard wheels/*.whl),$(if $(wildcard $(VENV)/.installed),,no .venv)),)
+GPU_READY := .site-gpu/.installed
+GPU_RUN := PYTHONPATH=$(CURDIR)/.site-gpu $(GPU_PYTHON)
 else
-gpu: setup
-	$(BIN)/python -m benchmarks.gpu --device $(DEVICE) $(ARGS)
-paper: setup  ## an epoch by every method of batching, 3 seeds: minutes on a CPU; DEVICE=cuda for the paper's sizes
-	$(BIN)/python -m benchmarks.paper --device $(DEVICE) $(ARGS)
+GPU_READY := setup
+GPU_RUN := $(BIN)/python
 endif
-# Another default than for `gpu`; the command line's DEVICE goes before both.
-paper: DEVICE = cpu
 
-wheels:  ## what a GPU machine without network lacks, as a folder to copy there; ARGS="--python 3.12" names its version
-	$(PYTHON) -m benchmarks.gpu.wheels fetch $(ARGS)
+gpu: $(GPU_READY)  ## tests and benchmark on one GPU, resumable; ARGS="--minutes 9"; DEVICE=cpu shows that it runs
+	$(GPU_RUN) -m benchmarks.gpu --device $(DEVICE) $(ARGS)
+
+paper: DEVICE = cpu  # the command line's DEVICE goes before this one
+paper: $(GPU_READY)  ## an epoch by every method of batching, 3 seeds: minutes on a CPU; DEVICE=cuda for the paper's sizes
+	$(GPU_RUN) -m benchmarks.paper --device $(DEVICE) $(ARGS)
+
+# What `import torchtune`, the tests marked gpu and the benchmark need besides torch, transformers and their own needs.
+WHEELS := torchtune torchao torchdata omegaconf datasets dill multiprocess xxhash kagglehub kagglesdk blobfile \
+	pycryptodomex lxml sentencepiece tiktoken psutil pytest hypothesis sortedcontainers
+WHEELS_PYTHON ?= 3.12
+# pip takes a wheel for exactly the platforms that are named.
+PLATFORMS := manylinux1 manylinux2010 manylinux2014 $(addprefix manylinux_2_,$(shell seq 5 39))
+
+wheels:  ## what a GPU machine without network lacks, as a folder to copy there; WHEELS_PYTHON=3.12 names its Python
+	rm -rf wheels
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --implementation cp --python-version $(WHEELS_PYTHON) \
+		$(PLATFORMS:%=--platform %_x86_64) -c constraints.txt -d wheels $(WHEELS)
 
 clean:  ## remove .venv, builds and caches
 	rm -rf $(VENV) .site-gpu build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -91,9 +96,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -c constraints.txt -e ".[tune,hf,zstd,dev]"
 	@touch $@
 
-.site-gpu/.installed: constraints.txt $(wildcard wheels/*.whl)
-	$(GPU_PYTHON) -m benchmarks.gpu.wheels install
-	@mkdir -p $(@D) && touch $@
+.site-gpu/.installed: $(wildcard wheels/*.whl)
+	rm -rf $(@D)
+	$(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --target $(@D) $^
+	@touch $@
 
 $(VENV)/.installed-stress: $(VENV)/.installed
 	$(BIN)/python -m pip install -c constraints.txt -e ".[stress]"

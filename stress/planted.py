@@ -320,10 +320,10 @@ def mended_from_the_start() -> None:
 def ranks_do_not_agree() -> None:
     """A rank that has no more data stops, whatever the others have."""
 
-    def say(self: RankSync, count: int, *, failed: bool = False) -> rank_sync.Answer:
+    def agree(self: RankSync, count: int, *, failed: bool = False) -> rank_sync.Agreement:
         return rank_sync._Alone(~count if failed else count)
 
-    _set(RankSync, "say", say)
+    _set(RankSync, "agree", agree)
 
 
 plant_from_environment()

@@ -8,7 +8,7 @@ import time
 import torch.distributed as dist
 
 from streampack import PackedDataLoader
-from streampack.distributed.rank_sync import Answer, _Alone
+from streampack.distributed.rank_sync import Agreement, _Alone
 from stress.corpus import Corpus
 from stress.line import Run, line
 from stress.ranks import Ranks
@@ -46,7 +46,7 @@ def steps_of(corpus: Corpus, agreed: bool, steps: int) -> tuple[list[float], lis
     """In a rank: the seconds of every step, and those of them spent in the loader."""
     loader = PackedDataLoader(corpus.dataset(), batch_size=4, num_workers=2)
     if not agreed:
-        loader.rank_sync.say = _silent  # type: ignore[method-assign]
+        loader.rank_sync.agree = _silent  # type: ignore[method-assign]
     iterator = iter(loader)
     whole, waited = [], []
     next(iterator)
@@ -62,5 +62,5 @@ def steps_of(corpus: Corpus, agreed: bool, steps: int) -> tuple[list[float], lis
     return whole, waited
 
 
-def _silent(count: int, *, failed: bool = False) -> Answer:
+def _silent(count: int, *, failed: bool = False) -> Agreement:
     return _Alone(~count if failed else count)

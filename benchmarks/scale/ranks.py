@@ -86,7 +86,8 @@ def _identify(pattern: str, _rank: int, _size: int) -> dict[str, float]:
     import torch.distributed as dist
 
     from streampack import JSONLSource
-    from streampack.distributed.corpus import require_same_files, share_fingerprint
+    from streampack.distributed.corpus import gather_fingerprint
+    from streampack.distributed.one_run import require_same_files
     from streampack.distributed.rank_sync import RankSync
 
     source = JSONLSource(pattern)
@@ -94,7 +95,7 @@ def _identify(pattern: str, _rank: int, _size: int) -> dict[str, float]:
     require_same_files(source, rank_sync)  # the first one may do more
     dist.barrier()
     read, heard, begin = read_so_far(), _heard(), time.process_time()
-    share_fingerprint(source, rank_sync)
+    gather_fingerprint(source, rank_sync)
     return {"read": read_so_far() - read, "seconds": time.process_time() - begin, "heard": _heard() - heard}
 
 
@@ -102,7 +103,8 @@ def _divide(pattern: str, lanes: int, _rank: int, _size: int) -> dict[str, float
     import torch.distributed as dist
 
     from streampack import ParquetSource
-    from streampack.distributed.corpus import require_same_files, share_division
+    from streampack.distributed.corpus import gather_division
+    from streampack.distributed.one_run import require_same_files
     from streampack.distributed.rank_sync import RankSync
     from streampack.sources.row_groups import Footers
 
@@ -113,7 +115,7 @@ def _divide(pattern: str, lanes: int, _rank: int, _size: int) -> dict[str, float
     read, own = [], Footers._read
     Footers._read = lambda *args: read.append(own(*args)) or read[-1]  # type: ignore[method-assign, func-returns-value]
     heard = _heard()
-    share_division(source, lanes, rank_sync)
+    gather_division(source, lanes, rank_sync)
     return {"read": len(read), "heard": _heard() - heard}
 
 
@@ -126,11 +128,11 @@ def _agree(rank: int, size: int) -> dict[str, float]:
     before = len(connections())
     rank_sync = RankSync(timeout=timedelta(seconds=60))
     sockets = len(connections()) - before
-    rank_sync.say(1).wait()  # the first one may do more
+    rank_sync.agree(1).wait()  # the first one may do more
     dist.barrier()
     heard, begin = _heard(), time.process_time()
     for _ in range(ROUNDS):
-        rank_sync.say(8).wait()
+        rank_sync.agree(8).wait()
     spent = time.process_time() - begin
     dist.barrier()
     said = _heard() - heard

@@ -1,4 +1,4 @@
-"""Ranks: what a process is one of, collectives that keep ranks in step, and checks that all read one corpus."""
+"""Ranks: joining a process group, collectives that keep ranks in step, checks that all have one run and corpus."""
 
 from streampack.distributed.rank_sync import RankSync
 

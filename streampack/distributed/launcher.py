@@ -1,27 +1,33 @@
-"""Ranks and the process that launches them: they end with it, and it leaves the word to them."""
+"""Processes that end with the one that started them, and torchrun without its own account of reported errors."""
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import multiprocessing as mp
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from pathlib import Path
 
 INTERVAL = 0.5
-"""Seconds between two looks at the launcher: for about so long a rank may outlive it."""
+"""Seconds between two looks at the parent: a process outlives it by about so long."""
+
+PR_SET_PDEATHSIG = 1
 
 
 def end_with_launcher() -> None:
-    """Let this process end when torchrun does, even if torchrun is killed with SIGKILL.
+    """End this process when torchrun ends, even if torchrun is killed with SIGKILL.
 
     torchrun starts every rank in a session of its own, so a signal to the process group of ``tune run`` or
     ``torchrun`` does not reach it, and ranks of a killed launcher would train on and write checkpoints beside the run
-    that takes their place. A thread looks at the parent's process id: the kernel's PR_SET_PDEATHSIG would also fire
-    when only the thread ends that started this process. Processes that torchrun did not start are left alone, since
-    what started them may be meant to end first: a shell, or ssh.
+    that replaces them. A thread polls the parent's process id: the kernel's PR_SET_PDEATHSIG would also fire when only
+    the thread ends that started this process. Processes that torchrun did not start, but a shell or ssh, may outlive
+    their parent.
 
     Raises:
         ProcessLookupError: if the launcher is gone already.
@@ -31,17 +37,47 @@ def end_with_launcher() -> None:
     launcher = os.getppid()
     if _adopted(launcher):
         raise ProcessLookupError("the torchrun that launched this rank was killed, and the rank ends with it")
-    threading.Thread(target=_watch, args=(launcher,), name="end-with-launcher", daemon=True).start()
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(INTERVAL)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="end-with-launcher", daemon=True).start()
 
 
-def _watch(launcher: int) -> None:
-    while os.getppid() == launcher:
-        time.sleep(INTERVAL)
-    os._exit(1)
+def end_with_parent(*, by_kernel: bool) -> None:
+    """End this process of `multiprocessing` as soon as the process that started it has ended, however it did.
+
+    A thread watches the parent. It cannot run while this process is stopped (SIGSTOP), so on Linux the kernel is asked,
+    too; its signal comes when the *thread* ends that started this process, and must be the main one.
+
+    Args:
+        by_kernel: whether this process was started from a main thread, see `on_main_thread`.
+    """
+    parent, started_by = os.getppid(), mp.parent_process()
+    assert started_by is not None
+
+    def watch() -> None:
+        # The sentinel is immediate. But processes forked later hold its other end, too, and may be stopped.
+        while os.getppid() == parent and not wait([started_by.sentinel], INTERVAL):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    if by_kernel and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != parent:  # it ended in between
+            os._exit(1)
+
+
+def on_main_thread() -> bool:
+    """Return whether this is the main thread, so that processes started here may ask for PR_SET_PDEATHSIG."""
+    return threading.current_thread() is threading.main_thread()
 
 
 def _adopted(parent: int) -> bool:
-    """Whether ``parent`` collects processes whose own parent died: the system's first process, or a user's systemd.
+    """Return whether ``parent`` collects orphans: the system's first process, or a user's systemd.
 
     In a container, torchrun itself may be the first process; it is Python then.
     """
@@ -55,14 +91,14 @@ def _adopted(parent: int) -> bool:
 
 
 def launch(run: Callable[[], None], *, tracebacks: bool) -> int:
-    """Run torchrun in this process; its exit status, without torchrun's own account of errors that ranks have told.
+    """Run torchrun in this process and return its exit status, without its report of errors that ranks have printed.
 
-    torchrun shows its traceback, in which nothing is wrong, and a table of exit codes after what a rank printed. Its
-    log goes on where it is needed: with several machines or restarts.
+    That report is a traceback of torchrun itself and a table of exit codes. Its log stays, for several machines and
+    restarts.
 
     Args:
         run: calls torchrun.
-        tracebacks: let it show them.
+        tracebacks: let torchrun report.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -74,7 +110,7 @@ def launch(run: Callable[[], None], *, tracebacks: bool) -> int:
         run()
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if not Path(failure.error_file).is_file():  # it had no time to say why: the system killed it, perhaps
+        if not Path(failure.error_file).is_file():  # the rank printed nothing: the system killed it, perhaps
             print(f"rank {rank} ended with exit code {failure.exitcode}: {failure.message}", file=sys.stderr)  # noqa: T201
         return 1
     except SignalException as error:
@@ -83,7 +119,7 @@ def launch(run: Callable[[], None], *, tracebacks: bool) -> int:
 
 
 def silence_torchrun() -> None:
-    """Take torchrun's warnings and errors out of its log: that it ends ranks, for one."""
+    """Keep torchrun's warnings and errors, such as that it ends ranks, out of the log."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -1,4 +1,4 @@
-"""Several processes that train as one: joining and leaving, and the few words they exchange besides gradients."""
+"""`World`: the processes that train as one, how they join and leave, and their collectives besides gradients."""
 
 from __future__ import annotations
 
@@ -17,69 +17,63 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from streampack.distributed.launcher import end_with_launcher
+from streampack.distributed.rank_sync import RankSync
 from streampack.validation import warn_user
 
 T = TypeVar("T")
 
 GROUPS = 3
-"""In which each rank is connected to every other: all of torch's collectives, `World.background`, and the loader's."""
+"""Process groups that connect each rank to every other: torch's default, `World.background`, and the loader's."""
 OTHER_FILES = 256
-"""That a process may have open besides: shards, pipes of workers, libraries."""
+"""File descriptors that a process may need besides: shards, pipes of workers, libraries."""
 
 
 class OtherRankFailed(RuntimeError):
-    """Another rank raised; its message is in this one's. The other's traceback says where."""
+    """Another rank raised; this error holds its message, the other's traceback says where."""
 
 
 @dataclass(frozen=True)
 class World:
-    """Which process this is, of how many. On its own, every method works and exchanges nothing.
+    """The rank of this process among all that train as one. A single process exchanges nothing.
 
     >>> alone = World()
-    >>> alone.is_main, alone.gather("x"), alone.from_main(3)
+    >>> alone.is_main, alone.gather("x"), alone.broadcast(3)
     (True, ['x'], 3)
 
-    All methods but `is_main` are collectives: every rank calls them, in the same order. They speak through
-    gloo, on a GPU machine too, unless they are given tensors that lie on the GPU.
+    All methods are collectives: every rank calls them, in the same order. They go over gloo, on a GPU machine too,
+    except `all_reduce` of tensors on the GPU.
     """
 
     rank: int = 0
     size: int = 1
+    sync: RankSync | None = None
     background: dist.ProcessGroup | None = None
-    """For what goes on in a thread beside the training loop, whose collectives must not mix with the loop's."""
+    """The group for a thread beside the training loop, whose collectives must not mix with the loop's."""
 
     @property
     def is_main(self) -> bool:
         """Whether this rank is the one that prints, logs and writes."""
         return self.rank == 0
 
-    def add_up(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, in place."""
+    def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
+        """Collective: sum a tensor over all ranks, in place."""
         if self.size > 1:
             dist.all_reduce(values)
         return values
 
     def gather(self, value: T) -> list[T]:
-        """What every rank gave, by rank; for small things that can be pickled."""
-        if self.size == 1:
-            return [value]
-        values: list[T | None] = [None] * self.size
-        dist.all_gather_object(values, value)
-        return cast("list[T]", values)
+        """Collective: return every rank's value, by rank; for small values that can be pickled."""
+        return [value] if self.sync is None else self.sync.gather(value)
 
-    def from_main(self, value: T) -> T:
-        """What rank 0 gave."""
-        if self.size == 1:
-            return value
-        values = [value]
-        dist.broadcast_object_list(values, src=0)
-        return values[0]
+    def broadcast(self, value: T) -> T:
+        """Collective: return rank 0's value."""
+        return value if self.sync is None else cast("T", self.sync.gather(value if self.is_main else None)[0])
 
-    def once(self, work: Callable[[], T], /, *, of: str) -> T:
-        """What ``work`` gives on rank 0, on all ranks; if it fails there, all raise.
+    def run_on_main(self, work: Callable[[], T], /, *, of: str) -> T:
+        """Collective: run ``work`` on rank 0 and return its result on all ranks; if it fails there, all raise.
 
         Raises:
-            ValueError: on all ranks, if one asks for something else.
+            ValueError: on all ranks, if one wants the result ``of`` something else.
         """
         for rank, wanted in enumerate(asked := self.gather(of)):
             if wanted != asked[0]:
@@ -87,33 +81,32 @@ class World:
                     f"rank {rank} reads {wanted}, and rank 0 {asked[0]}; all ranks must read the same corpus"
                 )
         result: T | None = None
-        with self.together():
+        with self.raise_on_all():
             if self.is_main:
                 result = work()
-        return cast("T", self.from_main(result))
+        return cast("T", self.broadcast(result))
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """All ranks leave the block, or all raise. For what one rank does on behalf of all.
+    def raise_on_all(self) -> Iterator[None]:
+        """Collective: all ranks leave the block, or all raise. For what one rank does for all.
 
         Raises:
-            OtherRankFailed: where the block itself went well.
+            OtherRankFailed: on the ranks whose own block succeeded.
         """
         error: Exception | None = None
         try:
             yield
-        except Exception as mine:
-            error = mine
-        errors = self.gather(None if error is None else f"{type(error).__name__}: {error}")
+        except Exception as own:
+            error = own
+        failed = None if self.sync is None else self.sync.first_failure(error)
         if error is not None:
             raise error
-        for rank, message in enumerate(errors):
-            if message is not None:
-                raise OtherRankFailed(f"rank {rank} failed: {message}")
+        if failed is not None:
+            raise OtherRankFailed(f"rank {failed[0]} failed: {failed[1]}")
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """Rank 0 goes through the block before the others, so that what it downloads or caches is there."""
+        """Collective: rank 0 runs the block before the others, so that its downloads and caches are there."""
         if self.is_main:
             yield
         self.gather(None)
@@ -123,15 +116,14 @@ class World:
 
 @contextmanager
 def join_world(device: torch.device, *, timeout: float = 600) -> Iterator[World]:
-    """The processes that torchrun started, as one `World`; without torchrun, this process alone.
+    """Join the processes that torchrun started to a `World`, and leave it after the block; without it, stay alone.
 
-    Ranks that torchrun started end when it does, see `end_with_launcher`.
-    Tensors on the CPU travel through gloo, those on a GPU through NCCL. However the block is left, this
-    process leaves the group; after an error at once, so that ranks that wait for this one fail too
-    rather than wait for the timeout.
+    Ranks that torchrun started end when it does, see `end_with_launcher`. Tensors on the CPU go over gloo, those on a
+    GPU over NCCL. After an error this process leaves at once, so that ranks that wait for it fail instead of waiting
+    for the timeout.
 
     Args:
-        device: what this process trains on.
+        device: the device that this process trains on.
         timeout: seconds that a collective may wait for the slowest rank.
     """
     end_with_launcher()
@@ -151,6 +143,7 @@ def join_world(device: torch.device, *, timeout: float = 600) -> Iterator[World]
         yield World(
             rank=dist.get_rank(),
             size=dist.get_world_size(),
+            sync=RankSync(timeout=limit, group=dist.group.WORLD),
             background=dist.new_group(backend="gloo", timeout=limit),
         )
     except BaseException:
@@ -164,10 +157,9 @@ def join_world(device: torch.device, *, timeout: float = 600) -> Iterator[World]
 
 
 def allow_connections(size: int) -> None:
-    """Raise this process's limit of open files to what its connections to so many ranks need.
+    """Raise this process's limit of open files to what connections to ``size`` ranks need; warn if that is not allowed.
 
     Most systems begin with 1,024, which is enough for 256 ranks, and let a process raise it up to a hard limit.
-    Where that one is too low, this warns.
     """
     try:
         import resource
@@ -188,12 +180,12 @@ def allow_connections(size: int) -> None:
 
 
 def _meet(rank: int, size: int, *, timeout: float) -> Store:
-    """What the ranks of this attempt write to find one another, and no earlier attempt has written to.
+    """Return a store for this attempt's ranks to find one another, with keys that no earlier attempt has used.
 
     When torchrun restarts ranks it hands them the store of those that died, in which torch would find the
-    addresses of the dead (https://github.com/pytorch/pytorch/issues/135712; with 2.13, a restart hangs). Nor
-    does torchrun tell them anything that is new and the same for all. So rank 0 thinks of a name, and every
-    other rank asks for it under a name of its own: only what answers a fresh question is believed.
+    addresses of the dead (https://github.com/pytorch/pytorch/issues/135712; with 2.13, a restart hangs). It gives them
+    no value that is new and the same for all, either. So rank 0 draws a random prefix, and every other rank requests
+    it under a random name of its own: an answer to that name cannot be an old one.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     _require_store(address, port)
@@ -210,9 +202,7 @@ def _meet(rank: int, size: int, *, timeout: float) -> Store:
         if time.monotonic() > deadline:
             raise TimeoutError(f"ranks {sorted(missing)} of {size} did not join within {timeout:.0f} s")
         for other in sorted(missing):
-            if store.check(
-                [f"streampack/question/{other}"]
-            ):  # a dead rank's, perhaps, until it is asked anew
+            if store.check([f"streampack/question/{other}"]):  # a dead rank's, perhaps, until overwritten
                 store.set(f"streampack/answer/{store.get(f'streampack/question/{other}').decode()}", name)
             if store.check([f"streampack/{name}/{other}"]):
                 missing.remove(other)
@@ -221,7 +211,7 @@ def _meet(rank: int, size: int, *, timeout: float) -> Store:
 
 
 def _require_store(address: str, port: int) -> None:
-    """Fail at once where torch would try for ``timeout`` seconds to reach a store that is gone with its torchrun.
+    """Raise at once if the store of torchrun is gone; torch would try for ``timeout`` seconds to reach it.
 
     torchrun opens it before it starts ranks.
     """

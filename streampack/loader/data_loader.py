@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from streampack.accounting import Ledger, SourceStats
-from streampack.distributed.agreement import require_one_run
-from streampack.distributed.corpus import share_division, share_fingerprint
-from streampack.distributed.rank_sync import Answer, RankSync
+from streampack.distributed.corpus import gather_division, gather_fingerprint
+from streampack.distributed.one_run import require_one_run
+from streampack.distributed.rank_sync import Agreement, RankSync
 from streampack.fingerprint import digest, plain
 from streampack.loader.merge import Share, Shares
 from streampack.packing.batch import Batch, null_pack, stack_packs
@@ -183,7 +183,7 @@ class PackedDataLoader:
         """Compare what the ranks were given; each reads its share of what the corpus's fingerprint needs, once."""
         require_one_run(self.dataset, self.rank_sync, doing=f"{doing} a state", settings=settings)
         if not self._identified:
-            share_fingerprint(self.dataset.lane_config.source, self.rank_sync)
+            gather_fingerprint(self.dataset.lane_config.source, self.rank_sync)
             self._identified = True
 
     @property
@@ -283,7 +283,7 @@ class _Batches:
                 "null packs, which cost time and train nothing; a multiple of %d holds none",
                 step, rank_sync.world_size, loader.batch_size, whole - step, rank_sync.world_size * loader.batch_size,
             )  # fmt: skip
-        share_division(dataset.lane_config.source, num_lanes, rank_sync)
+        gather_division(dataset.lane_config.source, num_lanes, rank_sync)
         # All ranks begin in the same epoch, also one whose lanes have made no pack in it yet.
         self.last_epoch = dataset.last_epoch
         epoch = 0
@@ -312,7 +312,7 @@ class _Batches:
         self.filed: dict[int, ReceiptNumbers] = {}  # with the batch in the making
         self.prepared = self.batches  # shares made in this epoch
         self.making: list[Share] = []  # of the round that is not asked about yet
-        self.asked: deque[tuple[list[Share], Answer]] = deque()  # rounds, and what all ranks say of them
+        self.asked: deque[tuple[list[Share], Agreement]] = deque()  # rounds, and what all ranks say of them
         self.rounds = 0  # asked about
         self.round: deque[Share] = deque()  # agreed on, to be handed out
         self.rest: list[Share] | None = None  # of the round, where it was cut short: by the epoch's end, ...
@@ -430,7 +430,7 @@ class _Batches:
         if len(self.making) == (1 if self.rank_sync.alone else min(2**self.rounds, ROUND)):
             count = next((i for i, share in enumerate(self.making) if not share.counts), len(self.making))
             failed = count < len(self.making) and self.making[count].error is not None
-            self.asked.append((self.making, self.rank_sync.say(count, failed=failed)))
+            self.asked.append((self.making, self.rank_sync.agree(count, failed=failed)))
             self.making = []
             self.rounds += 1
 
@@ -481,7 +481,7 @@ class _Batches:
                 raise error
             self.shares.close()
             try:
-                self.rank_sync.raise_any(error, doing="making packs")
+                self.rank_sync.raise_on_all(error, doing="making packs")
             except Exception:
                 self.progress.midway = False  # all ranks are here
                 raise

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
-from streampack.distributed.orphans import end_with_parent, on_main_thread
+from streampack.distributed.launcher import end_with_parent, on_main_thread
 from streampack.loader.wire import Folded, fold, unfold
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.round_robin import Event

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from streampack.distributed.orphans import end_with_parent, on_main_thread
+from streampack.distributed.launcher import end_with_parent, on_main_thread
 from streampack.instantiate import build
 from streampack.packing.encoders import TokensEncoder, check_tokenizer, guard_datasets
 from streampack.packing.token_rows import encode_row

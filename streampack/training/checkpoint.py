@@ -73,7 +73,7 @@ class Checkpoints:
 
     def newest(self) -> int | None:
         """Return the last of rank 0's `steps`, or None, on all ranks."""
-        return self.world.from_main(max(self.steps(), default=None))
+        return self.world.broadcast(max(self.steps(), default=None))
 
     def save(
         self, step: int, *, model: nn.Module, optimizer: torch.optim.Optimizer, run: dict[str, Any]
@@ -84,7 +84,7 @@ class Checkpoints:
         part = final.with_suffix(".part")
         _hush()
         # A collective: no rank writes before the folder is clean.
-        with self.world.together(), _plain_errors(f"checkpoint {final} could not be written"):
+        with self.world.raise_on_all(), _plain_errors(f"checkpoint {final} could not be written"):
             if self.world.is_main:
                 self._clean()
                 part.mkdir(parents=True)
@@ -103,14 +103,14 @@ class Checkpoints:
             assert isinstance(future, Future)  # with stagers that copy in the background it is not
             self._writing = _Writing(lambda: self._publish(part, final, written=future.result))
         else:
-            with self.world.together():
+            with self.world.raise_on_all():
                 self._publish(part, final, written=lambda: self._write(state, part))
         return final
 
     def wait(self) -> None:
         """Wait until the checkpoint that is being written is complete."""
         writing, self._writing = self._writing, None
-        with self.world.together():
+        with self.world.raise_on_all():
             if writing is not None:
                 writing.result()
 

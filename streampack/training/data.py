@@ -78,14 +78,14 @@ def build_datasets(config: RunConfig, *, tokenizer: Any, vocab_size: int | None,
         ValueError: for a data or validation section that does not fit.
     """
     tokenizer = check_tokenizer(tokenizer)
-    inject = {"tokenizer": tokenizer, "model_transform": tokenizer, "once": world.once}
+    inject = {"tokenizer": tokenizer, "model_transform": tokenizer, "once": world.run_on_main}
     settings = dict(config.data)
     method = settings.pop("method", None)  # read by `build_loader`
     if method is not None and METHODS[method].cuts:
         settings.setdefault("overlong", "split")
     if "source" not in settings:
         raise ValueError("data.source is missing; name where the rows come from")
-    source = as_source(build(settings.pop("source"), inject=inject), once=world.once)
+    source = as_source(build(settings.pop("source"), inject=inject), once=world.run_on_main)
     encoder = build(settings.pop("encoder", None), inject=inject)
     if settings.get("on_bad_record") == "skip" and settings.get("quarantine") is None:
         settings["quarantine"] = Path(config.output_dir, BAD_RECORDS_FOLDER)
@@ -98,7 +98,7 @@ def build_datasets(config: RunConfig, *, tokenizer: Any, vocab_size: int | None,
     held_out = None
     validation = config.validation or {}
     if "source" in validation:
-        held_out = as_source(build(validation["source"], inject=inject), once=world.once)
+        held_out = as_source(build(validation["source"], inject=inject), once=world.run_on_main)
     elif "fraction" in validation:
         source, held_out = hold_out(source, fraction=validation["fraction"])
     train = _dataset(source, encoder=encoder, epochs=config.epochs, **common)

@@ -24,9 +24,9 @@ def total_steps(config: RunConfig, loader: Loader, *, world: World) -> int:
     if isinstance(loader, MethodLoader):
         by_epochs = config.epochs * loader.steps_per_epoch
     else:
-        with world.together():  # a thousand ranks need not all read the sample
+        with world.raise_on_all():  # a thousand ranks need not all read the sample
             by_epochs = _estimated_steps(config, loader, world) if world.is_main else 0
-        by_epochs = world.from_main(by_epochs)
+        by_epochs = world.broadcast(by_epochs)
     return min(by_epochs, config.max_steps or by_epochs)
 
 
@@ -50,7 +50,7 @@ def opening(config: RunConfig, loader: Loader, *, world: World) -> str:
 
     Empty on all ranks but 0.
     """
-    with world.together():
+    with world.raise_on_all():
         return _opening(config, loader, world) if world.is_main else ""
 
 

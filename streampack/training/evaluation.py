@@ -46,7 +46,7 @@ def evaluate(
                 logits = model(**inputs(batch))
                 total[0] += summed_cross_entropy(logits, batch.labels, weights=weights.to(device))
                 total[1] += weights.sum()
-    losses = [loss / weight if weight else 0.0 for loss, weight in world.add_up(totals).tolist()]
+    losses = [loss / weight if weight else 0.0 for loss, weight in world.all_reduce(totals).tolist()]
     fractions = [source.weight for source in held_out.values()]
     mean = math.fsum(weight * loss for weight, loss in zip(fractions, losses, strict=True)) / math.fsum(
         fractions

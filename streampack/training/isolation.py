@@ -28,7 +28,7 @@ def verify_isolation(model: nn.Module, inputs: Inputs, *, max_seq_len: int, worl
     Raises:
         ValueError: with the report.
     """
-    with world.together():
+    with world.raise_on_all():
         report = find_leaks(model, inputs=inputs, max_seq_len=probe_length(model, most=max_seq_len))
         if not report.ok:
             raise ValueError(

@@ -65,7 +65,7 @@ class StepMeter:
         sums = torch.tensor(self.counts, dtype=torch.float64).to(self.device, non_blocking=True)
         sums[0] += self.loss
         sums[1] += self.z_loss
-        self.world.add_up(sums)
+        self.world.all_reduce(sums)
         weight, tokens, slots = (sums[COUNTS.index(name)] for name in ("weight", "tokens", "slots"))
         trained_before = self.total[COUNTS.index("weight")] > 0
         self.empty_steps += (weight == 0) & (tokens > 0) & ((2 * tokens >= slots) | ~trained_before)
@@ -165,7 +165,7 @@ class SourceMeter:
         if self.mix is None:
             return {}
         sums = torch.stack([self.loss, self.weight.to(self.device)])
-        losses, weights = self.world.add_up(sums).tolist()
+        losses, weights = self.world.all_reduce(sums).tolist()
         self._start()
         ranks = self.world.gather(self.loader.source_stats())
         totals = {name: SourceStats.total(stats[name] for stats in ranks) for name in self.mix.names}

@@ -94,7 +94,7 @@ class MethodLoader:
         self.dataset = dataset
         self.method = method
         self.world = world
-        with world.together():
+        with world.raise_on_all():
             self._pieces, self._read = read_pieces(dataset, world=world)
         if world.is_main:
             dataset.untrained.look_in(self._read)

@@ -43,7 +43,7 @@ def hold_output(config: RunConfig, *, world: World) -> Iterator[None]:
         Interrupted: for Ctrl-C in the block.
     """
     with ExitStack() as held:
-        with world.together():
+        with world.raise_on_all():
             for folder in _folders(config) if world.is_main else ():
                 way_out = "wait until it has ended, or choose another output_dir"
                 held.enter_context(lock_folder(folder, way_out=way_out))
@@ -74,7 +74,7 @@ def open_checkpoints(config: RunConfig, *, world: World) -> tuple[Checkpoints, i
         )
     if newest is not None:
         return checkpoints, newest
-    if weights := world.from_main(_weights(config) if world.is_main else None):
+    if weights := world.broadcast(_weights(config) if world.is_main else None):
         raise ValueError(
             f"{' and '.join(weights)} holds weights of an earlier run, and {checkpoints.folder} no checkpoint: this "
             "run would begin at step 0 and overwrite them; choose another output_dir, or remove the weights"
@@ -90,7 +90,7 @@ def finished(config: RunConfig, *, world: World) -> dict[str, Any] | None:
 
     A run is over when its weights are written and it has made the steps, or read the epochs, that the config asks for.
     """
-    result = world.from_main(_finished(config) if config.resume and world.is_main else None)
+    result = world.broadcast(_finished(config) if config.resume and world.is_main else None)
     if result is None:
         return None
     saved = " and ".join(result.pop("saved"))

@@ -14,8 +14,8 @@ import pytest
 from benchmarks.scale import simulation as sim
 from streampack import IterablePackedDataset, JSONLSource, MapSource, PackedDataLoader
 from streampack.packing.settings import Packing
-from tests.distributed.test_rank_sync import Board, Here, OnBoard, together
 from tests.support.corpus import Numbers, rows, write
+from tests.support.thread_ranks import Board, InProcess, ThreadSync, run_threads
 
 PACKING = Packing(40, buffer_size=6)
 DATA = rows(900, longest=16, seed=5)
@@ -51,7 +51,7 @@ def really(
             packs_per_step=topology.packs_per_step,
             num_workers=workers,
         )
-        loader.rank_sync = rank_sync = OnBoard(board, number)
+        loader.rank_sync = rank_sync = ThreadSync(board, number)
         if state is not None:
             loader.load_state_dict(state)
         assert loader.batches_per_step == topology.batches_per_step
@@ -63,9 +63,9 @@ def really(
             packs = [[fragment.row_id[0] for fragment in pack] for pack in batch.fragments]
             handed[number].append([sorted(pack) for pack in packs if pack])
         states[number] = loader.state_dict()
-        words[number] = rank_sync.words
+        words[number] = rank_sync.numbers
 
-    together(topology.ranks, rank)
+    run_threads(topology.ranks, rank)
     return handed, states[0], words
 
 
@@ -112,7 +112,7 @@ def test_an_epoch_is_that_of_real_loaders(topology: sim.Topology, num_lanes: int
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_workers_do_not_matter(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is why the simulation has none. With two or three, ranks x workers do not divide the lanes."""
-    monkeypatch.setattr("streampack.loader.merge.Worker", Here)
+    monkeypatch.setattr("streampack.loader.merge.Worker", InProcess)
     topology, num_lanes = sim.Topology(4, 12, batch_size=2), 12
     corpus = dealt_rows(num_lanes)
     packs = sim.plan(corpus, PACKING)

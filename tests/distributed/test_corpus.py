@@ -1,4 +1,4 @@
-"""Ranks read a share of the corpus each, and find together what one of them would find alone."""
+"""Ranks read a part of the corpus each, and find what a single process would find."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from streampack import (
     ParquetSource,
     TokenShardSource,
 )
-from streampack.distributed.corpus import require_same_files, share_division, share_fingerprint
+from streampack.distributed.corpus import gather_division, gather_fingerprint
+from streampack.distributed.one_run import require_same_files
 from streampack.sources import Reading
 from streampack.sources.holdout import Holdout
 from streampack.sources.row_groups import Footers
@@ -33,11 +34,11 @@ from streampack.sources.source import Source
 from streampack.storage import base as storage
 from streampack.storage.base import LocalStorage
 from streampack.tokenize.tokenize import tokenize
-from tests.distributed import test_processes as test_ranks
-from tests.distributed.test_rank_sync import Board, OnBoard, together
 from tests.sources import test_mds, test_parquet
 from tests.support.corpus import Numbers, rows, write
+from tests.support.forked_ranks import run_ranks
 from tests.support.hub import Hub
+from tests.support.thread_ranks import Board, ThreadSync, on_ranks
 
 FILES = 7
 
@@ -80,27 +81,13 @@ ADVICE = (
 def loader_of(source: Source, board: Board, rank: int) -> PackedDataLoader:
     data = IterablePackedDataset(source, encoder=Numbers(), max_seq_len=40, num_lanes=12)
     loader = PackedDataLoader(data)
-    loader.rank_sync = OnBoard(board, rank)
+    loader.rank_sync = ThreadSync(board, rank)
     return loader
-
-
-def on_ranks(size: int, act: Callable[[OnBoard], Any]) -> list[Any]:
-    """What ``act`` gives on each of so many ranks, or the error that it raises."""
-    board, found = Board(size), [None] * size
-
-    def rank(number: int) -> None:
-        try:
-            found[number] = act(OnBoard(board, number))
-        except Exception as error:
-            found[number] = error
-
-    together(size, rank)
-    return found
 
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often the ends of each file were read."""
+    """Count how often the ends of each file are read."""
     counts: Counter[str] = Counter()
     lock, own = threading.Lock(), LocalStorage.tag
 
@@ -114,8 +101,8 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 @pytest.mark.parametrize("make", SOURCES)
-@pytest.mark.parametrize("size", [1, 2, 3, FILES + 2])
-def test_together_they_find_what_one_finds_alone(
+@pytest.mark.parametrize("size", [2, FILES + 2])
+def test_ranks_find_the_fingerprint_of_a_single_process(
     make: Callable[[Path], Any], size: int, tmp_path: Path, read: Counter[str]
 ) -> None:
     made = make(tmp_path / "a")
@@ -124,16 +111,16 @@ def test_together_they_find_what_one_finds_alone(
     assert len(once) == (2 * FILES if make is mix else FILES)
     read.clear()
 
-    def act(rank_sync: OnBoard) -> str:
+    def act(rank_sync: ThreadSync) -> str:
         source = copy.deepcopy(made)
-        share_fingerprint(source, rank_sync)
+        gather_fingerprint(source, rank_sync)
         return str(source.fingerprint())
 
     assert on_ranks(size, act) == [alone] * size
     assert read == once, "over all ranks, as much as one alone reads"
 
 
-def test_a_fingerprint_is_what_it_was_in_older_states(tmp_path: Path) -> None:
+def test_fingerprints_of_files_do_not_change(tmp_path: Path) -> None:
     for number in range(5):
         lines = [{"tokens": [number, i], "labels": [number, i]} for i in range(4000 * (number + 1))]
         text = "".join(json.dumps(line) + "\n" for line in lines)
@@ -147,7 +134,7 @@ def test_a_fingerprint_is_what_it_was_in_older_states(tmp_path: Path) -> None:
 def test_a_loader_reads_the_corpus_once_over_all_ranks(size: int, tmp_path: Path, read: Counter[str]) -> None:
     jsonl(tmp_path / "a")
 
-    def act(rank_sync: OnBoard) -> Any:
+    def act(rank_sync: ThreadSync) -> Any:
         loader = loader_of(JSONLSource(f"{tmp_path}/a/*.jsonl"), rank_sync.board, rank_sync.rank)
         batches = iter(loader)
         next(batches)
@@ -161,7 +148,7 @@ def test_a_loader_reads_the_corpus_once_over_all_ranks(size: int, tmp_path: Path
     assert set(read.values()) == {1}
     assert len(read) == FILES
 
-    def resume(rank_sync: OnBoard) -> Any:
+    def resume(rank_sync: ThreadSync) -> Any:
         loader = loader_of(JSONLSource(f"{tmp_path}/a/*.jsonl"), rank_sync.board, rank_sync.rank)
         loader.load_state_dict(state)
         return loader.state_dict()
@@ -176,11 +163,11 @@ def test_a_loader_reads_the_corpus_once_over_all_ranks(size: int, tmp_path: Path
 @pytest.mark.parametrize(
     ("make", "share", "doing"),
     [
-        (jsonl, share_fingerprint, "reading the ends of the corpus's files"),
-        (parquet, partial(share_division, num_lanes=12), "dividing the corpus into lanes"),
+        (jsonl, gather_fingerprint, "reading the ends of the corpus's files"),
+        (parquet, partial(gather_division, num_lanes=12), "dividing the corpus into lanes"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_raised_on_all_ranks(
+def test_an_unreadable_file_is_raised_on_all_ranks(
     make: Callable[[Path], Any], share: Callable[..., None], doing: str, tmp_path: Path
 ) -> None:
     made = make(tmp_path / "a")
@@ -194,7 +181,7 @@ def test_what_is_wrong_with_a_file_is_raised_on_all_ranks(
 
 @pytest.fixture
 def footers(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often the footer of each file was read."""
+    """Count how often the footer of each file is read."""
     counts: Counter[str] = Counter()
     lock, own = threading.Lock(), Footers._read
 
@@ -207,21 +194,21 @@ def footers(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-@pytest.mark.parametrize("size", [1, 2, FILES + 2])
+@pytest.mark.parametrize("size", [2, FILES + 2])
 @pytest.mark.parametrize("make", [parquet, mix])
 def test_footers_are_read_once_over_all_ranks(
     make: Callable[[Path], Any], size: int, tmp_path: Path, footers: Counter[str]
 ) -> None:
-    """And what one finds alone is what all know, also the copies of the source in worker processes."""
+    """And all ranks know what a single process finds, also the copies of the source in worker processes."""
     made = make(tmp_path / "a")
     [alone] = copy.deepcopy(made).divisible()
     alone.divide(12, storage.map_in_threads)
     assert len(footers) == FILES
     footers.clear()
 
-    def act(rank_sync: OnBoard) -> Any:
+    def act(rank_sync: ThreadSync) -> Any:
         source = copy.deepcopy(made)
-        share_division(source, 12, rank_sync)
+        gather_division(source, 12, rank_sync)
         [mine] = pickle.loads(pickle.dumps(source)).divisible()
         return mine._divided
 
@@ -230,9 +217,7 @@ def test_footers_are_read_once_over_all_ranks(
     assert len(footers) == FILES
 
 
-def test_a_loader_divides_before_its_workers_are_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loader_divides_before_its_workers_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, own = parquet(tmp_path / "a"), Footers._read
 
     def read(self: Footers, file: Any, fetcher: Any) -> Any:
@@ -246,17 +231,17 @@ def test_a_loader_divides_before_its_workers_are_there(
     assert (tmp_path / "read").read_text() == f"{os.getpid()}\n" * FILES
 
 
-def test_what_one_rank_knows_already_the_others_hear(tmp_path: Path, footers: Counter[str]) -> None:
-    """One has looked at a row, or has begun an epoch, which another has not; and what it knew is kept."""
+def test_what_one_rank_has_divided_is_not_lost(tmp_path: Path, footers: Counter[str]) -> None:
+    """One has looked at a row or begun an epoch, another has not."""
     parquet(tmp_path / "a")
 
-    def act(rank_sync: OnBoard) -> Any:
+    def act(rank_sync: ThreadSync) -> Any:
         source = ParquetSource(f"{tmp_path}/a/*.parquet")
         if rank_sync.rank == 1:
             next(source.read(Reading(num_lanes=12)))
         rank_sync.gather("looked")
         for num_lanes in (12, 5, 12, 5):
-            share_division(source, num_lanes, rank_sync)
+            gather_division(source, num_lanes, rank_sync)
             rank_sync.gather(num_lanes)
             next(source.read(Reading(num_lanes=7 - rank_sync.rank)))
         return source._divided[12], source._divided[5]
@@ -266,8 +251,8 @@ def test_what_one_rank_knows_already_the_others_hear(tmp_path: Path, footers: Co
     assert [len(lanes) for lanes in first] == [12, 5]
 
 
-def test_ranks_that_make_other_lanes_are_refused(tmp_path: Path) -> None:
-    def act(rank_sync: OnBoard, source: Source) -> Any:
+def test_ranks_with_another_number_of_lanes_are_refused(tmp_path: Path) -> None:
+    def act(rank_sync: ThreadSync, source: Source) -> Any:
         data = IterablePackedDataset(source, encoder=Numbers(), max_seq_len=40)
         loader = PackedDataLoader(data, num_workers=1 + 5 * rank_sync.rank)
         loader.rank_sync = rank_sync
@@ -294,8 +279,9 @@ def shifted(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-@pytest.mark.parametrize("change", [named, longer, shifted])
-@pytest.mark.parametrize("begin", ["iterate", "save", "load"])
+@pytest.mark.parametrize(
+    ("change", "begin"), [(named, "iterate"), (longer, "save"), (shifted, "load"), (shifted, "iterate")]
+)
 def test_ranks_that_list_other_files_are_refused(
     tmp_path: Path, change: Callable[[Path], None], begin: str
 ) -> None:
@@ -308,7 +294,7 @@ def test_ranks_that_list_other_files_are_refused(
     ).state_dict()
     change(tmp_path / "b")
 
-    def act(rank_sync: OnBoard) -> None:
+    def act(rank_sync: ThreadSync) -> None:
         folder = tmp_path / ("b" if rank_sync.rank == 1 else "a")
         loader = loader_of(JSONLSource(f"{folder}/*.jsonl"), rank_sync.board, rank_sync.rank)
         {
@@ -337,24 +323,25 @@ def held_out(source: Source) -> Source:
     return Holdout(in_a_mix(source), fraction=0.1, part="train")
 
 
-@pytest.mark.parametrize("around", [alone, in_a_mix, held_out])
-@pytest.mark.parametrize("begin", ["iterate", "save", "load"])
+@pytest.mark.parametrize(
+    ("around", "begin"), [(alone, "iterate"), (alone, "load"), (in_a_mix, "save"), (held_out, "iterate")]
+)
 def test_ranks_with_other_token_shards_are_refused(
     tmp_path: Path, begin: str, around: Callable[[Source], Source]
 ) -> None:
-    """Of the same names and sizes; no fingerprint reads them."""
+    """With the same names and sizes; no fingerprint reads them."""
     for name, first in {"a": 1, "b": 1, "other": 2}.items():
         data = [{"tokens": [first, i], "labels": [first, i]} for i in range(50)]
         tokenize(data, out=tmp_path / name, lanes=3, progress=False)
     sizes = [[path.stat().st_size for path in sorted((tmp_path / n).glob("*.bin"))] for n in ("a", "other")]
     assert sizes[0] == sizes[1]
 
-    def loader(rank_sync: OnBoard, folder: str) -> PackedDataLoader:
+    def loader(rank_sync: ThreadSync, folder: str) -> PackedDataLoader:
         return loader_of(around(TokenShardSource(tmp_path / folder)), rank_sync.board, rank_sync.rank)
 
     [state] = on_ranks(1, lambda rank_sync: loader(rank_sync, "a").state_dict())
 
-    def act(rank_sync: OnBoard, folder: str) -> None:
+    def act(rank_sync: ThreadSync, folder: str) -> None:
         made = loader(rank_sync, folder if rank_sync.rank == 1 else "a")
         {"iterate": made.__iter__, "save": made.state_dict, "load": lambda: made.load_state_dict(state)}[
             begin
@@ -370,12 +357,12 @@ def test_ranks_with_other_token_shards_are_refused(
 
 
 def test_ranks_at_other_commits_of_the_hub_are_refused() -> None:
-    """Though the shards are the same: a branch that moves while ranks begin may move what is read by name, too."""
+    """Even if the shards are the same: a branch that moves while ranks begin may change files read by name."""
     with Hub() as hub:
         files = {f"c/{i}.jsonl": b'{"tokens": [1], "labels": [1]}\n' for i in range(3)}
         commits = [hub.commit({**files, "README.md": words}) for words in (b"first", b"second")]
 
-        def act(rank_sync: OnBoard, others: str) -> None:
+        def act(rank_sync: ThreadSync, others: str) -> None:
             commit = others if rank_sync.rank == 1 else commits[0]
             source = JSONLSource(f"hf://datasets/org/name@{commit}/c/*.jsonl", storage_options=hub.options)
             require_same_files(source, rank_sync)
@@ -393,9 +380,9 @@ def test_a_state_is_refused_if_a_file_was_another_for_the_rank_that_read_it(tmp_
     path = tmp_path / "b" / "4.jsonl"
     path.write_bytes(path.read_bytes().replace(b"1", b"2"))
 
-    def act(rank_sync: OnBoard, other: int) -> Any:
+    def act(rank_sync: ThreadSync, other: int) -> Any:
         source = JSONLSource(f"{tmp_path}/{'b' if rank_sync.rank == other else 'a'}/*.jsonl")
-        share_fingerprint(source, rank_sync)
+        gather_fingerprint(source, rank_sync)
         return source.fingerprint()
 
     a, b = (JSONLSource(f"{tmp_path}/{name}/*.jsonl").fingerprint() for name in "ab")
@@ -403,11 +390,11 @@ def test_a_state_is_refused_if_a_file_was_another_for_the_rank_that_read_it(tmp_
     assert on_ranks(3, lambda rank_sync: act(rank_sync, 2)) == [a] * 3, "rank 2 does not"
 
 
-def test_without_files_nobody_is_asked() -> None:
-    rank_sync = OnBoard(Board(2), 0)  # whose other rank says nothing
+def test_without_files_nothing_is_sent() -> None:
+    rank_sync = ThreadSync(Board(2), 0)  # whose other rank says nothing
     require_same_files(MapSource(rows(3)), rank_sync)
-    share_fingerprint(MapSource(rows(3)), rank_sync)
-    assert rank_sync.board.said == [[], []]
+    gather_fingerprint(MapSource(rows(3)), rank_sync)
+    assert rank_sync.board.sent == [[], []]
 
 
 def real(source: Source) -> Any:
@@ -420,11 +407,11 @@ def real(source: Source) -> Any:
     return loader.state_dict()["identity"], sorted(found)
 
 
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="forks ranks, as test_ranks.py")
-def test_real_ranks_share_it_out_over_gloo(tmp_path: Path) -> None:
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="forks ranks")
+def test_real_ranks_split_the_reading_over_gloo(tmp_path: Path) -> None:
     source = mix(tmp_path / "a")
     data = IterablePackedDataset(source, encoder=Numbers(), max_seq_len=40, num_lanes=12)
-    outcomes = test_ranks.run_ranks(3, real, source, folder=tmp_path)
+    outcomes = run_ranks(3, real, source, folder=tmp_path)
     assert [identity for identity, _ in outcomes] == [data.identity()] * 3
     shares = [
         sorted(f"{number}.{kind}" for number in range(rank, FILES, 3) for kind in ("jsonl", "parquet"))

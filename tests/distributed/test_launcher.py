@@ -1,8 +1,9 @@
-"""Ranks of a killed launcher end, whenever it is killed."""
+"""Ranks end with a killed launcher, and torchrun repeats no errors that they have printed."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -19,34 +20,10 @@ from omegaconf import OmegaConf
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from streampack.distributed.launcher import INTERVAL, launch
+from streampack.distributed.launcher import INTERVAL, end_with_launcher, launch
 from streampack.distributed.world import join_world
 from streampack.storage.locks import lock_folder
 from tests.support.tiny import losses, tiny_config
-
-LAUNCHER = """
-import os, subprocess, sys
-rank = subprocess.Popen([sys.executable, "-c", sys.argv[1], *sys.argv[2:]], start_new_session=True)
-rank.wait()
-"""
-RANK = """
-import os, sys, time
-from pathlib import Path
-from streampack.distributed.launcher import end_with_launcher
-folder, orphan = Path(sys.argv[1]), sys.argv[2] == "orphan"
-parent = os.getppid()
-(folder / "pid").write_text(str(os.getpid()))
-(folder / "started").touch()
-while orphan and os.getppid() == parent:
-    time.sleep(0.01)
-try:
-    end_with_launcher()
-except OSError as error:
-    (folder / "said").write_text(str(error))
-    sys.exit(1)
-(folder / "ready").touch()
-time.sleep(120)
-"""
 
 
 def wait_until(condition, what, process=None, *, seconds=60):
@@ -65,14 +42,34 @@ def lives(pid):
     return False
 
 
-def start_rank(folder, *, when="alive"):
-    """(launcher, pid of its rank), once the rank is ready."""
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, RANK, str(folder), when],
-        env=os.environ | {"PYTHONPATH": str(Path.cwd())},
-    )
-    ready = folder / ("started" if when == "orphan" else "ready")
-    wait_until(ready.exists, "the rank did not start")
+def run_rank(folder, orphan):
+    parent = os.getppid()
+    (folder / "pid").write_text(str(os.getpid()))
+    (folder / "started").touch()
+    while orphan and os.getppid() == parent:
+        time.sleep(0.01)
+    try:
+        end_with_launcher()
+    except OSError as error:
+        (folder / "error").write_text(str(error))
+        os._exit(1)
+    (folder / "ready").touch()
+    time.sleep(120)
+
+
+def run_launcher(folder, orphan):
+    if rank := os.fork():
+        os.waitpid(rank, 0)
+    else:
+        os.setsid()
+        run_rank(folder, orphan)
+
+
+def start_rank(folder, *, orphan=False):
+    """Start a launcher and its rank; return the launcher and the rank's pid, once the rank is ready."""
+    launcher = multiprocessing.get_context("fork").Process(target=run_launcher, args=(folder, orphan))
+    launcher.start()
+    wait_until((folder / ("started" if orphan else "ready")).exists, "the rank did not start")
     return launcher, int((folder / "pid").read_text())
 
 
@@ -85,33 +82,33 @@ def test_a_rank_ends_with_a_launcher_that_is_killed(tmp_path):
     launcher, rank = start_rank(tmp_path)
     assert lives(rank)
     launcher.kill()
-    launcher.wait()
+    launcher.join()
     wait_until(lambda: not lives(rank), f"rank {rank} outlived its launcher")
 
 
 @pytest.mark.skipif(not Path("/proc/self/exe").exists(), reason="asks /proc who the parent is")
 def test_a_rank_whose_launcher_was_killed_before_it_joined_ends(tmp_path):
-    launcher, rank = start_rank(tmp_path, when="orphan")
+    launcher, rank = start_rank(tmp_path, orphan=True)
     launcher.kill()
-    launcher.wait()
+    launcher.join()
     wait_until(lambda: not lives(rank), f"rank {rank} outlived its launcher")
-    assert (tmp_path / "said").read_text().startswith("the torchrun that launched this rank was killed")
+    assert (tmp_path / "error").read_text().startswith("the torchrun that launched this rank was killed")
 
 
-def test_what_torchrun_did_not_start_may_outlive_its_parent(tmp_path, monkeypatch):
+def test_a_process_that_torchrun_did_not_start_may_outlive_its_parent(tmp_path, monkeypatch):
     """A rank that a shell started with nohup, for one."""
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     launcher, rank = start_rank(tmp_path)
     try:
         launcher.kill()
-        launcher.wait()
+        launcher.join()
         time.sleep(3 * INTERVAL)
         assert lives(rank)
     finally:
         os.kill(rank, signal.SIGKILL)
 
 
-def test_a_rank_whose_launcher_keeps_no_store_any_more_does_not_wait(monkeypatch):
+def test_a_rank_without_its_launchers_store_does_not_wait(monkeypatch):
     with socket.socket() as ears:
         ears.bind(("localhost", 0))
         port = ears.getsockname()[1]
@@ -127,7 +124,7 @@ def test_a_rank_whose_launcher_keeps_no_store_any_more_does_not_wait(monkeypatch
 # torchrun in this process, as `streampack run` has it.
 
 
-def test_what_ranks_have_told_torchrun_does_not_tell_again(tmp_path, capsys):
+def test_torchrun_does_not_repeat_errors_of_ranks(tmp_path, capsys):
     told = tmp_path / "error.json"
     told.write_text(json.dumps({"message": "error: no file", "timestamp": 1}))
 
@@ -242,7 +239,7 @@ def test_the_readmes_kill_and_resume(tmp_path, shell):
 
 
 @pytest.mark.slow
-def test_of_two_ranks_one_tells_of_a_mistake_and_torchrun_is_silent(tmp_path, shell):
+def test_one_of_two_ranks_prints_a_mistake_and_torchrun_is_silent(tmp_path, shell):
     OmegaConf.save(tiny_config(tmp_path), tmp_path / "my.yaml")
     command = (
         "streampack run --nproc_per_node 2 full_finetune --config my.yaml data.source.paths=nowhere.jsonl"

@@ -328,7 +328,7 @@ class Ranks:
     def gather(self, value: Any) -> list[Any]:
         return [value, value]
 
-    def raise_any(self, error: Exception | None, *, doing: str) -> None:
+    def raise_on_all(self, error: Exception | None, *, doing: str) -> None:
         if error is not None:
             raise error
 

@@ -19,10 +19,10 @@ from streampack import (
 )
 from streampack.sources.as_source import as_source
 from streampack.streaming.empty_runs import FIRST_ROWS
-from tests.distributed.test_agreement import loader
-from tests.distributed.test_corpus import on_ranks
+from tests.distributed.test_one_run import loader
 from tests.sources import test_parquet
 from tests.support.corpus import Numbers, all_of, rows, samples_in, write
+from tests.support.thread_ranks import on_ranks
 
 LONG = [{"i": i, "n": 30} for i in range(40)]
 EMPTY = [{"i": i, "n": 0} for i in range(40)]

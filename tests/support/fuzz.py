@@ -22,10 +22,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from streampack import IterablePackedDataset, PackedDataLoader, attention, collate_packed
-from tests.distributed.test_rank_sync import Here, Run, Topology
-from tests.distributed.test_rank_sync import run as run_ranks
 from tests.support.fuzz_corpus import Case
 from tests.support.fuzz_oracle import IGNORE, Plain, check_masks, of_batch, of_dicts
+from tests.support.thread_ranks import InProcess, Run, Topology
+from tests.support.thread_ranks import run as run_ranks
 
 REFUSALS = ("rows of source", "trains no token from")  # of a mixture that is too small for its lanes
 
@@ -51,7 +51,7 @@ def through_a_checkpoint(state: dict[str, Any]) -> dict[str, Any]:
 
 def in_threads(make: Any, topology: Topology, **settings: Any) -> Run:
     """Simulate ranks as threads, and their worker processes within them."""
-    with mock.patch("streampack.loader.merge.Worker", Here):
+    with mock.patch("streampack.loader.merge.Worker", InProcess):
         return run_ranks(make, topology, **settings)
 
 

@@ -27,7 +27,7 @@ class OneOfTwo(World):
     def gather(self, value: Any) -> list[Any]:
         return [value] * 2
 
-    def from_main(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         return value
 
 

@@ -38,7 +38,7 @@ def verify_isolation(
     if rank_sync is None:
         check()
     else:
-        rank_sync.share(check, doing="looking whether samples see one another")
+        rank_sync.gather_results(check, doing="looking whether samples see one another")
 
 
 def step_callback(hooks: Hooks) -> Any:

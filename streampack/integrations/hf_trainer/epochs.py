@@ -70,7 +70,7 @@ def plan_epochs(loader: PackedDataLoader, epochs: float) -> Plan:
     num_lanes = packs.lanes_for(ranks.world_size * max(1, loader.num_workers))
     if (source := map_source_of(packs.lane_config.source)) is None:
         # All ranks take rank 0's estimate: with different numbers of steps they would deadlock.
-        found, *_ = ranks.share(
+        found, *_ = ranks.gather_results(
             lambda: packs.estimate(rows=PROBED, num_lanes=num_lanes), doing="estimating an epoch"
         )
         steps = math.ceil(found.at_most / loader.packs_per_step)
@@ -84,7 +84,7 @@ def plan_epochs(loader: PackedDataLoader, epochs: float) -> Plan:
         return plan
     config, size = packs.lane_config, len(source.dataset)
     log.info("reading %d samples for their lengths, to count the steps of %s epochs", size, epochs)
-    parts = ranks.share(
+    parts = ranks.gather_results(
         lambda: packed_lengths(config, range(ranks.rank, size, ranks.world_size)), doing="reading lengths"
     )
     lengths = [0] * size
@@ -98,7 +98,7 @@ def plan_epochs(loader: PackedDataLoader, epochs: float) -> Plan:
             for epoch in range(packs.epoch, packs.epoch + math.ceil(epochs))
         ]
 
-    counts = ranks.share(count, doing="counting packs")
+    counts = ranks.gather_results(count, doing="counting packs")
     return Plan(tuple(_steps(of_ranks, loader) for of_ranks in zip(*counts, strict=True)), epochs, exact=True)
 
 

@@ -1,4 +1,4 @@
-"""Ranks that were given different things are refused, on all of them, whatever they are about to do."""
+"""Ranks with different data, encoders, settings or states raise, all of them, before they iterate, save or load."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 
 from streampack import IterablePackedDataset, IterableSource, MapSource, Mix, PackedDataLoader
-from tests.distributed.test_corpus import on_ranks
-from tests.distributed.test_rank_sync import OnBoard
 from tests.streaming.test_run_identity import shifted
 from tests.support.corpus import Numbers, rows
+from tests.support.thread_ranks import ThreadSync, on_ranks
 
 DATA = rows(60)
 
 
-def loader(rank_sync: OnBoard, source: Any, encoder: Any = None, **settings: Any) -> PackedDataLoader:
+def loader(rank_sync: ThreadSync, source: Any, encoder: Any = None, **settings: Any) -> PackedDataLoader:
     own = {"max_seq_len": 24, "num_lanes": 4, **settings}
     batching = {name: own.pop(name) for name in ("batch_size", "packs_per_step") if name in own}
     made = PackedDataLoader(IterablePackedDataset(source, encoder=encoder or Numbers(), **own), **batching)
@@ -36,8 +35,8 @@ BEGIN: dict[str, Callable[[PackedDataLoader], Any]] = {
 }
 
 
-def refused(begin: str, make: Callable[[OnBoard], PackedDataLoader], *, ranks: int = 3) -> str:
-    """What all ranks raise alike."""
+def refused(begin: str, make: Callable[[ThreadSync], PackedDataLoader], *, ranks: int = 3) -> str:
+    """Return the message that all ranks raise."""
     errors = on_ranks(ranks, lambda rank_sync: BEGIN[begin](make(rank_sync)))
     assert all(isinstance(error, ValueError) for error in errors), errors
     assert len(set(map(str, errors))) == 1
@@ -51,30 +50,30 @@ SLICED = (
 
 
 @pytest.mark.parametrize("begin", BEGIN)
-def test_a_slice_for_each_rank(begin: str) -> None:
-    """Each would read its share of its share, and the rest would never be trained."""
+def test_a_slice_for_each_rank_is_refused(begin: str) -> None:
+    """Each rank would read a part of its part, and the rest would never be trained."""
     words = refused(begin, lambda rank_sync: loader(rank_sync, MapSource(DATA[rank_sync.rank :: 3])))
     assert words == f"rank 1 is given other rows than rank 0 (corpus){SLICED}"
     words = refused(begin, lambda rank_sync: loader(rank_sync, MapSource(DATA[rank_sync.rank :])))
     assert words == f"rank 1 has corpus.rows=59 and rank 0 has corpus.rows=60{SLICED}"
 
 
-def test_a_slice_of_an_iterable() -> None:
-    def sliced(rank_sync: OnBoard) -> PackedDataLoader:
+def test_a_slice_of_an_iterable_is_refused() -> None:
+    def sliced(rank_sync: ThreadSync) -> PackedDataLoader:
         return loader(rank_sync, IterableSource(DATA[rank_sync.rank :: 3], stride=True))
 
     assert refused("iterate", sliced) == f"rank 1 is given other rows than rank 0 (corpus){SLICED}"
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_dataset_that_was_split_by_node(streaming: bool) -> None:
+def test_a_dataset_split_by_node_is_refused(streaming: bool) -> None:
     datasets = pytest.importorskip("datasets")
     from datasets.distributed import split_dataset_by_node
 
     whole = datasets.Dataset.from_list(DATA)
     whole = whole.to_iterable_dataset(num_shards=6) if streaming else whole
 
-    def split(rank_sync: OnBoard) -> PackedDataLoader:
+    def split(rank_sync: ThreadSync) -> PackedDataLoader:
         given = split_dataset_by_node(whole, rank=rank_sync.rank, world_size=rank_sync.world_size)
         return loader(rank_sync, given, num_lanes=2)
 
@@ -82,8 +81,8 @@ def test_a_dataset_that_was_split_by_node(streaming: bool) -> None:
 
 
 @pytest.mark.parametrize("begin", BEGIN)
-def test_one_source_of_a_mixture(begin: str) -> None:
-    def mixed(rank_sync: OnBoard) -> PackedDataLoader:
+def test_a_difference_names_the_source_of_a_mixture(begin: str) -> None:
+    def mixed(rank_sync: ThreadSync) -> PackedDataLoader:
         sources = {"a": DATA, "b": DATA[1:] if rank_sync.rank == 2 else DATA[:-1]}
         return loader(rank_sync, Mix([{"name": n, "source": s, "weight": 1} for n, s in sources.items()]))
 
@@ -91,7 +90,7 @@ def test_one_source_of_a_mixture(begin: str) -> None:
 
 
 @pytest.mark.parametrize("begin", BEGIN)
-def test_another_encoder(begin: str) -> None:
+def test_another_encoder_is_refused(begin: str) -> None:
     words = refused(begin, lambda rank_sync: loader(rank_sync, MapSource(DATA), shifted(rank_sync.rank // 2)))
     assert words.startswith("the encoder of rank 2 is another than that of rank 0 (encoder.samples: ")
     assert words.endswith(
@@ -110,8 +109,8 @@ SETTINGS: list[tuple[str, Any, Any, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "theirs", "ours", "change"), SETTINGS)
-def test_another_setting(name: str, theirs: Any, ours: Any, change: dict[str, Any]) -> None:
-    def make(rank_sync: OnBoard) -> PackedDataLoader:
+def test_another_setting_is_refused(name: str, theirs: Any, ours: Any, change: dict[str, Any]) -> None:
+    def make(rank_sync: ThreadSync) -> PackedDataLoader:
         return loader(rank_sync, MapSource(DATA), **(change if rank_sync.rank == 1 else {}))
 
     assert refused("iterate", make) == (
@@ -119,8 +118,8 @@ def test_another_setting(name: str, theirs: Any, ours: Any, change: dict[str, An
     )
 
 
-def test_batches_that_are_cut_otherwise() -> None:
-    def make(rank_sync: OnBoard) -> PackedDataLoader:
+def test_another_batch_size_is_refused() -> None:
+    def make(rank_sync: ThreadSync) -> PackedDataLoader:
         return loader(rank_sync, MapSource(DATA), packs_per_step=12, batch_size=1 + rank_sync.rank)
 
     assert refused("iterate", make, ranks=2) == (
@@ -128,8 +127,8 @@ def test_batches_that_are_cut_otherwise() -> None:
     )
 
 
-def test_a_state_that_one_rank_loads() -> None:
-    def act(rank_sync: OnBoard) -> None:
+def test_a_state_that_only_one_rank_loads_is_refused() -> None:
+    def act(rank_sync: ThreadSync) -> None:
         made = loader(rank_sync, MapSource(DATA))
         if rank_sync.rank == 0:
             made.load_state_dict(STATE)
@@ -142,8 +141,8 @@ def test_a_state_that_one_rank_loads() -> None:
         )
 
 
-def test_states_of_different_steps() -> None:
-    def act(rank_sync: OnBoard) -> None:
+def test_states_of_different_steps_are_refused() -> None:
+    def act(rank_sync: ThreadSync) -> None:
         state = {**STATE, "slot": 4 * rank_sync.rank}
         loader(rank_sync, MapSource(DATA)).load_state_dict(state)
 
@@ -152,10 +151,10 @@ def test_states_of_different_steps() -> None:
 
 
 @pytest.mark.parametrize("begin", BEGIN)
-def test_what_fails_on_one_rank_is_raised_on_all(begin: str) -> None:
-    """A rank that cannot begin must not leave the others waiting for it."""
+def test_an_error_while_preparing_is_raised_on_all(begin: str) -> None:
+    """The others must not wait for a rank that cannot begin."""
 
-    def failing(rank_sync: OnBoard) -> PackedDataLoader:
+    def failing(rank_sync: ThreadSync) -> PackedDataLoader:
         made = loader(rank_sync, MapSource(DATA))
         if rank_sync.rank == 1:
             made.dataset.identity = partial(int, "x")  # type: ignore[assignment]
@@ -168,8 +167,8 @@ def test_what_fails_on_one_rank_is_raised_on_all(begin: str) -> None:
         assert str(other).startswith("rank 1 failed while preparing to ")
 
 
-def test_too_few_lanes_on_one_rank() -> None:
-    def make(rank_sync: OnBoard) -> PackedDataLoader:
+def test_too_few_lanes_on_one_rank_are_raised_on_all() -> None:
+    def make(rank_sync: ThreadSync) -> PackedDataLoader:
         return loader(rank_sync, MapSource(DATA), num_lanes=3 - 2 * rank_sync.rank)
 
     errors = on_ranks(2, lambda rank_sync: iter(make(rank_sync)))
@@ -179,7 +178,7 @@ def test_too_few_lanes_on_one_rank() -> None:
 
 
 def test_equal_ranks_begin() -> None:
-    def act(rank_sync: OnBoard) -> Any:
+    def act(rank_sync: ThreadSync) -> Any:
         made = loader(rank_sync, MapSource(list(DATA)), batch_size=2)
         packs = sum(int(batch.num_seqs) for batch in made)
         return packs, made.state_dict()

@@ -1,0 +1,332 @@
+"""Several ranks train as one: the same gradients, losses and runs, whatever their number."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from omegaconf import OmegaConf
+from streampack_recipes.full_finetune import train
+from torchtune import training
+from torchtune.models.llama3 import llama3
+
+from streampack import IterablePackedDataset, collate_packed
+from streampack.attention.prepare import make_mask
+from streampack.distributed.world import join_world
+from streampack.losses import LOSS_NORMS, label_weights, summed_cross_entropy
+from streampack.packing.batch import null_pack, to_torchtune
+from streampack.training.meters import StepMeter
+from streampack.training.model import build_model, clip_gradients
+from tests.support.ranks import run_ranks
+from tests.support.tiny import losses, tiny_config
+
+CPU = torch.device("cpu")
+
+# Gradients, against models that know neither packs nor ranks.
+
+MODEL = {
+    "vocab_size": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "embed_dim": 16, "max_seq_len": 12,
+    "intermediate_dim": 32,
+}  # fmt: skip
+
+
+def corpus():
+    """Return packs of 12 from eleven samples of 1 to 30 tokens, prompts not trained; some samples are split."""
+    generator = torch.Generator().manual_seed(3)
+    rows = []
+    for length in (5, 30, 2, 12, 7, 1, 9, 17, 3, 4, 11):
+        tokens = torch.randint(1, 16, (length,), generator=generator)
+        prompt = torch.arange(length) < length // 4
+        rows.append({"tokens": tokens, "labels": tokens.masked_fill(prompt, -100)})
+    return list(IterablePackedDataset(rows, max_seq_len=12, split_across_pack=True, num_lanes=1).stream())
+
+
+def rank_batches(packs, world, *, batches, batch_size, only_main):
+    """Return this rank's batches; with ``only_main`` the others get null packs only."""
+    mine = packs if only_main and world.is_main else [] if only_main else packs[world.rank :: world.size]
+    mine = mine + [null_pack(12)] * (batches * batch_size - len(mine))
+    return [
+        collate_packed([to_torchtune(pack) for pack in mine[i : i + batch_size]])
+        for i in range(0, len(mine), batch_size)
+    ]
+
+
+def initial_weights():
+    torch.manual_seed(0)
+    return llama3(**MODEL).double().state_dict()
+
+
+@contextmanager
+def no_single_precision():
+    """Keep fp64: torchtune's norms, positions and logits go through fp32 whatever the model's type."""
+    single, torch.Tensor.float = torch.Tensor.float, torch.Tensor.double
+    yield
+    torch.Tensor.float = single
+
+
+def packed_gradients(dtype, loss_norm, only_main, empty=False):
+    """Return gradients by name, sharded, packed and accumulated as in a recipe, and the logged metrics."""
+    with join_world(CPU) as world, no_single_precision() if dtype == "fp64" else nullcontext():
+        model = build_model(
+            {"_component_": "torchtune.models.llama3.llama3", **MODEL},
+            weights=initial_weights(),
+            device=CPU,
+            dtype=dtype,
+            world=world,
+        )
+        meter = StepMeter(world, CPU)
+        packs = [] if empty else corpus()
+        for batch in rank_batches(packs, world, batches=5, batch_size=2, only_main=only_main):
+            weights = label_weights(batch, loss_norm=loss_norm)
+            logits = model(batch.tokens, mask=make_mask(batch), input_pos=batch.input_pos)
+            loss = summed_cross_entropy(logits, batch.labels, weights=weights)
+            loss.backward()
+            meter.add(batch, loss, weights)
+        training.scale_grads(model, meter.reduce())
+        meter.stop()
+        logged = meter.metrics() | {"grad_norm": float(clip_gradients(model, 1e9))}
+        gradients = {
+            name: (value.grad.full_tensor() if world.size > 1 else value.grad)
+            for name, value in model.named_parameters()
+        }
+        return gradients, logged
+
+
+@no_single_precision()
+def naive_gradients(loss_norm):
+    """Return gradients by name with every sequence alone in fp64, torch's cross-entropy, samples joined by row id."""
+    model = llama3(**MODEL).double()
+    model.load_state_dict(initial_weights())
+    sums, counts = defaultdict(float), defaultdict(int)
+    for pack in corpus():
+        start = 0
+        for fragment, length in zip(pack.fragments, pack.seq_lens, strict=True):
+            tokens = torch.from_numpy(pack.tokens[start : start + length])[None]
+            labels = torch.from_numpy(pack.labels[start : start + length]).long()
+            if length > 1:
+                logits = model(tokens)[0, :-1]
+                sums[fragment.row_id] += F.cross_entropy(logits, labels[1:], reduction="sum")
+                counts[fragment.row_id] += int((labels[1:] != -100).sum())
+            start += length
+    trained = [row_id for row_id in counts if counts[row_id]]
+    if loss_norm == "token":
+        loss = sum(sums[row_id] for row_id in trained) / sum(counts.values())
+    else:
+        loss = sum(sums[row_id] / counts[row_id] for row_id in trained) / len(trained)
+    loss.backward()
+    return {name: value.grad for name, value in model.named_parameters()}, loss.item()
+
+
+def distance(ours, naive):
+    flat = [torch.cat([grads[name].double().flatten() for name in sorted(naive)]) for grads in (ours, naive)]
+    return float((flat[0] - flat[1]).norm() / flat[1].norm())
+
+
+def test_the_corpus_has_split_samples():
+    packs = corpus()
+    split = [f for pack in packs for f in pack.fragments if f.trained is not None]
+    assert len({f.row_id for f in split}) >= 3
+    assert len(packs) == 9
+
+
+@pytest.mark.parametrize("loss_norm", LOSS_NORMS)
+@pytest.mark.parametrize(("dtype", "limit"), [("fp32", 1e-5), ("fp64", 1e-8)])
+def test_gradients_equal_those_of_samples_alone(dtype, limit, loss_norm):
+    naive, loss = naive_gradients(loss_norm)
+    for only_main in False, True:
+        ours, logged = packed_gradients(dtype, loss_norm, only_main)
+        assert distance(ours, naive) < limit
+        assert logged["loss"] == pytest.approx(loss, limit)
+
+
+@pytest.mark.parametrize(
+    ("loss_norm", "dtype", "limit", "only_main"),
+    [("token", "fp32", 1e-5, False), ("sample", "fp64", 1e-8, True)],
+)
+def test_gradients_of_two_ranks_equal_those_of_samples_alone(loss_norm, dtype, limit, only_main):
+    naive, loss = naive_gradients(loss_norm)
+    norm = torch.cat([value.flatten() for value in naive.values()]).norm()
+    both = run_ranks(packed_gradients, 2, dtype, loss_norm, only_main)
+    for ours, logged in both:
+        assert distance(ours, naive) < limit
+        assert logged["loss"] == pytest.approx(loss, limit)
+        assert logged["grad_norm"] == pytest.approx(float(norm), limit)
+        assert logged.keys() == both[0][1].keys()
+
+
+def test_a_step_of_null_packs_is_no_step():
+    for gradients, logged in run_ranks(packed_gradients, 2, "fp32", "token", False, True):
+        assert all(torch.equal(value, torch.zeros_like(value)) for value in gradients.values())
+        assert logged["loss"] == logged["grad_norm"] == logged["trained_tokens"] == 0
+        assert all(value == value for value in logged.values()), "NaN"
+
+
+# Whole runs.
+
+# Without a scheduler, whose end would move with max_steps.
+RUN = {"data.num_lanes": 4, "max_steps": 10, "clip_grad_norm": 1.0, "lr_scheduler": None}
+
+
+def run(config):
+    with redirect_stdout(io.StringIO()) as out:
+        result = train(config)
+    return result | {"out": out.getvalue()}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone")
+    result = train(tiny_config(folder, **RUN))
+    return {name: numbers(folder, name) for name in ("loss", "validation_loss", "grad_norm")}, result
+
+
+def numbers(folder, name="loss"):
+    return {step: float(value) for step, value in losses(folder, name).items()}
+
+
+def test_two_ranks_train_as_one(tmp_path, alone):
+    expected, result = alone
+    results = run_ranks(run, 2, tiny_config(tmp_path, num_workers=1, **RUN))
+    for name, values in expected.items():
+        assert len(values) == (3 if name == "validation_loss" else 10)
+        assert numbers(tmp_path, name) == pytest.approx(values, rel=1e-5)
+    for other in results:
+        assert other["ledger"] == result["ledger"]
+        assert other["tokens"] == result["tokens"]
+        assert other["held_out"] == results[0]["held_out"]
+    assert "held-out" in results[0]["out"]
+    assert results[1]["out"] == ""
+    weights = torch.load(next((tmp_path / "out" / "epoch_0").glob("*.bin")), weights_only=True)
+    assert not any(isinstance(value, torch.distributed.tensor.DTensor) for value in weights.values())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {
+            "activation_checkpointing": True,
+            "custom_sharded_layers": ["tok_embeddings", "output"],
+            "fsdp_reshard_after_forward": False,
+            "batch_size": 1,
+            "log_every": 2,
+        },
+        pytest.param({"compile": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_settings_that_must_not_change_the_losses(tmp_path, alone, changes):
+    run_ranks(run, 2, tiny_config(tmp_path, **RUN, **changes))
+    ours = numbers(tmp_path)
+    assert len(ours) == 10 // changes.get("log_every", 1)
+    assert ours == pytest.approx({step: alone[0]["loss"][step] for step in ours}, rel=1e-4)
+
+
+def test_by_epochs_with_more_workers_than_rows_for_them(tmp_path):
+    """Ends, on all ranks, with every sample seen, though packs and steps do not come out even."""
+    config = tiny_config(
+        tmp_path, rows=45, epochs=2, max_steps=None, validation=None, packs_per_step=4,
+        loss_norm="sample", **{"data.num_lanes": 5},
+    )  # fmt: skip
+    config.num_workers = 2
+    results = run_ranks(run, 2, config)
+    assert [result["ledger"].samples for result in results] == [90, 90]
+    assert results[0]["step"] == results[1]["step"]
+    assert "nan" not in (tmp_path / "out" / "logs" / "log.txt").read_text()
+
+
+def test_resumed_on_another_number_of_ranks(tmp_path, alone):
+    """2 -> 1 -> 2, checkpoints written in the background."""
+    config = tiny_config(tmp_path, **RUN, checkpoint_every=3, async_checkpoint=True, resume=True)
+    stop = OmegaConf.create(config)
+    stop.max_steps = 3
+    run_ranks(run, 2, stop)
+    stop.max_steps = 7
+    train(stop)
+    run_ranks(run, 2, config)
+    assert numbers(tmp_path) == pytest.approx(alone[0]["loss"], rel=1e-5)
+    assert sorted(path.name for path in (tmp_path / "out" / "checkpoints").iterdir()) == [
+        "step_00000009",
+        "step_00000010",
+    ]
+
+
+@pytest.mark.parametrize("method", [pytest.param("minibatch_packing", marks=pytest.mark.slow), "multipack"])
+def test_a_method_trains_the_same_steps_on_any_number_of_ranks(tmp_path, method):
+    changes = RUN | {"data.method": method, "batch_size": 1, "packs_per_step": 4, "max_steps": 6, "rows": 40}
+    train(tiny_config(tmp_path / "one", **changes))
+    config = tiny_config(tmp_path / "two", **changes, resume=True, checkpoint_every=None)
+    stop = OmegaConf.create(config)
+    stop.max_steps, stop.checkpoint_every = 4, 4
+    run_ranks(run, 2, stop)
+    result = train(config)
+    assert numbers(tmp_path / "two") == pytest.approx(numbers(tmp_path / "one"), rel=1e-5)
+    assert result["ledger"].packed == result["tokens"]
+
+
+@pytest.mark.slow
+def test_under_tune_run(tmp_path):
+    config = tiny_config(tmp_path, **RUN)
+    OmegaConf.save(config, tmp_path / "run.yaml")
+    command = [Path(sys.executable).parent / "tune", "run", "--nproc_per_node", "2"]
+    ended = subprocess.run(
+        [*command, "streampack_recipes/full_finetune", "--config", tmp_path / "run.yaml", "max_steps=3"],
+        env=os.environ | {"PYTHONPATH": str(Path.cwd()), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("held-out") == 1
+    assert len(numbers(tmp_path)) == 3
+
+
+@pytest.mark.slow
+def test_a_rank_is_killed_and_torchrun_restarts_all(tmp_path):
+    config = tiny_config(
+        tmp_path, **RUN | {"max_steps": 400}, resume=True, checkpoint_every=10, validation=None
+    )
+    OmegaConf.save(config, tmp_path / "run.yaml")
+    tune = Path(sys.executable).parent / "tune"
+    command = [
+        tune,
+        *["run", "--nproc_per_node", "2", "--max-restarts", "1", "streampack_recipes/full_finetune"],
+    ]
+    process = subprocess.Popen(
+        [*command, "--config", tmp_path / "run.yaml"],
+        env=os.environ | {"PYTHONPATH": str(Path.cwd()), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    log = tmp_path / "out" / "logs" / "log.txt"
+    for _ in range(1800):
+        if log.exists() and "Step 50 |" in log.read_text():
+            break
+        time.sleep(0.1)
+    ranks = subprocess.run(
+        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
+    ).stdout.split()
+    os.kill(int(ranks[-1]), signal.SIGKILL)
+    assert process.wait(300) == 0
+    assert max(numbers(tmp_path)) == 400
+    assert log.read_text().count("Step 400 |") == 1
+    assert log.read_text().count("Step 20 |") == 1, "it began anew"
+
+
+def test_steps_that_ranks_cannot_divide_evenly(tmp_path):
+    """5 packs over 2 ranks in batches of 2: null packs fill up, and the losses are those of one rank."""
+    settings = RUN | {"packs_per_step": 5, "max_steps": 5}
+    train(tiny_config(tmp_path / "1", **settings))
+    run_ranks(run, 2, tiny_config(tmp_path / "2", **settings))
+    losses = numbers(tmp_path / "1")
+    assert len(losses) == 5
+    assert numbers(tmp_path / "2") == pytest.approx(losses, rel=1e-5)
