@@ -34,10 +34,11 @@ from streampack.sources.source import Source
 from streampack.storage import base as storage
 from streampack.storage.base import LocalStorage
 from streampack.tokenize.tokenize import tokenize
-from tests.sources import test_mds, test_parquet
+from tests.sources import test_parquet
 from tests.support.corpus import Numbers, rows, write
 from tests.support.forked_ranks import run_ranks
 from tests.support.hub import Hub
+from tests.support.mds import write_mds
 from tests.support.thread_ranks import Board, ThreadSync, on_ranks
 
 FILES = 7
@@ -59,7 +60,7 @@ def parquet(folder: Path) -> ParquetSource:
 
 def mds(folder: Path) -> MDSSource:
     data = [{"i": i} for i in range(10 * FILES)]
-    return MDSSource(test_mds.write_mds(folder, data, {"i": "int"}))
+    return MDSSource(write_mds(folder, data, {"i": "int"}))
 
 
 def mix(folder: Path) -> Mix:

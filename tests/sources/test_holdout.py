@@ -3,9 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streampack import IterablePackedDataset
-from streampack.sources import Holdout, JSONLSource, MapSource, Reading
+from streampack.sources import Holdout, MapSource, Reading
 from streampack.sources.holdout import PARTS
-from tests.support.conformance import check_positions
 
 
 def rows(count):
@@ -45,21 +44,6 @@ def test_adding_rows_moves_none():
     _, before = both(MapSource(rows(100)))
     _, after = both(MapSource(rows(200)))
     assert [i for i in read(after) if i < 100] == read(before)
-
-
-@pytest.mark.parametrize("shuffle_window", [0, 7])
-def test_restarts_at_every_row(tmp_path, shuffle_window):
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(f'{{"tokens": [{i}], "labels": [{i}]}}\n' for i in range(100)))
-    for part in both(JSONLSource(path)):
-        for lane in (0, 1):
-            settings = {"num_lanes": 2, "shuffle_window": shuffle_window}
-            # The cursor between two rows may lie before rows of the other part.
-            found = check_positions(
-                lambda start: part.read(Reading(lane, start=start, **settings)),  # noqa: B023
-                announced=False,
-            )
-            assert found
 
 
 def test_another_share_is_another_corpus():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from streampack import IterablePackedDataset
 from streampack.sources import ParquetSource, Reading, parquet
-from streampack.sources import row_groups as rowgroups
 from streampack.sources.as_source import as_source
 from streampack.sources.parquet import FEW, LARGE
 from streampack.sources.shuffling import Part
 from streampack.storage import base as storage
-from tests.support.conformance import check_positions, check_resume_everywhere
-from tests.support.corpus import Numbers, rows
 
 
 def write(path: Path, data: list[dict[str, Any]], *, group: int = 4, **options: Any) -> Path:
@@ -116,43 +111,6 @@ def test_ways_of_writing(tmp_path: Path, compression: str, version: str) -> None
     assert [(row["i"], row["word"]) for row in read(source)] == [(d["i"], d["word"]) for d in data]
 
 
-@pytest.mark.parametrize("num_lanes", [1, 3])
-@pytest.mark.parametrize("window", [0, 1, 7])
-@pytest.mark.parametrize("many", [False, True])
-def test_positions(
-    tmp_path: Path, num_lanes: int, window: int, many: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(parquet, "PARTS_PER_LANE", 0 if many else 16)
-    monkeypatch.setattr(rowgroups, "BATCH_ROWS", 3)
-    monkeypatch.setattr(rowgroups, "KEPT_FOOTERS", 2)
-    numbers = iter(range(100))
-    paths = [
-        write(tmp_path / f"{s}.parquet", [{"i": next(numbers)} for _ in range(13 + s)]) for s in range(4)
-    ]
-    source = ParquetSource(paths)
-    found = []
-    for lane in range(num_lanes):
-        found += check_positions(
-            lambda start, lane=lane: source.read(  # type: ignore[misc]
-                Reading(lane, num_lanes=num_lanes, epoch=1, seed=3, shuffle_window=window, start=start)
-            )
-        )
-    assert sorted(row["i"] for row in found) == list(range(58))
-
-
-def test_resume_everywhere(tmp_path: Path) -> None:
-    data = rows(60)
-    paths = [write(tmp_path / f"{s}.parquet", data[s * 20 : (s + 1) * 20]) for s in range(3)]
-
-    def make() -> IterablePackedDataset:
-        return IterablePackedDataset(
-            ParquetSource(paths), max_seq_len=24, buffer_size=6, encoder=Numbers(), num_lanes=2,
-            shuffle=True, shuffle_window=5, epochs=2,
-        )  # fmt: skip
-
-    check_resume_everywhere(make, packs=30)
-
-
 def test_rows_are_found_again(tmp_path: Path) -> None:
     source = ParquetSource(
         [write(tmp_path / f"{s}.parquet", [{"i": 10 * s + i} for i in range(10)]) for s in (0, 1)]
@@ -162,12 +120,6 @@ def test_rows_are_found_again(tmp_path: Path) -> None:
         shard, i = divmod(row.data["i"], 10)
         assert source.locate(row.row_id) == f"{tmp_path}/{shard}.parquet, row {i} (row group {i // 4})"
         assert source.shard(row.row_id) == f"{shard}.parquet"
-
-
-def test_it_travels_to_other_processes(tmp_path: Path) -> None:
-    source = ParquetSource(write(tmp_path / "a.parquet", [{"i": i} for i in range(9)]))
-    before = read(source)
-    assert read(pickle.loads(pickle.dumps(source))) == before
 
 
 def test_footers_are_read_when_their_turn_comes(tmp_path: Path) -> None:

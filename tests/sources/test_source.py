@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 
 from streampack import IterablePackedDataset, PackedDataLoader, Sample, Source
-from streampack.sources import Reading
-from tests.support.conformance import check_positions, check_resume_everywhere
 
 
 class Squares(Source):
@@ -25,24 +23,6 @@ class Squares(Source):
             if n == self.broken:
                 raise ValueError(f"{n} is broken")
             yield {"input_ids": [n % 1000] * (n % 7 + 1)}
-
-
-@pytest.mark.parametrize("window", [0, 5, 100])
-def test_it_reads_again_from_every_cursor(window: int) -> None:
-    source = Squares(40)
-    rows = check_positions(
-        lambda start: source.read(Reading(1, num_lanes=3, shuffle_window=window, start=start)),
-        announced=window == 0,
-    )
-    assert sorted(row["input_ids"][0] for row in rows) == list(range(1, 40, 3))
-
-
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_it_resumes_at_every_step(shuffle: bool) -> None:
-    check_resume_everywhere(
-        lambda: IterablePackedDataset(Squares(60), max_seq_len=16, num_lanes=2, shuffle=shuffle, seed=3),
-        packs=12,
-    )
 
 
 def test_every_row_comes_once_with_workers() -> None:

@@ -1,4 +1,4 @@
-"""What holds for every source that shuffles; rows that are in memory; estimates; what is taken for what."""
+"""Map-style and iterable sources; probes; `as_source`; files with two names."""
 
 from __future__ import annotations
 
@@ -16,53 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from streampack import Holdout, IterableSource, JSONLSource, MapSource, ParquetSource
+from streampack import IterableSource, JSONLSource, MapSource, ParquetSource
 from streampack.sources import Reading
 from streampack.sources.as_source import as_source
 from streampack.storage.base import LocalStorage
-from tests.support.conformance import check_positions
 from tests.support.corpus import numbered, read_all, write
 
 WINDOWS = (0, 1, 3, 1000)
-
-
-# What holds for every source that shuffles.
-
-
-def make_sources(tmp_path: Path) -> dict[str, Any]:
-    rows = numbered(60)
-    return {
-        "jsonl": JSONLSource(write(tmp_path / "a.jsonl", rows)),
-        "gz": JSONLSource(write(tmp_path / "a.jsonl.gz", rows)),
-        "map": MapSource(rows),
-        "iterable": IterableSource(rows, stride=True),
-        "holdout": Holdout(MapSource(numbered(90)), fraction=0.3, part="train"),
-    }
-
-
-KINDS = ("jsonl", "gz", "map", "iterable", "holdout")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_shuffling(tmp_path: Path, kind: str) -> None:
-    source = make_sources(tmp_path)[kind]
-    state, numpy_state = random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002 - it is to stay
-
-    def order(lane: int = 0, **settings: Any) -> list[int]:
-        rows = source.read(Reading(lane, num_lanes=2, **{"shuffle_window": 20, **settings}))
-        return [row.data["i"] for row in rows]
-
-    lane = 0 if order(0) else 1  # a compressed file is all in one
-    plain = order(lane, shuffle_window=0)
-    assert sorted(order(lane)) == sorted(plain)
-    orders = [plain, order(lane), order(lane, epoch=1), order(lane, seed=1), order(lane, epoch=1, seed=1)]
-    assert len(set(map(tuple, orders))) == 5, "epoch and seed decide"
-    assert orders[1] == order(lane), "and nothing else: two readings agree"
-    one, other = (source.read(Reading(lane, num_lanes=2, shuffle_window=20)) for _ in range(2))
-    interleaved = [(next(one).data["i"], next(other).data["i"]) for _ in range(10)]
-    assert [a for a, _ in interleaved] == [b for _, b in interleaved] == orders[1][:10]
-    assert random.getstate() == state
-    assert np.random.get_state()[1].tolist() == numpy_state  # noqa: NPY002
 
 
 def test_lanes_shuffle_differently() -> None:
@@ -73,37 +33,6 @@ def test_lanes_shuffle_differently() -> None:
     ]
     assert sorted(lanes[0]) == sorted(lanes[1])
     assert lanes[0] != lanes[1]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_lanes", [1, 3])
-@pytest.mark.parametrize("window", [0, 7])
-def test_positions_of_every_source(tmp_path: Path, kind: str, num_lanes: int, window: int) -> None:
-    source = make_sources(tmp_path)[kind]
-    found = []
-    for lane in range(num_lanes):
-        found += check_positions(
-            lambda start, lane=lane: source.read(
-                Reading(lane, num_lanes=num_lanes, epoch=1, seed=2, shuffle_window=window, start=start)
-            ),
-            announced=kind != "holdout",  # which learns only from a row's content that it passes it by
-        )
-    expected = [row for row in numbered(90) if source.keeps(row)] if kind == "holdout" else numbered(60)
-    assert sorted(found, key=lambda row: row["i"]) == expected
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_found_again(tmp_path: Path, kind: str) -> None:
-    source = make_sources(tmp_path)[kind]
-    places = set()
-    for row in source.read(Reading(0, num_lanes=1, shuffle_window=7)):
-        assert source.fetch(row.row_id) == row.data
-        places.add(source.locate(row.row_id))
-        if kind in ("jsonl", "gz"):
-            assert source.locate(row.row_id).endswith(f":{row.data['i'] + 1}")
-        else:
-            assert source.locate(row.row_id).split()[-1] == str(row.data["i"])
-    assert len(places) == len(read_all(source))
 
 
 # Map-style data.

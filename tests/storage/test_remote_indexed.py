@@ -18,8 +18,8 @@ from streampack.storage.ranges import Fetcher
 from streampack.storage.remote import RemoteStorage
 from streampack.storage.retries import Retries
 from streampack.tokenize.tokenize import tokenize
-from tests.sources.test_mds import write_mds
 from tests.support.conformance import check_resume_everywhere
+from tests.support.mds import write_mds
 from tests.support.web import Web, random_faults
 
 KINDS = ("tokens", "masked tokens", "mds", "mds.gz")

@@ -35,8 +35,8 @@ from streampack.sources.examples import EXAMPLES, UNKNOWN, Example
 from streampack.sources.holdout import PARTS
 from streampack.tokenize.tokenize import tokenize
 from tests.distributed import test_corpus
-from tests.sources import test_mds
 from tests.support.corpus import Numbers, numbered, rows, write
+from tests.support.mds import write_mds
 
 ENDING = "; resume with what the run began with, or start a new run"
 
@@ -99,7 +99,7 @@ def sources(folder: Path) -> dict[str, Any]:
         "iterable": lambda: IterableSource(data),
         "jsonl": lambda: JSONLSource(plain_file),
         "gz": lambda: JSONLSource(packed),
-        "mds": lambda: MDSSource(test_mds.write_mds(folder / "mds", data, {"i": "int", "n": "int"})),
+        "mds": lambda: MDSSource(write_mds(folder / "mds", data, {"i": "int", "n": "int"})),
         "holdout": lambda: Holdout(MapSource(data), fraction=0.2, part="train"),
         "bare": lambda: Bare(data),
     }
@@ -391,7 +391,7 @@ def held_out_after(columns: list[str] | None, folder: Path, part: str) -> Iterab
 def test_other_columns_are_another_split(part: str, tmp_path: Path) -> None:
     """Which rows are held out follows from what is read of them: with another selection, held-out rows are trained."""
     data = [{**row, "url": f"u{row['i']}"} for row in rows(92)]
-    folder = test_mds.write_mds(tmp_path, data, {"i": "int", "n": "int", "url": "str"})
+    folder = write_mds(tmp_path, data, {"i": "int", "n": "int", "url": "str"})
     before, after = (held_out_after(columns, folder, part) for columns in (None, ["i", "n"]))
     split = [{row.data["i"] for row in one.lane_config.source.read(Reading())} for one in (before, after)]
     assert split[0] != split[1], "or nothing is shown"

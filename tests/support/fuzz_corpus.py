@@ -19,8 +19,8 @@ from streampack.packing.encoders import TokensEncoder
 from streampack.sources import IterableSource, JSONLSource, MDSSource, ParquetSource, TokenShardSource
 from streampack.sources.as_source import as_source
 from streampack.tokenize.tokenize import tokenize
-from tests.sources.test_mds import write_mds
 from tests.support.fuzz_oracle import IGNORE, Oracle, Text
+from tests.support.mds import write_mds
 
 KINDS = ("map", "map", "iterable", "stride", "jsonl", "parquet", "tokens", "mds")
 EOS = 999_983

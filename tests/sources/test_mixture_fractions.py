@@ -1,0 +1,323 @@
+"""Fractions of trained tokens follow the weights, also where those change at a resume."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from itertools import count, cycle, islice, repeat
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streampack import (
+    IGNORE_INDEX,
+    IterablePackedDataset,
+    MapSource,
+    Mix,
+    TokensEncoder,
+)
+from streampack.sources import Reading
+from streampack.sources.mixture_scheduler import MixtureScheduler, Weighing
+from streampack.streaming.lane_state import Receipt, numbers_of
+from tests.support.conformance import check_resume_everywhere
+from tests.support.corpus import rows
+from tests.support.mixtures import (
+    APART,
+    ENDLESS,
+    SHUFFLED,
+    entry,
+    make,
+    shifted,
+    three,
+    training,
+)
+
+
+def drawn(
+    mix: Mix,
+    trained: Mapping[int, Iterable[int]],
+    *,
+    tokens: int,
+    reopened: int | None = None,
+    stagger: int = 2048,
+    **reading: Any,
+) -> list[int]:
+    """The tokens of each source when the rows train what ``trained`` says, in turn: no packing, no encoding.
+
+    Read from a new reader at its cursor every ``reopened`` rows.
+    """
+    draws = mix.read(Reading(**reading, stagger=stagger))
+    lengths = {i: iter(each) for i, each in trained.items()}
+    totals = [0] * len(mix.names)
+    for drawn in count(1):
+        row = next(draws)
+        number = next(lengths[leaf := mix.source_index(row.row_id)])
+        draws.charge(training(number))
+        totals[leaf] += number
+        if sum(totals) >= tokens:
+            return totals
+        if reopened and drawn % reopened == 0:
+            draws = mix.read(Reading(**reading, start=draws.cursor))
+    raise AssertionError
+
+
+def plain(names: Iterable[str], weights: Iterable[float], size: int = 50) -> Mix:
+    """Sources that only have rows, whatever these say."""
+    return Mix(
+        [
+            entry(n, MapSource([{"i": i} for i in range(size)]), w)
+            for n, w in zip(names, weights, strict=True)
+        ],
+        stop="never",
+    )
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(st.tuples(st.floats(0.01, 1), st.integers(1, 300)), min_size=1, max_size=6),
+    st.integers(0, 99),
+    st.integers(1, 4000),
+    st.integers(0, 300),
+)
+def test_fractions_stay_within_the_stated_bound(
+    sources: list[tuple[float, int]], seed: int, tokens: int, stagger: int
+) -> None:
+    """The bound that `MixtureScheduler` states."""
+    weights, longest = zip(*sources, strict=True)
+    mix = plain(map(str, range(len(sources))), weights)
+    rng = np.random.default_rng(seed)
+    lengths = {i: [1, *rng.integers(0, most + 1, 10_000).tolist()] for i, most in enumerate(longest)}
+    totals = drawn(mix, lengths, tokens=tokens, seed=seed, stagger=stagger)
+    for got, weight in zip(totals, weights, strict=True):
+        wanted = weight / sum(weights) * sum(totals)
+        assert abs(got - wanted) <= len(sources) * max(*longest, stagger) + 1e-5 * sum(totals)
+
+
+def skewed(lane: int) -> dict[int, Iterable[int]]:
+    """Lengths of three sources with means of about 10, 100 and 1,000 tokens, exponential, up to 4,000."""
+    rng = np.random.default_rng(lane)
+
+    def of_mean(mean: int) -> Iterator[int]:
+        while True:
+            yield from (min(4000, 1 + int(n)) for n in rng.exponential(mean, 1000))
+
+    return {i: of_mean(10 * 10**i) for i in range(3)}
+
+
+SHARES = (0.7, 0.2, 0.1)
+
+
+def worst_and_all(lanes: int, few: int, tokens: int, reopened: int) -> tuple[float, float]:
+    """Return how far the fractions of a lane, and of all lanes, are from the weights at most."""
+    mix = plain("abc", SHARES, size=64)
+    found = [
+        drawn(mix, skewed(lane), tokens=tokens, reopened=reopened, lane=lane, num_lanes=lanes)
+        for lane in range(0, lanes, max(1, lanes // few))
+    ]
+    shares = [np.array(totals) / sum(totals) for totals in [*found, np.sum(found, 0)]]
+    off = [float(np.abs(share - SHARES).max()) for share in shares]
+    return max(off[:-1]), off[-1]
+
+
+@pytest.mark.parametrize("lanes", [1, 8, 64])
+def test_fractions_of_trained_tokens_with_skewed_lengths(lanes: int) -> None:
+    """After 200,000 tokens in a lane, the bound is 3 x 4,000 / 200,000, six points; at 2 M (below) it is 0.6."""
+    worst, together = worst_and_all(lanes, few=2, tokens=200_000, reopened=997)
+    assert worst < 0.03
+    assert together < 0.03
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lanes", [1, 8, 64])
+def test_fractions_within_half_a_point_after_two_million_tokens_in_every_lane(lanes: int) -> None:
+    worst, together = worst_and_all(lanes, few=64, tokens=2_000_000, reopened=997)
+    print(f"{lanes} lanes: worst {worst:.5f}, together {together:.5f}")
+    assert worst < 0.005
+    assert together < 0.005
+
+
+def test_lanes_do_not_err_in_phase() -> None:
+    """After few tokens in each, 64 lanes together are nearer to the weights than a lane is on average."""
+    mix = plain("abc", SHARES, size=64)
+    for tokens in (300, 1000, 3000):
+        found = [
+            drawn(mix, {i: repeat(10 * 10**i) for i in range(3)}, tokens=tokens, lane=lane, num_lanes=64)
+            for lane in range(64)
+        ]
+        together = np.sum(found, 0) / np.sum(found)
+        alone = [np.abs(np.array(totals) / sum(totals) - SHARES).max() for totals in found]
+        assert np.abs(together - SHARES).max() < 0.5 * np.mean(alone)
+        assert tokens == 300 or len({tuple(totals) for totals in found}) > 10
+
+
+def test_lanes_of_a_dataset_begin_with_different_sources() -> None:
+    data = make(three("never", (1, 1, 1)), **ENDLESS, num_lanes=12)
+    first = {pack["lane"]: pack["fragments"][0].row_id[0] for pack in islice(data, 12)}
+    assert set(first.values()) == {0, 1, 2}
+
+
+def test_nested_mixtures_have_the_product_of_their_weights_in_the_long_run() -> None:
+    shares = (0.5, 0.3, 0.16, 0.04)
+    flat = plain("abcd", shares, size=64)
+    source = MapSource([{"i": 0}] * 64)
+    rest = Mix([entry("de", source, 4), entry("fr", source, 1)], stop="never")
+    web = Mix([entry("en", source, 3), entry("rest", rest, 2)], stop="never")
+    nested = Mix([entry("code", source), entry("web", web)], stop="never")
+    assert nested.names == ["code", "web/en", "web/rest/de", "web/rest/fr"]
+    assert nested.target_fractions == {
+        "code": 0.5, "web": 0.5, "web/en": 0.6, "web/rest": 0.4, "web/rest/de": 0.8, "web/rest/fr": 0.2
+    }  # fmt: skip
+    default, own = TokensEncoder(), TokensEncoder()
+    with_own = Mix([{**entry("code", source), "encoder": own}, entry("web", web)], stop="never")
+    leaves = with_own.leaves(default)
+    assert [leaf.name for leaf in leaves] == nested.names
+    assert [leaf.encoder is own for leaf in leaves] == [True, False, False, False]
+    assert [leaf.weight for leaf in leaves] == pytest.approx(list(flat.target_fractions.values()), abs=1e-6)
+    for mix in (flat, nested):
+        totals = drawn(mix, {i: cycle(range(1, 8 * 3**i)) for i in range(4)}, tokens=80_000, reopened=101)
+        assert np.abs(np.array(totals) / sum(totals) - shares).max() < 0.03
+
+
+def test_only_trained_tokens_count() -> None:
+    """Not prompts, tokens that are cut off or dropped, nor the first token of each sequence."""
+    prompts = [{"tokens": [1] * 20, "labels": [IGNORE_INDEX] * 15 + [1] * 5}] * 400
+    answers = [{"tokens": [2] * 20, "labels": [2] * 20}] * 400
+    giants = [
+        {"tokens": [3] * (40 if i % 2 else 11), "labels": [3] * (40 if i % 2 else 11)} for i in range(400)
+    ]
+    mix = Mix([entry("prompts", prompts), entry("answers", answers), entry("giants", giants)], stop="never")
+    for policy, length in (("truncate", 24), ("drop", 24), ("split", 24)):
+        data = IterablePackedDataset(mix, max_seq_len=length, overlong=policy, epochs=None, num_lanes=1)
+        packs = list(islice(data, 700))
+        trained = Counter[int]()
+        for pack in packs:
+            labels = pack["labels"]
+            trained.update(labels[labels != IGNORE_INDEX].tolist())
+        source_stats = data.source_stats()
+        assert sum(stats.tokens_in for stats in source_stats.values()) == data.ledger().tokens_in
+        assert [stats.trained for stats in source_stats.values()] == [trained[1], trained[2], trained[3]]
+        assert max(trained.values()) - min(trained.values()) < 0.02 * trained.total()
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.integers(1, 4)), max_size=5),
+    st.lists(st.integers(1, 7), min_size=1, max_size=12),
+)
+def test_weights_hold_for_the_pieces_that_they_drew(
+    changes: list[tuple[int, int]], rows_read: list[int]
+) -> None:
+    """``changes`` are (pieces after which weights change, the new weight); ``rows_read`` are pieces of each row."""
+    weighing, ends, begin = Weighing((9,)), [], 0
+    for pieces, weight in changes:
+        begin += pieces
+        ends.append((begin, weighing.last))
+        weighing.change((weight,), after=begin)
+    ends.append((10**9, weighing.last))
+    read = 0
+    for pieces in rows_read:
+        again = Weighing.from_numbers(iter(weighing.numbers()), count=1)
+        assert again.now == weighing.now == next(weights for end, weights in ends if read < end)
+        weighing.tick(pieces)
+        read += pieces
+
+
+def resumed(state: dict[str, Any], weights: Iterable[float], **settings: Any) -> IterablePackedDataset:
+    data = make(three("never", weights), **settings)
+    data.load_state_dict(state)
+    return data
+
+
+@pytest.mark.parametrize("more", [{"num_lanes": 2}, {"num_lanes": 1, "overlong": "split", "max_seq_len": 9}])
+def test_weights_changed_at_a_resume(more: dict[str, Any]) -> None:
+    """The rows that wait stay; a second resume with the same weights changes nothing."""
+    settings = {**ENDLESS, **SHUFFLED, **more}
+    before = make(three("never", (7, 2, 1)), **settings)
+    for _ in islice(before, 50):
+        pass
+    with pytest.warns(UserWarning, match="weights changed") as warned:
+        after = resumed(before.state_dict(), (1, 2, 7), **settings)
+    assert str(warned[0].message) == (
+        "the mixture's weights changed since the state was written: short 0.7 -> 0.1, long 0.1 -> 0.7. The rows that "
+        "wait were drawn by the old ones; the next are drawn by the new ones, and the fractions approach them"
+    )
+    old, waiting = before.stream(receipts=numbers_of(before.state_dict()["lanes"])), after.stream()
+    for one, other in zip(old.lanes, waiting.lanes, strict=True):
+        assert [piece.row_id for piece in one.held.values()] == [
+            piece.row_id for piece in other.held.values()
+        ]
+
+    def make_after() -> IterablePackedDataset:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return resumed(before.state_dict(), (1, 2, 7), **settings)
+
+    check_resume_everywhere(make_after, packs=20)
+    started = after.source_stats()
+    for _ in islice(after, 400):
+        pass
+    gained = np.array([stats.trained - started[name].trained for name, stats in after.source_stats().items()])
+    assert np.abs(gained / gained.sum() - (0.1, 0.2, 0.7)).max() < 0.03
+
+
+def rolling(weights: tuple[float, ...]) -> Mix:
+    """Epochs of some twenty rows."""
+    return three("first_exhausted", weights, short=12, middling=9, long=7)
+
+
+def nested(weights: tuple[float, ...]) -> Mix:
+    first, *others = weights
+    web = [entry(str(i), shifted(rows(9, seed=i), APART * i), weight) for i, weight in enumerate(others)]
+    code = entry("code", shifted(rows(40), 5 * APART), first)
+    return Mix([entry("web", Mix(web, stop="first_exhausted"), sum(others)), code], stop="never")
+
+
+@pytest.mark.parametrize(
+    ("mixed", "more"),
+    [
+        (partial(three, "never"), {}),
+        (partial(three, "never"), {"overlong": "split", "max_seq_len": 9}),
+        (rolling, {"buffer_size": 64}),
+        (nested, {"buffer_size": 64}),
+        (nested, {"overlong": "split", "max_seq_len": 5}),
+    ],
+    ids=["flat", "split", "over-epochs", "nested", "nested-split"],
+)
+def test_weights_changed_repeatedly_while_rows_wait(
+    mixed: Callable[[tuple[float, ...]], Mix], more: dict[str, Any]
+) -> None:
+    """Compared with one process that changes its weights without a resume."""
+    settings = {**ENDLESS, **SHUFFLED, "num_lanes": 1, "strategy": "best_fit", "buffer_size": 32, **more}
+    stages = [(7, 2, 1), (1, 2, 7), (1, 1, 1), (5, 1, 1)]
+    unbroken = make(mixed(stages[0]), **settings).stream()
+    state, most = None, 0
+    for weights in stages:
+        data = make(mixed(weights), **settings)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if state is not None:
+                data.load_state_dict(state)
+        [lane] = unbroken.lanes
+        assert isinstance(lane.reader, MixtureScheduler)
+        lane.reader.weighing.last = mixed(weights).weights  # from the next row on
+        found = [pack["tokens"].tolist() for pack in islice(data, 60 if weights == stages[-1] else 3)]
+        assert found == [pack.tokens.tolist() for pack in islice(unbroken, len(found))]
+        state = data.state_dict()
+        most = max(most, Receipt.from_bytes(state["lanes"][0]).cursor[0])
+    assert most >= 1, "weights that waiting rows were drawn by"
+
+
+def test_weights_of_a_nested_mixture_are_compared_too() -> None:
+    before = make(nested((1, 9, 1)))
+    next(iter(before))
+    with pytest.warns(
+        UserWarning, match=r"since the state was written: web/0 0\.9 -> 0\.1, web/1 0\.1 -> 0\.9\. "
+    ):
+        make(nested((1, 1, 9))).load_state_dict(before.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(nested((2, 18, 2))).load_state_dict(before.state_dict())

@@ -1,0 +1,243 @@
+"""Mixtures resume at every pack, skip broken records, and keep their states small."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from streampack import (
+    IterablePackedDataset,
+    IterableSource,
+    Mix,
+    PackedDataLoader,
+    Sample,
+)
+from streampack.accounting import Ledger, SourceStats
+from streampack.sources import Reading
+from streampack.sources.base import Reader
+from streampack.sources.mixture import TOTAL_WEIGHT
+from streampack.sources.mixture_scheduler import Stand, Weighing
+from streampack.streaming.lane import Lane
+from streampack.streaming.lane_state import Receipt
+from tests.support.conformance import check_positions, check_resume_everywhere, content
+from tests.support.corpus import Numbers, rows, samples_in, write
+from tests.support.mixtures import (
+    APART,
+    ENDLESS,
+    ONCE,
+    SHUFFLED,
+    TWICE,
+    entry,
+    make,
+    shifted,
+    three,
+    training,
+)
+
+NESTED = "nested"
+CASES: list[tuple[str, str, dict[str, Any]]] = [
+    ("all-twice", "all_exhausted", {**TWICE, **SHUFFLED, "num_lanes": 2}),
+    ("first-twice", "first_exhausted", {**TWICE, **SHUFFLED, "num_lanes": 3}),
+    ("first-endless", "first_exhausted", {**ENDLESS, **SHUFFLED, "num_lanes": 2}),
+    ("all-endless-wrap", "all_exhausted", {**ENDLESS, **SHUFFLED, "num_lanes": 2, "strategy": "wrap"}),
+    ("never-split", "never", {**ENDLESS, **SHUFFLED, "num_lanes": 2, "overlong": "split", "max_seq_len": 9}),
+    ("never-drop", "never", {**ENDLESS, "num_lanes": 1, "overlong": "drop", "max_seq_len": 14}),
+    ("all-truncate", "all_exhausted", {**ONCE, "overlong": "truncate", "max_seq_len": 14, "strategy": "best_fit"}),
+    ("nested-never", NESTED, {**ENDLESS, **SHUFFLED, "num_lanes": 2}),
+    ("nested-split", NESTED, {**ENDLESS, "overlong": "split", "max_seq_len": 9, "strategy": "best_fit"}),
+]  # fmt: skip
+
+
+def mixture(kind: str, folder: Path, **sizes: int) -> Mix:
+    if kind != NESTED:
+        return three(kind, **sizes)
+    files = [folder / "a.jsonl", folder / "b.jsonl"]
+    if not files[0].exists():
+        for i, path in enumerate(files):
+            write(path, shifted(rows(50, longest=14, seed=i), APART * (3 + i)))
+    web = Mix([entry("en", files[0], 2), entry("de", files[1])], stop="first_exhausted")
+    return Mix([entry("web", web, 0.6), entry("rest", three("all_exhausted"), 0.4)], stop="never")
+
+
+FEW = {"short": 24, "middling": 16, "long": 10}  # so that epochs end within the packs that are looked at
+
+
+@pytest.mark.parametrize(("kind", "settings"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_resume_at_every_step(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
+    packs = check_resume_everywhere(lambda: make(mixture(kind, tmp_path, **FEW), **settings), packs=30)
+    assert len(packs) > 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "settings"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_resume_at_every_step_at_length(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
+    check_resume_everywhere(lambda: make(mixture(kind, tmp_path), **settings), packs=120)
+
+
+def test_source_stats_after_a_resume_are_those_of_an_unbroken_run(tmp_path: Path) -> None:
+    settings = {**ENDLESS, **SHUFFLED, "num_lanes": 2}
+    whole = make(mixture(NESTED, tmp_path), **settings)
+    for _ in islice(whole, 45):
+        pass
+    state = None
+    for _ in range(15):
+        part = make(mixture(NESTED, tmp_path), **settings)
+        if state is not None:
+            part.load_state_dict(state)
+        for _ in islice(part, 3):
+            pass
+        state = part.state_dict()
+    assert state == whole.state_dict()
+    assert part.source_stats() == whole.source_stats()
+    source_stats, ledger = whole.source_stats(), whole.ledger()
+    assert list(source_stats) == ["web/en", "web/de", "rest/short", "rest/middling", "rest/long"]
+    for name in ("samples", "tokens_in", "packed"):
+        assert sum(getattr(stats, name) for stats in source_stats.values()) == getattr(ledger, name)
+
+
+def test_workers_and_a_state_on_disk(tmp_path: Path) -> None:
+    """Two processes make the batches that one makes, and count the same; their state is plain."""
+    settings = {**ENDLESS, **SHUFFLED, "num_lanes": 4}
+    batches, loaders = [], []
+    for workers in (0, 2):
+        loader = PackedDataLoader(
+            make(mixture(NESTED, tmp_path), **settings), batch_size=3, num_workers=workers
+        )
+        batches.append([batch.tokens.tolist() for batch in islice(loader, 20)])
+        loaders.append(loader)
+    assert batches[0] == batches[1]
+    assert loaders[0].source_stats() == loaders[1].source_stats()
+    assert sum(stats.packed for stats in loaders[0].source_stats().values()) == loaders[0].ledger().packed
+    state = loaders[0].state_dict()
+    torch.save(state, tmp_path / "state.pt")
+    assert torch.load(tmp_path / "state.pt", weights_only=True) == state
+    assert state["weights"]["web/en"] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 4, 5])
+def test_every_cursor(seed: int) -> None:
+    class Charged(Reader):
+        """As a lane reads: every row is charged at once."""
+
+        def __init__(self, mix: Mix, start: Any) -> None:
+            self.draws = mix.read(Reading(seed=seed, shuffle_window=1, start=start))
+
+        @property
+        def cursor(self) -> Any:
+            return self.draws.cursor
+
+        def __next__(self) -> Any:
+            row = next(self.draws)
+            self.draws.charge(training(row.data["n"]))
+            return row
+
+        def skip(self) -> None: ...
+
+    mix = three(("all_exhausted", "first_exhausted")[seed % 2], short=6, middling=5, long=3)
+    found = check_positions(lambda start: Charged(mix, start), announced=False)
+    assert len(found) >= 5
+
+
+def test_receipts_stay_small() -> None:
+    """128 + span / 8 + 48 x sources bytes, for eight sources in a nested mixture with long cursors."""
+    many = [entry(str(i), IterableSource(rows(3000, longest=40, seed=i)), 1 / (i + 1)) for i in range(6)]
+    mix = Mix([*many, entry("in", Mix([entry("a", rows(500)), entry("b", rows(500))]))], stop="never")
+    data = make(mix, **ENDLESS, num_lanes=1, buffer_size=128, max_seq_len=512, shuffle=True)
+    sizes = []
+    for _ in islice(data, 100):
+        receipt = data.state_dict()["lanes"][0]
+        span = (found := Receipt.from_bytes(receipt)).next_piece - found.first
+        assert len(receipt) <= 128 + span / 8 + 48 * len(mix.names)
+        sizes.append(len(receipt))
+    assert max(sizes) < 330
+
+
+def test_receipts_stay_small_at_a_million_steps() -> None:
+    """Shards of 1 TB, a billion rows, 2^40 tokens of each source, deficits of 2^18 tokens."""
+    sources = 8
+    weighing = Weighing([TOTAL_WEIGHT // sources] * sources).numbers()
+    cursor = (10_000, 2**40, 2047)
+    stand = Stand(-TOTAL_WEIGHT * 2**18, turn=9, exhausted=True, fed=True, cursor=cursor).numbers()
+    stats = SourceStats(epochs=9, samples=2**30, tokens_in=2**40, packed=2**40, trained=2**40)
+    ledger = Ledger(samples=2**33, tokens_in=2**43, packs=2**31, slots=2**43, packed=2**43)
+    receipt = Receipt(
+        2**31,
+        False,
+        0,
+        (*weighing, *stand * sources),
+        2**33,
+        0,
+        2**33 + 300,
+        2**300 - 1,
+        ledger,
+        (stats,) * sources,
+    )
+    assert len(receipt.to_bytes()) <= 128 + 300 / 8 + 48 * sources
+
+
+def test_errors_consume_nothing() -> None:
+    expected = [content(pack) for pack in islice(make(three(), **ENDLESS, num_lanes=1), 40)]
+    mix, encoder = three(), Numbers()
+    encoder.bad = APART + 7
+    data = make(mix, **ENDLESS, num_lanes=1, encoder=encoder)
+    iterator, found = iter(data), []
+    with pytest.raises(ValueError, match="^middling: sample 7: is out of order$"):
+        while True:
+            found.append(content(next(iterator)))
+    with pytest.raises(ValueError, match="middling: sample 7"):
+        next(iterator)
+    encoder.bad = None
+    assert found + [content(pack) for pack in islice(iterator, 40 - len(found))] == expected
+    assert len(found) < 40
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_broken_records_are_skipped(tmp_path: Path, nested: bool) -> None:
+    """Every seventh row of each source cannot be encoded, and every ninth line of two of them is no JSON."""
+    for i, path in enumerate(paths := [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]):
+        lines = write(path, shifted(rows(60, longest=14, seed=i), APART * i)).read_text().splitlines()
+        path.write_text("".join("{\n" if k % 9 == 0 else f"{line}\n" for k, line in enumerate(lines)))
+
+    class Sevenths(Numbers):
+        def __call__(self, row: Mapping[str, Any], /) -> Sample:
+            if row["i"] % 7 == 0:
+                raise ValueError("is a seventh")
+            return super().__call__(row)
+
+    def make_it() -> IterablePackedDataset:
+        mix = Mix([entry("a", paths[0], 2), entry("b", paths[1])])
+        if nested:
+            mix = Mix([entry("in", mix), entry("c", shifted(rows(60), 2 * APART))])
+        settings = {**TWICE, **SHUFFLED, "num_lanes": 2, "on_bad_record": "skip", "max_bad_records": 1000}
+        return make(mix, encoder=Sevenths(), quarantine=tmp_path / "bad", **settings)
+
+    check_resume_everywhere(make_it, packs=30)
+    for path in (tmp_path / "bad").iterdir():
+        path.unlink()
+    data = make_it()
+    came = samples_in(data)
+    whole = [row for i in range(2 + nested) for row in shifted(rows(60, longest=14, seed=i), APART * i)]
+    good = {r["i"] for r in whole if r["i"] % 7 and (r["i"] >= 2 * APART or r["i"] % APART % 9)}
+    assert set(came) == good
+    listed = "".join(path.read_text() for path in (tmp_path / "bad").iterdir())
+    assert len(listed.splitlines()) == 60 * (2 + nested) - len(good), "each once"
+    assert ('"shard": "in/b/b.jsonl"' if nested else '"shard": "b/b.jsonl"') in listed
+    assert ('"shard": "c/list"' in listed) == nested
+    assert all(stats.epochs >= 4 for stats in data.source_stats().values()), "two lanes, two epochs"
+
+
+def test_a_replay_encodes_consumed_rows() -> None:
+    """A resume must know how many tokens those rows train, to draw the same ones again."""
+    data = make(three(), **ENDLESS, num_lanes=1)
+    for _ in islice(data, 30):
+        pass
+    found = Receipt.from_bytes(data.state_dict()["lanes"][0])
+    encoder = Numbers()
+    resumed = make(three(), **ENDLESS, num_lanes=1, encoder=encoder)
+    Lane(resumed.lane_config, receipt=found.numbers())
+    assert encoder.calls == found.next_piece - found.first
