@@ -53,7 +53,7 @@ bench: $(VENV)/.installed-bench  ## density and speed beside the peers', time to
 models: setup  ## docs/guides/models.md: which families of models keep samples apart, as the tests see it now
 	mkdir -p build && rm -f build/models.jsonl
 	STREAMPACK_WRITE_TABLES=build/models.jsonl OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not gpu" \
-		tests/attention/test_torchtune.py tests/attention/test_transformers.py
+		tests/attention/test_torchtune.py tests/attention/test_transformers.py tests/attention/test_families.py
 	$(BIN)/python -m tests.support.models_table build/models.jsonl
 
 # A GPU machine without network has a torch of its own; what else it needs comes as wheels (`make wheels`), which are

@@ -1,7 +1,7 @@
 """Facts about families of Hugging Face models: which can be packed, and with which attention.
 
-`tests/attention/test_transformers.py` proves them, with transformers 5.23, and writes the table of
-docs/guides/models.md. A family that is not listed here is tried with `find_leaks`.
+Tests prove them with transformers 5.23, and write the table of docs/guides/models.md. A family that is not listed here
+is tried with `find_leaks`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from streampack.attention.calls import logits_of
 from streampack.attention.probe_pack import probe_length
 from streampack.attention.report import CAUSES, WAY_OUT
 from streampack.packing.batch import null_pack, to_torchtune
-from tests.attention.test_packed_equals_alone import MAX_SEQ_LEN, VOCAB, build, stream_and_batch
+from tests.support.isolation import MAX_SEQ_LEN, VOCAB, build, stream_and_batch
 
 Mask = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (places, document ids) -> [b, L, L] bool
 

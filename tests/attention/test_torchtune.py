@@ -22,7 +22,9 @@ from streampack import Batch, IterablePackedDataset, find_leaks, prepare_model_f
 from streampack.attention import Inputs, varlen, varlen_attention
 from streampack.attention.torchtune import _order, _why_not
 from streampack.losses import summed_cross_entropy
-from tests.attention.test_packed_equals_alone import (
+from tests.attention.test_varlen import random_packs
+from tests.support.compiled import attend_in_graph
+from tests.support.isolation import (
     Run,
     differences,
     is_padding,
@@ -32,9 +34,7 @@ from tests.attention.test_packed_equals_alone import (
     run_packed,
     stream_and_batch,
 )
-from tests.attention.test_packed_equals_alone import build as build_llama
-from tests.attention.test_varlen import random_packs
-from tests.support.compiled import attend_in_graph
+from tests.support.isolation import build as build_llama
 from tests.support.models_table import LIMITS, figures
 from tests.support.ranks import run_ranks
 from tests.support.tiny_torchtune import FAMILIES, MAX_SEQ_LEN, attention_modules, build, exactly

@@ -1,44 +1,48 @@
-"""Packed equals alone, for every family of Hugging Face models and every attention, or a refusal that says why.
+"""Packed equals alone, for every family of Hugging Face models and every attention, or a refusal with the reason.
 
-Packs come from the real stream and hold samples of one token, fragments and padding. The packed side is a model
-prepared as users do it; the other side is a second, untouched model, which sees one unpadded sequence at a time.
+Packs come from a stream and hold samples of one token, fragments and padding. The packed side is a prepared model; the
+other side is an unprepared one, which gets one unpadded sequence at a time.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from streampack import (
-    IGNORE_INDEX,
     Batch,
-    IterablePackedDataset,
-    collate_packed,
     find_leaks,
     prepare_model_for_packing,
 )
 from streampack.attention import dense_mask, varlen
-from streampack.attention.families import PROVEN
 from streampack.attention.probe_pack import pack_of
-from streampack.losses import summed_cross_entropy
-from tests.attention.test_packed_equals_alone import Run, differences, own, placed, run_of, stream_and_batch
 from tests.support.compiled import attend_in_graph
-from tests.support.hf_models import EXPERTS, FAMILIES, HEADS, MAX_SEQ_LEN, VOCAB, WINDOW, build
+from tests.support.hf_models import (
+    FAMILIES,
+    MAX_SEQ_LEN,
+    VOCAB,
+    WITHOUT,
+    Wrapper,
+    build,
+    fp64_throughout,
+    prepared,
+    run_alone,
+    run_packed,
+)
+from tests.support.isolation import differences, own, placed, stream_and_batch
 from tests.support.models_table import EVERY, LIMITS, PAGE, VARIABLE, figures, over_the_limit, read_page
 from tests.support.ranks import run_ranks
 
@@ -47,58 +51,11 @@ pytest.importorskip("transformers")
 ATTENTIONS = ("dense", "flex", "varlen")
 Record = Callable[[str, str, str, str], None]
 
-# Compiling it takes a minute a family here. The others are transformers' and torch's own affair.
+# Uncompiled: compiling takes a minute a family.
 uncompiled_flex = pytest.mark.filterwarnings(
     "ignore:flex_attention called without torch.compile:UserWarning",
     "ignore::DeprecationWarning",
 )
-
-# Where an attention cannot compute a family on any device, and what the refusal says.
-WITHOUT = {
-    ("falcon", "flex"): "falcon has its attention written into its layers",
-    ("falcon", "varlen"): "falcon has its attention written into its layers",
-    ("stablelm", "flex"): "transformers has no flex attention for stablelm",
-    ("gpt2", "flex"): "transformers has no flex attention for gpt2",
-    ("gpt_oss", "varlen"): "gpt_oss has attention sinks, which varlen does not compute",
-}
-# With varlen, the chunks of llama4 must be longer than the packs.
-CHANGES = {("llama4_text", "varlen"): {"attention_chunk_size": MAX_SEQ_LEN}}
-
-
-@contextmanager
-def fp64_throughout() -> Iterator[None]:
-    """Some families turn numbers into fp32 in the middle (gemma2 its softmax, llama4 its RoPE): here they stay."""
-    softmax, to_float = F.softmax, torch.Tensor.float
-    with (
-        patch.object(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else to_float(x)),
-        patch.object(F, "softmax", lambda scores, dim, dtype=None: softmax(scores, dim)),
-    ):
-        yield
-
-
-def run_packed(model: nn.Module, batch: Batch, inputs: Callable[[Batch], dict[str, Any]]) -> Run:
-    logits = model(**inputs(batch)).logits
-    loss = summed_cross_entropy(logits, batch.labels, chunk_size=50) / batch.num_trained
-    real = [sum(fragment.stop - fragment.start for fragment in pack) for pack in batch.fragments]
-    return run_of(model, loss, [row[:length] for row, length in zip(logits, real, strict=True)])
-
-
-def run_alone(model: nn.Module, data: IterablePackedDataset, batch: Batch) -> Run:
-    loss, trained, logits = torch.zeros(()), 0, []
-    for _, _, fragment in placed(batch):
-        tokens, labels = own(data, fragment, "tokens"), own(data, fragment, "labels")
-        logits.append(model(input_ids=tokens[None], use_cache=False).logits[0])
-        if count := int((labels[1:] != IGNORE_INDEX).sum()):
-            loss = loss + count * F.cross_entropy(logits[-1][:-1], labels[1:])
-            trained += count
-    return run_of(model, loss / trained, logits)
-
-
-def prepared(family: str, attention: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """(the model, its inputs, the same model untouched)."""
-    changes |= CHANGES.get((family, attention), {})
-    model = build(family, dtype, **changes)
-    return model, prepare_model_for_packing(model, attention=attention), build(family, dtype, **changes)
 
 
 @pytest.mark.parametrize("attention", ["dense", "varlen"])
@@ -180,188 +137,6 @@ def test_the_probe_finds_nothing_either(family: str, attention: str) -> None:
         assert not report.blind
 
 
-def test_every_proven_family_is_proven() -> None:
-    assert set(FAMILIES) == PROVEN
-
-
-HYBRID = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8}
-STATE = "carries a state from token to token, over the ends of samples, and attention masks do not reach it"
-ALIBI = "adds a bias for the distance of tokens (ALiBi) counted from the start of the pack"
-REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "mamba": (STATE, {"state_size": 4}),
-    "mamba2": (STATE, {"state_size": 4, "num_heads": 8, "head_dim": 16, "n_groups": 1}),
-    "falcon_mamba": (STATE, {}),
-    "recurrent_gemma": (STATE, {"head_dim": 16, "lru_width": 64}),
-    "rwkv": (STATE, {}),
-    "lfm2": (STATE, {"layer_types": ["conv", "full_attention"]}),
-    "minimax": (STATE, {"head_dim": 16, "num_local_experts": 4}),
-    "qwen3_next": (STATE, HYBRID | {"linear_value_head_dim": 8, "num_experts": 4, "head_dim": 16}),
-    "falcon": (ALIBI, {"alibi": True}),
-    "bloom": (ALIBI, {"n_head": 4, "n_layer": 2}),
-    "mpt": (ALIBI, {"d_model": 64, "n_heads": 4, "n_layers": 2}),
-    "t5": ("is an encoder-decoder model", {"d_model": 64, "num_layers": 2, "num_heads": 4, "d_ff": 48}),
-    "gemma3_text": ("sees tokens to the right", {"use_bidirectional_attention": True}),
-}
-
-
-@pytest.mark.parametrize("attention", ["auto", "dense"])
-@pytest.mark.parametrize("family", REFUSED)
-def test_what_cannot_be_isolated_is_refused(family: str, attention: str, record_model: Record) -> None:
-    why, changes = REFUSED[family]
-    model = build(family, **changes)
-    with pytest.raises(ValueError) as error:
-        prepare_model_for_packing(model, attention=attention)
-    assert str(error.value).startswith(f"this model cannot be packed: {family} {why}")
-    assert str(error.value).endswith("; train it on padded batches, one sample a row")
-    name = f"{family}, {next(iter(changes))}" if family in FAMILIES else family
-    record_model("transformers", name, EVERY, "refused: " + str(error.value).split(f"{family} ", 1)[1])
-
-
-@pytest.mark.parametrize("family", ["mamba", "bloom", "mpt", "lfm2"])
-def test_refusals_are_earned(family: str) -> None:
-    """These leak for a fact, when they are given what a llama needs."""
-
-    def logits(batch: Batch) -> torch.Tensor:
-        positions = {} if family in ("mamba", "bloom", "mpt") else {"position_ids": batch.input_pos}
-        output: torch.Tensor = model(input_ids=batch.tokens, use_cache=False, **positions).logits
-        return output
-
-    model = build(family, **REFUSED[family][1])
-    report = find_leaks(logits, vocab_size=VOCAB, max_seq_len=MAX_SEQ_LEN)
-    assert {leak.kind for leak in report.leaks} >= {"sample"}
-
-
-UNKNOWN_BUT_FIT: dict[str, dict[str, Any]] = {
-    "cohere2": WINDOW | {"layer_norm_eps": 1e-5},
-    "olmoe": EXPERTS,
-    "glm4": HEADS,
-    "exaone4": WINDOW,
-}
-
-
-@pytest.mark.parametrize("attention", ["dense", "varlen"])
-@pytest.mark.parametrize("family", UNKNOWN_BUT_FIT)
-def test_an_unknown_family_is_tried(family: str, attention: str) -> None:
-    """And what passes the probe passes this test too."""
-    assert family not in PROVEN
-    data, batch = stream_and_batch("overlong")
-    model, inputs, alone = prepared(family, attention, **UNKNOWN_BUT_FIT[family])
-    found = differences(run_packed(model, batch, inputs), run_alone(alone, data, batch))
-    assert max(found.values()) < 1e-5
-
-
-OPT = {"ffn_dim": 48, "word_embed_proj_dim": 64}
-
-
-def test_an_unknown_family_that_leaks_is_refused() -> None:
-    model = build("opt", **OPT)
-    with pytest.raises(ValueError) as error:
-        prepare_model_for_packing(model, attention="dense")
-    message = str(error.value)
-    assert "attention='dense' will not do: nothing is known of opt, and it failed a try: 9 leaks" in message
-    assert "changing sample 0 moved sample 1 by" in message
-    assert message.endswith("; use 'flex' or 'varlen'")
-    assert model.config._attn_implementation == "sdpa", "left as it was found"
-    assert model.config.use_cache
-    assert prepare_model_for_packing(model, attention="auto").attention == "varlen"
-
-
-def test_an_unknown_family_that_fails_is_refused() -> None:
-    """Its class has no argument use_cache, or whatever goes wrong in code nobody has seen."""
-    model = build("opt", **OPT)
-    with (
-        patch.object(type(model), "forward", lambda self, input_ids: input_ids),
-        pytest.raises(ValueError, match="it failed a try: TypeError: .*unexpected keyword argument"),
-    ):
-        prepare_model_for_packing(model, attention="varlen")
-    assert model.config._attn_implementation == "sdpa", "left as it was found"
-
-
-@pytest.mark.parametrize(("family", "attention"), [("falcon", "dense"), ("llama", "varlen")])
-def test_the_probe_knows_how_models_are_called(family: str, attention: str) -> None:
-    """As they were prepared; it used to hand them a Batch, which raised a TypeError from deep within."""
-    model = build(family)
-    report = find_leaks(model)
-    assert "sample" in {leak.kind for leak in report.leaks}, (
-        "a falcon needs more than positions, a llama no cache"
-    )
-    prepare_model_for_packing(model, attention=attention)
-    assert find_leaks(model).ok
-    for wrapped in (Wrapper(model), torch.compile(model, backend="eager")):
-        assert find_leaks(wrapped).ok  # type: ignore[arg-type]
-    report = find_leaks(model, inputs=lambda batch: {"input_ids": batch.tokens})
-    assert not report.ok, "inputs that are given hold"
-
-
-def test_the_probe_takes_a_cache_for_what_it_is() -> None:
-    """A model that was never prepared ignores positions, and the probe says so."""
-    model = build("llama")
-    report = find_leaks(model)
-    assert "sample" in {leak.kind for leak in report.leaks}
-    model.config.use_cache = False
-    assert find_leaks(model).ok
-    assert model.config._attn_implementation == "sdpa"
-
-
-def test_the_probe_calls_a_model_without_positions() -> None:
-    report = find_leaks(build("bloom", **REFUSED["bloom"][1]))
-    assert "sample" in {leak.kind for leak in report.leaks}
-
-
-def test_an_unknown_family_without_weights_is_refused() -> None:
-    with pytest.raises(ValueError, match="it has no weights yet; prepare it when they are loaded"):
-        prepare_model_for_packing(build("opt", **OPT).to("meta"))
-
-
-def long_batch(length: int) -> Batch:
-    rows = [{"tokens": [7] * (length - 2), "labels": [7] * (length - 2)}]
-    return collate_packed(list(IterablePackedDataset(rows, max_seq_len=length)))
-
-
-LONGROPE = {
-    "original_max_position_embeddings": 16,
-    "rope_parameters": {
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        "factor": 2.0,
-        "short_factor": [1.0] * 8,
-        "long_factor": [2.0] * 8,
-    },
-}
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-
-
-@pytest.mark.parametrize(
-    ("family", "attention", "changes", "longest", "why"),
-    [
-        ("phi3", "dense", LONGROPE, 16, "longrope RoPE turns all samples"),
-        ("llama", "varlen", {"rope_parameters": DYNAMIC}, MAX_SEQ_LEN, "dynamic RoPE turns all samples"),
-        ("llama4_text", "dense", {"floor_scale": 8}, 7, "scale queries by their place in the pack"),
-        ("llama4_text", "varlen", {"attention_chunk_size": 8}, 8, "varlen does not cut samples into chunks"),
-    ],
-)
-def test_packs_too_long_for_the_model_are_refused(
-    family: str, attention: str, changes: dict[str, Any], longest: int, why: str
-) -> None:
-    inputs = prepare_model_for_packing(build(family, **changes), attention=attention)
-    inputs(long_batch(longest))
-    with pytest.raises(ValueError) as error:
-        inputs(long_batch(longest + 1))
-    assert str(error.value).startswith(f"max_seq_len is {longest + 1}, but a packed {family} model")
-    assert f"up to {longest}: " in str(error.value)
-    assert why in str(error.value)
-    assert str(error.value).endswith(f"set max_seq_len={longest} or less")
-
-
-def test_longer_packs_would_have_been_wrong() -> None:
-    """Nothing leaks, yet samples are not what they are alone: RoPE, or the place in the pack, follows the others."""
-    for family, changes in (("phi3", LONGROPE), ("llama4_text", {"floor_scale": 8})):
-        with patch("streampack.attention.transformers.longest_pack", lambda *_: None):
-            model, inputs, _ = prepared(family, "dense", **changes)
-            report = find_leaks(model, inputs=inputs, max_seq_len=64)
-        assert {leak.kind for leak in report.leaks} == {"alone"}
-
-
 @pytest.mark.parametrize("attention", ["dense", "varlen"])
 def test_dropout_on_attention(attention: str) -> None:
     model = build("llama", attention_dropout=0.1)
@@ -380,7 +155,7 @@ def test_flash_without_cuda_says_so() -> None:
 
 
 def test_positions_come_from_the_lengths() -> None:
-    """torchtune's own packs, for one, may begin a fragment at another position than 0."""
+    """For example, torchtune's own packs may begin a fragment at another position than 0."""
     data, batch = stream_and_batch("overlong")
     model, inputs, alone = prepared("gpt2", "dense")
     running = replace(batch, input_pos=torch.arange(MAX_SEQ_LEN).expand_as(batch.tokens))
@@ -395,7 +170,7 @@ def test_positions_come_from_the_lengths() -> None:
     assert torch.equal(inputs(without_padding)["position_ids"], batch.input_pos)
 
 
-def test_preparing_twice_and_changing_ones_mind() -> None:
+def test_the_last_of_several_preparations_holds() -> None:
     data, batch = stream_and_batch("overlong")
     model, alone = build("mistral"), build("mistral")
     right = run_alone(alone, data, batch)
@@ -411,7 +186,7 @@ def test_preparing_twice_and_changing_ones_mind() -> None:
 def test_a_prepared_model_is_saved_and_generates_as_before(
     family: str, attention: str, tmp_path: Path
 ) -> None:
-    """A saved ``use_cache: false`` would slow down whoever generates with it, in silence."""
+    """A saved ``use_cache: false`` would silently slow down generation."""
     model, alone = build(family).eval(), build(family).eval()
     inputs = prepare_model_for_packing(model, attention=attention)
     _, batch = stream_and_batch("overlong")
@@ -436,7 +211,7 @@ def test_a_prepared_model_is_saved_and_generates_as_before(
 
 @pytest.mark.parametrize("attention", ["dense", "varlen"])
 @pytest.mark.parametrize("family", ["mistral", "gpt2", "qwen2_moe", "stablelm"])
-def test_a_prepared_model_is_what_it_was_without_inputs(family: str, attention: str) -> None:
+def test_a_prepared_model_without_inputs_computes_what_it_did_before(family: str, attention: str) -> None:
     """Padded batches and generating still work, windows, cache and all."""
     model, _, alone = prepared(family, attention)
     tokens = torch.randint(3, VOCAB, (2, 20), generator=torch.Generator().manual_seed(2))
@@ -449,8 +224,8 @@ def test_a_prepared_model_is_what_it_was_without_inputs(family: str, attention: 
         assert model.generate(tokens, **settings).equal(alone.generate(tokens, **settings))
 
 
-def test_a_router_that_learns() -> None:
-    """Its loss reads a mask of tokens, so boundaries must not travel in the mask's place."""
+def test_a_router_loss() -> None:
+    """It reads a mask of tokens, so boundaries must not take the mask's place."""
     data, batch = stream_and_batch("overlong")
     model, inputs, alone = prepared("mixtral", "varlen", output_router_logits=True)
     assert model(**inputs(batch)).aux_loss > 0
@@ -465,18 +240,6 @@ def test_checkpointed_layers(attention: str) -> None:
     model, inputs, alone = prepared("qwen3", attention)
     model.train().activation_checkpointing_enable()
     assert max(differences(run_packed(model, batch, inputs), run_alone(alone, data, batch)).values()) < 1e-5
-
-
-class Wrapper(nn.Module):
-    """As PEFT, DDP and FSDP do: the model is a part of it."""
-
-    def __init__(self, module: nn.Module, *, prompt_learning: bool = False) -> None:
-        super().__init__()
-        self.module = module
-        self.active_peft_config = SimpleNamespace(is_prompt_learning=prompt_learning)
-
-    def forward(self, **inputs: Any) -> Any:
-        return self.module(**inputs)
 
 
 def test_a_wrapped_model() -> None:
@@ -550,7 +313,7 @@ def test_sharded_over_two_ranks() -> None:
         assert max(found) < 1e-5, found
 
 
-# Mistakes that users make, and that this file must see: each is a wrong call of a right model.
+# Mistakes of users that must show: each is a wrong call of a right model.
 
 
 def cache_left_on(_model: nn.Module, batch: Batch, inputs: Any) -> dict[str, Any]:
@@ -610,7 +373,7 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("mistake", "family", "attention"), MISTAKES)
 def test_a_mistake_shows(mistake: Any, family: str, attention: str) -> None:
-    """By orders of magnitude, in the logits and in the gradients, and the probe sees each of them too."""
+    """By orders of magnitude in logits and gradients; and the probe finds each of them."""
     data, batch = stream_and_batch("overlong")
     model, inputs, alone = prepared(family, attention)
     wrong = run_packed(model, batch, lambda batch: mistake(model, batch, inputs))
@@ -623,8 +386,8 @@ def test_a_mistake_shows(mistake: Any, family: str, attention: str) -> None:
     assert report.worst > 100 * report.limit
 
 
-def test_a_window_that_the_attention_function_is_not_told_of() -> None:
-    """transformers gives qwen2_moe's attention none, and masks that have it. varlen gets no masks."""
+def test_a_window_that_only_masks_have() -> None:
+    """transformers passes no window to qwen2_moe's attention function, and varlen gets no masks."""
     data, batch = stream_and_batch("overlong")
     model, inputs, alone = prepared("qwen2_moe", "varlen")
     with patch("streampack.attention.transformers.window_of", lambda *_: None):
@@ -634,7 +397,7 @@ def test_a_window_that_the_attention_function_is_not_told_of() -> None:
     assert {leak.kind for leak in report.leaks} == {"alone"}
 
 
-def test_the_page_keeps_the_limits() -> None:
+def test_the_figures_of_the_page_are_within_the_limits() -> None:
     if VARIABLE in os.environ:
         pytest.skip("the page is being written")
     written = {

@@ -1,4 +1,4 @@
-"""Epochs under transformers' Trainer: how many steps they take, what acts at their ends, and data that ends early."""
+"""Epochs under transformers' Trainer: their steps, callbacks at their ends, and data that ends early."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 
 
 def steps_of(packs: IterablePackedDataset) -> int:
-    """Steps of two batches of two packs."""
+    """Count steps of two batches of two packs."""
     return len(list(PackedDataLoader(packs, batch_size=2, packs_per_step=4))) // 2
 
 
@@ -27,7 +27,7 @@ def entries(trainer: Any, name: str) -> dict[int, Any]:
 
 
 class Epochs(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
-    """Notes when epochs begin and end."""
+    """Records the steps at which epochs begin and end."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, int]] = []
@@ -121,7 +121,7 @@ def test_epochs_of_a_stream_are_estimated(
 def test_data_that_ends_early_is_logged_and_saved(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, resume: bool
 ) -> None:
-    """A run whose data ended before max_steps left its last steps in no log and no checkpoint."""
+    """The last steps before the end of the data are logged and saved."""
     rows = samples(100)
     steps = steps_of(stream(rows, epochs=1))
     assert steps % 4
@@ -142,12 +142,10 @@ def test_data_that_ends_early_is_logged_and_saved(
     assert trainer.state.global_step == steps
 
     over = packed(tmp_path, stream(rows, epochs=1), **changes)
-    assert (
-        over.train(resume_from_checkpoint=True).global_step == steps
-    )  # nothing is left, and nothing is written
+    assert over.train(resume_from_checkpoint=True).global_step == steps  # no data is left
 
 
-def test_nothing_is_saved_that_nobody_asked_for(tmp_path: Path) -> None:
+def test_the_end_of_the_data_is_not_saved_with_saving_off(tmp_path: Path) -> None:
     trainer = packed(tmp_path, stream(samples(100), epochs=1), max_steps=1000, logging_strategy="no")
     trainer.train()
     assert not list(tmp_path.glob("checkpoint-*"))
@@ -155,7 +153,7 @@ def test_nothing_is_saved_that_nobody_asked_for(tmp_path: Path) -> None:
 
 
 def planned_and_made() -> list[tuple[int, ...]]:
-    """As one of two ranks: an epoch's steps as planned, and as the loader makes them."""
+    """As one of two ranks: return an epoch's steps as planned and as made by the loader."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer on packs of what it has tokenized itself: completions alone, the same losses, an exact resume."""
+"""TRL's SFTTrainer on packs of the samples that it has tokenized."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STEPS = 12
 
 
 def tokenizer() -> Any:
-    """A token for each of 300 words."""
+    """Make a tokenizer of 300 words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = ["<pad>", "<eos>", *(f"w{i}" for i in range(300))]
@@ -42,7 +42,7 @@ def tokenizer() -> Any:
 
 
 def text(count: int = 300) -> Any:
-    """Prompts of words up to w99, completions of words beyond."""
+    """Make prompts of words up to w99 and completions of later words."""
     generator = torch.Generator().manual_seed(0)
 
     def words(low: int, high: int) -> str:
@@ -71,18 +71,13 @@ def packs_of(trainer: Any) -> IterablePackedDataset:
     )
 
 
-def packed(folder: Path, *, attention: str = "auto", eval_packs: Any = None, **changes: Any) -> Any:
+def packed(folder: Path, *, eval_packs: Any = None, **changes: Any) -> Any:
     trainer = sft(folder, **changes)
-    prepare_trainer_for_packing(
-        trainer, train_dataset=packs_of(trainer), eval_dataset=eval_packs, attention=attention
-    )
+    prepare_trainer_for_packing(trainer, train_dataset=packs_of(trainer), eval_dataset=eval_packs)
     return trainer
 
 
-@pytest.mark.parametrize("attention", ["dense", "varlen"])
-def test_completions_alone_are_trained_with_the_losses_of_padded_batches(
-    tmp_path: Path, attention: str
-) -> None:
+def test_only_completions_are_trained_with_the_losses_of_padded_batches(tmp_path: Path) -> None:
     theirs = sft(tmp_path / "padded")
     rows = list(theirs.train_dataset)
     packs = packs_of(theirs)
@@ -91,11 +86,11 @@ def test_completions_alone_are_trained_with_the_losses_of_padded_batches(
         parts = [rows[fragment.row_id[0]] for pack in batch.fragments for fragment in pack]
         batches.append(PaddedCollator()(parts))
         items.append(sum(label != IGNORE_INDEX for row in parts for label in row["labels"]))
-    # TRL made the labels, and they are the completions with their ends.
+    # TRL's labels are the completions with their end tokens.
     completions = [len(row["completion"].split()) + 1 for row in text()]
     assert [sum(label != IGNORE_INDEX for label in row["labels"]) for row in rows] == completions
 
-    ours = packed(tmp_path / "packed", attention=attention)
+    ours = packed(tmp_path / "packed")
     counted = []
     count = ours.get_batch_samples
 
@@ -105,7 +100,7 @@ def test_completions_alone_are_trained_with_the_losses_of_padded_batches(
         trained = {
             int(token) for sample in samples for token in sample["input_ids"][sample["labels"].ne(-100)]
         }
-        assert trained - set(range(102, 112)) == {1}  # words of completions, and their end
+        assert trained - set(range(102, 112)) == {1}  # words of completions and end tokens
         return samples, number
 
     ours.get_batch_samples = spy
@@ -118,7 +113,7 @@ def test_completions_alone_are_trained_with_the_losses_of_padded_batches(
     assert_same(curve, losses(theirs), within=1e-4, steps=range(1, STEPS + 1))
     last = [entry for entry in ours.state.log_history if "loss" in entry][-1]
     real = [f.stop - f.start for b in _first(packs, 2 * STEPS) for pack in b.fragments for f in pack]
-    assert last["num_tokens"] == sum(real)  # though TRL adds up a mask that holds boundaries
+    assert last["num_tokens"] == sum(real)  # although TRL sums a mask that holds boundaries
 
 
 def _first(packs: IterablePackedDataset, count: int) -> list[Any]:
@@ -127,7 +122,7 @@ def _first(packs: IterablePackedDataset, count: int) -> list[Any]:
 
 
 def held_out() -> IterablePackedDataset:
-    """Five packs, the last one of rank 1: beside it, rank 0 has a null pack."""
+    """Make five packs, of which rank 1 has the last, while rank 0 has a null pack."""
     rows = [{"tokens": [5 + i] * n, "labels": [5 + i] * n} for i, n in enumerate((60, 60, 60, 50, 4, 40))]
     return IterablePackedDataset(rows, max_seq_len=MAX_SEQ_LEN, num_lanes=2)
 
@@ -142,6 +137,7 @@ def train_until_killed(folder: Path) -> None:
     trainer.train()
 
 
+@pytest.mark.slow  # 6 s; the tests of Trainer have the same in the quick suite
 def test_two_ranks_killed_and_resumed_on_one(tmp_path: Path) -> None:
     whole = packed(
         tmp_path / "whole", eval_on_start=True, per_device_eval_batch_size=2, eval_packs=held_out()
@@ -191,8 +187,8 @@ def test_packed_evaluation(tmp_path: Path) -> None:
     assert evaluated["eval_num_tokens"] == trained["num_tokens"] > 0
 
 
-def test_the_evaluation_of_packs_weighs_tokens_alike(tmp_path: Path) -> None:
-    """TRL's own means of a batch's tokens, too; and `evaluate` takes packs, which TRL would tokenize."""
+def test_the_evaluation_loss_is_the_mean_over_tokens(tmp_path: Path) -> None:
+    """So are TRL's own means; and `evaluate` takes packs, which TRL would tokenize."""
     trainer = sft(tmp_path, per_device_eval_batch_size=2)
     prepare_trainer_for_packing(trainer, train_dataset=packs_of(trainer))
     trainer.train()
@@ -214,7 +210,6 @@ def test_the_evaluation_of_packs_weighs_tokens_alike(tmp_path: Path) -> None:
 
 
 def test_rows_that_trl_packed_or_flattened_are_refused(tmp_path: Path) -> None:
-    """They became one sample each, and their samples saw one another."""
     trainer = sft(tmp_path, packing=True, max_length=MAX_SEQ_LEN)
     for name in ("packing", "padding_free", "eval_packing"):
         for other in ("packing", "padding_free", "eval_packing"):
@@ -235,7 +230,7 @@ def test_trainers_of_other_losses_are_refused() -> None:
         with pytest.raises(
             ValueError, match=f"^{kind.__name__} compares, scores or samples whole answers, and packs keep"
         ):
-            prepare_trainer_for_packing(kind.__new__(kind))  # refused for what it is, whatever is in it
+            prepare_trainer_for_packing(kind.__new__(kind))  # refused by its class
 
     class Mine(DPOTrainer):  # type: ignore[misc]
         pass

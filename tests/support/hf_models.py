@@ -1,12 +1,21 @@
-"""Tiny Hugging Face models of every family that is promised, and of some that are refused."""
+"""Tiny Hugging Face models of every supported family and of some that are refused; runs packed and alone."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+
+from streampack import IGNORE_INDEX, Batch, IterablePackedDataset, prepare_model_for_packing
+from streampack.losses import summed_cross_entropy
+from tests.support.isolation import Run, own, placed, run_of
 
 VOCAB, LAYERS, MAX_SEQ_LEN = 61, 2, 32
 SPECIAL = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -80,7 +89,7 @@ FAMILIES = PAPER | TODAY
 
 
 def build(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
-    """A causal language model in eval mode, the same at every call. All parameters are random, biases and sinks too."""
+    """Make a language model in eval mode, the same at every call; all parameters are random, biases and sinks too."""
     transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.for_model(family, **(FAMILIES.get(family, SIZES) | changes))
     kind = transformers.AutoModelForCausalLM
@@ -100,3 +109,63 @@ def build(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> nn
         model.set_experts_implementation("eager")  # the grouped kernel has no fp64
     built: nn.Module = model.eval()
     return built
+
+
+# Backends that cannot compute a family on any device, and the refusal.
+WITHOUT = {
+    ("falcon", "flex"): "falcon has its attention written into its layers",
+    ("falcon", "varlen"): "falcon has its attention written into its layers",
+    ("stablelm", "flex"): "transformers has no flex attention for stablelm",
+    ("gpt2", "flex"): "transformers has no flex attention for gpt2",
+    ("gpt_oss", "varlen"): "gpt_oss has attention sinks, which varlen does not compute",
+}
+# With varlen, the chunks of llama4 must be longer than the packs.
+CHANGES = {("llama4_text", "varlen"): {"attention_chunk_size": MAX_SEQ_LEN}}
+
+
+@contextmanager
+def fp64_throughout() -> Iterator[None]:
+    """Keep fp64 in families that cast to fp32 in the middle (gemma2 in its softmax, llama4 in its RoPE)."""
+    softmax, to_float = F.softmax, torch.Tensor.float
+    with (
+        patch.object(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else to_float(x)),
+        patch.object(F, "softmax", lambda scores, dim, dtype=None: softmax(scores, dim)),
+    ):
+        yield
+
+
+def run_packed(model: nn.Module, batch: Batch, inputs: Callable[[Batch], dict[str, Any]]) -> Run:
+    logits = model(**inputs(batch)).logits
+    loss = summed_cross_entropy(logits, batch.labels, chunk_size=50) / batch.num_trained
+    real = [sum(fragment.stop - fragment.start for fragment in pack) for pack in batch.fragments]
+    return run_of(model, loss, [row[:length] for row, length in zip(logits, real, strict=True)])
+
+
+def run_alone(model: nn.Module, data: IterablePackedDataset, batch: Batch) -> Run:
+    loss, trained, logits = torch.zeros(()), 0, []
+    for _, _, fragment in placed(batch):
+        tokens, labels = own(data, fragment, "tokens"), own(data, fragment, "labels")
+        logits.append(model(input_ids=tokens[None], use_cache=False).logits[0])
+        if count := int((labels[1:] != IGNORE_INDEX).sum()):
+            loss = loss + count * F.cross_entropy(logits[-1][:-1], labels[1:])
+            trained += count
+    return run_of(model, loss / trained, logits)
+
+
+def prepared(family: str, attention: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """Return a prepared model, its inputs, and the same model unprepared."""
+    changes |= CHANGES.get((family, attention), {})
+    model = build(family, dtype, **changes)
+    return model, prepare_model_for_packing(model, attention=attention), build(family, dtype, **changes)
+
+
+class Wrapper(nn.Module):
+    """Holds a model as PEFT, DDP and FSDP do."""
+
+    def __init__(self, module: nn.Module, *, prompt_learning: bool = False) -> None:
+        super().__init__()
+        self.module = module
+        self.active_peft_config = SimpleNamespace(is_prompt_learning=prompt_learning)
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.module(**inputs)

@@ -1,4 +1,4 @@
-"""Samples, a model, settings and trainers for tests of transformers' trainers, and what is asked of the loss curves."""
+"""Samples, a model, settings and trainers for tests of transformers' trainers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Losses = dict[int, float]
 
 
 def samples(count: int = SAMPLES, *, seed: int = 0) -> list[dict[str, list[int]]]:
-    """A number that no other sample has, a prompt, and its answer, which alone is trained and can be learned."""
+    """Make samples of a unique number, a prompt and an answer, which alone is trained and can be learned."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for i in range(count):
@@ -68,7 +68,7 @@ def assert_same(ours: Losses, theirs: Losses, *, within: float, steps: Iterable[
 
 
 class Killed(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
-    """Writes every loss down, and kills its process after a step."""
+    """Writes every log entry to a file, and kills the process after a step."""
 
     def __init__(self, file: Path, *, after: int) -> None:
         self.file = file
@@ -89,7 +89,7 @@ def stream(rows: Any = None, **changes: Any) -> IterablePackedDataset:
 
 
 def trainer_of(folder: Path, *, of: Any = None, **changes: Any) -> Any:
-    """A Trainer that prints nothing."""
+    """Make a Trainer that prints nothing."""
     of = model() if of is None else of
     given = {
         name: changes.pop(name)
@@ -102,7 +102,7 @@ def trainer_of(folder: Path, *, of: Any = None, **changes: Any) -> Any:
 
 
 def packed(folder: Path, packs: Any = None, *, attention: str = "auto", **changes: Any) -> Any:
-    """A Trainer on a stream. Trainer itself refuses one where it needs its length, so it gets it later."""
+    """Make a Trainer on a stream, which it gets late: its constructor refuses data without a length."""
     trainer = trainer_of(folder, **changes)
     prepare_trainer_for_packing(
         trainer, train_dataset=stream() if packs is None else packs, attention=attention
@@ -111,12 +111,12 @@ def packed(folder: Path, packs: Any = None, *, attention: str = "auto", **change
 
 
 def held_out() -> IterablePackedDataset:
-    """An odd number of packs: of two ranks, one has a null pack at the end."""
+    """Make an odd number of packs, so that one of two ranks has a null pack at the end."""
     return stream(samples(26, seed=1), shuffle=False, epochs=1, num_lanes=2)
 
 
 def truth(model: Any, rows: list[Any]) -> float:
-    """The mean loss over all trained tokens, one sample at a time."""
+    """Compute the mean loss over all trained tokens, one sample at a time."""
     total, count = 0.0, 0
     model.eval()
     for row in rows:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.attention.test_packed_equals_alone import MAX_SEQ_LEN, VOCAB
+from tests.support.isolation import MAX_SEQ_LEN, VOCAB
 
 # Family: the builder of one of its models, and the more general one of which that asks for a model in full size.
 FAMILIES = {

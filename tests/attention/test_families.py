@@ -1,0 +1,214 @@
+"""Families of Hugging Face models: those that are refused, those that are tried, and limits on the length of packs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from streampack import Batch, IterablePackedDataset, collate_packed, find_leaks, prepare_model_for_packing
+from streampack.attention.families import PROVEN
+from tests.support.hf_models import (
+    EXPERTS,
+    FAMILIES,
+    HEADS,
+    MAX_SEQ_LEN,
+    VOCAB,
+    WINDOW,
+    Wrapper,
+    build,
+    prepared,
+    run_alone,
+    run_packed,
+)
+from tests.support.isolation import differences, stream_and_batch
+from tests.support.models_table import EVERY
+
+pytest.importorskip("transformers")
+
+Record = Callable[[str, str, str, str], None]
+
+
+def test_every_proven_family_has_a_test() -> None:
+    assert set(FAMILIES) == PROVEN
+
+
+HYBRID = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8}
+STATE = "carries a state from token to token, over the ends of samples, and attention masks do not reach it"
+ALIBI = "adds a bias for the distance of tokens (ALiBi) counted from the start of the pack"
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "mamba": (STATE, {"state_size": 4}),
+    "mamba2": (STATE, {"state_size": 4, "num_heads": 8, "head_dim": 16, "n_groups": 1}),
+    "falcon_mamba": (STATE, {}),
+    "recurrent_gemma": (STATE, {"head_dim": 16, "lru_width": 64}),
+    "rwkv": (STATE, {}),
+    "lfm2": (STATE, {"layer_types": ["conv", "full_attention"]}),
+    "minimax": (STATE, {"head_dim": 16, "num_local_experts": 4}),
+    "qwen3_next": (STATE, HYBRID | {"linear_value_head_dim": 8, "num_experts": 4, "head_dim": 16}),
+    "falcon": (ALIBI, {"alibi": True}),
+    "bloom": (ALIBI, {"n_head": 4, "n_layer": 2}),
+    "mpt": (ALIBI, {"d_model": 64, "n_heads": 4, "n_layers": 2}),
+    "t5": ("is an encoder-decoder model", {"d_model": 64, "num_layers": 2, "num_heads": 4, "d_ff": 48}),
+    "gemma3_text": ("sees tokens to the right", {"use_bidirectional_attention": True}),
+}
+
+
+@pytest.mark.parametrize("attention", ["auto", "dense"])
+@pytest.mark.parametrize("family", REFUSED)
+def test_families_that_cannot_be_packed_are_refused(
+    family: str, attention: str, record_model: Record
+) -> None:
+    why, changes = REFUSED[family]
+    model = build(family, **changes)
+    with pytest.raises(ValueError) as error:
+        prepare_model_for_packing(model, attention=attention)
+    assert str(error.value).startswith(f"this model cannot be packed: {family} {why}")
+    assert str(error.value).endswith("; train it on padded batches, one sample a row")
+    name = f"{family}, {next(iter(changes))}" if family in FAMILIES else family
+    record_model("transformers", name, EVERY, "refused: " + str(error.value).split(f"{family} ", 1)[1])
+
+
+@pytest.mark.parametrize("family", ["mamba", "bloom", "mpt", "lfm2"])
+def test_refused_families_leak(family: str) -> None:
+    """With the arguments that suffice for a llama."""
+
+    def logits(batch: Batch) -> torch.Tensor:
+        positions = {} if family in ("mamba", "bloom", "mpt") else {"position_ids": batch.input_pos}
+        output: torch.Tensor = model(input_ids=batch.tokens, use_cache=False, **positions).logits
+        return output
+
+    model = build(family, **REFUSED[family][1])
+    report = find_leaks(logits, vocab_size=VOCAB, max_seq_len=MAX_SEQ_LEN)
+    assert {leak.kind for leak in report.leaks} >= {"sample"}
+
+
+UNKNOWN_BUT_FIT: dict[str, dict[str, Any]] = {
+    "cohere2": WINDOW | {"layer_norm_eps": 1e-5},
+    "olmoe": EXPERTS,
+    "glm4": HEADS,
+    "exaone4": WINDOW,
+}
+
+
+@pytest.mark.parametrize("attention", ["dense", "varlen"])
+@pytest.mark.parametrize("family", UNKNOWN_BUT_FIT)
+def test_an_unknown_family_is_tried(family: str, attention: str) -> None:
+    """A family that passes the probe also gives the logits and gradients of each sample alone."""
+    assert family not in PROVEN
+    data, batch = stream_and_batch("overlong")
+    model, inputs, alone = prepared(family, attention, **UNKNOWN_BUT_FIT[family])
+    found = differences(run_packed(model, batch, inputs), run_alone(alone, data, batch))
+    assert max(found.values()) < 1e-5
+
+
+OPT = {"ffn_dim": 48, "word_embed_proj_dim": 64}
+
+
+def test_an_unknown_family_that_leaks_is_refused() -> None:
+    model = build("opt", **OPT)
+    with pytest.raises(ValueError) as error:
+        prepare_model_for_packing(model, attention="dense")
+    message = str(error.value)
+    assert "attention='dense' will not do: nothing is known of opt, and it failed a try: 9 leaks" in message
+    assert "changing sample 0 moved sample 1 by" in message
+    assert message.endswith("; use 'flex' or 'varlen'")
+    assert model.config._attn_implementation == "sdpa", "left as it was found"
+    assert model.config.use_cache
+    assert prepare_model_for_packing(model, attention="auto").attention == "varlen"
+
+
+def test_an_unknown_family_that_fails_is_refused() -> None:
+    model = build("opt", **OPT)
+    with (
+        patch.object(type(model), "forward", lambda self, input_ids: input_ids),
+        pytest.raises(ValueError, match="it failed a try: TypeError: .*unexpected keyword argument"),
+    ):
+        prepare_model_for_packing(model, attention="varlen")
+    assert model.config._attn_implementation == "sdpa", "left as it was found"
+
+
+@pytest.mark.parametrize(("family", "attention"), [("falcon", "dense"), ("llama", "varlen")])
+def test_the_probe_calls_models_as_they_were_prepared(family: str, attention: str) -> None:
+    model = build(family)
+    report = find_leaks(model)
+    assert "sample" in {leak.kind for leak in report.leaks}, (
+        "a falcon needs more than positions, a llama no cache"
+    )
+    prepare_model_for_packing(model, attention=attention)
+    assert find_leaks(model).ok
+    for wrapped in (Wrapper(model), torch.compile(model, backend="eager")):
+        assert find_leaks(wrapped).ok  # type: ignore[arg-type]
+    report = find_leaks(model, inputs=lambda batch: {"input_ids": batch.tokens})
+    assert not report.ok, "inputs that are given hold"
+
+
+def test_the_probe_finds_a_cache() -> None:
+    """A model that was never prepared ignores positions."""
+    model = build("llama")
+    report = find_leaks(model)
+    assert "sample" in {leak.kind for leak in report.leaks}
+    model.config.use_cache = False
+    assert find_leaks(model).ok
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_the_probe_calls_a_model_without_positions() -> None:
+    report = find_leaks(build("bloom", **REFUSED["bloom"][1]))
+    assert "sample" in {leak.kind for leak in report.leaks}
+
+
+def test_an_unknown_family_without_weights_is_refused() -> None:
+    with pytest.raises(ValueError, match="it has no weights yet; prepare it when they are loaded"):
+        prepare_model_for_packing(build("opt", **OPT).to("meta"))
+
+
+def long_batch(length: int) -> Batch:
+    rows = [{"tokens": [7] * (length - 2), "labels": [7] * (length - 2)}]
+    return collate_packed(list(IterablePackedDataset(rows, max_seq_len=length)))
+
+
+LONGROPE = {
+    "original_max_position_embeddings": 16,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "factor": 2.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+    },
+}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("family", "attention", "changes", "longest", "why"),
+    [
+        ("phi3", "dense", LONGROPE, 16, "longrope RoPE turns all samples"),
+        ("llama", "varlen", {"rope_parameters": DYNAMIC}, MAX_SEQ_LEN, "dynamic RoPE turns all samples"),
+        ("llama4_text", "dense", {"floor_scale": 8}, 7, "scale queries by their place in the pack"),
+        ("llama4_text", "varlen", {"attention_chunk_size": 8}, 8, "varlen does not cut samples into chunks"),
+    ],
+)
+def test_packs_too_long_for_the_model_are_refused(
+    family: str, attention: str, changes: dict[str, Any], longest: int, why: str
+) -> None:
+    inputs = prepare_model_for_packing(build(family, **changes), attention=attention)
+    inputs(long_batch(longest))
+    with pytest.raises(ValueError) as error:
+        inputs(long_batch(longest + 1))
+    assert str(error.value).startswith(f"max_seq_len is {longest + 1}, but a packed {family} model")
+    assert f"up to {longest}: " in str(error.value)
+    assert why in str(error.value)
+    assert str(error.value).endswith(f"set max_seq_len={longest} or less")
+
+
+def test_longer_packs_would_be_wrong() -> None:
+    """Nothing leaks, but RoPE, or the place in the pack, makes samples differ from themselves alone."""
+    for family, changes in (("phi3", LONGROPE), ("llama4_text", {"floor_scale": 8})):
+        with patch("streampack.attention.transformers.longest_pack", lambda *_: None):
+            model, inputs, _ = prepared(family, "dense", **changes)
+            report = find_leaks(model, inputs=inputs, max_seq_len=64)
+        assert {leak.kind for leak in report.leaks} == {"alone"}
