@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import sys
 from types import ModuleType
 
@@ -11,8 +12,8 @@ from streampack import JSONLSource, TokensEncoder
 from streampack.instantiate import COMPONENTS, TRUST, build, resolve, trust
 from tests.support.tiny import WordTokenizer
 
-# Public and private callables of packages that hold components. Each runs code, reads or writes files, or opens
-# connections, where its arguments say so.
+# Callables, public and private, of packages that hold components. Each can run code, read or write files, or open
+# connections.
 ATTACKS = [
     "torch.utils.collect_env.run",
     "torch.utils.collect_env.main",
@@ -100,7 +101,7 @@ ATTACKS = [
 ]
 
 
-def test_the_list_of_attacks_is_of_things_that_exist() -> None:
+def test_every_attack_exists() -> None:
     assert len(ATTACKS) == len(set(ATTACKS)) >= 50
     for path in ATTACKS:
         parts = path.split(".")
@@ -159,14 +160,12 @@ def test_a_shell_command_in_a_config_does_not_run(tmp_path, monkeypatch) -> None
         ({"dataset": "iceberg"}, "builder 'iceberg' of datasets can run code"),
     ],
 )
-def test_arguments_by_which_a_library_would_run_code(arguments, message) -> None:
+def test_arguments_that_run_code_are_refused(arguments, message) -> None:
     with pytest.raises(ValueError, match=message):
         build({"_component_": "torchtune.datasets.chat_dataset", **arguments})
 
 
-def test_every_row_of_the_table_names_something() -> None:
-    """And everything that it names is public, and of the package that it is named in."""
-
+def test_every_row_of_the_table_names_public_components() -> None:
     families = ["llama2", "llama3", "qwen2_5", "gemma2", "mistral", "phi3"]
     for modules, names in COMPONENTS.items():
         for module in (
@@ -206,11 +205,11 @@ def test_every_row_of_the_table_names_something() -> None:
         "transformers.get_constant_schedule",
     ],
 )
-def test_what_configs_name(path: str) -> None:
+def test_components_of_configs_resolve(path: str) -> None:
     assert callable(resolve(path))
 
 
-def test_what_is_written_at_length_is_shown_in_short() -> None:
+def test_errors_name_the_short_path_or_the_option() -> None:
     with pytest.raises(ValueError, match=r"may name; write streampack.JSONLSource$"):
         resolve("streampack.sources.JSONLSource")
     with pytest.raises(
@@ -223,14 +222,14 @@ def test_what_is_written_at_length_is_shown_in_short() -> None:
 @pytest.mark.parametrize(
     "path", ["", "system", "my_rows..build", "my_rows.__import__", "_private.thing", "a b.c", 3]
 )
-def test_what_is_no_name(path) -> None:
+def test_paths_that_are_no_names_are_refused(path) -> None:
     with pytest.raises(ValueError, match="_component_ .* is (no public dotted name|not among)"):
         resolve(path)
 
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A working directory with a module `rows_of_mine` in it, which nothing else can find."""
+    """A working directory with a module `rows_of_mine`, which is not importable from elsewhere."""
     (tmp_path / "rows_of_mine.py").write_text(
         "from os import system\ndef build(n):\n    return list(range(n))\n"
     )
@@ -241,7 +240,7 @@ def here(tmp_path, monkeypatch):
     sys.modules.pop("rows_of_mine", None)
 
 
-def test_a_module_of_the_working_directory_is_found_if_the_user_trusts_it(here) -> None:
+def test_a_trusted_module_of_the_working_directory_is_found(here) -> None:
     node = {"_component_": "rows_of_mine.build", "n": 3}
     with pytest.raises(ValueError, match="--trust rows_of_mine"):
         build(node)
@@ -251,7 +250,7 @@ def test_a_module_of_the_working_directory_is_found_if_the_user_trusts_it(here) 
         resolve("rows_of_mine.system")
 
 
-def test_trust_can_be_of_one_module(monkeypatch) -> None:
+def test_a_single_module_can_be_trusted(monkeypatch) -> None:
     monkeypatch.setenv(TRUST, "json.decoder, tests")
     assert resolve("json.decoder.JSONDecoder") is json.JSONDecoder
     with pytest.raises(ValueError, match="not among"):
@@ -264,13 +263,12 @@ def test_trust_can_be_of_one_module(monkeypatch) -> None:
 def test_trust_adds_names(monkeypatch) -> None:
     monkeypatch.setenv(TRUST, "a")
     trust(["b.c,d", "a"])
-    assert TRUST in __import__("os").environ
-    assert __import__("os").environ[TRUST] == "a,b.c,d"
+    assert os.environ[TRUST] == "a,b.c,d"
     with pytest.raises(ValueError, match=r"--trust ../x: this is no name of a package"):
         trust(["../x"])
 
 
-def test_builds_the_whole_tree(tmp_path):
+def test_nested_nodes_are_built(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     node = {"inner": [{"_component_": "streampack.JSONLSource", "paths": str(tmp_path / "*.jsonl")}], "n": 3}
     built = build(node)
@@ -289,7 +287,7 @@ def test_a_nested_node_is_an_argument():
     assert isinstance(built.tokens, WordTokenizer)
 
 
-def test_injects_only_what_is_asked_for_and_not_given():
+def test_arguments_are_injected_where_they_are_missing():
     tokenizer, other = WordTokenizer(), WordTokenizer()
     inject = {"tokenizer": tokenizer, "optimizer": None}
     assert build({"_component_": "streampack.TextEncoder"}, inject=inject).tokenizer is tokenizer
@@ -307,12 +305,12 @@ def test_injects_only_what_is_asked_for_and_not_given():
         ("tests.support.tiny.WORDS", "check the spelling"),
     ],
 )
-def test_a_path_that_leads_nowhere(path, hint):
+def test_a_path_that_does_not_exist_is_refused(path, hint):
     with pytest.raises(ValueError, match=rf"'{path}' leads to nothing that can be called; {hint}"):
         resolve(path)
 
 
-def test_a_missing_dependency_is_named_and_not_called_a_misspelling(tmp_path, monkeypatch):
+def test_a_missing_dependency_is_named(tmp_path, monkeypatch):
     (tmp_path / "needy.py").write_text("import surely_not_installed\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv(TRUST, "needy")

@@ -16,7 +16,7 @@ def written(**changes):
     return {key: value for key, value in (config | changes).items() if value is not ...}
 
 
-def test_reads_a_config_and_resolves_interpolations():
+def test_interpolations_are_resolved():
     config = read_config(written(batch_size=4, packs_per_step=12))
     assert (config.batch_size, config.packs_per_step) == (4, 12)
     assert config.checkpointer["output_dir"] == config.output_dir
@@ -41,7 +41,7 @@ def test_reads_a_config_and_resolves_interpolations():
         ({"packs_per_step": 0}, "packs_per_step=0 is below 1"),
     ],
 )
-def test_a_bad_config_says_what_is_wrong(changes, message):
+def test_bad_configs_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         read_config(written(**changes))
     assert any(
@@ -50,7 +50,7 @@ def test_a_bad_config_says_what_is_wrong(changes, message):
     )
 
 
-def test_validate_finds_nothing_in_ours():
+def test_the_quickstart_config_is_well_formed():
     assert validate(OmegaConf.load(QUICKSTART), files=False) == []
 
 
@@ -96,12 +96,12 @@ def test_only_the_environment_adds_to_what_a_config_may_name(monkeypatch):
         ("trusted_packages", "add --trust NAME"),
     ],
 )
-def test_torchtunes_keys_are_answered(key, hint):
+def test_torchtunes_keys_have_hints(key, hint):
     with pytest.raises(ValueError, match=f"unknown key '{key}': .*{hint}"):
         read_config(written(**{key: 1}))
 
 
-def test_every_key_of_torchtunes_fine_tuning_configs_is_known_or_answered():
+def test_every_key_of_torchtunes_fine_tuning_configs_is_known_or_has_a_hint():
     """Those of its recipes for all weights and for adapters, which are what ours stand in for."""
     from torchtune import _recipe_registry as registry
 
@@ -139,13 +139,13 @@ def test_every_key_of_torchtunes_fine_tuning_configs_is_known_or_answered():
         ),
     ],
 )
-def test_the_model_is_the_recipes(model, recipe, message):
+def test_a_model_that_does_not_fit_the_recipe_is_refused(model, recipe, message):
     path = f"torchtune.models.llama3.{model}"
     with pytest.raises(ValueError, match=message):
         read_config(written(model={"_component_": path}), recipe=recipe)
 
 
-def test_packs_longer_than_the_model():
+def test_packs_longer_than_the_models_rows_are_refused():
     config = written()
     config["data"]["max_seq_len"] = 4096
     with pytest.raises(

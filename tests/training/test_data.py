@@ -1,4 +1,4 @@
-"""What a recipe's config makes of its data section: how much is held out, and who evaluates which part of it."""
+"""Training data and held-out packs of a config, on one rank and on several."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.web import Web
 
 
 class OneOfTwo(World):
-    """A rank whose other one says the same."""
+    """One of two ranks that exchange equal values."""
 
     def gather(self, value: Any) -> list[Any]:
         return [value] * 2
@@ -37,7 +37,7 @@ def held_out_of(config: Any, world: World) -> dict[str, list[Batch]]:
 
 
 def rows_of(batches: list[Batch]) -> list[list[int]]:
-    """Of the packs that hold anything."""
+    """Return the tokens of the packs that are not empty."""
     return [
         tokens
         for batch in batches
@@ -46,8 +46,8 @@ def rows_of(batches: list[Batch]) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("max_packs", [1, 3, 5])
-def test_every_source_has_its_packs_and_ranks_share_them_out(tmp_path: Path, max_packs: int) -> None:
+@pytest.mark.parametrize("max_packs", [1, 5])
+def test_held_out_packs_of_each_source_are_divided_over_the_ranks(tmp_path: Path, max_packs: int) -> None:
     for config, names in (
         (tiny_config(tmp_path / "one"), [""]),
         (mixed_config(tmp_path / "two"), ["counting", "words"]),
@@ -67,7 +67,7 @@ def test_every_source_has_its_packs_and_ranks_share_them_out(tmp_path: Path, max
 
 
 def list_as_a_rank(url: str, config: Any) -> list[list[str]]:
-    """What this rank has listed of URLs, and of its own machine."""
+    """Return the file names that this rank has of a URL's listing, a local one, and token shards."""
     with join_world(torch.device("cpu"), timeout=60) as world:
         config.validation = None
         config.data.source = {"_component_": "streampack.Mix", "sources": [
@@ -82,7 +82,7 @@ def list_as_a_rank(url: str, config: Any) -> list[list[str]]:
         return [[file.name for file in entry.source.listing()] for entry in data.mix.entries]
 
 
-def test_one_rank_lists_what_is_behind_urls_for_all(tmp_path: Path) -> None:
+def test_rank_0_lists_urls_for_all_ranks(tmp_path: Path) -> None:
     names = [f"{i}.jsonl" for i in range(5)]
     files = {f"/c/{name}": b'{"text": "cat"}\n' for name in names}
     tokenize([{"tokens": [1], "labels": [1]}] * 9, out=tmp_path / "t", lanes=2, progress=False)
@@ -103,7 +103,7 @@ def test_one_rank_lists_what_is_behind_urls_for_all(tmp_path: Path) -> None:
         assert "OtherRankFailed: rank 0 failed: " in str(failed.value)
 
 
-def test_a_source_of_which_too_little_is_held_out_is_named(tmp_path: Path) -> None:
+def test_a_fraction_that_holds_out_no_row_names_the_source(tmp_path: Path) -> None:
     for config, of in (
         (mixed_config(tmp_path / "two"), " of source 'counting'"),
         (tiny_config(tmp_path / "one"), ""),
@@ -114,7 +114,7 @@ def test_a_source_of_which_too_little_is_held_out_is_named(tmp_path: Path) -> No
             held_out_of(config, World())
 
 
-def test_a_validation_row_that_is_none_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_bad_validation_row(tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": 3}\n')
     source = {"_component_": "streampack.JSONLSource", "paths": str(bad)}
@@ -125,7 +125,7 @@ def test_a_validation_row_that_is_none_is_named(tmp_path: Path) -> None:
 
 def test_validation_that_trains_nothing_is_refused(tmp_path: Path) -> None:
     masked = tmp_path / "masked.jsonl"
-    masked.write_text('{"text": "cat"}\n')  # one word, and no other token: it is the first
+    masked.write_text('{"text": "cat"}\n')  # one token, and a first label is never trained
     config = tiny_config(
         tmp_path / "run",
         validation={"source": {"_component_": "streampack.JSONLSource", "paths": str(masked)}},
@@ -137,7 +137,7 @@ def test_validation_that_trains_nothing_is_refused(tmp_path: Path) -> None:
         held_out_of(config, World())
 
 
-def test_broken_records_of_validation_are_listed_apart_once_and_without_a_limit(tmp_path: Path) -> None:
+def test_broken_validation_records_have_a_list_of_their_own_and_no_limit(tmp_path: Path) -> None:
     config = mixed_config(tmp_path)
     config.data.update({"on_bad_record": "skip", "max_bad_records": 1, "quarantine": str(tmp_path / "bad")})
     config.validation = {"fraction": 0.5, "max_packs": 1000}
@@ -153,7 +153,7 @@ def test_broken_records_of_validation_are_listed_apart_once_and_without_a_limit(
     assert [len(lines.splitlines()) for lines in listed.values()] == [3, 3]
 
 
-def test_the_opening_says_how_data_is_divided_and_what_truncation_costs(tmp_path: Path) -> None:
+def test_the_opening_reports_lanes_and_truncation(tmp_path: Path) -> None:
     masked = [25 if i % 4 else 5 for i in range(40)]
     rows = [{"tokens": [1] * 30, "labels": [-100] * n + [1] * (30 - n)} for n in masked]
     config = read_config(tiny_config(tmp_path, epochs=1, max_steps=None, packs_per_step=2, validation=None))

@@ -20,7 +20,7 @@ def test_auto_and_cpu():
 
 @NO_GPU
 @pytest.mark.parametrize("name", ["cuda", "cuda:1", "xpu", "mps"])
-def test_a_device_that_is_not_there_is_refused(name):
+def test_a_missing_device_is_refused(name):
     kind = name.partition(":")[0]
     expected = (
         rf"^device='{name}': torch \S+ finds no {kind} device on this machine; check .* or set device=cpu or"
@@ -30,7 +30,7 @@ def test_a_device_that_is_not_there_is_refused(name):
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:x", "meta", ""])
-def test_what_is_no_device_is_refused(name):
+def test_an_unknown_device_is_refused(name):
     with pytest.raises(
         ValueError, match=rf"^device={name!r} is none that torch \S+ can train on; set auto, cpu or"
     ):
@@ -38,7 +38,7 @@ def test_what_is_no_device_is_refused(name):
 
 
 @NO_GPU
-def test_no_recipe_and_no_probe_takes_the_cpu_in_its_place(tmp_path):
+def test_no_command_replaces_a_missing_device_by_the_cpu(tmp_path):
     config = tiny_config(tmp_path, device="cuda")
     for door in train, probe_config:
         with pytest.raises(ValueError, match="finds no cuda device on this machine"):

@@ -19,7 +19,7 @@ from tests.support.tiny import tiny_config
 
 
 @pytest.fixture(autouse=True)
-def no_traceback_asked_for(monkeypatch):
+def no_tracebacks(monkeypatch):
     monkeypatch.delenv(errors.TRACEBACK, raising=False)
 
 
@@ -112,7 +112,7 @@ def test_ctrl_c_is_one_line(capsys):
         assert capsys.readouterr().err == f"{line}\n"
 
 
-# Several ranks of a machine, which torchrun gives folders beside one another.
+# Several ranks of a machine; torchrun gives each a folder.
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def as_rank(tmp_path, monkeypatch, capsys):
     return fail
 
 
-def test_ranks_that_fail_alike_say_so_once(as_rank, tmp_path):
+def test_ranks_that_fail_alike_print_one_line(as_rank, tmp_path):
     assert as_rank(1, ValueError("no file")) == "error (rank 1): no file (--traceback shows where)\n"
     assert as_rank(0, ValueError("no file")) == ""
     assert as_rank(2, ValueError("disk full")).startswith("error (rank 2): disk full")
@@ -149,13 +149,13 @@ FOLLOWING = [
 
 
 @pytest.mark.parametrize("following", FOLLOWING)
-def test_a_rank_that_fails_because_of_another_leaves_the_word_to_it(as_rank, following):
+def test_a_rank_that_fails_because_of_another_prints_nothing(as_rank, following):
     as_rank(1, ValueError("no file"))
     assert as_rank(0, following) == ""
 
 
 @pytest.mark.parametrize("following", FOLLOWING)
-def test_unless_none_speaks_as_when_it_was_killed_or_is_on_another_machine(as_rank, following):
+def test_a_following_error_is_printed_if_no_cause_was(as_rank, following):
     assert str(following) in as_rank(0, following)
     assert as_rank(2, following) == ""
 
@@ -165,6 +165,6 @@ def test_an_unexpected_error_has_one_traceback(as_rank):
     assert as_rank(0, TypeError("ours")) == as_rank(2, FOLLOWING[0]) == ""
 
 
-def test_ctrl_c_is_one_line_of_all_ranks(as_rank):
+def test_ctrl_c_prints_one_line_for_all_ranks(as_rank):
     assert as_rank(1, KeyboardInterrupt("go on from step 3"), status=130) == "go on from step 3\n"
     assert as_rank(0, KeyboardInterrupt(), status=130) == ""

@@ -1,4 +1,4 @@
-"""A run whose model leaks stops before its first step; `streampack verify` says so before there is a run."""
+"""A model that leaks between samples stops a run before its first step, and fails `streampack verify`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.support.ranks import RankError, run_ranks
 from tests.support.tiny import lora_config, losses, tiny_config
 
 
-def without_ears(model: nn.Module) -> nn.Module:
-    """Its attention hears of no mask, as a user's own attention may not."""
+def without_mask(model: nn.Module) -> nn.Module:
+    """Drop the mask in a model's attention, as a user's own attention may do."""
     for layer in model.layers:
         stock = layer.attn._attention_call
         layer.attn._attention_call = lambda q, k, v, stock=stock, **_: stock(
@@ -33,13 +33,13 @@ def without_ears(model: nn.Module) -> nn.Module:
 def leaky_llama3(**sizes: Any) -> nn.Module:
     from torchtune.models.llama3 import llama3
 
-    return without_ears(llama3(**sizes))
+    return without_mask(llama3(**sizes))
 
 
 def leaky_lora_llama3(**sizes: Any) -> nn.Module:
     from torchtune.models.llama3 import lora_llama3
 
-    return without_ears(lora_llama3(**sizes))
+    return without_mask(lora_llama3(**sizes))
 
 
 LEAKY = {"model._component_": f"{__name__}.leaky_llama3", "attention": "dense"}
@@ -61,12 +61,12 @@ def test_a_leak_stops_the_run(tmp_path: Path, lora: bool) -> None:
     assert not (tmp_path / "out" / "logs").exists()
 
 
-def test_who_does_not_want_to_know(tmp_path: Path) -> None:
+def test_the_check_can_be_switched_off(tmp_path: Path) -> None:
     assert train(tiny_config(tmp_path, **LEAKY, verify_isolation=False, max_steps=1))["step"] == 1
 
 
-def test_the_check_changes_nothing(tmp_path: Path) -> None:
-    """Neither modes nor random numbers: a model with dropout trains on the same losses."""
+def test_the_check_changes_no_losses(tmp_path: Path) -> None:
+    """It restores modes and random generators: a model with dropout has the same losses."""
     seen = []
     for verified in (True, False):
         folder = tmp_path / str(verified)
@@ -87,7 +87,7 @@ def test_a_leak_stops_all_ranks(tmp_path: Path) -> None:
 
 
 def leak_on_rank_0() -> None:
-    """Whatever may differ between ranks: a GPU that computes wrongly, another version of a kernel."""
+    """Leak on one rank, as with another version of a kernel there."""
     with join_world(torch.device("cpu")) as world:
         model = build("llama3")
         inputs = prepare_model_for_packing(model)
@@ -134,19 +134,3 @@ def test_verify_needs_no_weights_and_no_data(tmp_path: Path) -> None:
     config = tiny_config(tmp_path)
     config.checkpointer.checkpoint_dir = config.data.source.paths = "nowhere"
     assert probe_config(config).ok
-
-
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
-        ([], "--config is missing: name a config or the path of a YAML file"),
-        (["attention=dense"], "--config is missing: name a config or the path of a YAML file"),
-        (["--config", "quickstart", "dense"], "'dense' is neither an option nor KEY=VALUE"),
-        (["--config", "quikstart"], "did you mean 'quickstart'?"),
-    ],
-)
-def test_verify_and_words_that_make_no_sense(
-    words: list[str], error: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["verify", *words]) == 2
-    assert error in capsys.readouterr().err

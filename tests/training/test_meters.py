@@ -26,7 +26,7 @@ def batches():
 
 
 @pytest.mark.parametrize(("loss_norm", "weight"), [("token", 6), ("sample", 3)])
-def test_a_step_is_counted_over_its_batches(loss_norm, weight):
+def test_metrics_of_a_step_cover_its_batches(loss_norm, weight):
     meter = StepMeter(World(), CPU)
     meter.start()
     for batch in batches():
@@ -42,7 +42,7 @@ def test_a_step_is_counted_over_its_batches(loss_norm, weight):
     assert metrics["padding"] == 1 - 9 / 16
 
 
-def test_a_report_is_the_loss_of_its_step_and_the_rates_since_the_one_before(monkeypatch):
+def test_metrics_are_the_last_loss_and_means_since_the_last_call(monkeypatch):
     clock = iter(range(100))
     monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
     meter = StepMeter(World(), CPU)
@@ -71,7 +71,7 @@ def test_a_step_without_trained_tokens_has_loss_0_and_no_gradients():
     assert meter.metrics()["loss"] == 0
 
 
-def test_totals_of_a_stream():
+def test_stream_totals_have_ledger_and_epoch():
     loader = batches()
     for _ in loader:
         pass
@@ -80,7 +80,7 @@ def test_totals_of_a_stream():
 
 
 def meter_after(*steps, untrained=None):
-    """A meter after steps of (tokens, whether they are trained), each a pack of 8."""
+    """Return a meter after steps of (tokens, whether they are trained), each of one pack of 8."""
     meter = StepMeter(World(), CPU, untrained=untrained)
     for tokens, trained in steps:
         rows = [{"tokens": [1] * tokens, "labels": [1 if trained else -100] * tokens}]
@@ -110,11 +110,11 @@ def test_a_step_that_trains_nothing_is_an_error(steps):
     meter_after(*steps, untrained="keep").metrics()
 
 
-def test_what_is_left_at_an_epochs_end_may_train_nothing():
+def test_the_rest_of_an_epoch_may_train_nothing():
     meter_after((8, True), (3, False)).metrics()
 
 
-def test_no_gpu_no_memory_to_report():
+def test_memory_metrics_are_empty_on_a_cpu():
     assert memory_metrics(World(), CPU) == {}
 
 
@@ -122,7 +122,7 @@ def test_no_gpu_no_memory_to_report():
 
 
 def mix() -> Mix:
-    """Tokens 1 to 3 are of source a, 4 to 6 of b, 7 to 9 of c."""
+    """A mixture with tokens 1 to 3 from source a, 4 to 6 from b, 7 to 9 from c."""
     entries: list[dict[str, Any]] = []
     for i, name in enumerate("abc"):
         rows = [
@@ -142,8 +142,7 @@ def loader(source: Any) -> PackedDataLoader:
 
 
 @pytest.mark.parametrize("loss_norm", LOSS_NORMS)
-def test_the_loss_is_shared_out_over_the_sources(loss_norm: str) -> None:
-    """The sources' losses, by the tokens themselves; and added up, the whole."""
+def test_losses_by_source_add_up_to_the_loss(loss_norm: str) -> None:
     batches = loader(mix())
     meter = SourceMeter(batches, World(), CPU)
     generator = torch.Generator().manual_seed(0)
@@ -176,7 +175,7 @@ def test_the_loss_is_shared_out_over_the_sources(loss_norm: str) -> None:
     assert not [name for name in meter.metrics() if name.endswith("loss")], "nothing since the last report"
 
 
-def test_without_a_mixture_there_is_nothing_to_say() -> None:
+def test_a_plain_source_has_no_metrics() -> None:
     batches = loader([{"tokens": [1, 2, 3], "labels": [1, 2, 3]}] * 9)
     meter = SourceMeter(batches, World(), CPU)
     for batch in batches:

@@ -12,7 +12,7 @@ from tests.support.ranks import RankError, run_ranks
 from tests.support.tiny import tiny_config
 
 
-def test_weights_of_another_model_are_refused_in_few_words(tmp_path):
+def test_weights_of_another_model_are_refused(tmp_path):
     with pytest.raises(ValueError, match="size mismatch") as caught:
         train(tiny_config(tmp_path, **{"model.vocab_size": 24, "model.num_layers": 2}))
     assert re.fullmatch(
@@ -22,7 +22,7 @@ def test_weights_of_another_model_are_refused_in_few_words(tmp_path):
     )
 
 
-def test_sharded_too(tmp_path):
+def test_weights_of_another_model_are_refused_by_several_ranks(tmp_path):
     config = tiny_config(tmp_path)
     path = tmp_path / "init" / "model.bin"
     torch.save(torch.load(path) | {"layers.7.other": torch.ones(2)}, path)

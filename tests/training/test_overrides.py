@@ -25,13 +25,13 @@ def overridden(*words):
 
 
 @pytest.mark.parametrize("key", ["data.source.sources.1.source.paths", "data.source.sources[1].source.paths"])
-def test_an_entry_of_a_list_is_named_by_its_index(key):
+def test_list_entries_are_overridden_by_index(key):
     sources = overridden(f"{key}=s3://bucket/*.jsonl")["data"]["source"]["sources"]
     assert [source["source"]["paths"] for source in sources] == ["web.jsonl", "s3://bucket/*.jsonl"]
     assert [source["name"] for source in sources] == ["web", "code"]
 
 
-def test_values_are_yaml_and_may_hold_an_equals_sign():
+def test_values_are_yaml():
     config = overridden(
         "lr=1e-3", "name=b", "extra.deep=[1, x]", "encoder.column=a=b", "none=None", "off=null"
     )
@@ -43,7 +43,7 @@ def test_values_are_yaml_and_may_hold_an_equals_sign():
     assert overridden("a.b={c: 1}", "a.b.d=2")["a"] == {"b": {"c": 1, "d": 2}}
 
 
-def test_a_node_may_be_named_for_its_component():
+def test_a_plain_value_of_a_node_sets_its_component():
     """As under torchtune's own parser."""
     encoder = overridden("encoder=streampack.TokensEncoder", "encoder.column=x")["encoder"]
     assert encoder == {"_component_": "streampack.TokensEncoder", "column": "x"}
@@ -81,7 +81,7 @@ def test_keys_can_be_removed():
         ("lr=[1", "lr: '[1' is not YAML"),
     ],
 )
-def test_what_cannot_be_set_says_why(word, message):
+def test_bad_overrides_are_refused(word, message):
     with pytest.raises(ValueError) as error:
         overridden(word)
     assert str(error.value).startswith(message)

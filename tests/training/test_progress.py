@@ -27,7 +27,7 @@ def test_only_rank_0_logs(tmp_path):
     assert "Step 3 | loss:1.5" in (tmp_path / "log.txt").read_text()
 
 
-def test_what_a_logger_prints_stands_on_lines_of_its_own(monkeypatch, capsys):
+def test_a_printing_logger_gets_lines_of_its_own(monkeypatch, capsys):
     """As on a terminal, where the bar and the logger write to one place."""
     place = sys.stdout
     monkeypatch.setattr(sys, "stderr", place)
@@ -73,7 +73,7 @@ warnings.warn("afterwards")
 """
 
 
-def test_warnings_in_the_loop_stand_on_lines_of_their_own():
+def test_warnings_in_the_loop_get_lines_of_their_own():
     """In a process of its own: pytest catches warnings and log messages, and would hide a broken line."""
     done = subprocess.run([sys.executable, "-c", MESSAGES], capture_output=True, text=True, check=True)
     lines = [line.rpartition("\r")[2] for line in done.stderr.split("\n")]

@@ -1,4 +1,4 @@
-"""Runs and the folder they write to: one at a time, interrupted, resumed, over."""
+"""The folder of a run: locked, interrupted, resumed, finished."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ with lock_folder(sys.argv[1], way_out="-"):
 
 @pytest.fixture
 def other_run():
-    """Another process that writes to a folder."""
+    """Start a process that holds the lock of a folder."""
     processes = []
 
     def start(folder):
@@ -52,9 +52,8 @@ def other_run():
 
 
 @pytest.mark.parametrize("shared", ["output_dir", "checkpointer.output_dir"])
-@pytest.mark.parametrize("resume", [True, False])
-def test_a_second_run_in_one_folder_is_refused(tmp_path, monkeypatch, other_run, shared, resume):
-    config = tiny_config(tmp_path, resume=resume, **{shared: str(tmp_path / "shared")})
+def test_a_second_run_in_one_folder_is_refused(tmp_path, monkeypatch, other_run, shared):
+    config = tiny_config(tmp_path, resume=True, **{shared: str(tmp_path / "shared")})
     pid = other_run(tmp_path / "shared")
     monkeypatch.setattr(run_folder, "lock_folder", partial(lock_folder, patience=0))
     expected = (
@@ -66,12 +65,12 @@ def test_a_second_run_in_one_folder_is_refused(tmp_path, monkeypatch, other_run,
 
 
 def written(folder):
-    """Every file but the lock: when it was written, and what is in it."""
+    """Return time and content of every file but the lock."""
     files = [path for path in (folder / "out").rglob("*") if path.is_file() and path.name != LOCK_FILE]
     return {path.relative_to(folder): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
-def test_a_run_that_is_over_says_so_and_changes_nothing(tmp_path, capsys):
+def test_resuming_a_finished_run_changes_nothing(tmp_path, capsys):
     config = tiny_config(tmp_path, lr_scheduler=None, max_steps=6, resume=True)
     result = train(config)
     out = capsys.readouterr().out
@@ -95,7 +94,7 @@ def test_a_run_that_is_over_says_so_and_changes_nothing(tmp_path, capsys):
     assert train(config)["step"] == 9
 
 
-def test_by_epochs_a_run_is_over_when_they_are_read(tmp_path, capsys):
+def test_a_run_by_epochs_is_finished_when_they_are_read(tmp_path, capsys):
     settings = {"rows": 60, "max_steps": None, "validation": None, "lr_scheduler": None, "resume": True}
     result = train(tiny_config(tmp_path, **settings, epochs=2))
     capsys.readouterr()
@@ -107,8 +106,8 @@ def test_by_epochs_a_run_is_over_when_they_are_read(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("lost", ["finished.json", "epoch_0"])
-def test_weights_that_were_not_written_or_are_gone_are_written(tmp_path, lost):
-    """As by a run that was killed after its last checkpoint."""
+def test_missing_weights_are_written_again(tmp_path, lost):
+    """A run that was killed after its last checkpoint leaves none."""
     config = tiny_config(tmp_path, max_steps=4, validation=None, resume=True)
     train(config)
     weights = next((tmp_path / "out" / "epoch_0").glob("*.bin"))
@@ -126,7 +125,7 @@ def test_weights_that_were_not_written_or_are_gone_are_written(tmp_path, lost):
     assert len(losses(tmp_path)) == 4
 
 
-def test_a_newer_run_in_the_folder_is_not_taken_for_the_one_that_is_over(tmp_path):
+def test_a_newer_run_in_the_folder_is_not_finished(tmp_path):
     config = tiny_config(tmp_path, max_steps=4, checkpoint_every=None, validation=None)
     train(config)
     shutil.rmtree(tmp_path / "out" / "epoch_0")
@@ -142,7 +141,6 @@ def test_a_newer_run_in_the_folder_is_not_taken_for_the_one_that_is_over(tmp_pat
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_weights_without_checkpoints_are_not_overwritten(tmp_path, resume):
-    """Not even by a run that is to be longer: it would begin at step 0."""
     config = tiny_config(tmp_path, max_steps=3, checkpoint_every=None, validation=None)
     train(config)
     before = written(tmp_path)
@@ -172,7 +170,7 @@ def test_weights_of_another_program_are_not_overwritten_either(tmp_path, name):
 @pytest.mark.parametrize(
     ("every", "rest"), [(4, ""), (None, ", and leaves none, because checkpoint_every is not set")]
 )
-def test_resume_without_a_checkpoint_says_that_it_begins(tmp_path, capsys, every, rest):
+def test_resume_without_a_checkpoint_prints_that_it_begins(tmp_path, capsys, every, rest):
     config = read_config(tiny_config(tmp_path, resume=True, checkpoint_every=every))
     assert open_checkpoints(config, world=World())[1] is None
     place = f"{tmp_path}/out/checkpoints"
@@ -180,7 +178,7 @@ def test_resume_without_a_checkpoint_says_that_it_begins(tmp_path, capsys, every
 
 
 class Stop:
-    """Ctrl-C in a step."""
+    """Raise KeyboardInterrupt in a step."""
 
     def __init__(self, step, monkeypatch):
         self.left, self.update = step, torch.optim.AdamW.step
@@ -205,13 +203,13 @@ class Stop:
         (3, None, "interrupted, and nothing was saved: checkpoint_every is not set; the same command begins"),
     ],
 )
-def test_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch, step, checkpoint_every, message):
+def test_ctrl_c_prints_how_to_resume(tmp_path, monkeypatch, step, checkpoint_every, message):
     Stop(step, monkeypatch)
     with pytest.raises(Interrupted, match=message):
         train(tiny_config(tmp_path, checkpoint_every=checkpoint_every, validation=None))
 
 
-def test_the_quickstart_goes_on_by_itself(tmp_path, monkeypatch, capsys):
+def test_the_quickstart_resumes_by_itself(tmp_path, monkeypatch, capsys):
     config = tiny_config(tmp_path, validation=None, output_dir=str(tmp_path / "runs"))
     monkeypatch.setattr(quickstart.stdlib_corpus, "prepare", lambda: None)
     monkeypatch.setattr(OmegaConf, "load", lambda _: config.copy())
@@ -220,7 +218,7 @@ def test_the_quickstart_goes_on_by_itself(tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit):
             quickstart.main([])
     assert "run-001: interrupted; the same command goes on from step 4\n" in capsys.readouterr().err
-    # As a run that was killed while it wrote its weights.
+    # A run that was killed while it wrote its weights leaves this.
     (tmp_path / "runs" / "run-001" / "epoch_0").mkdir()
     assert quickstart.main([]) == 0
     assert re.search(

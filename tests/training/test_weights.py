@@ -1,4 +1,4 @@
-"""Random weights as files: whole or not there, one folder for each content."""
+"""Random weights as files: complete or absent, one folder for each content."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_equal_weights_are_written_once(tmp_path: Path) -> None:
     assert all(torch.equal(loaded[name], value) for name, value in linear(0).state_dict().items())
 
 
-def test_what_is_to_lie_beside_them_does(tmp_path: Path) -> None:
+def test_files_are_copied_beside_the_weights(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"words")
     folder = random_weights(
         linear(0), folder=str(tmp_path / "out"), beside=[str(tmp_path / "tokenizer.model")]
