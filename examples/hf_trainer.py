@@ -4,7 +4,7 @@
     python examples/hf_trainer.py                                  # half a minute on two cores
     torchrun --nproc_per_node 2 examples/hf_trainer.py --gradient_accumulation_steps 1
 
-Kill it and type it again, on another number of ranks if you like: it goes on with the packs that were not trained.
+Kill it and run it again, on another number of ranks if you like: it continues with the packs not trained yet.
 All of TrainingArguments are options.
 """
 
@@ -25,7 +25,7 @@ from streampack import (
 
 
 def main(argv: list[str]) -> Trainer:
-    """Train, or go on where a killed run was."""
+    """Train, or resume a killed run."""
     parser = HfArgumentParser(TrainingArguments)
     parser.set_defaults(
         output_dir="build/hf_trainer", max_steps=60, per_device_train_batch_size=2, gradient_accumulation_steps=2,

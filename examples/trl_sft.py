@@ -4,7 +4,7 @@
     python examples/trl_sft.py                                     # half a minute on two cores
     torchrun --nproc_per_node 2 examples/trl_sft.py --gradient_accumulation_steps 1
 
-Kill it and type it again, on another number of ranks if you like: it goes on with the packs that were not trained.
+Kill it and run it again, on another number of ranks if you like: it continues with the packs not trained yet.
 All of SFTConfig are options; leave `packing` alone, which is TRL's own.
 """
 
@@ -21,7 +21,7 @@ from streampack import IterablePackedDataset, TokensEncoder, prepare_trainer_for
 
 
 def main(argv: list[str]) -> SFTTrainer:
-    """Train, or go on where a killed run was."""
+    """Train, or resume a killed run."""
     parser = HfArgumentParser(SFTConfig)
     parser.set_defaults(
         output_dir="build/trl_sft", max_steps=60, per_device_train_batch_size=2, gradient_accumulation_steps=2,
