@@ -159,7 +159,7 @@ class SourceMeter:
         """Return the metrics of every source; a collective.
 
         ``loss`` is since the last call, and missing if no token was trained. The others are since the beginning,
-        over all lanes: ``epochs`` (mean over the lanes), ``tokens_in``, ``packed``, ``trained``, and ``share``, the
+        over all lanes: ``epochs`` (mean over the lanes), ``tokens_in``, ``packed``, ``trained``, and ``fraction``, the
         source's fraction of the trained tokens.
         """
         if self.mix is None:
@@ -178,7 +178,7 @@ class SourceMeter:
             metrics[f"source_{name}_tokens_in"] = stats.tokens_in
             metrics[f"source_{name}_packed"] = stats.packed
             metrics[f"source_{name}_trained"] = stats.trained
-            metrics[f"source_{name}_share"] = stats.trained / max(1, trained)
+            metrics[f"source_{name}_fraction"] = stats.trained / max(1, trained)
         return metrics
 
 

@@ -30,9 +30,7 @@ def parse(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
     def entry() -> Any:
         parser = argparse.ArgumentParser(description=recipe_main.__doc__, allow_abbrev=False)
         parser.add_argument("--config", required=True, metavar="FILE", help="a YAML file")
-        parser.add_argument(
-            "overrides", nargs="*", metavar="KEY=VALUE", help="replaces a value of the file"
-        )
+        parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="replaces a value of the file")
         parser.add_argument(
             "--trust", action="append", default=[], metavar="NAME", help="a package it may name"
         )

@@ -168,7 +168,7 @@ def test_losses_by_source_add_up_to_the_loss(loss_norm: str) -> None:
     for i, name in enumerate(("a", "in/b", "in/c")):
         assert metrics[f"source_{name}_loss"] == pytest.approx(float(wanted[i] / counts[i]))
         assert metrics[f"source_{name}_trained"] == trained[i]
-        assert metrics[f"source_{name}_share"] == pytest.approx(float(trained[i] / trained.sum()))
+        assert metrics[f"source_{name}_fraction"] == pytest.approx(float(trained[i] / trained.sum()))
         assert metrics[f"source_{name}_packed"] == metrics[f"source_{name}_tokens_in"]
         assert metrics[f"source_{name}_epochs"] >= 1
     assert len(metrics) == 18
@@ -201,14 +201,12 @@ def test_a_recipe_logs_every_source(tmp_path: Path, recipe: str) -> None:
     each = {name: losses(tmp_path, f"source_{name}_loss") for name in ("counting", "words")}
     shares = {name: losses(tmp_path, f"source_{name}_trained") for name in each}
     before = {"counting": 0.0, "words": 0.0}
-    for (
-        step,
-        loss,
-    ) in steps.items():  # the loss is the mean of the sources', by what each trained in this step
+    # The loss is the mean of the sources' losses, weighted by what each trained in this step.
+    for step, loss in steps.items():
         now = {name: float(shares[name][step]) for name in each}
         gained = {name: now[name] - before[name] for name in each}
         total = sum(gained[name] * float(each[name].get(step, 0)) for name in each)
         assert total / sum(gained.values()) == pytest.approx(float(loss), rel=1e-3)
         before = now
-    share = float(losses(tmp_path, "source_counting_share")[max(steps)])
-    assert share == pytest.approx(0.75, abs=0.05)
+    fraction = float(losses(tmp_path, "source_counting_fraction")[max(steps)])
+    assert fraction == pytest.approx(0.75, abs=0.05)
