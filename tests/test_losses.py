@@ -1,4 +1,4 @@
-"""The loss against torch's cross_entropy: the plain shifted sum, whole and in fp32, is the oracle."""
+"""The loss against torch's cross_entropy in fp32."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from streampack.packing.batch import Batch
 from streampack.types import IGNORE_INDEX
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
-# Ours sums in another order; in bf16 both round the gradient, once, from fp32.
+# The order of summation differs; in bf16 both round the gradient once, from fp32.
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 4e-3}
 
 
@@ -67,7 +67,7 @@ def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 @pytest.mark.parametrize("chunk_size", [1, 3, 7, 512])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 9, 11), (3, 5, 2), (2, 16, 130)], ids=str)
-def test_it_is_the_shifted_sum(shape: tuple[int, int, int], dtype: torch.dtype, chunk_size: int) -> None:
+def test_equals_the_shifted_sum(shape: tuple[int, int, int], dtype: torch.dtype, chunk_size: int) -> None:
     logits, labels = example(*shape, dtype=dtype)
     ours, theirs = summed_cross_entropy(logits, labels, chunk_size=chunk_size), naive_loss(logits, labels)
     assert ours.shape == ()
@@ -136,7 +136,7 @@ def test_a_batch_without_trained_tokens_is_exactly_zero(dtype: torch.dtype) -> N
     loss = summed_cross_entropy(logits, labels)
     assert loss.item() == 0
     assert not grad_of(loss, logits).any()
-    # Nor does a label count that nothing predicts: the first of a row.
+    # The first label of a row counts nothing either: nothing predicts it.
     labels[:, 0] = 3
     loss = summed_cross_entropy(logits, labels)
     assert loss.item() == 0
@@ -170,7 +170,7 @@ def test_logits_are_left_as_they_were() -> None:
 
 
 class LiveBytes(TorchDispatchMode):
-    """The most bytes that new fp32 tensors of more than ``over`` elements held at a time."""
+    """Records the peak bytes of new fp32 tensors of more than ``over`` elements."""
 
     def __init__(self, *, over: int) -> None:
         super().__init__()
@@ -197,19 +197,19 @@ class LiveBytes(TorchDispatchMode):
 
 
 def fp32_peak(loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> float:
-    """In fp32 copies of the logits."""
+    """Measure the peak memory in fp32 copies of the logits."""
     logits, labels = example(2, 256, 64, dtype=torch.bfloat16)
-    with LiveBytes(over=512) as mode:  # a number or two per token is nobody's concern
+    with LiveBytes(over=512) as mode:  # one or two numbers per token do not count
         loss(logits, labels).backward()
     return mode.peak / (4 * logits.numel())
 
 
-def test_no_fp32_copy_of_the_logits_exists_whole() -> None:
+def test_no_fp32_copy_of_all_logits_exists() -> None:
     assert fp32_peak(lambda x, y: summed_cross_entropy(x, y, chunk_size=32)) <= 3 * 32 / 512
-    assert fp32_peak(naive_loss) >= 2  # the copy and its log-softmax; the gauge works
+    assert fp32_peak(naive_loss) >= 2  # the copy and its log-softmax
 
 
-# torch's own tracer instantiates the Function that it warns not to.
+# torch's tracer instantiates the Function, of which torch warns.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_it_compiles_without_a_graph_break() -> None:
     logits, labels = example(2, 9, 11)
@@ -293,11 +293,11 @@ def test_an_unknown_norm_is_refused() -> None:
         label_weights(batch, loss_norm="pack")
 
 
-# Every sample counts 1, whichever way its packs are made.
+# With loss_norm "sample", every sample weighs 1 with every way of making packs.
 
 
 def samples_of(count: int) -> list[dict[str, list[int]]]:
-    """Of 1 to 40 tokens; of a third the first label is trained, and of a few none is."""
+    """Make samples of 1 to 40 tokens; a third trains its first label, and a few train none."""
     rows = []
     for i in range(count):
         tokens = [1 + i % 90] * (1 + i * 17 % 40)
@@ -325,7 +325,7 @@ WAYS = ["parity", "parity, split", "streamed", "wrapped", *METHODS]
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_sample_counts_one_however_it_is_cut(way: str) -> None:
+def test_a_sample_weighs_one_however_it_is_cut(way: str) -> None:
     rows = samples_of(60)
     logits_at = torch.zeros(1)
     by_sample: dict[int, float] = defaultdict(float)
@@ -345,7 +345,7 @@ def test_a_sample_counts_one_however_it_is_cut(way: str) -> None:
     trained = {number for number, weight in by_sample.items() if weight}
     assert len(trained) > 40
     assert {number: round(by_sample[number], 9) for number in trained} == dict.fromkeys(trained, 1.0)
-    # What counts is what the loss adds up: a row's first label has no logits to hold against it.
+    # The loss has no logits for a row's first label.
     assert counted == sum(
         int(label_weights(batch, loss_norm="token").sum()) for batch in batches_made_by(way, rows)
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from streampack.types import IGNORE_INDEX
 from streampack.validation import require, require_positive, warn_user
 
 
+@dataclass(kw_only=True, eq=False)
 class FlatteningCollator:
     """Collates the samples of a batch into one row, end to end, as transformers' ``DataCollatorWithFlattening``.
 
@@ -70,43 +72,30 @@ class FlatteningCollator:
         ValueError: for a setting or a batch that does not fit, naming the sample.
     """
 
-    def __init__(
-        self,
-        *,
-        return_position_ids: bool = True,
-        separator_id: int = IGNORE_INDEX,
-        return_flash_attn_kwargs: bool = False,
-        return_seq_idx: bool = False,
-        position_ids_start: int = 0,
-        return_tensors: str = "pt",
-        padding_idx: int = 0,
-        pad_to_multiple_of: int | None = None,
-        max_tokens: int | None = None,
-        max_seqs: int | None = None,
-    ) -> None:
-        require(return_tensors, "return_tensors", ("pt", "np"))
-        sizes = {"pad_to_multiple_of": pad_to_multiple_of, "max_tokens": max_tokens, "max_seqs": max_seqs}
-        for name, value in sizes.items():
-            if value is not None:
-                require_positive(value, name)
-        if pad_to_multiple_of and max_tokens:
+    return_position_ids: bool = True
+    separator_id: int = IGNORE_INDEX
+    return_flash_attn_kwargs: bool = False
+    return_seq_idx: bool = False
+    position_ids_start: int = 0
+    return_tensors: str = "pt"
+    padding_idx: int = 0
+    pad_to_multiple_of: int | None = None
+    max_tokens: int | None = None
+    max_seqs: int | None = None
+
+    def __post_init__(self) -> None:
+        require(self.return_tensors, "return_tensors", ("pt", "np"))
+        for name in ("pad_to_multiple_of", "max_tokens", "max_seqs"):
+            if getattr(self, name) is not None:
+                require_positive(getattr(self, name), name)
+        if self.pad_to_multiple_of and self.max_tokens:
             raise ValueError(
-                f"pad_to_multiple_of={pad_to_multiple_of} and max_tokens={max_tokens}: give one of the two"
+                f"pad_to_multiple_of={self.pad_to_multiple_of} and max_tokens={self.max_tokens}: give one of the two"
             )
-        if max_seqs and not max_tokens:
+        if self.max_seqs and not self.max_tokens:
             raise ValueError(
-                f"max_seqs={max_seqs} without max_tokens: the row's length would still vary; give both"
+                f"max_seqs={self.max_seqs} without max_tokens: the row's length would still vary; give both"
             )
-        self.return_position_ids = return_position_ids
-        self.separator_id = separator_id
-        self.return_flash_attn_kwargs = return_flash_attn_kwargs
-        self.return_seq_idx = return_seq_idx
-        self.position_ids_start = position_ids_start
-        self.return_tensors = return_tensors
-        self.padding_idx = padding_idx
-        self.pad_to_multiple_of = pad_to_multiple_of
-        self.max_tokens = max_tokens
-        self.max_seqs = max_seqs
 
     def __call__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -10,12 +11,13 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from streampack.map_style.methods import METHODS, Row, plan_batches
+from streampack.map_style.methods import METHODS, Method, Row, plan_batches
 from streampack.map_style.multipack import share_of
 from streampack.map_style.samplers import PlannedSampler, digest_of, place
 from streampack.packing.assemble import assemble, require_id, trained_if_split
 from streampack.packing.batch import Batch, stack_packs
 from streampack.packing.encoders import guard_datasets
+from streampack.packing.settings import Packing
 from streampack.packing.token_rows import read_sample
 from streampack.types import Fragment, Pack, Sample
 from streampack.validation import require, require_positive, warn_user
@@ -100,10 +102,9 @@ def method_loader(
         )
     rows = Rows(
         ds,
-        method=method,
-        max_seq_len=max_seq_len,
-        lengths=lengths,
-        overlong=overlong,
+        METHODS[method],
+        METHODS[method].packing(max_seq_len=max_seq_len, overlong=overlong),
+        lengths,
         padding_idx=require_id(padding_idx, "padding_idx", vocab_size=vocab_size),
         pad_to_multiple_of=require_positive(pad_to_multiple_of, "pad_to_multiple_of"),
         vocab_size=vocab_size,
@@ -111,18 +112,20 @@ def method_loader(
     num_replicas, rank = place(num_replicas, rank)
     packs_per_step = share_of(packs_per_step, batch_size * num_replicas)
 
+    planned = partial(
+        plan_batches,
+        method,
+        lengths,
+        max_seq_len=max_seq_len,
+        batch_size=batch_size,
+        num_replicas=num_replicas,
+        packs_per_step=packs_per_step,
+        overlong=overlong,
+        seed=seed,
+    )
+
     def plan(epoch: int) -> list[list[Row]]:
-        batches = plan_batches(
-            method,
-            lengths,
-            max_seq_len=max_seq_len,
-            batch_size=batch_size,
-            num_replicas=num_replicas,
-            packs_per_step=packs_per_step,
-            overlong=overlong,
-            seed=seed,
-            epoch=epoch,
-        )
+        batches = planned(epoch=epoch)
         tokens, largest = max((len(batch) * rows.width(batch), len(batch)) for batch in batches)
         if max_batch_tokens is not None and tokens > max_batch_tokens:
             raise ValueError(
@@ -154,28 +157,17 @@ def method_loader(
     )
 
 
+@dataclass(eq=False)
 class Rows(Dataset[Batch]):
     """Turns the planned rows of a batch into a `Batch`."""
 
-    def __init__(
-        self,
-        ds: Any,
-        *,
-        method: str,
-        max_seq_len: int,
-        lengths: Sequence[int],
-        overlong: str | None,
-        padding_idx: int,
-        pad_to_multiple_of: int,
-        vocab_size: int | None,
-    ) -> None:
-        self.ds = ds
-        self.method = METHODS[method]
-        self.packing = self.method.packing(max_seq_len=max_seq_len, overlong=overlong)
-        self.lengths = lengths
-        self.padding_idx = padding_idx
-        self.pad_to_multiple_of = pad_to_multiple_of
-        self.vocab_size = vocab_size
+    ds: Any
+    method: Method
+    packing: Packing
+    lengths: Sequence[int]
+    padding_idx: int
+    pad_to_multiple_of: int
+    vocab_size: int | None
 
     def width(self, batch: list[Row]) -> int:
         """Return the length of the batch's rows, padding included."""

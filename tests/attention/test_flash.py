@@ -1,7 +1,7 @@
-"""flash-attn is not there on a CPU: these are stand-ins with the signatures that its three generations publish.
+"""flash-attn does not run on a CPU: stand-ins have the signatures of its three generations.
 
-Looked up in github.com/Dao-AILab/flash-attention: flash_attn/flash_attn_interface.py (2),
-hopper/flash_attn_interface.py (3) and flash_attn/cute/interface.py (4). What they compute is the CPU's loop.
+The signatures are from github.com/Dao-AILab/flash-attention: flash_attn/flash_attn_interface.py (2),
+hopper/flash_attn_interface.py (3) and flash_attn/cute/interface.py (4). The stand-ins compute varlen attention.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ STANDS_IN: dict[int, Callable[..., Any]] = {2: second, 3: third, 4: fourth}
 
 
 def install(patch: pytest.MonkeyPatch, *generations: int, gpu: tuple[int, int] = (9, 0)) -> None:
-    """A machine with this GPU and these generations of flash-attn."""
+    """Pretend that this GPU and these generations of flash-attn are installed."""
     patch.setattr(torch.cuda, "get_device_capability", lambda device=None: gpu)
     patch.setattr(flash, "_found", None)
     parent = ModuleType("flash_attn")  # also the folder of 4, so that it is there without 2
@@ -102,7 +102,7 @@ def install(patch: pytest.MonkeyPatch, *generations: int, gpu: tuple[int, int] =
         ((12, 0), (2, 3), 2),
     ],
 )
-def test_the_generation_suits_the_gpu(
+def test_the_generation_depends_on_the_gpu(
     gpu: tuple[int, int], installed: tuple[int, ...], chosen: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, *installed, gpu=gpu)
@@ -110,7 +110,7 @@ def test_the_generation_suits_the_gpu(
 
 
 @pytest.mark.parametrize(("gpu", "installed"), [((9, 0), ()), ((10, 0), (3,)), ((8, 0), (4,))])
-def test_a_missing_one_names_the_extra(
+def test_a_missing_package_names_the_extra(
     gpu: tuple[int, int], installed: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, *installed, gpu=gpu)
@@ -131,9 +131,8 @@ def test_other_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("generation", NAMES)
-@pytest.mark.parametrize("window", [None, 1, 4])
-@pytest.mark.parametrize("scale", [None, 0.7])
-def test_each_is_called_as_it_is_published(
+@pytest.mark.parametrize(("window", "scale"), [(None, None), (1, 0.7), (4, None)])
+def test_calls_have_the_published_signature(
     generation: int, window: int | None, scale: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, generation)
@@ -153,7 +152,7 @@ def test_each_is_called_as_it_is_published(
         (3, torch.bfloat16, 50.0, None),
     ],
 )
-def test_what_it_cannot_do_is_said(
+def test_limits_of_the_generations(
     generation: int,
     dtype: torch.dtype,
     softcap: float | None,
@@ -170,7 +169,7 @@ def test_what_it_cannot_do_is_said(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 1, 5])
-def test_flash_is_the_loop_on_cuda(window: int | None) -> None:
+def test_flash_equals_the_cpu_loop_on_cuda(window: int | None) -> None:
     try:
         find_flash(CUDA)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Dicts of collators as batches: the samples of a row stay apart, whoever made the dict."""
+"""Batches that are dicts of any collator: their samples stay apart."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def flat(**changes: Any) -> dict[str, Any]:
 
 
 def ones(batch: dict[str, Any]) -> dict[str, Any]:
-    """With the mask that other collators add, and that makes transformers forget the positions."""
+    """Add the mask that other collators add, with which transformers ignores positions."""
     return batch | {"attention_mask": torch.ones_like(batch["input_ids"])}
 
 
@@ -75,7 +75,7 @@ def true_loss() -> float:
 
 @pytest.mark.parametrize("attention", ["dense", "varlen"])
 @pytest.mark.parametrize("name", BATCHES)
-def test_a_dicts_samples_stay_apart(true_loss: float, attention: str, name: str) -> None:
+def test_samples_of_a_dict_stay_apart(true_loss: float, attention: str, name: str) -> None:
     made = model()
     made.config.use_cache = True
     inputs = prepare_model_for_packing(made, attention=attention)
@@ -85,15 +85,14 @@ def test_a_dicts_samples_stay_apart(true_loss: float, attention: str, name: str)
     assert all(torch.equal(batch[key], value) for key, value in given.items())
 
 
-def test_without_it_they_see_one_another(true_loss: float) -> None:
-    """The comparison above can fail, in just the loop that a user would write."""
+def test_without_inputs_they_see_one_another(true_loss: float) -> None:
     made = model()
     made.config.use_cache = True
     assert abs(made(**flat()).loss.item() - true_loss) > 3e-3
 
 
 def test_the_first_label_of_a_sample_is_never_trained(true_loss: float) -> None:
-    """Whoever made the dict may have left it in: it would be predicted from the sample before."""
+    """A collator may leave it in: it would be predicted from the sample before."""
     made = model()
     inputs = prepare_model_for_packing(made)
     batch = flat() | {"labels": flat()["input_ids"].clone()}
@@ -138,7 +137,6 @@ def test_a_dict_without_boundaries_is_refused(batch: dict[str, Any], message: st
 
 
 def test_the_collator_warns_of_a_model_with_its_cache_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it can see one; once."""
     made = model()
     monkeypatch.setattr(collators.gc, "get_objects", lambda: [made, made.config, FEATURES])
     monkeypatch.setattr(collators, "_checked_caches", False)

@@ -1,4 +1,4 @@
-"""Packs that are longer than a model's table of positions: padding fits, and what does not is refused."""
+"""Packs that are longer than a model's table of positions."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def packs(lengths: list[int], **settings: Any) -> IterablePackedDataset:
 
 
 @pytest.mark.parametrize("attention", ["dense", "varlen"])
-def test_padding_takes_positions_that_exist(attention: str) -> None:
-    """The last batch has 272 tokens of padding and more, and a null pack; the model has 128 positions."""
+def test_padding_gets_positions_of_the_table(attention: str) -> None:
+    """The model has 128 positions; the last batch has more than 272 tokens of padding, and a null pack."""
     model = gpt2()
     inputs = prepare_model_for_packing(model, attention=attention)
     batches = list(PackedDataLoader(packs([128, 100, 60, 128, 90, 128, 128, 128, 20]), batch_size=2))
@@ -79,7 +79,7 @@ def test_padding_takes_positions_that_exist(attention: str) -> None:
 
 
 @pytest.mark.parametrize("attention", ["dense", "varlen"])
-def test_a_sample_that_is_longer_is_refused(attention: str) -> None:
+def test_a_longer_sample_is_refused(attention: str) -> None:
     inputs = prepare_model_for_packing(gpt2(), attention=attention)
     [batch] = PackedDataLoader(packs([20, 129]), batch_size=1)
     message = (
@@ -93,8 +93,8 @@ def test_a_sample_that_is_longer_is_refused(attention: str) -> None:
         inputs(row)
 
 
-def test_documents_joined_to_one_sequence_are_refused() -> None:
-    """Their fragments are short, and the positions run on to the end of the row."""
+def test_joined_documents_are_refused() -> None:
+    """Their fragments are short, but positions go on to the end of the row."""
     inputs = prepare_model_for_packing(gpt2())
     [batch] = PackedDataLoader(packs([100, 100, 60]), batch_size=1)
     assert int(inputs(batch)["position_ids"].max()) < POSITIONS
@@ -102,7 +102,7 @@ def test_documents_joined_to_one_sequence_are_refused() -> None:
         inputs(join_documents(batch))
 
 
-def test_padding_of_a_dict_is_what_has_no_labels() -> None:
+def test_tokens_of_a_dict_without_labels_are_padding() -> None:
     inputs = prepare_model_for_packing(gpt2())
     row = {"input_ids": torch.ones(1, 400, dtype=torch.int64), "seq_lens": torch.tensor([[100, 300]])}
     labels = torch.full((1, 400), IGNORE_INDEX)
@@ -114,8 +114,7 @@ def test_padding_of_a_dict_is_what_has_no_labels() -> None:
 
 
 @pytest.mark.parametrize("kwargs", [False, True])
-def test_the_flat_rows_padding(kwargs: bool) -> None:
-    """As a model is called: the collator knows no table."""
+def test_padding_of_a_flat_row(kwargs: bool) -> None:
     collate = FlatteningCollator(max_tokens=400, return_flash_attn_kwargs=kwargs)
     batch = collate([{"input_ids": [5] * n, "labels": [5] * n} for n in (30, 128)])
     model = gpt2()
@@ -124,8 +123,7 @@ def test_the_flat_rows_padding(kwargs: bool) -> None:
     assert model(**ours).logits.isfinite().all()
 
 
-def test_positions_of_an_image_are_not_those_of_its_text() -> None:
-    """A table of 5 patches would refuse every text."""
+def test_tables_of_an_image_model_do_not_count() -> None:
     text = LlamaConfig(
         vocab_size=VOCAB, num_hidden_layers=1, num_attention_heads=2, hidden_size=16, intermediate_size=16
     )
@@ -157,7 +155,7 @@ def test_tables() -> None:
 
 
 @pytest.mark.parametrize("overlong", ["split", "truncate"])
-def test_settings_that_cut_samples_too_long_are_refused(tmp_path: Path, overlong: str) -> None:
+def test_settings_that_cut_samples_beyond_the_table_are_refused(tmp_path: Path, overlong: str) -> None:
     message = f"overlong='{overlong}' cuts samples to max_seq_len=400 tokens, and the model has 128 positions"
     with pytest.raises(ValueError, match=message):
         require_positions(gpt2(), Packing(400, overlong=overlong))
@@ -176,14 +174,13 @@ def trainer(folder: Path, data: IterablePackedDataset, model: Any = None) -> Tra
 
 
 def test_a_trainer_trains_on_longer_packs(tmp_path: Path) -> None:
-    """All of its packs, the last with null packs: without this, its last batch failed."""
     one = trainer(tmp_path, packs([128, 100, 60, 128, 90, 128]))
     prepare_trainer_for_packing(one)
     assert one.train().global_step == 1
 
 
-def test_what_a_model_cannot_keep_apart_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    """Of the data to evaluate on, too: it would have been the first batch of an evaluation, hours later."""
+def test_a_trainer_refuses_packs_that_are_too_long(tmp_path: Path) -> None:
+    """Its evaluation data too, which would otherwise fail hours later."""
     config = LlamaConfig(
         vocab_size=VOCAB, num_hidden_layers=1, num_attention_heads=2, hidden_size=16, intermediate_size=16,
         max_position_embeddings=64, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
@@ -208,7 +205,7 @@ ROWS = [
 
 @pytest.mark.parametrize("attention", ["dense", "varlen"])
 def test_rows_beyond_torchtunes_positions(attention: str) -> None:
-    """Refused in our words; where a user allows them, padding takes positions that exist."""
+    """They are refused; if a user raises the model's limit, padding gets positions of the table."""
     batch = collate_packed(list(IterablePackedDataset(ROWS, max_seq_len=LONG)))
     model = build("llama3").eval()
     assert position_table(model) == MAX_SEQ_LEN
@@ -227,8 +224,7 @@ def test_rows_beyond_torchtunes_positions(attention: str) -> None:
         inputs(join_documents(batch))
 
 
-def test_the_probe_knows_how_torchtunes_models_are_called() -> None:
-    """It used to hand them a Batch."""
+def test_the_probe_calls_torchtunes_models() -> None:
     model = build("llama3")
     assert "sample" in {leak.kind for leak in find_leaks(model).leaks}, "no mask"
     prepare_model_for_packing(model, attention="varlen")

@@ -1,4 +1,4 @@
-"""The probe sees what leaks, says who saw whom, lets pass what does not, and leaves no trace."""
+"""The leak probe finds leaks, accepts correct models, and has no side effects."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Mask = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (places, document
 
 
 class OneLayer(nn.Module):
-    """Embedding, learned positions, one attention with a mask of the test's choice; dropout, to be switched off."""
+    """Embedding, learned positions, dropout, and one attention under a given mask."""
 
     def __init__(self, mask: Mask) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def padding_seen(places: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return right(places, ids) | (ids == ids.max())[:, None, :]
 
 
-# Sample 1 has one token, so that a shift by one gives it away as a whole.
+# Sample 1 has one token, so a shift by one moves it as a whole.
 LEAKS = [
     (no_boundaries, "all", {(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)}),
     (a_token_late, "neighbour", {(0, 1), (2, 3)}),
@@ -89,10 +89,10 @@ LEAKS = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(("mask", "cause", "pairs"), LEAKS)
-def test_who_sees_whom(mask: Mask, cause: str, pairs: set[tuple[int, int]], dtype: torch.dtype) -> None:
+def test_leaks_are_found(mask: Mask, cause: str, pairs: set[tuple[int, int]], dtype: torch.dtype) -> None:
     report = find_leaks(OneLayer(mask).to(dtype))
     found = {(leak.source, leak.sample) for leak in report.leaks if leak.kind == "sample"}
-    # One token among a hundred is less than bf16 can tell from rounding; the others suffice.
+    # In bf16, one token among a hundred is below rounding; the other pairs suffice.
     assert found == pairs if dtype != torch.bfloat16 else found & pairs
     assert report.cause == CAUSES[cause]
     assert not report.ok
@@ -100,7 +100,7 @@ def test_who_sees_whom(mask: Mask, cause: str, pairs: set[tuple[int, int]], dtyp
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("max_seq_len", [8, 50, 256])
-def test_a_right_model_passes(dtype: torch.dtype, max_seq_len: int) -> None:
+def test_a_correct_model_passes(dtype: torch.dtype, max_seq_len: int) -> None:
     report = find_leaks(OneLayer(right).to(dtype), max_seq_len=max_seq_len)
     assert report.ok, report
     assert report.worst < report.limit / 2
@@ -109,13 +109,13 @@ def test_a_right_model_passes(dtype: torch.dtype, max_seq_len: int) -> None:
     assert 1 in report.lengths
 
 
-def test_padding_that_is_seen() -> None:
+def test_visible_padding() -> None:
     report = find_leaks(OneLayer(padding_seen))
     assert {leak.kind for leak in report.leaks} == {"padding", "alone"}
     assert report.cause == CAUSES["padding"]
 
 
-def test_logits_that_are_no_numbers() -> None:
+def test_nan_logits() -> None:
     report = find_leaks(lambda batch: batch.tokens[..., None].double().log().log(), vocab_size=VOCAB)
     assert not report.ok
     assert report.worst == float("inf")
@@ -128,28 +128,28 @@ class RunningOn(OneLayer):
 
 
 def test_positions_that_do_not_restart() -> None:
-    """Nothing leaks; only the comparison with the sample alone can tell. The first begins at 0 all the same."""
+    """Nothing leaks; only the comparison with each sample alone shows it. The first sample begins at 0."""
     report = find_leaks(RunningOn(right))
     assert {leak.kind for leak in report.leaks} == {"alone"}
     assert {leak.sample for leak in report.leaks} == {1, 2, 3}
     assert report.cause == CAUSES["alone"]
 
 
-def test_noise_is_not_taken_for_a_leak() -> None:
+def test_noise_is_reported_as_noise() -> None:
     calls = iter(range(100))
     report = find_leaks(lambda batch: F.one_hot(batch.tokens + next(calls), 200).double(), vocab_size=VOCAB)
     assert {leak.kind for leak in report.leaks} == {"noise"}
     assert report.cause == CAUSES["noise"]
 
 
-def test_dropout_in_a_function_is_the_same_at_every_pass() -> None:
-    """A function cannot be put into eval mode, but its random numbers can be repeated: here they alone differ."""
+def test_dropout_in_a_function_repeats_in_every_pass() -> None:
+    """A function has no eval mode, so the probe repeats its random numbers."""
     model = OneLayer(right).train()
     report = find_leaks(lambda batch: model(batch), vocab_size=VOCAB)
     assert {leak.kind for leak in report.leaks} <= {"alone"}
 
 
-def test_the_words() -> None:
+def test_the_text_of_a_report() -> None:
     lines = str(find_leaks(OneLayer(a_token_late))).splitlines()
     assert lines[0].endswith("a pack of 4 samples (76, 1, 102, 51 tokens), where logits may move by 0.0001:")
     assert any(line.startswith("  changing sample 0 moved sample 1 by ") for line in lines)
@@ -160,7 +160,7 @@ def test_the_words() -> None:
 
 
 def test_a_model_in_which_leaks_cannot_show() -> None:
-    """One that begins with zeros, as some do on purpose, passes any test of isolation; the report says so."""
+    """A model with attention weights of zero passes every comparison, and the report says so."""
     model = OneLayer(no_boundaries)
     assert not find_leaks(model).blind
     nn.init.zeros_(model.qkv.weight.data[32:])
@@ -175,8 +175,7 @@ def test_a_model_in_which_leaks_cannot_show() -> None:
         find_leaks(model)
 
 
-def test_nothing_is_left_behind() -> None:
-    """Mode of every part, gradients, random state."""
+def test_modes_gradients_and_generators_are_restored() -> None:
     model = OneLayer(no_boundaries).train()
     model.out.eval()
     model.out.weight.grad = torch.ones_like(model.out.weight)
@@ -204,7 +203,7 @@ class Broken(nn.Module):
         raise RuntimeError("broken")
 
 
-def test_a_batch_of_ones_own() -> None:
+def test_a_given_batch() -> None:
     _, batch = stream_and_batch("overlong")
     assert find_leaks(OneLayer(right), batch).ok
     report = find_leaks(OneLayer(no_boundaries), batch)
@@ -214,8 +213,8 @@ def test_a_batch_of_ones_own() -> None:
         find_leaks(OneLayer(right), collate_packed([to_torchtune(null_pack(MAX_SEQ_LEN))]))
 
 
-def test_as_many_passes_whatever_the_pack_holds() -> None:
-    """Those of a sharded model are collective: ranks with other packs must not wait for one another."""
+def test_every_pack_takes_the_same_number_of_passes() -> None:
+    """Passes of a sharded model are collectives, so ranks with other packs would deadlock."""
     counts = []
     for lengths in ((30,), (10, 12), (3, 4, 5, 6, 7)):
         rows = [{"tokens": list(range(1, n + 1)), "labels": list(range(1, n + 1))} for n in lengths]
@@ -228,15 +227,14 @@ def test_as_many_passes_whatever_the_pack_holds() -> None:
 
 
 class LeakyInTraining(OneLayer):
-    """Takes another way when it trains, as models with fused kernels do."""
+    """Leaks in training mode only, as fused kernels may."""
 
     def forward(self, batch: Batch) -> torch.Tensor:
         self.mask = no_boundaries if self.training else right
         return super().forward(batch)
 
 
-def test_a_leak_in_training_mode_alone() -> None:
-    """A run trains in that mode, and the probe looked in the other."""
+def test_a_leak_in_training_mode_only() -> None:
     report = find_leaks(LeakyInTraining(right))
     assert {(leak.kind, leak.training) for leak in report.leaks} == {("sample", True)}
     assert report.cause == CAUSES["all"]
@@ -245,7 +243,7 @@ def test_a_leak_in_training_mode_alone() -> None:
 
 
 class Counting(OneLayer):
-    """Samples share statistics when it trains, and it counts its passes in a buffer."""
+    """Shares statistics between samples in training mode, and counts its passes in a buffer."""
 
     def __init__(self) -> None:
         super().__init__(right)
@@ -257,7 +255,7 @@ class Counting(OneLayer):
         return self.norm(super().forward(batch).transpose(1, 2)).transpose(1, 2)
 
 
-def test_buffers_are_as_before() -> None:
+def test_buffers_are_restored() -> None:
     model = Counting()
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     report = find_leaks(model)
@@ -267,7 +265,7 @@ def test_buffers_are_as_before() -> None:
 
 
 class Drawing(OneLayer):
-    """MixtureScheduler from every generator as it trains, and puts another buffer in the place of one."""
+    """Draws from every generator in training mode, and replaces a buffer."""
 
     def __init__(self) -> None:
         super().__init__(right)
@@ -282,8 +280,8 @@ class Drawing(OneLayer):
         return logits
 
 
-def test_what_is_drawn_in_training_mode_is_drawn_alike() -> None:
-    """A layer that is left out at random would pass for a leak; and generators go on where they were."""
+def test_random_numbers_in_training_mode_repeat() -> None:
+    """A randomly dropped layer would otherwise look like a leak."""
     model = Drawing().train()
     model.dropout.eval()
     modes, buffer = [part.training for part in model.modules()], model.drawn
@@ -298,21 +296,20 @@ def test_what_is_drawn_in_training_mode_is_drawn_alike() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_other_devices_generators_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.manual_seed seeds those of all devices, and only one's was restored."""
+def test_generators_of_other_devices_are_not_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.manual_seed would seed those of all devices."""
     monkeypatch.setattr(torch, "manual_seed", None)
     assert find_leaks(OneLayer(right)).ok
 
 
-def test_a_large_vocabulary_is_looked_at_in_part() -> None:
-    """All logits of a long pack and 200,000 tokens, three times over, would be gigabytes."""
+def test_a_part_of_a_large_vocabulary_is_compared() -> None:
     logits = torch.arange(3 * 10_000.0).view(1, 3, 10_000)
     assert logits_of(logits, tokens=3).shape == (3, 5000)
     assert torch.equal(logits_of([logits[:, :1], logits[:, 1:]], tokens=3), logits[0, :, ::2])
     assert logits_of(logits[..., :8191], tokens=3).shape == (3, 8191)
 
 
-def test_no_logits_of_every_token() -> None:
+def test_logits_of_another_shape_are_refused() -> None:
     message = re.escape(
         "the model gives [1, 61] for a pack of 256 tokens; the probe needs logits of every token"
     )
@@ -320,8 +317,7 @@ def test_no_logits_of_every_token() -> None:
         find_leaks(lambda batch: torch.ones(1, 61), vocab_size=VOCAB)
 
 
-def test_a_module_of_tokens_says_how_it_was_called() -> None:
-    """It is no model of a library's, so nobody knows its arguments."""
+def test_an_error_of_an_unknown_module_says_how_it_was_called() -> None:
     with pytest.raises((TypeError, AttributeError)) as caught:
         find_leaks(nn.Sequential(nn.Embedding(VOCAB, 8)))
     assert caught.value.__notes__ == [
@@ -338,7 +334,7 @@ def test_a_module_takes_nineteen_passes() -> None:
 
 
 class Config:
-    """Of a model with a window."""
+    """A model's config."""
 
     def __init__(self, **values: Any) -> None:
         self.__dict__.update(values)
@@ -354,19 +350,19 @@ class Config:
         ({"sliding_window": 4096, "attention_chunk_size": 1 << 17}, 4352),
     ],
 )
-def test_as_long_as_the_longest_window_takes(values: dict[str, Any], length: int) -> None:
+def test_the_pack_is_longer_than_the_longest_window(values: dict[str, Any], length: int) -> None:
     model = OneLayer(right)
     model.positions = nn.Identity()  # type: ignore[assignment]
     model.config = Config(**values)  # type: ignore[assignment]
     assert probe_length(model) == length
     assert probe_length(model, most=100) == 100
-    assert probe_length(model, most=3) == 8, "what a pack of the probe needs"
+    assert probe_length(model, most=3) == 8, "the shortest pack"
     model.positions = nn.Embedding(200, 16)
     assert probe_length(model) == 200, "no more than it has positions"
 
 
 class LosesItsWindow(OneLayer):
-    """Has a window of 300 tokens for a sample alone, and none in a pack."""
+    """Applies its window of 300 tokens to a sample alone, but not in a pack."""
 
     def __init__(self) -> None:
         super().__init__(self.reach)
@@ -379,7 +375,7 @@ class LosesItsWindow(OneLayer):
         return right(places, ids) & (lost | (places[:, None] - places < 300))
 
 
-def test_a_window_beyond_256_tokens_is_tried() -> None:
+def test_a_lost_window_of_more_than_256_tokens() -> None:
     model = LosesItsWindow()
     assert find_leaks(model, max_seq_len=256).ok, "no sample of this pack is longer than the window"
     report = find_leaks(model)
@@ -395,13 +391,13 @@ def test_a_window_beyond_256_tokens_is_tried() -> None:
         ({"vocab_size": 9, "max_seq_len": 7}, "max_seq_len is 7; the probe's pack needs 8 tokens or more"),
     ],
 )
-def test_what_cannot_be_probed(arguments: dict[str, Any], message: str) -> None:
+def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         find_leaks(lambda batch: batch.tokens[..., None].double(), **arguments)
     assert message in str(error.value)
 
 
-def test_another_arithmetic_has_another_limit() -> None:
+def test_the_limit_depends_on_the_type() -> None:
     model = OneLayer(right)
     assert find_leaks(model).limit == 1e-4
     assert find_leaks(model.to(torch.bfloat16)).limit == 0.1
@@ -417,7 +413,7 @@ def test_another_arithmetic_has_another_limit() -> None:
 
 
 def test_a_compiled_model_is_not_compiled_for_the_probe() -> None:
-    """Its pack has another length than training's, which torch.compile would take for lengths that vary."""
+    """The probe's pack has another length, for which torch.compile would compile again with dynamic lengths."""
     graphs = []
 
     def count(graph: Any, _inputs: Any) -> Any:
@@ -435,8 +431,7 @@ def test_a_compiled_model_is_not_compiled_for_the_probe() -> None:
 # With torchtune's models.
 
 
-@pytest.mark.parametrize("attention", ["dense", "varlen"])
-@pytest.mark.parametrize("family", ["llama3", "lora", "absolute"])
+@pytest.mark.parametrize(("family", "attention"), [("lora", "varlen"), ("absolute", "dense")])
 def test_torchtune(family: str, attention: str) -> None:
     model = build(family)
     inputs = prepare_model_for_packing(model, attention=attention)
@@ -456,7 +451,7 @@ def test_torchtune(family: str, attention: str) -> None:
 
 
 def test_a_lost_window_of_gemma2() -> None:
-    """Its mask hides what is outside the window; the sample alone, as the model's authors have it, tells."""
+    """The comparison with the sample alone, which has its window in the mask, shows it."""
     gemma2 = pytest.importorskip("torchtune.models.gemma2")
     model = gemma2.gemma2(
         vocab_size=VOCAB, num_layers=2, num_heads=4, head_dim=16, num_kv_heads=2, embed_dim=64, intermediate_dim=48,
@@ -477,8 +472,7 @@ def test_a_lost_window_of_gemma2() -> None:
     assert {leak.kind for leak in report.leaks} == {"alone"}
 
 
-def test_the_stock_mask_passes_too() -> None:
-    """For any callable: a batch in, logits out."""
+def test_a_callable_from_batch_to_logits() -> None:
     model = build("llama3").eval()
     report = find_leaks(
         lambda batch: model(batch.tokens, mask=make_mask(batch), input_pos=batch.input_pos),

@@ -1,4 +1,4 @@
-"""Attention over sequences laid end to end, against a naive one over the whole with a mask."""
+"""Varlen attention against naive attention under a mask."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_every_token_is_in_a_sequence(case: tuple[list[list[int]], int], spare: 
     cu_seqlens = cu_seqlens_of(padded(seq_lens), max_seq_len=size, most=most)
     assert cu_seqlens.dtype == torch.int32
     assert len(cu_seqlens) == len(seq_lens) * (most or max(map(len, seq_lens)) + 1) + 1
-    # Without the empty ones: the sequences of each pack, and what is left of it.
+    # Without empty ones: the sequences of each pack, and the rest of it.
     expected = [0]
     for number, lengths in enumerate(seq_lens):
         for length in [*lengths, size - sum(lengths)]:
@@ -39,8 +39,8 @@ def test_every_token_is_in_a_sequence(case: tuple[list[list[int]], int], spare: 
     assert cu_seqlens.unique_consecutive().tolist() == expected
 
 
-def test_the_padding_is_covered_where_there_is_no_entry_for_it() -> None:
-    """It joins the sequence before it, which sees nothing of what comes later."""
+def test_padding_without_an_entry_joins_the_last_sequence() -> None:
+    """No token of that sequence sees it."""
     assert cu_seqlens_of(torch.tensor([[3, 2], [1, 4]]), max_seq_len=6, most=2).tolist() == [0, 3, 6, 7, 12]
 
 
@@ -49,8 +49,8 @@ def test_more_segments_than_most_are_refused() -> None:
         cu_seqlens_of(torch.tensor([[3, 2, 1]]), max_seq_len=6, most=2)
 
 
-def test_nothing_waits_for_the_host() -> None:
-    """On the meta device nothing has a value, so whatever asks for one raises."""
+def test_no_host_sync() -> None:
+    """On the meta device, reading a value raises."""
     seq_lens = torch.empty(2, 5, dtype=torch.int32, device="meta")
     assert cu_seqlens_of(seq_lens, max_seq_len=16).shape == (13,)
 
@@ -65,7 +65,7 @@ def naive(
     scale: float | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """All pairs of tokens, in fp64."""
+    """Compute attention over all pairs of tokens in fp64."""
     q, k, v = (x.double() for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     places = torch.arange(len(q))
@@ -81,7 +81,7 @@ def naive(
 def tensors(
     tokens: int, *, heads: int, kv_heads: int, dtype: torch.dtype, device: str = "cpu"
 ) -> list[torch.Tensor]:
-    """q, k, v and a gradient of the output."""
+    """Make q, k, v and a gradient of the output."""
     generator = torch.Generator().manual_seed(0)
     made = [
         torch.randn(tokens, h, 8, generator=generator, dtype=torch.float64).to(device, dtype)
@@ -104,7 +104,7 @@ def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     dtype=st.sampled_from(list(LIMIT)),
     queries=st.sampled_from([512, 7]),
 )
-def test_attention_is_the_naive_one(
+def test_attention_equals_the_naive_one(
     cuts: list[int],
     heads: tuple[int, int],
     window: int | None,
@@ -135,7 +135,7 @@ def test_attention_is_the_naive_one(
         assert float((ours.detach() - theirs.detach()).norm()) < LIMIT[dtype] * upstream.norm() * 10
 
 
-def test_a_sequence_that_others_surround_is_as_if_alone() -> None:
+def test_a_sequence_among_others_equals_itself_alone() -> None:
     q, k, v, upstream = tensors(40, heads=4, kv_heads=2, dtype=torch.float64)
     cu_seqlens = torch.tensor([0, 11, 29, 40], dtype=torch.int32)
     packed = varlen_attention(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=40)
@@ -184,7 +184,7 @@ def test_only_sequences_longer_than_the_window_get_a_mask(
     assert (len(masks), sum(masks)) == (3, masked)
 
 
-def test_a_cut_a_token_off_shows() -> None:
+def test_a_boundary_off_by_a_token_shows() -> None:
     q, k, v, _ = tensors(40, heads=4, kv_heads=2, dtype=torch.float64)
     right, wrong = (
         varlen_attention(q, k, v, cu_seqlens=torch.tensor([0, cut, 40], dtype=torch.int32), max_seqlen=40)
@@ -203,7 +203,7 @@ def test_autocast_decides_the_type() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """How many numbers the largest tensor has that any operator makes."""
+    """Records the size of the largest tensor that an operator makes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ def test_memory_grows_with_the_longest_sequence_and_not_with_its_square(window: 
 
 
 def random_packs(count: int, *, max_seq_len: int, batch: int = 2) -> list[torch.Tensor]:
-    """``seq_lens`` of batches of which no two have to be of one shape."""
+    """Make ``seq_lens`` of batches with different shapes."""
     generator = torch.Generator().manual_seed(0)
     made = []
     for _ in range(count):
@@ -249,7 +249,7 @@ def random_packs(count: int, *, max_seq_len: int, batch: int = 2) -> list[torch.
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )  # of dynamo
 def test_compiled_code_attends_outside_the_graph() -> None:
-    """The lengths are read, so the graph breaks: 50 packs compile no more often than one."""
+    """The lengths are read, so the graph breaks: 20 packs compile no more often than one."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
     q, k, v, upstream = tensors(64, heads=4, kv_heads=2, dtype=torch.float32)
@@ -259,7 +259,7 @@ def test_compiled_code_attends_outside_the_graph() -> None:
         return 2 * varlen_attention(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=32)
 
     counts = set()
-    for seq_lens in random_packs(50, max_seq_len=32):
+    for seq_lens in random_packs(20, max_seq_len=32):
         cu_seqlens = cu_seqlens_of(seq_lens, max_seq_len=32)
         out = attend(cu_seqlens)
         gradients = torch.autograd.grad(out, (q, k, v), upstream)
@@ -281,7 +281,7 @@ def test_compiled_code_attends_outside_the_graph() -> None:
         (torch.float16, 256, None, None),
     ],
 )
-def test_what_the_kernel_cannot_do_is_said(
+def test_limits_of_the_cuda_kernel(
     dtype: torch.dtype, head_dim: int, softcap: float | None, why: str | None
 ) -> None:
     said = varlen_unfit(dtype=dtype, head_dim=head_dim, softcap=softcap)
@@ -290,8 +290,8 @@ def test_what_the_kernel_cannot_do_is_said(
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2)])
 @pytest.mark.parametrize("window", [None, 5])
-def test_torch_takes_the_call_that_a_gpu_would_get(heads: int, kv_heads: int, window: int | None) -> None:
-    """On tensors that are on CUDA and have no numbers: the kernel's own checks, without a GPU."""
+def test_the_cuda_kernel_accepts_the_call(heads: int, kv_heads: int, window: int | None) -> None:
+    """Fake CUDA tensors run the kernel's checks without a GPU."""
     with FakeTensorMode():
         q, k, v = (
             torch.empty(40, h, 16, dtype=torch.bfloat16, device="cuda") for h in (heads, kv_heads, kv_heads)
@@ -304,10 +304,10 @@ def test_torch_takes_the_call_that_a_gpu_would_get(heads: int, kv_heads: int, wi
 
 
 @pytest.mark.parametrize(("window", "sees"), [(None, (-1, 0)), (1, (0, 0)), (5, (4, 0))])
-def test_a_window_has_the_query_s_own_token_in_it(
+def test_a_window_includes_the_querys_own_token(
     window: int | None, sees: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch counts the tokens before it; (-1, 0) is how it spells causal."""
+    """torch counts the tokens before it; (-1, 0) means causal."""
     got: dict[str, Any] = {}
     monkeypatch.setattr(varlen, "_varlen_attn", lambda *_, **settings: got.update(settings))
     with FakeTensorMode():
@@ -324,8 +324,10 @@ def test_a_window_has_the_query_s_own_token_in_it(
 @pytest.mark.parametrize("window", [None, 1, 5, 100])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("scale", [None, 0.7])
-def test_the_kernel_is_the_loop(heads: tuple[int, int], window: int | None, scale: float | None) -> None:
-    """The CPU's gets the same 16-bit numbers, and adds up in 32 bits as the kernel does."""
+def test_the_cuda_kernel_equals_the_cpu_loop(
+    heads: tuple[int, int], window: int | None, scale: float | None
+) -> None:
+    """The CPU gets the same 16-bit inputs and accumulates in 32 bits, as the kernel does."""
     cu_seqlens = torch.tensor([0, 0, 37, 38, 64, 64, 200], dtype=torch.int32)
     results = []
     for device in ("cpu", "cuda"):
@@ -341,7 +343,7 @@ def test_the_kernel_is_the_loop(heads: tuple[int, int], window: int | None, scal
 
 
 @pytest.mark.gpu
-def test_the_kernel_takes_no_32_bits() -> None:
+def test_the_cuda_kernel_refuses_fp32() -> None:
     q, k, v, _ = tensors(12, heads=4, kv_heads=2, dtype=torch.float32, device="cuda")
     with pytest.raises(ValueError, match="attention='varlen' on CUDA: torch's kernel computes in 16 bits"):
         varlen_attention(
@@ -350,7 +352,7 @@ def test_the_kernel_takes_no_32_bits() -> None:
 
 
 @pytest.mark.gpu
-def test_fifty_packs_are_one_graph_on_cuda() -> None:
+def test_other_packs_need_no_other_graph_on_cuda() -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("inductor")
     q, k, v, upstream = tensors(512, heads=4, kv_heads=2, dtype=torch.bfloat16, device="cuda")
@@ -359,7 +361,7 @@ def test_fifty_packs_are_one_graph_on_cuda() -> None:
     def attend(cu_seqlens: torch.Tensor) -> torch.Tensor:
         return 2 * varlen_attention(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=256)
 
-    for seq_lens in random_packs(50, max_seq_len=256):
+    for seq_lens in random_packs(20, max_seq_len=256):
         out = attend(cu_seqlens_of(seq_lens.cuda(), max_seq_len=256))
         torch.autograd.grad(out, (q, k, v), upstream)
     assert counter.frame_count == 1

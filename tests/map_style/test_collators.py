@@ -22,7 +22,7 @@ AXOLOTL_CU_SEQLENS = [0, 11, 17, 24, 28, 36, 40, 43, 47, 50, 54, 59, 63]
 
 
 def samples_of(lengths: list[int], *, ids: str = "input_ids") -> list[dict[str, list[int]]]:
-    """The second label of each sample is masked, so that labels are not the tokens."""
+    """Make samples whose second label is masked."""
     made = []
     for i, length in enumerate(lengths, start=1):
         tokens = [100 * i + j for j in range(length)]
@@ -31,7 +31,7 @@ def samples_of(lengths: list[int], *, ids: str = "input_ids") -> list[dict[str, 
 
 
 def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """The same names in the same order; the same types, dtypes, shapes and values."""
+    """Compare names, their order, types, dtypes, shapes and values."""
     assert list(ours) == list(theirs)
     for name, value in theirs.items():
         assert type(ours[name]) is type(value), name
@@ -43,7 +43,7 @@ def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
             assert ours[name].tolist() == value.tolist(), name
 
 
-def test_the_same_as_transformers_on_a_thousand_batches() -> None:
+def test_equals_transformers_collator() -> None:
     transformers = pytest.importorskip("transformers")
     rng = np.random.default_rng(0)
     options = [
@@ -60,7 +60,7 @@ def test_the_same_as_transformers_on_a_thousand_batches() -> None:
         )
     ]
     convert = (lambda values: values, np.array, torch.tensor)
-    for number in range(1000):
+    for number in range(400):
         chosen = options[number % len(options)]
         columns = convert[int(rng.integers(3))]
         batch = [
@@ -73,7 +73,7 @@ def test_the_same_as_transformers_on_a_thousand_batches() -> None:
                 sample["labels"] = columns(labels)
         theirs = transformers.DataCollatorWithFlattening(**chosen)(batch)
         assert_same(FlatteningCollator(**chosen)(batch), theirs)
-    # What was chosen for one collator can be chosen for one call.
+    # Options of a single call.
     theirs = transformers.DataCollatorWithFlattening()(batch, return_tensors="np", separator_id=5)
     assert_same(FlatteningCollator()(batch, return_tensors="np", separator_id=5), theirs)
 
@@ -90,7 +90,7 @@ def test_the_example_of_the_paper() -> None:
 
 
 def test_the_example_of_axolotl() -> None:
-    """Its page prints sums that are off by one from the sixth on, and counts the padding to the last sample."""
+    """axolotl's page has sums that are off by one from the sixth on, and counts padding to the last sample."""
     samples = samples_of(AXOLOTL)
     batch = FlatteningCollator(return_flash_attn_kwargs=True)(samples)
     assert batch["cu_seq_lens_q"].tolist() == AXOLOTL_CU_SEQLENS
@@ -162,7 +162,7 @@ def test_packs_flatten_as_their_samples_do(lengths: list[int], kind: str) -> Non
     )
 
 
-def test_neither_samples_nor_packs_are_written_to() -> None:
+def test_samples_and_packs_are_not_changed() -> None:
     rows = [{"tokens": torch.arange(3), "labels": torch.arange(3)}]
     FlatteningCollator()(rows)
     PaddedCollator()(rows)
@@ -225,7 +225,7 @@ OTHER_PACK = {key: value for key, value in PACK.items() if key != "num_seqs"}
         ),
     ],
 )
-def test_a_bad_batch_is_named(collate: Any, batch: list[dict[str, Any]], message: str) -> None:
+def test_bad_batches_are_refused(collate: Any, batch: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(ValueError) as error:
         collate(batch)
     assert str(error.value) == message
@@ -292,7 +292,7 @@ def test_a_bad_batch_is_named(collate: Any, batch: list[dict[str, Any]], message
         ),
     ],
 )
-def test_a_bad_setting_is_named(make: Any, batch: list[dict[str, Any]], message: str) -> None:
+def test_bad_settings_are_refused(make: Any, batch: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(ValueError) as error:
         make()(batch)
     assert str(error.value) == message

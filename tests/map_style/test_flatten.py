@@ -34,7 +34,7 @@ def stream_of(lengths: list[int], **settings: Any) -> IterablePackedDataset:
 
 
 @given(lengths_of, st.integers(1, 3), st.sampled_from([1, 8]))
-def test_one_row_of_what_is_real(lengths: list[int], batch_size: int, multiple: int) -> None:
+def test_flattening_leaves_out_the_padding(lengths: list[int], batch_size: int, multiple: int) -> None:
     packs = list(stream_of(lengths, max_seq_len=16))[:batch_size]
     flat = flatten_batch(collate_packed(packs), pad_to_multiple_of=multiple, padding_idx=9)
     expected = FlatteningCollator(pad_to_multiple_of=multiple, padding_idx=9, return_flash_attn_kwargs=True)(
@@ -52,7 +52,7 @@ def test_one_row_of_what_is_real(lengths: list[int], batch_size: int, multiple: 
 
 @given(lengths_of, st.integers(1, 4))
 def test_a_stream_of_mini_batches(lengths: list[int], size: int) -> None:
-    """So many samples a row, in the order of arrival, and not a token of padding."""
+    """Rows of ``size`` samples in the order of arrival, without padding."""
     stream = stream_of(lengths, max_seq_len=12 * size, strategy="next_fit", max_seqs_per_pack=size)
     flat = [flatten_batch(batch) for batch in PackedDataLoader(stream)]
     rows = rows_of(lengths)
@@ -86,7 +86,7 @@ def test_a_stream_of_mini_batches_resumes() -> None:
     assert tokens(second) == whole[3:]
 
 
-def test_padding_alone_becomes_as_little_of_it_as_can_be() -> None:
+def test_a_batch_of_padding_becomes_one_token() -> None:
     nothing = collate_packed([to_torchtune(null_pack(6)), to_torchtune(null_pack(6))])
     flat = flatten_batch(nothing, padding_idx=9)
     assert (flat.tokens.tolist(), flat.labels.tolist(), flat.seq_lens.tolist()) == (

@@ -1,6 +1,6 @@
-"""docs/guides/models.md: which families of models keep samples apart, with which attention, as the tests saw it.
+"""The tables of docs/guides/models.md: which families of models keep samples apart, with which attention.
 
-The tests of families file what they saw with the fixture ``record_model``. In an ordinary run it is compared with the
+Tests record outcomes with the fixture ``record_model``. In an ordinary run it is compared with the
 page; `make models` collects it and writes the page's tables anew.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "models.md"
 VARIABLE = "STREAMPACK_WRITE_TABLES"  # names the file in which records are collected
 BACKENDS = ("dense", "flex", "varlen", "flash")
-EVERY = "every attention"  # in the place of a backend, for a model that is refused altogether
+EVERY = "every attention"  # instead of a backend, for a model that is refused
 NUMBER = re.compile(r"\d(?:\.\d)?e-\d+")
 LIMITS = {"logits": 1e-5, "gradients": 1e-5, "fp64": 1e-8}
 
@@ -24,7 +24,7 @@ Record = tuple[str, str, str, str]  # library, family, backend, outcome
 
 
 def figures(**differences: float) -> str:
-    """An outcome.
+    """Format an outcome.
 
     >>> figures(logits=3.21e-7, gradients=4e-7, fp64=2e-16)
     'logits 3e-07, gradients 4e-07, fp64 2e-16'
@@ -33,7 +33,7 @@ def figures(**differences: float) -> str:
 
 
 def over_the_limit(outcome: str) -> list[str]:
-    """What an outcome says that must not be so.
+    """List the figures of an outcome that are over the limit.
 
     >>> over_the_limit("logits 3e-04, gradients 4e-07"), over_the_limit("refused: it leaks")
     (['logits 3e-04'], [])
@@ -43,7 +43,7 @@ def over_the_limit(outcome: str) -> list[str]:
 
 
 def file_record(record: Record) -> None:
-    """Collect it, or compare it with the page."""
+    """Collect a record, or compare it with the page."""
     collect = os.environ.get(VARIABLE)
     if collect:
         with Path(collect).open("a", encoding="utf-8") as file:
@@ -58,7 +58,7 @@ def file_record(record: Record) -> None:
 
 
 def shape(outcome: str) -> str:
-    """An outcome without its figures, which differ from machine to machine."""
+    """Remove the figures of an outcome, which differ between machines."""
     return NUMBER.sub("#", outcome)
 
 

@@ -1,4 +1,4 @@
-"""torchtune's models as it builds them, in everything but size."""
+"""torchtune's models, shrunk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.support.isolation import MAX_SEQ_LEN, VOCAB
 
-# Family: the builder of one of its models, and the more general one of which that asks for a model in full size.
+# Family: the builder of one of its models, and the general builder that it calls.
 FAMILIES = {
     "llama2": ("llama2_7b", "llama2"),
     "llama3": ("llama3_8b", "llama3"),
@@ -28,7 +28,7 @@ FAMILIES = {
     "gemma": ("gemma_2b", "gemma"),  # one head of keys for all
     "gemma2": ("gemma2_2b", "gemma2"),  # a window in every other layer, soft caps
 }
-# A window shorter than most samples, a cap that bends the scores, and another scale than the usual.
+# A window shorter than most samples, a softcap within reach of the scores, and an unusual scale.
 SIZES = {
     "vocab_size": VOCAB, "num_layers": 2, "embed_dim": 128, "intermediate_dim": 48, "head_dim": 32,
     "max_seq_len": MAX_SEQ_LEN, "sliding_window_size": 7, "hidden_capping_value": 2.0,
@@ -40,7 +40,7 @@ LINEARS = ["q_proj", "k_proj", "v_proj", "output_proj"]
 def build(
     family: str, *, lora: bool = False, dtype: torch.dtype = torch.float32, **changed: Any
 ) -> nn.Module:
-    """All its parameters are random, LoRA's B too, which starts at 0; with LoRA, only LoRA's train.
+    """Build a model with random parameters, also in LoRA's B, which starts at 0; with LoRA, only LoRA's train.
 
     ``changed`` are arguments of the general builder.
     """
@@ -68,7 +68,7 @@ def build(
 
 @contextmanager
 def exactly() -> Iterator[None]:
-    """torchtune computes norms, positions, gemma2's softmax and the logits in fp32; here, fp64 stays what it is."""
+    """Keep fp64 where torchtune casts to fp32: in norms, positions, gemma2's softmax and the logits."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else x.to(torch.float32))
         yield
