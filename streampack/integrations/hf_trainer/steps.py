@@ -55,10 +55,8 @@ class Steps:
         self._before: tuple[dict[int, ReceiptNumbers], int] = ({}, 0)
         self._batches: Any = None  # the loader's iteration
         self.trained = TrainedSteps(loader.dataset.lane_config)
-        self._next: Batch | None = (
-            None  # the next step's first batch, if it is fetched; None at the end of the data
-        )
-        self._fetched = False
+        self._fetched = False  # the first batch of the next step is in `_next`, None at the end of the data
+        self._next: Batch | None = None
 
     def __iter__(self) -> Steps:
         return self  # after a callback has ended an epoch, Trainer iterates again and the stream goes on
