@@ -1,6 +1,6 @@
-"""``python -m stress``: every line after the other, each in processes of its own and with a limit of time.
+"""``python -m stress``: one job after another, each in processes of its own and with a time limit.
 
-Results are written after each line, to results.json in this folder and as a table to docs/reliability.md.
+Results are written after each job, to results.json in this folder and as a table to docs/reliability.md.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from stress.line import LINES, NotRun, Run, load_lines
+from stress.job import JOBS, NotRun, Run, load_jobs
 from stress.report import RESULTS, read, render, where, write
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def say(text: str) -> None:
-    """A line on stdout, at once."""
+    """Print a line at once."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command; 0 if every line holds that can be run here."""
+    """Run the command; return 0 if every promise holds that can be checked here."""
     parser = argparse.ArgumentParser(prog="python -m stress", description=__doc__)
-    parser.add_argument("--list", action="store_true", help="name the lines and stop")
+    parser.add_argument("--list", action="store_true", help="list the jobs and stop")
     parser.add_argument(
-        "--only", action="append", metavar="NAME", help="this line; may be given several times"
+        "--only", action="append", metavar="NAME", help="this job; may be given several times"
     )
     parser.add_argument("--quick", action="store_true", help="small counts; writes no results")
     parser.add_argument(
@@ -47,11 +47,11 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--child", metavar="FILE", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    lines = load_lines()
-    if unknown := [name for name in options.only or [] if name not in lines]:
-        parser.error(f"no line is called {', '.join(unknown)}; choose of {', '.join(lines)}")
+    jobs = load_jobs()
+    if unknown := [name for name in options.only or [] if name not in jobs]:
+        parser.error(f"no job is called {', '.join(unknown)}; choose of {', '.join(jobs)}")
     if options.list:
-        for known in lines.values():
+        for known in jobs.values():
             say(f"{known.name:20} {known.shows}")
         return 0
     if options.child:
@@ -59,23 +59,23 @@ def main(arguments: list[str] | None = None) -> int:
 
     results = read() if options.only or options.go_on else {}
     names = options.only or [
-        name for name in lines if not (options.go_on and results.get(name, {}).get("holds"))
+        name for name in jobs if not (options.go_on and results.get(name, {}).get("holds"))
     ]
     failed, not_run = [], []
     begun = time.monotonic()
     for number, name in enumerate(names, start=1):
-        result = run_line(name, quick=options.quick)
+        result = run_job(name, quick=options.quick)
         if not result["holds"]:
             (not_run if result["holds"] is None else failed).append(name)
         verdict = {True: "holds", False: "FAILED", None: "not run"}[result["holds"]]
         say(f"[{number}/{len(names)}] {name:20} {verdict:7} {result['seconds']:7.1f} s  {result['counts']}")
         if not options.quick:
             results[name] = result
-            results = {known: results[known] for known in lines if known in results}
+            results = {known: results[known] for known in jobs if known in results}
             write(results)
-            render(results, lines)
+            render(results, jobs)
     say(
-        f"{len(names) - len(failed) - len(not_run)} of {len(names)} lines hold, in {time.monotonic() - begun:.0f} s"
+        f"{len(names) - len(failed) - len(not_run)} of {len(names)} jobs hold, in {time.monotonic() - begun:.0f} s"
         + (f"; failed: {', '.join(failed)}" if failed else "")
         + (f"; not run: {', '.join(not_run)}" if not_run else "")
     )
@@ -84,9 +84,9 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def run_line(name: str, *, quick: bool) -> dict[str, Any]:
-    """One line in a session of its own, so that whatever it leaves behind can be found and ended."""
-    limit = LINES[name].limit
+def run_job(name: str, *, quick: bool) -> dict[str, Any]:
+    """Run a job in a session of its own, so that processes it leaves behind are found and ended."""
+    limit = JOBS[name].limit
     with tempfile.TemporaryDirectory(prefix="stress-") as folder:
         outcome = Path(folder) / "outcome.json"
         command = [sys.executable, "-m", "stress", "--only", name, "--child", str(outcome)]
@@ -124,10 +124,10 @@ def run_line(name: str, *, quick: bool) -> dict[str, Any]:
 
 
 def child(name: str, outcome: Path, *, quick: bool) -> int:
-    """In the line's own process."""
+    """Run a job in this process, and write its outcome."""
     try:
         holds: bool | None = True
-        counts = LINES[name].body(Run(name, quick=quick))
+        counts = JOBS[name].body(Run(name, quick=quick))
     except NotRun as missing:
         counts, holds = str(missing), None
     except BaseException as error:
@@ -139,7 +139,7 @@ def child(name: str, outcome: Path, *, quick: bool) -> int:
 
 
 def end_session(session: int) -> int:
-    """Kill whatever of a session still lives; how many that were."""
+    """Kill the living processes of a session; return how many there were."""
     from stress.ranks import processes
 
     ended = set()

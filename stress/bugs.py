@@ -1,4 +1,4 @@
-"""A list of known bugs, planted one at a time: do the checks of this folder, and the test suite, see them?"""
+"""Jobs that plant one known bug at a time, and require that the checks of this folder, or the test suite, find it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from stress.corpus import Corpus, check_exactly, digests, ride, seen, together, unpack
-from stress.line import Run, line
+from stress.job import Run, job
 from stress.planted import BUGS
 from stress.ranks import Pools, processes
 from stress.topology import _ride, common_steps, relay
@@ -23,22 +23,20 @@ from stress.topology import _ride, common_steps, relay
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 90  # seconds for one bug; a bug that makes the checks hang is seen
 SUITE = (
-    "receipt",
-    "rank_sync",
-    "workers",
-    "ranks",
-    "loader",
-    "sources",
-    "window",
-    "jsonl",
-    "stream",
-    "iterable",
-    "lane",
+    "streaming/test_lane_state.py",
+    "distributed/test_rank_sync.py",
+    "loader/test_workers.py",
+    "loader/test_data_loader.py",
+    "sources/test_sources.py",
+    "sources/test_shuffling.py",
+    "streaming/test_dataset.py",
+    "streaming/test_lane.py",
+    "distributed/test_processes.py",
 )
-"""Tests that could see them, those that take the least time first; as far as they exist."""
+"""Test files that could find them, those that take the least time first."""
 
 
-@line("bugs-checks", "20 known bugs, planted one at a time: the checks of these lines see them", limit=600)
+@job("bugs-checks", "20 known bugs, planted one at a time: the checks of these jobs find them", limit=600)
 def bugs_checks(run: Run) -> str:
     """Without a bug, the same checks must pass."""
     said = planted_and_checked(None)
@@ -46,7 +44,7 @@ def bugs_checks(run: Run) -> str:
     names = list(BUGS)[:: 1 if not run.quick else 7]
     missed, seen_by = [], []
     for number, name in enumerate(names):
-        run.tell(number, len(names), "bugs")
+        run.progress(number, len(names), "bugs")
         said = planted_and_checked(name)
         if said is None:
             missed.append(name)
@@ -58,7 +56,7 @@ def bugs_checks(run: Run) -> str:
 
 
 def planted_and_checked(name: str | None) -> str | None:
-    """What the checks say with that bug planted; None if they see nothing."""
+    """Return the first failure of the checks with that bug planted; None if they all pass."""
     context = mp.get_context("fork")
     ours, theirs = context.Pipe()
     process = context.Process(target=_plant_and_check, args=(name, theirs))
@@ -79,7 +77,7 @@ def planted_and_checked(name: str | None) -> str | None:
 
 
 def descendants(root: int) -> list[int]:
-    """The children of a process, theirs, and so on."""
+    """Return the pids of a process's children, their children, and so on."""
     parents = {pid: parent for pid, (parent, *_) in processes().items()}
     found = [root]
     for above in found:
@@ -102,7 +100,7 @@ def _plant_and_check(name: str | None, pipe: object) -> None:
 
 
 def windows_differ() -> None:
-    """No two windows of one lane are permuted alike."""
+    """Check that no two windows of a lane have the same permutation."""
     from streampack import JSONLSource
     from streampack.sources import Reading
 
@@ -119,7 +117,7 @@ def windows_differ() -> None:
 
 
 def epochs_and_orders() -> None:
-    """Every epoch once, in another order; the order is that of one process; null packs train nothing."""
+    """Check that epochs come once, in other orders, as in a single process; null packs train nothing."""
     with tempfile.TemporaryDirectory() as name, Pools() as pools:
         for folder in (None, Path(name)):
             corpus = Corpus.make(331, folder=folder, epochs=2)
@@ -136,7 +134,7 @@ def epochs_and_orders() -> None:
 
 
 def resumes() -> None:
-    """Over stages of ranks and workers: the same packs, the same end; the state does not change."""
+    """Check that a chain of resumes on other ranks and workers gives the same packs and the same end."""
     with tempfile.TemporaryDirectory() as name, Pools() as pools:
         corpora = [
             Corpus.make(300, folder=Path(name), epochs=2),
@@ -164,7 +162,7 @@ def resumes() -> None:
 
 
 def frozen() -> None:
-    """A state does not change while the loader goes on."""
+    """Check that a state does not change while the loader goes on."""
     from streampack import PackedDataLoader
 
     loader = PackedDataLoader(Corpus.make(100).dataset(), batch_size=2)
@@ -178,14 +176,14 @@ def frozen() -> None:
 
 
 def more_lanes(pools: Pools) -> None:
-    """Where the number of lanes was left to the first run, a resume keeps it."""
+    """Check that a resume keeps the number of lanes that the first run chose."""
     corpus = Corpus.make(3000, num_lanes=None)
     steps, _, _ = relay(pools, corpus, [(1, 0, 20), (3, 0, 20), (2, 2, None)], per_step=6)
     check_exactly(steps, corpus)
 
 
 def equal_steps() -> None:
-    """Ranks of unequal lanes make equally many steps."""
+    """Check that ranks with unequal lanes make equally many steps."""
     lengths = [24 if i % 4 == 1 else 1 for i in range(200)]
     corpus = Corpus(lengths, None, {"max_seq_len": 24, "num_lanes": 4, "epochs": 2})
     with Pools() as pools:
@@ -193,7 +191,7 @@ def equal_steps() -> None:
 
 
 def mended() -> None:
-    """A worker that dies loses and repeats nothing."""
+    """Check that a worker that dies loses and repeats nothing."""
     from stress.kills import with_dying_workers
 
     corpus = Corpus.make(900, longest=900, max_seq_len=1536, epochs=2)
@@ -204,10 +202,10 @@ def mended() -> None:
             assert steps == wanted.steps, "other packs after a worker's death"
 
 
-@line("bugs-suite", "the same 20 bugs: the test suite sees them", limit=3600)
+@job("bugs-suite", "the same 20 bugs: the test suite finds them", limit=3600)
 def bugs_suite(run: Run) -> str:
-    """Each in a pytest of its own, over the tests that could see it, until the first that fails."""
-    files = [path for stem in SUITE if (path := ROOT / "tests" / f"test_{stem}.py").exists()]
+    """Run pytest for each bug over the tests that could find it, until the first failure."""
+    files = [ROOT / "tests" / file for file in SUITE]
     files = files[:1] if run.quick else files
     names = list(BUGS)[: run.count(len(BUGS), 2)]
     seconds = time.monotonic()
@@ -216,7 +214,7 @@ def bugs_suite(run: Run) -> str:
     seconds = time.monotonic() - seconds
     missed = []
     for number, name in enumerate(names):
-        run.tell(number, len(names), "bugs")
+        run.progress(number, len(names), "bugs")
         said, _ = suite(name, files)
         if said is None:
             missed.append(name)
@@ -230,7 +228,7 @@ def bugs_suite(run: Run) -> str:
 
 
 def suite(name: str | None, files: list[Path]) -> tuple[str | None, float]:
-    """The test that failed first, None if all pass; and the seconds."""
+    """Return the first test that fails, None if all pass; and the seconds."""
     env = os.environ | {"STRESS_BUG": name or ""}
     command = [
         *(sys.executable, "-m", "pytest", "-x", "-q", "-p", "stress.planted", "-p", "no:cacheprovider"),

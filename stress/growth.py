@@ -13,7 +13,7 @@ import numpy as np
 import torch.distributed as dist
 
 from streampack import IterablePackedDataset, PackedDataLoader, Sample
-from stress.line import Run, line
+from stress.job import Run, job
 from stress.ranks import Ranks
 from stress.states import Documents
 
@@ -51,7 +51,7 @@ class Look(NamedTuple):
     state: int  # bytes of receipts
 
 
-@line(
+@job(
     "million", "10^6 packs of 256 tokens: memory flat, nothing left behind, after SIGKILL included", limit=900
 )
 def million(run: Run) -> str:

@@ -16,14 +16,14 @@ import torch.distributed as dist
 
 from streampack import PackedDataLoader
 from stress.corpus import Corpus, Seen, check_exactly, pack, ride, seen, together, unpack
-from stress.line import Run, line
+from stress.job import Run, job
 from stress.ranks import Leaving, Ranks
 
 SAVE_EVERY = 4  # steps
 SOON = 10.0  # seconds in which every rank must know
 
 
-@line("kill-all", "SIGKILL of the whole process tree at 50 random points: the same packs", limit=420)
+@job("kill-all", "SIGKILL of the whole process tree at 50 random points: the same packs", limit=420)
 def kill_all(run: Run) -> str:
     """2 ranks x 2 workers; they save every few steps, and go on from what was saved."""
     kills = run.count(50, 3)
@@ -38,7 +38,7 @@ def kill_all(run: Run) -> str:
         total = len(reference[0])
         counted = starts = 0
         while counted < kills:
-            run.tell(counted, kills, "kills")
+            run.progress(counted, kills, "kills")
             before, starts = saved_step(folder), starts + 1
             assert before < total - 40, "the corpus is too small for so many kills"
             with Ranks(2) as ranks:
@@ -115,7 +115,7 @@ def logged(folder: Path, rank: int) -> list[tuple[int, list[str]]]:
     return lines  # type: ignore[return-value]
 
 
-@line("kill-rank", "SIGKILL of a rank: its peers raise in under 10 s, its workers go with it", limit=240)
+@job("kill-rank", "SIGKILL of a rank: its peers raise in under 10 s, its workers go with it", limit=240)
 def kill_rank(run: Run) -> str:
     """3 ranks x 2 workers; each rank in turn."""
     kills = run.count(15, 2)
@@ -123,7 +123,7 @@ def kill_rank(run: Run) -> str:
     slowest = 0.0
     corpus = Corpus.make(4000, num_lanes=12, epochs=None)
     for number in range(kills):
-        run.tell(number, kills, "kills")
+        run.progress(number, kills, "kills")
         victim = number % 3
         with Ranks(3) as ranks:
             ranks.start(until_it_breaks, corpus)
@@ -154,7 +154,7 @@ def until_it_breaks(corpus: Corpus) -> Leaving:
     raise AssertionError("an endless stream ended")
 
 
-@line("error", "an error on one rank is raised on all in under 10 s", limit=120)
+@job("error", "an error on one rank is raised on all in under 10 s", limit=120)
 def error(run: Run) -> str:
     """A row that cannot be encoded, early, late and in the middle; 3 ranks."""
     slowest, cases = 0.0, 0
@@ -188,7 +188,7 @@ def what_it_raises(corpus: Corpus, bad: int, workers: int) -> tuple[float, float
     raise AssertionError("no error")
 
 
-@line("kill-worker", "SIGKILL of a worker, 20 times, and once too often", limit=240)
+@job("kill-worker", "SIGKILL of a worker, 20 times, and once too often", limit=240)
 def kill_worker(run: Run) -> str:
     """2 ranks x 2 workers: healed and identical; then every rank raises."""
     kills = run.count(20, 3)

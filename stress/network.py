@@ -17,8 +17,8 @@ import numpy as np
 from streampack import IterablePackedDataset, JSONLSource
 from streampack.sources import ParquetSource
 from stress.corpus import Numbers, ride, together
+from stress.job import Run, job
 from stress.kills import last_step, logged, saved_step, train_and_save
-from stress.line import Run, line
 from stress.ranks import Ranks
 from stress.servers import Moto, Nginx
 
@@ -61,7 +61,7 @@ Place = Callable[[str, list[str]], Shards]
 """(kind, names) -> those files, behind a URL."""
 
 
-@line(
+@job(
     "nginx",
     "Parquet and JSONL shards behind nginx: the packs of local files, 1.05x the bytes used",
     limit=500,
@@ -79,7 +79,7 @@ def nginx(run: Run) -> str:
             return "; ".join(compare(run, kind, root, used[kind], server, there) for kind in KINDS)
 
 
-@line("s3", "the same behind moto's S3, through s3fs; nginx stands in front, and counts", limit=500)
+@job("s3", "the same behind moto's S3, through s3fs; nginx stands in front, and counts", limit=500)
 def s3(run: Run) -> str:
     """2 ranks x 2 workers, killed in the middle."""
     with tempfile.TemporaryDirectory() as name, Moto() as moto:

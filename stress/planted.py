@@ -1,6 +1,6 @@
-"""Twenty bugs that such systems are known for, each as a patch of the library.
+"""Twenty known bugs of such systems, each as a patch of the library.
 
-As a pytest plugin (``python -m pytest -p stress.planted``) it plants the one that ``STRESS_BUG`` names.
+As a pytest plugin (``python -m pytest -p stress.planted``) it plants the bug that ``STRESS_BUG`` names.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ BUGS: dict[str, Callable[[], None]] = {}
 
 
 def bug(plant: Callable[[], None]) -> Callable[[], None]:
-    """Enter a patch into `BUGS`, under its name with dashes."""
+    """Register a patch in `BUGS`, under its name with dashes."""
     BUGS[plant.__name__.replace("_", "-")] = plant
     return plant
 
 
 def plant_from_environment() -> None:
-    """What the plugin does."""
+    """Plant the bug that ``STRESS_BUG`` names."""
     if name := os.environ.get("STRESS_BUG"):
         BUGS[name]()
 

@@ -1,4 +1,4 @@
-"""Results, and the table that docs/reliability.md shows of them."""
+"""Results of jobs, and their table in docs/reliability.md."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import cpu_count, cpu_model, versions
-from stress.line import Line
+from stress.job import Job
 
 RESULTS = Path(__file__).parent / "results.json"
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reliability.md"
@@ -17,7 +17,7 @@ BEGIN, END = "<!-- stress: begin -->", "<!-- stress: end -->"
 
 
 def where() -> dict[str, str]:
-    """The machine and the versions, in words."""
+    """Describe the machine and the versions."""
     return {
         "machine": f"{cpu_model()}, {cpu_count()} cores, {platform.system()}",
         "versions": f"Python {platform.python_version()}, {versions('torch', 'numpy')}",
@@ -25,33 +25,33 @@ def where() -> dict[str, str]:
 
 
 def read() -> dict[str, dict[str, Any]]:
-    """The results of the last call, by line."""
+    """Read the results of the last call, by job."""
     found: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     return found
 
 
 def write(results: Mapping[str, Mapping[str, Any]]) -> None:
-    """Keep them."""
+    """Write results to `RESULTS`."""
     RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
 
 
-def table(results: Mapping[str, Mapping[str, Any]], lines: Mapping[str, Line]) -> str:
-    """Markdown: what is shown, what was done, how long it took, whether it holds."""
+def table(results: Mapping[str, Mapping[str, Any]], jobs: Mapping[str, Job]) -> str:
+    """Draw the Markdown table: promise, what was done, time, whether it holds."""
     rows = ["| what it shows | what was done | time | result |", "|---|---|--:|---|"]
     for name, result in results.items():
         verdict = {True: "holds", False: "**fails**", None: "**not run**"}[result["holds"]]
         done = str(result["counts"]).replace("|", "/")
-        shows = f"{lines[name].shows} (`{name}`)"
+        shows = f"{jobs[name].shows} (`{name}`)"
         rows.append(f"| {shows} | {done} | {result['seconds']:.0f} s | {verdict} |")
-    row_ids = sorted({f"{r['date']} · {r['machine']} · {r['versions']}" for r in results.values()})
-    missing = [f"`{name}`" for name in lines if name not in results]
-    notes = [*row_ids, *([f"Not run yet: {', '.join(missing)}."] if missing else [])]
+    runs = sorted({f"{r['date']} · {r['machine']} · {r['versions']}" for r in results.values()})
+    missing = [f"`{name}`" for name in jobs if name not in results]
+    notes = [*runs, *([f"Not run yet: {', '.join(missing)}."] if missing else [])]
     return "\n\n".join([*notes, "\n".join(rows)])
 
 
-def render(results: Mapping[str, Mapping[str, Any]], lines: Mapping[str, Line]) -> None:
-    """Put the table between the two markers of the page."""
+def render(results: Mapping[str, Mapping[str, Any]], jobs: Mapping[str, Job]) -> None:
+    """Write the table between the two markers of the page."""
     text = PAGE.read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{table(results, lines)}\n\n{END}{after}", encoding="utf-8")
+    PAGE.write_text(f"{before}{BEGIN}\n\n{table(results, jobs)}\n\n{END}{after}", encoding="utf-8")

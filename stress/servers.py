@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from stress.line import NotRun
+from stress.job import NotRun
 from stress.ranks import free_port
 
 CONFIG = """

@@ -26,7 +26,7 @@ from streampack import IterablePackedDataset, JSONLSource, PackedDataLoader, Sam
 from streampack.accounting import Ledger
 from streampack.streaming.lane_state import Receipt
 from stress.corpus import Corpus, Numbers, pack, unpack
-from stress.line import Run, line
+from stress.job import Run, job
 
 LANES = 8
 
@@ -62,9 +62,7 @@ class Skewed:
         return "skewed"
 
 
-@line(
-    "state-size", "state size at 10^4 and 10^7 documents: means over 200 states equal within 5 %", limit=300
-)
+@job("state-size", "state size at 10^4 and 10^7 documents: means over 200 states equal within 5 %", limit=300)
 def state_size(run: Run) -> str:
     """200 states over the first 9,000 documents of each; and 200 deep in the larger one, against the bound."""
     big = run.count(10**7, 10**5)
@@ -123,7 +121,7 @@ def share_of_bound(receipts: Mapping[int, bytes]) -> float:
     return sum(map(len, receipts.values())) / sum(128 + span / 8 + 48 for span in spans)
 
 
-@line(
+@job(
     "resume-time",
     "resume at 90 % of an epoch against 10 %, seekable source: at most 1.2 x the time",
     limit=240,
@@ -181,7 +179,7 @@ def resume_time(run: Run) -> str:
     )
 
 
-@line(
+@job(
     "hostile",
     "10,000 mutated or hostile states: a typed error, nothing executed, no unbounded allocation",
     limit=300,
@@ -217,7 +215,7 @@ def hostile(run: Run) -> str:
         )  # that is what damage looks like
         try:
             for number in range(cases):
-                run.tell(number, cases, "states")
+                run.progress(number, cases, "states")
                 rng = random.Random(number)
                 kind, corpus, states = victims[number % len(victims)]
                 state, what = damaged(rng.choice(states), rng, folder)

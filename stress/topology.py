@@ -24,7 +24,7 @@ from stress.corpus import (
     together,
     unpack,
 )
-from stress.line import Run, line
+from stress.job import Run, job
 from stress.ranks import Pools, Ranks
 
 Stage = tuple[int, int, int | None]  # ranks, workers, steps (None: to the end)
@@ -60,7 +60,7 @@ def common_steps(corpus: Corpus, per_step: int) -> int:
     return min(counts.values()) * num_lanes // per_step
 
 
-@line("every-step", "restored at every step of a 500-pack run, and 20 times in a row: identical", limit=240)
+@job("every-step", "restored at every step of a 500-pack run, and 20 times in a row: identical", limit=240)
 def every_step(run: Run) -> str:
     """2 ranks x 2 workers. A state is bytes that do not change, the same however often the run was resumed."""
     packs = run.count(500, 60)
@@ -81,7 +81,7 @@ def every_step(run: Run) -> str:
             done, state = 0, None
             leap = max(1, len(steps) // 20)
             for number in range(20):
-                run.tell(number, 20, "resumes in a row")
+                run.progress(number, 20, "resumes in a row")
                 with Ranks(2) as fresh:
                     rides = fresh.run(_leap, corpus, state, leap)
                 assert together(rides) == steps[done : done + leap]
@@ -118,7 +118,7 @@ def _restore_everywhere(corpus: Corpus, states: list[bytes], ahead: int) -> list
     return found
 
 
-@line(
+@job(
     "elastic",
     "4 -> 2 -> 3 -> 1 ranks, 0 to 4 workers: the same packs in every step, every sample once",
     limit=240,
@@ -140,7 +140,7 @@ def elastic(run: Run) -> str:
                 chain = list(zip((4, 2, 3, 1), workers, counts, strict=True))
                 steps, warned, state = relay(pools, corpus, chain, per_step=per_step)
                 stages += len(chain)
-                run.tell(stages, 60, "stages")
+                run.progress(stages, 60, "stages")
                 assert not any(warned)
                 for step in range(same):
                     assert digests([steps[step]]) == digests([reference[step]]), f"other packs in step {step}"
@@ -153,7 +153,7 @@ def elastic(run: Run) -> str:
     )
 
 
-@line(
+@job(
     "same-order",
     "the same topology, batch sizes that do not divide the workers, cut anywhere: the same order",
     limit=240,
@@ -173,7 +173,7 @@ def same_order(run: Run) -> str:
                 rides = ranks.run(_anything, corpus, whole[0].states[cut], workers, batch_size, None, False)
                 assert [one.steps for one in rides] == [steps[cut:] for steps in wanted], f"after step {cut}"
                 cuts += 1
-                run.tell(cuts, 160, "cuts")
+                run.progress(cuts, 160, "cuts")
     return (
         f"{cuts} cuts at random steps, run to the end: every rank is handed the same packs in the same order"
     )
@@ -185,7 +185,7 @@ def _anything(
     return ride(corpus, state, workers=workers, batch_size=batch_size, steps=steps, every_state=every_state)
 
 
-@line("uneven", "lanes that do not divide evenly: warned, every sample exactly once", limit=180)
+@job("uneven", "lanes that do not divide evenly: warned, every sample exactly once", limit=180)
 def uneven(run: Run) -> str:
     """7, 5 and 13 lanes on 2 x 2, 3 x 1, 3 x 2 and 1 x 2."""
     stages = 0
@@ -203,7 +203,7 @@ def uneven(run: Run) -> str:
     return f"{stages} stages, warned unless alone; every sample once in each of 2 epochs, in the packs of one process"
 
 
-@line(
+@job(
     "epoch-edges",
     "resumed at the end of an epoch, after a lane ran dry, on the first pack of epoch 2",
     limit=240,
@@ -236,7 +236,7 @@ def epoch_edges(run: Run) -> str:
                         if ranks == 2:
                             assert rest == steps[k:]
                         resumes += 1
-                        run.tell(resumes, 300, "resumes")
+                        run.progress(resumes, 300, "resumes")
     return f"{resumes} resumes around the ends of 3 epochs: 0 lost, 0 twice"
 
 
@@ -245,7 +245,7 @@ def replaced(corpus: Corpus, **settings: object) -> Corpus:
     return Corpus(corpus.lengths, corpus.folder, {**corpus.settings, **settings}, bad=corpus.bad)
 
 
-@line("generated", "1,000 generated cases (lengths, lanes, buffer, policies, cuts, topologies)", limit=420)
+@job("generated", "1,000 generated cases (lengths, lanes, buffer, policies, cuts, topologies)", limit=420)
 def generated(run: Run) -> str:
     """Three stages each; the states travel as a checkpoint keeps them."""
     cases = run.count(1000, 25)
@@ -253,7 +253,7 @@ def generated(run: Run) -> str:
     packs = 0
     with Pools() as pools:
         for number in range(cases):
-            run.tell(number, cases, "cases")
+            run.progress(number, cases, "cases")
             rng = random.Random(number)
             corpus, chain = generate(rng)
             try:
@@ -312,7 +312,7 @@ def generate(rng: random.Random) -> tuple[Corpus, list[Stage]]:
     return Corpus([lengths() for _ in range(count)], None, settings), stages
 
 
-@line(
+@job(
     "skewed",
     "lanes skewed 100:1, finite epoch, 4 ranks, 50 runs: equal steps, no hang, every sample once",
     limit=300,
@@ -322,7 +322,7 @@ def skewed(run: Run) -> str:
     runs = run.count(50, 4)
     with Ranks(4) as ranks:
         for number in range(runs):
-            run.tell(number, runs, "runs")
+            run.progress(number, runs, "runs")
             lanes, workers = ((4, 0), (8, 2))[number % 2]
             heavy = number // 2 % lanes
             # Map-style rows: lane l owns l, l + lanes, ...; 100 samples of one token make one pack.
@@ -346,7 +346,7 @@ def skewed(run: Run) -> str:
     )
 
 
-@line(
+@job(
     "odd-corpora",
     "an empty lane, fewer documents than lanes, a one-document corpus: equal steps, every sample once",
     limit=180,

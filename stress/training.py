@@ -17,7 +17,7 @@ from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
-from stress.line import Run, line
+from stress.job import Run, job
 from stress.ranks import Ranks, free_port
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,7 +57,7 @@ def furthest(left: dict[int, float], right: dict[int, float]) -> float:
     return max(abs(left[step] / right[step] - 1) for step in left)
 
 
-@line(
+@job(
     "same-losses",
     "2 ranks against 1 rank with the same global batch, 20 steps: the same losses to 1e-5",
     limit=180,
@@ -85,7 +85,7 @@ def same_losses(run: Run) -> str:
     return f"{sizes} ranks, loss {first:.3f} to {last:.3f}; largest relative difference {worst:.1e}"
 
 
-@line(
+@job(
     "kill-training", "SIGKILL of a training run at random points: it goes on with the same losses", limit=420
 )
 def kill_training(run: Run) -> str:
@@ -102,7 +102,7 @@ def kill_training(run: Run) -> str:
         wanted = losses_of(whole)
         again = done = 0
         while done < kills:
-            run.tell(done, kills, "kills")
+            run.progress(done, kills, "kills")
             before = newest(broken)
             assert before < steps - 4, "the run is too short for so many kills"
             config = config_of(broken, resume=True, async_checkpoint=bool(done % 2), **settings)
@@ -148,7 +148,7 @@ def last_step(folder: Path) -> int:
         return 0
 
 
-@line(
+@job(
     "kill-saves",
     "killed at each write, fsync and rename of a checkpoint: the previous or the new, never a mix",
     limit=420,
@@ -165,7 +165,7 @@ def kill_saves(run: Run) -> str:
             whole = ranks.run(save_and_die, Path(name) / "whole", 0, 0)[0]
         for victim in (0, 1):
             for number in range(1, 1000):
-                run.tell(number, 1000, f"points of rank {victim}, at most")
+                run.progress(number, 1000, f"points of rank {victim}, at most")
                 folder = Path(name) / f"{victim}-{number}"
                 with Ranks(2, join=False) as ranks:
                     ranks.start(save_and_die, folder, victim, number)
@@ -286,7 +286,7 @@ def full(model: Any) -> list[Any]:
     ]
 
 
-@line(
+@job(
     "elastic-training",
     "a lost agent under torchrun: the other goes on by itself, with the same packs a step",
     limit=420,

@@ -10,14 +10,14 @@ import torch.distributed as dist
 from streampack import PackedDataLoader
 from streampack.distributed.rank_sync import Agreement, _Alone
 from stress.corpus import Corpus
-from stress.line import Run, line
+from stress.job import Run, job
 from stress.ranks import Ranks
 
 STEP = 0.020  # seconds
 NOTICEABLE = 0.005  # of a step
 
 
-@line("agreement", "the agreement costs no measurable step time, with steps of 20 ms", limit=180)
+@job("agreement", "the agreement costs no measurable step time, with steps of 20 ms", limit=180)
 def agreement(run: Run) -> str:
     """2 ranks x 2 workers; blocks of steps with and without it, in turn."""
     blocks, steps = run.count(12, 2), run.count(60, 20)
@@ -26,7 +26,7 @@ def agreement(run: Run) -> str:
     corpus = Corpus.make(20_000, num_lanes=12, epochs=None)
     with Ranks(2) as ranks:
         for block in range(2 * blocks):
-            run.tell(block, 2 * blocks, "blocks")
+            run.progress(block, 2 * blocks, "blocks")
             agreed = block % 2 == 0
             for whole, waited in ranks.run(steps_of, corpus, agreed, steps):
                 times[agreed] += whole

@@ -15,6 +15,7 @@ import torch
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import machine, tables
 from benchmarks.gpu import row as one_row
+from benchmarks.gpu import run as processes
 from benchmarks.gpu.journal import Journal, key_of
 from benchmarks.gpu.machine import ROOT
 from benchmarks.gpu.run import count, gpu_tests, run, run_row, run_tests
@@ -237,34 +238,24 @@ def test_a_torn_last_line_is_measured_again(tmp_path):
 # ---- the processes
 
 
-def test_two_rows_end_to_end(tmp_path, capsys):
-    """Two rows in processes of their own, and a second call that starts none."""
-    arguments = ["--device", "cpu", "--out", str(tmp_path), "--parts", PART, "--rows", "padding", "varlen"]
+def test_a_row_end_to_end(tmp_path, capsys):
+    """A row in a process of its own, and a second call that starts none."""
+    arguments = ["--device", "cpu", "--out", str(tmp_path), "--parts", PART, "--rows", "varlen"]
     assert command.main(arguments) == 0
     written = (tmp_path / "gpu.jsonl").read_bytes()
-    padding, varlen = map(json.loads, written.splitlines())
-    assert [padding["row"], varlen["row"]] == ["padding", "varlen"]
-    for row in (padding, varlen):
-        assert row["outcome"] == "measured"
-        assert row["steps"] >= TINY.steps - 1
-        assert row["seconds"] > 0
-        assert row["compiled"] == 0
-        assert 10 < row["loss"] < 11  # ln(32,000) is 10.4
-    assert padding["padding"] > 0.2 > varlen["padding"]
-    begun = time.monotonic()
+    row = json.loads(written)
+    assert (row["row"], row["outcome"], row["compiled"]) == ("varlen", "measured", 0)
+    assert row["steps"] >= TINY.steps - 1
+    assert row["seconds"] > 0
+    assert row["padding"] < 0.2
+    assert 10 < row["loss"] < 11  # ln(32,000) is 10.4
     assert command.main(arguments) == 0
-    assert time.monotonic() - begun < 60
     assert (tmp_path / "gpu.jsonl").read_bytes() == written
     assert "| packed, varlen" in capsys.readouterr().out
 
 
-def test_a_failed_row_gives_the_reason():
-    done = run_row("padding", replace(TINY, model="2b"), device="cpu", limit=120)
-    assert done == {"outcome": "failed: KeyError: '2b'"}
-
-
-def test_tests_marked_gpu_are_found_and_counted():
-    file = "tests/attention/test_packed_equals_alone.py"
+def test_tests_marked_gpu_are_found_and_counted(monkeypatch):
+    file = "tests/attention/test_flash.py"
     assert file in gpu_tests()
     assert str(Path(__file__).relative_to(ROOT)) not in gpu_tests()
     done = run_tests(file, limit=120)
@@ -272,9 +263,8 @@ def test_tests_marked_gpu_are_found_and_counted():
     assert done["failed"] == 0
     assert done["passed"] + done["skipped"] > 0
     assert done["skipped" if not torch.cuda.is_available() else "passed"] > 0
-    assert run_tests("tests/no_such_file.py", limit=120)["outcome"].startswith(
-        "failed: pytest ended with exit code 4"
-    )
+    monkeypatch.setattr(processes, "run", lambda *_, limit: (4, "no such file\n"))
+    assert run_tests(file, limit=9)["outcome"] == "failed: pytest ended with exit code 4: no such file"
 
 
 @pytest.mark.parametrize(
@@ -304,8 +294,6 @@ def test_a_row_without_its_package_is_not_installed(monkeypatch):
 
 
 def test_a_row_whose_process_dies_has_failed(monkeypatch):
-    from benchmarks.gpu import run as processes
-
     monkeypatch.setattr(processes, "run", lambda *_, limit: (-9, ""))
     assert run_row("padding", TINY, device="cpu", limit=9) == {"outcome": "failed: ended with exit code -9"}
 

@@ -1,4 +1,4 @@
-"""The long lines of `make stress` run, resume and report: some of them, with small counts."""
+"""Some jobs of `make stress` with small counts: they run, resume and report."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ import pytest
 
 from stress import __main__ as command
 from stress import report
-from stress.line import LINES, Line, Run, load_lines
+from stress.job import JOBS, Job, Run, load_jobs
 from stress.planted import BUGS
 from stress.ranks import RankError, Ranks, processes
 
@@ -27,27 +27,27 @@ def stress(*arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_some_lines_with_small_counts() -> None:
+def test_some_jobs_with_small_counts() -> None:
     before = report.PAGE.read_text(), report.read()
-    done = stress("--quick", "--only", "kill-all", "--only", "uneven", "--only", "hostile")
+    done = stress("--quick", "--only", "kill-all", "--only", "uneven")
     assert done.returncode == 0, done.stderr
-    assert "[1/3] kill-all" in done.stdout
-    assert "3 of 3 lines hold" in done.stdout
+    assert "[1/2] kill-all" in done.stdout
+    assert "2 of 2 jobs hold" in done.stdout
     assert (report.PAGE.read_text(), report.read()) == before, "--quick writes nothing"
 
 
-def test_a_line_that_cannot_be_run_here_says_so(
-    lines: dict[str, Line],
+def test_a_job_that_cannot_be_run_here_says_so(
+    jobs: dict[str, Job],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    load_lines()
+    load_jobs()
     monkeypatch.setenv("PATH", str(tmp_path))
-    lines |= {"nginx": LINES["nginx"]}
-    monkeypatch.setattr(command, "render", lambda results, known: report.render(results, lines))
+    jobs |= {"nginx": JOBS["nginx"]}
+    monkeypatch.setattr(command, "render", lambda results, known: report.render(results, jobs))
     assert command.main(["--only", "nginx"]) == 0
-    assert "0 of 1 lines hold" in (said := capsys.readouterr().out)
+    assert "0 of 1 jobs hold" in (said := capsys.readouterr().out)
     assert said.count("not run") == 2
     assert "| nginx is not installed |" in (page := report.PAGE.read_text())
     assert "| **not run** |" in page
@@ -60,14 +60,16 @@ def test_shards_behind_servers_that_are_not_ours(name: str) -> None:
     if shutil.which("nginx") is None or (name == "s3" and find_spec("moto") is None):
         pytest.skip("nginx or moto is not installed")
     done = stress("--quick", "--only", name)
-    assert "1 of 1 lines hold" in done.stdout, done.stderr
+    assert "1 of 1 jobs hold" in done.stdout, done.stderr
     assert "Task exception" not in done.stderr, "what a fork brought along is left alone"
 
 
-def test_lines_are_listed_and_unknown_ones_named() -> None:
-    listed = stress("--list")
-    assert set(load_lines()) <= set(listed.stdout.split())
-    assert "no line is called nonsense; choose of kill-all" in stress("--only", "nonsense").stderr
+def test_jobs_are_listed_and_unknown_ones_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--list"]) == 0
+    assert set(load_jobs()) <= set(capsys.readouterr().out.split())
+    with pytest.raises(SystemExit):
+        command.main(["--only", "nonsense"])
+    assert "no job is called nonsense; choose of kill-all" in capsys.readouterr().err
 
 
 def test_there_are_twenty_bugs() -> None:
@@ -76,23 +78,23 @@ def test_there_are_twenty_bugs() -> None:
 
 
 @pytest.fixture
-def lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Line]:
-    """Three lines instead of all, and files of their own."""
-    known = {name: Line(name, f"shows {name}", 5, lambda run: "") for name in ("one", "two", "three")}
+def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Job]:
+    """Three jobs instead of all, with files of their own."""
+    known = {name: Job(name, f"shows {name}", 5, lambda run: "") for name in ("one", "two", "three")}
     page = tmp_path / "page.md"
     page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
     for name, value in (("PAGE", page), ("RESULTS", tmp_path / "results.json")):
         monkeypatch.setattr(report, name, value)
     monkeypatch.setattr(command, "RESULTS", ROOT / "stress" / "results.json")
-    monkeypatch.setattr(command, "load_lines", lambda: known)
+    monkeypatch.setattr(command, "load_jobs", lambda: known)
     return known
 
 
-def test_it_goes_on_where_it_stopped(lines: dict[str, Line], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_call_runs_what_is_missing(jobs: dict[str, Job], monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
     holds = {"one": True, "two": False}
 
-    def run_line(name: str, *, quick: bool) -> dict[str, object]:
+    def run_job(name: str, *, quick: bool) -> dict[str, object]:
         ran.append(name)
         if name not in holds:
             raise KeyboardInterrupt
@@ -105,7 +107,7 @@ def test_it_goes_on_where_it_stopped(lines: dict[str, Line], monkeypatch: pytest
             "versions": "v",
         }
 
-    monkeypatch.setattr(command, "run_line", run_line)
+    monkeypatch.setattr(command, "run_job", run_job)
     with pytest.raises(KeyboardInterrupt):
         command.main([])
     assert ran == ["one", "two", "three"]
@@ -122,15 +124,15 @@ def test_it_goes_on_where_it_stopped(lines: dict[str, Line], monkeypatch: pytest
     assert list(json.loads(report.RESULTS.read_text())) == ["one", "two", "three"]
 
 
-def test_a_line_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    load_lines()
-    monkeypatch.setitem(LINES, "uneven", Line("uneven", "", 1, LINES["uneven"].body))
-    result = command.run_line("uneven", quick=False)
+def test_a_job_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_jobs()
+    monkeypatch.setitem(JOBS, "uneven", Job("uneven", "", 1, JOBS["uneven"].body))
+    result = command.run_job("uneven", quick=False)
     assert not result["holds"]
     assert result["counts"] == "still ran after 1 s"
 
 
-def test_ranks_that_die_or_hang_are_seen() -> None:
+def test_dead_and_hanging_ranks_are_reported() -> None:
     with Ranks(2) as ranks:
         group = ranks.group
         ranks.start(time.sleep, 60)
@@ -144,9 +146,9 @@ def test_ranks_that_die_or_hang_are_seen() -> None:
         alone.run(divmod, 1, 0)
 
 
-def test_progress_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     run = Run("name", quick=True)
     assert (run.count(50, 3), Run("name", quick=False).count(50, 3)) == (3, 50)
-    run.said = -100.0
-    run.tell(1, 3, "kills")
+    run.reported = -100.0
+    run.progress(1, 3, "kills")
     assert "name: 1 of 3 kills" in capsys.readouterr().err

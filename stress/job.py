@@ -1,4 +1,4 @@
-"""A line of the table: what it shows, how to run it, and how long it may take."""
+"""Jobs: what each shows, how to run it, and how long it may take."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from importlib import import_module
 
 MODULES = ("kills", "topology", "states", "growth", "waiting", "network", "training", "bugs")
-"""Where lines live, in the order in which they run."""
+"""Modules with jobs, in the order in which they run."""
 
 Body = Callable[["Run"], str]
 
 
 @dataclass(frozen=True)
-class Line:
-    """One line; ``body(run)`` returns what was done with its counts, and raises if it does not hold."""
+class Job:
+    """A row of the table; ``body(run)`` returns what was done with its counts, and raises if the promise is broken."""
 
     name: str
     shows: str
@@ -25,50 +25,50 @@ class Line:
 
 
 class NotRun(Exception):
-    """A line cannot be run here; the message says what is missing."""
+    """A job cannot be run here; the message says what is missing."""
 
 
-LINES: dict[str, Line] = {}
+JOBS: dict[str, Job] = {}
 
 
-def line(name: str, shows: str, *, limit: int) -> Callable[[Body], Body]:
-    """Enter a function into `LINES`."""
+def job(name: str, shows: str, *, limit: int) -> Callable[[Body], Body]:
+    """Register a function in `JOBS`."""
 
     def enter(body: Body) -> Body:
-        LINES[name] = Line(name, shows, limit, body)
+        JOBS[name] = Job(name, shows, limit, body)
         return body
 
     return enter
 
 
-def load_lines() -> dict[str, Line]:
-    """All of them, in order."""
+def load_jobs() -> dict[str, Job]:
+    """Import all modules with jobs, and return these in order."""
     for module in MODULES:
         import_module(f"stress.{module}")
-    return LINES
+    return JOBS
 
 
 class Run:
-    """What a line's body is given: how much to do, and where to say how far it is."""
+    """The argument of a job's body: how much to do, and where to report progress."""
 
     def __init__(self, name: str, *, quick: bool) -> None:
         self.name = name
         self.quick = quick
-        self.said = 0.0
+        self.reported = 0.0
 
     def count(self, full: int, quick: int) -> int:
-        """``full`` of something, or ``quick``."""
+        """Return ``full``, or ``quick`` in a quick run."""
         return quick if self.quick else full
 
-    def tell(self, done: int, total: int, what: str) -> None:
-        """Say how far it is: at once on a terminal, every half minute elsewhere."""
+    def progress(self, done: int, total: int, what: str) -> None:
+        """Report progress: at once on a terminal, every half minute elsewhere."""
         now = time.monotonic()
         if sys.stderr.isatty():
             sys.stderr.write(f"\r\033[K  {self.name}: {done:,} of {total:,} {what}")
             if done >= total:
                 sys.stderr.write("\r\033[K")
-        elif now - self.said > 30:
-            if self.said:
+        elif now - self.reported > 30:
+            if self.reported:
                 sys.stderr.write(f"  {self.name}: {done:,} of {total:,} {what}\n")
-            self.said = now
+            self.reported = now
         sys.stderr.flush()
