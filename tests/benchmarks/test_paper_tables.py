@@ -313,8 +313,16 @@ def test_a_row_that_raises_is_a_failure_with_its_reason() -> None:
 
 
 def test_the_command_measures_once_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--smoke", "--seeds", "1", "--jobs", "1", "--rows", "samples/minibatch_packing", "--out"] + [
-        str(tmp_path)
+    options = [
+        "--smoke",
+        "--seeds",
+        "1",
+        "--jobs",
+        "1",
+        "--rows",
+        "samples/minibatch_packing",
+        "--out",
+        str(tmp_path),
     ]
     assert command.main(options) == 0
     kept = (tmp_path / "paper.jsonl").read_text()
