@@ -38,7 +38,6 @@ from streampack.training.model import (
     clip_gradients,
     full_weights,
     seed_step,
-    vocabulary,
 )
 from streampack.training.overrides import parse
 from streampack.training.progress import MetricLogger, bar, postfix, summary
@@ -90,7 +89,8 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
     optimizer = build(cfg.optimizer, model.parameters())
 
     # The data.
-    dataset, validation = build_data(cfg, tokenizer=tokenizer, vocab_size=vocabulary(model), world=world)
+    vocab_size = model.tok_embeddings.num_embeddings
+    dataset, validation = build_data(cfg, tokenizer=tokenizer, vocab_size=vocab_size, world=world)
     loader = build_loader(cfg, dataset, device=device, world=world)
 
     # A new run, or one that continues from its newest checkpoint.

@@ -75,8 +75,10 @@ def _dispatch(words: list[str]) -> int:
     if {"-h", "--help"} & set(words[1:]):
         commands[words[0]].print_help()
         return 0
-    if words[0] == "run":  # its words are for torchrun and the recipe
-        options, rest = _trust_options().parse_known_args(words[1:])
+    if words[0] == "run":  # all other words are for torchrun and the recipe
+        trusting = _Parser("streampack run", add_help=False, allow_abbrev=False)
+        trusting.add_argument("--trust", action="append", default=[])
+        options, rest = trusting.parse_known_args(words[1:])
         _trust(options.trust)
         return hand_over("run", rest)
     options, rest = parser.parse_known_args(words)
@@ -150,13 +152,6 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
         "--trust", action="append", default=[], metavar="NAME",
         help="a package or module, installed or in the working directory, that the config may name",
     )  # fmt: skip
-
-
-def _trust_options() -> _Parser:
-    """Return the parser of the options of ``run`` that torchtune does not get."""
-    parser = _Parser("streampack run", add_help=False, allow_abbrev=False)
-    parser.add_argument("--trust", action="append", default=[])
-    return parser
 
 
 def _trust(names: Sequence[str]) -> None:

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ class Checkpoints:
         self.keep = keep
         self.world = world or World()
         self.in_background = in_background
-        self._writing: _Writing | None = None
+        self._writing: Future[None] | None = None
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, ascending."""
@@ -101,10 +102,13 @@ class Checkpoints:
                     no_dist=self.world.size == 1,
                 )
             assert isinstance(future, Future)  # with stagers that copy in the background it is not
-            self._writing = _Writing(lambda: self._publish(part, final, written=future.result))
+            self._writing = _in_thread(lambda: self._publish(part, final, written=future.result))
         else:
             with self.world.raise_on_all():
-                self._publish(part, final, written=lambda: self._write(state, part))
+                write = partial(
+                    saver.save, state, storage_writer=FileSystemWriter(part), no_dist=self.world.size == 1
+                )
+                self._publish(part, final, written=write)
         return final
 
     def wait(self) -> None:
@@ -124,9 +128,6 @@ class Checkpoints:
         set_optimizer_state_dict(model, optimizer, optim_state_dict=state["optimizer"], options=TRAINED)
         run: dict[str, Any] = torch.load(path / RUN_FILE, weights_only=True)
         return run
-
-    def _write(self, state: dict[str, Any], part: Path) -> None:
-        saver.save(state, storage_writer=FileSystemWriter(part), no_dist=self.world.size == 1)
 
     def _publish(self, part: Path, final: Path, *, written: Callable[[], Any]) -> None:
         """Rename a checkpoint that all ranks have written, and remove surplus ones."""
@@ -156,24 +157,18 @@ class Checkpoints:
         return self.folder / f"step_{step:08d}"
 
 
-class _Writing:
-    """A thread that writes a checkpoint. A daemon: a run that failed does not wait for its checkpoint."""
+def _in_thread(write: Callable[[], None]) -> Future[None]:
+    """Run a function in a daemon thread: a run that failed does not wait for its checkpoint."""
+    future: Future[None] = Future()
 
-    def __init__(self, write: Callable[[], None]) -> None:
-        self.error: BaseException | None = None
-        self.thread = threading.Thread(target=self._run, args=(write,), daemon=True)
-        self.thread.start()
-
-    def _run(self, write: Callable[[], None]) -> None:
+    def work() -> None:
         try:
-            write()
+            future.set_result(write())  # type: ignore[func-returns-value]
         except BaseException as error:
-            self.error = error
+            future.set_exception(error)
 
-    def result(self) -> None:
-        self.thread.join()
-        if self.error is not None:
-            raise self.error
+    threading.Thread(target=work, daemon=True).start()
+    return future
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

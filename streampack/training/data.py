@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -30,7 +29,6 @@ from streampack.sources.source import Source
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.training.config import RunConfig
 from streampack.training.evaluation import HeldOut
-from streampack.training.hints import hint_for
 from streampack.training.methods import Loader, MethodLoader
 from streampack.types import IGNORE_INDEX, Pack, Sample
 
@@ -101,7 +99,7 @@ def build_datasets(config: RunConfig, *, tokenizer: Any, vocab_size: int | None,
         held_out = as_source(build(validation["source"], inject=inject), once=world.run_on_main)
     elif "fraction" in validation:
         source, held_out = hold_out(source, fraction=validation["fraction"])
-    train = _dataset(source, encoder=encoder, epochs=config.epochs, **common)
+    train = IterablePackedDataset(source, encoder=encoder, epochs=config.epochs, **common)
     if held_out is None:
         return Datasets(train, {}, {}, common)
     # The limit holds for each lane of the training rows; here one lane reads until there are packs enough.
@@ -123,7 +121,7 @@ def first_rows(leaf: Leaf, settings: Mapping[str, Any]) -> IterablePackedDataset
     own: dict[str, Any] = {"shuffle": False, "num_lanes": 1, "encoder": leaf.encoder}
     if folder := settings.get("quarantine"):
         own["quarantine"] = Path(folder, leaf.name)
-    return _dataset(leaf.source, **{**settings, **own})
+    return IterablePackedDataset(leaf.source, **{**settings, **own})
 
 
 def _batches_of_rank(
@@ -174,17 +172,6 @@ def _holds_out_none(source: Holdout) -> bool:
         return next(iter(source.read(Reading())), None) is None and bool(source.source.probe(1)[0])
     except ValueError:  # there are rows, and they cannot be read
         return False
-
-
-def _dataset(source: Any, **settings: Any) -> IterablePackedDataset:
-    known = inspect.signature(IterablePackedDataset).parameters
-    for key in settings:
-        if key not in known:
-            raise ValueError(f"data: unknown key {key!r}: {hint_for(key, [*known, 'method'])}")
-    try:
-        return IterablePackedDataset(source, **settings)
-    except TypeError as error:
-        raise ValueError(f"data: {error}") from None
 
 
 def build_loader(

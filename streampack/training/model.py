@@ -172,12 +172,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.reshard()  # with reshard_after_forward=False, nothing else does before the next backward pass
 
 
-def vocabulary(model: nn.Module) -> int:
-    """Return the number of rows of the embedding; token ids must be below it."""
-    size: int = model.tok_embeddings.num_embeddings  # type: ignore[union-attr, assignment]
-    return size
-
-
 def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
     """Scale the gradients so that their norm, over all shards, is at most ``max_norm``; return the norm before."""
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm=max_norm)
