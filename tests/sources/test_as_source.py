@@ -1,0 +1,49 @@
+"""Which source is made of which data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streampack import IterableSource, JSONLSource, MapSource
+from streampack.sources.as_source import as_source
+from tests.support.corpus import numbered, write
+
+
+def test_as_source(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", numbered(3))
+    for given_, kind in (
+        (path, JSONLSource),
+        (str(path), JSONLSource),
+        (str(tmp_path / "*.jsonl"), JSONLSource),
+        (numbered(3), MapSource),
+        (lambda: numbered(3), IterableSource),
+        ({1: 2}.values(), IterableSource),
+    ):
+        assert type(as_source(given_)) is kind
+    source = MapSource(numbered(3))
+    assert as_source(source) is source
+    for nothing in (3, None, object()):
+        with pytest.raises(
+            ValueError, match=f"a {type(nothing).__name__} holds no rows; give a source, a path"
+        ):
+            as_source(nothing)
+    with pytest.raises(ValueError, match="empty"):
+        as_source([])
+
+
+def test_an_iterable_dataset_with_a_length_is_an_iterable() -> None:
+    """torch's Dataset has a __getitem__ that raises, and many an IterableDataset knows its length."""
+    from torch.utils.data import IterableDataset
+
+    class Sized(IterableDataset[dict[str, Any]]):
+        def __len__(self) -> int:
+            return 3
+
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            return iter(numbered(3))
+
+    assert type(as_source(Sized())) is IterableSource
