@@ -36,7 +36,7 @@ def test_as_source(tmp_path: Path) -> None:
 
 
 def test_an_iterable_dataset_with_a_length_is_an_iterable() -> None:
-    """torch's Dataset has a __getitem__ that raises, and many an IterableDataset knows its length."""
+    """torch's Dataset has a __getitem__ that raises, and an IterableDataset may have a length."""
     from torch.utils.data import IterableDataset
 
     class Sized(IterableDataset[dict[str, Any]]):

@@ -36,7 +36,7 @@ JSON_REASONS = ["not a line of JSON", "not a line of JSON", "a row must be", "Ke
 
 
 class Refusing:
-    """Map-style rows, of which some are refused."""
+    """Map-style rows, some of which raise."""
 
     def __len__(self) -> int:
         return len(ROWS)
@@ -48,7 +48,7 @@ class Refusing:
 
 
 def corpus(kind: str, folder: Path) -> tuple[Any, list[int], list[tuple[str, int, str]]]:
-    """(a source, the rows that survive, the records that do not: shard, offset, how the reason begins)."""
+    """Return a source, its good rows, and its bad records: shard, offset, beginning of the reason."""
     folder.mkdir(exist_ok=True)
     if kind == "map":
         bad = [("Refusing", i, "is out of order") for i in (17, 40, 41)]
@@ -85,7 +85,7 @@ def corpus(kind: str, folder: Path) -> tuple[Any, list[int], list[tuple[str, int
 
 
 def whole_rows(packed: bytes) -> int:
-    """Rows before the buffer's worth of content in which the damage shows."""
+    """Count the rows before the buffer of content in which the damage shows."""
     import zlib
 
     content = zlib.decompressobj(31).decompress(packed)
@@ -179,7 +179,7 @@ def test_resume_everywhere_among_many(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 @pytest.mark.parametrize("damaged", ["cut", "flipped"])
-def test_an_archive_shows_its_damage_at_the_same_row_wherever_reading_began(
+def test_damage_of_an_archive_shows_at_the_same_row_from_any_cursor(
     tmp_path: Path, suffix: str, damaged: str
 ) -> None:
     rng = random.Random(0)
@@ -225,7 +225,7 @@ def test_a_line_torn_by_a_kill_is_written_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_workers_list_for_their_lanes(tmp_path: Path, workers: int) -> None:
+def test_workers_list_bad_records(tmp_path: Path, workers: int) -> None:
     data, expected, bad = corpus("jsonl", tmp_path / "data")
     loader = PackedDataLoader(stream(data, quarantine=tmp_path / "bad", num_lanes=4), num_workers=workers)
     tokens = [token for batch in loader for token in batch.tokens.flatten().tolist()]
@@ -334,7 +334,7 @@ class Failing(Numbers):
 
 
 class FailingRows:
-    """Map-style rows that are made when they are asked for, as torchtune's datasets do."""
+    """Map-style rows that are encoded in ``__getitem__``, as in torchtune's datasets."""
 
     def __len__(self) -> int:
         return len(ROWS)
@@ -347,7 +347,7 @@ class FailingRows:
 LEFT = [i for i in range(600) if i % 50 != 7]
 
 
-def test_whatever_an_encoder_raises_is_skipped(tmp_path: Path) -> None:
+def test_any_error_of_an_encoder_is_skipped(tmp_path: Path) -> None:
     dataset = stream(MapSource(ROWS), encoder=Failing(), quarantine=tmp_path)
     assert survivors(dataset) == LEFT
     assert {reason.partition(":")[0] for _, _, reason in listed(tmp_path)} == {
@@ -356,9 +356,7 @@ def test_whatever_an_encoder_raises_is_skipped(tmp_path: Path) -> None:
     assert dataset.estimate_packs(rows=600) > 0
 
 
-def test_whatever_a_map_style_dataset_raises_is_skipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_error_of_a_map_style_dataset_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Failing, "errors", Failing.errors[:4])
     dataset = stream(FailingRows(), quarantine=tmp_path, epochs=2)
     assert survivors(dataset) == sorted(2 * LEFT)
@@ -371,7 +369,7 @@ def test_whatever_a_map_style_dataset_raises_is_skipped(
 
 
 @pytest.mark.parametrize("within", [False, True])
-def test_where_nothing_is_skipped_the_error_is_the_datasets(within: bool) -> None:
+def test_without_skipping_the_datasets_own_error_is_raised(within: bool) -> None:
     source = Mix([{"name": "a", "source": FailingRows(), "weight": 1}]) if within else FailingRows()
     with pytest.raises(UnboundLocalError, match="content") as error:
         list(stream(source, on_bad_record="error", num_lanes=1, shuffle=False))

@@ -51,7 +51,7 @@ def test_a_dict_of_datasets_is_refused() -> None:
         as_source({"train": "a.jsonl", "test": "b.jsonl"})
 
 
-def test_tables_of_other_libraries_say_their_way() -> None:
+def test_tables_of_other_libraries_are_refused_with_a_way_out() -> None:
     pyarrow = pytest.importorskip("pyarrow")
     with pytest.raises(ValueError, match=r"give table.to_pylist\(\), or datasets.Dataset\(table\)"):
         as_source(pyarrow.table({"input_ids": IDS}))

@@ -24,18 +24,18 @@ def read(source, num_lanes=1, **kwargs):
 
 
 @given(st.integers(1, 200), st.floats(0.01, 0.99), st.integers(1, 5))
-def test_the_parts_are_disjoint_and_complete_on_any_lanes(count, fraction, lanes):
+def test_parts_are_disjoint_and_complete_on_any_lanes(count, fraction, lanes):
     train, held_out = both(MapSource(rows(count)), fraction)
     assert sorted(read(train, lanes) + read(held_out, lanes)) == list(range(count))
     assert set(read(train, lanes)) == set(read(train))
 
 
-def test_the_share_is_about_right():
+def test_the_fraction_is_about_right():
     _, held_out = both(MapSource(rows(5000)), 0.1)
     assert 420 < len(read(held_out)) < 580
 
 
-def test_equal_rows_stand_on_one_side():
+def test_equal_rows_are_on_one_side():
     train, held_out = both(MapSource(rows(50) * 3))
     assert not set(read(train)) & set(read(held_out))
 
@@ -46,13 +46,13 @@ def test_adding_rows_moves_none():
     assert [i for i in read(after) if i < 100] == read(before)
 
 
-def test_another_share_is_another_corpus():
+def test_another_fraction_is_another_corpus():
     source = MapSource(rows(100))
     prints = {Holdout(source, fraction=s, part=p).fingerprint() for s in (0.1, 0.2) for p in PARTS}
     assert len(prints) == 4
 
 
-def test_trace_leads_through_it():
+def test_trace_through_a_holdout():
     data = IterablePackedDataset(both(MapSource(rows(40)))[1], max_seq_len=8)
     pack = next(iter(data))
     assert data.trace(pack["fragments"][0])["tokens"] == pack["tokens"][:2].tolist()

@@ -47,7 +47,7 @@ def streamed(folder: Path, **options: Any) -> IterableDataset:
 
 
 def firsts(source: HFSource, num_lanes: int = 1, **reading: Any) -> list[int]:
-    """The first token of every row."""
+    """Return the first token of every row."""
     lanes = [source.read(Reading(lane, num_lanes=num_lanes, **reading)) for lane in range(num_lanes)]
     return [row.data["tokens"][0] for lane in lanes for row in lane]
 
@@ -68,8 +68,8 @@ MADE: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("kind", MADE)
-def test_every_row_as_the_dataset_gives_it(tmp_path: Path, kind: str) -> None:
-    """In as many lanes as it has; a stream whose shards would not add up to it has one."""
+def test_rows_are_those_of_the_dataset(tmp_path: Path, kind: str) -> None:
+    """In as many lanes as possible; a stream whose shards do not add up to the whole has one."""
     dataset = MADE[kind](shards(tmp_path))
     source = HFSource(dataset)
     expected = sorted(row["tokens"][0] for row in dataset)
@@ -102,7 +102,7 @@ def test_resume_at_every_pack(tmp_path: Path, kind: str) -> None:
     assert len(check_resume_everywhere(make, packs=12)) > 10
 
 
-def test_a_narrow_stream_says_how_it_gets_wider(tmp_path: Path) -> None:
+def test_the_error_for_too_few_shards_names_a_way_out(tmp_path: Path) -> None:
     dataset = streamed(shards(tmp_path))
     mix = Mix([{"name": "a", "source": dataset, "weight": 1}])
     for data in (dataset, Holdout(HFSource(dataset), fraction=0.1, part="train"), mix):
@@ -181,7 +181,7 @@ def test_by_name(tmp_path: Path, streaming: bool) -> None:
 
 
 def test_code_is_not_run(tmp_path: Path) -> None:
-    """A dataset's own script, a request to trust one, and pickles."""
+    """Neither a dataset's own script, nor one to be trusted, nor pickles."""
     folder = tmp_path / "scripted"
     folder.mkdir()
     (folder / "scripted.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
@@ -252,8 +252,8 @@ def test_errors_of_the_stream_consume_nothing(tmp_path: Path) -> None:
     assert not failures
 
 
-def test_in_a_worker_of_torchs(tmp_path: Path) -> None:
-    """There, a plainly iterated stream keeps only its own share of the shards."""
+def test_a_stream_in_a_worker_of_torch(tmp_path: Path) -> None:
+    """There, ``iter`` of a stream gives only the worker's own shards."""
     data = IterablePackedDataset(streamed(shards(tmp_path)), max_seq_len=32, num_lanes=3)
     packs = list(DataLoader(data, batch_size=None, num_workers=2))
     assert len(packs) > 5

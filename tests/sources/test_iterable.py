@@ -16,7 +16,7 @@ from streampack.sources.as_source import as_source
 from tests.support.corpus import numbered, read_all
 
 
-def test_what_can_be_read_once_is_refused() -> None:
+def test_iterators_are_refused() -> None:
     for once in ((row for row in numbered(3)), iter(numbered(3)), map(dict, numbered(3))):
         with pytest.raises(ValueError, match=r"can be read only once.*pass a function that makes it"):
             IterableSource(once)
@@ -34,7 +34,7 @@ def test_iterables_and_functions_of_iterables(rows: Any) -> None:
 
 
 @given(count=st.integers(0, 12), num_lanes=st.integers(1, 5))
-def test_strides_share_the_rows_out(count: int, num_lanes: int) -> None:
+def test_strides_divide_the_rows(count: int, num_lanes: int) -> None:
     source = IterableSource(numbered(count), stride=True)
     assert source.max_lanes is None
     for lane in range(num_lanes):
@@ -46,7 +46,7 @@ def test_strides_share_the_rows_out(count: int, num_lanes: int) -> None:
 @pytest.mark.parametrize("window", [0, 4])
 @pytest.mark.parametrize("lane", [0, 1])
 def test_a_generator_that_raises_midway(window: int, lane: int) -> None:
-    """A generator that raised is finished, and a naive reader would take that for the end of the data."""
+    """A generator that raised is finished, which a naive reader would take for the end of the data."""
     broken = [True]
 
     def rows() -> Iterator[dict[str, Any]]:

@@ -242,7 +242,7 @@ def test_fingerprint_reads_the_ends_only(tmp_path: Path) -> None:
 
 
 def next_error(reader: Iterator[Row]) -> str:
-    """The message of the error that comes next, the same when asked again."""
+    """Return the message of the next error, which must be the same at a second call."""
     messages = []
     for _ in range(2):
         with pytest.raises(ValueError) as error:

@@ -15,7 +15,7 @@ from tests.support.corpus import numbered, write
 
 
 def texts_of(count: int) -> list[dict[str, Any]]:
-    """Sorted by length, so that the first rows say nothing of the rest."""
+    """Return rows sorted by length, so that the first ones do not represent the rest."""
     rng = np.random.default_rng(0)
     return [{"text": "x" * n} for n in sorted(rng.lognormal(4, 1, count).astype(int).tolist())]
 

@@ -220,7 +220,7 @@ def test_a_source_of_broken_records_alone_is_refused(tmp_path: Path) -> None:
         list(make(mix, num_lanes=1, on_bad_record="skip"))
 
 
-def test_the_narrowest_source_is_named() -> None:
+def test_too_many_lanes_name_the_limiting_source() -> None:
     inner = Mix([entry("map", rows(3)), entry("stream", IterableSource(rows(3)))])
     mix = Mix([entry("map", rows(50)), entry("in", inner)])
     assert mix.max_lanes == 1

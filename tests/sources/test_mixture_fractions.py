@@ -47,7 +47,7 @@ def drawn(
     stagger: int = 2048,
     **reading: Any,
 ) -> list[int]:
-    """The tokens of each source when the rows train what ``trained`` says, in turn: no packing, no encoding.
+    """Return the trained tokens of each source, where the rows train the numbers in ``trained`` in turn.
 
     Read from a new reader at its cursor every ``reopened`` rows.
     """
@@ -67,7 +67,7 @@ def drawn(
 
 
 def plain(names: Iterable[str], weights: Iterable[float], size: int = 50) -> Mix:
-    """Sources that only have rows, whatever these say."""
+    """Return a mixture of sources whose rows are not encoded."""
     return Mix(
         [
             entry(n, MapSource([{"i": i} for i in range(size)]), w)
@@ -87,7 +87,7 @@ def plain(names: Iterable[str], weights: Iterable[float], size: int = 50) -> Mix
 def test_fractions_stay_within_the_stated_bound(
     sources: list[tuple[float, int]], seed: int, tokens: int, stagger: int
 ) -> None:
-    """The bound that `MixtureScheduler` states."""
+    """The bound is that of `MixtureScheduler`'s docstring."""
     weights, longest = zip(*sources, strict=True)
     mix = plain(map(str, range(len(sources))), weights)
     rng = np.random.default_rng(seed)
@@ -141,7 +141,7 @@ def test_fractions_within_half_a_point_after_two_million_tokens_in_every_lane(la
     assert together < 0.005
 
 
-def test_lanes_do_not_err_in_phase() -> None:
+def test_errors_of_lanes_cancel() -> None:
     """After few tokens in each, 64 lanes together are nearer to the weights than a lane is on average."""
     mix = plain("abc", SHARES, size=64)
     for tokens in (300, 1000, 3000):
@@ -265,7 +265,7 @@ def test_weights_changed_at_a_resume(more: dict[str, Any]) -> None:
 
 
 def rolling(weights: tuple[float, ...]) -> Mix:
-    """Epochs of some twenty rows."""
+    """Return a mixture whose epochs have some twenty rows."""
     return three("first_exhausted", weights, short=12, middling=9, long=7)
 
 

@@ -101,7 +101,7 @@ def test_source_stats_after_a_resume_are_those_of_an_unbroken_run(tmp_path: Path
 
 
 def test_workers_and_a_state_on_disk(tmp_path: Path) -> None:
-    """Two processes make the batches that one makes, and count the same; their state is plain."""
+    """Two worker processes make the same batches and counts as one process; their state is plain."""
     settings = {**ENDLESS, **SHUFFLED, "num_lanes": 4}
     batches, loaders = [], []
     for workers in (0, 2):
@@ -143,7 +143,7 @@ def test_every_cursor(seed: int) -> None:
     assert len(found) >= 5
 
 
-def test_receipts_stay_small() -> None:
+def test_lane_states_stay_small() -> None:
     """128 + span / 8 + 48 x sources bytes, for eight sources in a nested mixture with long cursors."""
     many = [entry(str(i), IterableSource(rows(3000, longest=40, seed=i)), 1 / (i + 1)) for i in range(6)]
     mix = Mix([*many, entry("in", Mix([entry("a", rows(500)), entry("b", rows(500))]))], stop="never")
@@ -157,7 +157,7 @@ def test_receipts_stay_small() -> None:
     assert max(sizes) < 330
 
 
-def test_receipts_stay_small_at_a_million_steps() -> None:
+def test_lane_states_stay_small_after_a_million_steps() -> None:
     """Shards of 1 TB, a billion rows, 2^40 tokens of each source, deficits of 2^18 tokens."""
     sources = 8
     weighing = Weighing([TOTAL_WEIGHT // sources] * sources).numbers()

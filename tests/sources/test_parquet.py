@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from streampack.sources import ParquetSource, Reading, parquet
-from streampack.sources.as_source import as_source
 from streampack.sources.parquet import FEW, LARGE
 from streampack.sources.shuffling import Part
 from streampack.storage import base as storage
@@ -43,7 +42,7 @@ def read(source: ParquetSource, *, num_lanes: int = 1, **settings: Any) -> list[
 def test_every_row_exactly_once(
     tmp_path: Path, counts: list[int], group: int, num_lanes: int, window: int, many: bool
 ) -> None:
-    """Whether row groups are shared out over the lanes or, as of many files, whole files."""
+    """With lanes of row groups, and with lanes of whole files."""
     numbers = itertools.count()
     paths = []
     for shard, count in enumerate(counts):
@@ -122,7 +121,7 @@ def test_rows_are_found_again(tmp_path: Path) -> None:
         assert source.shard(row.row_id) == f"{shard}.parquet"
 
 
-def test_footers_are_read_when_their_turn_comes(tmp_path: Path) -> None:
+def test_footers_are_read_late(tmp_path: Path) -> None:
     paths = [write(tmp_path / f"{i:03}.parquet", [{"i": i}]) for i in range(40)]
     source = ParquetSource(paths)
     next(source.read(Reading(1, num_lanes=2)))
@@ -186,12 +185,6 @@ def test_lanes_are_even_and_parts_few(
     assert max(loads) - min(loads) <= 1.5 * largest + 1000
 
 
-def test_what_is_taken_for_parquet(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", [{"i": 1}])
-    for given_ in (path, str(path), str(tmp_path / "*.parquet")):
-        assert type(as_source(given_)) is ParquetSource
-
-
 def test_fingerprint(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", [{"i": 1, "j": 2}])
     prints = {
@@ -229,7 +222,7 @@ def test_probe_and_natural_lanes(tmp_path: Path) -> None:
 
 
 def damaged(path: Path, group: int, column: int = 0) -> None:
-    """Flips bytes in the middle of a column chunk, whose pages have checksums."""
+    """Flip bytes in the middle of a column chunk, whose pages have checksums."""
     footer = pq.read_metadata(path)
     chunk = footer.row_group(group).column(column)
     middle = chunk.data_page_offset + chunk.total_compressed_size // 2
@@ -240,7 +233,7 @@ def damaged(path: Path, group: int, column: int = 0) -> None:
 
 @pytest.mark.parametrize("window", [0, 6])
 @pytest.mark.parametrize("many", [False, True])
-def test_a_damaged_page_is_named_and_can_be_passed_by(
+def test_a_damaged_page_is_named_and_can_be_skipped(
     tmp_path: Path, window: int, many: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parquet, "PARTS_PER_LANE", 0 if many else 16)
@@ -269,7 +262,7 @@ def test_a_damaged_page_is_named_and_can_be_passed_by(
 
 
 def varint(number: int) -> bytes:
-    """As Thrift's compact protocol writes an i64."""
+    """Encode an i64 as in Thrift's compact protocol."""
     number, written = number << 1, bytearray()
     while number >= 0x80:
         written.append(number & 0x7F | 0x80)
@@ -278,7 +271,7 @@ def varint(number: int) -> bytes:
 
 
 def rewrite(path: Path, before: int, after: int, *, first: bool = False) -> None:
-    """Put another number into the footer, of the same length, wherever it stands or where it first does."""
+    """Replace a number in the footer by one of the same length, everywhere or only at its first place."""
     assert len(varint(before)) == len(varint(after))
     content = path.read_bytes()
     start = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
@@ -288,8 +281,8 @@ def rewrite(path: Path, before: int, after: int, *, first: bool = False) -> None
 
 
 @pytest.mark.parametrize("count", [999, 1001])
-def test_the_row_groups_are_what_is_there(tmp_path: Path, count: int) -> None:
-    """Also where the footer's own count of rows is another; pyarrow reads them all."""
+def test_row_groups_count_where_the_footer_is_wrong(tmp_path: Path, count: int) -> None:
+    """Rows are read as the row groups count them, also where the footer's total is wrong."""
     path, whole = (
         write(tmp_path / f"{group}.parquet", [{"i": i} for i in range(1000)], group=group)
         for group in (11, 500)
@@ -306,7 +299,7 @@ def test_the_row_groups_are_what_is_there(tmp_path: Path, count: int) -> None:
 
 
 @pytest.mark.parametrize("num_lanes", [1, 2, 8])
-def test_a_damaged_row_group_takes_none_beside_it(tmp_path: Path, num_lanes: int) -> None:
+def test_a_damaged_row_group_loses_only_its_rows(tmp_path: Path, num_lanes: int) -> None:
     data = [{"i": i, "text": f"{i:9}"} for i in range(20_000)]
     path = write(tmp_path / "a.parquet", data, group=200, compression="none", use_dictionary=False)
     column = pq.read_metadata(path).row_group(40).column(1)

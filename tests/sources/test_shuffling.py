@@ -17,7 +17,7 @@ from tests.support.conformance import check_positions
 
 
 class Numbers:
-    """The numbers of one part; fails when told to."""
+    """The numbers of one part; ``hiccup`` may raise."""
 
     def __init__(self, part: Part, offset: int, hiccup: Callable[[], None]) -> None:
         self.offset, self.stop, self.hiccup = offset, part.stop, hiccup
@@ -65,7 +65,7 @@ part_sizes = st.lists(st.integers(0, 6), max_size=6)
 
 
 @given(sizes=part_sizes, window=st.integers(0, 8), seed=st.integers(0, 2))
-def test_positions_of_windows(sizes: list[int], window: int, seed: int) -> None:
+def test_every_cursor_of_windows(sizes: list[int], window: int, seed: int) -> None:
     found = check_positions(lambda start: window_reader(sizes, window=window, seed=seed, start=start))
     in_order = [100 * f + i for f, size in enumerate(sizes) for i in range(size)]
     numbers = [row["n"] for row in found]
@@ -100,8 +100,8 @@ def test_errors_change_nothing(sizes: list[int], window: int, fails: frozenset[i
     assert found == whole
 
 
-def test_behind_a_windows_last_row_begins_the_next_window() -> None:
-    """Not in the one that is used up: a resume would read it again, for nothing."""
+def test_the_cursor_after_a_window_is_the_next_windows() -> None:
+    """A cursor in the old window would make a resume read it again for nothing."""
     reader = window_reader([10] * 3, window=4)
     for count in range(1, 31):
         next(reader)

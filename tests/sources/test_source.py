@@ -36,14 +36,14 @@ def test_every_row_comes_once_with_workers() -> None:
     assert sorted(seen) == list(range(300))
 
 
-def test_a_row_leads_back() -> None:
+def test_trace_finds_the_row() -> None:
     dataset = IterablePackedDataset(Squares(9), max_seq_len=64, num_lanes=1)
     [pack] = list(dataset)
     traced = dataset.trace(pack["fragments"][4])
     assert traced["place"] == "row 4"
 
 
-def test_an_error_of_a_row_says_which_and_is_raised_again() -> None:
+def test_an_error_names_the_row_and_is_raised_again() -> None:
     iterator = iter(IterablePackedDataset(Squares(9, broken=5), max_seq_len=64, num_lanes=1))
     for _ in range(2):
         with pytest.raises(ValueError, match="5 is broken") as error:
@@ -57,7 +57,7 @@ def test_another_corpus_is_refused() -> None:
         IterablePackedDataset(Squares(10), max_seq_len=8, num_lanes=1).load_state_dict(state)
 
 
-def test_a_source_without_rows_is_told_what_it_lacks() -> None:
+def test_a_source_without_rows_or_read_is_an_error() -> None:
     class Empty(Source):
         def fingerprint(self) -> str:
             return "nothing"
@@ -66,7 +66,7 @@ def test_a_source_without_rows_is_told_what_it_lacks() -> None:
         next(iter(IterablePackedDataset(Empty(), max_seq_len=8, num_lanes=1)))
 
 
-def test_an_encoder_of_ones_own() -> None:
+def test_a_users_encoder() -> None:
     def reversed_text(row: dict[str, Any]) -> dict[str, Any]:
         return {"input_ids": list(row["text"].encode())[::-1]}
 

@@ -181,7 +181,7 @@ def test_rows_are_found_again(source: Any) -> None:
     assert len(shards) in (1, 3, 5, len(places))
 
 
-def test_it_can_be_pickled(source: Any) -> None:
+def test_a_source_can_be_pickled(source: Any) -> None:
     list(source.read(Reading()))
     again = pickle.loads(pickle.dumps(source))
     assert [number(row.data) for row in again.read(Reading())] == expected(source)

@@ -44,7 +44,7 @@ def make(rows: Rows, folder: Path, **options: Any) -> Path:
 
 
 def naive(folder: Path) -> Rows:
-    """The documents of a folder, by the table in `token_files` alone."""
+    """Read the documents of a folder, following the table in `token_files` alone."""
     found = []
     for path in sorted(folder.glob("tokens-*.bin")):
         data = path.read_bytes()
@@ -71,13 +71,9 @@ def read_all(source: TokenShardSource, num_lanes: int = 1, **reading: Any) -> li
     return found
 
 
-def by_content(rows: Any) -> list[str]:
-    return sorted(map(repr, rows))
-
-
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
-def test_the_format_is_what_is_written_down(tmp_path: Path, dtype: str, masked: bool) -> None:
+def test_the_format_is_as_documented(tmp_path: Path, dtype: str, masked: bool) -> None:
     rows = rows_of(40, masked=masked)
     make(rows, tmp_path, dtype=dtype, lanes=1, shard_tokens=200)
     assert len(list(tmp_path.glob("tokens-*"))) > 1
@@ -95,14 +91,14 @@ def test_lanes_are_even() -> None:
 
 
 def published(folder: Path) -> str:
-    """The folder as it would be behind a URL."""
+    """Copy a folder behind a URL."""
     files = fsspec.filesystem("memory")
     for path in folder.iterdir():
         files.pipe(f"/{folder.name}/{path.name}", path.read_bytes())
     return f"memory://{folder.name}"
 
 
-def test_here_and_behind_a_url(tmp_path: Path) -> None:
+def test_local_and_remote_shards_are_equal(tmp_path: Path) -> None:
     rows = rows_of(60, masked=True)
     here = TokenShardSource(make(rows, tmp_path, lanes=3, shard_tokens=300))
     there = TokenShardSource(published(tmp_path))
@@ -119,7 +115,7 @@ def test_places(tmp_path: Path) -> None:
 
 
 def allocated(make: Any) -> tuple[Any, int]:
-    """What a call returns, and the bytes it had allocated at its peak beyond what was there before."""
+    """Return the result of a call, and its peak of allocated bytes."""
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     made = make()
@@ -142,7 +138,7 @@ def test_a_document_is_copied_once(tmp_path: Path) -> None:
     assert sample.labels is sample.tokens
 
 
-def test_ids_of_32_bits_all_of_which_they_need(tmp_path: Path) -> None:
+def test_ids_above_31_bits(tmp_path: Path) -> None:
     rows = [{"tokens": tokens, "labels": tokens} for tokens in ([1, 2**31, 2**32 - 1], [2**31 - 1], [])]
     make(rows, tmp_path, dtype="uint32", lanes=1)
     samples = [as_sample(row.data) for row in TokenShardSource(tmp_path).read(Reading())]
@@ -165,8 +161,8 @@ def edit(folder: Path, change: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
-def test_ids_are_looked_at_unless_shards_can_hold_no_others(tmp_path: Path, dtype: str) -> None:
-    """Whatever they hold: a byte of them may change."""
+def test_ids_are_checked_unless_the_dtype_bounds_them(tmp_path: Path, dtype: str) -> None:
+    """Whatever the shards hold now: a byte may change later."""
     rows = [{"tokens": [7, 300, 8], "labels": [-100, 300, 8]}, {"tokens": [5], "labels": [5]}]
     source = TokenShardSource(make(rows, tmp_path, lanes=1, dtype=dtype))
     every = 1 << {"uint16": 16, "uint32": 32}[dtype]
@@ -234,8 +230,8 @@ def test_a_bad_index_is_refused(tmp_path: Path, change: Any, message: str) -> No
     "index",
     ["[]", "{", "{}", '{"shards": []}', '{"shards": [{}]}', '{"shards": [{"name": "../x", "size": 9}]}'],
 )
-def test_secrets_of_a_url_are_not_told(index: str) -> None:
-    """However the index is broken, and where a shard is missing."""
+def test_errors_of_an_index_hold_no_secret(index: str) -> None:
+    """With broken indexes, and where a shard is missing."""
     secret = "memory://host/folder?key=canary"
     fsspec.filesystem("memory").pipe("/host/folder/index.json?key=canary", index.encode())
     for make_source in (TokenShardSource, MDSSource):
@@ -283,7 +279,7 @@ def test_a_shard_that_is_cut_off_or_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize("remote", [False, True])
 @pytest.mark.parametrize("on_bad_record", ["error", "skip"])
 def test_a_shard_that_was_replaced_under_its_index(tmp_path: Path, on_bad_record: str, remote: bool) -> None:
-    """Of the same size. The index, and so the state's corpus, are what they were."""
+    """The new shard has the same size, and the index is unchanged."""
     folders = [tmp_path / "a", tmp_path / "b"]
     for number, folder in enumerate(folders):
         make([{"tokens": [number, i], "labels": [number, i]} for i in range(60)], folder, lanes=1)
@@ -318,8 +314,8 @@ def test_a_shard_that_was_replaced_under_its_index(tmp_path: Path, on_bad_record
         next(iter(opened()))
 
 
-def test_all_that_header_and_index_hold_is_compared(tmp_path: Path) -> None:
-    """As far as sizes do not tell: a document less takes 8 bytes, as four tokens do."""
+def test_header_and_index_are_compared(tmp_path: Path) -> None:
+    """Where sizes do not differ: one document fewer takes 8 bytes less, as four tokens do."""
     make(rows_of(30, masked=False), tmp_path, lanes=1, dtype="uint16")
     [shard], [path] = TokenShardSource(tmp_path).shards, tmp_path.glob("*.bin")
     header = read_header(path)
@@ -340,7 +336,7 @@ def test_all_that_header_and_index_hold_is_compared(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("remote", [False, True])
 def test_a_header_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: bool) -> None:
-    """A page of each shard, in however many parts, lanes and epochs."""
+    """Each shard's header is read once, in any number of parts, lanes and epochs."""
     make(rows_of(60, masked=True), tmp_path, lanes=1, shard_tokens=200)
     storage, asked = RemoteStorage if remote else LocalStorage, Counter[str]()
     fetch: Any = storage.fetch
@@ -380,7 +376,7 @@ def test_damaged_offsets_are_bad_records(tmp_path: Path, offset: int, remote: bo
         assert sum(int(pack["seq_lens"][: pack["num_seqs"]].sum()) for pack in survivors) == kept
 
 
-def test_a_writer_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
+def test_an_abandoned_writer_leaves_no_file(tmp_path: Path) -> None:
     writer = ShardWriter(tmp_path / "x.bin", dtype="uint16")
     writer.append(np.array([1]), np.array([True]))
     with pytest.raises(
@@ -391,7 +387,7 @@ def test_a_writer_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_no_shard(tmp_path: Path) -> None:
+def test_a_file_that_is_no_shard(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"words")
     with pytest.raises(ValueError, match="is no token shard: it does not begin with a header"):
         read_header(tmp_path / "x")

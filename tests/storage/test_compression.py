@@ -18,7 +18,7 @@ TEXT = b"".join(b'{"i": %d, "text": "%s"}\n' % (i, b"ab" * (i * 37 % 90)) for i 
 
 
 class Slow(io.RawIOBase):
-    """Gives a few bytes at a time, as a stretch of small blocks does."""
+    """A stream that returns a few bytes at a time, like a `Stretch` of small blocks."""
 
     def __init__(self, data: bytes, most: int) -> None:
         self.inner, self.most = io.BytesIO(data), most
@@ -60,7 +60,7 @@ WRITERS: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("most", [1, 7, 1 << 16])
-def test_what_any_writer_makes_is_read(writer: str, most: int) -> None:
+def test_files_of_any_writer_are_read(writer: str, most: int) -> None:
     for data in (b"", b"a", b"\0" * 300_000, TEXT):
         packed = WRITERS[writer](data)
         if most > 1 or len(packed) < 3000:
@@ -68,14 +68,14 @@ def test_what_any_writer_makes_is_read(writer: str, most: int) -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(sorted(WRITERS)), st.binary(max_size=400), st.integers(1, 500))))
-def test_members_one_behind_the_other(members: list[tuple[str, bytes, int]]) -> None:
+def test_files_of_several_frames(members: list[tuple[str, bytes, int]]) -> None:
     data = b"".join(part * times for _, part, times in members)
     packed = b"".join(WRITERS[writer](part * times) for writer, part, times in members)
     assert read(packed) == data
 
 
 @pytest.mark.parametrize("writer", ["with a checksum", "with frames to skip"])
-def test_cut_off_anywhere_is_said(writer: str) -> None:
+def test_a_file_cut_off_anywhere_is_an_error(writer: str) -> None:
     packed = WRITERS[writer](TEXT)
     whole = len(packed) - (8 if writer == "with frames to skip" else 0)
     for stop in {*range(1, 40), *range(whole - 40, whole), *range(0, whole, 97)} - {0}:
@@ -83,7 +83,7 @@ def test_cut_off_anywhere_is_said(writer: str) -> None:
             read(packed[:stop])
 
 
-def test_a_changed_byte_is_said() -> None:
+def test_a_changed_byte_is_an_error() -> None:
     packed = WRITERS["with a checksum"](TEXT)
     for at in range(0, len(packed), 7):
         damaged = bytearray(packed)
@@ -95,8 +95,8 @@ def test_a_changed_byte_is_said() -> None:
 
 
 @pytest.mark.parametrize("name", ["a.zst", "a.gz"])
-def test_memory_does_not_grow_with_what_is_decompressed(name: str) -> None:
-    """64 MiB out of some KB: all of it was held at once, and copied for every 256 KiB that were read."""
+def test_memory_does_not_grow_with_the_content(name: str) -> None:
+    """64 MiB of content in some KB."""
     if name == "a.zst":
         one = zstandard.ZstdCompressor(level=19).compressobj()
         packed = b"".join([*(one.compress(bytes(1 << 20)) for _ in range(64)), one.flush()])

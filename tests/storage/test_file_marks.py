@@ -17,7 +17,7 @@ from tests.support.corpus import Numbers, rows, write
 
 
 def marks(files: dict[str, tuple[int, str]]) -> FileMarks:
-    """Of files by name: size and tag."""
+    """Make marks of files, given as (size, tag) by name."""
     listed = [File(f"/c/{name}", name, size) for name, (size, _) in files.items()]
     return FileMarks(listed, [tag for _, tag in files.values()])
 
@@ -59,14 +59,14 @@ def test_a_new_a_missing_and_a_renamed_file(count: int) -> None:
     assert "/c/zz.jsonl is new" in str(marks(renamed).difference(marks(files).state()))
 
 
-def test_an_order_is_part_of_it() -> None:
+def test_the_order_of_files_is_compared() -> None:
     files = corpus(20)
     turned = marks(dict(reversed(files.items())))
     assert turned.difference(marks(files).state()) == "its files are the same, in another order"
 
 
 @given(st.integers(1, 300), st.sets(st.integers(0, 299), min_size=1))
-def test_what_is_named_has_changed(count: int, changed: set[int]) -> None:
+def test_a_named_file_has_changed(count: int, changed: set[int]) -> None:
     files = corpus(count)
     names = {f"{number:06}.jsonl" for number in changed if number < count}
     after = marks({name: (size, "other" if name in names else tag) for name, (size, tag) in files.items()})
@@ -76,7 +76,7 @@ def test_what_is_named_has_changed(count: int, changed: set[int]) -> None:
         assert words.split()[0].removeprefix("/c/") in names
 
 
-def test_a_hundred_thousand_files_are_two_kilobytes() -> None:
+def test_marks_of_100_000_files_take_two_kilobytes() -> None:
     files = corpus(100_000)
     before = marks(files)
     state = before.state()
@@ -86,14 +86,14 @@ def test_a_hundred_thousand_files_are_two_kilobytes() -> None:
 
 
 @pytest.mark.parametrize("sums", [b"", b"x", b"x" * 16, b"x" * 48, b"\xff" * 16 * 4096, "text", None])
-def test_damaged_marks_say_less(sums: Any) -> None:
+def test_damaged_marks_are_no_error(sums: Any) -> None:
     state = {**marks(corpus(9)).state(), "content": "0" * 16, "sums": sums}
     assert isinstance(marks(corpus(9)).difference(state), str)
     for odd in (None, 3, {}, [], "x"):
         assert marks(corpus(9)).difference(odd) == "nothing is known of the files it was made with"
 
 
-def test_a_state_names_the_file(tmp_path: Path) -> None:
+def test_a_refused_state_names_the_changed_file(tmp_path: Path) -> None:
     for number in range(9):
         write(tmp_path / f"{number}.jsonl", rows(20, seed=number))
 

@@ -36,13 +36,13 @@ def test_a_folder_of_json_lines(tmp_path: Path) -> None:
         assert tokens_of(source) == [[4, 5, 6, 1, 2, 3]]
 
 
-def test_a_folder_that_holds_nothing_to_read(tmp_path: Path) -> None:
+def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("not data")
     with pytest.raises(ValueError, match=r"the folder .* holds no .jsonl or .*; name the files, or a glob"):
         as_source(tmp_path)
 
 
-def test_no_path_is_not_this_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_path_is_not_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(lines(tmp_path / "a.jsonl", ROWS).parent)
     with pytest.raises(ValueError, match="no file matches ''"):
         as_source("")
@@ -83,7 +83,7 @@ def test_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("indent", [None, 1])
-def test_a_json_array_is_named_with_what_reads_it(tmp_path: Path, indent: int | None) -> None:
+def test_a_json_array_is_refused_with_a_source_that_reads_it(tmp_path: Path, indent: int | None) -> None:
     pytest.importorskip("datasets")
     from streampack import HFSource
 
@@ -98,7 +98,7 @@ def test_a_json_array_is_named_with_what_reads_it(tmp_path: Path, indent: int | 
     assert tokens_of(tmp_path / "lines.json") == [[1, 2, 3, 4, 5, 6]]
 
 
-def test_a_json_document_of_another_ending_says_so_when_it_is_read(tmp_path: Path) -> None:
+def test_a_json_document_with_another_ending_is_a_bad_line(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(ROWS[0], indent=1))
     with pytest.raises(

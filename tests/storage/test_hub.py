@@ -34,7 +34,7 @@ def hub() -> Iterator[Hub]:
 
 
 def committed(hub: Hub, kind: str, count: int = 4, per_shard: int = 40, **options: Any) -> dict[str, bytes]:
-    """Shards as a new commit of main, beside a README. Returns them by their path in the repository."""
+    """Commit shards to main, beside a README. Returns them by their path in the repository."""
     files = {path.lstrip("/"): raw for path, raw in shards(kind, count, per_shard, **options).items()}
     hub.commit({"README.md": b"canary", "c/notes.txt": b"canary", **files})
     return files
@@ -94,7 +94,7 @@ def test_resume_at_every_step(hub: Hub) -> None:
 @pytest.mark.parametrize(
     "revision", ["", "@main", "@v1.0", "@refs%2Fconvert%2Fparquet", "@refs/convert/parquet"]
 )
-def test_a_path_becomes_one_of_a_commit(hub: Hub, revision: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_path_is_pinned_to_a_commit(hub: Hub, revision: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "streampack")
     files = committed(hub, "jsonl")
     [head] = hub.commits
@@ -114,8 +114,8 @@ def test_a_path_becomes_one_of_a_commit(hub: Hub, revision: str, caplog: pytest.
 @pytest.mark.parametrize("kind", ["", "datasets/", "spaces/"])
 @pytest.mark.parametrize("repo", ["gpt2", "org/name"])
 @pytest.mark.parametrize("name", ["a.jsonl", "c/d/a@b.jsonl"])
-def test_a_pinned_path_is_taken_apart(web: Web, kind: str, repo: str, name: str) -> None:
-    """With a namespace or without; and read from where the Hub has it."""
+def test_a_pinned_path_is_parsed(web: Web, kind: str, repo: str, name: str) -> None:
+    """With and without a namespace; and its range is read from the Hub's URL."""
     commit = "0123456789" * 4
     found = PINNED.fullmatch(f"hf://{kind}{repo}@{commit}/{name}")
     assert found is not None
@@ -189,7 +189,7 @@ def test_a_commit_that_is_gone(hub: Hub) -> None:
 # What is refused, and how often it is tried.
 
 
-def test_what_is_not_there(hub: Hub) -> None:
+def test_missing_repositories_and_files(hub: Hub) -> None:
     committed(hub, "jsonl")
     missing = "there is no such repository or revision, or it needs a token"
     for path, message in {
@@ -208,8 +208,8 @@ def test_what_is_not_there(hub: Hub) -> None:
         source("jsonl", f"{DATA}/c/*.jsonl", storage_options={**hub.options, "token": False})
 
 
-def test_an_outage_is_tried_as_often_as_we_say(hub: Hub) -> None:
-    """And not five times as often, as the Hub's own file system would."""
+def test_an_outage_is_retried_as_often_as_set(hub: Hub) -> None:
+    """Not five times as often, as by the Hub's own file system."""
     committed(hub, "jsonl", 1)
     made = data(hub, "jsonl", retries=2, read_ahead=0)
     hub.web.fault = lambda path: "503"
@@ -219,8 +219,8 @@ def test_an_outage_is_tried_as_often_as_we_say(hub: Hub) -> None:
     assert len(hub.web.requests) - before == 3
 
 
-def test_an_answer_that_trickles_is_none(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each piece in time, and all together too late."""
+def test_an_answer_that_trickles_times_out(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chunk is in time, and all together are too late."""
     committed(hub, "jsonl", 1, 400)
     made = data(hub, "jsonl", retries=0, timeout=1.0, read_ahead=0)
 

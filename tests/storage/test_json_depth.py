@@ -15,7 +15,7 @@ from streampack.storage.json_depth import DEEPEST, require_shallow, shallow_json
 
 
 def nested(depth: int, *, mixed: bool = False) -> bytes:
-    """A row of that many objects and arrays inside one another, the row included."""
+    """Return a row of that many nested objects and arrays, itself included."""
     inner = depth - 1
     begin, end = (b'{"a":' * inner, b"}" * inner) if mixed else (b"[" * inner, b"]" * inner)
     return b'{"text": ' + begin + b"1" + end + b"}"

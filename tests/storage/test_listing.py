@@ -16,7 +16,7 @@ from tests.support.corpus import numbered, write
 
 
 def test_a_listing_asks_once_for_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Metadata servers are what 1,024 ranks wear out first."""
+    """Metadata servers are the first bottleneck of 1,024 ranks."""
     names = [write(tmp_path / f"{i:03}.jsonl", [{"text": "x" * 5000}]) for i in range(100)]
     asked, look = [], os.stat
 
@@ -32,7 +32,7 @@ def test_a_listing_asks_once_for_every_file(tmp_path: Path, monkeypatch: pytest.
 
 
 def twice(folder: Path, how: str) -> dict[str, Any]:
-    """Arguments of a source of files that name ``data`` twice."""
+    """Return arguments of a file source that name ``data`` twice."""
     folder.mkdir(exist_ok=True)
     (folder / "sub").mkdir()
     [data] = folder.glob("data.*")
@@ -70,7 +70,7 @@ def test_a_file_by_two_names_is_refused(tmp_path: Path, how: str, suffix: str) -
         source(**arguments)
 
 
-def test_an_url_by_two_names_is_refused() -> None:
+def test_a_url_by_two_names_is_refused() -> None:
     lines = b'{"name": "./a b.jsonl", "size": 9}\n{"name": "a b.jsonl", "size": 9}\n'
     fsspec.filesystem("memory").pipe("/twice/names.txt", lines)
     with pytest.raises(ValueError, match="are one file; name every file once"):

@@ -72,7 +72,7 @@ def test_a_crash_leaves_no_lock_behind(tmp_path, hold):
         pass
 
 
-def test_what_an_owner_forked_does_not_keep_the_lock(tmp_path, hold):
+def test_a_forked_child_does_not_keep_the_lock(tmp_path, hold):
     owner = hold(tmp_path, "fork")
     child = int(owner.stdout.readline())
     try:
@@ -83,7 +83,7 @@ def test_what_an_owner_forked_does_not_keep_the_lock(tmp_path, hold):
         os.kill(child, signal.SIGKILL)
 
 
-def test_where_there_are_no_locks_it_warns(tmp_path, monkeypatch):
+def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch):
     def fails(*_):
         raise OSError(errno.ENOSYS, "Function not implemented")
 

@@ -15,7 +15,7 @@ from streampack.storage.retries import Retries
 
 
 class Memory:
-    """A storage that holds one file, and notes what it is asked for."""
+    """A storage of one file that records the requests."""
 
     patience = 1.0
 
@@ -43,7 +43,7 @@ def opened(size: int, start: int, stop: int, *, block: int, ahead: int) -> tuple
 @settings(max_examples=60)
 @given(st.data())
 def test_no_byte_is_fetched_twice(data: st.DataObject) -> None:
-    """Nor left behind: the last, short block that is planned is the one that is taken."""
+    """And all planned blocks are taken, also the last, short one."""
     block = data.draw(st.integers(600, 6000), label="block")
     start = data.draw(st.integers(0, 3000), label="start")
     length = data.draw(st.integers(0, 4), label="whole blocks") * block + data.draw(st.integers(0, 5000))
@@ -64,7 +64,7 @@ def test_no_byte_is_fetched_twice(data: st.DataObject) -> None:
 
 
 def test_the_last_block_brings_the_tail_of_the_whole_part() -> None:
-    """Of 200 KiB, 4 KiB; of the 100 bytes that are left behind whole blocks, it would be 256 bytes."""
+    """The tail of 200 KiB is 4 KiB; that of the 100 bytes behind whole blocks would be 256 bytes."""
     block, rest = 1 << 16, 100
     stop = 3 * block + rest
     stretch, _, storage = opened(stop + 50_000, 0, stop, block=block, ahead=4 * block)

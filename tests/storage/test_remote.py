@@ -97,8 +97,8 @@ def test_resume_everywhere_over_http(web: Web) -> None:
     check_resume_everywhere(lambda: stream(data, epochs=2), packs=8, whole_every=20)
 
 
-def test_workers_read_what_this_process_has_read_before(web: Web) -> None:
-    """A forked child has none of its parent's threads, and must not wait for them."""
+def test_forked_workers_read_after_their_parent_has_read(web: Web) -> None:
+    """A forked child has none of its parent's threads, and must not wait for them. A spawned one gets a copy."""
     web.files = shards("jsonl", 4)
     data = source("jsonl", urls(web))
     expected = packs(data)
@@ -178,7 +178,7 @@ def test_an_outage_names_shard_and_offset(web: Web, kind: str) -> None:
 
 
 def rank_meets_outage(paths: list[str], began: Path) -> tuple[str, float]:
-    """What a rank raises, and how long after the server began to fail."""
+    """Return the error of a rank, and how long after the outage began it was raised."""
     data = source("gz", paths, retries=3, read_ahead=0)
     loader = PackedDataLoader(stream(data, shuffle=False, num_lanes=2))
     iterator = iter(loader)
@@ -214,7 +214,7 @@ def test_an_outage_is_raised_on_all_ranks_with_shard_and_offset(web: Web, tmp_pa
         ("400", OSError, "HTTP 400"),
     ],
 )
-def test_what_does_not_pass_is_raised_at_once(
+def test_permanent_http_errors_are_not_retried(
     web: Web, status: str, kind: type[OSError], message: str
 ) -> None:
     web.files = shards("jsonl", 1)
@@ -233,7 +233,7 @@ def test_a_server_without_ranges_is_refused(web: Web) -> None:
 
 
 def bent(web: Web, monkeypatch: pytest.MonkeyPatch, **bend: Callable[[str], str]) -> None:
-    """A server whose headers are other ones: ``ETag`` and ``Content-Range``, as functions of what they were."""
+    """Change headers of a server, ``ETag`` and ``Content-Range``, by functions of their values."""
     handler: Any = web.server.RequestHandlerClass
     send = handler._send
 
@@ -266,7 +266,7 @@ def test_a_server_that_does_not_tell_sizes_is_refused(
 
 
 def test_a_weak_tag_names_the_same_version(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where one of several proxies marks what it passes on; and as a manifest may have copied it."""
+    """One of several proxies may mark tags as weak, and a manifest may hold such a tag."""
     web.files = shards("jsonl", 2)
     strong = source("jsonl", urls(web)).fingerprint()
     marks = cycle(["W/", ""])
@@ -363,7 +363,7 @@ def test_a_file_system_without_ranged_requests_of_its_own() -> None:
 def test_a_secret_appears_nowhere(
     web: Web, place: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not in what is logged, raised, stored, listed or shown of a process, whatever goes wrong."""
+    """Neither in logs, errors, states and lists nor in a process's command line, whatever fails."""
     said: list[str] = []
     files = shards("jsonl", 3, 20)
     files["/c/001.jsonl"] += b"{broken\n"

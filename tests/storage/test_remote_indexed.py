@@ -26,7 +26,7 @@ KINDS = ("tokens", "masked tokens", "mds", "mds.gz")
 
 
 def written(kind: str, folder: Path, rows: int, *, longest: int = 250) -> Path:
-    """Three shards and more of ``rows`` documents."""
+    """Write ``rows`` documents to three shards or more."""
     rng = np.random.default_rng(0)
     documents = [rng.integers(1, 60_000, rng.integers(1, longest)) for _ in range(rows)]
     total = sum(map(len, documents))
@@ -46,7 +46,7 @@ def published(folder: Path) -> dict[str, bytes]:
 
 
 def source(kind: str, place: str, web: Web, **settings: Any) -> Any:
-    """Of that kind; its waits are short."""
+    """Make a source of that kind, with short waits between retries."""
     make = TokenShardSource if "tokens" in kind else MDSSource
     url, options = f"{web.url}/bucket/a", None
     if place == "s3":
@@ -114,7 +114,7 @@ def test_a_seek_reads_only_from_there(web: Web, tmp_path: Path, kind: str) -> No
 def test_the_next_part_is_fetched_while_this_one_is_read(
     web: Web, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for the first part, nothing is asked for that is not on its way, however parts are shuffled."""
+    """Except in the first part, each block was requested before it is needed, in shuffled parts too."""
     monkeypatch.setattr(RemoteStorage, "block", 1000)
     web.files = published(written(kind, tmp_path, 400))
     data, late, asked, most = source(kind, "http", web, read_ahead=8000), [], [], [0]
@@ -138,7 +138,7 @@ def test_the_next_part_is_fetched_while_this_one_is_read(
 
 @pytest.mark.parametrize("kind", ["tokens", "mds"])
 def test_a_shard_that_changes_during_a_run_is_refused(web: Web, tmp_path: Path, kind: str) -> None:
-    """Of the same size, and without a tag in the index: another ETag than it had when it was first read."""
+    """The shard has the same size, and no tag in the index: its ETag differs from the first one seen."""
     web.files = published(written(kind, tmp_path, 300))
     data = source(kind, "http", web, read_ahead=0)
     list(data.read(Reading()))

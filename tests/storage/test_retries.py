@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from streampack import IterablePackedDataset, IterableSource, JSONLSource, PackedDataLoader
 from streampack.sources import Holdout
@@ -27,7 +25,7 @@ ROWS = rows(60)
 
 @pytest.fixture
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The waits, which do not happen."""
+    """Record waits instead of sleeping."""
     waits: list[float] = []
     monkeypatch.setattr(retry.time, "sleep", waits.append)
     return waits
@@ -49,7 +47,7 @@ def failing(times: int, error: Callable[[], BaseException]) -> Callable[[], str]
 
 
 @pytest.mark.parametrize("times", range(6))
-def test_it_is_tried_so_many_times(slept: list[float], times: int) -> None:
+def test_a_read_is_retried_until_it_succeeds(slept: list[float], times: int) -> None:
     assert Retries(attempts=5).call(failing(times, lambda: OSError("reset"))) == "read"
     assert len(slept) == times
 
@@ -61,21 +59,21 @@ def test_the_last_error_is_raised(slept: list[float]) -> None:
     assert len(slept) == 5
 
 
-def test_without_attempts_nothing_is_tried_again(slept: list[float]) -> None:
+def test_zero_retries(slept: list[float]) -> None:
     with pytest.raises(OSError, match="reset"):
         Retries(attempts=0).call(failing(1, lambda: OSError("reset")))
     assert slept == []
 
 
 @pytest.mark.parametrize("kind", [*PERMANENT, ValueError, KeyError, StopIteration, KeyboardInterrupt])
-def test_what_waiting_does_not_mend_is_raised_at_once(slept: list[float], kind: type[BaseException]) -> None:
+def test_permanent_errors_are_not_retried(slept: list[float], kind: type[BaseException]) -> None:
     with pytest.raises(kind):
         Retries().call(failing(1, kind))
     assert slept == []
 
 
 @pytest.mark.parametrize("kind", [ConnectionResetError, TimeoutError, BlockingIOError, InterruptedError])
-def test_what_may_pass_is_tried_again(slept: list[float], kind: type[OSError]) -> None:
+def test_errors_that_may_pass_are_retried(slept: list[float], kind: type[OSError]) -> None:
     assert Retries().call(failing(3, kind)) == "read"
     assert len(slept) == 3
 
@@ -113,7 +111,7 @@ def busy(retry_after: float) -> Busy:
     return error
 
 
-def test_a_server_is_given_the_time_that_it_names(slept: list[float]) -> None:
+def test_a_server_that_names_a_wait_is_waited_for(slept: list[float]) -> None:
     assert Retries(attempts=5).call(failing(2, lambda: busy(3.0))) == "read"
     assert slept == [3.0, 3.0]
     slept.clear()
@@ -121,7 +119,7 @@ def test_a_server_is_given_the_time_that_it_names(slept: list[float]) -> None:
     assert 0.25 <= slept[0] <= 0.5, "our own wait, if that is longer"
 
 
-def test_a_server_that_names_a_long_time_does_not_stretch_the_budget(slept: list[float]) -> None:
+def test_a_long_wait_stays_within_the_budget(slept: list[float]) -> None:
     tries: list[int] = []
 
     def read() -> None:
@@ -138,7 +136,7 @@ def test_a_server_that_names_a_long_time_does_not_stretch_the_budget(slept: list
 
 
 class Shaky:
-    """A storage of small blocks that fails at the reads it is told to."""
+    """A storage of small blocks that fails at given reads."""
 
     block = 24  # bytes: a line has about 16, so that there are many reads, and many end in the middle of one
     patience = 0.0
@@ -173,34 +171,7 @@ def packs(dataset: IterablePackedDataset) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "gz", "zst"])
-@settings(max_examples=25)
-@given(
-    bursts=st.lists(st.tuples(st.integers(40, 120), st.integers(1, 5)), min_size=1, max_size=12),
-    window=st.sampled_from([1, 5, 1000]),
-)
-def test_a_failing_storage_changes_nothing(
-    tmp_path_factory: pytest.TempPathFactory, kind: str, bursts: list[tuple[int, int]], window: int
-) -> None:
-    """Whichever of its calls fail, up to five in a row: the same packs, the same receipts."""
-    folder = tmp_path_factory.getbasetemp() / f"shaky-{kind}"
-    folder.mkdir(exist_ok=True)
-    whole = packs(stream(make_source(kind, folder, ROWS), shuffle_window=window))
-    storage = Shaky()
-    begin = -60
-    for gap, length in bursts:
-        begin += gap
-        storage.fails |= set(range(begin, begin + length))
-    with pytest.MonkeyPatch.context() as patch:
-        waits: list[float] = []
-        patch.setattr(retry.time, "sleep", waits.append)
-        patch.setattr(ranges, "TAIL_BYTES", 8)
-        source = shaken(make_source(kind, folder, ROWS), storage)
-        assert packs(stream(source, shuffle_window=window)) == whole
-    assert len(waits) <= len([call for call in storage.fails if call < storage.calls])
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "gz", "zst"])
-def test_every_single_call_may_fail(
+def test_each_single_read_may_fail(
     tmp_path: Path, kind: str, slept: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = ROWS[:30]
@@ -220,7 +191,7 @@ def test_every_single_call_may_fail(
 def test_a_failure_while_resuming_changes_nothing(
     tmp_path: Path, slept: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A resume reads the window again when it begins."""
+    """A resume begins by reading the window again."""
     source = make_source("jsonl", tmp_path, ROWS)
     before = stream(source, shuffle_window=40).stream()
     first = [next(before) for _ in range(9)]
@@ -236,7 +207,7 @@ def test_a_failure_while_resuming_changes_nothing(
     assert [(pack.tokens.tolist(), pack[2:]) for pack in resumed] == rest
 
 
-def test_a_storage_that_fails_for_good_is_named_with_its_place(
+def test_a_permanent_failure_names_the_place(
     tmp_path: Path, slept: list[float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write(tmp_path / "a.jsonl", ROWS)
@@ -265,7 +236,7 @@ def test_a_storage_that_fails_for_good_is_named_with_its_place(
     assert found == packs(stream(path, num_lanes=1, shuffle=False, epochs=1))
 
 
-def test_a_file_that_is_gone_is_named_at_once(tmp_path: Path, slept: list[float]) -> None:
+def test_a_missing_file_is_not_retried(tmp_path: Path, slept: list[float]) -> None:
     path = write(tmp_path / "a.jsonl", ROWS)
     dataset = stream(path, num_lanes=1)
     path.unlink()
@@ -292,7 +263,7 @@ def test_retries_are_the_sources_setting(
 
 
 def test_an_iterables_own_errors_are_named_and_not_retried(slept: list[float]) -> None:
-    """Only who wrote it knows whether it can be begun again for nothing; asked again, it is."""
+    """Whether an iterable may be restarted is up to its user: the next call restarts it."""
     tries: list[int] = []
 
     def source() -> Iterator[dict[str, int]]:
@@ -318,7 +289,7 @@ def test_an_iterables_own_errors_are_named_and_not_retried(slept: list[float]) -
 
 
 class Ranks:
-    """Of two, as far as a loader's start is concerned."""
+    """A `RankSync` of two ranks, as far as a loader's start needs one."""
 
     alone, rank, world_size = False, 0, 2
 
