@@ -3,43 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 from zlib import crc32
 
 from streampack.fingerprint import digest
-from streampack.sources.as_source import as_source
 from streampack.sources.base import Reader, Reading
 from streampack.sources.corpus_identity import identity_of
 from streampack.sources.examples import EXAMPLES, Example
+from streampack.sources.mixture_entry import Encode, Entry, entry_of
 from streampack.sources.mixture_scheduler import STOPS, MixtureScheduler, Weighing
 from streampack.sources.source import Divisible, Source
 from streampack.storage.base import File
 from streampack.storage.listing import Corpus, Once, alone
-from streampack.types import Cursor, RowId, Sample
+from streampack.types import Cursor, RowId
 from streampack.validation import require
 
 TOTAL_WEIGHT = 1 << 24  # about the sum of the weights as integers: fractions are exact to 0.00001 points
 TURN_BITS = 20  # a source's epoch is the mixture's, then its turn in it: no two are shuffled alike
-
-Encode = Callable[[Mapping[str, Any]], Sample]
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One source of a mixture."""
-
-    name: str
-    source: Source
-    weight: float
-    encoder: Encode | None = None
-
-    @property
-    def mix(self) -> Mix | None:
-        """The source, if it is a mixture itself."""
-        return self.source if isinstance(self.source, Mix) else None
 
 
 class Leaf(NamedTuple):
@@ -104,7 +87,7 @@ class Mix(Source):
     ) -> None:
         self.stop = stop
         require(stop, "stop", STOPS)
-        self.entries = [given if isinstance(given, Entry) else _entry(given, once) for given in sources]
+        self.entries = [given if isinstance(given, Entry) else entry_of(given, once) for given in sources]
         if not self.entries:
             raise ValueError("a mixture of no sources has no rows; name at least one")
         seen: set[str] = set()
@@ -121,7 +104,7 @@ class Mix(Source):
         for entry in self.entries:
             self._first_weight.append(len(self.weights))
             self._first_name.append(len(self._names))
-            self.weights += entry.mix.weights if entry.mix else ()
+            self.weights += mix.weights if (mix := mix_of(entry)) else ()
             self._names += [f"{entry.name}/{name}" for name in entry.source.names] or [entry.name]
         limits = [entry.source.max_lanes for entry in self.entries]
         self.max_lanes = min((limit for limit in limits if limit is not None), default=None)
@@ -137,8 +120,9 @@ class Mix(Source):
         fractions = {}
         for entry, weight in zip(self.entries, self.weights, strict=False):
             fractions[entry.name] = round(weight / TOTAL_WEIGHT, 7)
-            for name, fraction in entry.mix.target_fractions.items() if entry.mix else ():
-                fractions[f"{entry.name}/{name}"] = fraction
+            if (mix := mix_of(entry)) is not None:
+                inner = mix.target_fractions
+                fractions |= {f"{entry.name}/{name}": fraction for name, fraction in inner.items()}
         return fractions
 
     def changed(self, before: Any) -> str | None:
@@ -171,12 +155,12 @@ class Mix(Source):
         for entry in self.entries:
             encoder = default if entry.encoder is None else entry.encoder
             weight = self.target_fractions[entry.name]
-            if entry.mix is None:
+            if (mix := mix_of(entry)) is None:
                 found.append(Leaf(entry.name, entry.source, encoder, weight))
                 continue
             found += [
                 leaf._replace(name=f"{entry.name}/{leaf.name}", weight=weight * leaf.weight)
-                for leaf in entry.mix.leaves(encoder)
+                for leaf in mix.leaves(encoder)
             ]
         return found
 
@@ -253,10 +237,10 @@ class Mix(Source):
             start=start,
             replayed=0,
         )
-        if entry.mix is None:
+        if (mix := mix_of(entry)) is None:
             return entry.source.read(own)
         numbers = None if start is None else iter(start)
-        return entry.mix._scheduler(own, weighing, numbers, offset + self._first_weight[number])
+        return mix._scheduler(own, weighing, numbers, offset + self._first_weight[number])
 
     def locate(self, row_id: RowId) -> str:
         """See `Source.locate`; begins with the source's name."""
@@ -292,8 +276,8 @@ class Mix(Source):
     def narrowest(self) -> str:
         """Return name and kind of the source that allows the fewest lanes."""
         entry = self._narrowest()
-        if entry.mix is not None:
-            return f"{entry.name}/{entry.mix.narrowest()}"
+        if (mix := mix_of(entry)) is not None:
+            return f"{entry.name}/{mix.narrowest()}"
         return f"{entry.name} ({type(entry.source).__name__})"
 
     def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
@@ -307,19 +291,6 @@ class Mix(Source):
         return rows, total / max(1, len(rows))
 
 
-def _entry(given: Mapping[str, Any], once: Once) -> Entry:
-    keys = [field.name for field in fields(Entry)]
-    name = given.get("name")
-    if not isinstance(name, str) or not name or "/" in name:
-        raise ValueError(f"a source of a mixture is named {name!r}; give it a name without a slash")
-    if unknown := sorted(set(given) - set(keys)):
-        raise ValueError(f"source {name!r} has no {unknown[0]!r}; its keys are {', '.join(keys)}")
-    for key in ("source", "weight"):
-        if given.get(key) is None:
-            raise ValueError(f"source {name!r} has no {key}; its keys are {', '.join(keys)}")
-    weight = given["weight"]
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
-        raise ValueError(
-            f"source {name!r} has weight={weight!r}; give a number above 0, its fraction of the trained tokens"
-        )
-    return Entry(name, as_source(given["source"], once=once), float(weight), given.get("encoder"))
+def mix_of(entry: Entry) -> Mix | None:
+    """Return the source of an entry if it is a mixture itself."""
+    return entry.source if isinstance(entry.source, Mix) else None

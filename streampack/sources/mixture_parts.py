@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from streampack.sources.holdout import PARTS, Holdout
-from streampack.sources.mixture import Encode, Mix
+from streampack.sources.mixture import Mix, mix_of
+from streampack.sources.mixture_entry import Encode
 from streampack.sources.source import Source
 
 
@@ -44,10 +45,10 @@ def epoch_tokens(
     parts = []
     for entry, weight in zip(mix.entries, mix.weights, strict=False):
         encoder = default if entry.encoder is None else entry.encoder
-        if entry.mix is None:
+        if (inner := mix_of(entry)) is None:
             tokens, trained = tokens_of(entry.source, encoder)
         else:
-            tokens, trained = epoch_tokens(entry.mix, tokens_of, encoder)
+            tokens, trained = epoch_tokens(inner, tokens_of, encoder)
         if not trained:
             raise ValueError(f"no token of source {entry.name!r} is trained, as far as a sample tells")
         parts.append((weight, tokens, trained))

@@ -203,18 +203,6 @@ def test_a_damaged_archive_and_a_damaged_sample(tmp_path: Path) -> None:
         read_all(MDSSource(folder))
 
 
-@pytest.mark.parametrize("name", ["./shard.00000.mds", "link.mds"])
-def test_a_shard_by_two_names_is_refused(tmp_path: Path, name: str) -> None:
-    write_mds(tmp_path, texts(20), TEXTS)
-    (tmp_path / "link.mds").symlink_to("shard.00000.mds")
-    index = json.loads((tmp_path / "index.json").read_text())
-    second = {**index["shards"][0], "raw_data": {**index["shards"][0]["raw_data"], "basename": name}}
-    index["shards"].append(second)
-    (tmp_path / "index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="(is named twice|and .* are one file); name every file once"):
-        MDSSource(tmp_path)
-
-
 @pytest.mark.parametrize("compression", ["gz", "zstd:3"])
 @pytest.mark.parametrize("says", [None, 1 << 20, 1 << 60])
 def test_a_shard_that_decompresses_to_more_than_is_read(

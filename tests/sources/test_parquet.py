@@ -110,17 +110,6 @@ def test_ways_of_writing(tmp_path: Path, compression: str, version: str) -> None
     assert [(row["i"], row["word"]) for row in read(source)] == [(d["i"], d["word"]) for d in data]
 
 
-def test_rows_are_found_again(tmp_path: Path) -> None:
-    source = ParquetSource(
-        [write(tmp_path / f"{s}.parquet", [{"i": 10 * s + i} for i in range(10)]) for s in (0, 1)]
-    )
-    for row in source.read(Reading(shuffle_window=7)):
-        assert source.fetch(row.row_id) == row.data
-        shard, i = divmod(row.data["i"], 10)
-        assert source.locate(row.row_id) == f"{tmp_path}/{shard}.parquet, row {i} (row group {i // 4})"
-        assert source.shard(row.row_id) == f"{shard}.parquet"
-
-
 def test_footers_are_read_late(tmp_path: Path) -> None:
     paths = [write(tmp_path / f"{i:03}.parquet", [{"i": i}]) for i in range(40)]
     source = ParquetSource(paths)

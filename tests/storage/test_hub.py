@@ -18,7 +18,7 @@ from streampack.storage.base import File
 from streampack.storage.hub import PINNED
 from streampack.storage.remote import RemoteStorage
 from streampack.tokenize.tokenize import tokenize
-from tests.support.conformance import check_resume_everywhere, content
+from tests.support.conformance import content
 from tests.support.hub import Hub
 from tests.support.shards import packs, shards, source, stream, used
 from tests.support.web import Web, random_faults
@@ -71,24 +71,6 @@ def test_ranges_and_little_else_whatever_fails(
     hub.web.fault, hub.store.fault = random_faults(1, 0.03), random_faults(2, 0.03)
     assert packs(made) == whole
     assert len({*hub.web.faults, *hub.store.faults}) >= 4
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_a_seek_reads_only_from_there(hub: Hub, kind: str) -> None:
-    committed(hub, kind, 1, 2000)
-    made = data(hub, kind, read_ahead=0)
-    found = list(made.read(Reading()))
-    before, hub.web.bytes, hub.store.bytes = hub.bytes, 0, 0
-    [row] = [next(made.read(Reading(start=found[1800].cursor)))]
-    assert row == found[1800]
-    assert hub.bytes < {"jsonl": 0.12, "parquet": 0.3}[kind] * before
-    assert made.fetch(row.row_id) == row.data
-
-
-def test_resume_at_every_step(hub: Hub) -> None:
-    committed(hub, "parquet", 3, 8, text=20)
-    made = data(hub, "parquet")
-    check_resume_everywhere(lambda: stream(made, epochs=2), packs=6, whole_every=20)
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,8 @@ import hashlib
 import json
 import logging
 import multiprocessing
-import os
 import pickle
-import re
 import threading
-import time
 import traceback
 import weakref
 from collections.abc import Callable
@@ -26,9 +23,8 @@ from streampack import PackedDataLoader
 from streampack.sources import Reading
 from streampack.storage.remote import RemoteStorage
 from tests.support.conformance import check_positions, check_resume_everywhere
-from tests.support.ranks import run_ranks
 from tests.support.shards import KINDS, packs, shards, source, stream, urls, used
-from tests.support.web import FAULTS, Web, random_faults
+from tests.support.web import Web, random_faults
 
 # What is read.
 
@@ -44,17 +40,6 @@ def test_a_lane_reads_ranges_and_little_else(web: Web, kind: str) -> None:
     assert sorted(row.data["i"] for row in found) == list(range(2400))
     assert web.bytes <= 1.05 * used(kind, web.files)
     assert all(ranged for _, ranged in web.requests)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_64_shards_with_and_without_faults(web: Web, kind: str) -> None:
-    web.files = shards(kind, 64, 400, text=700)
-    whole = packs(source(kind, urls(web)), num_lanes=8, max_seq_len=128)
-    assert web.bytes <= 1.05 * used(kind, web.files)
-    web.fault = random_faults(3)
-    assert packs(source(kind, urls(web), timeout=0.5), num_lanes=8, max_seq_len=128) == whole
-    assert set(web.faults) == set(FAULTS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -175,34 +160,6 @@ def test_an_outage_names_shard_and_offset(web: Web, kind: str) -> None:
     assert f"while reading {web.url}{shard} from {unit} 0 on" in said[0]
     web.fault = lambda path: None
     assert list(running), "and when it is over, the stream goes on"
-
-
-def rank_meets_outage(paths: list[str], began: Path) -> tuple[str, float]:
-    """Return the error of a rank, and how long after the outage began it was raised."""
-    data = source("gz", paths, retries=3, read_ahead=0)
-    loader = PackedDataLoader(stream(data, shuffle=False, num_lanes=2))
-    iterator = iter(loader)
-    next(iterator)
-    (began / os.environ["RANK"]).touch()
-    begun = time.monotonic()
-    try:
-        list(iterator)
-    except Exception as error:
-        return " ".join([str(error), *getattr(error, "__notes__", ())]), time.monotonic() - begun
-    raise AssertionError("no error")
-
-
-@pytest.mark.slow
-def test_an_outage_is_raised_on_all_ranks_with_shard_and_offset(web: Web, tmp_path: Path) -> None:
-    web.files = shards("gz", 4, 2000)  # a compressed shard is read by one lane, so by one rank
-    web.fault = lambda path: "503" if "002" in path and len(list(tmp_path.iterdir())) == 2 else None
-    outcomes = run_ranks(rank_meets_outage, 2, urls(web), tmp_path)
-    places = {
-        re.search(r"while reading (http://\S+/c/002.jsonl.gz from byte \d+) on", said) for said, _ in outcomes
-    }
-    assert len({place and place[1] for place in places}) == 1
-    assert None not in places
-    assert all(took < 0.15 + 10 for _, took in outcomes)
 
 
 @pytest.mark.parametrize(
