@@ -199,7 +199,7 @@ def _attentions(decoder: TransformerDecoder) -> list[Attention]:
 
 
 def _is_known(attention: Attention) -> bool:
-    """Whether a module's forward is torchtune's. Its type does not tell: FSDP2 makes classes of its own."""
+    """Whether a module's forward is torchtune's. The type does not show it, because FSDP2 makes new classes."""
     from torchtune.models.gemma2._attention import Gemma2Attention
     from torchtune.modules import MultiHeadAttention
 

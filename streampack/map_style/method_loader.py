@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from streampack.map_style.methods import METHODS, Method, Row, plan_batches
-from streampack.map_style.multipack import share_of
-from streampack.map_style.samplers import PlannedSampler, digest_of, place
+from streampack.map_style.multipack import resolve_packs_per_step
+from streampack.map_style.samplers import PlannedSampler, digest_of, resolve_rank
 from streampack.packing.assemble import assemble, require_id, trained_if_split
 from streampack.packing.batch import Batch, stack_packs
 from streampack.packing.encoders import guard_datasets
@@ -109,8 +109,8 @@ def method_loader(
         pad_to_multiple_of=require_positive(pad_to_multiple_of, "pad_to_multiple_of"),
         vocab_size=vocab_size,
     )
-    num_replicas, rank = place(num_replicas, rank)
-    packs_per_step = share_of(packs_per_step, batch_size * num_replicas)
+    num_replicas, rank = resolve_rank(num_replicas, rank)
+    packs_per_step = resolve_packs_per_step(packs_per_step, batch_size * num_replicas)
 
     planned = partial(
         plan_batches,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-from streampack.map_style.multipack import plan_steps, share_of
+from streampack.map_style.multipack import plan_steps, resolve_packs_per_step
 from streampack.packing.planner import Span, plan_samples
 from streampack.packing.settings import Packing
 from streampack.sources.base import permutation
@@ -108,7 +108,7 @@ def plan_batches(
         pieces += [Span(index, start, stop) for start, stop in bounds]
     if not pieces:
         raise ValueError("there is no sample to make batches of; give at least one that is not dropped")
-    per_step = share_of(packs_per_step, batch_size * num_replicas)
+    per_step = resolve_packs_per_step(packs_per_step, batch_size * num_replicas)
     shape = Shape(packing.max_seq_len, batch_size, num_replicas, per_step)
     batches = made.plan([pieces[i] for i in permutation(len(pieces), seed, epoch)], shape)
     filler: list[Row] = [[] for _ in range(batch_size if made.packed else 1)]

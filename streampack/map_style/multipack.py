@@ -72,7 +72,7 @@ def plan_steps(
     return steps
 
 
-def share_of(packs_per_step: int | None, at_once: int) -> int:
+def resolve_packs_per_step(packs_per_step: int | None, at_once: int) -> int:
     """Return ``packs_per_step``, a multiple of the packs that all ranks take at once, and by default those."""
     if packs_per_step is None:
         return at_once

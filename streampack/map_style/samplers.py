@@ -11,7 +11,7 @@ import numpy as np
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
-from streampack.map_style.multipack import checked_lengths, plan_steps, share_of
+from streampack.map_style.multipack import checked_lengths, plan_steps, resolve_packs_per_step
 from streampack.sources.base import permutation
 from streampack.streaming.consumers import require_data_parallel, require_not_sharded
 from streampack.validation import require_positive
@@ -44,7 +44,7 @@ class PlannedSampler(Sampler[T]):
         num_replicas: int | None = None,
         rank: int | None = None,
     ) -> None:
-        self.num_replicas, self.rank = place(num_replicas, rank)
+        self.num_replicas, self.rank = resolve_rank(num_replicas, rank)
         self.settings = dict(settings)
         self.epoch = 0
         self._plan = plan
@@ -173,8 +173,8 @@ class MultipackBatchSampler(Sampler[list[int]]):
         num_replicas: int | None = None,
         rank: int | None = None,
     ) -> None:
-        num_replicas, rank = place(num_replicas, rank)
-        self.packs_per_step = share_of(packs_per_step, num_replicas)
+        num_replicas, rank = resolve_rank(num_replicas, rank)
+        self.packs_per_step = resolve_packs_per_step(packs_per_step, num_replicas)
         self.max_tokens = max_tokens
         self.objective = objective
         self.shuffle = shuffle
@@ -237,7 +237,7 @@ class MultipackBatchSampler(Sampler[list[int]]):
         self.sampler.load_state_dict(state)
 
 
-def place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+def resolve_rank(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     """Return the number of ranks and this rank, as given or as in the process group.
 
     Raises:

@@ -13,7 +13,7 @@ from streampack.distributed.world import World
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.map_style.method_loader import method_loader
 from streampack.map_style.methods import METHODS
-from streampack.map_style.multipack import share_of
+from streampack.map_style.multipack import resolve_packs_per_step
 from streampack.map_style.samplers import digest_of
 from streampack.packing.batch import Batch
 from streampack.packing.settings import Packing
@@ -119,7 +119,7 @@ class MethodLoader:
             rank=world.rank,
         )
         self.sampler: Any = self.loader.sampler
-        self.packs_per_step = share_of(packs_per_step, batch_size * world.size)
+        self.packs_per_step = resolve_packs_per_step(packs_per_step, batch_size * world.size)
         self.batches_per_step = self.packs_per_step // (batch_size * world.size)
         self._handed = 0  # batches of this epoch that each rank has handed out
         self._totals = Ledger()  # of all ranks
@@ -270,16 +270,14 @@ def read_pieces(dataset: IterablePackedDataset, *, world: World) -> tuple[list[P
 
 def _require_same_on_all_ranks(samples: Sequence[Sample], source: Source, world: World) -> None:
     """Check that all ranks read the same samples: otherwise they would plan different batches and deadlock."""
-    lengths = digest_of(np.array([sample.tokens.size for sample in samples], np.int64))
-    ours = (len(samples), sum(sample.tokens.size for sample in samples), lengths, source.fingerprint())
-    first, *others = world.gather(ours)
+    lengths = np.array([sample.tokens.size for sample in samples], np.int64)
+    first, *others = world.gather(
+        f"{len(samples):,} samples of {lengths.sum():,} tokens (lengths {digest_of(lengths)}, corpus "
+        f"{source.fingerprint()})"
+    )
     for rank, theirs in enumerate(others, 1):
         if theirs != first:
             raise ValueError(
-                f"rank {rank} reads {_shown(*theirs)}, and rank 0 reads {_shown(*first)}; all ranks must read "
-                "the same: check what is mounted there, and that the tokenizers are the same"
+                f"rank {rank} reads {theirs}, and rank 0 reads {first}; all ranks must read the same: check what is "
+                "mounted there, and that the tokenizers are the same"
             )
-
-
-def _shown(samples: int, tokens: int, lengths: str, corpus: str) -> str:
-    return f"{samples:,} samples of {tokens:,} tokens (lengths {lengths}, corpus {corpus})"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
 from streampack import FlatteningCollator, MultipackBatchSampler
-from streampack.map_style.samplers import PlannedSampler, place
+from streampack.map_style.samplers import PlannedSampler, resolve_rank
 
 LENGTHS = np.random.default_rng(0).integers(1, 40, 400).tolist()
 SETTINGS: dict[str, Any] = {"max_tokens": 64, "packs_per_step": 12, "seed": 3}
@@ -314,12 +314,12 @@ def test_packs_per_step_is_one_for_each_rank_by_default() -> None:
 
 
 def test_ranks_come_from_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert place(None, None) == (1, 0)
+    assert resolve_rank(None, None) == (1, 0)
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 3)
-    assert place(None, None) == (4, 3)
-    assert place(8, 5) == (8, 5)
+    assert resolve_rank(None, None) == (4, 3)
+    assert resolve_rank(8, 5) == (8, 5)
 
 
 def test_a_plan_is_made_once_an_epoch() -> None:

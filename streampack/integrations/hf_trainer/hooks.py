@@ -70,7 +70,7 @@ class Hooks:
         self._counted: Any = None  # trained tokens of the newest batch or step on all ranks
         self._inputs: tuple[Inputs, Any, torch.device] | None = None
 
-    def enter(self, callback: Any) -> None:
+    def patch(self, callback: Any) -> None:
         """Patch the trainer and add its callback."""
         self.callback = callback
         for name in self.own:
@@ -78,7 +78,7 @@ class Hooks:
         self.trainer.add_callback(callback)
         self.trainer.args.ignore_data_skip = True  # the stream resumes by its own state
 
-    def leave(self) -> None:
+    def restore(self) -> None:
         """Restore the trainer's own methods."""
         for name, method in self.own.items():
             setattr(self.trainer, name, method)

@@ -96,7 +96,7 @@ def prepare_trainer_for_packing(
     _check_settings(trainer, packs)
     earlier = getattr(trainer.train, "__self__", None)
     if isinstance(earlier, Hooks):
-        earlier.leave()
+        earlier.restore()
     hooks = Hooks(trainer, packs, attention=attention, verify=verify_isolation)
     inputs = hooks.inputs
     for data in (packs, *(held_out.values() if isinstance(held_out, dict) else [held_out])):
@@ -104,7 +104,7 @@ def prepare_trainer_for_packing(
             inputs.require_length(data.lane_config.packing.max_seq_len)
             require_positions(trainer.model, data.lane_config.packing)
     trainer.train_dataset, trainer.eval_dataset = packs, held_out
-    hooks.enter(step_callback(hooks))
+    hooks.patch(step_callback(hooks))
     return inputs
 
 

@@ -51,7 +51,7 @@ class Steps:
         self.given = 0  # batches handed out
         self.sizes: deque[int] = deque()  # real tokens of each batch of the current step
         self.epoch = 0  # of the newest batch, counted from the run's first
-        # Receipts and slot when the newest step began.
+        # Lane states and slot when the newest step began.
         self._before: tuple[dict[int, ReceiptNumbers], int] = ({}, 0)
         self._batches: Any = None  # the loader's iteration
         self.trained = TrainedSteps(loader.dataset.lane_config)
@@ -100,10 +100,10 @@ class Steps:
 
     def steps_in_epoch(self) -> int:
         """Count the steps made in this epoch, including those before a resume."""
-        return self._stand()[1] // self.loader.packs_per_step
+        return self._after_last_step()[1] // self.loader.packs_per_step
 
-    def _stand(self) -> tuple[dict[int, ReceiptNumbers], int]:
-        """Receipts and slot as of the last step that was made."""
+    def _after_last_step(self) -> tuple[dict[int, ReceiptNumbers], int]:
+        """Return the lane states and the slot as of the last step made."""
         made = self.trainer.state.global_step - self.first
         # On SIGTERM (enable_jit_checkpoint) Trainer may save after a step's batches are given and before it is made.
         if self._fetched or self.given > made * self.loader.batches_per_step:
@@ -112,11 +112,11 @@ class Steps:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the stream's state as of the last step made. A collective."""
-        return self.loader.state_of(*self._stand())
+        return self.loader.state_of(*self._after_last_step())
 
     def ledger(self) -> Ledger:
         """Return the ledger of all ranks. A collective."""
-        return Ledger.total(self.loader.rank_sync.gather(ledger_of(self._stand()[0])))
+        return Ledger.total(self.loader.rank_sync.gather(ledger_of(self._after_last_step()[0])))
 
     def check_trained(self) -> None:
         """Check that each step since the last check trained something. A collective.
