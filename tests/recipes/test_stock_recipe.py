@@ -17,14 +17,9 @@ from streampack import PackedDataset, packed_dataset
 
 MAX_SEQ_LEN, BATCH_SIZE, EPOCHS, STEPS = 128, 2, 2, 6
 MODEL = {
-    "vocab_size": 320,
-    "num_layers": 2,
-    "num_heads": 2,
-    "num_kv_heads": 2,
-    "embed_dim": 32,
-    "max_seq_len": MAX_SEQ_LEN,
-    "intermediate_dim": 64,
-}
+    "vocab_size": 320, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "embed_dim": 32,
+    "max_seq_len": MAX_SEQ_LEN, "intermediate_dim": 64,
+}  # fmt: skip
 NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 
 
