@@ -12,7 +12,7 @@ WORDS = ["red", "green", "blue", "one", "two", "three", "cat", "dog"]
 
 
 class WordTokenizer:
-    """As torchtune's tokenizers look to us: words to ids, no files."""
+    """A tokenizer with the interface of torchtune's: words to ids, no files."""
 
     bos_id, eos_id, pad_id, vocab_size = 1, 2, 0, 16
     max_seq_len = None
@@ -29,14 +29,14 @@ class WordTokenizer:
 
 
 def write_rows(path: Path, count: int) -> Path:
-    """Texts that count in a circle, so that there is something to learn; lengths 1 to 19 words."""
+    """Write texts that a model can learn: words in a fixed cyclic order, 1 to 19 a row."""
     rows = ({"text": " ".join(WORDS[(i + j) % 8] for j in range(i * 7 % 19 + 1))} for i in range(count))
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 def tiny_config(folder: Path, *, rows: int = 400, **changes):
-    """Overrides are dotted keys. Weights, data and output lie under ``folder``."""
+    """Return a config, with dotted keys changed; write its weights and data under ``folder``."""
     from torchtune.models.llama3 import llama3
 
     model = {
@@ -73,7 +73,7 @@ def tiny_config(folder: Path, *, rows: int = 400, **changes):
 
 
 def losses(folder: Path, name: str = "loss") -> dict[int, str]:
-    """Step -> a metric as it was logged; a later line for the same step replaces an earlier one."""
+    """Return a logged metric by step; a later line for the same step replaces an earlier one."""
     text = (folder / "out" / "logs" / "log.txt").read_text()
     return {int(m[1]): m[2] for m in re.finditer(rf"Step (\d+) \| (?:\S+ )*?{name}:(\S+)", text)}
 
@@ -123,3 +123,16 @@ def lora_config(folder: Path, *, base=BASE, adapters=ADAPTERS, **changes):
     torch.save(llama3(**base).state_dict(), folder / "init" / "model.bin")
     config.checkpointer.checkpoint_dir = str(folder / "init")
     return config
+
+
+def interrupt_step(step: int, monkeypatch) -> None:
+    """Raise KeyboardInterrupt in the given step of AdamW from now on."""
+    update, calls = torch.optim.AdamW.step, []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == step:
+            raise KeyboardInterrupt
+        return update(*args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", interrupted)

@@ -14,17 +14,12 @@ HEADS, KV_HEADS, DIM, HEAD_DIM = 4, 2, 32, 8
 
 
 def write_base(folder: Path, family: str = "llama") -> Path:
-    """Random weights, config.json and tokenizer files, as a download would have them."""
+    """Write random weights, config.json and tokenizer files, as in a download."""
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-    vocabulary = {
-        "<pad>": 0,
-        "<s>": 1,
-        "</s>": 2,
-        **{word: 3 + i for i, word in enumerate(WORDS)},
-        "<unk>": 15,
-    }
+    words = ["<pad>", "<s>", "</s>", *WORDS]
+    vocabulary = {word: i for i, word in enumerate(words)} | {"<unk>": 15}
     sizes: dict[str, Any] = {
         "vocab_size": 16, "hidden_size": DIM, "intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
@@ -38,10 +33,8 @@ def write_base(folder: Path, family: str = "llama") -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config)
-        for (
-            name,
-            parameter,
-        ) in model.named_parameters():  # biases and norms, too, or a lost one would not show
+        # Biases and norms too, or a lost one would not show.
+        for name, parameter in model.named_parameters():
             torch.nn.init.normal_(parameter, mean=float("norm" in name and family != "gemma"), std=0.2)
     model.save_pretrained(folder)
     tokens = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -56,7 +49,7 @@ def write_base(folder: Path, family: str = "llama") -> Path:
 def hf_config(
     folder: Path, family: str = "llama", *, adapters: dict[str, Any] | None = None, **changes: Any
 ) -> Any:
-    """As `tiny_config`, from a base in Hugging Face's format; with LoRA where ``adapters`` has its arguments."""
+    """Return a `tiny_config` with a base in Hugging Face's format, and LoRA if ``adapters`` has its arguments."""
     config = tiny_config(folder, **{"max_steps": 3, "validation": None, "lr_scheduler": None} | changes)
     base = write_base(folder / "base", family)
     name = BUILDERS[family]
@@ -64,16 +57,11 @@ def hf_config(
         "vocab_size": 16, "num_layers": 2, "num_heads": HEADS, "num_kv_heads": KV_HEADS, "embed_dim": DIM,
         "intermediate_dim": 48, "max_seq_len": 64,
     }  # fmt: skip
-    rope = 10_000
+    sizes |= {"norm_eps": 1e-6, "rope_base": 10_000}
     if family == "gemma":
-        sizes |= {"head_dim": HEAD_DIM, "norm_eps": 1e-6}
+        sizes["head_dim"] = HEAD_DIM
     if family == "qwen2":
-        sizes |= {"tie_word_embeddings": True, "norm_eps": 1e-6}
-    if family == "llama":
-        sizes |= {"norm_eps": 1e-6}
-    if family == "mistral":
-        sizes |= {"norm_eps": 1e-6}
-    sizes["rope_base"] = rope
+        sizes["tie_word_embeddings"] = True
     lora = "lora_" if adapters is not None else ""
     config.model = {"_component_": f"torchtune.models.{name}.{lora}{name}", **sizes, **(adapters or {})}
     config.checkpointer = {

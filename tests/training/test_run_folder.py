@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -13,8 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import OmegaConf
-from streampack_recipes import quickstart
 from streampack_recipes.full_finetune import train
 
 from streampack.distributed.world import World
@@ -22,7 +19,7 @@ from streampack.storage.locks import LOCK_FILE, lock_folder
 from streampack.training import run_folder
 from streampack.training.config import read_config
 from streampack.training.run_folder import Interrupted, open_checkpoints
-from tests.support.tiny import losses, tiny_config
+from tests.support.tiny import interrupt_step, losses, tiny_config
 
 HOLDER = """
 import sys, time
@@ -177,20 +174,6 @@ def test_resume_without_a_checkpoint_prints_that_it_begins(tmp_path, capsys, eve
     assert capsys.readouterr().out == f"no checkpoint in {place}: the run begins at step 0{rest}\n"
 
 
-class Stop:
-    """Raise KeyboardInterrupt in a step."""
-
-    def __init__(self, step, monkeypatch):
-        self.left, self.update = step, torch.optim.AdamW.step
-        monkeypatch.setattr(torch.optim.AdamW, "step", lambda *args: self(*args))
-
-    def __call__(self, optimizer, *args):
-        self.left -= 1
-        if not self.left:
-            raise KeyboardInterrupt
-        return self.update(optimizer, *args)
-
-
 @pytest.mark.parametrize(
     ("step", "checkpoint_every", "message"),
     [
@@ -204,27 +187,6 @@ class Stop:
     ],
 )
 def test_ctrl_c_prints_how_to_resume(tmp_path, monkeypatch, step, checkpoint_every, message):
-    Stop(step, monkeypatch)
+    interrupt_step(step, monkeypatch)
     with pytest.raises(Interrupted, match=message):
         train(tiny_config(tmp_path, checkpoint_every=checkpoint_every, validation=None))
-
-
-def test_the_quickstart_resumes_by_itself(tmp_path, monkeypatch, capsys):
-    config = tiny_config(tmp_path, validation=None, output_dir=str(tmp_path / "runs"))
-    monkeypatch.setattr(quickstart.stdlib_corpus, "prepare", lambda: None)
-    monkeypatch.setattr(OmegaConf, "load", lambda _: config.copy())
-    with monkeypatch.context() as interrupted:
-        Stop(6, interrupted)
-        with pytest.raises(SystemExit):
-            quickstart.main([])
-    assert "run-001: interrupted; the same command goes on from step 4\n" in capsys.readouterr().err
-    # A run that was killed while it wrote its weights leaves this.
-    (tmp_path / "runs" / "run-001" / "epoch_0").mkdir()
-    assert quickstart.main([]) == 0
-    assert re.search(
-        r"going on with \S+/run-001.*\n(.*\n)*going on from step 4 of 12", capsys.readouterr().out
-    )
-    assert quickstart.main(["max_steps=1"]) == 0
-    assert sorted(path.name for path in (tmp_path / "runs").glob("run-*")) == ["run-001", "run-002"]
-    with pytest.raises(ValueError, match="missing|is no|unknown"):
-        quickstart.main(["--traceback", "maxsteps=1"])

@@ -1,0 +1,47 @@
+"""The quickstart: it resumes by itself, and counts what padding would cost."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from omegaconf import OmegaConf
+from streampack_recipes import quickstart
+from streampack_recipes.full_finetune import train
+
+from tests.support.tiny import interrupt_step, tiny_config
+
+
+def test_the_quickstart_resumes_by_itself(tmp_path, monkeypatch, capsys):
+    config = tiny_config(tmp_path, validation=None, output_dir=str(tmp_path / "runs"))
+    monkeypatch.setattr(quickstart.stdlib_corpus, "prepare", lambda: None)
+    monkeypatch.setattr(OmegaConf, "load", lambda _: config.copy())
+    with monkeypatch.context() as interrupted:
+        interrupt_step(6, interrupted)
+        with pytest.raises(SystemExit):
+            quickstart.main([])
+    assert "run-001: interrupted; the same command goes on from step 4\n" in capsys.readouterr().err
+    # A run that was killed while it wrote its weights leaves this.
+    (tmp_path / "runs" / "run-001" / "epoch_0").mkdir()
+    assert quickstart.main([]) == 0
+    assert re.search(
+        r"going on with \S+/run-001.*\n(.*\n)*going on from step 4 of 12", capsys.readouterr().out
+    )
+    assert quickstart.main(["max_steps=1"]) == 0
+    assert sorted(path.name for path in (tmp_path / "runs").glob("run-*")) == ["run-001", "run-002"]
+    with pytest.raises(ValueError, match="missing|is no|unknown"):
+        quickstart.main(["--traceback", "maxsteps=1"])
+
+
+def test_packed_tokens_are_those_of_the_run(tmp_path):
+    config = tiny_config(tmp_path, max_steps=5, validation=None)
+    ledger = train(config)["ledger"]
+    lines = quickstart.packed_and_padded(config, steps=5).splitlines()
+    assert f"{ledger.packed:,} of them real" in lines[1]
+    assert lines[2].split() == ["packed", f"{ledger.slots:,}"]
+    padded = [int(line.split()[4].replace(",", "")) for line in lines[3:]]
+    assert ledger.packed < padded[0] < padded[1]
+
+
+def test_padded_tokens_fill_up_to_the_longest():
+    assert quickstart.padded_tokens([5, 2, 3, 1, 4], batch_size=2) == 2 * 5 + 2 * 3 + 4
