@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from typing import Any
 
@@ -56,6 +56,13 @@ class Ledger:
         """Return all counts as a flat list, for a state."""
         return [*_counts(self), *self.dropped.values(), *self.dropped_samples.values()]
 
+    def copy(self) -> Ledger:
+        """Return the counts as they are now."""
+        dropped, dropped_samples = self.dropped.copy(), self.dropped_samples.copy()
+        return Ledger(
+            self.samples, self.tokens_in, self.packs, self.slots, self.packed, self.untrained, dropped, dropped_samples
+        )  # fmt: skip
+
     @classmethod
     def from_numbers(cls, numbers: list[int]) -> Ledger:
         """Build a ledger from its `numbers`."""
@@ -94,6 +101,10 @@ class SourceStats:
     def numbers(self) -> list[int]:
         """Return all counts as a flat list, for a state."""
         return [getattr(self, f.name) for f in fields(self)]
+
+    def copy(self) -> SourceStats:
+        """Return the counts as they are now."""
+        return replace(self)
 
     @classmethod
     def total(cls, source_stats: Iterable[SourceStats]) -> SourceStats:

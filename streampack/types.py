@@ -1,8 +1,9 @@
-"""The nouns that travel through the house: rows, samples, packs."""
+"""The types that every stage shares: rows, samples, packs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,11 +22,6 @@ Cursor = tuple[int, ...]
 
 RowId = tuple[int, ...]
 """Where a row stands in the corpus. ``source.locate(row_id)`` turns it into words."""
-
-
-ReceiptNumbers = tuple[tuple[int, ...], bytes]
-"""A `Receipt` as it travels with a pack: its numbers, and ``gone``. Bytes are made of it for a state; of every pack's,
-they would take too long."""
 
 
 Named = TypeVar("Named", bound=tuple[Any, ...])
@@ -75,7 +71,8 @@ class Fragment(NamedTuple):
     trained: int | None = None  # of a split sample: trained tokens in all its fragments; None if it is whole
 
 
-class Pack(NamedTuple):
+@dataclass(slots=True)
+class Pack:
     """A row of ``max_seq_len`` tokens made of whole sequences, padded at the end.
 
     Its positions follow from ``seq_lens``, and are made where it becomes tensors. An array has 32 bits if those of
@@ -89,12 +86,3 @@ class Pack(NamedTuple):
     epoch: int  # 0 throughout when epochs roll into one another
     number: int  # of this pack in its lane's epoch
     lane: int
-    receipt: ReceiptNumbers  # from which the lane goes on after this pack
-
-
-class LaneEnd(NamedTuple):
-    """What a lane gives in the place of a pack when its epoch is used up."""
-
-    lane: int
-    epoch: int
-    receipt: ReceiptNumbers

@@ -48,7 +48,7 @@ class Look(NamedTuple):
     resident: list[int]  # KiB, of the rank and of each worker
     descriptors: list[int]
     shared: int  # shared memory that any of them has mapped or open
-    state: int  # bytes of receipts
+    state: int  # bytes of the lanes' states
 
 
 @job(

@@ -23,8 +23,9 @@ from streampack.sources import map_style as mapstyle
 from streampack.sources import shuffling as window
 from streampack.streaming.dataset import STATE_VERSION
 from streampack.streaming.lane import Lane
-from streampack.streaming.lane_state import Receipt
-from streampack.types import LaneEnd, Pack
+from streampack.streaming.lane_state import LaneState
+from streampack.streaming.piece_reader import PieceReader
+from streampack.types import Pack
 
 BUGS: dict[str, Callable[[], None]] = {}
 
@@ -49,9 +50,11 @@ def _set(owner: Any, name: str, value: Any) -> None:
 def aliased_state() -> None:
     """A state holds the live dictionary, which changes as the stream goes on."""
 
-    def state_with(self: IterablePackedDataset, lanes: Mapping[int, bytes]) -> dict[str, Any]:
+    def state_with(
+        self: IterablePackedDataset, lanes: Mapping[int, Mapping[str, Any]], *, epoch: int | None = None
+    ) -> dict[str, Any]:
         if getattr(self, "_live", None) is None:
-            self._live: dict[int, bytes] = {}  # type: ignore[misc]
+            self._live: dict[int, Any] = {}  # type: ignore[misc]
         self._live.clear()
         self._live.update(lanes)
         return {
@@ -85,27 +88,35 @@ def cursor_off_by_one() -> None:
 def state_of_rank_0_only() -> None:
     """The lanes of the other ranks are not in the state."""
 
-    def merge(self: RankSync, receipts: Mapping[int, bytes]) -> dict[int, bytes]:
-        mine = {lane: receipt for lane, receipt in receipts.items() if lane % self.world_size == self.rank}
-        first: dict[int, bytes] = self.gather(mine)[0]
+    def merge(self: RankSync, lanes: Mapping[int, Any]) -> dict[int, Any]:
+        mine = {lane: state for lane, state in lanes.items() if lane % self.world_size == self.rank}
+        first: dict[int, Any] = self.gather(mine)[0]
         return first
 
     _set(RankSync, "merge", merge)
 
 
+def _restoring(change: Callable[[LaneState], None]) -> None:
+    """Plant a bug in what a lane takes from its state."""
+    good = Lane._restore
+
+    def restore(self: Lane, state: LaneState) -> None:
+        changed = LaneState.from_dict(state.as_dict())
+        change(changed)
+        good(self, changed)
+
+    _set(Lane, "_restore", restore)
+
+
 @bug
 def lost_buffer() -> None:
     """What waited when the state was taken is not read again; the ledger is made to agree."""
-    good = Receipt.from_bytes.__func__  # type: ignore[attr-defined]
 
-    def from_bytes(cls: type[Receipt], data: bytes) -> Receipt:
-        receipt: Receipt = good(cls, data)
-        span = receipt.next_piece - receipt.first
-        ledger = Ledger.from_numbers(receipt.ledger.numbers())
-        ledger.tokens_in -= ledger.buffered
-        return receipt._replace(gone=(1 << span) - 1, offset=0, ledger=ledger)
+    def change(state: LaneState) -> None:
+        state.ledger.tokens_in -= state.ledger.buffered
+        state.consumed, state.offset = (1 << state.next_piece - state.first) - 1, 0
 
-    _set(Receipt, "from_bytes", classmethod(from_bytes))
+    _restoring(change)
 
 
 @bug
@@ -117,11 +128,11 @@ def stale_lanes_win() -> None:
         good_load(self, state)
         self.rank_sync.stale = dict(state["lanes"])  # type: ignore[attr-defined]
 
-    def merge(self: RankSync, receipts: Mapping[int, bytes]) -> dict[int, bytes]:
+    def merge(self: RankSync, lanes: Mapping[int, Any]) -> dict[int, Any]:
         if self.alone:
-            return good_merge(self, receipts)
-        everything = {**getattr(self, "stale", {}), **receipts}
-        return {lane: receipt for theirs in self.gather(everything) for lane, receipt in theirs.items()}
+            return good_merge(self, lanes)
+        everything = {**getattr(self, "stale", {}), **lanes}
+        return {lane: state for theirs in self.gather(everything) for lane, state in theirs.items()}
 
     _set(PackedDataLoader, "load_state_dict", load_state_dict)
     _set(RankSync, "merge", merge)
@@ -129,50 +140,38 @@ def stale_lanes_win() -> None:
 
 @bug
 def bitmap_shifted_by_one() -> None:
-    """The pieces that are gone are one off."""
-    good = Receipt.from_bytes.__func__  # type: ignore[attr-defined]
+    """The bits of the consumed pieces are one off."""
 
-    def from_bytes(cls: type[Receipt], data: bytes) -> Receipt:
-        receipt: Receipt = good(cls, data)
-        return receipt._replace(gone=receipt.gone >> 1)
+    def change(state: LaneState) -> None:
+        state.consumed >>= 1
 
-    _set(Receipt, "from_bytes", classmethod(from_bytes))
+    _restoring(change)
 
 
 @bug
 def offset_not_restored() -> None:
     """A sample that was split begins anew; the ledger is made to agree."""
-    good = Receipt.from_bytes.__func__  # type: ignore[attr-defined]
 
-    def from_bytes(cls: type[Receipt], data: bytes) -> Receipt:
-        receipt: Receipt = good(cls, data)
-        ledger = Ledger.from_numbers(receipt.ledger.numbers())
-        ledger.packed -= receipt.offset
-        return receipt._replace(offset=0, ledger=ledger)
+    def change(state: LaneState) -> None:
+        state.ledger.packed -= state.offset
+        state.offset = 0
 
-    _set(Receipt, "from_bytes", classmethod(from_bytes))
+    _restoring(change)
 
 
 @bug
 def drop_counted_twice() -> None:
     """A replay books what it drops once more."""
-    good = Lane._pieces
-    _set(Lane, "_pieces", lambda self, row, *, replay: good(self, row, replay=False))
-    hold = Lane._restore
+    good = PieceReader._pieces
 
-    def restore(self: Lane, receipt: Receipt) -> None:
-        # Booking moves the piece counter of a dropped row too; keep the replay itself in step.
-        def pieces(lane: Lane, row: Any, *, replay: bool) -> Any:
-            before = self.planner.next_piece
-            found = good(lane, row, replay=False)
-            lane.planner.next_piece = before
-            return found
+    def pieces(self: PieceReader, row: Any, *, replay: bool) -> Any:
+        before = self.next_number
+        found = good(self, row, replay=False)
+        if replay:  # booking numbers a dropped row too; keep the replay itself in step
+            self.next_number = before
+        return found
 
-        self._pieces = pieces.__get__(self)  # type: ignore[method-assign]
-        hold(self, receipt)
-        del self._pieces
-
-    _set(Lane, "_restore", restore)
+    _set(PieceReader, "_pieces", pieces)
 
 
 @bug
@@ -207,22 +206,21 @@ def lane_end_filed_too_early() -> None:
 
     def prepare(self: Any) -> None:
         good(self)
-        for event in (*_newest(self).ends, *(head for *_, head in self.shares.heads)):
-            if isinstance(event, LaneEnd):
-                self.loader.receipts[event.lane] = event.receipt
+        for event in (*_newest(self).events, *(head for *_, head in self.shares.heads)):
+            if event.pack is None:
+                self.loader.lane_states[event.lane] = event.state
 
     _set(loader._Batches, "_prepare", prepare)
 
 
 @bug
-def receipts_filed_when_made() -> None:
-    """A state knows of packs that are not handed over yet."""
+def states_filed_when_made() -> None:
+    """A state counts packs that are not handed over yet."""
     good = loader._Batches._prepare
 
     def prepare(self: Any) -> None:
         good(self)
-        share = _newest(self)
-        self.loader.receipts.update({event.lane: event.receipt for event in (*share.packs, *share.ends)})
+        self.loader.lane_states.update({event.lane: event.state for event in _newest(self).events})
 
     _set(loader._Batches, "_prepare", prepare)
     _set(loader._Batches, "_file", lambda self, shares: None)
@@ -239,7 +237,8 @@ def null_packs_train() -> None:
 
     def null_pack(max_seq_len: int, *, padding_idx: int = 0) -> Pack:
         pack = good(max_seq_len, padding_idx=padding_idx)
-        return pack._replace(labels=pack.tokens.copy())
+        pack.labels = pack.tokens.copy()
+        return pack
 
     _set(collate, "null_pack", null_pack)
     _set(loader, "null_pack", null_pack)
@@ -257,32 +256,24 @@ def one_epoch_too_many() -> None:
 
 @bug
 def ledger_not_restored() -> None:
-    """Counts begin anew at a resume, but for what the law of the ledger needs."""
-    good = Receipt.from_bytes.__func__  # type: ignore[attr-defined]
+    """Counts begin anew at a resume, but for what the invariant of the ledger needs."""
 
-    def from_bytes(cls: type[Receipt], data: bytes) -> Receipt:
-        receipt: Receipt = good(cls, data)
-        return receipt._replace(ledger=Ledger(tokens_in=receipt.ledger.buffered))
+    def change(state: LaneState) -> None:
+        state.ledger = Ledger(tokens_in=state.ledger.buffered)
 
-    _set(Lane, "_restore", _restoring(from_bytes, Lane._restore))
-
-
-def _restoring(from_bytes: Callable[..., Receipt], good: Callable[..., None]) -> Callable[..., None]:
-    return lambda self, receipt: good(self, from_bytes(Receipt, receipt.to_bytes()))
+    _restoring(change)
 
 
 @bug
 def buffer_order_changed() -> None:
     """What waits is put back in another order, but for the oldest."""
-    good = Lane._restore
+    good = Planner.restore
 
-    def restore(self: Lane, receipt: Receipt) -> None:
-        good(self, receipt)
-        planner: Planner = self.planner
-        planner.pieces[1:] = planner.pieces[:0:-1]
-        planner.lengths[1:] = planner.lengths[:0:-1]
+    def restore(self: Planner[Any], waiting: Any, *, offset: int) -> None:
+        first, *others = waiting or [None]
+        good(self, [first, *reversed(others)] if waiting else [], offset=offset)
 
-    _set(Lane, "_restore", restore)
+    _set(Planner, "restore", restore)
 
 
 @bug
@@ -305,11 +296,11 @@ def mended_from_the_start() -> None:
 
     def init(self: Worker, *args: Any, **settings: Any) -> None:
         good_init(self, *args, **settings)
-        self.first_receipts = dict(self.receipts)  # type: ignore[attr-defined]
+        self.first_states = dict(self.lane_states)  # type: ignore[attr-defined]
 
     def following(self: Worker) -> Any:
         event = good_next(self)
-        self.receipts = dict(self.first_receipts)  # type: ignore[attr-defined]
+        self.lane_states = dict(self.first_states)  # type: ignore[attr-defined]
         return event
 
     _set(workers.Worker, "__init__", init)

@@ -24,7 +24,7 @@ import torch
 
 from streampack import IterablePackedDataset, JSONLSource, PackedDataLoader, Sample
 from streampack.accounting import Ledger
-from streampack.streaming.lane_state import Receipt
+from streampack.streaming.lane_state import LaneState
 from stress.corpus import Corpus, Numbers, pack, unpack
 from stress.job import Run, job
 
@@ -73,9 +73,9 @@ def state_size(run: Run) -> str:
         sizes = []
         for number, _ in enumerate(loader):
             if number % 3 == 0:
-                receipts = loader.state_dict()["lanes"]
-                sizes.append(sum(map(len, receipts.values())))
-                largest = max(largest, share_of_bound(receipts))
+                lanes = loader.state_dict()["lanes"]
+                sizes.append(size_of(lanes))
+                largest = max(largest, size_of(lanes) / bound_of(lanes))
             if len(sizes) == 200:
                 break
         assert len(sizes) == 200, f"only {len(sizes)} states of {documents} documents"
@@ -87,24 +87,24 @@ def state_size(run: Run) -> str:
     state = data_of(big).state_of({})
     per_lane = big * 9 // 10 // LANES
     packed = per_lane * 125
-    at_nine_tenths = Receipt(
+    at_nine_tenths = LaneState(
         packed // 512, False, 0, (per_lane,), per_lane, 0, per_lane, 0,
         Ledger(per_lane, packed, packed // 512, packed, packed),
-    ).to_bytes()  # fmt: skip
+    ).as_dict()  # fmt: skip
     loader.load_state_dict(
         {**state, "num_lanes": LANES, "lanes": dict.fromkeys(range(LANES), at_nine_tenths)}
     )
     sizes = []
     for _ in islice(loader, 200, 400):  # its buffers are as full as in any run
-        receipts = loader.state_dict()["lanes"]
-        sizes.append(sum(map(len, receipts.values())))
-        largest = max(largest, share_of_bound(receipts))
+        lanes = loader.state_dict()["lanes"]
+        sizes.append(size_of(lanes))
+        largest = max(largest, size_of(lanes) / bound_of(lanes))
     assert largest < 1
     whole = len(pickle.dumps(loader.state_dict()))
     return (
         f"{LANES} lanes, {small:.0f} bytes at 10,000 documents and {large:.0f} at {big:,} ({large / small - 1:+.1%}); "
         f"{statistics.mean(sizes):.0f} after 90 % of the latter (longer counters), {whole} with everything around it; "
-        f"at most {largest:.0%} of lanes x (128 + span/8 + 48)"
+        f"at most {largest:.0%} of lanes x (256 + span/4)"
     )
 
 
@@ -115,10 +115,14 @@ def data_of(documents: int) -> IterablePackedDataset:
     )
 
 
-def share_of_bound(receipts: Mapping[int, bytes]) -> float:
-    """How much of ``128 + span/8 + 48 x sources`` the receipts take, on average over the lanes."""
-    spans = [Receipt.from_bytes(r).next_piece - Receipt.from_bytes(r).first for r in receipts.values()]
-    return sum(map(len, receipts.values())) / sum(128 + span / 8 + 48 for span in spans)
+def size_of(lanes: Mapping[int, Mapping[str, Any]]) -> int:
+    """Bytes of the lanes' states, pickled one by one."""
+    return sum(len(pickle.dumps(lane)) for lane in lanes.values())
+
+
+def bound_of(lanes: Mapping[int, Mapping[str, Any]]) -> float:
+    """Bytes that they may have: ``256 + span/4`` a lane, where span counts the pieces since the oldest that waits."""
+    return sum(256 + (lane["next_piece"] - lane["first"]) / 4 for lane in lanes.values())
 
 
 @job(
@@ -282,42 +286,59 @@ def _lane(state: dict[str, Any], rng: random.Random) -> int:
 
 
 def flipped_bits(state: dict[str, Any], rng: random.Random, folder: Path) -> None:
-    """Of a receipt."""
-    lane = _lane(state, rng)
-    receipt = bytearray(state["lanes"][lane])
-    for _ in range(rng.randint(1, 4)):
-        receipt[rng.randrange(len(receipt))] ^= 1 << rng.randrange(8)
-    state["lanes"][lane] = bytes(receipt)
+    """A bit of a number of a lane's state is flipped; its checksum is as it was."""
+    lane = dict(state["lanes"][_lane(state, rng)])
+    field = rng.choice(["packs", "epoch", "first", "offset", "next_piece", "cursor", "ledger"])
+    if isinstance(lane[field], list):
+        numbers = list(lane[field])
+        numbers[rng.randrange(len(numbers))] ^= 1 << rng.randrange(40)
+        lane[field] = numbers
+    else:
+        lane[field] ^= 1 << rng.randrange(40)
+    state["lanes"][_lane(state, rng)] = lane
 
 
-def forged_bytes(state: dict[str, Any], rng: random.Random, folder: Path) -> None:
-    """Flipped, cut or grown, with a checksum that is right."""
-    lane = _lane(state, rng)
-    body = bytearray(state["lanes"][lane][:-4])
-    for _ in range(rng.randint(1, 3)):
-        deed = rng.randrange(4)
-        at = rng.randrange(len(body)) if body else 0
-        if deed == 0 and body:
-            body[at] = rng.randrange(256)
-        elif deed == 1 and body:
-            del body[at]
-        elif deed == 2:
-            body[at:at] = bytes(rng.choices([0, 1, 127, 128, 255], k=rng.randint(1, 12)))
-        else:
-            body += rng.randbytes(rng.randint(1, 200))
-    state["lanes"][lane] = bytes(body) + zlib.crc32(body).to_bytes(4, "little")
+def odd_fields(state: dict[str, Any], rng: random.Random, folder: Path) -> None:
+    """Something else in the place of a field of a lane's state, or none, or one more."""
+    number = _lane(state, rng)
+    lane = dict(state["lanes"][number])
+    field = rng.choice([*lane])
+    if rng.random() < 0.2:
+        del lane[field]
+    elif rng.random() < 0.1:
+        lane["more"] = 1
+    else:
+        odd = [
+            None,
+            True,
+            -1,
+            2**63,
+            2**70,
+            1.5,
+            "",
+            "zz",
+            "f" * 10**6,
+            b"x",
+            [],
+            [[]] * 1000,
+            [2**64],
+            {},
+            {"a": 1},
+        ]
+        lane[field] = rng.choice(odd)
+    state["lanes"][number] = lane
 
 
 def forged_numbers(state: dict[str, Any], rng: random.Random, folder: Path) -> None:
-    """A well-formed receipt with other numbers in it."""
-    lane = _lane(state, rng)
-    values = Receipt.from_bytes(state["lanes"][lane])._asdict()
-    number = rng.choice([0, 1, 2, 7, 500, 10**6, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64 - 1])
+    """A well-formed lane state with other numbers in it, and a checksum that is right."""
+    number_of_lane = _lane(state, rng)
+    forged = LaneState.from_dict(state["lanes"][number_of_lane])
+    number = rng.choice([0, 1, 2, 7, 500, 10**6, 2**31, 2**32, 2**53, 2**63 - 1])
     field = rng.choice(
         ["packs", "done", "epoch", "cursor", "first", "offset", "next_piece", "consumed", "ledger"]
     )
     if field == "cursor":
-        cursor = list(values["cursor"]) or [0]
+        cursor = list(forged.cursor) or [0]
         deed = rng.randrange(3)
         if deed == 0:
             cursor[rng.randrange(len(cursor))] = number
@@ -325,29 +346,29 @@ def forged_numbers(state: dict[str, Any], rng: random.Random, folder: Path) -> N
             cursor += [number] * rng.randint(1, 3)
         else:
             cursor = cursor[: rng.randrange(len(cursor))]
-        values["cursor"] = tuple(cursor)
+        forged.cursor = tuple(cursor)
     elif field == "next_piece":
-        values["next_piece"] = values["first"] + number
+        forged.next_piece = forged.first + number
     elif field == "consumed":
         span = rng.choice([8, 100, 10_000])
-        values["consumed"] = rng.getrandbits(span)
-        values["next_piece"] = values["first"] + rng.choice([span, number + span])
+        forged.consumed = rng.getrandbits(span)
+        forged.next_piece = forged.first + rng.choice([span, number + span])
     elif field == "ledger":
-        numbers = values["ledger"].numbers()
+        numbers = forged.ledger.numbers()
         numbers[rng.randrange(len(numbers))] = number
-        values["ledger"] = Ledger.from_numbers(numbers)
+        forged.ledger = Ledger.from_numbers(numbers)
     elif field == "first":
-        values["next_piece"] += number - values["first"]
-        values["first"] = number
+        forged.next_piece += number - forged.first
+        forged.first = number
     elif field == "done":
-        values["done"] = not values["done"]
+        forged.done = not forged.done
     else:
-        values[field] = number
-    state["lanes"][lane] = Receipt(**values).to_bytes()
+        setattr(forged, field, number)
+    state["lanes"][number_of_lane] = forged.as_dict()
 
 
 def other_lanes(state: dict[str, Any], rng: random.Random, folder: Path) -> None:
-    """Receipts swapped, lost, doubled, or of lanes that are none."""
+    """Lanes swapped, lost, doubled, or of lanes that are none."""
     lanes = state["lanes"]
     first, second = rng.choice(sorted(lanes)), rng.choice(sorted(lanes))
     deed = rng.randrange(5)
@@ -414,4 +435,4 @@ class _Bomb:
         return open, (str(self.path), "w")
 
 
-ATTACKS = (flipped_bits, forged_bytes, forged_numbers, forged_numbers, other_lanes, other_values, no_state)
+ATTACKS = (flipped_bits, odd_fields, forged_numbers, forged_numbers, other_lanes, other_values, no_state)

@@ -20,7 +20,7 @@ from streampack.accounting import Ledger
 from streampack.packing.planner import Planner
 from streampack.sources import map_style
 from streampack.sources.mixture_scheduler import MixtureScheduler
-from streampack.streaming import lane
+from streampack.streaming import lane, piece_reader
 from streampack.streaming.lane_config import LaneConfig
 from stress import planted
 from tests.support import fuzz
@@ -91,7 +91,7 @@ def find(case: Callable[[int, int], Any], first: int = 0) -> None:
 
 RESUMES = [
     "cursor-off-by-one", "lost-buffer", "bitmap-shifted-by-one", "offset-not-restored", "drop-counted-twice",
-    "state-of-rank-0-only", "stale-lanes-win", "receipts-filed-when-made", "null-packs-train", "one-epoch-too-many",
+    "state-of-rank-0-only", "stale-lanes-win", "states-filed-when-made", "null-packs-train", "one-epoch-too-many",
     "ledger-not-restored", "one-piece-too-far",
 ]  # fmt: skip
 
@@ -183,14 +183,16 @@ def cu_seqlens_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @bug
 def wrong_provenance(monkeypatch: pytest.MonkeyPatch) -> None:
-    good = lane._fragment
-    monkeypatch.setattr(lane, "_fragment", lambda f: good(((*f[0][:-1], f[0][-1] ^ 1), *f[1:])))
+    good = lane.Fragment
+    monkeypatch.setattr(lane, "Fragment", lambda row_id, *rest: good((*row_id[:-1], row_id[-1] ^ 1), *rest))
 
 
 @bug
 def fragment_without_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    good = lane._fragment
-    monkeypatch.setattr(lane, "_fragment", lambda f: good((f[0], 0, f[2] - f[1], f[3])))
+    good = lane.Fragment
+    monkeypatch.setattr(
+        lane, "Fragment", lambda row_id, start, stop, trained: good(row_id, 0, stop - start, trained)
+    )
 
 
 @bug
@@ -202,7 +204,7 @@ def ledger_by_another_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @bug
 def untrained_counted_as_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lane, "trains_nothing", lambda sample: False)
+    monkeypatch.setattr(piece_reader, "trains_nothing", lambda sample: False)
 
 
 @bug
@@ -217,11 +219,11 @@ def one_piece_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
     """A resume takes the newest waiting piece for one that is packed; the ledger is made to agree."""
     good = lane.Lane._restore
 
-    def restore(self: Any, receipt: Any) -> None:
-        good(self, receipt)
-        planner: Planner = self.planner
-        if len(planner.pieces) > 1:
-            del self.held[planner.pieces.pop()]
+    def restore(self: Any, state: Any) -> None:
+        good(self, state)
+        planner: Planner[Any] = self.planner
+        if len(planner.waiting) > 1:
+            planner.waiting.pop()
             self.ledger.tokens_in -= planner.lengths.pop()
 
     monkeypatch.setattr(lane.Lane, "_restore", restore)

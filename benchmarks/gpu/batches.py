@@ -154,7 +154,7 @@ def pack(samples: Samples, max_seq_len: int) -> dict[str, Any]:
     arrays = assemble(sequences, max_seq_len=max_seq_len)
     lengths = tuple(sequence.tokens.size for sequence in sequences)
     fragments = tuple(Fragment((), 0, length) for length in lengths)
-    return to_torchtune(Pack(*arrays, lengths, fragments, epoch=0, number=0, lane=0, receipt=((), b"")))
+    return to_torchtune(Pack(*arrays, lengths, fragments, epoch=0, number=0, lane=0))
 
 
 def causal_pairs(length: int) -> int:

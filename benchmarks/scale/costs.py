@@ -227,7 +227,7 @@ GROUPS = (
     Group(
         *("state", probes.state, ("lanes",), (128,), (1_024,), (LANES,)),
         costs=(
-            Cost("receipts", "state, receipts", "streaming/lane_state.py", "lanes", number, volume),
+            Cost("lanes", "state, lanes", "streaming/lane_state.py", "lanes", number, volume),
             Cost("saved", "state, file", "streaming/dataset.py", "lanes", number, volume),
             Cost(
                 "check",

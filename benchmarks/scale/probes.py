@@ -116,7 +116,7 @@ def division(shards: int, lanes: int) -> dict[str, float]:
 
 
 def reading(lanes: int, window: int) -> dict[str, float]:
-    """One consumer's lanes: its first pack of each, and going on from their receipts."""
+    """One consumer's lanes: its first pack of each, and going on from their states."""
     from streampack import IterablePackedDataset, JSONLSource, TextEncoder
 
     with TemporaryDirectory() as folder:
@@ -141,11 +141,11 @@ def reading(lanes: int, window: int) -> dict[str, float]:
 
         took, stream = clocked(begin)
         opened = open_files()
-        receipts = stream.receipts()
+        states = stream.lane_states()
         del stream
         gc.collect()
         opened -= open_files()
-        again, _ = clocked(lambda: make().stream(receipts=receipts))
+        again, _ = clocked(lambda: make().stream(lane_states=states))
         return {"memory": kept(begin), "seconds": took, "resume": again, "files": opened}
 
 
@@ -178,12 +178,12 @@ def state(lanes: int, packs: int = 12) -> dict[str, float]:
     stream = data.stream()
     for _ in range(lanes * packs):
         next(stream)
-    held = data.state_of(stream.receipts())
+    held = data.state_of(stream.lane_states())
     saved = io.BytesIO()
     torch.save(held, saved)
-    own = sum(map(len, held["lanes"].values()))
+    own = len(pickle.dumps(held["lanes"]))
     return {
         "saved": saved.tell(),
-        "receipts": own,
+        "lanes": own,
         "check": clocked(lambda: data.load_state_dict(held))[0],
     }

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from streampack.distributed.rank_sync import verdict
 from streampack.loader.data_loader import ROUND
-from streampack.packing.planner import Planner
+from streampack.packing.planner import Planner, Span
 from streampack.packing.settings import Packing
 from streampack.sources.files import divide
 
@@ -58,6 +58,21 @@ class Packs(NamedTuple):
     pack: Ints  # [samples] which of these packs holds it, in the order of `Corpus.lengths`; -1: none
 
 
+class Coming:
+    """The samples of a lane from number ``pulled`` on."""
+
+    def __init__(self, lengths: list[int], pulled: int) -> None:
+        self.lengths = lengths
+        self.pulled = pulled
+
+    def next(self) -> Span | None:
+        """Return the next one."""
+        if self.pulled == len(self.lengths):
+            return None
+        self.pulled += 1
+        return Span(self.pulled - 1, 0, self.lengths[self.pulled - 1])
+
+
 def plan(
     corpus: Corpus,
     packing: Packing,
@@ -69,25 +84,28 @@ def plan(
     """What every lane makes in one epoch.
 
     With ``before``, only what it makes after its first ``handed[lane]`` of those packs, planned anew from
-    what a receipt says then: which pieces wait, and where reading goes on.  # handed: [lanes]
+    what a state says then: which pieces wait, and where reading goes on.  # handed: [lanes]
     """
     rows: list[tuple[int, int, int, int, int]] = []
     pack = np.full(len(corpus.lengths), -1)
     for lane in range(len(corpus.ends)):
         own = corpus.lane(lane)
         lengths = corpus.lengths[own].tolist()
-        planner, number = Planner(packing), 0
+        number, begin = 0, 0
+        waiting: list[Span] = []
         if before is not None and handed is not None and (number := int(handed[lane])):
             last = int(np.searchsorted(before.lane, lane)) + number - 1
-            planner.next_piece = int(before.pulled[last])
-            for piece in np.flatnonzero(before.pack[own][: planner.next_piece] > last).tolist():
-                planner.hold(piece, lengths[piece])
-        coming = iter(lengths[planner.next_piece :])
-        while spans := planner.next_pack(lambda coming=coming: next(coming, None)):
-            sizes = [span.stop - span.start for span in spans]
-            pack[[own.start + span.index for span in spans]] = len(rows)
+            begin = int(before.pulled[last])
+            numbers = np.flatnonzero(before.pack[own][:begin] > last).tolist()
+            waiting = [Span(piece, 0, lengths[piece]) for piece in numbers]
+        coming = Coming(lengths, begin)
+        planner = Planner(packing, coming.next)
+        planner.restore(waiting, offset=0)
+        while placed := planner.next_pack():
+            sizes = [stop - start for _, start, stop in placed]
+            pack[[own.start + span.index for span, _, _ in placed]] = len(rows)
             cost = sum(size * size for size in sizes)
-            rows.append((lane, number, sum(sizes), cost, planner.next_piece))
+            rows.append((lane, number, sum(sizes), cost, coming.pulled))
             number += 1
         tick()
     columns = np.array(rows, dtype=np.int64).reshape(-1, 5).T

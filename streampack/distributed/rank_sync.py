@@ -18,6 +18,9 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 
+StateT = TypeVar("StateT")
+
+
 class Agreement(Protocol):
     """The result of `RankSync.agree`, once every rank has sent its number."""
 
@@ -112,10 +115,10 @@ class RankSync:
         message = None if error is None else " ".join([f"{type(error).__name__}: {error}", *notes])
         return next(((rank, found) for rank, found in enumerate(self.gather(message)) if found), None)
 
-    def merge(self, receipts: Mapping[int, bytes]) -> dict[int, bytes]:
-        """Collective: return the receipts of all lanes, each from the rank that owns it."""
-        mine = {lane: receipt for lane, receipt in receipts.items() if lane % self.world_size == self.rank}
-        return {lane: receipt for theirs in self.gather(mine) for lane, receipt in sorted(theirs.items())}
+    def merge(self, lanes: Mapping[int, StateT]) -> dict[int, StateT]:
+        """Collective: return the states of all lanes, each from the rank that owns it."""
+        mine = {lane: state for lane, state in lanes.items() if lane % self.world_size == self.rank}
+        return {lane: state for theirs in self.gather(mine) for lane, state in sorted(theirs.items())}
 
     def _all_to_all(self, sent: torch.Tensor, sizes: list[int] | None = None) -> tuple[torch.Tensor, Any]:
         """Collective: start sending a tensor to every rank; return where theirs arrive, by rank, and the work.

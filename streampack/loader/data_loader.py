@@ -20,10 +20,10 @@ from streampack.streaming.consumers import require_group_of_now
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.empty_runs import nothing_to_pack
 from streampack.streaming.epochs import BEGUN, ENDED
-from streampack.streaming.lane_state import Receipt, bytes_of
+from streampack.streaming.lane_state import LaneState, as_dicts
 from streampack.streaming.loaded_state import LoadedState
-from streampack.streaming.round_robin import Event, ledger_of
-from streampack.types import Pack, ReceiptNumbers
+from streampack.streaming.round_robin import total_ledger
+from streampack.types import Pack
 from streampack.validation import require_positive, warn_user
 
 log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class PackedDataLoader:
         self._require_whole("iterated anew")
         self._begin = begin = dataset.resume.begin(by_loader=True)
         dataset.epoch = begin.epoch
-        self._progress = Progress(Handed(dict(begin.receipts), begin.slot))
+        self._progress = Progress(Handed(dict(begin.lane_states), begin.slot))
         self._progress.midway = True  # ranks agree on several things now
         try:
             batches = _Batches(self, begin)
@@ -121,9 +121,9 @@ class PackedDataLoader:
         return batches
 
     @property
-    def receipts(self) -> dict[int, ReceiptNumbers]:
+    def lane_states(self) -> dict[int, LaneState]:
         """As of the last batch handed over: of all lanes after a load, then of this rank's."""
-        return self._handed.receipts
+        return self._handed.lane_states
 
     @property
     def slot(self) -> int:
@@ -134,7 +134,7 @@ class PackedDataLoader:
     def _handed(self) -> Handed:
         """What the newest iteration handed over, or a state says that was loaded since."""
         loaded = self._loaded
-        return self._progress.handed if loaded is None else Handed(dict(loaded.receipts), loaded.slot)
+        return self._progress.handed if loaded is None else Handed(dict(loaded.lane_states), loaded.slot)
 
     @property
     def _loaded(self) -> LoadedState | None:
@@ -147,16 +147,16 @@ class PackedDataLoader:
 
         A collective: with several ranks, all must call it, after the same number of batches.
         """
-        return self.state_of(self.receipts, self.slot)
+        return self.state_of(self.lane_states, self.slot)
 
-    def state_of(self, receipts: Mapping[int, ReceiptNumbers], slot: int) -> dict[str, Any]:
-        """The state that holds these receipts of this rank's lanes, and those that the others give. A collective."""
+    def state_of(self, lane_states: Mapping[int, LaneState], slot: int) -> dict[str, Any]:
+        """Collective: return the state that holds these states of this rank's lanes, and those that the others give."""
         self._require_whole("asked for a state")
         begin = self._loaded or self._begin  # not the dataset's, which another loader may read meanwhile
         epoch = self.dataset.epoch if begin is None else begin.epoch
         self._identify("save", lambda: {"slot": slot, "epoch": epoch})
         return {
-            **self.dataset.state_with(self.rank_sync.merge(bytes_of(receipts)), epoch=epoch),
+            **self.dataset.state_with(self.rank_sync.merge(as_dicts(lane_states)), epoch=epoch),
             "slot": slot,
         }
 
@@ -209,22 +209,22 @@ class PackedDataLoader:
     @property
     def epoch(self) -> int:
         """Epoch, from 0, that this rank's slowest lane is in, as of the last batch handed over."""
-        epochs = (Receipt.from_numbers(receipt).epoch for receipt in self.receipts.values())
+        epochs = (state.epoch for state in self.lane_states.values())
         return min(epochs, default=self.dataset.epoch)
 
     def ledger(self) -> Ledger:
         """Where every token of this rank's lanes went, as of the last batch handed over."""
-        return ledger_of(self.receipts)
+        return total_ledger(self.lane_states)
 
     def source_stats(self) -> dict[str, SourceStats]:
         """What each source of a mixture gave in this rank's lanes, as of the last batch handed over."""
-        return self.dataset.tallies_of(self.receipts)
+        return self.dataset.source_stats_of(self.lane_states)
 
 
 class Handed(NamedTuple):
     """What the trainer was handed by one iteration, up to its last batch."""
 
-    receipts: dict[int, ReceiptNumbers]  # never changed: a batch makes a new one
+    lane_states: dict[int, LaneState]  # never changed: a batch makes a new one
     slot: int = 0  # of the epoch, after the steps handed over
     epoch: int = 0
     begun: int = 0  # the slot at which this iteration began to make steps of that epoch
@@ -251,7 +251,7 @@ class _Batches:
         self.begin = begin
         self.rank_sync = rank_sync = loader.rank_sync
         require_group_of_now(alone=rank_sync.alone)
-        dataset, receipts = loader.dataset, loader.receipts
+        dataset, lane_states = loader.dataset, loader.lane_states
         require_one_run(dataset, rank_sync, doing="iterate", settings=partial(self._settings, loader))
         consumers = rank_sync.world_size * max(1, loader.num_workers)
         dataset.num_lanes = num_lanes = dataset.lanes_for(consumers)
@@ -288,9 +288,9 @@ class _Batches:
         self.last_epoch = dataset.last_epoch
         epoch = 0
         if self.last_epoch is not None:
-            epochs = (Receipt.from_numbers(receipt).epoch for receipt in receipts.values())
+            epochs = (state.epoch for state in lane_states.values())
             epoch = max(epochs, default=dataset.epoch)
-        own = {lane: of for lane, of in receipts.items() if lane % rank_sync.world_size == rank_sync.rank}
+        own = {lane: of for lane, of in lane_states.items() if lane % rank_sync.world_size == rank_sync.rank}
         # Ours, should the loader be iterated once more meanwhile: its state is of the newest iteration.
         self.progress = Progress(Handed(own, loader.slot, epoch, loader.slot))
         self._begin()
@@ -301,7 +301,7 @@ class _Batches:
         self.epoch, self.slot, self.batches = handed.epoch, handed.begun, handed.batches
         self.shares = Shares(
             loader.dataset,
-            receipts=handed.receipts,
+            lane_states=handed.lane_states,
             epoch=None if self.last_epoch is None else self.epoch,
             rank=self.rank_sync.rank,
             world_size=self.rank_sync.world_size,
@@ -309,7 +309,7 @@ class _Batches:
             prefetch=loader.prefetch_factor,
             max_restarts=loader.max_worker_restarts,
         )
-        self.filed: dict[int, ReceiptNumbers] = {}  # with the batch in the making
+        self.filed: dict[int, LaneState] = {}  # with the batch in the making
         self.prepared = self.batches  # shares made in this epoch
         self.making: list[Share] = []  # of the round that is not asked about yet
         self.asked: deque[tuple[list[Share], Agreement]] = deque()  # rounds, and what all ranks say of them
@@ -342,7 +342,7 @@ class _Batches:
             "on_bad_record": "error" if dataset.lane_config.quarantine is None else "skip",
             "weights": None if mix is None else mix.target_fractions,
             "slot": loader.slot,
-            "state": digest(sorted(bytes_of(loader.receipts).items())),
+            "state": digest(sorted(as_dicts(loader.lane_states).items())),
         }
 
     def __next__(self) -> Batch:
@@ -362,9 +362,9 @@ class _Batches:
         self.filed = {}
         batch = self._next()
         slot = self.slot + self.batches // self.loader.batches_per_step * self.loader.packs_per_step
-        receipts = progress.handed.receipts.copy()
-        receipts.update(self.filed)
-        handed = Handed(receipts, slot, self.epoch, self.slot, self.batches)
+        lane_states = progress.handed.lane_states.copy()
+        lane_states.update(self.filed)
+        handed = Handed(lane_states, slot, self.epoch, self.slot, self.batches)
         # From here on there is no call and no loop, where Python raises interrupts: the batch is booked and returned.
         progress.handed = handed
         progress.midway = False
@@ -453,8 +453,8 @@ class _Batches:
 
     def _require_packs(self) -> None:
         """Raise on all ranks if the run has no pack. A collective, where all ranks have seen an epoch without one."""
-        receipts = {**self.progress.handed.receipts, **self.filed}
-        whole = Ledger.total(self.rank_sync.gather(ledger_of(receipts)))
+        lane_states = {**self.progress.handed.lane_states, **self.filed}
+        whole = Ledger.total(self.rank_sync.gather(total_ledger(lane_states)))
         if not whole.packs:
             raise nothing_to_pack(whole)
 
@@ -467,10 +467,9 @@ class _Batches:
     def _file(self, shares: list[Share]) -> None:
         """With the next batch that is handed over, the state says that these were."""
         for share in shares:
-            events: list[Event] = [*share.packs, *share.ends]
-            for event in events:
-                self.filed[event.lane] = event.receipt
-                self.loader.dataset.untrained.look_at(event.receipt)
+            for event in share.events:
+                self.filed[event.lane] = event.state
+                self.loader.dataset.untrained.look_at(event.state.ledger)
 
     def _fail(self) -> None:
         """Raise a rank's error on all ranks, for good; alone, asked again, this rank tries again."""

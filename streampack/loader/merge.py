@@ -9,8 +9,9 @@ from functools import partial
 
 from streampack.loader.workers import Worker
 from streampack.streaming.dataset import IterablePackedDataset
-from streampack.streaming.round_robin import Event, PackStream
-from streampack.types import LaneEnd, Pack, ReceiptNumbers
+from streampack.streaming.lane_state import LaneEvent, LaneState
+from streampack.streaming.round_robin import PackStream
+from streampack.types import Pack
 
 _Turn = tuple[int, int, int]  # epoch, number in the lane, lane: each event has its own
 
@@ -19,10 +20,14 @@ _Turn = tuple[int, int, int]  # epoch, number in the lane, lane: each event has 
 class Share:
     """What one rank puts into one batch, on its way from the workers to the trainer."""
 
-    packs: list[Pack] = field(default_factory=list)
-    ends: list[LaneEnd] = field(default_factory=list)  # of lanes that ran dry before or among the packs
+    events: list[LaneEvent] = field(default_factory=list)  # packs, and ends of lanes before or among them
     more: bool = False  # no room for a pack here, but there is one for a later batch of this epoch
     error: Exception | None = None
+
+    @property
+    def packs(self) -> list[Pack]:
+        """What goes into the batch."""
+        return [event.pack for event in self.events if event.pack is not None]
 
     @property
     def counts(self) -> bool:
@@ -35,8 +40,8 @@ class Shares:
 
     Args:
         dataset: what workers iterate.
-        receipts: of all lanes, where to begin.
-        epoch: where to begin, for lanes without a receipt too; ``None`` if epochs roll on.
+        lane_states: of all lanes, where to begin.
+        epoch: where to begin, for lanes without a state too; ``None`` if epochs roll on.
         rank: of ``world_size``, whose lanes these are.
         workers: processes; 0 does their work in this one.
         prefetch: packs that each makes ahead.
@@ -47,7 +52,7 @@ class Shares:
         self,
         dataset: IterablePackedDataset,
         *,
-        receipts: Mapping[int, ReceiptNumbers],
+        lane_states: Mapping[int, LaneState],
         epoch: int | None,
         rank: int,
         world_size: int,
@@ -58,25 +63,25 @@ class Shares:
         consumers = world_size * max(1, workers)
         self.streams: list[Worker | _Here] = []
         for consumer in range(rank, consumers, world_size):
-            own = {lane: receipt for lane, receipt in receipts.items() if lane % consumers == consumer}
+            own = {lane: state for lane, state in lane_states.items() if lane % consumers == consumer}
             if workers:
                 self.streams.append(
                     Worker(
                         dataset,
                         consumer=consumer,
                         consumers=consumers,
-                        receipts=own,
+                        lane_states=own,
                         first_epoch=epoch,
                         prefetch=prefetch,
                         max_restarts=max_restarts,
                     )
                 )
             else:
-                begin = partial(dataset.stream, consumer, consumers, receipts=own, first_epoch=epoch)
+                begin = partial(dataset.stream, consumer, consumers, lane_states=own, first_epoch=epoch)
                 self.streams.append(_Here(begin))
         self.epoch = epoch or 0
         self.unasked = [*reversed(range(len(self.streams)))]  # whose next event is not known
-        self.heads: list[tuple[_Turn, int, Event]] = []  # the others' next events, a heap
+        self.heads: list[tuple[_Turn, int, LaneEvent]] = []  # the others' next events, a heap
         self.share = Share()  # in the making; an error in the middle leaves it as it is
 
     def make(self, room: int) -> Share:
@@ -87,22 +92,21 @@ class Shares:
                 that a stream or a worker raised; after any other, such as an interrupt, make new ones.
         """
         share = self.share
-        while not room or len(share.packs) < room:
+        left = room - len(share.packs)
+        while not room or left:
             event = self._first()
             if event is None:
                 break
-            if isinstance(event, LaneEnd):
-                share.ends.append(event)
-            elif room:
-                share.packs.append(event)
-            else:
+            if event.pack is not None and not room:
                 share.more = True
                 break
+            share.events.append(event)
+            left -= event.pack is not None
             self.unasked.append(heapq.heappop(self.heads)[1])
         self.share = Share()
         return share
 
-    def _first(self) -> Event | None:
+    def _first(self) -> LaneEvent | None:
         """The next event of this epoch, in the order of one process; None if no stream has any."""
         while self.unasked:
             i = self.unasked[-1]
@@ -129,7 +133,7 @@ class _Here:
     def __iter__(self) -> _Here:
         return self
 
-    def __next__(self) -> Event:
+    def __next__(self) -> LaneEvent:
         if self.stream is None:
             self.stream = self.begin()
         return self.stream.next_event()
@@ -139,6 +143,6 @@ class _Here:
         self.stream = None
 
 
-def _turn(event: Event) -> _Turn:
+def _turn(event: LaneEvent) -> _Turn:
     # A lane's end comes after all its packs, and may come as soon as it is known.
-    return (event.epoch, event.number if isinstance(event, Pack) else -1, event.lane)
+    return (event.epoch, -1 if event.pack is None else event.pack.number, event.lane)

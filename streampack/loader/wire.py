@@ -12,30 +12,31 @@ from typing import Any
 import numpy as np
 
 from streampack.packing.assemble import narrowed
-from streampack.streaming.round_robin import Event
-from streampack.types import Fragment, LaneEnd, Pack, from_tuple
+from streampack.streaming.lane_state import LaneEvent
+from streampack.types import Fragment, Pack
 
 Folded = tuple[Any, ...]
-_fragment = from_tuple(Fragment)
 
 
-def fold(event: Event) -> Folded:
-    """Numbers, bytes and tuples of them; buffers of the arrays, which pickle copies as they lie in memory."""
-    if isinstance(event, LaneEnd):
-        return tuple(event)
-    tokens, labels, seq_lens, fragments, *rest = event
+def fold(event: LaneEvent) -> Folded:
+    """Return numbers, bytes and tuples of them; buffers of the arrays, which pickle copies as they lie in memory."""
+    pack, head = event.pack, (event.lane, event.epoch, event.state)
+    if pack is None:
+        return head
     arrays: list[Any] = []
-    for ids in (tokens, labels):
+    for ids in (pack.tokens, pack.labels):
         if ids.itemsize > 4:  # a wide sample makes its pack wide, and need not be in need of it
             ids = narrowed(ids)
         arrays += [ids.dtype.char, PickleBuffer(ids.data)]
-    return (*arrays, seq_lens, tuple(map(tuple, fragments)), *rest)
+    return (*head, *arrays, pack.seq_lens, tuple(map(tuple, pack.fragments)), pack.number)
 
 
-def unfold(folded: Folded) -> Event:
-    """The event again. Its arrays are the bytes that arrived, and can be written to."""
-    if len(folded) == len(LaneEnd._fields):
-        return LaneEnd(*folded)
-    first, tokens, second, labels, seq_lens, fragments, *rest = folded
-    ids = (np.frombuffer(tokens, first), np.frombuffer(labels, second))
-    return Pack._make([*ids, seq_lens, tuple(map(_fragment, fragments)), *rest])
+def unfold(folded: Folded) -> LaneEvent:
+    """Return the event again. Its arrays are the bytes that arrived, and can be written to."""
+    lane, epoch, state, *rest = folded
+    if not rest:
+        return LaneEvent(lane, epoch, None, state)
+    first, tokens, second, labels, seq_lens, fragments, number = rest
+    tokens, labels = np.frombuffer(tokens, np.dtype(first)), np.frombuffer(labels, np.dtype(second))
+    pack = Pack(tokens, labels, seq_lens, tuple(map(Fragment._make, fragments)), epoch, number, lane)
+    return LaneEvent(lane, epoch, pack, state)

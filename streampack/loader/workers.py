@@ -1,4 +1,4 @@
-"""Worker processes that read, encode and pack; one that dies is made again from its last receipts."""
+"""Worker processes that read, encode and pack; one that dies is made again from its last state."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from typing import Any
 from streampack.distributed.launcher import end_with_parent, on_main_thread
 from streampack.loader.wire import Folded, fold, unfold
 from streampack.streaming.dataset import IterablePackedDataset
-from streampack.streaming.round_robin import Event
-from streampack.types import ReceiptNumbers
+from streampack.streaming.lane_state import LaneEvent, LaneState
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ class Worker:
     Args:
         dataset: as it stands in this process; forked, or pickled where processes are spawned.
         consumer: which share of the lanes, of ``consumers``.
-        receipts: where to begin.
+        lane_states: where to begin.
         first_epoch: see `IterablePackedDataset.stream`.
         prefetch: packs that may lie ready in this process, about.
         max_restarts: deaths to mend before giving up.
@@ -60,7 +59,7 @@ class Worker:
         *,
         consumer: int,
         consumers: int,
-        receipts: Mapping[int, ReceiptNumbers],
+        lane_states: Mapping[int, LaneState],
         first_epoch: int | None = None,
         prefetch: int = 8,
         max_restarts: int = 3,
@@ -68,14 +67,14 @@ class Worker:
         self.dataset = dataset
         self.consumer = consumer
         self.consumers = consumers
-        self.receipts = dict(receipts)  # as of the last event that was handed on
+        self.lane_states = dict(lane_states)  # as of the last event that was handed on
         self.first_epoch = first_epoch
         self.prefetch = prefetch
         self.max_restarts = max_restarts
         self.restarts = 0
         self.ended = False
         self.erred = False  # its last word was an error; it tries again when asked
-        self.arrived: deque[Event] = deque()  # and not handed on
+        self.arrived: deque[LaneEvent] = deque()  # and not handed on
         self._start()
 
     def _start(self) -> None:
@@ -97,7 +96,7 @@ class Worker:
             self.dataset,
             self.consumer,
             self.consumers,
-            self.receipts,
+            self.lane_states,
             self.first_epoch,
             most,
             on_main_thread(),
@@ -110,10 +109,10 @@ class Worker:
         )
         self.receiver.start()
 
-    def __iter__(self) -> Iterator[Event]:
+    def __iter__(self) -> Iterator[LaneEvent]:
         return self
 
-    def __next__(self) -> Event:
+    def __next__(self) -> LaneEvent:
         if self.ended:
             raise StopIteration
         self._require_open()
@@ -141,7 +140,7 @@ class Worker:
                 self._require_open()
                 self._mend()
         event = self.arrived.popleft()
-        self.receipts[event.lane] = event.receipt
+        self.lane_states[event.lane] = event.state
         return event
 
     def _require_open(self) -> None:
@@ -162,7 +161,7 @@ class Worker:
                 "fewer workers or a smaller buffer_size"
             )
         self.restarts += 1
-        log.warning("%s; restart %d of %d from its last receipts", what, self.restarts, self.max_restarts)
+        log.warning("%s; restart %d of %d from its last state", what, self.restarts, self.max_restarts)
         self.close()
         self._start()
 
@@ -231,7 +230,7 @@ def _serve(
     dataset: IterablePackedDataset,
     consumer: int,
     consumers: int,
-    receipts: Mapping[int, ReceiptNumbers],
+    lane_states: Mapping[int, LaneState],
     first_epoch: int | None,
     most: int,
     by_kernel: bool,
@@ -246,7 +245,7 @@ def _serve(
         word: tuple[str, Any] | None = None
         try:
             if stream is None:
-                stream = dataset.stream(consumer, consumers, receipts=receipts, first_epoch=first_epoch)
+                stream = dataset.stream(consumer, consumers, lane_states=lane_states, first_epoch=first_epoch)
             begun = time.monotonic()
             while not events or (len(events) < size and time.monotonic() < begun + PATIENCE):
                 events.append(fold(stream.next_event()))

@@ -250,7 +250,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
             for sample, start, stop in spans
         )
         seq_lens = tuple(stop - start for _, start, stop in spans)
-        pack = Pack(tokens, labels, seq_lens, fragments, epoch=0, number=number, lane=0, receipt=((), b""))
+        pack = Pack(tokens, labels, seq_lens, fragments, epoch=0, number=number, lane=0)
         return to_torchtune(pack, input_pos)
 
     def ledger(self) -> Ledger:

@@ -207,5 +207,4 @@ class Rows(Dataset[Batch]):
             epoch=-1,
             number=-1,
             lane=-1,
-            receipt=((), b""),
         )

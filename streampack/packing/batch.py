@@ -37,7 +37,7 @@ def to_torchtune(pack: Pack, input_pos: IntArray | None = None) -> dict[str, Any
 def null_pack(max_seq_len: int, *, padding_idx: int = 0) -> Pack:
     """A pack of nothing but padding. It trains no token; it keeps shapes and ranks in step."""
     tokens, labels = assemble([], max_seq_len=max_seq_len, padding_idx=padding_idx)
-    return Pack(tokens, labels, (), (), epoch=-1, number=-1, lane=-1, receipt=((), b""))
+    return Pack(tokens, labels, (), (), epoch=-1, number=-1, lane=-1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,121 +1,132 @@
-"""The planner: lengths in, packs of pieces out. Pure Python, no arrays."""
+"""The planner: it holds the pieces that wait, and puts the next pack together out of them."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from streampack.packing.settings import Packing
 from streampack.packing.strategies import STRATEGIES
 
 
-class Span(NamedTuple):
-    """Tokens ``[start, stop)`` of piece (or sample) number ``index``."""
+class HasLength(Protocol):
+    """Whatever a `Planner` packs: a span of a sample, or a piece with its tokens."""
 
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody asks of a span
+    @property
+    def length(self) -> int:
+        """In tokens, at least 1."""
+        ...
+
+
+PieceT = TypeVar("PieceT", bound=HasLength)
+Placed = tuple[PieceT, int, int]
+"""Tokens ``[start, stop)`` of a piece, in a pack."""
+
+
+class Span(NamedTuple):
+    """Tokens ``[start, stop)`` of sample number ``index``."""
+
+    index: int  # type: ignore[assignment]  # hides tuple.index, which has no use for a span
     start: int
     stop: int
 
+    @property
+    def length(self) -> int:
+        """Tokens of the span."""
+        return self.stop - self.start
 
-_span = partial(tuple.__new__, Span)  # in half the time
 
-
-class Planner:
+class Planner(Generic[PieceT]):
     """The buffer of waiting pieces, and the next pack out of it.
 
-    Pieces are numbered in the order in which they are pulled. All state is in attributes, so an error
-    raised by ``pull`` loses nothing: call `next_pack` again and it goes on. Guarantee: at most
-    ``buffer_size`` pieces wait, and every pack takes the oldest, so a piece leaves within
+    All state is in attributes, so an error raised by ``pull`` loses nothing: call `next_pack` again and it goes on.
+    Guarantee: at most ``buffer_size`` pieces wait, and every pack takes the oldest, so a piece leaves within
     ``buffer_size`` packs.
 
-    >>> lengths = iter([5, 4, 2, 3, 4])
-    >>> planner = Planner(Packing(8))
-    >>> planner.next_pack(lambda: next(lengths, None))
-    [Span(index=0, start=0, stop=5), Span(index=3, start=0, stop=3)]
+    Args:
+        packing: the settings; they choose the strategy.
+        pull: returns the next piece, or None when there are no more. No piece is longer than ``max_seq_len``
+            unless the strategy is ``wrap``.
+
+    >>> lengths = iter([Span(i, 0, length) for i, length in enumerate([5, 4, 2, 3, 4])])
+    >>> planner = Planner(Packing(8), lambda: next(lengths, None))
+    >>> [span.index for span, start, stop in planner.next_pack()]
+    [0, 3]
     """
 
-    def __init__(self, packing: Packing) -> None:
+    def __init__(self, packing: Packing, pull: Callable[[], PieceT | None]) -> None:
         self.packing = packing
+        self.pull = pull
         self.choose = STRATEGIES[packing.strategy]
-        self.pieces: list[int] = []  # numbers of the waiting pieces, ascending
-        self.lengths: list[int] = []  # their lengths in tokens
+        self.waiting: list[PieceT] = []  # in the order in which they were pulled
+        self.lengths: list[int] = []  # theirs, in tokens
         self.offset = 0  # tokens of the oldest waiting piece that are packed already (wrap only)
-        self.next_piece = 0  # the number that the next piece pulled will get
-        self.spans: list[Span] = []  # the pack in the making
-        self.room = packing.max_seq_len  # its free tokens
+        self.placed: list[Placed[PieceT]] = []  # in the pack in the making
+        self.room = packing.max_seq_len  # free tokens of that pack
 
     @property
     def buffered(self) -> int:
         """Tokens pulled and not yet in a finished pack."""
         return sum(self.lengths) - self.offset + self.packing.max_seq_len - self.room
 
-    def hold(self, piece: int, length: int) -> None:
-        """Put a piece into the buffer: a pulled one, or one that waited when a receipt was written."""
-        self.pieces.append(piece)
-        self.lengths.append(length)
+    def add(self, piece: PieceT) -> None:
+        """Put a piece at the end of the buffer."""
+        self.waiting.append(piece)
+        self.lengths.append(piece.length)
 
-    def next_pack(self, pull: Callable[[], int | None]) -> list[Span]:
-        """Plan one pack, or return an empty list when ``pull()`` gave None and nothing waits.
+    def restore(self, waiting: Iterable[PieceT], *, offset: int) -> None:
+        """Fill an empty buffer with the pieces that waited when a state was taken."""
+        for piece in waiting:
+            self.add(piece)
+        self.offset = offset
 
-        ``pull()`` returns the next piece's length, at least 1, and at most ``max_seq_len`` unless the
-        strategy is ``wrap``. ``Span.index`` is the piece's number.
-        """
+    def next_pack(self) -> list[Placed[PieceT]]:
+        """Plan one pack; an empty list when there are no more pieces and nothing waits."""
         if self.choose is None:
-            self._fill_by_cutting(pull)
+            self._fill_by_cutting()
         else:
-            self._fill_by_choosing(pull)
-        spans, self.spans, self.room = self.spans, [], self.packing.max_seq_len
-        return spans
+            self._fill_by_choosing()
+        placed, self.placed, self.room = self.placed, [], self.packing.max_seq_len
+        return placed
 
     @property
     def _limit(self) -> int:
-        """Sequences that a pack takes; a token each at least."""
+        """The most sequences that a pack takes: each has a token at least."""
         return self.packing.max_seqs_per_pack or self.packing.max_seq_len
 
-    def _fill_by_cutting(self, pull: Callable[[], int | None]) -> None:
-        pieces, lengths, spans, limit = self.pieces, self.lengths, self.spans, self._limit
-        while (room := self.room) and len(spans) < limit:
-            if not lengths:
-                if (pulled := pull()) is None:
-                    return
-                self.hold(self.next_piece, pulled)
-                self.next_piece += 1
-            start, left = self.offset, lengths[0] - self.offset
-            if left > room:
-                spans.append(_span((pieces[0], start, start + room)))
-                self.offset, self.room = start + room, 0
-            else:
-                spans.append(_span((pieces[0], start, start + left)))
-                self.offset, self.room = 0, room - left
-                del pieces[0], lengths[0]
+    def _pull(self) -> bool:
+        """Add one more piece to the buffer; False if it is full or there are no more pieces."""
+        if len(self.lengths) >= self.packing.buffer_size or (piece := self.pull()) is None:
+            return False
+        self.add(piece)
+        return True
 
-    def _fill_by_choosing(self, pull: Callable[[], int | None]) -> None:
+    def _fill_by_cutting(self) -> None:
+        waiting, lengths, limit = self.waiting, self.lengths, self._limit
+        while self.room and len(self.placed) < limit and (lengths or self._pull()):
+            start, stop = self.offset, min(lengths[0], self.offset + self.room)
+            self.placed.append((waiting[0], start, stop))
+            self.room -= stop - start
+            self.offset = stop
+            if stop == lengths[0]:
+                self.offset = 0
+                del waiting[0], lengths[0]
+
+    def _fill_by_choosing(self) -> None:
         assert self.choose is not None
-        most = self.packing.buffer_size
-
-        def pull_into_buffer() -> bool:
-            if len(self.lengths) >= most or (length := pull()) is None:
-                return False
-            self.hold(self.next_piece, length)
-            self.next_piece += 1
-            return True
-
-        if not self.spans and (self.lengths or pull_into_buffer()):
+        if not self.placed and (self.lengths or self._pull()):
             self._take([0])
-        # A strategy that takes all that waits (many short pieces) has not closed the pack: it is asked
+        # A strategy that takes everything that waits (many short pieces) has not closed the pack: it runs
         # again over a fresh buffer. Otherwise a pack could never hold more than buffer_size + 1 pieces.
-        while (seats := min(self.room, self._limit - len(self.spans))) and (
-            self.lengths or pull_into_buffer()
-        ):
-            taken = self.choose(self.lengths, self.room, pull_into_buffer)
+        while (seats := min(self.room, self._limit - len(self.placed))) and (self.lengths or self._pull()):
+            taken = self.choose(self.lengths, self.room, self._pull)
             self._take(taken if len(taken) <= seats else self._fewer(taken, seats))
             if self.lengths:
                 break
 
     def _fewer(self, taken: list[int], seats: int) -> list[int]:
-        """In the place of too many pieces: the first of them, or the longest that fit, which fill the pack best."""
+        """Replace a choice of too many pieces by the first of them, or by the longest that fit."""
         if self.packing.strategy in ("next_fit", "first_fit"):
             return taken[:seats]
         room = self.room
@@ -127,11 +138,13 @@ class Planner:
         return sorted(longest)
 
     def _take(self, taken: list[int]) -> None:
+        """Move waiting pieces, given by ascending indices, into the pack."""
         for i in taken:
-            self.spans.append(_span((self.pieces[i], 0, self.lengths[i])))
-            self.room -= self.lengths[i]
+            length = self.lengths[i]
+            self.placed.append((self.waiting[i], 0, length))
+            self.room -= length
         for i in reversed(taken):
-            del self.pieces[i], self.lengths[i]
+            del self.waiting[i], self.lengths[i]
 
 
 def plan_packs(
@@ -166,13 +179,12 @@ def plan_packs(
     return plan_samples(enumerate(lengths), packing)
 
 
-def plan_samples(numbered: Iterator[tuple[int, int]], packing: Packing) -> Iterator[list[Span]]:
-    """`plan_packs` over ``(sample number, length)``, for a caller that leaves samples out."""
-    planner = Planner(packing)
-    held: dict[int, Span] = {}  # piece number -> the span of the sample that it is
-    pending: list[Span] = []  # pieces of the newest sample that were not pulled yet
+def plan_samples(numbered: Iterable[tuple[int, int]], packing: Packing) -> Iterator[list[Span]]:
+    """Plan packs of ``(sample number, length)``: `plan_packs` for a caller that leaves samples out."""
+    numbered = iter(numbered)
+    pending: list[Span] = []  # pieces of the newest sample
 
-    def pull() -> int | None:
+    def pull() -> Span | None:
         while not pending:
             index, length = next(numbered, (-1, 0))
             if index < 0:
@@ -184,14 +196,8 @@ def plan_samples(numbered: Iterator[tuple[int, int]], packing: Packing) -> Itera
                 raise ValueError(f"sample {index} has {length!r} tokens; give a whole number") from None
             except ValueError as error:
                 raise ValueError(f"sample {index} {error}") from None
-        span = held[planner.next_piece] = pending.pop(0)
-        return span.stop - span.start
+        return pending.pop(0)
 
-    while pack := planner.next_pack(pull):
-        spans = []
-        for piece, start, stop in pack:
-            index, base, end = held[piece]
-            spans.append(Span(index, base + start, base + stop))
-            if base + stop == end:
-                del held[piece]
-        yield spans
+    planner = Planner(packing, pull)
+    while pack := planner.next_pack():
+        yield [Span(span.index, span.start + start, span.start + stop) for span, start, stop in pack]

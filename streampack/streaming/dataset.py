@@ -28,12 +28,12 @@ from streampack.streaming.epochs import BEGUN, ENDED, WAITING, EpochCounter
 from streampack.streaming.estimate import Estimate, estimate
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_config import UNTRAINED, LaneConfig
-from streampack.streaming.lane_state import bytes_of
+from streampack.streaming.lane_state import LaneEvent, LaneState, as_dicts
 from streampack.streaming.loaded_state import STATE_VERSION, LoadedState, Resume, checked_state
-from streampack.streaming.round_robin import PackStream, ledger_of, tallies_of
+from streampack.streaming.round_robin import PackStream, total_ledger, total_source_stats
 from streampack.streaming.run_identity import identity_of_run
 from streampack.streaming.untrained import UntrainedWarning
-from streampack.types import Fragment, Pack, ReceiptNumbers, Sample
+from streampack.types import Fragment, Pack, Sample
 from streampack.validation import require, require_positive, warn_user
 
 DEFAULT_LANES = 8
@@ -158,13 +158,11 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self.epochs_begun = EpochCounter()
         self.num_lanes = num_lanes
         self._lanes_asked_for = num_lanes is not None  # and not what a state or an iteration left
-        self.resume = Resume(
-            self.epochs_begun
-        )  # a loaded state, and whether an iteration has gone on from it
+        # A loaded state, and whether an iteration has gone on from it.
+        self.resume = Resume(self.epochs_begun)
         self._stream: PackStream | None = None  # the newest iteration
-        self._copied: dict[int, ReceiptNumbers] | None = (
-            None  # as of the newest pack of what this is a copy of
-        )
+        # As of the newest pack of the dataset that this is a copy of.
+        self._copied: dict[int, LaneState] | None = None
         self.untrained = UntrainedWarning(self.lane_config)
         self._identity: dict[str, Any] | None = None
         self._estimates: dict[tuple[int, int], Estimate] = {}
@@ -197,7 +195,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         begin = self.resume.begin()
         self.epoch = begin.epoch
         consumer, consumers = rank + world_size * worker_id, world_size * num_workers
-        self._stream = stream = self.stream(consumer, consumers, receipts=begin.receipts)
+        self._stream = stream = self.stream(consumer, consumers, lane_states=begin.lane_states)
         if consumer == 0 and consumers > 1:  # the others, which see no more than their own lanes, say nothing
             stream.others = partial(self._lanes_of_others, consumers)
         if (self.num_lanes or 0) < world_size:
@@ -222,22 +220,22 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         consumer: int = 0,
         consumers: int = 1,
         *,
-        receipts: Mapping[int, ReceiptNumbers] | None = None,
+        lane_states: Mapping[int, LaneState] | None = None,
         first_epoch: int | None = None,
     ) -> PackStream:
         """The packs of one consumer of several. Consumer c owns lanes c, c + consumers, and so on.
 
-        It goes on from ``receipts``, by default those of the loaded state. Lanes behind ``first_epoch`` have
-        ended theirs and begin it.
+        It resumes from ``lane_states``, by default those of the loaded state. Lanes that have ended an epoch before
+        ``first_epoch`` begin that.
         """
         if not 0 <= consumer < consumers:
             raise ValueError(f"consumer={consumer} of consumers={consumers} cannot be; count from 0")
         self.num_lanes = num_lanes = self.lanes_for(consumers)
         config, epoch = self.lane_config, self.epoch
 
-        def open_lane(number: int, receipt: ReceiptNumbers | None) -> Lane:
-            lane = Lane(config, lane=number, num_lanes=num_lanes, receipt=receipt)
-            begin = first_epoch if first_epoch is not None else 0 if receipt is not None else epoch
+        def open_lane(number: int, state: LaneState | None) -> Lane:
+            lane = Lane(config, lane=number, num_lanes=num_lanes, state=state)
+            begin = first_epoch if first_epoch is not None else 0 if state is not None else epoch
             if lane.epoch < begin:
                 lane.start_epoch(begin)
             return lane
@@ -245,7 +243,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         return PackStream(
             range(consumer, num_lanes, consumers),
             open_lane,
-            receipts=self.receipts if receipts is None else receipts,
+            lane_states=self.lane_states if lane_states is None else lane_states,
             last_epoch=self.last_epoch,
             alone=consumers == 1,
         )
@@ -269,9 +267,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             at_least = min(DEFAULT_LANES, source.natural_lanes())
             wanted = -(-at_least // consumers) * consumers
             if source.max_lanes is not None and wanted > source.max_lanes >= consumers:
-                wanted = (
-                    source.max_lanes // consumers * consumers
-                )  # of four shards three consumers read a lane each
+                # Of four shards three consumers read a lane each.
+                wanted = source.max_lanes // consumers * consumers
         if wanted < consumers and self._lanes_asked_for:
             raise ValueError(
                 f"{wanted} lanes cannot feed {consumers} consumers (ranks x workers): some would get nothing; "
@@ -321,7 +318,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """After the last pack yielded: ``{"lanes": {lane: receipt}, ...}``, plain values, fresh at every call.
+        """After the last pack yielded: ``{"lanes": {lane: {...}}, ...}``, plain values, fresh at every call.
 
         A lane that has yielded nothing has no entry. The states of several consumers are merged by
         merging ``lanes``.
@@ -331,27 +328,29 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
                 state is theirs.
         """
         self.resume.require_here()
-        return self.state_of(self._receipts())
+        return self.state_of(self._lane_states())
 
-    def _receipts(self) -> Mapping[int, ReceiptNumbers]:
+    def _lane_states(self) -> Mapping[int, LaneState]:
         """As of the last pack that this process yielded, or the loaded state's."""
         if self._stream is not None:
-            return self._stream.receipts()
-        return self.receipts if self._copied is None else self._copied
+            return self._stream.lane_states()
+        return self.lane_states if self._copied is None else self._copied
 
     @property
-    def receipts(self) -> Mapping[int, ReceiptNumbers]:
+    def lane_states(self) -> Mapping[int, LaneState]:
         """Those of the loaded state, as long as nothing was handed out since."""
         pending = self.resume.pending
-        return {} if pending is None else pending.receipts
+        return {} if pending is None else pending.lane_states
 
-    def state_of(self, receipts: Mapping[int, ReceiptNumbers]) -> dict[str, Any]:
-        """A state that holds these receipts of packs."""
-        return self.state_with(bytes_of(receipts))
+    def state_of(self, lane_states: Mapping[int, LaneState]) -> dict[str, Any]:
+        """Return a state that holds these lanes' states."""
+        return self.state_with(as_dicts(lane_states))
 
-    def state_with(self, lanes: Mapping[int, bytes], *, epoch: int | None = None) -> dict[str, Any]:
-        """A state that holds these receipts, bytes already, of an iteration that began in this ``epoch``."""
-        # For the warning when they change. What a replay goes by is in the receipts.
+    def state_with(
+        self, lanes: Mapping[int, Mapping[str, Any]], *, epoch: int | None = None
+    ) -> dict[str, Any]:
+        """Return a state that holds these lanes' states, of an iteration that began in ``epoch``."""
+        # For the warning when they change. What a replay goes by is in the lanes' states.
         weights = {} if self.mix is None else {"weights": self.mix.target_fractions}
         return {
             "version": STATE_VERSION,
@@ -379,13 +378,13 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
 
     def __getstate__(self) -> dict[str, Any]:
         # What iterates has files open; it stays in its process.
-        copied = self._copied if self._stream is None else self._stream.receipts()
+        copied = self._copied if self._stream is None else self._stream.lane_states()
         left = {"_stream": None, "_identity": None, "_ranks": Ranks.here(), "_copied": copied}
         return {**self.__dict__, **left}
 
     def ledger(self) -> Ledger:
         """Where every token went that this process has read, as of the last pack."""
-        return ledger_of(self._receipts())
+        return total_ledger(self._lane_states())
 
     @property
     def mix(self) -> Mix | None:
@@ -394,12 +393,14 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
 
     def source_stats(self) -> dict[str, SourceStats]:
         """What each source of a mixture gave, as `ledger`; empty without a mixture."""
-        return self.tallies_of(self._receipts())
+        return self.source_stats_of(self._lane_states())
 
-    def tallies_of(self, receipts: Mapping[int, ReceiptNumbers]) -> dict[str, SourceStats]:
-        """The same of these lanes."""
+    def source_stats_of(self, lane_states: Mapping[int, LaneState]) -> dict[str, SourceStats]:
+        """Return the same for the lanes given."""
         names = [] if self.mix is None else self.mix.names
-        return dict(zip(names, tallies_of(receipts) or [SourceStats() for _ in names], strict=True))
+        return dict(
+            zip(names, total_source_stats(lane_states) or [SourceStats() for _ in names], strict=True)
+        )
 
     def trace(self, fragment: Fragment) -> dict[str, Any]:
         """From a sequence in a pack back to its text: the row's place, its data, and the fragment's tokens.
@@ -468,8 +469,8 @@ class _Dicts:
                 self._reach(ENDED)
             raise
 
-    def _give(self, pack: Pack) -> dict[str, Any]:
-        self.untrained.look_at(pack.receipt)
+    def _give(self, event: LaneEvent, pack: Pack) -> dict[str, Any]:
+        self.untrained.look_at(event.state.ledger)
         given = to_torchtune(pack)
         if self.begin.phase == WAITING:
             self._reach(BEGUN)

@@ -1,29 +1,28 @@
-"""The few numbers from which a lane continues after a given pack; bytes, in a state."""
+"""What a lane resumes from: a few integers, a plain dict in a checkpoint."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping
-from functools import lru_cache
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 from streampack.accounting import Ledger, SourceStats
-from streampack.types import Cursor, ReceiptNumbers
+from streampack.types import Cursor, Pack
 
-VERSION = 3
-LEDGER, TALLY = len(Ledger().numbers()), len(SourceStats().numbers())  # numbers of each
-UNTRAINED = Ledger(untrained=1).numbers().index(1)  # which of the ledger's numbers counts untrained samples
+DAMAGED = "; the state of this lane is damaged, resume from another checkpoint"
 
 
-class Receipt(NamedTuple):
+@dataclass(slots=True)
+class LaneState:
     """State of a lane between two packs; no tokens, only where to read them again.
 
     A resume opens the source at ``cursor`` of ``epoch``, the row of the oldest waiting piece, numbers
     pieces from ``first`` on, skips those whose bit in ``consumed`` is set, and is where it was when it reaches
     ``next_piece``.
 
-    >>> receipt = Receipt(3, False, 0, (2, 512, 0), 40, 0, 42, 0b10, Ledger())
-    >>> Receipt.from_bytes(receipt.to_bytes()) == receipt == Receipt.from_numbers(receipt.numbers())
+    >>> state = LaneState(3, False, 0, (2, 512, 0), 40, 0, 42, 0b10, Ledger())
+    >>> LaneState.from_dict(state.as_dict()) == state
     True
     """
 
@@ -33,128 +32,79 @@ class Receipt(NamedTuple):
     cursor: Cursor
     first: int  # number of the first piece of the row at cursor
     offset: int  # tokens of the oldest waiting piece that are packed (splitting only)
-    next_piece: int  # the number that the next piece pulled will get
+    next_piece: int  # number of the next piece
     consumed: int  # bit i: piece first + i is packed or dropped
     ledger: Ledger  # as of next_piece
     source_stats: tuple[SourceStats, ...] = ()  # the same of every source of a mixture
 
-    def numbers(self) -> ReceiptNumbers:
-        """All of it, flat; what the ledger counts later changes nothing in it."""
-        packs, done, epoch, cursor, first, offset, next_piece, consumed, ledger, source_stats = self
-        counts = [number for stats in source_stats for number in stats.numbers()] if source_stats else ()
-        span = next_piece - first
-        numbers = (packs, done, epoch, len(cursor), *cursor, first, offset, span, *ledger.numbers())
-        return (*numbers, len(source_stats), *counts), consumed.to_bytes(
-            (consumed.bit_length() + 7) // 8, "little"
-        )
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values, which ``torch.load(weights_only=True)`` takes; ``consumed`` in hexadecimal digits.
+
+        (It refuses integers of more than 2,040 bits.)
+        """
+        found: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        found["cursor"] = [int(number) for number in self.cursor]
+        found["consumed"] = f"{self.consumed:x}"
+        found["ledger"] = self.ledger.numbers()
+        found["source_stats"] = [stats.numbers() for stats in self.source_stats]
+        return {**found, "checksum": _checksum(found)}
 
     @classmethod
-    def from_numbers(cls, numbers: ReceiptNumbers) -> Receipt:
-        """The inverse of `numbers`."""
-        (packs, done, epoch, places, *rest), consumed = numbers
-        cursor, (first, offset, span, *counts) = tuple(rest[:places]), rest[places:]
-        source_stats = [counts[i : i + TALLY] for i in range(LEDGER + 1, len(counts), TALLY)]
-        return cls(
-            packs,
-            bool(done),
-            epoch,
-            cursor,
-            first,
-            offset,
-            first + span,
-            int.from_bytes(consumed, "little"),
-            Ledger.from_numbers(counts[:LEDGER]),
-            tuple(SourceStats(*stats) for stats in source_stats),
-        )
-
-    def to_bytes(self) -> bytes:
-        """Variable-length integers and a checksum."""
-        return _encoded(self.numbers())
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Receipt:
-        """The inverse of `to_bytes`.
+    def from_dict(cls, found: object) -> LaneState:
+        """The inverse of `as_dict`.
 
         Raises:
-            ValueError: if the bytes are not a receipt, or not a whole one.
+            ValueError: if it is not the state of a lane, or a damaged one.
         """
-        if (
-            not isinstance(data, bytes)
-            or len(data) < 5
-            or zlib.crc32(data[:-4]) != int.from_bytes(data[-4:], "little")
-        ):
-            raise ValueError("this is no receipt of a lane, or a damaged one; resume from another checkpoint")
-        numbers = _Numbers(data[:-4])
-        if (version := numbers.next()) != VERSION:
-            raise ValueError(f"the receipt has format {version}, this streampack reads {VERSION}")
-        packs, done, epoch = numbers.next(), bool(numbers.next()), numbers.next()
-        cursor = tuple(numbers.next() for _ in range(numbers.next()))
-        first, offset, span = numbers.next(), numbers.next(), numbers.next()
-        ledger = Ledger.from_numbers([numbers.next() for _ in range(LEDGER)])
-        source_stats = tuple(
-            SourceStats(*(numbers.next() for _ in range(TALLY))) for _ in range(numbers.next())
-        )
-        consumed = int.from_bytes(numbers.rest(), "little")
-        if consumed.bit_length() > span:
-            raise ValueError(f"the receipt marks {consumed.bit_length()} pieces of {span}; it is damaged")
-        return cls(packs, done, epoch, cursor, first, offset, first + span, consumed, ledger, source_stats)
+        names = {f.name for f in fields(cls)}
+        if not isinstance(found, Mapping) or set(found) != names | {"checksum"}:
+            raise ValueError(
+                f"a lane's state is a dict of {', '.join(sorted(names))}, and here it is not" + DAMAGED
+            )
+        values: dict[str, Any] = {name: found[name] for name in names}
+        for name in ("packs", "epoch", "first", "offset", "next_piece", "checksum"):
+            _require_counts([found[name]], name, 1)
+        _require_counts(values["cursor"], "cursor")
+        _require_counts(values["ledger"], "ledger", len(Ledger().numbers()))
+        if type(values["done"]) is not bool or type(values["source_stats"]) is not list:
+            raise ValueError("done is no bool, or source_stats no list" + DAMAGED)
+        for stats in values["source_stats"]:
+            _require_counts(stats, "source_stats", len(fields(SourceStats)))
+        try:
+            consumed = int(values["consumed"], 16)
+        except (TypeError, ValueError):
+            raise ValueError("consumed is no hexadecimal number" + DAMAGED) from None
+        if found["checksum"] != _checksum(values):
+            raise ValueError("the checksum is wrong" + DAMAGED)
+        span = values["next_piece"] - values["first"]
+        if consumed < 0 or consumed.bit_length() > span:
+            raise ValueError(f"consumed marks {consumed.bit_length()} pieces of {span}" + DAMAGED)
+        values |= {"cursor": tuple(values["cursor"]), "consumed": consumed}
+        values["ledger"] = Ledger.from_numbers(values["ledger"])
+        values["source_stats"] = tuple(SourceStats(*stats) for stats in values["source_stats"])
+        return cls(**values)
 
 
-def untrained_samples(receipt: ReceiptNumbers) -> int:
-    """Count the samples so far of which no token is trained; quicker than making a `Receipt`, for every pack."""
-    numbers, _ = receipt
-    return numbers[4 + numbers[3] + 3 + UNTRAINED]
+@dataclass(slots=True)
+class LaneEvent:
+    """One step of a lane: a pack, or the end of its epoch, and the state to resume from after it."""
+
+    lane: int
+    epoch: int  # 0 throughout when epochs roll into one another
+    pack: Pack | None  # None: the lane's epoch is used up
+    state: LaneState
 
 
-def bytes_of(receipts: Mapping[int, ReceiptNumbers]) -> dict[int, bytes]:
-    """The receipts of some lanes as a state holds them."""
-    return {lane: _encoded(receipt) for lane, receipt in receipts.items()}
+def as_dicts(states: Mapping[int, LaneState]) -> dict[int, dict[str, Any]]:
+    """Return the states of some lanes as a checkpoint holds them."""
+    return {lane: state.as_dict() for lane, state in states.items()}
 
 
-def numbers_of(receipts: Mapping[int, bytes]) -> dict[int, ReceiptNumbers]:
-    """The inverse of `bytes_of`.
-
-    Raises:
-        ValueError: as `Receipt.from_bytes`.
-    """
-    return {lane: Receipt.from_bytes(receipt).numbers() for lane, receipt in receipts.items()}
+def _require_counts(found: Any, name: str, size: int | None = None) -> None:
+    right_size = isinstance(found, list) and (size is None or len(found) == size)
+    if not (right_size and all(type(number) is int and 0 <= number < 2**63 for number in found)):
+        raise ValueError(f"{name} holds something else than counts below 2**63" + DAMAGED)
 
 
-# Kept, for who takes a state after every pack: all lanes but one stand where they stood.
-@lru_cache(maxsize=4096)
-def _encoded(receipt: ReceiptNumbers) -> bytes:
-    numbers, consumed = receipt
-    body = _varints((VERSION, *numbers)) + consumed
-    return body + zlib.crc32(body).to_bytes(4, "little")
-
-
-def _varints(numbers: Iterable[int]) -> bytes:
-    """LEB128: seven bits a byte, lowest first, the high bit set on all but the last."""
-    out = bytearray()
-    for number in numbers:
-        while number >= 0x80:
-            out.append(number & 0x7F | 0x80)
-            number >>= 7
-        out.append(number)
-    return bytes(out)
-
-
-class _Numbers:
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-        self.at = 0
-
-    def next(self) -> int:
-        number = shift = 0
-        while True:
-            if self.at >= len(self.data) or shift > 63:
-                raise ValueError("the receipt ends in the middle of a number; it is damaged")
-            byte = self.data[self.at]
-            self.at += 1
-            number |= (byte & 0x7F) << shift
-            if byte < 0x80:
-                return number
-            shift += 7
-
-    def rest(self) -> bytes:
-        return self.data[self.at :]
+def _checksum(values: Mapping[str, Any]) -> int:
+    return zlib.crc32(repr(sorted(values.items())).encode(errors="replace"))

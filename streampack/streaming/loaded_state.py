@@ -10,8 +10,7 @@ from typing import Any
 from torch.utils.data import get_worker_info
 
 from streampack.streaming.epochs import BEGUN, ENDED, WAITING, EpochCounter
-from streampack.streaming.lane_state import numbers_of
-from streampack.types import ReceiptNumbers
+from streampack.streaming.lane_state import LaneState
 
 STATE_VERSION = 1
 MAX_LANES = 1 << 16  # a lane costs kilobytes, and a damaged state may ask for any number
@@ -27,7 +26,7 @@ UNFINISHED = (
 class LoadedState:
     """Where an iteration begins: as a state says, or at the beginning of an epoch."""
 
-    receipts: Mapping[int, ReceiptNumbers] = field(default_factory=dict)  # of the lanes that do not begin
+    lane_states: Mapping[int, LaneState] = field(default_factory=dict)  # of the lanes that do not begin
     slot: int = 0  # see `PackedDataLoader`
     epoch: int = 0  # in which the run began
     num_lanes: int | None = None
@@ -58,7 +57,9 @@ def checked_state(state: Any) -> LoadedState:
     slot = state.get("slot", 0)
     if type(slot) is not int or not 0 <= slot < 2**63:
         raise ValueError(f"the state is damaged: slot {slot!r} is no number of packs")
-    return LoadedState(numbers_of(lanes), slot, state["epoch"], num_lanes)
+    return LoadedState(
+        {lane: LaneState.from_dict(found) for lane, found in lanes.items()}, slot, state["epoch"], num_lanes
+    )
 
 
 class Resume:

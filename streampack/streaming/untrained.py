@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from streampack.accounting import Ledger
 from streampack.packing.batch import Batch
 from streampack.streaming.lane_config import LaneConfig
-from streampack.streaming.lane_state import Receipt, untrained_samples
-from streampack.types import ReceiptNumbers
 
 log = logging.getLogger(__name__)
 
@@ -24,12 +22,7 @@ class UntrainedWarning:
         self.max_seq_len = config.packing.max_seq_len
         self.wanted = config.untrained is None
 
-    def look_at(self, receipt: ReceiptNumbers) -> None:
-        """Look at what a pack's lane has read."""
-        if self.wanted and untrained_samples(receipt):
-            self.look_in(Receipt.from_numbers(receipt).ledger)
-
-    def look_in(self, ledger: Ledger) -> None:
+    def look_at(self, ledger: Ledger) -> None:
         """Look at the counts of one lane, or of several."""
         if self.wanted and ledger.untrained:
             self.wanted = False

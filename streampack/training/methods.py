@@ -20,7 +20,7 @@ from streampack.packing.settings import Packing
 from streampack.sources.bad_records import Quarantine
 from streampack.sources.source import Source
 from streampack.streaming.dataset import IterablePackedDataset
-from streampack.streaming.lane import Lane, Piece
+from streampack.streaming.piece_reader import Piece, PieceReader
 from streampack.types import Fragment, Sample
 from streampack.validation import require
 
@@ -97,7 +97,7 @@ class MethodLoader:
         with world.raise_on_all():
             self._pieces, self._read = read_pieces(dataset, world=world)
         if world.is_main:
-            dataset.untrained.look_in(self._read)
+            dataset.untrained.look_at(self._read)
         samples = [piece.sample for piece in self._pieces]
         config = dataset.lane_config
         _require_same_on_all_ranks(samples, config.source, world)
@@ -257,15 +257,17 @@ def read_pieces(dataset: IterablePackedDataset, *, world: World) -> tuple[list[P
     if quarantine is not None:
         folder = quarantine.folder if world.is_main else None
         quarantine = Quarantine(folder, quarantine.limit * dataset.lanes_for(1))
-    lane = Lane(replace(config, packing=whole, shuffle_window=0, endless=False, quarantine=quarantine))
+    planned = replace(config, packing=whole, shuffle_window=0, endless=False, quarantine=quarantine)
+    reader = PieceReader(planned, lane=0, num_lanes=1)
+    reader.open(0)
     pieces = []
     with tqdm(
         desc="Reading", unit=" samples", dynamic_ncols=True, delay=1, disable=not world.is_main
     ) as progress:
-        while (piece := lane.next_piece()) is not None:
+        while (piece := reader.next()) is not None:
             pieces.append(piece)
             progress.update()
-    return pieces, lane.ledger
+    return pieces, reader.ledger
 
 
 def _require_same_on_all_ranks(samples: Sequence[Sample], source: Source, world: World) -> None:

@@ -265,7 +265,7 @@ def test_agreements_are_asynchronous_and_arrive_on_all_ranks(tmp_path: Path) -> 
 
 
 def stale() -> Any:
-    """Load all receipts on every rank, and go on with its own."""
+    """Load all lanes on every rank, and go on with its own."""
     built = make(rows(200))
     _, state = drive(built, Topology(2), limit=5)
     loader = loader_of(built, Topology(2))
@@ -276,7 +276,7 @@ def stale() -> Any:
     return state, made, through_a_file(loader.state_dict())
 
 
-def test_receipts_of_other_ranks_lanes_never_win(tmp_path: Path) -> None:
+def test_states_of_other_ranks_lanes_never_win(tmp_path: Path) -> None:
     outcomes = run_ranks(2, stale, folder=tmp_path)
     (first, _, last), (_, _, other) = outcomes
     assert last == other

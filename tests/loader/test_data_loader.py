@@ -6,7 +6,7 @@ import torch
 
 from streampack import IterablePackedDataset, PackedDataLoader
 from streampack.packing.batch import Batch
-from streampack.streaming.lane_state import Receipt
+from streampack.streaming.lane_state import LaneState
 
 
 def rows(count=300):
@@ -42,12 +42,12 @@ def test_a_state_is_read_once(monkeypatch):
     """With ten thousand lanes it is most of what a resume waits for."""
     loader = PackedDataLoader(dataset(), batch_size=2)
     list(islice(loader, 9))
-    state, read, from_bytes = loader.state_dict(), [], Receipt.from_bytes
-    monkeypatch.setattr(Receipt, "from_bytes", lambda data: read.append(data) or from_bytes(data))
+    state, read, from_dict = loader.state_dict(), [], LaneState.from_dict
+    monkeypatch.setattr(LaneState, "from_dict", lambda found: read.append(found) or from_dict(found))
     again = PackedDataLoader(dataset(), batch_size=2)
     again.load_state_dict(state)
     next(iter(again))
-    assert sorted(read) == sorted(state["lanes"].values())
+    assert read == [*state["lanes"].values()]
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from streampack import IterablePackedDataset, MapSource
 from streampack.loader.merge import Shares
-from streampack.streaming.round_robin import Event
+from streampack.streaming.lane_state import LaneEvent
 from tests.support.corpus import Numbers, rows
 
 
@@ -24,10 +24,10 @@ class Failing:
     def __init__(self, dataset: IterablePackedDataset, *, consumer: int, consumers: int, **_: Any) -> None:
         self.stream = dataset.stream(consumer, consumers)
 
-    def __iter__(self) -> Iterator[Event]:
+    def __iter__(self) -> Iterator[LaneEvent]:
         return self
 
-    def __next__(self) -> Event:
+    def __next__(self) -> LaneEvent:
         Failing.calls += 1
         if Failing.calls in Failing.fails:
             raise OSError("once")
@@ -40,7 +40,7 @@ def handed_over(workers: int) -> list[tuple[int, int, list[int]]]:
         MapSource(rows(60)), max_seq_len=16, encoder=Numbers(), num_lanes=6, epochs=2
     )
     shares = Shares(
-        data, receipts={}, epoch=0, rank=0, world_size=1, workers=workers, prefetch=1, max_restarts=0
+        data, lane_states={}, epoch=0, rank=0, world_size=1, workers=workers, prefetch=1, max_restarts=0
     )
     found = []
     while shares.epoch < 2:

@@ -24,9 +24,8 @@ import pytest
 from streampack import IterablePackedDataset, IterableSource, Sample
 from streampack.loader import workers
 from streampack.loader.workers import Worker
-from streampack.streaming.round_robin import Event
-from streampack.types import LaneEnd, Pack
-from tests.support.corpus import Numbers, rows, write
+from streampack.streaming.lane_state import LaneEvent
+from tests.support.corpus import Numbers, plain, rows, write
 from tests.support.interrupts import Injector, within
 
 pytestmark = [
@@ -49,14 +48,13 @@ def worker(
     of: IterablePackedDataset, *, consumer: int = 0, consumers: int = 1, prefetch: int = 2, **settings: Any
 ) -> Worker:
     return Worker(
-        of, **{"consumer": consumer, "consumers": consumers, "receipts": {}, "prefetch": prefetch} | settings
+        of,
+        **{"consumer": consumer, "consumers": consumers, "lane_states": {}, "prefetch": prefetch} | settings,
     )
 
 
-def content(event: Event) -> tuple[Any, ...]:
-    if not isinstance(event, Pack):
-        return tuple(event)
-    return event.tokens.tolist(), event.labels.tolist(), event[2:]
+def content(event: LaneEvent) -> tuple[Any, ...]:
+    return event.lane, event.epoch, event.pack and plain(event.pack), event.state
 
 
 def expected(of: IterablePackedDataset, consumer: int = 0, consumers: int = 1) -> list[tuple[Any, ...]]:
@@ -181,7 +179,7 @@ def test_a_pack_that_takes_long_comes_alone() -> None:
     full = [{"i": i, "n": 24} for i in range(6)]
     one = worker(dataset(full, encoder=slow, num_lanes=1), prefetch=40)
     for event in one:
-        assert isinstance(event, LaneEnd) or not one.arrived
+        assert event.pack is None or not one.arrived
 
 
 def test_what_was_made_before_an_error_comes_before_it(tmp_path: Path) -> None:
@@ -203,8 +201,8 @@ def test_what_was_made_before_an_error_comes_before_it(tmp_path: Path) -> None:
 
 def test_packs_own_their_memory_and_can_be_written_to() -> None:
     for event in worker(dataset()):
-        if isinstance(event, Pack):
-            for array in (event.tokens, event.labels):
+        if event.pack is not None:
+            for array in (event.pack.tokens, event.pack.labels):
                 assert array.flags.writeable
 
 
@@ -334,7 +332,7 @@ def test_once_too_often(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
         list(one)
     logged = [record.getMessage() for record in caplog.records]
     assert [line.partition("; ")[2] for line in logged] == [
-        f"restart {n} of 2 from its last receipts" for n in (1, 2)
+        f"restart {n} of 2 from its last state" for n in (1, 2)
     ]
     for _ in range(2):  # asked again, it says so again: it neither hangs nor ends
         with pytest.raises(RuntimeError, match=message):
@@ -436,7 +434,7 @@ def test_an_error_in_the_beginning_is_raised_and_tried_again(tmp_path: Path) -> 
     first = [content(next(stream)) for _ in range(9)]
     resumed = dataset(**settings)
     hidden = path.rename(tmp_path / "hidden")
-    one = worker(resumed, receipts=stream.receipts())
+    one = worker(resumed, lane_states=stream.lane_states())
     for _ in range(2):
         with pytest.raises(FileNotFoundError):
             next(one)
@@ -591,7 +589,7 @@ def test_what_was_not_started_is_closed() -> None:
 
     def start_and_close() -> None:
         one.append(new := Worker.__new__(Worker))
-        new.__init__(of, consumer=0, consumers=1, receipts={})  # type: ignore[misc]
+        new.__init__(of, consumer=0, consumers=1, lane_states={})  # type: ignore[misc]
         new.close()
 
     injector.call(start_and_close)

@@ -139,30 +139,35 @@ def test_waiting_is_bounded(
 ) -> None:
     """At most buffer_size wait; every pack takes the oldest; so a piece leaves within buffer_size packs."""
     lengths, limit = corpus
-    planner = Planner(Packing(limit, strategy, buffer_size, max_seqs_per_pack=seats))
     pulled_in: dict[int, int] = {}  # piece -> the pack during which it was pulled
-    rest = iter(lengths)
+    rest = pieces(lengths)
     packs = 0
 
-    def pull() -> int | None:
-        assert len(planner.lengths) < buffer_size, "pulled into a full buffer"
-        length = next(rest, None)
-        if length is not None:
-            pulled_in[planner.next_piece] = packs
-        return length
+    def pull() -> Span | None:
+        assert len(planner.waiting) < buffer_size, "pulled into a full buffer"
+        piece = next(rest, None)
+        if piece is not None:
+            pulled_in[piece.index] = packs
+        return piece
 
+    planner = Planner(Packing(limit, strategy, buffer_size, max_seqs_per_pack=seats), pull)
     while True:
-        oldest = planner.pieces[0] if planner.pieces else planner.next_piece
-        spans = planner.next_pack(pull)
-        if not spans:
+        oldest = planner.waiting[0].index if planner.waiting else len(pulled_in)
+        placed = planner.next_pack()
+        if not placed:
             break
-        assert spans[0].index == oldest
-        assert planner.pieces == sorted(planner.pieces)
-        assert len(planner.pieces) == len(planner.lengths) <= buffer_size
-        assert all(packs - pulled_in[span.index] <= buffer_size for span in spans)
+        assert placed[0][0].index == oldest
+        assert [piece.index for piece in planner.waiting] == sorted(piece.index for piece in planner.waiting)
+        assert [piece.length for piece in planner.waiting] == planner.lengths
+        assert len(planner.lengths) <= buffer_size
+        assert all(packs - pulled_in[piece.index] <= buffer_size for piece, _, _ in placed)
         packs += 1
-    assert not planner.pieces
+    assert not planner.waiting
     assert planner.buffered == 0
+
+
+def pieces(lengths: list[int]) -> Iterator[Span]:
+    return iter([Span(i, 0, length) for i, length in enumerate(lengths)])
 
 
 @given(corpus=corpora(), buffer_size=st.integers(1, 12))
@@ -170,15 +175,21 @@ def test_exact_fit_pulls_only_while_no_exact_sum_exists(
     corpus: tuple[list[int], int], buffer_size: int
 ) -> None:
     lengths, limit = corpus
-    planner = Planner(Packing(limit, "exact_fit", buffer_size))
-    rest = iter(lengths)
+    pulled: list[Span] = []
+    rest = pieces(lengths)
+
+    def pull() -> Span | None:
+        if (piece := next(rest, None)) is not None:
+            pulled.append(piece)
+        return piece
+
+    planner = Planner(Packing(limit, "exact_fit", buffer_size), pull)
     before = 0
-    while spans := planner.next_pack(lambda: next(rest, None)):
-        if (
-            sum(stop - start for _, start, stop in spans) == limit
-        ):  # an exact sum: its last member ended the search
-            assert planner.next_piece == max(before, max(span.index for span in spans) + 1)
-        before = planner.next_piece
+    while placed := planner.next_pack():
+        # An exact sum: its last member ended the search.
+        if sum(stop - start for _, start, stop in placed) == limit:
+            assert len(pulled) == max(before, max(piece.index for piece, _, _ in placed) + 1)
+        before = len(pulled)
 
 
 class Hiccup(Exception):
@@ -198,38 +209,37 @@ def test_an_error_in_pull_changes_nothing(
     lengths, limit = corpus
     packing = Packing(limit, strategy, buffer_size, max_seqs_per_pack=seats)
 
-    def packs_of(fails: set[int]) -> tuple[list[list[Span]], int]:
-        planner, rest, calls, errors = Planner(packing), iter(lengths), itertools.count(), 0
+    def packs_of(fails: set[int]) -> tuple[list[Any], int]:
+        rest, calls, errors = pieces(lengths), itertools.count(), 0
 
-        def pull() -> int | None:
+        def pull() -> Span | None:
             if next(calls) in fails:
                 raise Hiccup
             return next(rest, None)
 
-        packs: list[list[Span]] = []
+        planner = Planner(packing, pull)
+        packs: list[Any] = []
         while True:
             try:
-                spans = planner.next_pack(pull)
+                placed = planner.next_pack()
             except Hiccup:
                 errors += 1
-                waiting = sum(planner.lengths) - planner.offset + sum(s.stop - s.start for s in planner.spans)
-                assert planner.buffered == waiting
+                begun = sum(stop - start for _, start, stop in planner.placed)
+                assert planner.buffered == sum(planner.lengths) - planner.offset + begun
                 continue
-            if not spans:
+            if not placed:
                 return packs, errors
-            packs.append(spans)
+            packs.append(placed)
 
     assert packs_of(hiccups)[0] == packs_of(set())[0]
 
 
 def test_the_hiccups_do_happen() -> None:
-    planner = Planner(Packing(10, "exact_fit", 4))
-
-    def pull() -> int:
+    def pull() -> Span:
         raise Hiccup
 
     with pytest.raises(Hiccup):
-        planner.next_pack(pull)
+        Planner(Packing(10, "exact_fit", 4), pull).next_pack()
 
 
 @pytest.mark.parametrize("strategy", ALL)

@@ -238,23 +238,24 @@ def test_too_many_bad_records_fail_the_run(tmp_path: Path) -> None:
     data, _, bad = corpus("jsonl", tmp_path / "data")
     dataset = stream(data, quarantine=tmp_path / "bad", max_bad_records=2, num_lanes=1, shuffle=False)
     running = dataset.stream()
-    found = []
+    found, states = [], []
     for _ in range(2):
         with pytest.raises(ValueError) as error:
             while True:
                 found.append(next(running))
+                states.append(running.lane_states())
         assert str(error.value) == (
             f"{tmp_path}/data/a.jsonl:42: a row must be a JSON object, this is a list; lane 0 has passed by 2 broken "
             "records before this one: look at them, and raise max_bad_records if they may be left out"
         )
     assert len(listed(tmp_path / "bad")) == 2
     resumed = stream(data, max_bad_records=len(bad), num_lanes=1, shuffle=False)
-    resumed.load_state_dict(dataset.state_of({0: found[-1].receipt}))
+    resumed.load_state_dict(dataset.state_of(states[-1]))
     assert len(found) + len(list(resumed)) == len(list(stream(data, num_lanes=1, shuffle=False))), (
         "a resume counts on"
     )
     stopped = stream(data, max_bad_records=2, num_lanes=1, shuffle=False)
-    stopped.load_state_dict(dataset.state_of({0: found[-1].receipt}))
+    stopped.load_state_dict(dataset.state_of(states[-1]))
     with pytest.raises(ValueError, match="has passed by 2 broken records"):
         list(stopped)
 

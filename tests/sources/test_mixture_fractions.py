@@ -23,7 +23,6 @@ from streampack import (
 )
 from streampack.sources import Reading
 from streampack.sources.mixture_scheduler import MixtureScheduler, Weighing
-from streampack.streaming.lane_state import Receipt, numbers_of
 from tests.support.conformance import check_resume_everywhere
 from tests.support.corpus import rows
 from tests.support.mixtures import (
@@ -245,10 +244,10 @@ def test_weights_changed_at_a_resume(more: dict[str, Any]) -> None:
         "the mixture's weights changed since the state was written: short 0.7 -> 0.1, long 0.1 -> 0.7. The rows that "
         "wait were drawn by the old ones; the next are drawn by the new ones, and the fractions approach them"
     )
-    old, waiting = before.stream(receipts=numbers_of(before.state_dict()["lanes"])), after.stream()
+    old, waiting = before.stream(lane_states=before._lane_states()), after.stream()
     for one, other in zip(old.lanes, waiting.lanes, strict=True):
-        assert [piece.row_id for piece in one.held.values()] == [
-            piece.row_id for piece in other.held.values()
+        assert [piece.row_id for piece in one.planner.waiting] == [
+            piece.row_id for piece in other.planner.waiting
         ]
 
     def make_after() -> IterablePackedDataset:
@@ -302,12 +301,12 @@ def test_weights_changed_repeatedly_while_rows_wait(
             if state is not None:
                 data.load_state_dict(state)
         [lane] = unbroken.lanes
-        assert isinstance(lane.reader, MixtureScheduler)
-        lane.reader.weighing.last = mixed(weights).weights  # from the next row on
+        assert isinstance(lane.pieces.reader, MixtureScheduler)
+        lane.pieces.reader.weighing.last = mixed(weights).weights  # from the next row on
         found = [pack["tokens"].tolist() for pack in islice(data, 60 if weights == stages[-1] else 3)]
         assert found == [pack.tokens.tolist() for pack in islice(unbroken, len(found))]
         state = data.state_dict()
-        most = max(most, Receipt.from_bytes(state["lanes"][0]).cursor[0])
+        most = max(most, state["lanes"][0]["cursor"][0])
     assert most >= 1, "weights that waiting rows were drawn by"
 
 

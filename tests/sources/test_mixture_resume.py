@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
@@ -23,7 +24,7 @@ from streampack.sources.base import Reader
 from streampack.sources.mixture import TOTAL_WEIGHT
 from streampack.sources.mixture_scheduler import Stand, Weighing
 from streampack.streaming.lane import Lane
-from streampack.streaming.lane_state import Receipt
+from streampack.streaming.lane_state import LaneState
 from tests.support.conformance import check_positions, check_resume_everywhere, content
 from tests.support.corpus import Numbers, rows, samples_in, write
 from tests.support.mixtures import (
@@ -150,11 +151,10 @@ def test_lane_states_stay_small() -> None:
     data = make(mix, **ENDLESS, num_lanes=1, buffer_size=128, max_seq_len=512, shuffle=True)
     sizes = []
     for _ in islice(data, 100):
-        receipt = data.state_dict()["lanes"][0]
-        span = (found := Receipt.from_bytes(receipt)).next_piece - found.first
-        assert len(receipt) <= 128 + span / 8 + 48 * len(mix.names)
-        sizes.append(len(receipt))
-    assert max(sizes) < 330
+        state = data.state_dict()["lanes"][0]
+        sizes.append(len(pickle.dumps(state)))
+        assert sizes[-1] <= 256 + (state["next_piece"] - state["first"]) / 4 + 100 * len(mix.names)
+    assert max(sizes) < 900
 
 
 def test_lane_states_stay_small_after_a_million_steps() -> None:
@@ -165,7 +165,7 @@ def test_lane_states_stay_small_after_a_million_steps() -> None:
     stand = Stand(-TOTAL_WEIGHT * 2**18, turn=9, exhausted=True, fed=True, cursor=cursor).numbers()
     stats = SourceStats(epochs=9, samples=2**30, tokens_in=2**40, packed=2**40, trained=2**40)
     ledger = Ledger(samples=2**33, tokens_in=2**43, packs=2**31, slots=2**43, packed=2**43)
-    receipt = Receipt(
+    state = LaneState(
         2**31,
         False,
         0,
@@ -177,7 +177,8 @@ def test_lane_states_stay_small_after_a_million_steps() -> None:
         ledger,
         (stats,) * sources,
     )
-    assert len(receipt.to_bytes()) <= 128 + 300 / 8 + 48 * sources
+    assert len(pickle.dumps(state.as_dict())) <= 256 + 300 / 4 + 100 * sources
+    assert LaneState.from_dict(state.as_dict()) == state
 
 
 def test_errors_consume_nothing() -> None:
@@ -236,8 +237,8 @@ def test_a_replay_encodes_consumed_rows() -> None:
     data = make(three(), **ENDLESS, num_lanes=1)
     for _ in islice(data, 30):
         pass
-    found = Receipt.from_bytes(data.state_dict()["lanes"][0])
+    found = LaneState.from_dict(data.state_dict()["lanes"][0])
     encoder = Numbers()
     resumed = make(three(), **ENDLESS, num_lanes=1, encoder=encoder)
-    Lane(resumed.lane_config, receipt=found.numbers())
+    Lane(resumed.lane_config, state=found)
     assert encoder.calls == found.next_piece - found.first

@@ -18,7 +18,7 @@ from streampack.storage import ranges
 from streampack.storage import retries as retry
 from streampack.storage.base import File, LocalStorage
 from streampack.storage.retries import PERMANENT, Busy, Retries
-from tests.support.corpus import Numbers, make_source, rows, write
+from tests.support.corpus import Numbers, make_source, plain, rows, write
 
 ROWS = rows(60)
 
@@ -167,7 +167,7 @@ def stream(source: Any, **changes: Any) -> IterablePackedDataset:
 
 
 def packs(dataset: IterablePackedDataset) -> list[Any]:
-    return [(pack.tokens.tolist(), pack[2:]) for pack in dataset.stream()]
+    return [plain(pack) for pack in dataset.stream()]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "gz", "zst"])
@@ -194,17 +194,18 @@ def test_a_failure_while_resuming_changes_nothing(
     """A resume begins by reading the window again."""
     source = make_source("jsonl", tmp_path, ROWS)
     before = stream(source, shuffle_window=40).stream()
-    first = [next(before) for _ in range(9)]
-    rest = [(pack.tokens.tolist(), pack[2:]) for pack in before]
-    receipts = {pack.lane: pack.receipt for pack in first}
+    for _ in range(9):
+        next(before)
+    states = before.lane_states()
+    rest = [plain(pack) for pack in before]
     storage = Shaky()
     monkeypatch.setattr(ranges, "TAIL_BYTES", 8)
     storage.fails = {0, 1, 2, 20, 21, 60, 61, 62, 63, 64, 100}
     resumed = stream(shaken(make_source("jsonl", tmp_path, ROWS), storage), shuffle_window=40).stream(
-        receipts=receipts
+        lane_states=states
     )
     assert slept, "before the first pack"
-    assert [(pack.tokens.tolist(), pack[2:]) for pack in resumed] == rest
+    assert [plain(pack) for pack in resumed] == rest
 
 
 def test_a_permanent_failure_names_the_place(
@@ -219,7 +220,7 @@ def test_a_permanent_failure_names_the_place(
     found: list[Any] = []
     with caplog.at_level(logging.WARNING, "streampack"), pytest.raises(OSError) as error:
         for pack in running:
-            found.append((pack.tokens.tolist(), pack[2:]))
+            found.append(plain(pack))
     [note] = error.value.__notes__
     offset = int(note.removeprefix(f"while reading {path} from byte ").removesuffix(" on"))
     lines = path.read_bytes()
@@ -232,7 +233,7 @@ def test_a_permanent_failure_names_the_place(
         assert line.startswith("[Errno 5] Input/output error while reading a.jsonl, bytes ")
         assert line.endswith(f"; trying again in {wait:.1f} s")
     storage.fails = set()  # and when it is back, and the stream is asked again, nothing is missing
-    found += [(pack.tokens.tolist(), pack[2:]) for pack in running]
+    found += [plain(pack) for pack in running]
     assert found == packs(stream(path, num_lanes=1, shuffle=False, epochs=1))
 
 
@@ -278,9 +279,9 @@ def test_an_iterables_own_errors_are_named_and_not_retried(slept: list[float]) -
     for _ in range(3):
         with pytest.raises(ConnectionResetError) as error:
             for pack in running:
-                found.append((pack.tokens.tolist(), pack[2:]))
+                found.append(plain(pack))
         assert error.value.__notes__ == ["while reading row 17"]
-    found += [(pack.tokens.tolist(), pack[2:]) for pack in running]
+    found += [plain(pack) for pack in running]
     assert slept == []
     assert found == packs(stream(IterableSource(ROWS), num_lanes=1, shuffle=False, epochs=1))
 

@@ -14,8 +14,8 @@ from streampack.packing.settings import Packing
 from streampack.sources import IterableSource, JSONLSource, MapSource
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_config import LaneConfig
-from streampack.streaming.lane_state import Receipt
-from streampack.types import ReceiptNumbers
+from streampack.streaming.lane_state import LaneState
+from streampack.streaming.piece_reader import PieceReader
 from tests.support import oracle
 from tests.support.corpus import STRIDE, Numbers, make_source, rows, write
 
@@ -23,12 +23,15 @@ STRATEGIES = ("next_fit", "first_fit", "best_fit", "exact_fit", "wrap")
 POLICIES = ("split", "drop", "truncate")
 
 
-def make(source: Any, *, receipt: ReceiptNumbers | None = None, encode: Any = None, **changes: Any) -> Lane:
+def config_of(source: Any, *, encode: Any = None, **changes: Any) -> LaneConfig:
     names = ("strategy", "buffer_size", "overlong", "truncate_side", "max_seq_len")
     packing = {"max_seq_len": 24, "buffer_size": 6} | {k: changes.pop(k) for k in names if k in changes}
     encode = Numbers() if encode is None else encode
-    config = LaneConfig(source=source, encode=encode, packing=Packing(**packing), **changes)
-    return Lane(config, receipt=receipt)
+    return LaneConfig(source=source, encode=encode, packing=Packing(**packing), **changes)
+
+
+def make(source: Any, *, state: LaneState | None = None, **changes: Any) -> Lane:
+    return Lane(config_of(source, **changes), state=state)
 
 
 def drain(lane: Lane, limit: int = 10_000) -> list[Pack]:
@@ -39,7 +42,8 @@ def drain(lane: Lane, limit: int = 10_000) -> list[Pack]:
 
 
 def content(pack: Pack) -> tuple[Any, ...]:
-    return pack.tokens.tolist(), pack.labels.tolist(), pack[2:]
+    rest = pack.seq_lens, pack.fragments, pack.epoch, pack.number, pack.lane
+    return pack.tokens.tolist(), pack.labels.tolist(), rest
 
 
 def spans(pack: Pack) -> list[tuple[int, int, int]]:
@@ -50,20 +54,21 @@ def spans(pack: Pack) -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("overlong", POLICIES)
-def test_pieces_are_those_of_its_packs(overlong: str) -> None:
-    """In the order of reading, and none is kept."""
+def test_pieces_are_those_of_a_lanes_packs(overlong: str) -> None:
+    """In the order of reading."""
     data, settings = rows(60, overlong=70), {"overlong": overlong, "strategy": "next_fit"}
     packed = [
         (fragment.row_id, fragment.start, fragment.stop)
         for pack in drain(make(MapSource(data), **settings))
         for fragment in pack.fragments
     ]
-    lane, pieces = make(MapSource(data), **settings), []
-    while (piece := lane.next_piece()) is not None:
-        pieces.append((piece.row_id, piece.start, piece.start + piece.sample.tokens.size))
-        assert lane.held == {}
+    reader, pieces = PieceReader(config_of(MapSource(data), **settings), lane=0, num_lanes=1), []
+    reader.open(0)
+    while (piece := reader.next()) is not None:
+        pieces.append((piece.row_id, piece.start, piece.start + piece.length))
+        assert piece.length == piece.sample.tokens.size
     assert pieces == packed
-    assert lane.next_piece() is None
+    assert reader.next() is None
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -100,7 +105,7 @@ def test_packs_are_the_oracles(strategy: str, overlong: str, side: str) -> None:
             wraps=strategy == "wrap",
         )
         # A sample that was split counts as its pieces are pulled; the rest of the newest one is still to come.
-        to_come = sum(piece.sample.tokens.size for piece in lane.pending)
+        to_come = sum(piece.sample.tokens.size for piece in lane.pieces.pending)
         assert ledger.tokens_in == wanted["tokens_in"] - to_come
         assert ledger.buffered == wanted["buffered"] - to_come
         assert {**ledger.dropped} == {
@@ -113,7 +118,7 @@ def test_packs_are_the_oracles(strategy: str, overlong: str, side: str) -> None:
         assert [ledger.packs, ledger.slots, ledger.packed] == [
             wanted[k] for k in ("packs", "slots", "packed")
         ]
-        assert Receipt.from_numbers(pack.receipt).ledger == ledger
+        assert lane.state().ledger == ledger
     assert len(packs) == len(expected)
     check_trained(packs)
     assert (lane.ledger.samples, lane.ledger.tokens_in, lane.ledger.buffered) == (150, sum(lengths), 0)
@@ -248,7 +253,7 @@ class Flaky:
 def test_errors_change_nothing(
     strategy: str, overlong: str, window: int, where: str, fails: set[int], kind: type[Exception]
 ) -> None:
-    """Whatever fails, whenever: asked again, the lane makes the packs and receipts of a run without errors."""
+    """Whatever fails, whenever: asked again, the lane makes the packs of a run without errors."""
     data = rows(40, overlong=70)
     settings = {"strategy": strategy, "overlong": overlong, "shuffle_window": window}
     whole = [content(pack) for pack in drain(make(MapSource(data), **settings))]
@@ -283,13 +288,12 @@ def test_a_bad_sample_stops_the_lane_until_it_is_repaired(endless: bool, overlon
     for _ in range(4):
         with pytest.raises(ValueError, match=r"^sample 30: is out of order$"):
             while True:
-                pack = lane.next_pack()
-                assert pack is not None
-                packs.append(pack)
-    # Elsewhere too, from the last receipt.
-    other = make(
-        MapSource(data), encode=encode, endless=endless, overlong=overlong, receipt=packs[-1].receipt
-    )
+                event = lane.next_event()
+                assert event.pack is not None
+                packs.append(event.pack)
+                state = event.state
+    # Elsewhere too, from the last state.
+    other = make(MapSource(data), encode=encode, endless=endless, overlong=overlong, state=state)
     with pytest.raises(ValueError, match=r"^sample 30: is out of order$"):
         drain(other)
     encode.bad = None
@@ -389,66 +393,65 @@ def drain_until_error(lane: Lane) -> Any:
         yield pack
 
 
-# Receipts.
+# States.
 
 
 @pytest.mark.parametrize("kind", ["map", "jsonl", "iterable"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_receipt_is_all_a_lane_is(tmp_path: Path, kind: str, strategy: str) -> None:
-    """A lane made from a receipt gives the same receipt, and the same ledger, before it does anything."""
+def test_a_state_is_all_a_lane_is(tmp_path: Path, kind: str, strategy: str) -> None:
+    """A lane made from a state gives the same state, and the same ledger, before it does anything."""
     data = rows(120, overlong=70)
     for overlong in POLICIES:
         settings = {"strategy": strategy, "overlong": overlong, "shuffle_window": 5}
         lane = make(make_source(kind, tmp_path, data), **settings)
-        for pack in iter(lane.next_pack, None):
-            again = make(make_source(kind, tmp_path, data), receipt=pack.receipt, **settings)
-            assert again.receipt() == pack.receipt == lane.receipt()
+        while (event := lane.next_event()).pack is not None:
+            again = make(make_source(kind, tmp_path, data), state=event.state, **settings)
+            assert again.state() == event.state == lane.state()
             assert again.ledger == lane.ledger
             assert (again.packs, again.epoch, again.done) == (lane.packs, lane.epoch, False)
-        done = lane.receipt()
-        again = make(make_source(kind, tmp_path, data), receipt=done, **settings)
+        done = lane.state()
+        again = make(make_source(kind, tmp_path, data), state=done, **settings)
         assert again.done
         assert again.next_pack() is None
-        assert again.receipt() == done
+        assert again.state() == done
         again.start_epoch(1)
         lane.start_epoch(1)
         assert [content(p) for p in drain(again)] == [content(p) for p in drain(lane)]
 
 
-def middle(source: Any, **settings: Any) -> ReceiptNumbers:
-    """A receipt with several pieces in flight."""
-    for pack in drain(make(source, **settings)):
-        receipt = Receipt.from_numbers(pack.receipt)
-        if receipt.packs > 5 and receipt.ledger.buffered > 10:
-            return pack.receipt
-    raise AssertionError("no such receipt")
+def middle(source: Any, **settings: Any) -> LaneState:
+    """A state with several pieces in flight."""
+    lane = make(source, **settings)
+    while (event := lane.next_event()).pack is not None:
+        if event.state.packs > 5 and event.state.ledger.buffered > 10:
+            return event.state
+    raise AssertionError("no such state")
 
 
-def test_a_receipt_refuses_data_that_changed() -> None:
+def test_a_state_refuses_data_that_changed() -> None:
     """Where the fingerprint could not see it."""
     data = rows(100)
-    receipt = middle(IterableSource(data))
-    waits = Receipt.from_numbers(receipt)
-    first = waits.cursor[1]  # the row of the oldest waiting piece
+    state = middle(IterableSource(data))
+    first = state.cursor[1]  # the row of the oldest waiting piece
 
     with pytest.raises(ValueError) as error:
-        make(IterableSource(data[:first]), receipt=receipt)
+        make(IterableSource(data[:first]), state=state)
     assert str(error.value) == (
-        f"lane 0: the state says {waits.next_piece} pieces were read and the corpus ends after {waits.first}; "
+        f"lane 0: the state says {state.next_piece} pieces were read and the corpus ends after {state.first}; "
         "the data or the encoder changed"
     )
     longer = [dict(row) for row in data]
     longer[first]["n"] += 1
     with pytest.raises(ValueError) as error:
-        make(IterableSource(longer), receipt=receipt)
+        make(IterableSource(longer), state=state)
     assert str(error.value) == (
-        f"lane 0: {waits.ledger.buffered + 1} tokens wait after reading again, the state says "
-        f"{waits.ledger.buffered}; the data or the encoder changed since it was written"
+        f"lane 0: {state.ledger.buffered + 1} tokens wait after reading again, the state says "
+        f"{state.ledger.buffered}; the data or the encoder changed since it was written"
     )
     too_long = [dict(row) for row in data]
     too_long[first]["n"] = 30
     with pytest.raises(ValueError, match=r"^lane 0: \d+ tokens wait after reading again, the state says"):
-        make(IterableSource(too_long), receipt=receipt, overlong="drop")
+        make(IterableSource(too_long), state=state, overlong="drop")
 
 
 def test_a_lane_that_lost_tokens_says_so() -> None:
@@ -456,7 +459,7 @@ def test_a_lane_that_lost_tokens_says_so() -> None:
     lane.next_pack()
     lane.ledger.tokens_in += 1
     with pytest.raises(RuntimeError, match=r"lane 0 lost tokens: .* this is a bug in streampack"):
-        lane.next_pack()
+        lane.next_event()
 
 
 def test_packs_share_no_memory_with_the_lane() -> None:

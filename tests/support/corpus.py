@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from streampack import IGNORE_INDEX, IterableSource, JSONLSource, MapSource, Sample
+from streampack import IGNORE_INDEX, IterableSource, JSONLSource, MapSource, Pack, Sample
 from streampack.sources import Reading
 
 STRIDE = 1000  # sample i has the tokens 1000 i + 1, 1000 i + 2, ...
@@ -111,3 +111,16 @@ def read_all(source: Any, *, num_lanes: int = 1, **settings: Any) -> list[Mappin
         for lane in range(num_lanes)
         for row in source.read(Reading(lane, num_lanes=num_lanes, **settings))
     ]
+
+
+def plain(pack: Pack) -> tuple[Any, ...]:
+    """All of a pack, to be compared."""
+    return (
+        pack.tokens.tolist(),
+        pack.labels.tolist(),
+        pack.seq_lens,
+        pack.fragments,
+        pack.epoch,
+        pack.number,
+        pack.lane,
+    )

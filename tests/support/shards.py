@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from streampack import IterablePackedDataset, JSONLSource
 from streampack.sources import ParquetSource
 from streampack.storage.retries import Retries
-from tests.support.corpus import Numbers, rows
+from tests.support.corpus import Numbers, plain, rows
 from tests.support.web import Web
 
 KINDS = ("jsonl", "gz", "parquet")
@@ -64,7 +64,7 @@ def stream(data: Any, **settings: Any) -> IterablePackedDataset:
 
 
 def packs(data: Any, **settings: Any) -> list[Any]:
-    return [(pack.tokens.tolist(), pack[2:]) for pack in stream(data, **settings).stream()]
+    return [plain(pack) for pack in stream(data, **settings).stream()]
 
 
 def used(kind: str, files: dict[str, bytes]) -> int:

@@ -13,8 +13,8 @@ from typing import Any
 from streampack import IterablePackedDataset, MapSource, PackedDataLoader, Sample
 from streampack.distributed.rank_sync import RankSync, verdict
 from streampack.packing.batch import Batch
-from streampack.streaming.round_robin import Event, PackStream
-from streampack.types import ReceiptNumbers
+from streampack.streaming.lane_state import LaneEvent, LaneState
+from streampack.streaming.round_robin import PackStream
 from tests.support.corpus import Numbers, rows
 
 PackKey = tuple[Any, ...]
@@ -119,27 +119,35 @@ class InProcess:
         *,
         consumer: int,
         consumers: int,
-        receipts: Mapping[int, ReceiptNumbers],
+        lane_states: Mapping[int, LaneState],
         first_epoch: int | None,
         prefetch: int,
         max_restarts: int,
     ) -> None:
-        self.begin = (pickle.loads(pickle.dumps(dataset)), consumer, consumers, dict(receipts), first_epoch)
+        self.begin = (
+            pickle.loads(pickle.dumps(dataset)),
+            consumer,
+            consumers,
+            dict(lane_states),
+            first_epoch,
+        )
         self.stream: PackStream | None = None
         self.closed = False
 
-    def __iter__(self) -> Iterator[Event]:
+    def __iter__(self) -> Iterator[LaneEvent]:
         return self
 
     def close(self) -> None:
         self.closed = True
 
-    def __next__(self) -> Event:
+    def __next__(self) -> LaneEvent:
         if self.closed:
             raise StopIteration
         if self.stream is None:
-            dataset, consumer, consumers, receipts, first_epoch = self.begin
-            self.stream = dataset.stream(consumer, consumers, receipts=receipts, first_epoch=first_epoch)
+            dataset, consumer, consumers, lane_states, first_epoch = self.begin
+            self.stream = dataset.stream(
+                consumer, consumers, lane_states=lane_states, first_epoch=first_epoch
+            )
         return self.stream.next_event()
 
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from streampack.accounting import Ledger
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.packing.batch import Batch
-from streampack.streaming.round_robin import ledger_of
+from streampack.streaming.lane_state import LaneState
+from streampack.streaming.round_robin import total_ledger
 from streampack.streaming.untrained import TrainedSteps
-from streampack.types import ReceiptNumbers
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -52,7 +52,7 @@ class Steps:
         self.sizes: deque[int] = deque()  # real tokens of each batch of the current step
         self.epoch = 0  # of the newest batch, counted from the run's first
         # Lane states and slot when the newest step began.
-        self._before: tuple[dict[int, ReceiptNumbers], int] = ({}, 0)
+        self._before: tuple[dict[int, LaneState], int] = ({}, 0)
         self._batches: Any = None  # the loader's iteration
         self.trained = TrainedSteps(loader.dataset.lane_config)
         self._fetched = False  # the first batch of the next step is in `_next`, None at the end of the data
@@ -83,7 +83,7 @@ class Steps:
         if not self._fetched:
             if self._batches is None:
                 self._batches = iter(self.loader)
-            self._before = dict(self.loader.receipts), self.loader.slot
+            self._before = dict(self.loader.lane_states), self.loader.slot
             self._next, self._fetched = next(self._batches, None), True
         return self._next
 
@@ -102,13 +102,13 @@ class Steps:
         """Count the steps made in this epoch, including those before a resume."""
         return self._after_last_step()[1] // self.loader.packs_per_step
 
-    def _after_last_step(self) -> tuple[dict[int, ReceiptNumbers], int]:
+    def _after_last_step(self) -> tuple[dict[int, LaneState], int]:
         """Return the lane states and the slot as of the last step made."""
         made = self.trainer.state.global_step - self.first
         # On SIGTERM (enable_jit_checkpoint) Trainer may save after a step's batches are given and before it is made.
         if self._fetched or self.given > made * self.loader.batches_per_step:
             return self._before
-        return self.loader.receipts, self.loader.slot
+        return self.loader.lane_states, self.loader.slot
 
     def state_dict(self) -> dict[str, Any]:
         """Return the stream's state as of the last step made. A collective."""
@@ -116,7 +116,7 @@ class Steps:
 
     def ledger(self) -> Ledger:
         """Return the ledger of all ranks. A collective."""
-        return Ledger.total(self.loader.rank_sync.gather(ledger_of(self._after_last_step()[0])))
+        return Ledger.total(self.loader.rank_sync.gather(total_ledger(self._after_last_step()[0])))
 
     def check_trained(self) -> None:
         """Check that each step since the last check trained something. A collective.
