@@ -431,7 +431,7 @@ def test_an_error_in_the_beginning_is_raised_and_tried_again(tmp_path: Path) -> 
     path = write(tmp_path / "a.jsonl", ROWS)
     settings = {"source": path, "shuffle": True, "shuffle_window": 8, "num_lanes": 1}
     stream = dataset(**settings).stream()
-    first = [content(next(stream)) for _ in range(9)]
+    first = [content(stream.next_event()) for _ in range(9)]
     resumed = dataset(**settings)
     hidden = path.rename(tmp_path / "hidden")
     one = worker(resumed, lane_states=stream.lane_states())
