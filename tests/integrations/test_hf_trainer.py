@@ -290,19 +290,6 @@ def test_a_model_of_model_init_is_prepared_too(tmp_path: Path, straight: Losses)
     assert losses(trainer) == straight
 
 
-def test_the_flattening_collator_in_a_stock_trainer(tmp_path: Path) -> None:
-    rows = [{"input_ids": row["tokens"], "labels": row["labels"]} for row in samples()]
-    curves = []
-    for collator in (FlatteningCollator(), PaddedCollator()):
-        trainer = trainer_of(
-            tmp_path / type(collator).__name__, train_dataset=rows, data_collator=collator,
-            per_device_train_batch_size=6, max_steps=12,
-        )  # fmt: skip
-        trainer.train()
-        curves.append(losses(trainer))
-    assert_same(*curves, within=1e-4, steps=range(1, 13))
-
-
 def test_multipack_in_a_stock_trainer_resumes(tmp_path: Path) -> None:
     """accelerate shards the batches, so the sampler has ``num_replicas=1``; Trainer itself skips those trained."""
     rows = [{"input_ids": row["tokens"], "labels": row["labels"]} for row in samples()]

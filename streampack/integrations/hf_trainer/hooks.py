@@ -27,7 +27,6 @@ from streampack.streaming.dataset import IterablePackedDataset
 if TYPE_CHECKING:
     from transformers import Trainer
 
-
 log = logging.getLogger(__name__)
 
 
