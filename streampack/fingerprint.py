@@ -1,4 +1,4 @@
-"""Digests of plain values, by which a state, a corpus or an encoder is recognised in another process."""
+"""Digests of plain values, to compare corpora, encoders and states between processes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
 
 
 def digest(*parts: object) -> str:
-    """A short stable digest of plain values; 16 hex digits."""
+    """Return a short stable digest of plain values; 16 hex digits."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 def plain(value: Any) -> Any:
-    """A row's content as plain values: equal content compares equal, be it lists, arrays or tensors.
+    """Return a row's content as plain values: equal content compares equal, be it lists, arrays or tensors.
 
     The ``repr`` of the result is the same in every process: it holds no memory address, and sets are sorted. Of an
     object, the class and what `pickle` would store count; of a function, the name.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,26 +17,14 @@ IntArray = npt.NDArray[np.signedinteger[Any]]
 tensors, which are int64."""
 
 Cursor = tuple[int, ...]
-"""A place in one lane's reading of one epoch. Only the source that made it can read it."""
+"""Where reading can resume in one lane's epoch of a source; opaque to everything but that source."""
 
 RowId = tuple[int, ...]
-"""Where a row stands in the corpus. ``source.locate(row_id)`` turns it into words."""
-
-
-Named = TypeVar("Named", bound=tuple[Any, ...])
-
-
-def from_tuple(kind: type[Named]) -> Callable[[Iterable[Any]], Named]:
-    """Makes a named tuple of a tuple, unchecked. For what every row and piece needs: in half of its own call's time.
-
-    >>> from_tuple(Row)(({}, (0,), (0,))).cursor
-    (0,)
-    """
-    return partial(tuple.__new__, kind)
+"""Which row of the corpus; ``source.locate(row_id)`` prints it, such as file and line."""
 
 
 class Row(NamedTuple):
-    """What a source yields: the data, where it stands, and from where reading can start again AT it."""
+    """What a source yields: a row's data, the cursor to resume AT it, and its place in the corpus."""
 
     data: Mapping[str, Any]
     cursor: Cursor
@@ -55,7 +42,7 @@ class Sample(NamedTuple):
     labels: IntArray  # [length]
 
     def cut(self, start: int, stop: int) -> Sample:
-        """Tokens ``[start, stop)``, as a view."""
+        """Return tokens ``[start, stop)``, as a view."""
         if start == 0 and stop == self.tokens.size:
             return self
         tokens = self.tokens[start:stop]

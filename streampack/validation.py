@@ -1,4 +1,4 @@
-"""Checks of arguments: each names the value, the limit and what to give."""
+"""Checks of arguments; each error names the value, the limit and the way out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def require(value: object, name: str, allowed: Iterable[str]) -> None:
 
 
 def require_positive(value: object, name: str, *, least: int = 1) -> int:
-    """``value`` as an int; raise if it is not a whole number of at least ``least``."""
+    """Return ``value`` as an int; raise if it is not a whole number of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise ValueError(f"{name}={value!r} is not a whole number; give one of at least {least}")
     number = operator.index(value)

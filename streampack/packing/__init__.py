@@ -1,4 +1,4 @@
-"""Samples become packs: encoders make samples of rows, the planner chooses, the assembler fills arrays."""
+"""From rows to packs: encoders turn rows into samples, the planner groups them, the assembler fills arrays."""
 
 from streampack.packing.batch import Batch, collate_packed
 from streampack.packing.planner import plan_packs

@@ -1,4 +1,4 @@
-"""Samples become the arrays of a pack."""
+"""Samples, checked, and laid end to end into the arrays of a pack."""
 
 from __future__ import annotations
 
@@ -16,16 +16,13 @@ import numpy.typing as npt
 from streampack.accounting import trained_tokens
 from streampack.packing.boundaries import require_one_sequence
 from streampack.packing.settings import Packing
-from streampack.types import IGNORE_INDEX, IntArray, Sample, from_tuple
+from streampack.types import IGNORE_INDEX, IntArray, Sample
 from streampack.validation import require_positive
 
 # numpy looks types up by their classes for every array otherwise.
 INT32, INT64, UINT32, UINT64 = map(np.dtype, (np.int32, np.int64, np.uint32, np.uint64))
 UNSIGNED = {INT32: (UINT32, 2**31), INT64: (UINT64, 2**63)}  # with what an id of the signed type is below
 MACHINE = {"I": INT32, "i": INT32, "Q": INT64, "q": INT64}  # how the numbers of a machine array are read
-
-
-_sample = from_tuple(Sample)
 
 
 def as_sample(row: Mapping[str, Any], *, tokens: str = "tokens", labels: str | None = "labels") -> Sample:
@@ -49,25 +46,25 @@ def as_sample(row: Mapping[str, Any], *, tokens: str = "tokens", labels: str | N
 
 
 def pair_of(ids: Any, targets: Any, *, tokens: str = "tokens", labels: str = "labels") -> Sample:
-    """Copy ids and labels, as lists, arrays or tensors, to a `Sample`; the names are those to call them in errors.
+    """Copy ids and labels, as lists, arrays or tensors, to a `Sample`; errors call them by these names.
 
     Raises:
         ValueError: for anything but a flat sequence of whole numbers, and for ids and labels of different length.
     """
     own = _integers(ids, tokens, codes="IQq")
     if targets is ids:  # all of it is trained, as where no mask is stored
-        return _sample((own, own))
+        return Sample(own, own)
     own_targets = _integers(targets, labels, codes="Iiq")
     if own.size != own_targets.size:
         raise ValueError(
             f"{tokens!r} has {own.size} entries and {labels!r} has {own_targets.size}; "
             f"labels are unshifted, one per token, {IGNORE_INDEX} where nothing is trained"
         )
-    return _sample((own, own_targets))
+    return Sample(own, own_targets)
 
 
 def _integers(values: Any, column: str, *, codes: str) -> IntArray:
-    """A column as int32 or int64; lists by way of machine arrays of the first of these type codes that holds them."""
+    """Return a column as int32 or int64. Lists go through machine arrays of the first type code that holds them."""
     if type(values) is np.ndarray:
         if values.dtype is INT64 and values.ndim == 1:
             return narrowed(values)
@@ -101,7 +98,7 @@ def _integers(values: Any, column: str, *, codes: str) -> IntArray:
 
 
 def narrowed(ids: npt.NDArray[Any]) -> IntArray:
-    """A copy of 32 bits, or 64 if one needs them: who made the array may fill it anew, or it is a part of a huge one.
+    """Copy ids to int32, or to int64 if one needs it. A copy, because the caller may reuse the array.
 
     >>> narrowed(np.array([5, -100])).dtype, narrowed(np.array([5, 2**31])).dtype
     (dtype('int32'), dtype('int64'))
@@ -114,13 +111,13 @@ def narrowed(ids: npt.NDArray[Any]) -> IntArray:
 
 
 def missing_column(row: Mapping[str, Any], column: str) -> ValueError:
-    """The error for a row without ``column``: names the columns that are there."""
+    """Make the error for a row without ``column``; it names the columns that are there."""
     there = ", ".join(repr(name) for name in row) or "none"
     return ValueError(f"column {column!r} is missing; the row's columns are {there}")
 
 
 def check_sample(sample: Sample, vocab_size: int | None = None) -> None:
-    """Raise if it is no sample: two flat arrays of equal length, int32 or int64, ids from 0 and below ``vocab_size``.
+    """Raise unless a sample is two flat arrays of equal length, int32 or int64, ids from 0 and below ``vocab_size``.
 
     Encoders are users' code, and an id past the embedding's end is a device-side assert on CUDA, far from
     the sample that caused it.
@@ -171,7 +168,7 @@ def _good_labels(labels: IntArray, vocab_size: int | None) -> bool:
 
 
 def require_id(value: object, name: str, *, vocab_size: int | None) -> int:
-    """Return a setting that is a token id; raise if it is none, or outside the vocabulary.
+    """Return a setting as a token id; raise if it is not one, or outside the vocabulary.
 
     >>> require_id(5, "padding_idx", vocab_size=10)
     5
@@ -189,7 +186,7 @@ def _bounds(vocab_size: int | None) -> str:
 
 
 def untrained_error(length: int, packing: Packing) -> ValueError:
-    """The error for a sample of ``length`` tokens that trains nothing; it lacks its subject, the sample."""
+    """Make the error for a sample of ``length`` tokens that trains nothing; the caller adds its place."""
     kept = sum(stop - start for start, stop in packing.pieces_of(length))
     way_out = "set untrained to 'drop' or 'keep'"
     if kept == 1:
@@ -207,7 +204,7 @@ def untrained_error(length: int, packing: Packing) -> ValueError:
 def trained_if_split(
     sample: Sample, start: int, stop: int, *, packing: Packing, isolated: bool = True
 ) -> int | None:
-    """What a `Fragment` of tokens ``[start, stop)`` says of its sample: None if ``packing`` leaves it whole.
+    """Count the trained tokens in all fragments of a sample, ``[start, stop)`` being one; None if it is not split.
 
     Unless samples are ``isolated``, a fragment's first label is trained, too, but where the fragment begins a pack.
 
@@ -234,7 +231,7 @@ def trained_if_split(
 
 
 def with_eos(sample: Sample, eos: int) -> Sample:
-    """A truncated sample whose last token is replaced by ``eos``, its label too if it was trained."""
+    """Replace the last token of a truncated sample by ``eos``, and its label if it was trained."""
     tokens, labels = (array.astype(array.dtype if eos < 2**31 else INT64) for array in sample)
     tokens[-1] = eos
     if labels[-1] != IGNORE_INDEX:
@@ -274,7 +271,7 @@ def assemble(
 
 
 def positions(packs: Sequence[Sequence[int]], max_seq_len: int) -> IntArray:
-    """The ``input_pos`` of packs of these ``seq_lens``: from 0 in every sequence, and in the padding.
+    """Return ``input_pos`` of packs with these ``seq_lens``: from 0 in every sequence and in the padding.
 
     >>> positions([[3, 2], [6]], 6).tolist()
     [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]]
@@ -290,7 +287,7 @@ def positions(packs: Sequence[Sequence[int]], max_seq_len: int) -> IntArray:
 
 @lru_cache(maxsize=4)
 def _count(length: int) -> IntArray:
-    """``0, 1, ..., length - 1``, for copying from: making it anew took a fifth of a pack's time."""
+    """Return ``0, 1, ..., length - 1`` to copy from; making it for every pack took a fifth of a pack's time."""
     count = np.arange(length)
     count.flags.writeable = False
     return count

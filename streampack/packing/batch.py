@@ -1,4 +1,4 @@
-"""Packs become tensors: torchtune's dict for one pack, a `Batch` for several."""
+"""Packs as tensors: torchtune's dict for one pack, a `Batch` for several."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from streampack.types import IGNORE_INDEX, Fragment, IntArray, Pack
 
 
 def to_torchtune(pack: Pack, input_pos: IntArray | None = None) -> dict[str, Any]:
-    """A pack as ``torchtune.datasets.PackedDataset`` gives it, and what else is known of it.
+    """Convert a pack to the dict of ``torchtune.datasets.PackedDataset``, with some keys more.
 
     ``seq_lens`` ends with the padding's length where there is padding, because torchtune's collate needs
     the sum to be ``max_seq_len``; ``num_seqs`` counts the real sequences. Positions restart in every sequence
@@ -35,23 +35,23 @@ def to_torchtune(pack: Pack, input_pos: IntArray | None = None) -> dict[str, Any
 
 
 def null_pack(max_seq_len: int, *, padding_idx: int = 0) -> Pack:
-    """A pack of nothing but padding. It trains no token; it keeps shapes and ranks in step."""
+    """Make a pack of padding only, which trains nothing: it keeps shapes equal and ranks in step."""
     tokens, labels = assemble([], max_seq_len=max_seq_len, padding_idx=padding_idx)
     return Pack(tokens, labels, (), (), epoch=-1, number=-1, lane=-1)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Packs stacked. Masks are made from it on the device, by ``streampack.attention``."""
+    """Stacked packs. Masks are made from it on the device, by ``streampack.attention``."""
 
     tokens: torch.Tensor  # [batch, max_seq_len] int64
     labels: torch.Tensor  # [batch, max_seq_len] int64, unshifted
     input_pos: torch.Tensor  # [batch, max_seq_len] int64
     seq_lens: torch.Tensor  # [batch, most segments] int32, padding's segment included, then zeros
-    fragments: tuple[tuple[Fragment, ...], ...]  # per pack, where its sequences came from
+    fragments: tuple[tuple[Fragment, ...], ...]  # per pack, the provenance of its sequences
 
     def to(self, device: torch.device | str) -> Batch:
-        """A copy on another device."""
+        """Return a copy on another device."""
         tokens, labels, input_pos, seq_lens = (
             tensor.to(device, non_blocking=True)
             for tensor in (self.tokens, self.labels, self.input_pos, self.seq_lens)
@@ -59,7 +59,7 @@ class Batch:
         return Batch(tokens, labels, input_pos, seq_lens, self.fragments)
 
     def pin_memory(self) -> Batch:
-        """A copy in page-locked memory."""
+        """Return a copy in page-locked memory."""
         return Batch(
             self.tokens.pin_memory(),
             self.labels.pin_memory(),
@@ -110,7 +110,7 @@ def collate_packed(packs: Sequence[Mapping[str, Any]], *, segments: int | None =
 
 
 def stack_packs(packs: Sequence[Pack], *, segments: int | None = None) -> Batch:
-    """The batch that `collate_packed` makes of the same packs as dicts, without five small tensors for each pack.
+    """Stack packs to the batch that `collate_packed` makes of dicts, without five small tensors for each pack.
 
     Ids of 32 bits become 64.
 
@@ -138,7 +138,7 @@ def _with_padding(pack: Pack) -> tuple[int, ...]:
 
 
 def _table(rows: Sequence[Sequence[int]], width: int | None) -> torch.Tensor:
-    """Lengths of segments as ``[len(rows), width]`` int32, zeros behind each row; by default as wide as the longest."""
+    """Return segment lengths as ``[len(rows), width]`` int32, padded with zeros; by default as wide as the longest."""
     most = max(map(len, rows))
     if width is None:
         width = most

@@ -1,4 +1,4 @@
-"""Rows of ready tokens that hold more than one sequence, padding, or what packing would lose."""
+"""Checks that a row of ready tokens is one sequence, without padding or images."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def require_no_padding(row: Mapping[str, Any]) -> None:
 
 
 def sequence_lengths(row: Mapping[str, Any], size: int) -> list[int]:
-    """Lengths of the sequences in a row of ``size`` tokens, by its ``seq_lengths`` or its positions.
+    """Return the lengths of the sequences in a row of ``size`` tokens, by its ``seq_lengths`` or its positions.
 
     >>> sequence_lengths({"input_ids": [5, 6, 7], "seq_lengths": [2, 1]}, 3)
     [2, 1]
@@ -92,7 +92,7 @@ def sequence_lengths(row: Mapping[str, Any], size: int) -> list[int]:
 
 
 def _starts(positions: Any, column: str) -> list[int]:
-    """Where positions do not go on by one."""
+    """Return the indices at which positions do not continue by one: starts of sequences."""
     found = np.asarray(positions)
     if found.ndim != 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The planner: it holds the pieces that wait, and puts the next pack together out of them."""
+"""The planner: it holds the waiting pieces and chooses those of the next pack."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from streampack.packing.strategies import STRATEGIES
 
 
 class HasLength(Protocol):
-    """Whatever a `Planner` packs: a span of a sample, or a piece with its tokens."""
+    """What a `Planner` packs: a span of a sample, or a piece with its tokens."""
 
     @property
     def length(self) -> int:
-        """In tokens, at least 1."""
+        """Tokens of the piece, at least 1."""
         ...
 
 

@@ -12,7 +12,7 @@ OVERLONG = ("error", "drop", "truncate", "split")
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """The settings that decide which tokens share a pack. Checked once, here, for every way in.
+    """The settings that decide which tokens share a pack. Checked here, for every caller.
 
     ``overlong`` says what becomes of a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``,
     ``"truncate"`` (``truncate_side`` names the side that is cut) or ``"split"`` into several pieces. Left
@@ -47,11 +47,11 @@ class Packing:
         require(self.overlong, "overlong", OVERLONG)
 
     def pieces_of(self, length: int) -> list[tuple[int, int]]:
-        """The ``(start, stop)`` pieces that a sample of ``length`` tokens becomes; none if it is dropped.
+        """Return the ``(start, stop)`` pieces that a sample of ``length`` tokens becomes; none if it is dropped.
 
         Raises:
-            ValueError: if the sample is too long under ``overlong="error"``, or empty. The message lacks
-                its subject: the caller knows which sample it is, and puts that in front.
+            ValueError: if the sample is too long under ``overlong="error"``, or empty. The caller puts
+                the place of the sample in front of the message.
         """
         limit = self.max_seq_len
         if length < 1:
@@ -70,7 +70,7 @@ class Packing:
         )
 
     def cuts(self, length: int, start: int, stop: int) -> range:
-        """Where a sample of ``length`` tokens is cut, given that ``[start, stop)`` is one of its fragments."""
+        """Return where a sample of ``length`` tokens is cut, given that ``[start, stop)`` is one of its fragments."""
         limit = self.max_seq_len
         if start == 0 and stop == length:
             return range(0)
@@ -81,10 +81,10 @@ class Packing:
 
     @property
     def segments(self) -> int | None:
-        """How many a pack can have, its padding among them; None without a limit."""
+        """The most segments in a pack, counting its padding; None without a limit."""
         return None if self.max_seqs_per_pack is None else self.max_seqs_per_pack + 1
 
     @property
     def keeps_one_piece_per_sample(self) -> bool:
-        """Whether a sample's number of pieces is known (one) without its length."""
+        """Whether every sample is one piece, whatever its length."""
         return self.split_across_pack or self.overlong != "split"

@@ -38,7 +38,7 @@ def first_fit(lengths: list[int], room: int, pull: Callable[[], bool]) -> list[i
 
 
 def best_fit(lengths: list[int], room: int, pull: Callable[[], bool]) -> list[int]:
-    """From a full buffer, always the longest that still fits; the earlier of equals."""
+    """Fill the buffer, then take the longest that still fits, again and again; the earlier of equals."""
     while pull():
         pass
     taken = []
@@ -50,7 +50,7 @@ def best_fit(lengths: list[int], room: int, pull: Callable[[], bool]) -> list[in
 
 
 def exact_fit(lengths: list[int], room: int, pull: Callable[[], bool]) -> list[int]:
-    """The earliest arrivals whose lengths sum exactly to ``room``; if the buffer has none, the fullest sum.
+    """Take the earliest arrivals whose lengths sum exactly to ``room``; if there are none, the fullest sum.
 
     Subset sum by dynamic programming on one Python integer: bit r of ``reach`` says that some subset of
     the lengths seen so far leaves r tokens of room. Adding a length is one shift and one OR over

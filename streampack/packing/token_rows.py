@@ -1,4 +1,4 @@
-"""Rows that are tokens already, in either convention, and what encoders give: both become samples."""
+"""Rows of ready tokens, and encoders' return values, as samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TRAINED_MASKS = ("completion_mask", "assistant_masks", "assistant_mask")
 
 
 def sample_of(row: Any) -> Sample:
-    """A row of ready tokens in either convention, as a `Sample`.
+    """Convert a row of ready tokens, in torchtune's or Hugging Face's convention, to a `Sample`.
 
     torchtune's has ``tokens`` and ``labels``. Hugging Face's has ``input_ids``, and labels, or a mask of what is
     trained (``completion_mask``, ``assistant_masks``), or neither: then all is trained. A bare sequence of ids is
@@ -59,7 +59,7 @@ def sample_of(row: Any) -> Sample:
 
 
 def as_mapping(row: Any) -> Mapping[str, Any]:
-    """A row as it is, or a bare sequence of ids as ``input_ids``.
+    """Return a row as it is, or a bare sequence of ids as ``input_ids``.
 
     Raises:
         ValueError: for text, a number, or nothing.
@@ -75,10 +75,10 @@ def as_mapping(row: Any) -> Mapping[str, Any]:
 
 
 def read_sample(ds: Any, index: int, *, vocab_size: int | None = None) -> Sample:
-    """Sample ``index`` of a map-style dataset, checked; errors say which one it is.
+    """Read and check sample ``index`` of a map-style dataset; errors name it.
 
     Raises:
-        ValueError: for a row that is no sample, or one that packing would take something from.
+        ValueError: for a row that is not one sample.
     """
     try:
         row = ds[index]
@@ -94,7 +94,7 @@ def read_sample(ds: Any, index: int, *, vocab_size: int | None = None) -> Sample
 
 
 def encode_row(encode: Callable[[Any], Any], row: Any) -> Sample:
-    """What an encoder makes of a row, as a `Sample` in memory that nobody writes to.
+    """Encode a row, and copy the result if its memory may be reused.
 
     An encoder of this package gives one. Any other may give a `Sample`, a pair of tokens and labels, a mapping that
     `sample_of` takes, or a bare sequence of ids, all of which is trained, as lists, arrays or tensors. What it gives is
@@ -108,7 +108,7 @@ def encode_row(encode: Callable[[Any], Any], row: Any) -> Sample:
 
 
 def own_sample(encoded: Any) -> Sample:
-    """What an encoder gave, copied to a `Sample`.
+    """Copy an encoder's return value to a `Sample`.
 
     Raises:
         ValueError: for what is none of the forms that `encode_row` names.
@@ -129,7 +129,7 @@ def own_sample(encoded: Any) -> Sample:
 
 
 def _is_one(value: Any) -> bool:
-    """Whether it is one thing, a number, a text or None, and no sequence of ids."""
+    """Return whether a value is a number, a text or None, and not a sequence of ids."""
     return not isinstance(value, list | tuple) and (isinstance(value, str | bytes) or np.ndim(value) == 0)
 
 
@@ -139,7 +139,7 @@ def _shown(value: Any) -> str:
 
 
 def _of_another_kind(row: Mapping[str, Any]) -> str:
-    """Why a row of a preference pair is refused; nothing for any other."""
+    """Return why a row with a preference pair is refused; an empty string for any other row."""
     kinds = [name for name in row if str(name).startswith(("chosen", "rejected"))]
     if not kinds:
         return ""

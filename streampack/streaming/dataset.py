@@ -223,7 +223,9 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         lane_states: Mapping[int, LaneState] | None = None,
         first_epoch: int | None = None,
     ) -> PackStream:
-        """The packs of one consumer of several. Consumer c owns lanes c, c + consumers, and so on.
+        """Return the packs of one of several consumers (ranks x workers).
+
+        Consumer c owns lanes c, c + consumers, and so on.
 
         It resumes from ``lane_states``, by default those of the loaded state. Lanes that have ended an epoch before
         ``first_epoch`` begin that.
@@ -292,7 +294,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self.epoch = epoch
 
     def identity(self, *, listed: bool = False) -> dict[str, Any]:
-        """What decides which tokens share a pack, as plain values; a state made under another identity is refused.
+        """Return what decides which tokens share a pack, as plain values. A state of another identity is refused.
 
         ``listed`` leaves out what would have to be read from all files, for a comparison at a run's beginning.
         """
@@ -318,7 +320,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """After the last pack yielded: ``{"lanes": {lane: {...}}, ...}``, plain values, fresh at every call.
+        """Return the state after the last pack yielded: ``{"lanes": {lane: {...}}, ...}``, plain values, a new dict.
 
         A lane that has yielded nothing has no entry. The states of several consumers are merged by
         merging ``lanes``.
@@ -331,14 +333,14 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         return self.state_of(self._lane_states())
 
     def _lane_states(self) -> Mapping[int, LaneState]:
-        """As of the last pack that this process yielded, or the loaded state's."""
+        """Return the lanes' states as of the last pack that this process yielded, or the loaded ones."""
         if self._stream is not None:
             return self._stream.lane_states()
         return self.lane_states if self._copied is None else self._copied
 
     @property
     def lane_states(self) -> Mapping[int, LaneState]:
-        """Those of the loaded state, as long as nothing was handed out since."""
+        """The lanes' states of the loaded state, until a pack is yielded; then none."""
         pending = self.resume.pending
         return {} if pending is None else pending.lane_states
 
@@ -362,7 +364,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next iteration goes on after the last pack that was yielded when ``state`` was taken.
+        """Load a state: the next iteration begins after the last pack yielded when it was taken.
 
         Raises:
             ValueError: if the state is from another corpus, encoder or config, or is no state.
@@ -383,7 +385,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         return {**self.__dict__, **left}
 
     def ledger(self) -> Ledger:
-        """Where every token went that this process has read, as of the last pack."""
+        """Return the ledger of what this process has read, as of the last pack."""
         return total_ledger(self._lane_states())
 
     @property
@@ -392,7 +394,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         return self.lane_config.mix
 
     def source_stats(self) -> dict[str, SourceStats]:
-        """What each source of a mixture gave, as `ledger`; empty without a mixture."""
+        """Return the counts of each source of a mixture, as of the last pack; empty without a mixture."""
         return self.source_stats_of(self._lane_states())
 
     def source_stats_of(self, lane_states: Mapping[int, LaneState]) -> dict[str, SourceStats]:
@@ -403,7 +405,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         )
 
     def trace(self, fragment: Fragment) -> dict[str, Any]:
-        """From a sequence in a pack back to its text: the row's place, its data, and the fragment's tokens.
+        """Find the row of a sequence in a pack: its place, its data, and the fragment's tokens.
 
         Where the encoder can decode (those with a tokenizer can), ``text`` is what the tokens say.
 
@@ -482,7 +484,7 @@ class _Dicts:
 
 
 class _Refused:
-    """An iteration that cannot be; asked for a pack, it says why."""
+    """An iteration whose first ``next()`` raises an error that iter() found."""
 
     def __init__(self, error: ValueError) -> None:
         self.error = error

@@ -1,4 +1,4 @@
-"""What to say of a run whose rows make no pack."""
+"""Messages about runs whose rows make no pack."""
 
 from __future__ import annotations
 

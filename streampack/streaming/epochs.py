@@ -1,4 +1,4 @@
-"""Which epoch an iteration begins with: iterating again is the next one, in the worker processes of torch too."""
+"""The epoch that each iteration begins with: iterating again is the next epoch, in torch's worker processes too."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ FIELDS = 6  # of an `_Entry`
 OWNER = -1  # in the place of a worker's number: the entry of the loader's process
 
 WAITING, BEGUN, ENDED = 0, 1, 2
-"""How far an iteration from a loaded state is: it has handed out nothing, something, or all. Others are `ENDED`."""
+"""Phases of an iteration that resumes from a loaded state: it has yielded nothing, something, or everything.
+Any other iteration counts as `ENDED`."""
 
 
 @dataclass
 class _Entry:
-    """What a worker process, or the process that makes them, tells the others."""
+    """One process's row of the table that a dataset and its worker processes share."""
 
     process: int  # of the loader
     worker: int
@@ -77,22 +78,22 @@ class EpochCounter:
         self._write(epoch, WAITING)
 
     def reach(self, phase: int) -> None:
-        """Tell the others how far this worker's iteration from the loaded state is."""
+        """Publish the phase of this worker's iteration from the loaded state."""
         if get_worker_info() is not None:
             self._write(self.next, phase)
 
     def phase(self) -> int:
-        """How far the workers of an iteration before this one are that go on from what was set last."""
+        """Return the phase of the workers of an earlier iteration since the epoch was last set."""
         phases = {entry.phase for entry in self._workers(before=True)}
         return next(iter(phases)) if len(phases) == 1 else BEGUN if phases else WAITING
 
     @property
     def in_workers(self) -> bool:
-        """Whether the newest iteration is that of worker processes, and this is none of them."""
+        """Whether worker processes run the newest iteration, and this is not one of them."""
         return get_worker_info() is None and (self._owner().phase == BEGUN or self.copied_from_workers)
 
     def renew(self) -> bool:
-        """Look whether the epoch was set since this worker process began; raise if a state was loaded."""
+        """Return whether the epoch was set after this worker process began; raise if a state was loaded after that."""
         owner = self._owner()
         if get_worker_info() is None or owner.version in (0, self.known):
             return False

@@ -1,4 +1,4 @@
-"""How many packs an epoch makes, and what truncation costs: counted where that is cheap, else from a sample of rows."""
+"""Estimates of an epoch's packs and of what truncation costs: counted if cheap, else from a sample of rows."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ SIMULATED_PACKS = 100  # made of the sampled lengths, to see how full the strate
 
 
 class Estimate(NamedTuple):
-    """What is known of an epoch before it is read."""
+    """An epoch's packs, and what it truncates or drops, before it is read."""
 
     packs: float
     error: float  # of it, one standard error; 0 where the packs were counted
-    samples: int  # that were looked at; the shares below are of these
-    longer: float  # share of the samples that are longer than max_seq_len
-    cut: float  # share of the tokens that are truncated or dropped
-    cut_trained: float  # share of the trained tokens that are
-    untrained: float  # share of the samples that train nothing, or nothing any more
+    samples: int  # that were encoded; the fractions below are of these
+    longer: float  # fraction of the samples that are longer than max_seq_len
+    cut: float  # fraction of the tokens that are truncated or dropped
+    cut_trained: float  # fraction of the trained tokens that are
+    untrained: float  # fraction of the samples that train nothing, at all or once truncated
 
     @property
     def at_most(self) -> int:
@@ -57,7 +57,7 @@ def estimate(config: LaneConfig, *, rows: int, num_lanes: int = 1) -> Estimate:
     def tokens_of(
         source: Source, encoder: Callable[[Mapping[str, Any]], Sample] | None
     ) -> tuple[float, float]:
-        """Tokens of a source read once, and how many of them are trained."""
+        """Return the tokens of a source read once, and how many of them are trained."""
         return seen.look(source, config.encode if encoder is None else encoder, rows)
 
     if config.mix is not None:
@@ -83,7 +83,7 @@ def _count(config: LaneConfig, num_lanes: int) -> int:
 
 
 class _Seen:
-    """What a sample of the rows shows."""
+    """Counts over a sample of the rows."""
 
     def __init__(self, config: LaneConfig) -> None:
         self.config = config
@@ -96,7 +96,7 @@ class _Seen:
     def look(
         self, source: Source, encode: Callable[[Mapping[str, Any]], Sample], rows: int
     ) -> tuple[float, float]:
-        """Encode some rows of a source: its tokens that are packed, and its trained ones."""
+        """Encode some rows of a source; estimate its tokens that are packed, and those trained."""
         sampled, scale = source.probe(rows)
         sizes: list[int] = []
         lengths: list[int] = []
@@ -125,7 +125,7 @@ class _Seen:
         return sum(lengths) * scale, trained * scale
 
     def _add(self, sample: Sample) -> tuple[int, int]:
-        """Count a sample: its tokens that are packed, and how many are trained."""
+        """Count a sample; return its tokens that are packed, and how many are trained."""
         packing, length = self.config.packing, sample.tokens.size
         if not length:
             return 0, 0
@@ -149,7 +149,7 @@ class _Seen:
         return sum(tokens), trains
 
     def fill(self) -> float:
-        """How full the strategy makes packs of such samples, 0 to 1."""
+        """Return how full the strategy makes packs of such samples, 0 to 1, by planning some."""
         packing = self.config.packing
         tokens = sum(self.kept)
         if not tokens:
@@ -160,7 +160,7 @@ class _Seen:
         return min(1.0, tokens * again / ((packs - 0.5) * packing.max_seq_len))
 
     def estimate(self, packs: float, *, error: float) -> Estimate:
-        """Put it all together."""
+        """Return an estimate with these packs and the counts so far."""
         return Estimate(
             packs,
             error,
@@ -178,7 +178,7 @@ def _size(row: Mapping[str, Any]) -> int:
 
 
 def _relative_error(source: Source, lengths: list[int], sizes: list[int], scale: float) -> float:
-    """Standard error of a source's tokens, as a share of them."""
+    """Return the standard error of a source's tokens, as a fraction of them."""
     while isinstance(source, Holdout):
         source = source.source
     count, total = len(lengths), sum(lengths)

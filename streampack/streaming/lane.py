@@ -42,12 +42,12 @@ class Lane:
 
     @property
     def ledger(self) -> Ledger:
-        """Where every token that was read went."""
+        """Counts of the tokens read, packed and dropped."""
         return self.pieces.ledger
 
     @property
     def source_stats(self) -> list[SourceStats]:
-        """What each source of a mixture gave; empty without a mixture."""
+        """Counts of each source of a mixture; empty without a mixture."""
         return self.pieces.source_stats
 
     def start_epoch(self, epoch: int) -> None:

@@ -1,4 +1,4 @@
-"""What is the same for every lane of a run: where rows come from, and how they become pieces."""
+"""The configuration that all lanes of a run share: the source, the encoder, and how samples become pieces."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNTRAINED = ("keep", "drop", "error")
 
 @dataclass(frozen=True, slots=True)
 class LaneConfig:
-    """All that is the same for every lane of a run."""
+    """The configuration that all lanes of a run share."""
 
     source: Source
     encode: Callable[[Mapping[str, Any]], Sample]
@@ -41,11 +41,11 @@ class LaneConfig:
         return self.source if isinstance(self.source, Mix) else None
 
     def encoder(self, row_id: RowId) -> Callable[[Mapping[str, Any]], Sample]:
-        """The encoder of a row's source."""
+        """Return the encoder of a row's source."""
         return self.source.encoder(row_id) or self.encode
 
     def sample(self, row: Row) -> Sample | str:
-        """Encode and check a row. Where records are skipped, the reason is returned in place of an error.
+        """Encode and check a row. If bad records are skipped, return the reason instead of raising.
 
         Raises:
             ValueError: for a row that makes no sample, with its place. Other errors of the encoder get a note of it.
@@ -68,7 +68,7 @@ class LaneConfig:
         return sample
 
     def cut(self, sample: Sample) -> list[tuple[int, Sample]]:
-        """The pieces that a sample becomes, each with its start in it; none if it is dropped.
+        """Return the pieces that a sample becomes, each with its start in the sample; none if it is dropped.
 
         Raises:
             ValueError: as `Packing.pieces_of`.

@@ -1,4 +1,4 @@
-"""The state that a dataset was given, and which iteration goes on from it: one, wherever it runs."""
+"""A dataset's loaded state, and the one iteration that resumes from it, in whichever process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UNFINISHED = (
 
 @dataclass
 class LoadedState:
-    """Where an iteration begins: as a state says, or at the beginning of an epoch."""
+    """Where an iteration begins: at a loaded state, or at the beginning of an epoch."""
 
     lane_states: Mapping[int, LaneState] = field(default_factory=dict)  # of the lanes that do not begin
     slot: int = 0  # see `PackedDataLoader`
@@ -35,7 +35,7 @@ class LoadedState:
 
 
 def checked_state(state: Any) -> LoadedState:
-    """Return what a state holds, all but its identity.
+    """Parse a state, all but its identity, and check its types and ranges.
 
     Raises:
         ValueError: if it is no state, or damaged.
@@ -63,7 +63,7 @@ def checked_state(state: Any) -> LoadedState:
 
 
 class Resume:
-    """The state that a dataset was given, until the iteration that goes on from it has ended.
+    """Keep a loaded state until the iteration that resumes from it has ended.
 
     That may be an iteration of the dataset, of a `PackedDataLoader`, or of the worker processes of a DataLoader of
     torch's, which tell the process that started them by way of the `EpochCounter`.
@@ -107,10 +107,10 @@ class Resume:
         return LoadedState(epoch=self.counter.upcoming(), phase=ENDED) if self.loaded is None else self.loaded
 
     def require_here(self) -> None:
-        """Refuse the state of a dataset that is iterated elsewhere, which would be that of the beginning.
+        """Raise if the dataset is iterated by a loader or by worker processes, which alone can give its state.
 
         Raises:
-            ValueError: saying who knows it.
+            ValueError: naming whose state_dict() to call.
         """
         if self.by_loader:
             raise ValueError(
@@ -125,7 +125,7 @@ class Resume:
             )
 
     def _phase(self) -> int:
-        """How far the iteration from the loaded state is, in this process or in worker processes."""
+        """Return the phase of the iteration from the loaded state, in this process or in worker processes."""
         if self.loaded is None:
             return ENDED
         if self.loaded.phase != WAITING or self.loaded.in_worker:

@@ -26,7 +26,7 @@ def map_source_of(source: Source) -> MapSource | None:
 
 
 def packed_lengths(config: LaneConfig, rows: Iterable[int]) -> list[int]:
-    """Encode rows of map-style data: the tokens of each sample, 0 for what the run leaves out.
+    """Encode rows of map-style data: the tokens of each sample, 0 for samples that the run drops.
 
     Raises:
         ValueError: for a row that cannot be encoded, with its place, unless such rows are skipped.

@@ -1,4 +1,4 @@
-"""A lane's rows, read, encoded and cut into pieces, with their books kept."""
+"""The pieces of a lane: its rows, encoded and cut, and counted in the ledger."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The packs of several lanes, in turn, as one consumer takes them."""
+"""Round robin over the lanes of one consumer."""
 
 from __future__ import annotations
 

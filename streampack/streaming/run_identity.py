@@ -1,4 +1,4 @@
-"""What a run was made with: corpus, encoders, settings. By it a state, and each rank, is known to belong to a run."""
+"""The identity of a run: corpus, encoders and settings, which states and ranks are compared by."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Encode = Callable[[Mapping[str, Any]], Sample]
 
 
 def identity_of_run(config: LaneConfig) -> dict[str, Any]:
-    """What decides which tokens share a pack: plain values, mappings of them, and `Compared`."""
+    """Return what decides which tokens share a pack: plain values, mappings of them, and `Compared`."""
     packing, mix = config.packing, config.mix
     encoder: Any = Encoded.of(config.encode, config.source) if mix is None else {}
     if mix is not None:
@@ -44,7 +44,7 @@ def identity_of_run(config: LaneConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Encoded:
-    """An encoder, known by what it makes of a few fixed rows of its source.
+    """Identity of an encoder: digests of what it makes of a few fixed rows of its source.
 
     Its name is for messages only: a function that was renamed is the same, a closure over another value is not.
 
@@ -60,7 +60,7 @@ class Encoded:
 
     @classmethod
     def of(cls, encode: Encode, source: Source) -> Encoded:
-        """Encodes up to twelve rows of the source, twice: what differs then says nothing, with a warning."""
+        """Encode up to twelve rows of the source, twice; samples that differ are left out, with a warning."""
         own = getattr(encode, "fingerprint", None)
         fingerprint = None if own is None else str(own())
         name = name_of(encode)[:200]
@@ -80,15 +80,15 @@ class Encoded:
         return cls(name, fingerprint, MarkedRows(kept, places))
 
     def state(self) -> dict[str, Any]:
-        """See `Compared`."""
+        """Implement `Compared`."""
         return {"name": self.name, "fingerprint": self.fingerprint, "samples": self.samples.state()}
 
     def listed(self) -> dict[str, Any]:
-        """See `Compared`."""
+        """Implement `Compared`."""
         return self.state()
 
     def difference(self, theirs: Any) -> str | None:
-        """See `Compared`."""
+        """Implement `Compared`."""
         known = theirs if isinstance(theirs, Mapping) else {}
         name, fingerprint, samples = (known.get(key) for key in ("name", "fingerprint", "samples"))
         before = f"{name} made" if isinstance(name, str) and name != self.name else "it made then"
@@ -105,7 +105,7 @@ class Encoded:
 
 
 def name_of(encode: Any) -> str:
-    """Of an encoder, for people.
+    """Return an encoder's name, for messages.
 
     >>> name_of(functools.partial(name_of))
     'partial(streampack.streaming.run_identity.name_of)'
@@ -116,7 +116,7 @@ def name_of(encode: Any) -> str:
 
 
 def _mark(encode: Encode, row: Example) -> str:
-    """An encoder may change the row that it is given, so it gets a copy."""
+    """Return a digest of the sample that an encoder makes of a copy of a row; encoders may change rows in place."""
     if row.data is None:
         return UNKNOWN
     try:

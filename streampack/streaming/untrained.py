@@ -1,4 +1,4 @@
-"""Samples of which no token is trained: what to say of them."""
+"""Warnings and errors about samples and steps of which no token is trained."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 class UntrainedWarning:
     """Warn once when the ledger first counts such a sample, unless a setting says what becomes of it.
 
-    For the process that consumes the packs: each of those that make them would have a first one.
+    Used by the process that consumes the packs, because every worker process would warn of its own first one.
     """
 
     def __init__(self, config: LaneConfig) -> None:
@@ -23,7 +23,7 @@ class UntrainedWarning:
         self.wanted = config.untrained is None
 
     def look_at(self, ledger: Ledger) -> None:
-        """Look at the counts of one lane, or of several."""
+        """Warn if a ledger counts untrained samples, the first time."""
         if self.wanted and ledger.untrained:
             self.wanted = False
             warn_of_untrained(ledger, max_seq_len=self.max_seq_len)
@@ -47,16 +47,16 @@ def warn_of_untrained(ledger: Ledger, *, max_seq_len: int) -> None:
 
 
 class TrainedSteps:
-    """What the steps of a training loop trained, of this rank; a step that trains nothing on any rank is an error.
+    """Count what each training step of this rank trains; a step that trains nothing on any rank is an error.
 
-    Unless ``untrained="keep"`` says that such steps are meant to be. One that is mostly padding may train nothing, if
-    one before it did train: at an epoch's end, little may be left.
+    ``untrained="keep"`` switches the error off. A step that is mostly padding may train nothing if an earlier step
+    trained something: at an epoch's end, little data may be left.
     """
 
     def __init__(self, config: LaneConfig) -> None:
         self.wanted = config.untrained != "keep"
-        self.steps: list[tuple[int, int, int]] = []  # since the last look: trained tokens, tokens, slots
-        self.now = (0, 0, 0)  # of the step in the making
+        self.steps: list[tuple[int, int, int]] = []  # since the last check: trained tokens, tokens, slots
+        self.now = (0, 0, 0)  # of the current step
         self.made = 0
         self.any_trained = False
 
@@ -75,12 +75,12 @@ class TrainedSteps:
             self.now = (0, 0, 0)
 
     def take(self) -> list[tuple[int, int, int]]:
-        """Give away what was counted."""
+        """Return the steps counted since the last call."""
         steps, self.steps = self.steps, []
         return steps
 
     def check(self, ranks: Sequence[Sequence[tuple[int, int, int]]]) -> None:
-        """Check what all ranks gave away.
+        """Check the steps that all ranks counted.
 
         Raises:
             ValueError: if a step trained nothing.
