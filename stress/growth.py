@@ -109,7 +109,7 @@ def look_while_packing(packs: int, every: int) -> list[Look]:
             assert batch.tokens.shape == (BATCH, MAX_SEQ_LEN)
             made += BATCH
             if made // every > len(looks):
-                streams: list[Any] = iterator.shares.streams  # type: ignore[attr-defined]
+                streams: list[Any] = iterator.rank_batches.streams  # type: ignore[attr-defined]
                 pids = [os.getpid(), *(stream.process.pid for stream in streams)]
                 size = sum(map(len, loader.state_dict()["lanes"].values()))
                 looks.append(
@@ -123,7 +123,7 @@ def look_while_packing(packs: int, every: int) -> list[Look]:
                 )
         return looks
     finally:
-        for stream in iterator.shares.streams:  # type: ignore[attr-defined]
+        for stream in iterator.rank_batches.streams:  # type: ignore[attr-defined]
             stream.close()
         if loader.rank_sync.group is not None:
             dist.destroy_process_group(loader.rank_sync.group)

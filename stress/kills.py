@@ -219,7 +219,7 @@ def with_dying_workers(corpus: Corpus, kills: int) -> tuple[list[list[Seen]], in
     killed = 0
     while (batch := next(iterator, None)) is not None:
         steps.append(seen(batch))
-        workers: list[Any] = iterator.shares.streams  # type: ignore[attr-defined]
+        workers: list[Any] = iterator.rank_batches.streams  # type: ignore[attr-defined]
         restarts = sum(worker.restarts for worker in workers)
         # The next one only when the last was noticed: two deaths of one process are one.
         if restarts == killed < kills and len(steps) > 3:
@@ -239,7 +239,7 @@ def once_too_often(corpus: Corpus, kills: int) -> tuple[float, float]:
     killed = 0
     try:
         while next(iterator, None) is not None:
-            worker: Any = iterator.shares.streams[1]  # type: ignore[attr-defined]
+            worker: Any = iterator.rank_batches.streams[1]  # type: ignore[attr-defined]
             if dist.get_rank() == 0 and worker.restarts == killed <= kills:
                 last = time.monotonic()
                 os.kill(worker.process.pid, signal.SIGKILL)

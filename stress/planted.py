@@ -11,11 +11,8 @@ from typing import Any
 
 from streampack import IterablePackedDataset, PackedDataLoader
 from streampack.accounting import Ledger
-from streampack.distributed import rank_sync
-from streampack.distributed.rank_sync import RankSync
-from streampack.loader import data_loader as loader
-from streampack.loader import merge as shares
-from streampack.loader import workers
+from streampack.distributed.rank_sync import Agreement, RankSync
+from streampack.loader import iteration, merge, workers
 from streampack.loader.workers import Worker
 from streampack.packing import batch as collate
 from streampack.packing.planner import Planner
@@ -26,6 +23,7 @@ from streampack.streaming.lane import Lane
 from streampack.streaming.lane_state import LaneState
 from streampack.streaming.piece_reader import PieceReader
 from streampack.types import Pack
+from stress.ranks import OwnAgreement
 
 BUGS: dict[str, Callable[[], None]] = {}
 
@@ -196,38 +194,36 @@ def epoch_not_in_key() -> None:
 @bug
 def merged_in_arrival_order() -> None:
     """Workers' packs come in the order of the workers, not of the lanes."""
-    _set(shares, "_turn", lambda event: (0, 0))
+    _set(merge, "_turn", lambda event: (0, 0))
 
 
 @bug
 def lane_end_filed_too_early() -> None:
     """A lane is booked as ended while its last packs wait to be handed over."""
-    good = loader._Batches._prepare
+    good = iteration.Iteration._make
 
-    def prepare(self: Any) -> None:
-        good(self)
-        for event in (*_newest(self).events, *(head for *_, head in self.shares.heads)):
+    def make(self: Any) -> Any:
+        rank_batch = good(self)
+        for event in (*rank_batch.events, *(head for *_, head in self.rank_batches.heads)):
             if event.pack is None:
-                self.loader.lane_states[event.lane] = event.state
+                self.progress.handed.lane_states[event.lane] = event.state
+        return rank_batch
 
-    _set(loader._Batches, "_prepare", prepare)
+    _set(iteration.Iteration, "_make", make)
 
 
 @bug
 def states_filed_when_made() -> None:
     """A state counts packs that are not handed over yet."""
-    good = loader._Batches._prepare
+    good = iteration.Iteration._make
 
-    def prepare(self: Any) -> None:
-        good(self)
-        self.loader.lane_states.update({event.lane: event.state for event in _newest(self).events})
+    def make(self: Any) -> Any:
+        rank_batch = good(self)
+        self.progress.handed.lane_states.update({event.lane: event.state for event in rank_batch.events})
+        return rank_batch
 
-    _set(loader._Batches, "_prepare", prepare)
-    _set(loader._Batches, "_file", lambda self, shares: None)
-
-
-def _newest(batches: Any) -> Any:
-    return (batches.making or batches.asked[-1][0])[-1]
+    _set(iteration.Iteration, "_make", make)
+    _set(iteration.Iteration, "_book", lambda self, rank_batches: None)
 
 
 @bug
@@ -241,7 +237,7 @@ def null_packs_train() -> None:
         return pack
 
     _set(collate, "null_pack", null_pack)
-    _set(loader, "null_pack", null_pack)
+    _set(iteration, "null_pack", null_pack)
 
 
 @bug
@@ -311,8 +307,8 @@ def mended_from_the_start() -> None:
 def ranks_do_not_agree() -> None:
     """A rank that has no more data stops, whatever the others have."""
 
-    def agree(self: RankSync, count: int, *, failed: bool = False) -> rank_sync.Agreement:
-        return rank_sync._Alone(~count if failed else count)
+    def agree(self: RankSync, count: int, *, failed: bool = False) -> Agreement:
+        return OwnAgreement(count, failed=failed)
 
     _set(RankSync, "agree", agree)
 

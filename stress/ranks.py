@@ -21,6 +21,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from streampack.distributed.rank_sync import Agreement, verdict
+
 PR_SET_PDEATHSIG = 1
 
 
@@ -137,6 +139,17 @@ class Ranks:
         return [
             pid for pid, (_, group, _, state) in processes().items() if group == self.group and state != "Z"
         ]
+
+
+class OwnAgreement(Agreement):
+    """An agreement without the other ranks."""
+
+    def __init__(self, count: int, *, failed: bool = False) -> None:
+        self.number = ~count if failed else count
+
+    def wait(self) -> tuple[int, bool]:
+        """Return what follows from this rank's number."""
+        return verdict([self.number])
 
 
 class Pools:

@@ -8,10 +8,9 @@ import time
 import torch.distributed as dist
 
 from streampack import PackedDataLoader
-from streampack.distributed.rank_sync import Agreement, _Alone
 from stress.corpus import Corpus
 from stress.job import Run, job
-from stress.ranks import Ranks
+from stress.ranks import OwnAgreement, Ranks
 
 STEP = 0.020  # seconds
 NOTICEABLE = 0.005  # of a step
@@ -46,7 +45,7 @@ def steps_of(corpus: Corpus, agreed: bool, steps: int) -> tuple[list[float], lis
     """In a rank: the seconds of every step, and those of them spent in the loader."""
     loader = PackedDataLoader(corpus.dataset(), batch_size=4, num_workers=2)
     if not agreed:
-        loader.rank_sync.agree = _silent  # type: ignore[method-assign]
+        loader.rank_sync.agree = OwnAgreement  # type: ignore[method-assign]
     iterator = iter(loader)
     whole, waited = [], []
     next(iterator)
@@ -57,10 +56,6 @@ def steps_of(corpus: Corpus, agreed: bool, steps: int) -> tuple[list[float], lis
         waited.append(time.perf_counter() - begun)
         time.sleep(STEP)
         whole.append(time.perf_counter() - begun)
-    for stream in iterator.shares.streams:  # type: ignore[attr-defined]
+    for stream in iterator.rank_batches.streams:  # type: ignore[attr-defined]
         stream.close()
     return whole, waited
-
-
-def _silent(count: int, *, failed: bool = False) -> Agreement:
-    return _Alone(~count if failed else count)

@@ -146,7 +146,7 @@ def _agree(rank: int, size: int) -> dict[str, float]:
     batches = iter(loader)
     for _ in range(40):
         next(batches)
-    ahead = batches.prepared - batches.batches
+    ahead = batches.made - batches.batches
     return {
         "sockets": sockets,
         "heard": said / ROUNDS,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,17 @@ T = TypeVar("T")
 StateT = TypeVar("StateT")
 
 
-class Agreement(Protocol):
+class Agreement:
     """The result of `RankSync.agree`, once every rank has sent its number."""
+
+    def __init__(self, received: torch.Tensor, work: Any) -> None:
+        self.received = received
+        self.work = work
 
     def wait(self) -> tuple[int, bool]:
         """Return how many batches exist over all ranks, and whether a rank failed after them."""
+        self.work.wait()
+        return verdict(self.received.tolist())
 
 
 class RankSync:
@@ -49,11 +55,9 @@ class RankSync:
         self.gathering = False
 
     def agree(self, count: int, *, failed: bool = False) -> Agreement:
-        """Collective: start an asynchronous all-to-all of (batches ready, failed after them)."""
+        """Collective, of several ranks: start an asynchronous all-to-all of (batches ready, failed after them)."""
         number = ~count if failed else count
-        if self.alone:
-            return _Alone(number)
-        return _Pending(*self._all_to_all(torch.tensor([number], device="cpu")))
+        return Agreement(*self._all_to_all(torch.tensor([number], device="cpu")))
 
     def gather(self, value: T) -> list[T]:
         """Collective: return every rank's value, by rank; for small values that can be pickled.
@@ -132,24 +136,6 @@ class RankSync:
         return received, dist.all_to_all_single(
             received, sent.repeat(self.world_size), sizes, own, group=self.group, async_op=True
         )
-
-
-class _Alone:
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def wait(self) -> tuple[int, bool]:
-        return verdict([self.number])
-
-
-class _Pending:
-    def __init__(self, received: torch.Tensor, work: Any) -> None:
-        self.received = received
-        self.work = work
-
-    def wait(self) -> tuple[int, bool]:
-        self.work.wait()
-        return verdict(self.received.tolist())
 
 
 def verdict(numbers: Sequence[int]) -> tuple[int, bool]:

@@ -1,4 +1,4 @@
-"""Batches from packs: worker processes, ranks in step, and one state for all."""
+"""Batches of packs: worker processes, ranks in step, and one state for all."""
 
 from streampack.loader.data_loader import PackedDataLoader
 

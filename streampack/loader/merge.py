@@ -1,4 +1,4 @@
-"""One rank's share of every batch: the packs of its worker processes, in the order in which one process makes them."""
+"""`RankBatches`: one rank's part of every batch, the packs of its worker processes in the order of a single process."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from streampack.streaming.lane_state import LaneEvent, LaneState
 from streampack.streaming.round_robin import PackStream
 from streampack.types import Pack
 
-_Turn = tuple[int, int, int]  # epoch, number in the lane, lane: each event has its own
+_Turn = tuple[int, int, int]  # epoch, number in the lane, lane: unique for each event
 
 
 @dataclass
-class Share:
-    """What one rank puts into one batch, on its way from the workers to the trainer."""
+class RankBatch:
+    """One rank's part of one batch, on its way from the workers to the trainer."""
 
     events: list[LaneEvent] = field(default_factory=list)  # packs, and ends of lanes before or among them
     more: bool = False  # no room for a pack here, but there is one for a later batch of this epoch
-    error: Exception | None = None
+    failed: bool = False
 
     @property
     def packs(self) -> list[Pack]:
-        """What goes into the batch."""
+        """The packs of the batch."""
         return [event.pack for event in self.events if event.pack is not None]
 
     @property
-    def counts(self) -> bool:
+    def exists(self) -> bool:
         """Whether this rank's epoch reaches this batch."""
         return bool(self.packs) or self.more
 
 
-class Shares:
-    """Merges the events of this rank's worker processes by (epoch, number in the lane, lane).
+class RankBatches:
+    """Merge the events of this rank's worker processes by (epoch, number in the lane, lane).
 
     Args:
         dataset: what workers iterate.
@@ -45,7 +45,7 @@ class Shares:
         rank: of ``world_size``, whose lanes these are.
         workers: processes; 0 does their work in this one.
         prefetch: packs that each makes ahead.
-        max_restarts: deaths of each to mend.
+        max_restarts: deaths of each to survive.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Shares:
         max_restarts: int,
     ) -> None:
         consumers = world_size * max(1, workers)
-        self.streams: list[Worker | _Here] = []
+        self.streams: list[Worker | _InProcess] = []
         for consumer in range(rank, consumers, world_size):
             own = {lane: state for lane, state in lane_states.items() if lane % consumers == consumer}
             if workers:
@@ -78,41 +78,41 @@ class Shares:
                 )
             else:
                 begin = partial(dataset.stream, consumer, consumers, lane_states=own, first_epoch=epoch)
-                self.streams.append(_Here(begin))
+                self.streams.append(_InProcess(begin))
         self.epoch = epoch or 0
-        self.unasked = [*reversed(range(len(self.streams)))]  # whose next event is not known
+        self.unasked = [*reversed(range(len(self.streams)))]  # streams whose next event is not known
         self.heads: list[tuple[_Turn, int, LaneEvent]] = []  # the others' next events, a heap
-        self.share = Share()  # in the making; an error in the middle leaves it as it is
+        self.open = RankBatch()  # in the making; an error leaves it as it is
 
-    def make(self, room: int) -> Share:
-        """Our share of one more batch of the epoch: at most ``room`` packs, fewer when it has no more.
+    def make(self, room: int) -> RankBatch:
+        """Make this rank's part of one more batch: at most ``room`` packs, fewer at the epoch's end.
 
         Raises:
-            Exception: whatever went wrong where packs are made. Asked again, it goes on from there after an error
-                that a stream or a worker raised; after any other, such as an interrupt, make new ones.
+            Exception: whatever failed where packs are made. After an error of a stream or a worker the next call goes
+                on from there; after any other, such as an interrupt, start anew.
         """
-        share = self.share
-        left = room - len(share.packs)
+        rank_batch = self.open
+        left = room - len(rank_batch.packs)
         while not room or left:
             event = self._first()
             if event is None:
                 break
             if event.pack is not None and not room:
-                share.more = True
+                rank_batch.more = True
                 break
-            share.events.append(event)
+            rank_batch.events.append(event)
             left -= event.pack is not None
             self.unasked.append(heapq.heappop(self.heads)[1])
-        self.share = Share()
-        return share
+        self.open = RankBatch()
+        return rank_batch
 
     def _first(self) -> LaneEvent | None:
-        """The next event of this epoch, in the order of one process; None if no stream has any."""
+        """Return the next event of this epoch, in the order of a single process; None if no stream has any."""
         while self.unasked:
             i = self.unasked[-1]
             if (event := next(self.streams[i], None)) is not None:
                 heapq.heappush(self.heads, (_turn(event), i, event))
-            self.unasked.pop()  # not before: an error asks nothing
+            self.unasked.pop()  # not before: after an error the stream is asked again
         if self.heads and (first := self.heads[0][2]).epoch == self.epoch:
             return first
         return None
@@ -120,17 +120,17 @@ class Shares:
     def close(self) -> None:
         """End the workers."""
         for stream in self.streams:
-            stream.close()  # whatever holds them: the traceback of an error does
+            stream.close()  # even if the traceback of an error still holds it
 
 
-class _Here:
-    """The events of this process, as `Worker` gives those of another: it begins, and fails, when it is asked."""
+class _InProcess:
+    """The events of this process in place of a `Worker`; it begins, and fails, at the first event."""
 
     def __init__(self, begin: Callable[[], PackStream]) -> None:
         self.begin = begin
         self.stream: PackStream | None = None
 
-    def __iter__(self) -> _Here:
+    def __iter__(self) -> _InProcess:
         return self
 
     def __next__(self) -> LaneEvent:

@@ -1,7 +1,7 @@
-"""Events as plain values, for the way from a worker to the trainer's process.
+"""Wire format: events as plain values, sent from a worker to the trainer's process.
 
-Pickled as they are, a pack's arrays and fragments name their classes and call them, in Python, on both sides: that took
-a tenth of all that a worker does beside tokenizing.
+Pickled as they are, a pack's arrays and fragments would name and call their classes, in Python, on both sides: a tenth
+of a worker's time beside tokenizing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def fold(event: LaneEvent) -> Folded:
         return head
     arrays: list[Any] = []
     for ids in (pack.tokens, pack.labels):
-        if ids.itemsize > 4:  # a wide sample makes its pack wide, and need not be in need of it
+        if ids.itemsize > 4:  # one wide sample makes its pack wide
             ids = narrowed(ids)
         arrays += [ids.dtype.char, PickleBuffer(ids.data)]
     return (*head, *arrays, pack.seq_lens, tuple(map(tuple, pack.fragments)), pack.number)

@@ -1,4 +1,4 @@
-"""Worker processes that read, encode and pack; one that dies is made again from its last state."""
+"""Worker processes that read, encode and pack; one that dies is restarted from its last lane states."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ from streampack.streaming.lane_state import LaneEvent, LaneState
 log = logging.getLogger(__name__)
 
 EVENTS, END, ERROR, DIED = "events", "end", "error", "died"
-TOGETHER = 4  # packs that come at once, at most: what is ready waits while the next one is made ...
-PATIENCE = 0.1  # ... which is not begun when so many seconds have passed
+TOGETHER = 4  # packs in one message, at most: those that are ready wait while the next one is made ...
+PATIENCE = 0.1  # ... which is not begun after so many seconds
 LINGER = 10.0  # seconds that `Worker.close` waits for a killed process, and for its receiver
 
 
 class Worker:
-    """One process that runs `IterablePackedDataset.stream` for one consumer; iterating gives its events.
+    """Iterator over the events of one consumer's `IterablePackedDataset.stream`, which runs in a process of its own.
 
-    Packs come through a pipe as plain bytes: no shared memory that a SIGKILL could leave behind, and a
-    pipe of its own, so that a process that dies in the middle of writing is seen as dead at once and
-    harms no other. They come several at a time where they are made quickly: whenever some arrive, the trainer's
-    process takes a core from whatever works there. torch's DataLoader raises a worker's death wherever the
-    trainer happens to be; here it is noticed when its next pack is asked for, and mended there: a new process
-    goes on after the last pack that arrived. An error in the stream is raised here, and asking again tries
-    again; an error of a kind that cannot travel between processes arrives as a RuntimeError that says the same.
-    After any other exception, such as an interrupt, close it and make a new one.
+    Packs come through a pipe as plain bytes: no shared memory that a SIGKILL could leave behind, and a pipe of its own,
+    so that a process that dies in the middle of writing is seen as dead at once and harms no other. They come several
+    at a time where they are made quickly, because each arrival takes a core of the trainer's process.
+
+    torch's DataLoader raises a worker's death wherever the trainer happens to be; here the next call notices it, and
+    starts a new process after the last pack that arrived. An error in the stream is raised here, and the next call
+    tries again; an error that cannot be pickled arrives as a RuntimeError with its message. After any other exception,
+    such as an interrupt, close the worker and make a new one.
 
     Args:
         dataset: as it stands in this process; forked, or pickled where processes are spawned.
-        consumer: which share of the lanes, of ``consumers``.
+        consumer: which of ``consumers`` parts of the lanes.
         lane_states: where to begin.
         first_epoch: see `IterablePackedDataset.stream`.
         prefetch: packs that may lie ready in this process, about.
-        max_restarts: deaths to mend before giving up.
+        max_restarts: deaths to survive before giving up.
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class Worker:
         self.max_restarts = max_restarts
         self.restarts = 0
         self.ended = False
-        self.erred = False  # its last word was an error; it tries again when asked
-        self.arrived: deque[LaneEvent] = deque()  # and not handed on
+        self.erred = False  # its last message was an error; it waits for a request to try again
+        self.arrived: deque[LaneEvent] = deque()  # not handed on yet
         self._start()
 
     def _start(self) -> None:
-        # Whatever is there when an interrupt strikes, `close` ends.
+        # `close` ends whatever exists when an interrupt strikes.
         self.home = os.getpid()
         self.receiver: threading.Thread | None = None
         # Both are implemented in C and hold no lock of Python's: an interrupted wait leaves nothing locked, as it may
@@ -118,7 +118,7 @@ class Worker:
         self._require_open()
         if self.erred:
             self.erred = False
-            with suppress(OSError):  # if it died since, the inbox says so
+            with suppress(OSError):  # if it died since, the inbox has a message
                 self.pipe.send(None)
         while not self.arrived:
             kind, value = self.inbox.get()
@@ -138,7 +138,7 @@ class Worker:
                     del error, value  # the traceback holds this frame: a cycle would keep the process alive
             else:
                 self._require_open()
-                self._mend()
+                self._restart()
         event = self.arrived.popleft()
         self.lane_states[event.lane] = event.state
         return event
@@ -149,13 +149,13 @@ class Worker:
                 f"worker {self.consumer} of {self.consumers} was closed; iterate the loader anew"
             )
 
-    def _mend(self) -> None:
+    def _restart(self) -> None:
         _end(self.process)  # if it only closed its pipe
         what = f"worker {self.consumer} of {self.consumers} (pid {self.process.pid}) died"
         code = self.process.exitcode or 0
         what += f" of signal {signal.Signals(-code).name}" if code < 0 else f" with exit code {code}"
         if self.restarts >= self.max_restarts:
-            self.inbox.put((DIED, None))  # to say so again when asked again
+            self.inbox.put((DIED, None))  # the next call raises again
             raise RuntimeError(
                 f"{what}, after {self.restarts} restart(s); if the system killed it, it may lack memory: use "
                 "fewer workers or a smaller buffer_size"
@@ -166,9 +166,9 @@ class Worker:
         self._start()
 
     def close(self) -> None:
-        """End the process, and the thread that listens to it; wait for each `LINGER` seconds at most.
+        """End the process and its receiver thread; wait for each `LINGER` seconds at most.
 
-        An interrupted call is repeated by the next one.
+        After an interrupt it can be called again.
         """
         if self.pipe.closed:
             return
@@ -194,7 +194,7 @@ class Worker:
 
 
 def _end(process: mp.Process) -> None:
-    """Kill a process, if it was started, and wait until it is gone, but not without end."""
+    """Kill a process, if it was started, and wait until it is gone, `LINGER` seconds at most."""
     with suppress(ValueError, AttributeError):  # it is closed, or was not started
         process.kill()
         # Not `process.join`: with a limit, it waits for a pipe that the process's own children may hold.
@@ -205,22 +205,20 @@ def _end(process: mp.Process) -> None:
 
 
 def _shut(pipe: Connection) -> None:
-    """End all reading and writing on a pipe, whoever holds its ends."""
+    """Shut a pipe down for reading and writing, even if other processes hold its ends."""
     with suppress(OSError), socket.socket(fileno=os.dup(pipe.fileno())) as end:
         end.shutdown(socket.SHUT_RDWR)
 
 
 def _receive(pipe: Connection, inbox: SimpleQueue[tuple[str, Any]], room: SimpleQueue[bool]) -> None:
-    """In a thread of the trainer's process: keep the inbox filled."""
+    """Keep the inbox filled, in a thread of the trainer's process."""
     ends = False
-    with suppress(
-        Exception
-    ):  # EOFError or OSError; whatever else it were, silence would be waited for without end
+    with suppress(Exception):  # EOFError or OSError; after any other, too, the trainer must not wait for ever
         while not ends and room.get():
             message = pipe.recv()
             ends = message[0] == END
             inbox.put(message)
-            del message  # or an error in it stays, with its traceback, and all that the trainer's frames hold
+            del message  # an error in it would keep its traceback, and all that the trainer's frames hold
     if not ends:
         inbox.put((DIED, None))
 
@@ -235,14 +233,14 @@ def _serve(
     most: int,
     by_kernel: bool,
 ) -> None:
-    """In the worker's process."""
+    """Run the stream and send its events, in the worker's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not by a handler of the trainer's that was forked along
     end_with_parent(by_kernel=by_kernel)
     stream, size = None, 1
     while True:
         events: list[Folded] = []
-        word: tuple[str, Any] | None = None
+        message: tuple[str, Any] | None = None
         try:
             if stream is None:
                 stream = dataset.stream(consumer, consumers, lane_states=lane_states, first_epoch=first_epoch)
@@ -250,26 +248,26 @@ def _serve(
             while not events or (len(events) < size and time.monotonic() < begun + PATIENCE):
                 events.append(fold(stream.next_event()))
         except StopIteration:
-            word = (END, None)
+            message = (END, None)
         except Exception as error:
             where = f"in worker {consumer} of {consumers}:\n{traceback.format_exc()}"
             # Apart from the error: not every class of errors pickles its notes.
-            word = (ERROR, (_portable(error), [*getattr(error, "__notes__", ()), where]))
+            message = (ERROR, (_portable(error), [*getattr(error, "__notes__", ()), where]))
         try:
             if events:
                 pipe.send_bytes(pickle.dumps((EVENTS, events), 5))
-            if word is not None:
-                pipe.send_bytes(pickle.dumps(word))
-                if word[0] == END:
+            if message is not None:
+                pipe.send_bytes(pickle.dumps(message))
+                if message[0] == END:
                     return
                 pipe.recv()
         except (EOFError, OSError):
             return
-        size = min(2 * size, most)  # the first ones alone, so that the first batch comes at once
+        size = min(2 * size, most)  # the first packs come alone, so that the first batch comes at once
 
 
 def _portable(error: Exception) -> Exception:
-    """The error, if its class survives the way through a pipe: many that take several arguments fail at its end."""
+    """Return the error if its class survives pickling: many that take several arguments do not; else a RuntimeError."""
     try:
         if type(pickle.loads(pickle.dumps(error))) is type(error):
             return error

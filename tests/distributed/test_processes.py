@@ -324,7 +324,7 @@ def one_fails(kind: str, workers: int, folder: Path) -> Any:
             count += 1
             if kind == "worker killed" and guilty and count == 5:
                 begin = time.monotonic()
-                os.kill(iterator.shares.streams[0].process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+                os.kill(iterator.rank_batches.streams[0].process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
     except Exception as error:
         told = type(error).__name__, str(error)
     took = time.monotonic() - begin
@@ -377,11 +377,11 @@ def heal(kills: int) -> Any:
     for number, batch in enumerate(iterator):
         batches.append(packs_of(batch))
         turn = number % 2
-        worker = iterator.shares.streams[turn]
+        worker = iterator.rank_batches.streams[turn]
         if killed[turn] < kills and worker.restarts == killed[turn] and not worker.ended:
             os.kill(worker.process.pid, signal.SIGKILL)
             killed[turn] += 1
-    return batches, [stream.restarts for stream in iterator.shares.streams]
+    return batches, [stream.restarts for stream in iterator.rank_batches.streams]
 
 
 def test_killed_workers_are_restarted_on_every_rank(tmp_path: Path) -> None:
@@ -403,7 +403,7 @@ def one_dies(workers: int, at: int, pids: Path) -> Any:
     try:
         for number in range(10_000):
             if rank == 1 and number == at:
-                numbers = [str(stream.process.pid) for stream in iterator.shares.streams if workers]
+                numbers = [str(stream.process.pid) for stream in iterator.rank_batches.streams if workers]
                 (pids / "workers").write_text(" ".join(numbers))
                 os.kill(os.getpid(), signal.SIGKILL)
             begin = time.monotonic()

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from streampack import IterablePackedDataset, IterableSource, MapSource, PackedDataLoader
 from streampack.distributed.rank_sync import RankSync, verdict
-from streampack.loader.data_loader import ROUND
+from streampack.loader.iteration import ROUND
 from streampack.streaming.lane_state import LaneState
 from tests.support.corpus import Numbers, rows
 from tests.support.thread_ranks import (

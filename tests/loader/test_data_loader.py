@@ -193,7 +193,7 @@ def test_what_fills_a_step_up_is_said(caplog):
     first = list(islice(loader, 2))
     assert [sum(map(bool, batch.fragments)) for batch in first] == [4, 3]
     assert [
-        record.getMessage() for record in caplog.records if record.name == "streampack.loader.data_loader"
+        record.getMessage() for record in caplog.records if record.name == "streampack.loader.batching"
     ] == [
         "packs_per_step=7 cannot be shared out evenly over 1 rank(s) in batches of 4: every step holds 1 null packs, "
         "which cost time and train nothing; a multiple of 4 holds none"
@@ -206,7 +206,7 @@ def test_batches_are_smaller_where_that_needs_no_null_packs(caplog, packs_per_st
     first = list(islice(loader, len(sizes)))
     assert [len(batch.tokens) for batch in first] == sizes
     assert all(all(batch.fragments) for batch in first)
-    assert not [record for record in caplog.records if record.name == "streampack.loader.data_loader"]
+    assert not [record for record in caplog.records if record.name == "streampack.loader.batching"]
 
 
 def test_a_batch_of_each_rank_is_a_step_unless_said_otherwise():

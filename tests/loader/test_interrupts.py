@@ -6,6 +6,7 @@ import json
 import random
 import signal
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +197,7 @@ def test_a_batch_that_cannot_be_collated_is_not_consumed(
     iterator = iter(loader)
     found = [seen(next(iterator)) for _ in range(5)]
     with monkeypatch.context() as patch:
-        patch.setattr("streampack.loader.data_loader.stack_packs", fail)
+        patch.setattr("streampack.loader.iteration.stack_packs", fail)
         for _ in range(3):
             with pytest.raises(MemoryError):
                 next(iterator)
@@ -209,12 +210,12 @@ def test_a_batch_that_cannot_be_collated_is_not_consumed(
 def test_memory_that_cannot_be_pinned_costs_no_batch(run: Run) -> None:
     loader = run.loader()
     loader.pin_memory = True
-    iterator = iter(loader)
+    iterator: Any = iter(loader)
     for _ in range(2):
         with pytest.raises(RuntimeError):
             next(iterator)
     assert loader.state_dict() == run.states[0]
-    loader.pin_memory = False
+    iterator.options = replace(iterator.options, pin_memory=False)
     assert list(map(seen, iterator)) == run.batches
 
 
@@ -224,7 +225,7 @@ def test_a_loader_that_could_not_be_iterated_keeps_its_state(
     loader = run.loader()
     loader.load_state_dict(run.states[6])
     with monkeypatch.context() as patch:
-        patch.setattr("streampack.loader.data_loader.Shares", fail)
+        patch.setattr("streampack.loader.iteration.RankBatches", fail)
         with pytest.raises(MemoryError):
             iter(loader)
     assert loader.state_dict() == run.states[6]

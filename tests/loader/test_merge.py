@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streampack import IterablePackedDataset, MapSource
-from streampack.loader.merge import Shares
+from streampack.loader.merge import RankBatches
 from streampack.streaming.lane_state import LaneEvent
 from tests.support.corpus import Numbers, rows
 
@@ -35,22 +35,22 @@ class Failing:
 
 
 def handed_over(workers: int) -> list[tuple[int, int, list[int]]]:
-    """Epoch, lane and tokens of all packs, in shares of three; an error is asked again."""
+    """Epoch, lane and tokens of all packs, in batches of three; an error is asked again."""
     data = IterablePackedDataset(
         MapSource(rows(60)), max_seq_len=16, encoder=Numbers(), num_lanes=6, epochs=2
     )
-    shares = Shares(
+    batches = RankBatches(
         data, lane_states={}, epoch=0, rank=0, world_size=1, workers=workers, prefetch=1, max_restarts=0
     )
     found = []
-    while shares.epoch < 2:
+    while batches.epoch < 2:
         try:
-            share = shares.make(3)
+            rank_batch = batches.make(3)
         except OSError:
             continue
-        found += [(pack.epoch, pack.lane, pack.tokens.tolist()) for pack in share.packs]
-        if not share.packs:
-            shares.epoch += 1
+        found += [(pack.epoch, pack.lane, pack.tokens.tolist()) for pack in rank_batch.packs]
+        if not rank_batch.packs:
+            batches.epoch += 1
     return found
 
 

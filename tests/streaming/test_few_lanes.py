@@ -47,9 +47,7 @@ def test_one_lane_goes_on_with_workers(workers: int, caplog: pytest.LogCaptureFi
     loader.load_state_dict(state)
     with caplog.at_level(logging.WARNING):
         assert tokens(loader) == rest
-    said = [
-        record.getMessage() for record in caplog.records if record.name == "streampack.loader.data_loader"
-    ]
+    said = [record.getMessage() for record in caplog.records if record.name == "streampack.loader.batching"]
     assert said == (
         [f"num_workers={workers}: 1 of them has work, for there is 1 lane; a new run may set num_lanes"]
         if workers > 1

@@ -45,14 +45,18 @@ class Injector:
 
 
 def _shielded(frame: FrameType | None) -> bool:
-    """Whether an exception here would tell nothing of streampack.
+    """Return whether an exception here would show nothing about streampack.
 
-    Of one in a finalizer Python makes a report, and goes on. One within `logging` may leave the lock of all loggers
-    held, on which every other thread of the process, in later tests too, would wait for ever.
+    Python only reports one in a finalizer. One within `logging` may leave the lock of all loggers held, on which every
+    other thread would wait for ever. One in ``closed`` of a file, which `io` calls from C, becomes a SystemError.
     """
     while frame is not None:
         file = frame.f_code.co_filename
-        if frame.f_code.co_name in ("__del__", "_remove") or "weakref" in file or file == logging.__file__:
+        if (
+            frame.f_code.co_name in ("__del__", "_remove", "closed")
+            or "weakref" in file
+            or file == logging.__file__
+        ):
             return True
         frame = frame.f_back
     return False
