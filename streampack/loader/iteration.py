@@ -211,14 +211,12 @@ class Iteration:
 
     def _make(self) -> RankBatch:
         """Make this rank's part of one more batch."""
-        room = self.batching.room(self.made, slot=self.slot, rank=self.rank_sync.rank)
-        rank_batch = self.rank_batches.make(room)
-        self.made += 1
-        return rank_batch
+        return self.rank_batches.make(self.batching.room(self.made, slot=self.slot, rank=self.rank_sync.rank))
 
     def _take_alone(self) -> RankBatch | None:
         """Return a single rank's next batch; None at the epoch's end."""
         rank_batch = self._make()
+        self.made += 1
         if rank_batch.exists:
             return rank_batch
         self._book([rank_batch])
@@ -260,6 +258,7 @@ class Iteration:
             except Exception as error:
                 self.error = error
         self.open_round.append(rank_batch)
+        self.made += 1  # after an error, too: all ranks count alike
         # The first rounds are short, so that the first batch comes at once.
         if len(self.open_round) == min(2**self.rounds, ROUND):
             count = next((i for i, one in enumerate(self.open_round) if not one.exists), len(self.open_round))
