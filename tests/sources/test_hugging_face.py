@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from streampack import HFSource, Holdout, IterablePackedDataset, MapSource, Mix
 from streampack.sources import Reading
 from streampack.sources.as_source import as_source
-from tests.support.conformance import check_positions, check_resume_everywhere
+from tests.support.conformance import check_cursors, check_resume_everywhere
 
 Row = dict[str, Any]
 
@@ -84,7 +84,7 @@ def test_rows_are_those_of_the_dataset(tmp_path: Path, kind: str) -> None:
 def test_every_cursor(tmp_path: Path, kind: str) -> None:
     source = HFSource(MADE[kind](shards(tmp_path, rows=14)))
     for lane in range(min(2, source.max_lanes or 2)):
-        check_positions(
+        check_cursors(
             lambda start, lane=lane: source.read(  # type: ignore[misc]
                 Reading(lane, num_lanes=source.max_lanes or 2, shuffle_window=3, start=start)
             )

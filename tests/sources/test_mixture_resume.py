@@ -25,7 +25,7 @@ from streampack.sources.mixture import TOTAL_WEIGHT
 from streampack.sources.mixture_scheduler import Stand, Weighing
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_state import LaneState
-from tests.support.conformance import check_positions, check_resume_everywhere, content
+from tests.support.conformance import check_cursors, check_resume_everywhere, content
 from tests.support.corpus import Numbers, rows, samples_in, write
 from tests.support.mixtures import (
     APART,
@@ -140,7 +140,7 @@ def test_every_cursor(seed: int) -> None:
         def skip(self) -> None: ...
 
     mix = three(("all_exhausted", "first_exhausted")[seed % 2], short=6, middling=5, long=3)
-    found = check_positions(lambda start: Charged(mix, start), announced=False)
+    found = check_cursors(lambda start: Charged(mix, start), announced=False)
     assert len(found) >= 5
 
 

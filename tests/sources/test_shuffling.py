@@ -13,7 +13,7 @@ from streampack.sources import Reading
 from streampack.sources.base import Reader
 from streampack.sources.shuffling import Part, Record, read_parts
 from streampack.types import Row
-from tests.support.conformance import check_positions
+from tests.support.conformance import check_cursors
 
 
 class Numbers:
@@ -66,7 +66,7 @@ part_sizes = st.lists(st.integers(0, 6), max_size=6)
 
 @given(sizes=part_sizes, window=st.integers(0, 8), seed=st.integers(0, 2))
 def test_every_cursor_of_windows(sizes: list[int], window: int, seed: int) -> None:
-    found = check_positions(lambda start: window_reader(sizes, window=window, seed=seed, start=start))
+    found = check_cursors(lambda start: window_reader(sizes, window=window, seed=seed, start=start))
     in_order = [100 * f + i for f, size in enumerate(sizes) for i in range(size)]
     numbers = [row["n"] for row in found]
     assert sorted(numbers) == in_order

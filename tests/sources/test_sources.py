@@ -31,7 +31,7 @@ from streampack.sources import Reading, parquet, row_groups
 from streampack.sources.base import Reader
 from streampack.tokenize.tokenize import tokenize
 from streampack.types import Row
-from tests.support.conformance import check_positions, check_resume_everywhere
+from tests.support.conformance import check_cursors, check_resume_everywhere
 from tests.support.corpus import write
 from tests.support.mds import write_mds
 
@@ -149,7 +149,7 @@ def test_each_row_comes_once(source: Any, num_lanes: int, window: int) -> None:
 def test_every_cursor(source: Any, kind: str, window: int) -> None:
     found = []
     for lane in range(3):
-        found += check_positions(
+        found += check_cursors(
             lambda start, lane=lane: Plain(  # type: ignore[misc]
                 source.read(Reading(lane, num_lanes=3, epoch=1, seed=2, shuffle_window=window, start=start))
             ),

@@ -37,9 +37,9 @@ def test_a_manifest_with_sizes_saves_a_request_each(web: Web) -> None:
     assert len(list(source("jsonl", manifest=f"{web.url}/c/shards.txt").read(Reading()))) == 80
 
 
-def test_10_000_listed_shards(web: Web) -> None:
+def test_thousands_of_listed_shards(web: Web) -> None:
     [content] = shards("jsonl", 1, 8).values()
-    names = [f"{i // 100:03}/{i:05}.jsonl" for i in range(10_000)]
+    names = [f"{i // 100:03}/{i:05}.jsonl" for i in range(3000)]
     web.files = {f"/c/{name}": content for name in names}
     tag = hashlib.md5(content).hexdigest()
     lines = [json.dumps({"name": name, "size": len(content), "tag": tag}) for name in names]

@@ -1,6 +1,6 @@
-"""The state law as functions: whatever keeps a state must continue from every one of its states.
+"""Checks that a reader or stream continues from each of its states.
 
-`check_positions` is for readers of sources, `check_resume_everywhere` for streams of packs with ``state_dict()``.
+`check_cursors` is for readers of sources, `check_resume_everywhere` for streams of packs with ``state_dict()``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Stream(Protocol):
     def load_state_dict(self, state: dict[str, Any], /) -> None: ...
 
 
-def check_positions(read: Callable[[Cursor | None], Reader], *, announced: bool = True) -> list[Any]:
+def check_cursors(read: Callable[[Cursor | None], Reader], *, announced: bool = True) -> list[Any]:
     """Reading from the cursor of row k yields exactly the rows from k on. Returns the rows' data.
 
     ``read(start)`` opens a new reader. The cursor between two rows is as good as that of the next one (if

@@ -1,4 +1,4 @@
-"""Small corpora for tests of streams: every token of every sample is different, so a pack says what it holds."""
+"""Small corpora for tests of streams. All tokens differ, so that a pack's content shows in its tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STRIDE = 1000  # sample i has the tokens 1000 i + 1, 1000 i + 2, ...
 def rows(
     count: int, *, longest: int = 12, overlong: int = 0, empty: bool = False, seed: int = 0
 ) -> list[dict[str, int]]:
-    """Rows for `Numbers`: mostly short, up to ``longest`` tokens, every twelfth up to ``overlong``, or some empty."""
+    """Make rows for `Numbers`: mostly short, up to ``longest`` tokens, every twelfth up to ``overlong``; or some empty."""
     rng = np.random.default_rng(seed)
     lengths = np.minimum(rng.integers(1, longest + 1, count), rng.integers(1, longest + 1, count))
     if overlong:
@@ -58,7 +58,7 @@ class Numbers:
 
 
 def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
-    """JSON lines; compressed as the name says."""
+    """Write JSON lines, compressed as the ending of the name says."""
     data = "".join(json.dumps(row) + "\n" for row in rows).encode()
     if path.suffix == ".gz":
         data = gzip.compress(data)
@@ -69,7 +69,7 @@ def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
 
 
 def make_source(kind: str, folder: Path, rows: list[dict[str, int]]) -> Any:
-    """A source of that kind over the rows; files are written once per folder."""
+    """Make a source of that kind; files are written once per folder."""
     if kind == "map":
         return MapSource(rows)
     if kind == "iterable":
@@ -85,7 +85,7 @@ def make_source(kind: str, folder: Path, rows: list[dict[str, int]]) -> Any:
 
 
 def samples_in(packs: Iterable[Mapping[str, Any]]) -> dict[int, list[int]]:
-    """Every real token of the packs, by sample: ``{3: [1, 2, 3, 4]}`` for the tokens 3001 to 3004, sorted."""
+    """Return the packs' tokens without padding, by sample: ``{3: [1, 2, 3, 4]}`` for the tokens 3001 to 3004."""
     found: dict[int, list[int]] = {}
     for pack in packs:
         used = int(pack["seq_lens"][: pack["num_seqs"]].sum())
@@ -95,17 +95,17 @@ def samples_in(packs: Iterable[Mapping[str, Any]]) -> dict[int, list[int]]:
 
 
 def all_of(rows: Iterable[Mapping[str, int]], times: int = 1) -> dict[int, list[int]]:
-    """What `samples_in` gives where every sample came exactly ``times`` times."""
+    """Return the result of `samples_in` for packs with each sample exactly ``times`` times."""
     return {row["i"]: sorted(list(range(1, row["n"] + 1)) * times) for row in rows if row["n"]}
 
 
 def numbered(count: int) -> list[dict[str, Any]]:
-    """Rows of text, told apart by ``i``."""
+    """Make rows of text, numbered by ``i``."""
     return [{"i": i, "text": "x" * (i * 7 % 23)} for i in range(count)]
 
 
 def read_all(source: Any, *, num_lanes: int = 1, **settings: Any) -> list[Mapping[str, Any]]:
-    """The rows of all lanes, lane after lane."""
+    """Return the rows of all lanes, lane after lane."""
     return [
         row.data
         for lane in range(num_lanes)

@@ -1,4 +1,4 @@
-"""A dataset repository of the Hugging Face Hub on loopback: what reading needs of its API; a host for large files."""
+"""A dataset repository of the Hugging Face Hub on loopback: the part of its API that reading needs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from contextlib import ExitStack
 
 from tests.support.web import Reply, Web
 
-LARGE = ".parquet"  # kept as LFS keeps files: sent on to another host, by a signed URL
+LARGE = ".parquet"  # stored by LFS: redirected to another host, by a signed URL
 
 
 class Hub:
-    """Its commits and branches. ``web`` answers for the Hub, ``store`` for what it sends on to.
+    """Commits and branches. ``web`` serves the Hub's API, ``store`` large files.
 
     https://huggingface.co/docs/hub/api
     """
@@ -37,16 +37,16 @@ class Hub:
 
     @property
     def options(self) -> dict[str, str | None]:
-        """For `HfFileSystem`."""
+        """Options for `HfFileSystem`."""
         return {"endpoint": self.web.url, "token": self.token}
 
     @property
     def bytes(self) -> int:
-        """Bodies that both hosts sent."""
+        """Bytes of bodies that both hosts sent."""
         return self.web.bytes + self.store.bytes
 
     def commit(self, files: dict[str, bytes], *, branch: str = "main") -> str:
-        """Files by path, as the new head of a branch. Returns the commit."""
+        """Commit files by path to a branch. Returns the commit."""
         commit = hashlib.sha1(f"{len(self.commits)} {sorted(files)}".encode()).hexdigest()
         self.commits[commit] = dict(files)
         self.branches[branch] = commit
@@ -84,12 +84,12 @@ class Hub:
 
 
 def oid(content: bytes) -> str:
-    """By which a content goes."""
+    """Return the id of a content."""
     return hashlib.sha256(content).hexdigest()
 
 
 def tree(files: dict[str, bytes], folder: str, *, recursive: bool) -> list[dict[str, object]]:
-    """The entries below a folder."""
+    """Return the entries below a folder."""
     prefix = f"{folder}/" if folder else ""
     found: dict[str, dict[str, object]] = {}
     for path, content in sorted(files.items()):

@@ -1,4 +1,4 @@
-"""A loopback web server with ranges that counts what it sends and fails when it is told to; the part of S3 we read."""
+"""A loopback web server with ranges, counters and faults; and the part of S3's API that reading needs."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ FAULTS = ("503", "429", "reset", "stall", "short", "truncated")
 STALL = 1.5  # seconds; clients are made to give up before
 
 
-@lru_cache(256)  # made anew for every answer, it took longer than sending one of 2 MiB
+@lru_cache(256)  # without it, hashing took longer than sending an answer of 2 MiB
 def tag_of(content: bytes) -> str:
-    """The ETag: where S3 takes a file in one piece, the MD5 of its content."""
+    """Return the ETag: the MD5 of the content, as of S3 files that were uploaded in one piece."""
     return hashlib.md5(content).hexdigest()
 
 
 class Reply(NamedTuple):
-    """An answer that is no file."""
+    """An answer other than a file."""
 
     status: int
     body: bytes = b""
@@ -37,9 +37,9 @@ Route = Callable[[str, dict[str, list[str]], dict[str, str]], Reply | str]
 
 
 class Web:
-    """Files by path. Before every answer, ``fault(path)`` names one of `FAULTS`, an HTTP status, or nothing.
+    """Serves files by path. ``fault(path)`` returns one of `FAULTS`, an HTTP status, or None for each answer.
 
-    ``bytes`` counts the bodies' bytes that were handed to the network, faulty answers' too.
+    ``bytes`` counts the bytes of all bodies sent, faulty ones too.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Web:
 def random_faults(
     seed: int, share: float = 0.05, kinds: tuple[str, ...] = FAULTS
 ) -> Callable[[str], str | None]:
-    """Each kind with the same share of the answers, at random."""
+    """Return a ``fault`` function: each kind at random, with the same share of the answers."""
     rng, lock = Random(seed), threading.Lock()
 
     def fault(path: str) -> str | None:
@@ -139,10 +139,10 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(416, b"", {**tag, "Content-Range": f"bytes */{len(content)}"})
         data = content[start:stop]
         headers = {**tag, "Content-Range": f"bytes {start}-{stop - 1}/{len(content)}"}
-        if fault == "short":  # whole by its headers, less than was asked for
+        if fault == "short":  # complete by its headers, less than was asked for
             data = data[: len(data) // 2]
         promised = len(data)
-        if fault == "truncated":  # less than its headers say
+        if fault == "truncated":  # less than by its headers
             data, self.close_connection = data[: len(data) // 2], True
         return self._send(206, data, headers, promised=promised)
 
@@ -167,7 +167,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data) if promised is None else promised))
         self.end_headers()
         if self.command != "HEAD":
-            with self.web.lock:  # before the client has it and looks
+            with self.web.lock:  # before the client has the body
                 self.web.bytes += len(data)
             self.wfile.write(data)
         self.wfile.flush()
