@@ -20,7 +20,7 @@ STRIDE = 1000  # sample i has the tokens 1000 i + 1, 1000 i + 2, ...
 def rows(
     count: int, *, longest: int = 12, overlong: int = 0, empty: bool = False, seed: int = 0
 ) -> list[dict[str, int]]:
-    """Make rows for `Numbers`: mostly short, up to ``longest`` tokens, every twelfth up to ``overlong``; or some empty."""
+    """Make rows for `Numbers`: mostly short, up to ``longest`` tokens, every twelfth up to ``overlong``; some empty."""
     rng = np.random.default_rng(seed)
     lengths = np.minimum(rng.integers(1, longest + 1, count), rng.integers(1, longest + 1, count))
     if overlong:
