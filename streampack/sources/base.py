@@ -1,4 +1,4 @@
-"""What sources exchange with their readers: `Reading`, `Reader`, `BadRecord`; copies and samples of rows."""
+"""`Reading`, `Reader` and `BadRecord`, the interface of sources and their readers; copies and samples of rows."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Reader(ABC):
     @property
     @abstractmethod
     def cursor(self) -> Cursor:
-        """Where reading can resume: at the row that comes next."""
+        """The cursor to resume at the next row."""
 
     def __iter__(self) -> Reader:
         return self

@@ -1,4 +1,4 @@
-"""Which source is made of which data."""
+"""`as_source` chooses the source for a user's data."""
 
 from __future__ import annotations
 

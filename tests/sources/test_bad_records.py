@@ -192,7 +192,7 @@ def test_damage_of_an_archive_shows_at_the_same_row_from_any_cursor(
     source = JSONLSource(tmp_path / f"a.jsonl{suffix}")
 
     def damage(start: Any = None) -> tuple[int, Any]:
-        """How many rows come before it, and where it is."""
+        """Return the number of rows before the damage, and its row_id."""
         reader = source.read(Reading(start=start))
         for count in itertools.count():
             try:

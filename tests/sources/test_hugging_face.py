@@ -69,7 +69,7 @@ MADE: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.parametrize("kind", MADE)
 def test_rows_are_those_of_the_dataset(tmp_path: Path, kind: str) -> None:
-    """In as many lanes as possible; a stream whose shards do not add up to the whole has one."""
+    """A stream has a lane for each shard; one whose shards do not add up to the whole has one lane."""
     dataset = MADE[kind](shards(tmp_path))
     source = HFSource(dataset)
     expected = sorted(row["tokens"][0] for row in dataset)

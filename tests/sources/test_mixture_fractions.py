@@ -183,7 +183,7 @@ def test_nested_mixtures_have_the_product_of_their_weights_in_the_long_run() -> 
 
 
 def test_only_trained_tokens_count() -> None:
-    """Not prompts, tokens that are cut off or dropped, nor the first token of each sequence."""
+    """Prompts, tokens that are cut off or dropped, and the first token of each sequence do not count."""
     prompts = [{"tokens": [1] * 20, "labels": [IGNORE_INDEX] * 15 + [1] * 5}] * 400
     answers = [{"tokens": [2] * 20, "labels": [2] * 20}] * 400
     giants = [

@@ -123,7 +123,7 @@ def test_workers_and_a_state_on_disk(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", [0, 1, 4, 5])
 def test_every_cursor(seed: int) -> None:
     class Charged(Reader):
-        """As a lane reads: every row is charged at once."""
+        """A reader that charges each row at once, as a lane does."""
 
         def __init__(self, mix: Mix, start: Any) -> None:
             self.draws = mix.read(Reading(seed=seed, shuffle_window=1, start=start))

@@ -42,7 +42,7 @@ def read(source: ParquetSource, *, num_lanes: int = 1, **settings: Any) -> list[
 def test_every_row_exactly_once(
     tmp_path: Path, counts: list[int], group: int, num_lanes: int, window: int, many: bool
 ) -> None:
-    """With lanes of row groups, and with lanes of whole files."""
+    """``many`` files make lanes of whole files, few files lanes of row groups."""
     numbers = itertools.count()
     paths = []
     for shard, count in enumerate(counts):
@@ -89,7 +89,7 @@ DOTTED = {
     "columns", [None, ["a.b"], ["a"], ["text"], ["m.l"], ["a.b.c"], ["a.b", "text"], ["a.b", "a"]]
 )
 def test_names_with_dots_are_names(tmp_path: Path, columns: list[str] | None) -> None:
-    """To pyarrow they are also paths into nested columns."""
+    """pyarrow also takes them for paths into nested columns."""
     pq.write_table(pa.table(DOTTED), tmp_path / "a.parquet", row_group_size=1)
     names = columns or list(DOTTED)
     expected = [{name: DOTTED[name][i] for name in DOTTED if name in names} for i in range(2)]

@@ -162,13 +162,13 @@ def edit(folder: Path, change: Any) -> None:
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
 def test_ids_are_checked_unless_the_dtype_bounds_them(tmp_path: Path, dtype: str) -> None:
-    """Whatever the shards hold now: a byte may change later."""
+    """The bound is the dtype's, not that of the ids that are there: a byte may change later."""
     rows = [{"tokens": [7, 300, 8], "labels": [-100, 300, 8]}, {"tokens": [5], "labels": [5]}]
     source = TokenShardSource(make(rows, tmp_path, lanes=1, dtype=dtype))
     every = 1 << {"uint16": 16, "uint32": 32}[dtype]
 
     class Encoder(TokensEncoder):
-        """So."""
+        """An encoder of a user."""
 
     def checks(of: Any, **settings: Any) -> bool:
         return IterablePackedDataset(of, max_seq_len=8, **settings).lane_config.checks
@@ -231,7 +231,7 @@ def test_a_bad_index_is_refused(tmp_path: Path, change: Any, message: str) -> No
     ["[]", "{", "{}", '{"shards": []}', '{"shards": [{}]}', '{"shards": [{"name": "../x", "size": 9}]}'],
 )
 def test_errors_of_an_index_hold_no_secret(index: str) -> None:
-    """With broken indexes, and where a shard is missing."""
+    """Neither those of broken indexes nor those of missing shards."""
     secret = "memory://host/folder?key=canary"
     fsspec.filesystem("memory").pipe("/host/folder/index.json?key=canary", index.encode())
     for make_source in (TokenShardSource, MDSSource):
@@ -315,7 +315,7 @@ def test_a_shard_that_was_replaced_under_its_index(tmp_path: Path, on_bad_record
 
 
 def test_header_and_index_are_compared(tmp_path: Path) -> None:
-    """Where sizes do not differ: one document fewer takes 8 bytes less, as four tokens do."""
+    """The size is the same: one document fewer takes 8 bytes less, four tokens more 8 bytes more."""
     make(rows_of(30, masked=False), tmp_path, lanes=1, dtype="uint16")
     [shard], [path] = TokenShardSource(tmp_path).shards, tmp_path.glob("*.bin")
     header = read_header(path)

@@ -97,7 +97,7 @@ def test_a_path_is_pinned_to_a_commit(hub: Hub, revision: str, caplog: pytest.Lo
 @pytest.mark.parametrize("repo", ["gpt2", "org/name"])
 @pytest.mark.parametrize("name", ["a.jsonl", "c/d/a@b.jsonl"])
 def test_a_pinned_path_is_parsed(web: Web, kind: str, repo: str, name: str) -> None:
-    """With and without a namespace; and its range is read from the Hub's URL."""
+    """Repositories have a namespace or none; the range is read from the Hub's URL."""
     commit = "0123456789" * 4
     found = PINNED.fullmatch(f"hf://{kind}{repo}@{commit}/{name}")
     assert found is not None
@@ -159,7 +159,7 @@ def test_a_commit_that_leaves_the_shards_alone_changes_nothing(hub: Hub) -> None
 
 
 def test_a_commit_that_is_gone(hub: Hub) -> None:
-    """As after a squash of the history."""
+    """A squash of the history removes commits."""
     committed(hub, "jsonl", 1)
     made = data(hub, "jsonl")
     [old] = hub.commits
@@ -191,7 +191,7 @@ def test_missing_repositories_and_files(hub: Hub) -> None:
 
 
 def test_an_outage_is_retried_as_often_as_set(hub: Hub) -> None:
-    """Not five times as often, as by the Hub's own file system."""
+    """The Hub's own file system would multiply the retries by five."""
     committed(hub, "jsonl", 1)
     made = data(hub, "jsonl", retries=2, read_ahead=0)
     hub.web.fault = lambda path: "503"

@@ -43,7 +43,7 @@ def opened(size: int, start: int, stop: int, *, block: int, ahead: int) -> tuple
 @settings(max_examples=60)
 @given(st.data())
 def test_no_byte_is_fetched_twice(data: st.DataObject) -> None:
-    """And all planned blocks are taken, also the last, short one."""
+    """All planned blocks are taken, also the last, short one."""
     block = data.draw(st.integers(600, 6000), label="block")
     start = data.draw(st.integers(0, 3000), label="start")
     length = data.draw(st.integers(0, 4), label="whole blocks") * block + data.draw(st.integers(0, 5000))

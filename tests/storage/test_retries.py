@@ -264,7 +264,7 @@ def test_retries_are_the_sources_setting(
 
 
 def test_an_iterables_own_errors_are_named_and_not_retried(slept: list[float]) -> None:
-    """Whether an iterable may be restarted is up to its user: the next call restarts it."""
+    """Only a user knows whether an iterable may be restarted: the next call restarts it."""
     tries: list[int] = []
 
     def source() -> Iterator[dict[str, int]]:
