@@ -190,7 +190,7 @@ def test_a_shard_by_two_names_is_refused(tmp_path: Path, name: str, remote: bool
     folder = make(rows_of(9, masked=False), tmp_path / "shards", lanes=1)
     [first] = [entry["name"] for entry in json.loads((folder / "index.json").read_text())["shards"]]
     if remote and "link" in name:
-        pytest.skip("nobody tells what is a link there")
+        pytest.skip("links cannot be seen behind a URL")
     (folder / "link.bin").symlink_to(folder / first)
     os.link(folder / first, folder / "linked.bin")
     second = {"name": name.format(first)}
