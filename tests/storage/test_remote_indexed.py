@@ -71,7 +71,7 @@ def test_ranges_and_little_else_whatever_fails(
     web: Web, tmp_path: Path, kind: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RemoteStorage, "block", 4096)
-    here = local(kind, written(kind, tmp_path, 300))
+    here = local(kind, written(kind, tmp_path, 600))
     expected = read_all(here, shuffle_window=16)
     web.files = published(tmp_path)
     data = source(kind, place, web)
