@@ -59,16 +59,18 @@ class Fetcher:
         future = [self.flying.pop(block)] if block in self.flying else []
         if block == self.held:  # too large to be fetched ahead
             self.held = None
-        self._top_up({})
+        self._top_up({}, taken=block)
         file, start, stop = block
         return self.retries.call(
             lambda: future.pop().result() if future else self.storage.fetch(*block),
             doing=f"reading {file.name}, bytes {start} to {stop}",
         )
 
-    def _top_up(self, old: dict[Block, Future[bytes]]) -> None:
+    def _top_up(self, old: dict[Block, Future[bytes]], taken: Block | None = None) -> None:
         left = self.ahead - sum(stop - start for _, start, stop in self.flying)
         while (block := self.held or next(chain(*self.coming), None)) is not None:
+            if block == taken:  # planned late: the reader fetches it now
+                continue
             file, start, stop = block
             self.held = block
             if stop - start > left:
