@@ -13,30 +13,28 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from streampack.accounting import Ledger, SourceStats
 from streampack.packing.assemble import require_id
-from streampack.packing.batch import to_torchtune
 from streampack.packing.collator_check import refuse_foreign_collator
-from streampack.packing.encoders import Encoder, TokensEncoder, guard_datasets
+from streampack.packing.encoders import TokensEncoder, guard_datasets
 from streampack.packing.settings import Packing
 from streampack.packing.token_rows import encode_row
 from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import Quarantine, quarantine_for
 from streampack.sources.corpus_identity import difference, state_of
 from streampack.sources.mixture import Mix
-from streampack.sources.source import Source
 from streampack.streaming.consumers import Ranks, ranks_to_read
-from streampack.streaming.epochs import BEGUN, ENDED, WAITING, EpochCounter
+from streampack.streaming.epochs import EpochCounter
 from streampack.streaming.estimate import Estimate, estimate
+from streampack.streaming.iteration import PackDicts, RefusedIteration
 from streampack.streaming.lane import Lane
-from streampack.streaming.lane_config import UNTRAINED, LaneConfig
-from streampack.streaming.lane_state import LaneEvent, LaneState, as_dicts
-from streampack.streaming.loaded_state import STATE_VERSION, LoadedState, Resume, checked_state
+from streampack.streaming.lane_config import UNTRAINED, LaneConfig, must_check
+from streampack.streaming.lane_count import count_lanes
+from streampack.streaming.lane_state import LaneState, as_dicts
+from streampack.streaming.loaded_state import STATE_VERSION, Resume, checked_state
 from streampack.streaming.round_robin import PackStream, total_ledger, total_source_stats
 from streampack.streaming.run_identity import identity_of_run
 from streampack.streaming.untrained import UntrainedWarning
-from streampack.types import Fragment, Pack, Sample
+from streampack.types import Fragment, Sample
 from streampack.validation import require, require_positive, warn_user
-
-DEFAULT_LANES = 8
 
 
 class IterablePackedDataset(IterableDataset[dict[str, Any]]):
@@ -55,39 +53,45 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
     every sequence is -100, positions restart at 0.
 
     Args:
-        source: a `Source`; or a path or glob of JSONL files; or any map-style dataset of
+        source: **What is read.** A `Source`; or a path or glob of JSONL files; or any map-style dataset of
             ``{"tokens", "labels"}`` or ``{"input_ids"}``; or columns of such, a pandas frame too; or any deterministic
             iterable of rows; several, by their weights, are a `Mix`.
-        max_seq_len: tokens in a pack.
         encoder: makes a `Sample` of a row; rows of ready tokens need none, sources of a `Mix` may have their own.
-        strategy: ``"exact_fit"`` (default), ``"best_fit"``, ``"first_fit"``, ``"next_fit"``, ``"wrap"``.
-        split_across_pack: packs are always full, and the sample that crosses a pack's end continues in
-            the next. For pretraining.
+        vocab_size: if given, token ids must be below it.
+
+        max_seq_len: **How packs are filled.** Tokens in a pack.
+        strategy: ``"exact_fit"`` (default), ``"best_fit"``, ``"first_fit"`` or ``"next_fit"``.
+        split_across_pack: for pretraining: packs are always full, and the sample that crosses a pack's end continues
+            in the next; no strategy is used.
         buffer_size: how many samples may wait, per lane; no sample waits for more packs than that.
-        overlong: what becomes of a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``,
-            ``"truncate"`` or ``"split"``. Default ``"error"``, with ``split_across_pack`` ``"split"``.
-        truncate_side: the side that ``"truncate"`` cuts off.
         max_seqs_per_pack: at most so many sequences in a pack; the rest is padding. For static shapes: `cu_seqlens`
             is as long for every batch. Leave room, or short samples will not fill a pack.
+        padding_idx: the token that fills a pack's end.
+
+        overlong: **What becomes of special samples.** Those longer than ``max_seq_len``: ``"error"``, ``"drop"``,
+            ``"truncate"`` or ``"split"``. Default ``"error"``, with ``split_across_pack`` ``"split"``.
+        truncate_side: the side that ``"truncate"`` cuts off.
         truncate_eos: a token id that replaces the last token of a sample that ``"truncate"`` cut on the right.
-        empty: ``"error"`` or ``"drop"``, for samples without a token.
-        untrained: what becomes of a sample of which no token is trained, because its labels are masked or because
-            ``"truncate"`` cut its answer off: ``"keep"``, ``"drop"`` or ``"error"``. Default: it is kept, counted in
-            the ledger, and a warning tells of the first; a training step of such samples alone is an error in the
-            recipes and under `prepare_trainer_for_packing`, unless ``"keep"`` is given.
-        shuffle: read in an order that is a function of (seed, epoch, lane). Files are shuffled within
-            windows of ``shuffle_window`` rows, their parts among one another; map-style data entirely.
+        empty: samples without a token: ``"error"`` or ``"drop"``.
+        untrained: samples of which no token is trained, because their labels are masked or ``"truncate"`` cut the
+            answer off: ``"keep"``, ``"drop"`` or ``"error"``. Default: they are kept and counted in the ledger, with a
+            warning at the first; a training step of such samples alone is an error in the recipes and under
+            `prepare_trainer_for_packing`, unless ``"keep"`` is given.
+        on_bad_record: records that cannot be read or encoded: ``"error"``, or ``"skip"``: they are left out and
+            counted as ``bad_records``.
+        max_bad_records: of one lane; one more fails the run.
+        quarantine: a folder for lists of the skipped records; see `Quarantine`.
+
+        shuffle: **In which order, and how often.** Read in an order that is a function of (seed, epoch, lane). Files
+            are shuffled within windows of ``shuffle_window`` rows, their parts among one another; map-style data
+            entirely.
+        shuffle_window: in rows.
+        seed: of the order.
         epochs: how often the data is read; None reads on for ever and never flushes a part-empty pack.
         num_lanes: the streams the data is divided into, fixed for the life of a run; steps hold the same packs on any
             number of ranks that divides it. Default: the smallest multiple of the consumers (ranks x workers) that is
             at least 8, or less on data so small that each lane's last, part-empty pack would matter (below some 4,000
             rows or 2 MiB). A run with fewer lanes than ranks goes on, with null packs.
-        padding_idx: the token that fills a pack's end.
-        vocab_size: if given, token ids must be below it.
-        on_bad_record: ``"error"``, or ``"skip"``: records that cannot be read or encoded are passed by, as if they
-            were not there, and counted as ``bad_records``.
-        max_bad_records: of one lane; one more fails the run.
-        quarantine: a folder for lists of the records passed by; see `Quarantine`.
 
     Raises:
         ValueError: for a bad setting, at construction; for a bad row, with its place, when it is read.
@@ -150,7 +154,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             truncate_eos=truncate_eos,
             padding_idx=padding_idx,
             vocab_size=vocab_size,
-            checks=_must_check(source, encode, vocab_size),
+            checks=must_check(source, encode, vocab_size),
             quarantine=kept,
         )
         self.epochs = epochs
@@ -186,7 +190,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             if get_worker_info() is None:
                 raise
             # Raised here, it would end a worker process that is kept, and the trainer would see no reason.
-            return _Refused(error)
+            return RefusedIteration(error)
 
     def _iterate(self) -> Iterator[dict[str, Any]]:
         rank, world_size, _ = ranks_to_read(self._ranks, epochs=self.epochs)
@@ -205,7 +209,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             )
         self._copied = None
         self.epochs_begun.begin(self.epoch + (self.epochs or 1), phase=begin.phase)
-        return _Dicts(stream, begin, untrained=self.untrained, counter=self.epochs_begun)
+        return PackDicts(stream, begin, untrained=self.untrained, counter=self.epochs_begun)
 
     def _lanes_of_others(self, consumers: int) -> Iterator[Lane]:
         config = self.lane_config
@@ -263,26 +267,9 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         Raises:
             ValueError: if fewer were asked for, or the source cannot be read as so many.
         """
-        source = self.lane_config.source
-        wanted = self.num_lanes
-        if wanted is None:
-            at_least = min(DEFAULT_LANES, source.natural_lanes())
-            wanted = -(-at_least // consumers) * consumers
-            if source.max_lanes is not None and wanted > source.max_lanes >= consumers:
-                # Of four shards three consumers read a lane each.
-                wanted = source.max_lanes // consumers * consumers
-        if wanted < consumers and self._lanes_asked_for:
-            raise ValueError(
-                f"{wanted} lanes cannot feed {consumers} consumers (ranks x workers): some would get nothing; "
-                "use fewer workers, or start a new run with more num_lanes"
-            )
-        if source.max_lanes is not None and wanted > source.max_lanes:
-            name = source.narrowest() if isinstance(source, Mix) else type(source).__name__
-            raise ValueError(
-                f"{name} can be read as {source.max_lanes} lane(s) and {wanted} are needed for "
-                f"{consumers} consumers (ranks x workers): {source.way_out}"
-            )
-        return wanted
+        return count_lanes(
+            self.lane_config.source, consumers, wanted=self.num_lanes, fixed=self._lanes_asked_for
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, from 0, that the next iteration begins with; it decides the order when shuffling.
@@ -447,60 +434,3 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         if key not in self._estimates:
             self._estimates[key] = estimate(self.lane_config, rows=rows, num_lanes=key[1])
         return self._estimates[key]
-
-
-class _Dicts:
-    """The packs of a stream in torchtune's format; one that cannot be converted is not consumed."""
-
-    def __init__(
-        self, stream: PackStream, begin: LoadedState, *, untrained: UntrainedWarning, counter: EpochCounter
-    ) -> None:
-        self.stream = stream
-        self.begin = begin
-        self.untrained = untrained
-        self.counter = counter
-
-    def __iter__(self) -> _Dicts:
-        return self
-
-    def __next__(self) -> dict[str, Any]:
-        try:
-            return self.stream.next_as(self._give)
-        except StopIteration:
-            if self.begin.phase != ENDED:
-                self._reach(ENDED)
-            raise
-
-    def _give(self, event: LaneEvent, pack: Pack) -> dict[str, Any]:
-        self.untrained.look_at(event.state.ledger)
-        given = to_torchtune(pack)
-        if self.begin.phase == WAITING:
-            self._reach(BEGUN)
-        return given
-
-    def _reach(self, phase: int) -> None:
-        self.begin.phase = phase
-        self.counter.reach(phase)
-
-
-class _Refused:
-    """An iteration whose first ``next()`` raises an error that iter() found."""
-
-    def __init__(self, error: ValueError) -> None:
-        self.error = error
-
-    def __iter__(self) -> _Refused:
-        return self
-
-    def __next__(self) -> dict[str, Any]:
-        raise self.error
-
-
-def _must_check(
-    source: Source, encode: Callable[[Mapping[str, Any]], Sample], vocab_size: int | None
-) -> bool:
-    """Return whether samples must be checked: their ids may be outside the vocabulary, for all the encoder knows."""
-    if source.names or not isinstance(encode, Encoder):  # a mixture's sources may have encoders of their own
-        return True
-    bound = encode.ids_below(source.ids_below)
-    return bound is None or (vocab_size is not None and bound > vocab_size)

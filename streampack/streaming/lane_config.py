@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from streampack.packing.assemble import check_sample, with_eos
+from streampack.packing.encoders import Encoder
 from streampack.packing.settings import Packing
 from streampack.packing.token_rows import encode_row
 from streampack.sources.bad_records import Quarantine
@@ -85,3 +86,11 @@ class LaneConfig:
         if self.truncate_eos is not None and bounds and bounds[-1][1] < length:
             pieces = [(start, with_eos(piece, self.truncate_eos)) for start, piece in pieces]
         return pieces
+
+
+def must_check(source: Source, encode: Callable[[Mapping[str, Any]], Sample], vocab_size: int | None) -> bool:
+    """Return whether samples must be checked: their ids may be outside the vocabulary, for all the encoder knows."""
+    if source.names or not isinstance(encode, Encoder):  # a mixture's sources may have encoders of their own
+        return True
+    bound = encode.ids_below(source.ids_below)
+    return bound is None or (vocab_size is not None and bound > vocab_size)

@@ -1,0 +1,60 @@
+"""One iteration of an `IterablePackedDataset`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from streampack.packing.batch import to_torchtune
+from streampack.streaming.epochs import BEGUN, ENDED, WAITING, EpochCounter
+from streampack.streaming.lane_state import LaneEvent
+from streampack.streaming.loaded_state import LoadedState
+from streampack.streaming.round_robin import PackStream
+from streampack.streaming.untrained import UntrainedWarning
+from streampack.types import Pack
+
+
+class PackDicts:
+    """The packs of a stream in torchtune's format; one that cannot be converted is not consumed."""
+
+    def __init__(
+        self, stream: PackStream, begin: LoadedState, *, untrained: UntrainedWarning, counter: EpochCounter
+    ) -> None:
+        self.stream = stream
+        self.begin = begin
+        self.untrained = untrained
+        self.counter = counter
+
+    def __iter__(self) -> PackDicts:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        try:
+            return self.stream.next_as(self._give)
+        except StopIteration:
+            if self.begin.phase != ENDED:
+                self._reach(ENDED)
+            raise
+
+    def _give(self, event: LaneEvent, pack: Pack) -> dict[str, Any]:
+        self.untrained.look_at(event.state.ledger)
+        given = to_torchtune(pack)
+        if self.begin.phase == WAITING:
+            self._reach(BEGUN)
+        return given
+
+    def _reach(self, phase: int) -> None:
+        self.begin.phase = phase
+        self.counter.reach(phase)
+
+
+class RefusedIteration:
+    """An iteration whose first ``next()`` raises an error that iter() found."""
+
+    def __init__(self, error: ValueError) -> None:
+        self.error = error
+
+    def __iter__(self) -> RefusedIteration:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        raise self.error
