@@ -87,7 +87,8 @@ class TokenShardSource(IndexedSource):
         corpus = index.corpus([(shard.name, shard.size) for shard in self.shards])
         super().__init__(corpus, [shard.documents for shard in self.shards], read_ahead=read_ahead)
         self.tokens = sum(shard.tokens for shard in self.shards)
-        self.ids_below = 1 << 8 * max(shard.width for shard in self.shards)  # whatever is in the shards
+        if type(self) is TokenShardSource:  # a user's subclass may make other ids
+            self.ids_below = 1 << 8 * max(shard.width for shard in self.shards)  # whatever is in the shards
         self._checked: set[int] = set()  # shards whose header is as the index says, in this process
 
     def fingerprint(self) -> str:

@@ -170,6 +170,9 @@ def test_ids_are_checked_unless_the_dtype_bounds_them(tmp_path: Path, dtype: str
     class Encoder(TokensEncoder):
         """An encoder of a user."""
 
+    class Own(TokenShardSource):
+        """A source of a user."""
+
     def checks(of: Any, **settings: Any) -> bool:
         return IterablePackedDataset(of, max_seq_len=8, **settings).lane_config.checks
 
@@ -177,7 +180,7 @@ def test_ids_are_checked_unless_the_dtype_bounds_them(tmp_path: Path, dtype: str
         assert [checks(of, vocab_size=n) for n in (None, every, every - 1)] == [False, False, True]
         assert checks(of, encoder=Encoder())
         assert checks(of, encoder=TokensEncoder(tokens="labels")), "-100 is no id"
-    for of in (rows, Mix([{"name": "a", "source": source, "weight": 1}])):
+    for of in (rows, Own(tmp_path), Mix([{"name": "a", "source": source, "weight": 1}])):
         assert checks(of)
     with pytest.raises(ValueError, match="document 0: token id 300 is outside the vocabulary of 300"):
         list(IterablePackedDataset(source, max_seq_len=8, vocab_size=300))
