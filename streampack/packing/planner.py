@@ -41,13 +41,13 @@ class Planner(Generic[PieceT]):
     """The buffer of waiting pieces, and the next pack out of it.
 
     All state is in attributes, so an error raised by ``pull`` loses nothing: call `next_pack` again and it goes on.
-    Guarantee: at most ``buffer_size`` pieces wait, and every pack takes the oldest, so a piece leaves within
-    ``buffer_size`` packs.
+    Guarantee: at most ``buffer_size`` pieces wait, and every pack takes the oldest; so a piece leaves within
+    ``buffer_size`` packs, or begins to, where a piece may be longer than a pack.
 
     Args:
         packing: the settings; they choose the strategy.
         pull: returns the next piece, or None when there are no more. No piece is longer than ``max_seq_len``
-            unless the strategy is ``wrap``.
+            unless ``split_across_pack`` is set.
 
     >>> lengths = iter([Span(i, 0, length) for i, length in enumerate([5, 4, 2, 3, 4])])
     >>> planner = Planner(Packing(8), lambda: next(lengths, None))
@@ -61,7 +61,7 @@ class Planner(Generic[PieceT]):
         self.choose = STRATEGIES[packing.strategy]
         self.waiting: list[PieceT] = []  # in the order in which they were pulled
         self.lengths: list[int] = []  # theirs, in tokens
-        self.offset = 0  # tokens of the oldest waiting piece that are packed already (wrap only)
+        self.offset = 0  # tokens of the oldest waiting piece that are packed already (split_across_pack only)
         self.placed: list[Placed[PieceT]] = []  # in the pack in the making
         self.room = packing.max_seq_len  # free tokens of that pack
 
@@ -92,7 +92,7 @@ class Planner(Generic[PieceT]):
 
     @property
     def _limit(self) -> int:
-        """The most sequences that a pack takes: each has a token at least."""
+        """The most sequences that a pack may hold; each has at least one token."""
         return self.packing.max_seqs_per_pack or self.packing.max_seq_len
 
     def _pull(self) -> bool:
@@ -103,6 +103,7 @@ class Planner(Generic[PieceT]):
         return True
 
     def _fill_by_cutting(self) -> None:
+        """Fill the pack in arrival order, and cut the piece that crosses its end."""
         waiting, lengths, limit = self.waiting, self.lengths, self._limit
         while self.room and len(self.placed) < limit and (lengths or self._pull()):
             start, stop = self.offset, min(lengths[0], self.offset + self.room)
@@ -114,25 +115,29 @@ class Planner(Generic[PieceT]):
                 del waiting[0], lengths[0]
 
     def _fill_by_choosing(self) -> None:
+        """Take the oldest piece, then what the strategy chooses."""
         assert self.choose is not None
         if not self.placed and (self.lengths or self._pull()):
             self._take([0])
         # A strategy that takes everything that waits (many short pieces) has not closed the pack: it runs
         # again over a fresh buffer. Otherwise a pack could never hold more than buffer_size + 1 pieces.
-        while (seats := min(self.room, self._limit - len(self.placed))) and (self.lengths or self._pull()):
+        while self.room and (limit := self._limit - len(self.placed)) and (self.lengths or self._pull()):
             taken = self.choose(self.lengths, self.room, self._pull)
-            self._take(taken if len(taken) <= seats else self._fewer(taken, seats))
+            self._take(taken if len(taken) <= limit else self._fewer(taken, limit))
             if self.lengths:
                 break
 
-    def _fewer(self, taken: list[int], seats: int) -> list[int]:
-        """Replace a choice of too many pieces by the first of them, or by the longest that fit."""
+    def _fewer(self, taken: list[int], limit: int) -> list[int]:
+        """Replace a choice of more than ``limit`` pieces by the first of them, or by the longest that fit.
+
+        So where ``max_seqs_per_pack`` is reached, a pack of ``exact_fit`` is not filled exactly.
+        """
         if self.packing.strategy in ("next_fit", "first_fit"):
-            return taken[:seats]
+            return taken[:limit]
         room = self.room
         longest: list[int] = []
         for i in sorted(range(len(self.lengths)), key=lambda i: -self.lengths[i]):
-            if self.lengths[i] <= room and len(longest) < seats:
+            if self.lengths[i] <= room and len(longest) < limit:
                 longest.append(i)
                 room -= self.lengths[i]
         return sorted(longest)
@@ -161,8 +166,8 @@ def plan_packs(
     """Plan the packs of a stream of sample lengths; consumes ``lengths`` as it goes.
 
     Yields one list per pack, of ``Span(index, start, stop)``: tokens ``[start, stop)`` of sample
-    ``index``. With the default ``exact_fit`` it met the lower bound ``ceil(tokens / max_seq_len)`` on
-    all three of the project's benchmark distributions but for at most one pack (``make bench``).
+    ``index``. With the default ``exact_fit`` it needed at most one pack more than the lower bound
+    ``ceil(tokens / max_seq_len)`` on each of the project's three benchmark distributions (``make bench``).
 
     >>> [[tuple(span) for span in pack] for pack in plan_packs([5, 4, 2, 3, 4], 8)]
     [[(0, 0, 5), (3, 0, 3)], [(1, 0, 4), (4, 0, 4)], [(2, 0, 2)]]
@@ -180,7 +185,7 @@ def plan_packs(
 
 
 def plan_samples(numbered: Iterable[tuple[int, int]], packing: Packing) -> Iterator[list[Span]]:
-    """Plan packs of ``(sample number, length)``: `plan_packs` for a caller that leaves samples out."""
+    """Plan packs of ``(sample number, length)`` pairs, for callers that leave samples out."""
     numbered = iter(numbered)
     pending: list[Span] = []  # pieces of the newest sample
 

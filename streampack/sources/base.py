@@ -91,7 +91,7 @@ class Reader(ABC):
     def charge(self, parts: Sequence[Sample]) -> None:  # noqa: B027  # only a mixture has a use for it
         """Count the pieces that the newest row was cut into; none if the row was dropped."""
 
-    def succeed(self, ended: Reader) -> None:  # noqa: B027  # only a mixture has a use for it
+    def continue_from(self, ended: Reader) -> None:  # noqa: B027  # only a mixture has a use for it
         """Take over what outlives an epoch from the reader of the epoch before."""
 
 

@@ -228,7 +228,7 @@ class MixtureScheduler(Reader):
         if self.root:
             self.weighing.tick(pieces)
 
-    def succeed(self, ended: Reader) -> None:
+    def continue_from(self, ended: Reader) -> None:
         """See `Reader.succeed`: a replay with earlier weights goes on in the next epoch."""
         assert isinstance(ended, MixtureScheduler)
         self.weighing = ended.weighing

@@ -63,9 +63,9 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         strategy: ``"exact_fit"`` (default), ``"best_fit"``, ``"first_fit"`` or ``"next_fit"``.
         split_across_pack: for pretraining: packs are always full, and the sample that crosses a pack's end continues
             in the next; no strategy is used.
-        buffer_size: how many samples may wait, per lane; no sample waits for more packs than that.
-        max_seqs_per_pack: at most so many sequences in a pack; the rest is padding. For static shapes: `cu_seqlens`
-            is as long for every batch. Leave room, or short samples will not fill a pack.
+        buffer_size: how many samples may wait, per lane; none waits for more packs than that.
+        max_seqs_per_pack: the most sequences in a pack; a pack that reaches it is padded. It gives `cu_seqlens` a fixed
+            length, for static shapes. Set it well above the typical number.
         padding_idx: the token that fills a pack's end.
 
         overlong: **What becomes of special samples.** Those longer than ``max_seq_len``: ``"error"``, ``"drop"``,
@@ -79,19 +79,19 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             `prepare_trainer_for_packing`, unless ``"keep"`` is given.
         on_bad_record: records that cannot be read or encoded: ``"error"``, or ``"skip"``: they are left out and
             counted as ``bad_records``.
-        max_bad_records: of one lane; one more fails the run.
+        max_bad_records: how many bad records a lane may skip before the run fails.
         quarantine: a folder for lists of the skipped records; see `Quarantine`.
 
         shuffle: **In which order, and how often.** Read in an order that is a function of (seed, epoch, lane). Files
             are shuffled within windows of ``shuffle_window`` rows, their parts among one another; map-style data
             entirely.
-        shuffle_window: in rows.
-        seed: of the order.
+        shuffle_window: rows in a shuffle window; files only.
+        seed: of the shuffled order.
         epochs: how often the data is read; None reads on for ever and never flushes a part-empty pack.
         num_lanes: the streams the data is divided into, fixed for the life of a run; steps hold the same packs on any
             number of ranks that divides it. Default: the smallest multiple of the consumers (ranks x workers) that is
             at least 8, or less on data so small that each lane's last, part-empty pack would matter (below some 4,000
-            rows or 2 MiB). A run with fewer lanes than ranks goes on, with null packs.
+            rows or 2 MiB). With fewer lanes than ranks only a `PackedDataLoader` can go on: it hands out null packs.
 
     Raises:
         ValueError: for a bad setting, at construction; for a bad row, with its place, when it is read.
@@ -274,8 +274,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, from 0, that the next iteration begins with; it decides the order when shuffling.
 
-        Without it, each iteration begins with the epoch behind the one before. Another epoch than that of a loaded
-        state puts the state aside.
+        Without it, each iteration begins one epoch after the last. Any epoch but the loaded state's discards that state.
         """
         self.resume.set_epoch(epoch, keep=require_positive(epoch, "epoch", least=0) == self.epoch)
         self.epoch = epoch

@@ -29,7 +29,7 @@ class PackDicts:
 
     def __next__(self) -> dict[str, Any]:
         try:
-            return self.stream.next_as(self._give)
+            return self.stream.next_converted(self._give)
         except StopIteration:
             if self.begin.phase != ENDED:
                 self._reach(ENDED)

@@ -88,7 +88,7 @@ class Lane:
             sequence, length = piece.sample, stop - start
             if length < piece.length:
                 if piece.trained is None:
-                    # Every fragment gives the same cuts, so the labels are counted once and not for each.
+                    # Any fragment determines all cuts, so the labels are counted once for each piece.
                     piece.trained = trained_tokens(sequence, packing.cuts(piece.length, start, stop))
                 sequence = sequence.cut(start, stop)
             sequences.append(sequence)
@@ -117,13 +117,13 @@ class Lane:
         )
 
     def state(self) -> LaneState:
-        """Return a snapshot to resume from; between packs."""
+        """Return a snapshot to resume from. Call it between packs only."""
         planner, pieces = self.planner, self.pieces
         assert not planner.placed, "a state is taken between packs"
         if self.ledger.buffered != planner.buffered:
             raise RuntimeError(
-                f"lane {self.lane} lost tokens: {self.ledger.buffered} should be buffered by the ledger "
-                f"and {planner.buffered} are; this is a bug in streampack, do not trust this run"
+                f"lane {self.lane} lost tokens: the ledger counts {self.ledger.buffered} buffered tokens "
+                f"and the planner holds {planner.buffered}; this is a bug in streampack, do not trust this run"
             )
         if planner.waiting:
             oldest = planner.waiting[0]
@@ -148,15 +148,16 @@ class Lane:
 
     def _restore(self, state: LaneState) -> None:
         """Read again from the oldest waiting piece's row, and skip what is consumed."""
-        # All pieces behind the last that is consumed wait, and no more can. A damaged state must not read on for ever.
+        # Every piece after the last consumed one waits, and at most `buffer_size` can; without this check a damaged
+        # state could be read on without end.
         waiting = state.next_piece - state.first - state.consumed.bit_length()
         if waiting > (limit := self.config.packing.buffer_size):
             raise ValueError(
-                f"lane {self.lane}: {waiting} pieces wait at the end of the state's, and buffer_size={limit} lets "
-                f"{limit} wait; it is damaged, resume from another checkpoint"
+                f"lane {self.lane}: the state has {waiting} waiting pieces after the last consumed one, and "
+                f"buffer_size={limit} allows {limit}; it is damaged, resume from another checkpoint"
             )
         self.packs = state.packs
-        # Without an end, only a lane that never packed anything is over: see `PieceReader`.
+        # With epochs=None, a lane ends only if none of its rows makes a piece.
         self.done = state.done and not (self.config.endless and state.ledger.packed)
         self.planner.restore(self.pieces.replay(state), offset=state.offset)
         if self.planner.buffered != self.ledger.buffered:

@@ -21,7 +21,10 @@ class LaneState:
     pieces from ``first`` on, skips those whose bit in ``consumed`` is set, and is where it was when it reaches
     ``next_piece``.
 
-    >>> state = LaneState(3, False, 0, (2, 512, 0), 40, 0, 42, 0b10, Ledger())
+    >>> state = LaneState(
+    ...     packs=3, done=False, epoch=0, cursor=(2, 512, 0), first=40, offset=0, next_piece=42, consumed=0b10,
+    ...     ledger=Ledger(),
+    ... )
     >>> LaneState.from_dict(state.as_dict()) == state
     True
     """
@@ -31,16 +34,16 @@ class LaneState:
     epoch: int
     cursor: Cursor
     first: int  # number of the first piece of the row at cursor
-    offset: int  # tokens of the oldest waiting piece that are packed (splitting only)
+    offset: int  # tokens of the oldest waiting piece that are packed (split_across_pack only)
     next_piece: int  # number of the next piece
     consumed: int  # bit i: piece first + i is packed or dropped
-    ledger: Ledger  # as of next_piece
-    source_stats: tuple[SourceStats, ...] = ()  # the same of every source of a mixture
+    ledger: Ledger  # counts up to here
+    source_stats: tuple[SourceStats, ...] = ()  # one for each source of a mixture
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, which ``torch.load(weights_only=True)`` takes; ``consumed`` in hexadecimal digits.
 
-        (It refuses integers of more than 2,040 bits.)
+        (`torch.load` refuses integers of more than 2,040 bits.)
         """
         found: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         found["cursor"] = [int(number) for number in self.cursor]
@@ -51,7 +54,7 @@ class LaneState:
 
     @classmethod
     def from_dict(cls, found: object) -> LaneState:
-        """The inverse of `as_dict`.
+        """Make a lane state from the dict that `as_dict` returned.
 
         Raises:
             ValueError: if it is not the state of a lane, or a damaged one.

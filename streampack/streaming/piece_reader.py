@@ -16,7 +16,7 @@ from streampack.streaming.lane_state import LaneState
 from streampack.types import Cursor, Row, RowId, Sample
 
 UNREADABLE: Mapping[str, Any] = MappingProxyType({})
-"""The data of a row that could not be read, and is skipped."""
+"""Marks a row whose data could not be read, so that it is skipped."""
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class PieceReader:
             seed=config.seed,
             shuffle_window=config.shuffle_window,
             start=start,
-            stagger=config.packing.max_seq_len,
+            stagger=config.packing.max_seq_len,  # lanes of a mixture begin at most so many tokens apart
             replayed=replayed,
         )
         self.reader = config.source.read(reading)
@@ -84,6 +84,7 @@ class PieceReader:
             self.pending = self._pieces(row, replay=False)
             self.row = None
             if not self.pending:
+                self.next_number += 1  # a row without pieces has one number
                 self._warn_if_all_dropped()
         piece = self.pending.pop(0)
         self.next_number = piece.number + 1
@@ -108,7 +109,7 @@ class PieceReader:
         self.ledger = state.ledger.copy()
         self.source_stats = [stats.copy() for stats in state.source_stats]
         self.open(state.epoch, state.cursor, replayed=state.next_piece - state.first)
-        self.rows_in_epoch = self.pieces_in_epoch = 1  # only an epoch read from its beginning tells
+        self.rows_in_epoch = self.pieces_in_epoch = 1  # not 0: a partly read epoch must not look empty
         self.next_number = state.first
         waiting = []
         while self.next_number < state.next_piece:
@@ -132,7 +133,7 @@ class PieceReader:
                     waiting.append(piece)
                 self.next_number += 1
                 consumed >>= 1
-            if not pieces:  # packed or dropped: it had one number
+            if not pieces:  # packed or dropped: the row had one number
                 self.next_number += 1
         return waiting
 
@@ -156,7 +157,7 @@ class PieceReader:
                     return None
                 ended = self.reader
                 self.open(self.epoch + 1)
-                self.reader.succeed(ended)
+                self.reader.continue_from(ended)
             else:
                 self.rows_in_epoch += 1
         return self.row
@@ -164,16 +165,19 @@ class PieceReader:
     def _pieces(self, row: Row, *, replay: bool) -> list[Piece]:
         """Encode a row and cut it to pieces; none if it is dropped. A replay books nothing a second time."""
         config = self.config
-        sample = self.unreadable if row.data is UNREADABLE else config.sample(row)
-        if isinstance(sample, str):
-            self._skip_record(row, sample, replay=replay)
+        sample_or_reason = self.unreadable if row.data is UNREADABLE else config.sample(row)
+        if isinstance(sample_or_reason, str):
+            self._skip_record(row, sample_or_reason, replay=replay)
             return []
+        sample = sample_or_reason
         try:
             parts = config.cut(sample)
             trained = None
             if len(parts) > 1:
                 trained = trained_tokens(sample, [start for start, _ in parts[1:]])
-            untrained = not trained if len(parts) > 1 else bool(parts) and trains_nothing(parts[0][1])
+                untrained = trained == 0
+            else:
+                untrained = bool(parts) and trains_nothing(parts[0][1])
             if untrained and config.untrained == "error":
                 raise untrained_error(sample.tokens.size, config.packing)
         except ValueError as error:
@@ -206,10 +210,11 @@ class PieceReader:
         lost = sample.tokens.size - sum(piece.length for piece in pieces)
         if lost or not pieces:
             self.ledger.tokens_in += lost
-            dropped = "untrained" if untrained else "overlong" if lost else "empty"
-            self.ledger.drop("truncated" if pieces else dropped, lost)
-        if not pieces:
-            self.next_number += 1
+            if pieces:
+                reason = "truncated"
+            else:
+                reason = "untrained" if untrained else "overlong" if lost else "empty"
+            self.ledger.drop(reason, lost)
         return lost
 
     def _warn_if_all_dropped(self) -> None:
@@ -228,7 +233,6 @@ class PieceReader:
             self.ledger.drop("bad", 0)
             if self.source_stats:
                 self._begin_stats(row)
-            self.next_number += 1
         if row.data is not UNREADABLE:
             self.reader.charge([])
 

@@ -14,7 +14,7 @@ from streampack.streaming.lane_state import LaneEvent, LaneState
 from streampack.types import Pack
 
 OpenLane = Callable[[int, LaneState | None], Lane]
-Form = TypeVar("Form")
+Converted = TypeVar("Converted")
 
 
 class PackStream:
@@ -51,32 +51,37 @@ class PackStream:
         self._midway: int | None = None  # the lane whose step is not booked yet
         # The smallest is next: within an epoch, the lanes that are done come last; then the epoch is over.
         turn = ("done", "packs", "lane")
-        self._turn = attrgetter(*turn) if last_epoch is None else attrgetter("epoch", *turn)
+        self._turn_key = attrgetter(*turn) if last_epoch is None else attrgetter("epoch", *turn)
         self.others: Callable[[], Iterable[Lane]] | None = (
             None  # makes the other consumers' lanes, to look at
         )
-        self._turns = self._in_turn()  # a heap
+        self._heap = self._build_heap()
 
     def __iter__(self) -> PackStream:
         return self
 
     def __next__(self) -> Pack:
-        return self.next_as(_pack_of)
+        return self.next_converted(_pack_of)
 
-    def next_as(self, form: Callable[[LaneEvent, Pack], Form]) -> Form:
-        """Return ``form`` of the next pack. The pack counts as handed out when ``form`` has returned, not before."""
+    def next_converted(self, convert: Callable[[LaneEvent, Pack], Converted]) -> Converted:
+        """Return ``convert(event, pack)`` for the next pack, which counts as handed out once ``convert`` has returned.
+
+        Raises:
+            StopIteration: at the end.
+        """
         while True:
             event = self._event()
             if event.pack is not None:
-                formed = form(event, event.pack)
+                converted = convert(event, event.pack)
                 self._lane_states[event.lane], self._midway = event.state, None
-                return formed
+                return converted
             self._lane_states[event.lane], self._midway = event.state, None
 
     def next_event(self) -> LaneEvent:
-        """Return the next pack, or the end of a lane's epoch; its state books what was dropped since the last pack."""
+        """Return the next pack, or the end of a lane's epoch, whose state counts what was dropped since."""
         event = self._event()
-        # Two stores and the return: Python raises an interrupt at calls and loops only.
+        # No call between here and the return, so that CPython, which checks for signals at calls and loops, delivers
+        # no KeyboardInterrupt in between (tests/loader/test_interrupts.py).
         self._lane_states[event.lane], self._midway = event.state, None
         return event
 
@@ -85,11 +90,11 @@ class PackStream:
         if self._midway is not None:
             self._open_again(self._midway)
         while True:
-            if not self._turns:  # this consumer has no lane
+            if not self._heap:  # this consumer has no lane
                 raise StopIteration
-            lane = self._turns[0][1]
+            lane = self._heap[0][1]
             if lane.done:
-                if not any(lane.ledger.packs for lane in self.lanes):
+                if not any(each.ledger.packs for each in self.lanes):
                     self._require_packs()
                 epoch = lane.epoch
                 if self.last_epoch is None or epoch >= self.last_epoch:
@@ -98,33 +103,34 @@ class PackStream:
                     if ended.epoch == epoch:
                         self._midway = ended.lane
                         ended.start_epoch(epoch + 1)
-                self._turns = self._in_turn()
+                self._heap = self._build_heap()
                 self._midway = None
                 continue
             self._midway = lane.lane
             event = lane.next_event()
-            heapq.heapreplace(self._turns, (self._turn(lane), lane))
+            heapq.heapreplace(self._heap, (self._turn_key(lane), lane))
             return event
 
     def _require_packs(self) -> None:
-        """Raise if no lane of this epoch has any pack."""
+        """Raise if no lane of the run has made a pack; a consumer that cannot see the other lanes does not."""
         ledgers = [lane.ledger for lane in self.lanes]
         for other in [] if self.others is None else self.others():
             if other.next_pack() is not None:
                 self.others = None
                 return
             ledgers.append(other.ledger)
-        if self.alone or self.others is not None:
-            raise nothing_to_pack(Ledger.total(ledgers))
+        if not self.alone and self.others is None:
+            return
+        raise nothing_to_pack(Ledger.total(ledgers))
 
     def _open_again(self, number: int) -> None:
         i = next(i for i, lane in enumerate(self.lanes) if lane.lane == number)
         self.lanes[i] = self.open_lane(number, self._lane_states.get(number))
-        self._turns = self._in_turn()
+        self._heap = self._build_heap()
         self._midway = None
 
-    def _in_turn(self) -> list[tuple[tuple[int, ...], Lane]]:
-        return sorted((self._turn(lane), lane) for lane in self.lanes)  # no two lanes have the same turn
+    def _build_heap(self) -> list[tuple[tuple[int, ...], Lane]]:
+        return sorted((self._turn_key(lane), lane) for lane in self.lanes)  # no two lanes have the same turn
 
     def lane_states(self) -> dict[int, LaneState]:
         """Return the state of every lane that has yielded a pack or ended an epoch; a fresh dict."""
