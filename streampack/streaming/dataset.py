@@ -274,7 +274,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, from 0, that the next iteration begins with; it decides the order when shuffling.
 
-        Without it, each iteration begins one epoch after the last. Any epoch but the loaded state's discards that state.
+        Without it, each iteration begins one epoch after the last. Another epoch than the loaded state's discards it.
         """
         self.resume.set_epoch(epoch, keep=require_positive(epoch, "epoch", least=0) == self.epoch)
         self.epoch = epoch
