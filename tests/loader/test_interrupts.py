@@ -177,7 +177,7 @@ def test_a_pack_that_cannot_be_converted_is_not_consumed(monkeypatch: pytest.Mon
     found = [next(iterator)["tokens"].tolist() for _ in range(3)]
     before = data.state_dict()
     with monkeypatch.context() as patch:
-        patch.setattr("streampack.streaming.dataset.to_torchtune", fail)
+        patch.setattr("streampack.streaming.iteration.to_torchtune", fail)
         with pytest.raises(MemoryError):
             next(iterator)
     assert data.state_dict() == before
