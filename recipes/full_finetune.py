@@ -60,7 +60,9 @@ def train(raw: Any) -> dict[str, Any]:
     cfg = read_config(raw, recipe="full_finetune")
     device = pick_device(cfg.device)
     with join_world(device, timeout=cfg.collective_timeout) as world, hold_output(cfg, world=world):
-        return finished(cfg, world=world) or _train(raw, cfg, device, world)
+        if (result := finished(cfg, world=world)) is not None:
+            return result
+        return _train(raw, cfg, device, world)
 
 
 def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict[str, Any]:
@@ -99,7 +101,7 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
         run = checkpoints.load(newest, model=model, optimizer=optimizer)
         loader.load_state_dict(run["stream"])
     step, steps, held_out = run["step"], run["steps"], run["held_out"]
-    if not steps or cfg.epochs is None:
+    if not steps or cfg.epochs is None:  # an estimate from epochs is kept, so that the schedule does not jump
         steps = total_steps(cfg, loader, world=world)
     scheduler = build(cfg.lr_scheduler, inject={"optimizer": optimizer, "num_training_steps": steps})
     if newest is not None and scheduler is not None:
@@ -161,6 +163,7 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
                 by_source.add(batch, losses, weights)
             if not meter.batches:
                 break  # the last epoch is over, on every rank
+            # World size / weight of the trained tokens on all ranks: undoes the mean over ranks of data parallelism.
             training.scale_grads(model, meter.reduce())
             norm = None if cfg.clip_grad_norm is None else clip_gradients(model, cfg.clip_grad_norm)
             rate = optimizer.param_groups[0]["lr"]

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from streampack.attention.dense import dense_mask
 from streampack.attention.flex import flex_mask
 from streampack.attention.mappings import Packed, packed_of
-from streampack.streaming.consumers import model_parallel_mesh
+from streampack.streaming.consumers import model_parallel_warning
 from streampack.validation import require, warn_user
 
 ATTENTIONS = ("auto", "dense", "flex", "varlen", "flash")
@@ -57,12 +57,12 @@ def prepare_model_for_packing(model: nn.Module, *, attention: str = "auto") -> I
     may be prepared again; the last call holds.
 
     Args:
-        model: as it will train, on its device and in its type. LoRA, activation checkpointing, ``torch.compile``
+        model: on the device and in the dtype that it will train in. LoRA, activation checkpointing, ``torch.compile``
             and FSDP2 may be applied before or after.
         attention: ``"dense"``, a boolean mask, works anywhere; time and memory grow with ``max_seq_len ** 2``.
             ``"flex"`` skips hidden blocks; CUDA only (on a CPU, torch has no backward pass for it).
-            ``"varlen"`` needs no mask: torch's flash attention over sequences laid end to end for 16-bit floats
-            on CUDA, one sequence at a time on a CPU. ``"flash"`` is the same by the flash-attn package. ``"auto"``
+            ``"varlen"`` needs no mask: torch's varlen flash attention on CUDA, for 16-bit floats only; one sequence at
+            a time on a CPU. ``"flash"`` is the same by the flash-attn package. ``"auto"``
             is the first of varlen, flex and dense that supports the model on its device.
 
     Raises:
@@ -71,8 +71,9 @@ def prepare_model_for_packing(model: nn.Module, *, attention: str = "auto") -> I
         ImportError: if ``attention="flash"`` and no flash-attn is installed.
     """
     require(attention, "attention", ATTENTIONS)
-    if shared := model_parallel_mesh(model):
-        warn_user(shared)
+    if warning := model_parallel_warning(model):
+        warn_user(warning)
+    # Wrappers such as PEFT hide the model, so go by its first module from either library.
     for module in model.modules():
         roots = {cls.__module__.partition(".")[0] for cls in type(module).__mro__}
         if "torchtune" in roots:
@@ -84,8 +85,8 @@ def prepare_model_for_packing(model: nn.Module, *, attention: str = "auto") -> I
 
             return prepare_transformers(model, attention=attention)
     raise ValueError(
-        f"{type(model).__name__} is no model of torchtune's or Hugging Face's, so nothing is known of its attention; "
-        "give it a mask of streampack.make_mask(batch), or call streampack.attention.varlen_attention in it"
+        f"{type(model).__name__} is not a torchtune or Hugging Face model, so its attention is unknown; "
+        "give it the mask of streampack.make_mask(batch), or call streampack.attention.varlen_attention in it"
     )
 
 

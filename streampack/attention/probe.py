@@ -25,7 +25,8 @@ from streampack.packing.batch import Batch
 SAMPLES = 4  # of a pack that are changed
 
 # Relative moves of logits that rounding may cause. Tiny models of the 25 proven families moved by up to 8e-7 in fp32,
-# 1.2e-3 in fp16 and 1.6e-2 in bf16; deeper models round more often. The tests' mistakes move fp32 logits by over 1e-2.
+# 1.2e-3 in fp16 and 1.6e-2 in bf16; deeper models round more often. The tests' mistakes move fp32 logits by over 1e-2:
+# in TF32, fp16 and bf16 a weaker leak can stay below the limit, so probe in fp32 to be sure.
 LIMIT = 1e-4
 LIMIT_TF32 = 1e-2
 LIMIT_16_BIT = {torch.float16: 0.02, torch.bfloat16: 0.1}
@@ -46,7 +47,7 @@ def find_leaks(
     Four samples are changed in turn, then the padding; no other sample's logits may move. Each of the four also goes
     through the model alone, and must have the logits that it has in the pack. All but the last is repeated in training
     mode, with dropout layers off, because some models then take another path. A module makes 19 forward passes of one
-    pack, without gradients (4,864 tokens with the default pack of 256), any other callable 12. Afterwards the model's
+    pack, without gradients (4,864 tokens for a model without a window), any other callable 12. Afterwards the model's
     mode, its buffers and the random generators of Python, numpy and torch are as before.
 
     >>> def leaky(batch):  # every token sees all before it, of other samples too
@@ -66,7 +67,8 @@ def find_leaks(
             beyond them, because only a sample longer than a sliding window can show that the window was lost. By
             default 256 plus the model's longest window or chunk, up to 16,384 and the model's number of positions.
         vocab_size: token ids are below it; by default the size of the model's first embedding, or what the batch has.
-        limit: how far logits may move, by norm, relative to the mean norm; by default 1e-4 in fp32, 0.01 with TF32,
+        limit: the largest change of a token's logits that is not a leak, as norm of the change / mean norm (for samples
+            alone, the mean change); by default 1e-4 in fp32, 0.01 with TF32,
             0.02 in fp16, 0.1 in bf16.
         seed: seed of the random tokens.
 
@@ -128,6 +130,7 @@ def find_leaks(
 
     def change_each(*, training: bool) -> None:
         """Change nothing, the padding and each sample in turn; one pass at a time, because logits may be large."""
+        # slice(0) changes nothing: whatever moves then is the noise of the model.
         for kind, where in (("noise", slice(0)), ("padding", slice(rows[-1].stop, None))):
             changed = logits_with_other(where)
             for sample, place in enumerate(rows):
@@ -145,6 +148,7 @@ def find_leaks(
             raise ValueError(
                 "all logits of the model are 0, so nothing shows; give it weights, random ones will do"
             )
+        # If half of a sample does not move its other half, the probe is blind.
         longest = max(rows, key=lambda where: where.stop - where.start)
         middle = (longest.start + longest.stop) // 2
         halved = logits_with_other(slice(longest.start, middle))[middle : longest.stop]

@@ -44,7 +44,7 @@ class PackedDataLoader:
 
     Args:
         dataset: where packs come from; its settings decide all but the batching.
-        batch_size: packs in a batch, at most: fewer where a rank's part of a step is smaller, or divides evenly so.
+        batch_size: the most packs in a batch. A rank's part of a step is cut into equal batches, which may be smaller.
         num_workers: processes that read, encode and pack, for each rank. 0 does it in this one. The one with the
             most of the rank's lanes sets the pace.
         prefetch_factor: packs that each worker makes ahead, about.
@@ -83,7 +83,7 @@ class PackedDataLoader:
         self.rank_sync = RankSync(timeout=timedelta(seconds=timeout))
         self._packs_per_step = packs_per_step
         self._progress = Progress(HandedOut({}))  # of the newest iteration
-        self._begin: LoadedState | None = None  # where the newest iteration began
+        self._started_from: LoadedState | None = None  # where the newest iteration began
         self._identified = False  # whether the ranks have read the corpus's fingerprint
 
     def __repr__(self) -> str:
@@ -92,10 +92,10 @@ class PackedDataLoader:
         return f"<{type(self).__name__}: batches of {self.batch_size}{step}, {workers}, of {self.dataset}>"
 
     def __iter__(self) -> Iterator[Batch]:
-        """Collective: iterate from the loaded state on; without one, from the epoch behind the newest iteration."""
+        """Collective: iterate from the loaded state on; without one, from the epoch after the newest iteration's."""
         dataset = self.dataset
         self._progress.require_whole(self.rank_sync, "iterated anew")
-        self._begin = begin = dataset.resume.begin(by_loader=True)
+        self._started_from = begin = dataset.resume.begin(by_loader=True)
         dataset.epoch = begin.epoch
         start = HandedOut(dict(begin.lane_states), begin.slot)
         self._progress = Progress(start)
@@ -122,9 +122,11 @@ class PackedDataLoader:
         return self.state_of(self.lane_states, self.slot)
 
     def state_of(self, lane_states: Mapping[int, LaneState], slot: int) -> dict[str, Any]:
-        """Collective: return the state that holds these states of this rank's lanes, and those that the others give."""
+        """Collective: build a state from these lane states and those of the other ranks."""
         self._progress.require_whole(self.rank_sync, "asked for a state")
-        begin = self._loaded or self._begin  # not the dataset's, which another loader may read meanwhile
+        begin = (
+            self._loaded or self._started_from
+        )  # not the dataset's, which another loader may read meanwhile
         epoch = self.dataset.epoch if begin is None else begin.epoch
         self._identify("save", lambda: {"slot": slot, "epoch": epoch})
         return {
@@ -140,7 +142,7 @@ class PackedDataLoader:
         """
         self._identify("load", lambda: {"state": digest(plain(state))})
         self.dataset.load_state_dict(state)
-        self._progress, self._begin = Progress(HandedOut({})), None
+        self._progress, self._started_from = Progress(HandedOut({})), None
 
     def _identify(self, doing: str, settings: Callable[[], dict[str, Any]]) -> None:
         """Collective: compare what the ranks were given, and read the corpus's fingerprint once, each rank a part."""
@@ -158,7 +160,7 @@ class PackedDataLoader:
 
     @property
     def slot(self) -> int:
-        """Slots of this epoch, one for each pack of a step, in the steps handed out."""
+        """Place in this epoch: packs of the steps handed out, over all ranks, null packs included."""
         return self._handed.slot
 
     @property
@@ -171,7 +173,7 @@ class PackedDataLoader:
     def _loaded(self) -> LoadedState | None:
         """A state that was loaded, and from which this loader has not begun to iterate."""
         pending = self.dataset.resume.pending
-        return None if pending is self._begin else pending
+        return None if pending is self._started_from else pending
 
     @property
     def epoch(self) -> int:

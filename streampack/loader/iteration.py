@@ -33,7 +33,7 @@ class HandedOut(NamedTuple):
     lane_states: dict[int, LaneState]  # never changed: a batch makes a new one
     slot: int = 0  # of the epoch, after the steps handed out
     epoch: int = 0
-    begun: int = 0  # the slot at which this iteration began to make steps of that epoch
+    first_slot: int = 0  # at which this iteration began to make steps of that epoch
     batches: int = 0  # of that epoch, in this iteration
 
 
@@ -107,9 +107,9 @@ class Iteration:
             epochs = (state.epoch for state in start.lane_states.values())
             epoch = max(epochs, default=dataset.epoch)
         own = {lane: state for lane, state in start.lane_states.items() if lane % size == rank}
-        # Not the loader's, which is that of its newest iteration.
+        # A Progress of its own: the loader's may belong to a newer iteration.
         self.progress = Progress(HandedOut(own, start.slot, epoch, start.slot))
-        self._begin()
+        self._restart()
 
     def _settings(self, start: HandedOut) -> dict[str, Any]:
         """Return what must be the same on all ranks, beside the data; raise for settings that cannot be."""
@@ -132,10 +132,10 @@ class Iteration:
             "state": digest(sorted(as_dicts(start.lane_states).items())),
         }
 
-    def _begin(self) -> None:
+    def _restart(self) -> None:
         """Start, or start again, after the last batch that was handed out."""
         handed = self.progress.handed
-        self.epoch, self.slot, self.batches = handed.epoch, handed.begun, handed.batches
+        self.epoch, self.first_slot, self.batches = handed.epoch, handed.first_slot, handed.batches
         self.rank_batches = RankBatches(
             self.dataset,
             lane_states=handed.lane_states,
@@ -168,21 +168,22 @@ class Iteration:
         Raises:
             Exception: whatever failed. Nothing is consumed: the next call of a single rank starts again after the last
                 batch handed out, and makes anew what it had made beyond it.
-            RuntimeError: where the call before this one was interrupted, with several ranks.
+            RuntimeError: if the previous call was interrupted and there are several ranks.
         """
         progress = self.progress
         if progress.midway:
             progress.require_whole(self.rank_sync, "asked for a batch")
             self.rank_batches.close()
-            self._begin()
+            self._restart()
         progress.midway = True
         self.booked = {}
         batch = self._next()
-        slot = self.slot + self.batches // self.batching.batches_per_step * self.batching.packs_per_step
+        slot = self.first_slot + self.batches // self.batching.batches_per_step * self.batching.packs_per_step
         lane_states = progress.handed.lane_states.copy()
         lane_states.update(self.booked)
-        handed = HandedOut(lane_states, slot, self.epoch, self.slot, self.batches)
-        # From here on there is no call and no loop, where Python raises interrupts: the batch is booked and returned.
+        handed = HandedOut(lane_states, slot, self.epoch, self.first_slot, self.batches)
+        # CPython checks for signals at calls and loops. There are none below, so no Ctrl-C can come between booking a
+        # batch and returning it.
         progress.handed = handed
         progress.midway = False
         self.begin.phase = ENDED if batch is None else BEGUN
@@ -194,6 +195,7 @@ class Iteration:
         """Make the next batch; None at the end."""
         while not self.over:
             rank_batch = self._take_alone() if self.rank_sync.alone else self._take()
+            # A step that has begun is filled up with null batches.
             if rank_batch is not None or self.batches % self.batching.batches_per_step:
                 batch = self._collate(rank_batch.packs if rank_batch else [])
                 self._book([rank_batch] if rank_batch else [])
@@ -205,13 +207,15 @@ class Iteration:
                 self.over = True
             else:
                 self.epoch = self.rank_batches.epoch = self.epoch + 1
-                self.made = self.batches = self.slot = 0
+                self.made = self.batches = self.first_slot = 0
                 self.left_over = None
         return None
 
     def _make(self) -> RankBatch:
         """Make this rank's part of one more batch."""
-        return self.rank_batches.make(self.batching.room(self.made, slot=self.slot, rank=self.rank_sync.rank))
+        return self.rank_batches.make(
+            self.batching.room(self.made, slot=self.first_slot, rank=self.rank_sync.rank)
+        )
 
     def _take_alone(self) -> RankBatch | None:
         """Return a single rank's next batch; None at the epoch's end."""
@@ -227,7 +231,7 @@ class Iteration:
     def _take(self) -> RankBatch | None:
         """Return this rank's part of the next batch; None when no rank has anything left in this epoch."""
         if self.rounds and self.left_over is None:
-            for _ in range(2):  # one for the one that is handed out, one to gain a lead
+            for _ in range(2):  # replace the batch handed out, and one more until two rounds are ready
                 if self.made - self.batches < 2 * ROUND:
                     self._prepare()
         while not self.agreed:

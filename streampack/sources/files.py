@@ -55,7 +55,7 @@ class FileSource(Source):
         """
 
     def fingerprint(self) -> str:
-        """Digest names, sizes, and each file's ETag or a hash of its first and last 64 KiB; no modification time."""
+        """Return a digest of names, sizes, and ETags or hashes of each file's ends (64 KiB); no modification times."""
         return self.corpus.fingerprint()
 
     def identity(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class FileSource(Source):
 
     @property
     def retry_budget(self) -> float:
-        """Seconds that one read may take in waits and in requests that bring no answer."""
+        """See `Source.retry_budget`."""
         return self.corpus.retry_budget
 
     def is_divided(self, num_lanes: int) -> bool:

@@ -32,8 +32,8 @@ class JSONLSource(FileSource):
 
     Plain files are divided into lanes by byte range: a row belongs to the part in which its first byte lies. A
     compressed file cannot seek: it is one part of one lane, and is read again from its start on resume. The list of
-    files and their sizes is fixed at construction. So is the commit of a repository of the Hub, which the log names: a
-    run goes on reading it when its branch moves, and a resume after that must name it, as
+    files and their sizes is fixed at construction. For ``hf://`` paths the commit is fixed too, and logged: if the
+    branch moves, the run keeps reading that commit, and to resume it, name the commit:
     ``hf://datasets/org/name@<commit>/*.jsonl``.
 
     >>> import tempfile, pathlib
@@ -50,13 +50,13 @@ class JSONLSource(FileSource):
         storage_options: for the storage behind URLs, as fsspec takes them; may hold secrets, and is never shown.
         retries: how often a read that fails is tried again, with growing waits; a missing file or permission is not.
         timeout: seconds that one request may take.
-        read_ahead: bytes, per lane, that are fetched behind a URL before they are needed.
+        read_ahead: bytes, per lane, that are fetched ahead for remote files.
         max_line_bytes: the longest line, decompressed; of a longer one no more than that is held in memory.
-        once: lets one rank list the files behind URLs for all; recipes pass it.
+        once: how ranks share the listing of remote files; by default each lists for itself. Recipes pass it.
 
     Raises:
         ValueError: if nothing matches, a file is empty, or one is named twice. When rows are read, with file and line:
-            for lines that are no JSON objects or too long, and for more than 500 nested objects and arrays.
+            for lines that are not JSON objects or too long, and for more than 500 nested objects and arrays.
     """
 
     unit = "byte"
@@ -82,17 +82,18 @@ class JSONLSource(FileSource):
         for file in self.files:
             if (name := urlsplit(file.path).path.lower()).endswith(NOT_TEXT):
                 raise not_text(
-                    file.shown, "a Parquet file" if name.endswith(".parquet") else "no text, by its name,"
+                    file.shown,
+                    "a Parquet file" if name.endswith(".parquet") else "a binary file, judging by its name",
                 )
         require_json_lines(self.files, local=self.local)
         self._count = ByteCount()
         self._plain = [number for number, file in enumerate(self.files) if file.seekable]
-        self._packed = [number for number, file in enumerate(self.files) if not file.seekable]
-        self._kinds: dict[int, str] = {}  # hints on files with lines that are no JSON
+        self._compressed = [number for number, file in enumerate(self.files) if not file.seekable]
+        self._kinds: dict[int, str] = {}  # hints on files with lines that are not JSON
 
     def cut(self, num_lanes: int, parallel_map: ParallelMap) -> list[list[Part]]:
         """See `FileSource.cut`."""
-        return divide([file.size for file in self.files], num_lanes, whole=frozenset(self._packed))
+        return divide([file.size for file in self.files], num_lanes, whole=frozenset(self._compressed))
 
     def records(
         self, part: Part, offset: int, fetcher: Fetcher, following: Part | None = None
@@ -115,7 +116,7 @@ class JSONLSource(FileSource):
         return row
 
     def locate(self, row_id: RowId) -> str:
-        """Return ``file:line``, which reads the file up to the row to count lines; behind a URL, the byte."""
+        """Return ``file:line`` for local files (counts lines from the start), the byte offset for remote ones."""
         number, offset = row_id
         file = self.files[number]
         if not self.local:
@@ -135,7 +136,7 @@ class JSONLSource(FileSource):
     def natural_lanes(self) -> int:
         """Return one lane per 256 KiB of plain files, and one per compressed file."""
         plain = sum(self.files[number].size for number in self._plain)
-        return max(1, (plain >> 18) + len(self._packed))
+        return max(1, (plain >> 18) + len(self._compressed))
 
     def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
         """See `Source.probe`: rows from all over the plain files, the first rows of up to 16 compressed ones."""
@@ -147,8 +148,8 @@ class JSONLSource(FileSource):
             for part, record in zip(parts, map_in_threads(self._first_from, parts), strict=True):
                 if record:
                     rows[part.file, record[0]] = record[1]
-        if self._packed:
-            some = [self._packed[i] for i in spread(len(self._packed), PROBED_FILES)]
+        if self._compressed:
+            some = [self._compressed[i] for i in spread(len(self._compressed), PROBED_FILES)]
             left = max(1, count - wanted) if self._plain else count
             read = stored = 0
             for number in some:
@@ -160,10 +161,10 @@ class JSONLSource(FileSource):
                         elif end > PROBED_BYTES:
                             break
                 read, stored = read + lines.offset, stored + lines.raw.tell()
-            whole += read / max(1, stored) * sum(self.files[number].size for number in self._packed)
+            whole += read / max(1, stored) * sum(self.files[number].size for number in self._compressed)
         decoded = []
         for (number, offset), raw in rows.items():
-            with suppress(ValueError):  # a broken record is raised where it is trained
+            with suppress(ValueError):  # a broken record is reported when training reads it
                 decoded.append(self.decode(Part(number), offset, raw))
         return decoded, whole / max(1, sum(len(raw) for raw in rows.values() if isinstance(raw, bytes)))
 
@@ -175,7 +176,7 @@ class JSONLSource(FileSource):
             records = [(part, record) for part, record in found if record is not None]
         else:
             records = []
-            with suppress(Damage):  # raised where it is trained
+            with suppress(Damage):  # reported when training reads it
                 for record in islice(self._lines(Part(0), 0, self.fetcher()), count):
                     records.append((Part(0), record))
         return [
@@ -191,12 +192,12 @@ class JSONLSource(FileSource):
         return [Part(self._plain[i], at, at + 1) for i, at in found]
 
     def _first_if_any(self, place: Part) -> Record | None:
-        with suppress(ValueError):  # a file without rows is an error where it is trained
+        with suppress(ValueError):  # a file without rows is an error when training reads it
             return self._first_from(place)
         return None
 
     def _first_from(self, place: Part) -> Record | None:
-        """Return the first row that begins at a place or behind it; behind the last row, the file's first."""
+        """Return the first row that begins at or after a place; after the last row, the file's first."""
         starts = (place.start, 0) if place.start else (0,)
         lines = (self._lines(Part(place.file, at), at, self.fetcher(), few=True) for at in starts)
         return next(chain.from_iterable(lines), None)
@@ -212,7 +213,7 @@ class JSONLSource(FileSource):
             yield from blocks(fetcher.storage, file, max(0, part.start - 1), stop)
 
     def _kind(self, number: int) -> str:
-        """End of a message about a line that is no JSON: the kind of its file, by the first bytes."""
+        """Suffix of the message about a line that is not JSON: the kind of its file, by the first bytes."""
         file = self.files[number]
         if number not in self._kinds:
             self._kinds[number] = ""

@@ -18,8 +18,8 @@ STOPS = ("first_exhausted", "all_exhausted", "never")
 class Weighing:
     """The weights of all sources in a tree of mixtures, and the earlier weights that a replay still needs.
 
-    A resume with other weights reads the rows that wait again, with the weights that chose them, and so does each
-    later resume while one of them waits. ``past`` holds these weights in order, each with its number of pieces.
+    After a resume with other weights, rows that still wait to be packed are read again in the order that the old
+    weights gave; then the new ones apply. ``past`` holds (pieces still to replay, weights), oldest first.
 
     >>> weighing = Weighing((1, 3))
     >>> _ = weighing.change((2, 2), after=5)  # five pieces are replayed, then the new weights hold
@@ -67,25 +67,26 @@ class Weighing:
 
 
 @dataclass(slots=True)
-class Stand:
+class SourceState:
     """The state of one source of a mixture in one lane's epoch."""
 
     deficit: int  # trained tokens that it is behind its target fraction, times the sum of the weights
-    turn: int = 0  # how often it has restarted
+    restarts: int = 0
     exhausted: bool = False  # it was read to its end at least once
-    fed: bool = False  # this turn has trained something
-    cursor: Cursor | None = None  # of its next row; None before the turn's first
+    fed: bool = False  # has trained something since its restart
+    cursor: Cursor | None = None  # of its next row; None before the first
     reader: Reader | None = None  # opened when it is due
 
     def numbers(self) -> list[int]:
         """Return the state, without the reader, as a part of a cursor."""
         cursor = self.cursor
-        flags = self.turn << 2 | self.exhausted << 1 | self.fed
+        flags = self.restarts << 2 | self.exhausted << 1 | self.fed
+        # Cursors hold no negative numbers.
         zigzag = self.deficit << 1 if self.deficit >= 0 else ~self.deficit << 1 | 1
         return [zigzag, flags, *((0,) if cursor is None else (len(cursor) + 1, *cursor))]
 
     @classmethod
-    def from_numbers(cls, numbers: Iterator[int]) -> Stand:
+    def from_numbers(cls, numbers: Iterator[int]) -> SourceState:
         """Invert `numbers`."""
         zigzag, flags, size = next(numbers), next(numbers), next(numbers)
         deficit = ~(zigzag >> 1) if zigzag & 1 else zigzag >> 1
@@ -148,11 +149,11 @@ class MixtureScheduler(Reader):
         rng = np.random.default_rng(reading.key)
         self.delays = sorted(rng.integers(0, reading.stagger + 1, len(names)).tolist())
         self.waits = rng.exponential(size=len(names))
-        self.stands: list[Stand] = []
+        self.stands: list[SourceState] = []
         if start is None:
             self._begin()
         else:
-            self.stands = [Stand.from_numbers(start) for _ in names]
+            self.stands = [SourceState.from_numbers(start) for _ in names]
         self.due = 0  # the source that the newest row is from
         self.drawn = False  # and that row is not charged yet
         self.first = False  # it is the first of this entry's turn
@@ -182,7 +183,7 @@ class MixtureScheduler(Reader):
             stand = self.stands[self.due]
             if stand.reader is None:
                 stand.reader = self.opens(
-                    self.due, turn=stand.turn, start=stand.cursor, weighing=self.weighing
+                    self.due, turn=stand.restarts, start=stand.cursor, weighing=self.weighing
                 )
             self.first = stand.cursor is None
             try:
@@ -240,7 +241,7 @@ class MixtureScheduler(Reader):
         weights = self.weighing.now[self.span]
         ranks = np.argsort(np.argsort(self.waits / np.array(weights))).tolist()
         middle = sum(weights) * sum(self.delays) // len(weights)
-        self.stands = [Stand(middle - sum(weights) * self.delays[rank]) for rank in ranks]
+        self.stands = [SourceState(middle - sum(weights) * self.delays[rank]) for rank in ranks]
 
     def _turn(self, number: int) -> None:
         """End the epoch, or restart a source that was read to its end. At the end of the epoch, nothing changes."""
@@ -260,7 +261,7 @@ class MixtureScheduler(Reader):
                 f"{self.place}: source {name!r} trains no token from its beginning to its end, so its weight cannot be "
                 "reached; look at what is dropped or masked, or leave the source out"
             )
-        self.stands[number] = Stand(stand.deficit, stand.turn + 1, exhausted=True)
+        self.stands[number] = SourceState(stand.deficit, stand.restarts + 1, exhausted=True)
 
 
 def _take(numbers: Iterator[int], count: int) -> tuple[int, ...]:

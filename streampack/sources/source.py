@@ -15,7 +15,7 @@ from streampack.types import RowId
 
 
 class Source(ABC):
-    """Rows that lanes divide among them, and that each lane can read again from any cursor.
+    """A corpus of rows, divided into lanes: streams that are read, and resumed at any cursor, independently.
 
     A source of your own needs two methods: `fingerprint`, and `rows`, which numbers its rows and can begin at any
     number. Shuffling, lanes, resume and bad records then work as for the others. A source that finds its rows in
@@ -32,6 +32,8 @@ class Source(ABC):
     >>> pack = next(iter(IterablePackedDataset(Squares(), max_seq_len=4, num_lanes=2)))
     >>> pack["tokens"].tolist(), [fragment.row_id for fragment in pack["fragments"]]
     ([0, 0, 2, 4], [(0, 0), (0, 2)])
+
+    The pack is of lane 0 of 2, which has rows 0, 2, 4, ...; a row_id is (0, row number).
     """
 
     max_lanes: int | None = None
@@ -42,7 +44,7 @@ class Source(ABC):
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Return a digest of the corpus; a state made with another one is refused."""
+        """Return a digest of the corpus. A state saved with a different digest is refused."""
 
     def rows(self, start: int, step: int) -> Iterator[Mapping[str, Any]]:
         """Yield rows number ``start``, ``start + step``, ..., the same ones at every call."""
@@ -68,7 +70,7 @@ class Source(ABC):
         return next(iter(self.rows(row_id[-1], 1)))
 
     def shard(self, row_id: RowId) -> str:
-        """Name the part of the corpus that a row is in, for the list of bad records."""
+        """Return the name of the file or other part of the corpus that a row is in, for the list of bad records."""
         return self.locate(row_id)
 
     @property
@@ -81,15 +83,15 @@ class Source(ABC):
 
     @property
     def retry_budget(self) -> float:
-        """Seconds that one read may take in retries: the loader waits so much longer for other ranks."""
+        """Longest time in seconds that one read may spend on retries; must be below the loader's ``timeout``."""
         return 0.0
 
     def natural_lanes(self) -> int:
-        """Return how many lanes the rows fill: one per some 100 packs, as each lane's last pack is part-empty."""
+        """Return a sensible number of lanes: about one per 100 packs, as the last pack of each is part-empty."""
         return 1
 
     def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
-        """Return about ``count`` rows from all over the corpus, and how many times larger the whole corpus is.
+        """Return about ``count`` rows from all over the corpus, and the corpus's size relative to theirs.
 
         A broken record counts as a row, and is left out.
 
@@ -128,7 +130,7 @@ class Source(ABC):
         return 0
 
     def encoder(self, row_id: RowId) -> Callable[[Mapping[str, Any]], Any] | None:
-        """Return the encoder of a row's own source in a mixture; None for the run's."""
+        """Return the encoder that a row's source in a mixture has of its own; None if it uses the run's."""
         return None
 
     def _numbered(self, start: int, reading: Reading) -> Iterator[Record]:

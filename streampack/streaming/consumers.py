@@ -71,7 +71,7 @@ def require_data_parallel(what: str) -> None:
     """Refuse to give ranks of one tensor-, context- or pipeline-parallel group different data.
 
     What shows them is the process group that a `DeviceMesh` makes for each named dimension. A mesh of one dimension
-    over all ranks makes none (see `model_parallel_mesh`), and one without names shows nothing.
+    over all ranks makes none (see `model_parallel_warning`), and one without names shows nothing.
 
     Raises:
         ValueError: if there is such a group.
@@ -82,7 +82,7 @@ def require_data_parallel(what: str) -> None:
             raise ValueError(_same_batches(name, group.size(), what))
 
 
-def model_parallel_mesh(model: nn.Module) -> str | None:
+def model_parallel_warning(model: nn.Module) -> str | None:
     """Say which ranks must be given the same batches, by the mesh of a model's parameters; None if there are none."""
     for parameter in model.parameters():
         mesh: Any = getattr(parameter, "device_mesh", None)  # of a DTensor

@@ -337,7 +337,7 @@ def inside_another(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (without, "Linear is no model of torchtune's or Hugging Face's, so nothing is known of its attention; give it"),
+        (without, "Linear is not a torchtune or Hugging Face model, so its attention is unknown; give it"),
         (with_cache, r"layer 0 has a key-value cache, .* take it away with torchtune.modules.common_utils.delete_kv_"),
         (seeing_ahead, r"layer 1 sees tokens ahead \(is_causal=False\), which a pack's masks hide; train this model "),
         (with_attention_of_its_own, r"layer 1 has an attention that is not known \(Own\); train this model without "),

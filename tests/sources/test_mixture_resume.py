@@ -22,7 +22,7 @@ from streampack.accounting import Ledger, SourceStats
 from streampack.sources import Reading
 from streampack.sources.base import Reader
 from streampack.sources.mixture import TOTAL_WEIGHT
-from streampack.sources.mixture_scheduler import Stand, Weighing
+from streampack.sources.mixture_scheduler import SourceState, Weighing
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_state import LaneState
 from tests.support.conformance import check_cursors, check_resume_everywhere, content
@@ -162,7 +162,7 @@ def test_lane_states_stay_small_after_a_million_steps() -> None:
     sources = 8
     weighing = Weighing([TOTAL_WEIGHT // sources] * sources).numbers()
     cursor = (10_000, 2**40, 2047)
-    stand = Stand(-TOTAL_WEIGHT * 2**18, turn=9, exhausted=True, fed=True, cursor=cursor).numbers()
+    stand = SourceState(-TOTAL_WEIGHT * 2**18, restarts=9, exhausted=True, fed=True, cursor=cursor).numbers()
     stats = SourceStats(epochs=9, samples=2**30, tokens_in=2**40, packed=2**40, trained=2**40)
     ledger = Ledger(samples=2**33, tokens_in=2**43, packs=2**31, slots=2**43, packed=2**43)
     state = LaneState(

@@ -57,7 +57,7 @@ class Hooks:
         self.verify = verify  # check isolation before the first step
         self.packs = packs
         self.attention = attention
-        self.own = {name: getattr(trainer, name) for name in self.NAMES if hasattr(trainer, name)}
+        self.originals = {name: getattr(trainer, name) for name in self.NAMES if hasattr(trainer, name)}
         self.callback: Any = None
         self.checkpoint: Path | None = None  # resumed from
         self.steps: Steps | None = None  # of the newest training
@@ -72,16 +72,18 @@ class Hooks:
     def patch(self, callback: Any) -> None:
         """Patch the trainer and add its callback."""
         self.callback = callback
-        for name in self.own:
+        for name in self.originals:
             setattr(self.trainer, name, getattr(self, name))
         self.trainer.add_callback(callback)
+        self.ignored_data_skip = self.trainer.args.ignore_data_skip
         self.trainer.args.ignore_data_skip = True  # the stream resumes by its own state
 
     def restore(self) -> None:
-        """Restore the trainer's own methods."""
-        for name, method in self.own.items():
+        """Undo `patch`: put back the original methods and argument, and remove the callback."""
+        for name, method in self.originals.items():
             setattr(self.trainer, name, method)
         self.trainer.remove_callback(self.callback)
+        self.trainer.args.ignore_data_skip = self.ignored_data_skip
 
     @property
     def inputs(self) -> Inputs:
@@ -89,7 +91,7 @@ class Hooks:
         model = find_pretrained(self.trainer.model)
         if model is None:
             raise ValueError(
-                f"{type(self.trainer.model).__name__} is no Hugging Face model; with another, iterate a "
+                f"{type(self.trainer.model).__name__} is not a Hugging Face model; for other models, iterate a "
                 "PackedDataLoader in a loop of your own"
             )
         if self._inputs is None or self._inputs[1:] != (model, model.device):
@@ -123,7 +125,7 @@ class Hooks:
             trainer.model._is_accelerate_prepared = False
         max_steps, epochs = trainer.args.max_steps, self.packs.epochs
         try:
-            result = self.own["train"](resume_from_checkpoint, trial, ignore_keys_for_eval)
+            result = self.originals["train"](resume_from_checkpoint, trial, ignore_keys_for_eval)
             if self.steps is not None:
                 self.steps.check_trained()
             self._warn_of_rest()
@@ -174,7 +176,7 @@ class Hooks:
         if isinstance(data, str):
             data = self.trainer.eval_dataset[data]
         if not isinstance(data, IterablePackedDataset):
-            return self.own["get_eval_dataloader"](eval_dataset)
+            return self.originals["get_eval_dataloader"](eval_dataset)
         if data not in self.evaluations:
             require_end(data, "eval_dataset")
             loader = self._loader(data, self.trainer.args.per_device_eval_batch_size)
@@ -185,7 +187,7 @@ class Hooks:
         """Return packed batches for packs, and the trainer's own loader for other data."""
         if isinstance(test_dataset, IterablePackedDataset):
             return self.get_eval_dataloader(test_dataset)
-        return self.own["get_test_dataloader"](test_dataset)
+        return self.originals["get_test_dataloader"](test_dataset)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -193,10 +195,10 @@ class Hooks:
         """Evaluate; pass packs on as ``trainer.eval_dataset``, because TRL would tokenize the argument."""
         given = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
         if not any(isinstance(data, IterablePackedDataset) for data in given):
-            return self.own["evaluate"](eval_dataset, ignore_keys, metric_key_prefix)
+            return self.originals["evaluate"](eval_dataset, ignore_keys, metric_key_prefix)
         before, self.trainer.eval_dataset = self.trainer.eval_dataset, eval_dataset
         try:
-            return self.own["evaluate"](None, ignore_keys, metric_key_prefix)
+            return self.originals["evaluate"](None, ignore_keys, metric_key_prefix)
         finally:
             self.trainer.eval_dataset = before
 
@@ -211,7 +213,7 @@ class Hooks:
         """Make the loss of `evaluate` and `predict` a mean over trained tokens, and count no null packs."""
         self.mean = mean = TokenMean(self.trainer)
         try:
-            output = self.own["evaluation_loop"](
+            output = self.originals["evaluation_loop"](
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
         finally:
@@ -231,11 +233,11 @@ class Hooks:
             state = self.steps.state_dict()
             if self.trainer.args.should_save:
                 write_stream(state, Path(output_dir))
-        self.own["save_model"](output_dir, _internal_call=_internal_call)
+        self.originals["save_model"](output_dir, _internal_call=_internal_call)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log a step's numbers together with the token totals."""
-        self.own["log"](logs | self.totals if "loss" in logs else logs, start_time)
+        self.originals["log"](logs | self.totals if "loss" in logs else logs, start_time)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -246,7 +248,7 @@ class Hooks:
         """
         if num_items_in_batch is None:
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.trainer.args.device)
-        result = self.own["compute_loss"](
+        result = self.originals["compute_loss"](
             model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
         )
         if self.mean is not None and torch.is_tensor(self._counted):
@@ -255,7 +257,7 @@ class Hooks:
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """Count trained tokens, at least 1: for a step of prompts alone the loss would be 0 / 0."""
-        self._counted = count = self.own["_get_num_items_in_batch"](batch_samples, device)
+        self._counted = count = self.originals["_get_num_items_in_batch"](batch_samples, device)
         return count.clamp(min=1) if torch.is_tensor(count) else count
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
@@ -265,7 +267,7 @@ class Hooks:
         """
         assert self.steps is not None
         mask = torch.ones(self.steps.sizes.popleft(), dtype=torch.bool, device=inputs["input_ids"].device)
-        self.own["_track_num_input_tokens"]({**inputs, "attention_mask": mask})
+        self.originals["_track_num_input_tokens"]({**inputs, "attention_mask": mask})
 
     def update_totals(self) -> None:
         """Update the token totals of all ranks for the logs. A collective."""

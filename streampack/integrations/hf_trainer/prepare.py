@@ -11,7 +11,7 @@ from streampack.integrations.hf_trainer.callback import step_callback
 from streampack.integrations.hf_trainer.epochs import require_epochs
 from streampack.integrations.hf_trainer.evaluation import require_end
 from streampack.integrations.hf_trainer.hooks import Hooks
-from streampack.streaming.consumers import model_parallel_mesh
+from streampack.streaming.consumers import model_parallel_warning
 from streampack.streaming.dataset import IterablePackedDataset
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def _check_settings(trainer: Trainer, packs: IterablePackedDataset) -> None:
                 f"{name} is {size}: those ranks must see the same packs, and each rank gets its own; use data "
                 "parallelism only (DDP, FSDP, ZeRO)"
             )
-    if why := model_parallel_mesh(trainer.model):
+    if why := model_parallel_warning(trainer.model):
         raise ValueError(why)
     if args.world_size > 1 and not args.average_tokens_across_devices:
         raise ValueError(
