@@ -15,12 +15,14 @@ from tests.support.tiny import WordTokenizer
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 
 
+@pytest.mark.slow
 def test_tokens_runs(capsys: pytest.CaptureFixture[str]) -> None:
     tokens.main(["--smoke"])
     out = capsys.readouterr().out
     assert len(re.findall(r"^\| 1,000 |^\| 30,000 ", out, re.MULTILINE)) == 6
 
 
+@pytest.mark.slow
 def test_text_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tokenizers")
     pytest.importorskip("sentencepiece")  # of the corpus

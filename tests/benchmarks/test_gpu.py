@@ -238,6 +238,7 @@ def test_a_torn_last_line_is_measured_again(tmp_path):
 # ---- the processes
 
 
+@pytest.mark.slow
 def test_a_row_end_to_end(tmp_path, capsys):
     """A row in a process of its own, and a second call that starts none."""
     arguments = ["--device", "cpu", "--out", str(tmp_path), "--parts", PART, "--rows", "varlen"]
@@ -254,6 +255,7 @@ def test_a_row_end_to_end(tmp_path, capsys):
     assert "| packed, varlen" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_tests_marked_gpu_are_found_and_counted(monkeypatch):
     file = "tests/attention/test_flash.py"
     assert file in gpu_tests()

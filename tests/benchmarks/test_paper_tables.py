@@ -312,6 +312,7 @@ def test_a_row_that_raises_is_a_failure_with_its_reason() -> None:
     assert outcome.startswith("failed: ValueError: method='no_such_method' is unknown; choose one of")
 
 
+@pytest.mark.slow
 def test_the_command_measures_once_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = [
         "--smoke",

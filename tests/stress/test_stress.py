@@ -27,6 +27,7 @@ def stress(*arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_some_jobs_with_small_counts() -> None:
     before = report.PAGE.read_text(), report.read()
     done = stress("--quick", "--only", "kill-all", "--only", "uneven")

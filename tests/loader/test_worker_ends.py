@@ -1,0 +1,318 @@
+"""Worker processes that end, or whose trainer does, leave nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing as mp
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from streampack import IterablePackedDataset
+from streampack.loader import workers
+from streampack.loader.workers import Worker
+from tests.support.corpus import Numbers, rows, write
+from tests.support.interrupts import Injector, within
+from tests.support.workers import content, dataset, expected, gone, held, worker
+
+pytestmark = [
+    pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks at processes through /proc"),
+    # Python 3.12 warns of every fork beside a thread; torch's own DataLoader does the same.
+    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
+]
+
+# What is left behind: nothing.
+
+
+def finish(one: Worker) -> None:
+    list(one)
+
+
+def fail(one: Worker) -> None:
+    one.dataset.lane_config.encode.bad = 30  # too late for the worker, which was forked
+    with pytest.raises(ValueError, match="sample 30"):
+        list(one)
+
+
+def give_up(one: Worker) -> None:
+    one.max_restarts = 0
+    one.process.kill()
+    with pytest.raises(RuntimeError, match="SIGKILL"):
+        list(one)
+
+
+def mend(one: Worker) -> None:
+    for _ in range(3):
+        next(one)
+        one.process.kill()
+    next(one)
+
+
+@pytest.mark.parametrize(
+    "leave", [lambda one: None, next, finish, mend, give_up, fail, Worker.close], ids=lambda f: f.__name__
+)
+@pytest.mark.parametrize("cycle", [False, True], ids=["dropped", "in a cycle"])
+def test_nothing_is_left_behind(leave: Callable[[Worker], Any], cycle: bool) -> None:
+    gc.collect()
+    before = held()
+    encoder = Numbers()
+    if leave is fail:
+        encoder.bad = 30
+    one = worker(dataset(epochs=1 if leave is finish else 99, encoder=encoder))
+    assert leave is finish or len(held()["children"]) == len(before["children"]) + 1, "it can be seen at all"
+    leave(one)
+    if cycle:
+        one.itself = one  # type: ignore[attr-defined]
+    watch = weakref.ref(one)
+    del one
+    if cycle:
+        gc.collect()
+    assert watch() is None, "an error's traceback must not keep it"
+    assert held() == before
+
+
+def test_a_worker_uses_no_shared_memory() -> None:
+    """Which would stay behind when it is killed. What torch shares bears the process's number."""
+
+    def shared(pid: int) -> list[str]:
+        maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        links = [str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir() if entry.is_symlink()]
+        return sorted(line.split()[-1] for line in [*maps, *links] if "/dev/shm" in line)
+
+    before = shared(os.getpid())
+    one = worker(dataset(epochs=99))
+    next(one)
+    assert shared(os.getpid()) == shared(one.process.pid) == before
+    numbers = {str(os.getpid()), str(one.process.pid)}
+    assert not [entry for entry in Path("/dev/shm").glob("*") if numbers & set(entry.name.split("_"))]
+
+
+def test_a_copy_that_was_forked_along_ends_nothing() -> None:
+    one = worker(dataset(epochs=3), prefetch=1)
+    found = [content(next(one))]
+    if not (pid := os.fork()):
+        one.__del__()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    found += map(content, one)
+    assert one.restarts == 0
+    assert found == expected(dataset(epochs=3))
+
+
+def test_the_garbage_collector_may_run_in_the_receiving_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker in a cycle is closed by whichever thread allocates at the wrong moment, its own receiver included."""
+    held: list[Worker] = []
+    closed = threading.Event()
+
+    class Inbox(SimpleQueue[Any]):
+        def put(self, message: Any, block: bool = True, timeout: float | None = None) -> None:
+            if threading.current_thread() is not threading.main_thread() and not closed.is_set():
+                while not held:
+                    time.sleep(0.001)
+                closed.set()  # before: closing puts something, too
+                held[0].close()
+            super().put(message)
+
+    monkeypatch.setattr(workers, "SimpleQueue", Inbox)
+    held.append(one := worker(dataset(epochs=3), prefetch=1))
+    with suppress(RuntimeError):  # it may be closed by now
+        next(one)
+    assert closed.wait(10)
+    with pytest.raises(RuntimeError, match="worker 0 of 1 was closed; iterate the loader anew"):
+        list(one)
+    assert one.receiver is not None
+    one.receiver.join(10)
+    assert not one.receiver.is_alive()
+
+
+def test_closing_waits_for_nobody_who_holds_the_other_end_of_the_pipe() -> None:
+    """As a process does that was forked between the making of the pipe and the closing of its end here."""
+    one = worker(dataset(epochs=99), prefetch=1)
+    next(one)
+    kept = os.dup(one.pipe.fileno())  # an end of this pipe that does not close with the process
+    theirs = one.theirs = mp.connection.Connection(os.dup(kept))
+    assert one.receiver is not None
+    with within(20, "closing"):
+        one.close()
+    assert not one.receiver.is_alive()
+    assert theirs.closed
+    os.close(kept)
+
+
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # a socket that was not handed on
+def test_what_was_not_started_is_closed() -> None:
+    """An interrupt may strike between any two steps of a worker's start, and of its closing."""
+    before, of, injector = held(), dataset(), Injector()
+    one: list[Worker] = []
+
+    def start_and_close() -> None:
+        one.append(new := Worker.__new__(Worker))
+        new.__init__(of, consumer=0, consumers=1, lane_states={})  # type: ignore[misc]
+        new.close()
+
+    injector.call(start_and_close)
+    places = injector.places
+    assert places > 100
+    for at in range(1, places, places // 20):
+        injector = Injector(at)
+        with within(20, f"closing after an interrupt at {at}"), suppress(KeyboardInterrupt):
+            injector.call(start_and_close)
+        with within(20, f"closing after an interrupt at {at}"):
+            while one:
+                one.pop().__del__()
+    gc.collect()
+    assert not [thread for thread in held()["threads"] - before["threads"] if thread.is_alive()]
+    assert gone(list(held()["children"] - before["children"]), within=10)
+
+
+def fork(target: Callable[..., None], *args: Any) -> Any:
+    process = mp.get_context("fork").Process(target=target, args=args)
+    process.start()
+    return process
+
+
+def train_and_wait(pipe: Any, of: IterablePackedDataset, taken: int) -> None:
+    workers = [worker(of, consumer=consumer, consumers=2, prefetch=1) for consumer in range(2)]
+    for _ in range(taken):
+        for one in workers:
+            next(one)
+    pipe.send([one.process.pid for one in workers])
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("busy", ["writing", "encoding"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_workers_die_with_their_trainer(busy: str, how: signal.Signals) -> None:
+    def slow(row: Any) -> Any:
+        time.sleep(60)
+
+    data = [{"i": i, "n": 100_000} for i in range(20)]
+    encode = {"encoder": slow} if busy == "encoding" else {}
+    of = dataset(data, max_seq_len=100_000, **encode)
+    ours, theirs = mp.Pipe()
+    trainer = fork(train_and_wait, theirs, of, 1 if busy == "writing" else 0)
+    pids = ours.recv()
+    time.sleep(0.1)
+    assert not gone(pids, within=0)
+    os.kill(trainer.pid, how)
+    trainer.join()
+    assert gone(pids, within=5)
+
+
+@pytest.mark.parametrize("stopped", [[0], [1], [0, 1]])
+def test_stopped_workers_die_with_a_trainer_that_was_killed(stopped: list[int]) -> None:
+    """They cannot see that; and the last one holds pipes by which the others would."""
+    of = dataset([{"i": i, "n": 100_000} for i in range(20)], max_seq_len=100_000)
+    ours, theirs = mp.Pipe()
+    trainer = fork(train_and_wait, theirs, of, 1)
+    pids = ours.recv()
+    for number in stopped:
+        os.kill(pids[number], signal.SIGSTOP)
+    os.kill(trainer.pid, signal.SIGKILL)
+    trainer.join()
+    try:
+        assert gone(pids, within=10)
+    finally:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def start_in_a_thread_that_ends(pipe: Any) -> None:
+    one: list[Worker] = []
+    thread = threading.Thread(target=lambda: one.append(worker(dataset(epochs=99))))
+    thread.start()
+    thread.join()
+    for _ in range(200):
+        next(one[0])
+    pipe.send(one[0].restarts)
+
+
+def test_a_worker_outlives_the_thread_that_made_it() -> None:
+    ours, theirs = mp.Pipe()
+    trainer = fork(start_in_a_thread_that_ends, theirs)
+    assert ours.poll(30)
+    assert ours.recv() == 0
+    trainer.join(10)
+
+
+def train_and_leave(pipe: Any) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: None)  # as trainers do that want to write a checkpoint first
+    one = worker(dataset(epochs=99))
+    next(one)
+    pipe.send([one.process.pid])
+    threading.kept = one  # type: ignore[attr-defined]  # until the interpreter's end
+
+
+def test_a_trainer_with_a_handler_of_its_own_can_leave() -> None:
+    """At exit, multiprocessing sends SIGTERM to workers and waits; a handler forked along would swallow it."""
+    ours, theirs = mp.Pipe()
+    trainer = fork(train_and_leave, theirs)
+    pids = ours.recv()
+    trainer.join(10)
+    stuck = trainer.exitcode is None
+    trainer.kill()
+    assert not stuck
+    assert gone(pids, within=5)
+
+
+def test_ctrl_c_is_the_trainers() -> None:
+    one = worker(dataset(), prefetch=1)
+    found = [content(next(one))]
+    os.kill(one.process.pid, signal.SIGINT)
+    found += map(content, one)
+    assert one.restarts == 0
+    assert found == expected(dataset())
+
+
+SPAWNED = """
+import multiprocessing as mp, sys
+from streampack import IterablePackedDataset, PackedDataLoader
+from tests.support.corpus import Numbers
+
+def batches(path, num_workers):
+    settings = {"num_lanes": 2, "shuffle": True, "epochs": 2, "untrained": "keep"}
+    data = IterablePackedDataset(path, max_seq_len=24, encoder=Numbers(), **settings)
+    loader = PackedDataLoader(data, batch_size=3, num_workers=num_workers)
+    return [(b.tokens.tolist(), b.labels.tolist(), b.fragments) for b in loader]
+
+if __name__ == "__main__":
+    mp.set_start_method(sys.argv[2])
+    found = batches(sys.argv[1], 1)
+    assert found == batches(sys.argv[1], 0)
+    print(len(found), "batches")
+    endless = IterablePackedDataset(sys.argv[1], max_seq_len=24, encoder=Numbers(), untrained="keep", epochs=None)
+    kept = iter(PackedDataLoader(endless))
+    next(kept)  # and is alive at the end
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
+def test_workers_can_be_started_anew_instead_of_forked(tmp_path: Path, method: str) -> None:
+    script = tmp_path / "spawned.py"
+    script.write_text(SPAWNED)
+    path = write(tmp_path / "a.jsonl", rows(80))
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, script, path, method],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert int(done.stdout.split()[0]) > 10

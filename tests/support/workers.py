@@ -1,0 +1,119 @@
+"""Worker processes for tests, and what /proc shows of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from streampack import IterablePackedDataset
+from streampack.loader.workers import Worker
+from streampack.streaming.lane_state import LaneEvent
+from tests.support.corpus import Numbers, plain, rows
+
+ROWS = rows(60)
+
+
+def dataset(source: Any = ROWS, **settings: Any) -> IterablePackedDataset:
+    return IterablePackedDataset(
+        source,
+        **{"max_seq_len": 24, "buffer_size": 6, "encoder": Numbers(), "num_lanes": 2, "shuffle": True}
+        | settings,
+    )
+
+
+def worker(
+    of: IterablePackedDataset, *, consumer: int = 0, consumers: int = 1, prefetch: int = 2, **settings: Any
+) -> Worker:
+    return Worker(
+        of,
+        **{"consumer": consumer, "consumers": consumers, "lane_states": {}, "prefetch": prefetch} | settings,
+    )
+
+
+def content(event: LaneEvent) -> tuple[Any, ...]:
+    return event.lane, event.epoch, event.pack and plain(event.pack), event.state
+
+
+def expected(of: IterablePackedDataset, consumer: int = 0, consumers: int = 1) -> list[tuple[Any, ...]]:
+    """The same stream in this process."""
+    stream = of.stream(consumer, consumers)
+    events = []
+    while True:
+        try:
+            events.append(content(stream.next_event()))
+        except StopIteration:
+            return events
+
+
+def state_of(pid: int) -> str | None:
+    """What /proc says of a process; None if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def gone(pids: list[int], *, within: float) -> bool:
+    """Whether all are dead by then; a zombie only waits for someone to ask for its exit code."""
+    deadline = time.monotonic() + within
+    while any(state_of(pid) not in (None, "Z", "X") for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def children() -> set[int]:
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[1]) == os.getpid() and fields[0] != "Z":
+            found.add(int(stat.parent.name))
+    return found
+
+
+def held() -> dict[str, Any]:
+    """All that a worker could leave behind."""
+    return {
+        "children": children(),
+        "threads": {thread for thread in threading.enumerate() if "_receive" in thread.name},
+        "descriptors": {
+            entry.name: str(entry.readlink())
+            for entry in Path("/proc/self/fd").iterdir()
+            if entry.is_symlink() and "/proc/" not in str(entry.readlink())
+        },
+    }
+
+
+class Deadly:
+    """Rows, one of which kills the process that reads it, so many times."""
+
+    def __init__(self, folder: Path, *, at: int, times: int = 1, by: Callable[[], Any] | None = None) -> None:
+        self.folder, self.at, self.times, self.by = folder, at, times, by
+        self.home = os.getpid()
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __getitem__(self, i: int) -> dict[str, int]:
+        if i == self.at and os.getpid() != self.home and (deaths := count_files(self.folder)) < self.times:
+            (self.folder / str(deaths)).touch()
+            (self.by or die)()
+        return ROWS[i]
+
+
+def count_files(folder: Path) -> int:
+    return len(list(folder.iterdir()))
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
