@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from streampack import IterablePackedDataset, JSONLSource, MapSource, PackedDataLoader
 from streampack.distributed.rank_sync import RankSync, verdict
-from tests.loader.test_workers import gone, held
 from tests.support.corpus import Numbers, rows, write
 from tests.support.forked_ranks import run_ranks
 from tests.support.thread_ranks import (
@@ -40,6 +39,7 @@ from tests.support.thread_ranks import (
     split_epochs,
     steps_of,
 )
+from tests.support.workers import gone, held
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks at processes through /proc"),
