@@ -15,8 +15,8 @@ from streampack.attention.mappings import Packed, packed_of
 from streampack.streaming.consumers import model_parallel_warning
 from streampack.validation import require, warn_user
 
-ATTENTIONS = ("auto", "dense", "flex", "varlen", "flash")
-"""Values of ``attention`` in `prepare_model_for_packing` and in configs."""
+ATTENTIONS = ("auto", "dense", "sdpa", "flex", "varlen", "flash")
+"""Values of ``attention`` in `prepare_model_for_packing` and in configs; ``"sdpa"`` is another name of ``"dense"``."""
 
 _MASKS: dict[str, Callable[..., torch.Tensor | BlockMask]] = {"dense": dense_mask, "flex": flex_mask}
 
@@ -60,17 +60,18 @@ def prepare_model_for_packing(model: nn.Module, *, attention: str = "auto") -> I
         model: on the device and in the dtype that it will train in. LoRA, activation checkpointing, ``torch.compile``
             and FSDP2 may be applied before or after.
         attention: ``"dense"``, a boolean mask, works anywhere; time and memory grow with ``max_seq_len ** 2``.
-            ``"flex"`` skips hidden blocks; CUDA only (on a CPU, torch has no backward pass for it).
-            ``"varlen"`` needs no mask: torch's varlen flash attention on CUDA, for 16-bit floats only; one sequence at
-            a time on a CPU. ``"flash"`` is the same by the flash-attn package. ``"auto"``
-            is the first of varlen, flex and dense that supports the model on its device.
+            ``"sdpa"``, torchtune's and transformers' word, is the same. ``"flex"`` skips hidden blocks; CUDA only
+            (on a CPU, torch has no backward pass for it). ``"varlen"`` needs no mask: torch's varlen flash attention
+            on CUDA, for 16-bit floats only; one sequence at a time on a CPU. ``"flash"`` is the same by the
+            flash-attn package. ``"auto"`` is the first of varlen, flex and dense that supports the model on its
+            device.
 
     Raises:
         ValueError: for an unknown ``attention``, and for a model whose sequences would see one another; the
             message says why and what to do.
         ImportError: if ``attention="flash"`` and no flash-attn is installed.
     """
-    require(attention, "attention", ATTENTIONS)
+    attention = _backend(attention, ATTENTIONS)
     if warning := model_parallel_warning(model):
         warn_user(warning)
     # Wrappers such as PEFT hide the model, so go by its first module from either library.
@@ -93,7 +94,7 @@ def prepare_model_for_packing(model: nn.Module, *, attention: str = "auto") -> I
 def make_mask(batch: Packed | Mapping[str, Any], *, attention: str = "auto") -> torch.Tensor | BlockMask:
     """Make the ``mask`` argument of a torchtune model for a packed batch, on the batch's device.
 
-    ``"dense"`` is a boolean tensor and works anywhere; ``"flex"`` is a `BlockMask`, which needs CUDA to
+    ``"dense"`` (or ``"sdpa"``) is a boolean tensor and works anywhere; ``"flex"`` is a `BlockMask`, which needs CUDA to
     train (on a CPU, torch's flex attention has no backward). ``"auto"`` is flex on CUDA and dense elsewhere.
     `prepare_model_for_packing` has faster backends, and supports models for which a mask is not enough.
 
@@ -106,8 +107,14 @@ def make_mask(batch: Packed | Mapping[str, Any], *, attention: str = "auto") -> 
     Raises:
         ValueError: for an unknown ``attention``.
     """
-    require(attention, "attention", ("auto", *_MASKS))
+    attention = _backend(attention, ("auto", "dense", "sdpa", "flex"))
     batch = packed_of(batch)
     if attention == "auto":
         attention = "flex" if batch.tokens.device.type == "cuda" else "dense"
     return _MASKS[attention](batch.seq_lens, max_seq_len=batch.tokens.shape[1])
+
+
+def _backend(attention: str, known: tuple[str, ...]) -> str:
+    """Return the backend that a value of ``attention`` names."""
+    require(attention, "attention", known)
+    return "dense" if attention == "sdpa" else attention

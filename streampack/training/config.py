@@ -54,7 +54,7 @@ class RunConfig:
     num_workers: int = 0  # processes that read, encode and pack, for each rank
     loss_norm: str = "token"  # or "sample": every sample weighs the same, whatever its length
     clip_grad_norm: float | None = None
-    attention: str = "auto"  # or "dense", "flex", "varlen", "flash": see prepare_model_for_packing
+    attention: str = "auto"  # or "dense" ("sdpa"), "flex", "varlen", "flash": see prepare_model_for_packing
     verify_isolation: bool = True  # check before the first step that no sample of a pack attends to another
     activation_checkpointing: bool = False
     compile: bool = False

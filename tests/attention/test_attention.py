@@ -94,6 +94,7 @@ def test_auto_follows_the_device() -> None:
     assert isinstance(auto, torch.Tensor)
     assert isinstance(dense, torch.Tensor)
     assert torch.equal(auto, dense)
+    assert torch.equal(make_mask(batch, attention="sdpa"), dense)  # type: ignore[arg-type]
     # Here each row has a token of its own, and padding is 0.
     assert torch.equal(dense, (batch.tokens[:, :, None] == batch.tokens[:, None]).tril())
     assert isinstance(flex, BlockMask)
@@ -107,6 +108,6 @@ def test_auto_follows_the_device() -> None:
 
 def test_an_unknown_attention_is_refused() -> None:
     with pytest.raises(
-        ValueError, match="attention='sparse' is unknown; choose one of 'auto', 'dense', 'flex'"
+        ValueError, match="attention='sparse' is unknown; choose one of 'auto', 'dense', 'sdpa', 'flex'"
     ):
         make_mask(real_batch(), attention="sparse")

@@ -245,7 +245,7 @@ def test_the_last_of_several_preparations_holds() -> None:
         before = run_alone(model, data, batch)
         prepare_model_for_packing(model, attention="varlen")
         calls = [module.__dict__.get("_attention_call") for module in attention_modules(model)]
-        inputs = prepare_model_for_packing(model, attention="dense")
+        inputs = prepare_model_for_packing(model, attention="sdpa")
         assert calls == [module.__dict__.get("_attention_call") for module in attention_modules(model)]
         assert inputs.attention == "dense"
         assert isinstance(inputs(batch)["mask"], torch.Tensor)
@@ -367,7 +367,7 @@ def test_only_dense_has_dropout_in_the_attention(attention: str) -> None:
 
 
 def test_an_unknown_attention_is_refused() -> None:
-    words = "'auto', 'dense', 'flex', 'varlen', 'flash'"
+    words = "'auto', 'dense', 'sdpa', 'flex', 'varlen', 'flash'"
     with pytest.raises(ValueError, match=f"attention='sparse' is unknown; choose one of {words}"):
         prepare_model_for_packing(build("llama3"), attention="sparse")
 

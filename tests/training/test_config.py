@@ -33,8 +33,8 @@ def test_interpolations_are_resolved():
         ({"max_steps": None, "epochs": None}, "neither epochs nor max_steps is set"),
         ({"loss_norm": "pack"}, "loss_norm='pack' is unknown; choose one of 'token', 'sample'"),
         (
-            {"attention": "sdpa"},
-            "attention='sdpa' is unknown; choose one of 'auto', 'dense', 'flex', 'varlen', 'flash'",
+            {"attention": "eager"},
+            "attention='eager' is unknown; choose one of 'auto', 'dense', 'sdpa', 'flex', 'varlen', 'flash'",
         ),
         ({"collective_timeout": 0}, "collective_timeout=0 is no time to wait"),
     ],
