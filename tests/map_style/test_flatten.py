@@ -14,9 +14,8 @@ from streampack import (
     IterablePackedDataset,
     PackedDataLoader,
     collate_packed,
-    flatten_batch,
-    join_documents,
 )
+from streampack.map_style import flatten_batch, join_documents
 from streampack.packing.batch import null_pack, to_torchtune
 
 lengths_of = st.lists(st.integers(1, 12), min_size=1, max_size=20)
