@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from benchmarks import lengths as corpora
 from benchmarks import peers, report
 
-STRATEGIES = ("next_fit", "first_fit", "best_fit", "exact_fit", "wrap")
+STRATEGIES = ("next_fit", "first_fit", "best_fit", "exact_fit", "split_across_pack")
 FRESH_FLOOR = "copy floor, packs kept"
 TORCHTUNE = "torchtune PackedDataset"
 HEADER = (
@@ -64,6 +64,11 @@ class Measured:
     missing: dict[str, str] = field(default_factory=dict)  # rows that nothing was measured for, and why
 
 
+def filling(strategy: str) -> dict[str, Any]:
+    """The settings of a row of ours, which is a strategy or ``split_across_pack``."""
+    return {"split_across_pack": True} if strategy == "split_across_pack" else {"strategy": strategy}
+
+
 def our_stream(samples: peers.Samples, *, max_seq_len: int, strategy: str, buffer_size: int) -> Runner:
     """From samples in memory to tensors: one lane, no worker process, no shuffling."""
     from streampack import IterablePackedDataset
@@ -72,10 +77,9 @@ def our_stream(samples: peers.Samples, *, max_seq_len: int, strategy: str, buffe
         lambda: IterablePackedDataset(
             samples,
             max_seq_len=max_seq_len,
-            strategy=strategy,
-            split_across_pack=strategy == "wrap",
             buffer_size=buffer_size,
             num_lanes=1,
+            **filling(strategy),
         )
     )
 
@@ -88,7 +92,7 @@ def our_plan(
 
     def run() -> float:
         start = time.perf_counter()
-        deque(plan_packs(lengths, max_seq_len, strategy=strategy, buffer_size=buffer_size), maxlen=0)
+        deque(plan_packs(lengths, max_seq_len, buffer_size=buffer_size, **filling(strategy)), maxlen=0)
         return time.perf_counter() - start
 
     return run
@@ -110,7 +114,7 @@ def waiting(
             read_at.append(packs)
             yield length
 
-    for pack in plan_packs(read(), max_seq_len, strategy=strategy, buffer_size=buffer_size):
+    for pack in plan_packs(read(), max_seq_len, buffer_size=buffer_size, **filling(strategy)):
         waits.extend(packs - read_at[index] for index, _, stop in pack if stop == lengths[index])
         packs += 1
         held.append(len(read_at) - len(waits))

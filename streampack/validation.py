@@ -13,10 +13,10 @@ from typing import SupportsIndex
 PACKAGE = str(Path(__file__).parent) + os.sep
 
 
-def require(value: object, name: str, allowed: Iterable[str]) -> None:
-    """Raise if ``value`` is not one of the ``allowed`` words."""
+def require(value: object, name: str, allowed: Iterable[str], *, hint: str = "") -> None:
+    """Raise if ``value`` is not one of the ``allowed`` words; ``hint`` ends the message."""
     if value not in (words := list(allowed)):
-        raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(map(repr, words))}")
+        raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(map(repr, words))}{hint}")
 
 
 def require_positive(value: object, name: str, *, least: int = 1) -> int:

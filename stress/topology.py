@@ -8,6 +8,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch.utils.data import IterableDataset
 
@@ -29,6 +30,10 @@ from stress.job import Run, job
 from stress.ranks import Pools, Ranks
 
 Stage = tuple[int, int, int | None]  # ranks, workers, steps (None: to the end)
+
+EXACT: dict[str, Any] = {"strategy": "exact_fit"}
+SPLIT: dict[str, Any] = {"split_across_pack": True}
+FILLING = (EXACT, EXACT, *({"strategy": name} for name in ("best_fit", "first_fit", "next_fit")), SPLIT)
 
 
 def relay(
@@ -275,7 +280,7 @@ def generated(run: Run) -> str:
                         assert digests([steps[step]]) == digests([reference[step]]), f"step {step}"
             except AssertionError as error:
                 raise AssertionError(f"case {number}: {error}; {corpus}; {chain}") from error
-            kinds[corpus.settings["strategy"]] += 1
+            kinds[corpus.settings.get("strategy", "split_across_pack")] += 1
             kinds["even" if even else "uneven"] += 1
             packs += sum(map(len, steps))
     counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
@@ -302,7 +307,7 @@ def generate(rng: random.Random) -> tuple[Corpus, list[Stage]]:
     most = max(ranks * max(1, workers) for ranks, workers, _ in stages)
     settings = {
         "max_seq_len": limit,
-        "strategy": rng.choice(["exact_fit", "exact_fit", "best_fit", "first_fit", "next_fit", "wrap"]),
+        **rng.choice(FILLING),
         "overlong": overlong,
         "buffer_size": rng.choice([1, 2, 5, 16, 128]),
         "shuffle": rng.random() < 0.8,
@@ -366,10 +371,10 @@ def odd_corpora(run: Run) -> str:
         }
         for lengths in shapes.values():
             for folder in (None, name):
-                for strategy in ("exact_fit", "wrap")[: run.count(2, 1)]:
+                for filling in (EXACT, SPLIT)[: run.count(2, 1)]:
                     settings = {
                         "max_seq_len": 24, "num_lanes": 24, "shuffle": True, "overlong": "split", "epochs": 2,
-                        "strategy": strategy,
+                        **filling,
                     }  # fmt: skip
                     corpus = Corpus(lengths, folder, settings)
                     if folder:

@@ -61,8 +61,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
         padding_idx: the token that fills a pack's end.
         max_packs: stop at this many packs; the ledger counts what was read and not packed as buffered.
         split_across_pack: fill every pack; a sample that crosses a pack's end continues in the next. For
-            pretraining.
-        strategy: ``"exact_fit"`` (default), ``"best_fit"``, ``"first_fit"``, ``"next_fit"``, ``"wrap"``.
+            pretraining; no strategy is used.
+        strategy: ``"exact_fit"`` (default), ``"best_fit"``, ``"first_fit"`` or ``"next_fit"``.
         buffer_size: how many samples the planner chooses from.
         overlong: what to do with a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``,
             ``"truncate"`` or ``"split"``. Default ``"error"``, with ``split_across_pack`` ``"split"``.
@@ -273,7 +273,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         return (
             f"<{type(self).__name__}: {len(self)} packs of {self.max_seq_len} tokens "
             f"from {self._ledger.samples} samples, {self._ledger.padding:.1%} padding, "
-            f"{self.parity or self.packing.strategy}>"
+            f"{self.parity or self.packing.filled_by}>"
         )
 
     # `isinstance` also looks at an object's `__class__`. So the object is an instance of torchtune's class as soon as

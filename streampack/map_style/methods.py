@@ -132,9 +132,12 @@ def _minibatch_packing(pieces: list[Span], shape: Shape) -> list[list[Row]]:
     return [[group] for group in _groups(pieces, shape.batch_size)]
 
 
-def _packed(pieces: list[Span], shape: Shape, *, strategy: str) -> list[list[Row]]:
-    """Pack the pieces in their order by a streaming strategy, and fill up the last batch with empty rows."""
-    packs = plan_samples(enumerate(map(_length, pieces)), Packing(shape.max_seq_len, strategy))
+def _packed(
+    pieces: list[Span], shape: Shape, *, strategy: str = "exact_fit", split_across_pack: bool = False
+) -> list[list[Row]]:
+    """Pack the pieces in their order as a stream does, and fill up the last batch with empty rows."""
+    packing = Packing(shape.max_seq_len, strategy, split_across_pack=split_across_pack)
+    packs = plan_samples(enumerate(map(_length, pieces)), packing)
     rows = [
         [Span(pieces[i].index, pieces[i].start + start, pieces[i].start + stop) for i, start, stop in pack]
         for pack in packs
@@ -167,12 +170,12 @@ METHODS = {
     "random_padding": Method(_random_padding, packed=False),
     "group_by_length_padding": Method(_group_by_length_padding, packed=False),
     "minibatch_packing": Method(_minibatch_packing, packed=False),
-    "fixed_length": Method(partial(_packed, strategy="wrap"), cuts=True, isolated=False),
-    "fixed_length_posid": Method(partial(_packed, strategy="wrap"), cuts=True),
+    "fixed_length": Method(partial(_packed, split_across_pack=True), cuts=True, isolated=False),
+    "fixed_length_posid": Method(partial(_packed, split_across_pack=True), cuts=True),
     "multipack": Method(_multipack),
     "sorted_packing": Method(_sorted_packing),
     "random_packing": Method(partial(_packed, strategy="next_fit")),
-    "exact_fit": Method(partial(_packed, strategy="exact_fit")),
+    "exact_fit": Method(_packed),
 }
 
 

@@ -58,7 +58,8 @@ class Planner(Generic[PieceT]):
     def __init__(self, packing: Packing, pull: Callable[[], PieceT | None]) -> None:
         self.packing = packing
         self.pull = pull
-        self.choose = STRATEGIES[packing.strategy]
+        # Where samples are split, nothing is chosen: the oldest piece is cut at the pack's end.
+        self.choose = None if packing.split_across_pack else STRATEGIES[packing.strategy]
         self.waiting: list[PieceT] = []  # in the order in which they were pulled
         self.lengths: list[int] = []  # theirs, in tokens
         self.offset = 0  # tokens of the oldest waiting piece that are packed already (split_across_pack only)

@@ -8,6 +8,7 @@ from streampack.packing.strategies import STRATEGIES
 from streampack.validation import require, require_positive
 
 OVERLONG = ("error", "drop", "truncate", "split")
+TO_SPLIT = "; for documents that continue in the next pack set split_across_pack=True"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,8 @@ class Packing:
     ``overlong`` says what becomes of a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``,
     ``"truncate"`` (``truncate_side`` names the side that is cut) or ``"split"`` into several pieces. Left
     out, it is ``"error"``, and with ``split_across_pack=True`` it is ``"split"``, because there every
-    sample may continue in the next pack. ``max_seqs_per_pack`` limits the sequences in a pack.
+    sample may continue in the next pack and ``strategy`` is not used. ``max_seqs_per_pack`` limits the sequences
+    in a pack.
 
     Raises:
         ValueError: for a setting that is out of range or unknown.
@@ -37,13 +39,10 @@ class Packing:
         if self.max_seqs_per_pack is not None:
             limit = require_positive(self.max_seqs_per_pack, "max_seqs_per_pack")
             object.__setattr__(self, "max_seqs_per_pack", limit)
-        require(self.strategy, "strategy", STRATEGIES)
+        require(self.strategy, "strategy", STRATEGIES, hint=TO_SPLIT)
         require(self.truncate_side, "truncate_side", ("right", "left"))
-        wraps = self.split_across_pack or self.strategy == "wrap"
-        object.__setattr__(self, "split_across_pack", wraps)
-        object.__setattr__(self, "strategy", "wrap" if wraps else self.strategy)
         if self.overlong is None:
-            object.__setattr__(self, "overlong", "split" if wraps else "error")
+            object.__setattr__(self, "overlong", "split" if self.split_across_pack else "error")
         require(self.overlong, "overlong", OVERLONG)
 
     def pieces_of(self, length: int) -> list[tuple[int, int]]:
@@ -78,6 +77,11 @@ class Packing:
             return range(limit, length, limit)
         # At the end of its first pack, then at every pack's end.
         return range(stop if start == 0 else (start - 1) % limit + 1, length, limit)
+
+    @property
+    def filled_by(self) -> str:
+        """How packs are filled, for messages: the strategy, or ``split_across_pack``."""
+        return "split_across_pack" if self.split_across_pack else self.strategy
 
     @property
     def segments(self) -> int | None:

@@ -74,10 +74,9 @@ def exact_fit(lengths: list[int], room: int, pull: Callable[[], bool]) -> list[i
     return taken
 
 
-STRATEGIES: dict[str, Strategy | None] = {
+STRATEGIES: dict[str, Strategy] = {
     "next_fit": next_fit,
     "first_fit": first_fit,
     "best_fit": best_fit,
     "exact_fit": exact_fit,
-    "wrap": None,  # splits, so it chooses nothing: `Planner` cuts the oldest piece at the pack's end
 }

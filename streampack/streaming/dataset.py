@@ -179,7 +179,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         epochs = "for ever" if self.epochs is None else f"{self.epochs} epoch(s)"
         return (
             f"<{type(self).__name__}: packs of {config.packing.max_seq_len} tokens from {source}, "
-            f"{config.packing.strategy}, {shuffled}, {epochs}>"
+            f"{config.packing.filled_by}, {shuffled}, {epochs}>"
         )
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

@@ -29,7 +29,8 @@ def identity_of_run(config: LaneConfig) -> dict[str, Any]:
         "corpus": identity_of(config.source),
         "encoder": encoder,
         "max_seq_len": packing.max_seq_len,
-        "strategy": packing.strategy,
+        "split_across_pack": bool(packing.split_across_pack),
+        "strategy": None if packing.split_across_pack else packing.strategy,  # not used there
         "buffer_size": packing.buffer_size,
         "overlong": packing.overlong,
         "truncate_side": packing.truncate_side,

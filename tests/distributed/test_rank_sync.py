@@ -23,6 +23,7 @@ from streampack.distributed.rank_sync import RankSync, verdict
 from streampack.loader.iteration import ROUND
 from streampack.streaming.lane_state import LaneState
 from tests.support.corpus import Numbers, rows
+from tests.support.strategies import WAYS, settings_of
 from tests.support.thread_ranks import (
     CORPORA,
     Board,
@@ -395,7 +396,7 @@ def cases(draw: st.DrawFn) -> tuple[Any, ...]:
         "num_lanes": num_lanes,
         "max_seq_len": draw(st.integers(4, 12)),
         "buffer_size": draw(st.integers(1, 6)),
-        "strategy": draw(st.sampled_from(["exact_fit", "best_fit", "next_fit", "first_fit", "wrap"])),
+        **settings_of(draw(st.sampled_from(WAYS))),
         "overlong": "split",
         "shuffle": draw(st.booleans()),
         "epochs": draw(st.integers(1, 3)),

@@ -25,6 +25,7 @@ from streampack.packing.settings import OVERLONG
 from streampack.packing.strategies import STRATEGIES
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.types import IGNORE_INDEX
+from tests.support.strategies import WAYS, settings_of
 
 
 def rows_of(lengths: list[int]) -> list[dict[str, list[int]]]:
@@ -161,10 +162,10 @@ def test_max_packs_makes_the_first_of_all_packs(lengths: list[int], settings: An
     assert [p["tokens"].tolist() for p in some] == [p["tokens"].tolist() for p in every][:max_packs]
 
 
-@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+@pytest.mark.parametrize("strategy", WAYS)
 def test_max_packs_stops_the_reading(strategy: str) -> None:
     data = Counted([3, 5] * 500)
-    PackedDataset(data, max_seq_len=8, strategy=strategy, max_packs=5, buffer_size=32)
+    PackedDataset(data, max_seq_len=8, max_packs=5, buffer_size=32, **settings_of(strategy))
     assert len(data.reads) <= 5 * 2 + 32
     assert set(data.reads.values()) == {1}
 
@@ -199,7 +200,7 @@ def test_a_sample_is_read_once_to_plan_and_once_per_pack() -> None:
     assert [pack["seq_lens"].tolist() for pack in packed] == [[8], [8], [4, 4]]
     assert data.reads == {0: 1 + 3, 1: 1 + 1}
     data = Counted([4, 4])
-    assert len(PackedDataset(data, max_seq_len=2, overlong="split", strategy="wrap")) == 4
+    assert len(PackedDataset(data, max_seq_len=2, split_across_pack=True)) == 4
     data = Counted([6])
     whole = PackedDataset(data, max_seq_len=8, overlong="split")
     whole[0]

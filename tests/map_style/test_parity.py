@@ -167,14 +167,14 @@ def test_collates_like_torchtunes() -> None:
 def both(lengths: list[int], max_seq_len: int, *, split: bool = False) -> list[tuple[Any, Any]]:
     rows = rows_of(lengths)
     settings: Any = {"max_seq_len": max_seq_len, "split_across_pack": split}
-    ours = PackedDataset(rows, **settings, strategy="wrap" if split else "next_fit")
+    ours = PackedDataset(rows, **settings, strategy="next_fit")
     theirs = torchtune_datasets.PackedDataset(rows, **settings)
     assert len(ours) == len(theirs)
     return [(ours[i], theirs[i]) for i in range(len(ours))]
 
 
 @pytest.mark.parametrize("split", [False, True])
-def test_tokens_and_lengths_of_next_fit_and_wrap_are_torchtunes(split: bool) -> None:
+def test_tokens_and_lengths_of_next_fit_are_torchtunes(split: bool) -> None:
     for ours, theirs in both([5, 3, 6, 2, 8, 4, 1], 8, split=split):
         assert ours["tokens"].tolist() == theirs["tokens"].tolist()
         assert ours["seq_lens"].tolist() == theirs["seq_lens"].tolist()

@@ -14,9 +14,9 @@ from streampack.packing.planner import Planner, Span, plan_packs
 from streampack.packing.settings import OVERLONG, Packing
 from streampack.packing.strategies import STRATEGIES
 from tests.support import oracle
+from tests.support.strategies import WAYS, settings_of
 
 CHOOSING = tuple(oracle.CHOOSE)
-ALL = (*CHOOSING, "wrap")
 
 
 @st.composite
@@ -28,15 +28,18 @@ def corpora(draw: st.DrawFn, *, longest: int = 1, largest: int = 40) -> tuple[li
     return draw(st.lists(st.one_of(short, any_length), max_size=largest)), limit
 
 
-def plan(lengths: list[int], limit: int, **settings: Any) -> list[list[tuple[int, int, int]]]:
-    return [[tuple(span) for span in pack] for pack in plan_packs(lengths, limit, **settings)]
+def plan(
+    lengths: list[int], limit: int, *, strategy: str = "exact_fit", **settings: Any
+) -> list[list[tuple[int, int, int]]]:
+    packs = plan_packs(lengths, limit, **settings_of(strategy), **settings)
+    return [[tuple(span) for span in pack] for pack in packs]
 
 
 def test_every_strategy_is_tested() -> None:
-    assert set(ALL) == set(STRATEGIES)
+    assert set(CHOOSING) == set(STRATEGIES)
 
 
-@pytest.mark.parametrize("strategy", ALL)
+@pytest.mark.parametrize("strategy", WAYS)
 @given(corpus=corpora(), buffer_size=st.integers(1, 6))
 def test_packs_are_the_oracles(strategy: str, corpus: tuple[list[int], int], buffer_size: int) -> None:
     lengths, limit = corpus
@@ -63,7 +66,7 @@ def test_exact_fit_is_the_oracles_over_a_larger_buffer(corpus: tuple[list[int], 
     ],
 )
 def test_the_packs_of_an_example(strategy: str, expected: list[list[int]]) -> None:
-    packs = plan_packs([5, 4, 2, 3, 4, 1], 8, strategy=strategy)
+    packs = plan_packs([5, 4, 2, 3, 4, 1], 8, **settings_of(strategy))
     assert [[span.stop - span.start for span in pack] for pack in packs] == expected
 
 
@@ -75,7 +78,7 @@ def test_exact_fit_prefers_the_earliest_arrivals() -> None:
     assert plan([3, 3, 3, 3, 5], 10, buffer_size=3)[0] == [(0, 0, 3), (1, 0, 3), (2, 0, 3)]
 
 
-@pytest.mark.parametrize("strategy", ALL)
+@pytest.mark.parametrize("strategy", WAYS)
 @pytest.mark.parametrize("overlong", ["split", "drop", "truncate"])
 @settings(max_examples=50)
 @given(corpus=corpora(longest=4), buffer_size=st.integers(1, 5), side=st.sampled_from(["right", "left"]))
@@ -92,7 +95,7 @@ def test_overlong_packs_are_the_oracles(
     assert ours == theirs
 
 
-@pytest.mark.parametrize("strategy", ALL)
+@pytest.mark.parametrize("strategy", WAYS)
 @given(corpus=corpora(longest=3), buffer_size=st.integers(1, 200), data=st.data())
 def test_laws_of_a_plan(strategy: str, corpus: tuple[list[int], int], buffer_size: int, data: Any) -> None:
     """Of every plan, without an oracle: each kept token once, in order within its sample, no pack too long."""
@@ -132,7 +135,7 @@ def test_laws_of_a_plan(strategy: str, corpus: tuple[list[int], int], buffer_siz
         assert firsts == sorted(firsts), "the oldest that waits goes with every pack"
 
 
-@pytest.mark.parametrize("strategy", ALL)
+@pytest.mark.parametrize("strategy", WAYS)
 @given(corpus=corpora(), buffer_size=st.integers(1, 12), seats=st.none() | st.integers(1, 6))
 def test_waiting_is_bounded(
     strategy: str, corpus: tuple[list[int], int], buffer_size: int, seats: int | None
@@ -150,7 +153,8 @@ def test_waiting_is_bounded(
             pulled_in[piece.index] = packs
         return piece
 
-    planner = Planner(Packing(limit, strategy, buffer_size, max_seqs_per_pack=seats), pull)
+    packing = Packing(limit, buffer_size=buffer_size, max_seqs_per_pack=seats, **settings_of(strategy))
+    planner = Planner(packing, pull)
     while True:
         oldest = planner.waiting[0].index if planner.waiting else len(pulled_in)
         placed = planner.next_pack()
@@ -196,7 +200,7 @@ class Hiccup(Exception):
     pass
 
 
-@pytest.mark.parametrize("strategy", ALL)
+@pytest.mark.parametrize("strategy", WAYS)
 @given(
     corpus=corpora(),
     buffer_size=st.integers(1, 12),
@@ -207,7 +211,7 @@ def test_an_error_in_pull_changes_nothing(
     strategy: str, corpus: tuple[list[int], int], buffer_size: int, hiccups: set[int], seats: int | None
 ) -> None:
     lengths, limit = corpus
-    packing = Packing(limit, strategy, buffer_size, max_seqs_per_pack=seats)
+    packing = Packing(limit, buffer_size=buffer_size, max_seqs_per_pack=seats, **settings_of(strategy))
 
     def packs_of(fails: set[int]) -> tuple[list[Any], int]:
         rest, calls, errors = pieces(lengths), itertools.count(), 0
@@ -242,7 +246,7 @@ def test_the_hiccups_do_happen() -> None:
         Planner(Packing(10, "exact_fit", 4), pull).next_pack()
 
 
-@pytest.mark.parametrize("strategy", ALL)
+@pytest.mark.parametrize("strategy", WAYS)
 def test_lengths_are_read_as_needed(strategy: str) -> None:
     """A stream without an end gives its first pack after at most a buffer."""
     read: list[int] = []
@@ -252,7 +256,7 @@ def test_lengths_are_read_as_needed(strategy: str) -> None:
             read.append(length)
             yield length
 
-    packs = plan_packs(stream(), 16, strategy=strategy, buffer_size=32)
+    packs = plan_packs(stream(), 16, buffer_size=32, **settings_of(strategy))
     assert not read, "nothing is read at the call"
     assert next(packs)
     assert len(read) <= (33 if strategy == "best_fit" else 5)  # the oldest, and a buffer of 32
@@ -266,7 +270,8 @@ def test_the_three_distributions(name: str, extra: int, bound: int) -> None:
     lengths = benchmark_lengths(name).tolist()
     assert oracle.lower_bound(lengths, 4096) == bound
     counts = {
-        s: sum(1 for _ in plan_packs(lengths, 4096, strategy=s)) for s in ("exact_fit", "wrap", "next_fit")
+        s: sum(1 for _ in plan_packs(lengths, 4096, **settings_of(s)))
+        for s in ("exact_fit", "wrap", "next_fit")
     }
     assert bound <= counts["exact_fit"] <= bound + extra
     assert counts["wrap"] == bound
@@ -288,7 +293,7 @@ def test_next_fit_counts_as_torchtune_does(corpus: tuple[list[int], int]) -> Non
         assert len(packs) == oracle.greedy_count(short, limit)
 
 
-@pytest.mark.parametrize("strategy", ALL)
+@pytest.mark.parametrize("strategy", WAYS)
 def test_corner_cases(strategy: str) -> None:
     settings = {"strategy": strategy}
     assert plan([], 8, **settings) == []
@@ -325,11 +330,12 @@ def test_numbers_out_of_range_raise_at_the_call(name: str, value: object, messag
     ("settings", "message"),
     [
         (
-            {"strategy": "worst_fit"},
-            "strategy='worst_fit' is unknown; choose one of 'next_fit', 'first_fit', 'best_fit', 'exact_fit', 'wrap'",
+            {"strategy": "wrap"},
+            "strategy='wrap' is unknown; choose one of 'next_fit', 'first_fit', 'best_fit', 'exact_fit'; "
+            "for documents that continue in the next pack set split_across_pack=True",
         ),
         ({"strategy": None}, "strategy=None is unknown; choose one of 'next_fit'"),
-        ({"strategy": ["wrap"]}, "strategy=['wrap'] is unknown"),
+        ({"strategy": ["exact_fit"]}, "strategy=['exact_fit'] is unknown"),
         (
             {"overlong": "cut"},
             "overlong='cut' is unknown; choose one of 'error', 'drop', 'truncate', 'split'",
@@ -363,27 +369,27 @@ def test_an_empty_sample_is_an_error(overlong: str, length: int) -> None:
 
 
 @pytest.mark.parametrize("convert", [np.array, lambda values: [np.int32(v) for v in values]])
-@pytest.mark.parametrize("strategy", ALL)
+@pytest.mark.parametrize("strategy", WAYS)
 def test_numpy_lengths_are_lengths(strategy: str, convert: Callable[[list[int]], Any]) -> None:
     lengths = [5, 4, 2, 3, 4, 1]
     assert plan(convert(lengths), 8, strategy=strategy) == plan(lengths, 8, strategy=strategy)
 
 
-@pytest.mark.parametrize("strategy", ALL)
+@pytest.mark.parametrize("strategy", WAYS)
 @pytest.mark.parametrize("length", [2.5, "3", None])
 def test_lengths_that_are_no_whole_numbers_are_errors(strategy: str, length: object) -> None:
     with pytest.raises(ValueError, match="sample 1"):
-        list(plan_packs([3, length, 4], 8, strategy=strategy))  # type: ignore[list-item]
+        list(plan_packs([3, length, 4], 8, **settings_of(strategy)))  # type: ignore[list-item]
 
 
 def test_splitting_is_the_default_only_where_packs_are_cut() -> None:
     assert Packing(8).overlong == "error"
-    for wraps in (Packing(8, split_across_pack=True), Packing(8, strategy="wrap")):
-        assert (wraps.strategy, wraps.split_across_pack, wraps.overlong) == ("wrap", True, "split")
+    assert Packing(8, split_across_pack=True).overlong == "split"
     assert Packing(8, split_across_pack=True, overlong="drop").overlong == "drop"
     with pytest.raises(ValueError, match="sample 0 has 9 tokens"):
         list(plan_packs([9], 8, split_across_pack=True, overlong="error"))
-    assert plan([9], 8, split_across_pack=True) == [[(0, 0, 8)], [(0, 8, 9)]]
+    for strategy in CHOOSING:  # none is used
+        assert plan([9], 8, split_across_pack=True, strategy=strategy) == [[(0, 0, 8)], [(0, 8, 9)]]
 
 
 @pytest.mark.parametrize(
@@ -404,7 +410,7 @@ def test_a_limit_of_sequences(strategy: str, expected: list[list[int]]) -> None:
 
 def test_a_limit_that_does_not_bind_changes_nothing() -> None:
     lengths = [5, 4, 2, 3, 4, 8, 1, 1, 6]
-    for strategy in ALL:
+    for strategy in WAYS:
         unlimited = plan(lengths, 8, strategy=strategy)
         assert plan(lengths, 8, strategy=strategy, max_seqs_per_pack=8) == unlimited
 

@@ -45,7 +45,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("all-twice", "all_exhausted", {**TWICE, **SHUFFLED, "num_lanes": 2}),
     ("first-twice", "first_exhausted", {**TWICE, **SHUFFLED, "num_lanes": 3}),
     ("first-endless", "first_exhausted", {**ENDLESS, **SHUFFLED, "num_lanes": 2}),
-    ("all-endless-wrap", "all_exhausted", {**ENDLESS, **SHUFFLED, "num_lanes": 2, "strategy": "wrap"}),
+    ("all-endless-wrap", "all_exhausted", {**ENDLESS, **SHUFFLED, "num_lanes": 2, "split_across_pack": True}),
     ("never-split", "never", {**ENDLESS, **SHUFFLED, "num_lanes": 2, "overlong": "split", "max_seq_len": 9}),
     ("never-drop", "never", {**ENDLESS, "num_lanes": 1, "overlong": "drop", "max_seq_len": 14}),
     ("all-truncate", "all_exhausted", {**ONCE, "overlong": "truncate", "max_seq_len": 14, "strategy": "best_fit"}),

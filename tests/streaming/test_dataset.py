@@ -26,8 +26,7 @@ from streampack import (
 from streampack.streaming.lane_state import LaneState
 from tests.support.conformance import check_resume_everywhere, content
 from tests.support.corpus import Numbers, all_of, make_source, rows, samples_in, write
-
-STRATEGIES = ("next_fit", "first_fit", "best_fit", "exact_fit", "wrap")
+from tests.support.strategies import WAYS, settings_of
 
 
 def make(source: Any, **settings: Any) -> IterablePackedDataset:
@@ -42,21 +41,18 @@ ONCE, THRICE, ENDLESS = {"epochs": 1}, {"epochs": 3}, {"epochs": None}
 SHUFFLED = {"shuffle": True, "shuffle_window": 7, "seed": 3}
 FOUR = {"num_lanes": 4}
 CASES: list[tuple[str, str, dict[str, Any]]] = [
-    *((f"{s}-once", "map", {"strategy": s, **ONCE, "num_lanes": 1}) for s in STRATEGIES),
-    *((f"{s}-thrice", "jsonl", {"strategy": s, **THRICE, **SHUFFLED, **FOUR}) for s in STRATEGIES),
-    *((f"{s}-endless", "iterable", {"strategy": s, **ENDLESS, **SHUFFLED}) for s in STRATEGIES),
+    *((f"{s}-once", "map", {**settings_of(s), **ONCE, "num_lanes": 1}) for s in WAYS),
+    *((f"{s}-thrice", "jsonl", {**settings_of(s), **THRICE, **SHUFFLED, **FOUR}) for s in WAYS),
+    *((f"{s}-endless", "iterable", {**settings_of(s), **ENDLESS, **SHUFFLED}) for s in WAYS),
     *(
-        (f"{s}-split", "map", {"strategy": s, "overlong": "split", **THRICE, **SHUFFLED, **FOUR})
-        for s in STRATEGIES
+        (f"{s}-split", "map", {**settings_of(s), "overlong": "split", **THRICE, **SHUFFLED, **FOUR})
+        for s in WAYS
     ),
     *(
-        (f"{s}-drop", "jsonl", {"strategy": s, "overlong": "drop", **ENDLESS, "num_lanes": 1})
-        for s in STRATEGIES
+        (f"{s}-drop", "jsonl", {**settings_of(s), "overlong": "drop", **ENDLESS, "num_lanes": 1})
+        for s in WAYS
     ),
-    *(
-        (f"{s}-truncate", "stride", {"strategy": s, "overlong": "truncate", **ONCE, **FOUR})
-        for s in STRATEGIES
-    ),
+    *((f"{s}-truncate", "stride", {**settings_of(s), "overlong": "truncate", **ONCE, **FOUR}) for s in WAYS),
     ("split-endless", "jsonl", {"overlong": "split", **ENDLESS, **SHUFFLED, **FOUR}),
     ("wrap-endless", "map", {"split_across_pack": True, **ENDLESS, **SHUFFLED, **FOUR}),
     ("left", "map", {"overlong": "truncate", "truncate_side": "left", **THRICE, **SHUFFLED}),
@@ -72,7 +68,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
         )
         for policy in ("split", "drop")
     ),
-    ("empty-wrap", "jsonl", {"empty": "drop", "strategy": "wrap", **ENDLESS, **SHUFFLED}),
+    ("empty-wrap", "jsonl", {"empty": "drop", "split_across_pack": True, **ENDLESS, **SHUFFLED}),
     ("gz", "gz", {**THRICE, **SHUFFLED, "num_lanes": 2}),
     ("zst", "zst", {**THRICE, **SHUFFLED, "num_lanes": 2}),
     ("more-lanes-than-files", "gz", {**ONCE, **SHUFFLED, "num_lanes": 5}),
@@ -85,7 +81,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-QUICK = [case for i, case in enumerate(CASES) if i % 2 or i >= 5 * len(STRATEGIES)]
+QUICK = [case for i, case in enumerate(CASES) if i % 2 or i >= 5 * len(WAYS)]
 
 
 @pytest.mark.parametrize(("kind", "settings"), [case[1:] for case in QUICK], ids=[case[0] for case in QUICK])
@@ -101,7 +97,7 @@ def test_resume_at_every_step_of_a_longer_run(tmp_path: Path, kind: str, setting
 
 
 def resumed_at_every_step(tmp_path: Path, kind: str, settings: dict[str, Any], *, packs: int) -> None:
-    too_long = "overlong" in settings or "split_across_pack" in settings or settings.get("strategy") == "wrap"
+    too_long = "overlong" in settings or "split_across_pack" in settings
     count = 14 * packs // 3 // (settings["epochs"] or 4)
     data = rows(count, overlong=70 if too_long else 0, empty="empty" in settings)
     if settings.get("max_seq_len") == 1 or settings.get("buffer_size") == 64:
@@ -266,7 +262,7 @@ BASE: dict[str, Any] = {
     [
         ("max_seq_len", "24", "32", {"max_seq_len": 32}),
         ("strategy", "'exact_fit'", "'best_fit'", {"strategy": "best_fit"}),
-        ("strategy", "'exact_fit'", "'wrap'", {"split_across_pack": True}),
+        ("split_across_pack", "False", "True", {"split_across_pack": True}),
         ("buffer_size", "8", "9", {"buffer_size": 9}),
         ("overlong", "'truncate'", "'drop'", {"overlong": "drop"}),
         ("truncate_side", "'right'", "'left'", {"truncate_side": "left"}),
@@ -291,6 +287,15 @@ def test_a_state_of_another_config_is_refused(
         "resume with what the run began with, or start a new run"
     )
     assert samples_in(make(source, **BASE)) == all_of(rows(50)), "as it comes, it works"
+
+
+def test_a_strategy_that_is_not_used_is_not_compared() -> None:
+    before = make(MapSource(rows(50)), split_across_pack=True)
+    rest = iter(before)
+    next(rest)
+    after = make(MapSource(rows(50)), split_across_pack=True, strategy="best_fit")
+    after.load_state_dict(before.state_dict())
+    assert [content(pack) for pack in after] == [content(pack) for pack in rest]
 
 
 def test_a_state_of_another_corpus_is_refused(tmp_path: Path) -> None:
@@ -730,14 +735,14 @@ def test_the_packs_are_torchtunes_dicts() -> None:
         assert pack["input_pos"].tolist() == [i for n in pack["seq_lens"].tolist() for i in range(n)]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", WAYS)
 @pytest.mark.parametrize(
     ("lengths", "limit"),
     [([1] * 50, 8), ([8] * 10, 8), ([1] * 10, 1), ([8, 1] * 10, 8), ([3], 8), ([1], 1), ([5] * 3, 64)],
 )
 def test_corners(strategy: str, lengths: list[int], limit: int) -> None:
     data = [{"i": i, "n": n} for i, n in enumerate(lengths)]
-    dataset = make(MapSource(data), max_seq_len=limit, strategy=strategy, num_lanes=1)
+    dataset = make(MapSource(data), max_seq_len=limit, num_lanes=1, **settings_of(strategy))
     packs = list(dataset)
     assert samples_in(packs) == all_of(data)
     ledger = dataset.ledger()

@@ -18,13 +18,13 @@ from streampack.streaming.lane_state import LaneState
 from streampack.streaming.piece_reader import PieceReader
 from tests.support import oracle
 from tests.support.corpus import STRIDE, Numbers, make_source, rows, write
+from tests.support.strategies import WAYS, settings_of
 
-STRATEGIES = ("next_fit", "first_fit", "best_fit", "exact_fit", "wrap")
 POLICIES = ("split", "drop", "truncate")
 
 
 def config_of(source: Any, *, encode: Any = None, **changes: Any) -> LaneConfig:
-    names = ("strategy", "buffer_size", "overlong", "truncate_side", "max_seq_len")
+    names = ("strategy", "split_across_pack", "buffer_size", "overlong", "truncate_side", "max_seq_len")
     packing = {"max_seq_len": 24, "buffer_size": 6} | {k: changes.pop(k) for k in names if k in changes}
     encode = Numbers() if encode is None else encode
     return LaneConfig(source=source, encode=encode, packing=Packing(**packing), **changes)
@@ -71,16 +71,17 @@ def test_pieces_are_those_of_a_lanes_packs(overlong: str) -> None:
     assert reader.next() is None
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", WAYS)
 @pytest.mark.parametrize("overlong", POLICIES)
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_packs_are_the_oracles(strategy: str, overlong: str, side: str) -> None:
     """Plan, arrays, provenance and ledger, from references that know nothing of one another; after every pack."""
     data = rows(150, overlong=70)
     lengths = [row["n"] for row in data]
-    settings = {"overlong": overlong, "strategy": strategy}
-    lane = make(MapSource(data), truncate_side=side, padding_idx=7, **settings)
-    expected = oracle.plan(lengths, 24, buffer_size=6, side=side, **settings)
+    lane = make(
+        MapSource(data), truncate_side=side, padding_idx=7, overlong=overlong, **settings_of(strategy)
+    )
+    expected = oracle.plan(lengths, 24, strategy=strategy, buffer_size=6, overlong=overlong, side=side)
     encode = Numbers()
     packs: list[Pack] = []
     while (pack := lane.next_pack()) is not None:
@@ -241,7 +242,7 @@ class Flaky:
         return self.inner(row)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", WAYS)
 @settings(max_examples=20)
 @given(
     overlong=st.sampled_from(POLICIES),
@@ -255,7 +256,7 @@ def test_errors_change_nothing(
 ) -> None:
     """Whatever fails, whenever: asked again, the lane makes the packs of a run without errors."""
     data = rows(40, overlong=70)
-    settings = {"strategy": strategy, "overlong": overlong, "shuffle_window": window}
+    settings = {"overlong": overlong, "shuffle_window": window, **settings_of(strategy)}
     whole = [content(pack) for pack in drain(make(MapSource(data), **settings))]
     dataset = Flaky(data, fails if where == "row" else set(), lambda: kind("no luck"))
     encode = Flaky(Numbers(), fails if where == "sample" else set(), lambda: kind("no luck"))
@@ -397,12 +398,12 @@ def drain_until_error(lane: Lane) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["map", "jsonl", "iterable"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", WAYS)
 def test_a_state_is_all_a_lane_is(tmp_path: Path, kind: str, strategy: str) -> None:
     """A lane made from a state gives the same state, and the same ledger, before it does anything."""
     data = rows(120, overlong=70)
     for overlong in POLICIES:
-        settings = {"strategy": strategy, "overlong": overlong, "shuffle_window": 5}
+        settings = {"overlong": overlong, "shuffle_window": 5, **settings_of(strategy)}
         lane = make(make_source(kind, tmp_path, data), **settings)
         while (event := lane.next_event()).pack is not None:
             again = make(make_source(kind, tmp_path, data), state=event.state, **settings)
@@ -466,7 +467,7 @@ def test_packs_share_no_memory_with_the_lane() -> None:
     """What a trainer does to a pack in place must not reach the pieces that still wait, nor the dataset's rows."""
     ready = [{"tokens": np.arange(1, 11) + 100 * i, "labels": np.arange(1, 11) + 100 * i} for i in range(6)]
     before = [row["tokens"].tolist() for row in ready]
-    lane = make(MapSource(ready), encode=TokensEncoder(), strategy="wrap", max_seq_len=7)
+    lane = make(MapSource(ready), encode=TokensEncoder(), split_across_pack=True, max_seq_len=7)
     seen: list[int] = []
     for pack in iter(lane.next_pack, None):
         seen += pack.tokens[: sum(pack.seq_lens)].tolist()

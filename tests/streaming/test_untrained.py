@@ -12,6 +12,7 @@ from streampack import IGNORE_INDEX, IterablePackedDataset, PackedDataLoader, Pa
 from streampack.accounting import trains_nothing
 from streampack.sources.mixture import Mix
 from tests.support.conformance import check_resume_everywhere
+from tests.support.strategies import settings_of
 
 ANSWER = 3
 
@@ -117,7 +118,9 @@ def test_what_trains_nothing(tokens: list[int], labels: list[int], nothing: bool
 @pytest.mark.parametrize("strategy", ["exact_fit", "wrap"])
 def test_resumes_exactly(untrained: str, strategy: str) -> None:
     check_resume_everywhere(
-        lambda: dataset(untrained=untrained, strategy=strategy, buffer_size=4, num_lanes=2, shuffle=True),
+        lambda: dataset(
+            untrained=untrained, buffer_size=4, num_lanes=2, shuffle=True, **settings_of(strategy)
+        ),
         packs=40,
     )
 

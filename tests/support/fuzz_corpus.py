@@ -59,10 +59,11 @@ class Case:
         gentle = self.mixed or resumes or rng.random() < 0.8
         endless = resumes and rng.random() < 0.15
         self.epochs = None if endless else rng.choice([1, 1, 1, 2, 3])
+        strategy = rng.choice(["exact_fit", "exact_fit", "best_fit", "first_fit", "next_fit", None])
         self.settings: dict[str, Any] = {
             "max_seq_len": limit,
-            "strategy": rng.choice(["exact_fit", "exact_fit", "best_fit", "first_fit", "next_fit", "wrap"]),
-            "split_across_pack": rng.random() < 0.15,
+            "strategy": strategy or "exact_fit",
+            "split_across_pack": rng.random() < 0.15 or strategy is None,
             "buffer_size": rng.choice([1, 2, 5, 16, 128]),
             "overlong": rng.choice(["drop", "truncate", "split"] + [None, "error"] * (not gentle)),
             "truncate_side": rng.choice(["right", "right", "left"]),

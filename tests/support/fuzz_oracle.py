@@ -82,7 +82,7 @@ class Oracle:
 
     def __post_init__(self) -> None:
         self.limit = self.settings["max_seq_len"]
-        self.wraps = self.settings["split_across_pack"] or self.settings["strategy"] == "wrap"
+        self.wraps = self.settings["split_across_pack"]
         self.overlong = self.settings["overlong"] or ("split" if self.wraps else "error")
         for place, row in self.rows.items():
             if row is None:
