@@ -48,7 +48,7 @@ def _set(owner: Any, name: str, value: Any) -> None:
 def aliased_state() -> None:
     """A state holds the live dictionary, which changes as the stream goes on."""
 
-    def state_with(
+    def _state_with(
         self: IterablePackedDataset, lanes: Mapping[int, Mapping[str, Any]], *, epoch: int | None = None
     ) -> dict[str, Any]:
         if getattr(self, "_live", None) is None:
@@ -57,13 +57,13 @@ def aliased_state() -> None:
         self._live.update(lanes)
         return {
             "version": STATE_VERSION,
-            "identity": dict(self.identity()),
+            "identity": dict(self._identity()),
             "epoch": self.epoch,
             "num_lanes": self.num_lanes,
             "lanes": self._live,
         }
 
-    _set(IterablePackedDataset, "state_with", state_with)
+    _set(IterablePackedDataset, "_state_with", _state_with)
 
 
 @bug
@@ -244,10 +244,10 @@ def null_packs_train() -> None:
 def one_epoch_too_many() -> None:
     """The last epoch is off by one."""
 
-    def last_epoch(self: IterablePackedDataset) -> int | None:
+    def _last_epoch(self: IterablePackedDataset) -> int | None:
         return None if self.epochs is None else self.epoch + self.epochs
 
-    _set(IterablePackedDataset, "last_epoch", property(last_epoch))
+    _set(IterablePackedDataset, "_last_epoch", property(_last_epoch))
 
 
 @bug

@@ -84,7 +84,7 @@ def state_size(run: Run) -> str:
     assert abs(large / small - 1) < 0.05, f"{small:.0f} and {large:.0f} bytes"
     # Nine tenths through the larger one: all that can have grown are the digits of its counters.
     loader = PackedDataLoader(data_of(big), batch_size=4)
-    state = data_of(big).state_of({})
+    state = data_of(big).state_dict()
     per_lane = big * 9 // 10 // LANES
     packed = per_lane * 125
     at_nine_tenths = LaneState(

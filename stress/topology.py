@@ -60,7 +60,7 @@ def _ride(corpus: Corpus, state: bytes | None, workers: int, batch_size: int, st
 def common_steps(corpus: Corpus, per_step: int) -> int:
     """The steps of the first epoch before any lane runs dry."""
     dataset = corpus.dataset()
-    num_lanes = dataset.lanes_for(1)
+    num_lanes = dataset._lanes_for(1)
     counts = Counter(dict.fromkeys(range(num_lanes), 0))
     counts.update(item["lane"] for item in dataset if item["epoch"] == 0)
     return min(counts.values()) * num_lanes // per_step

@@ -178,7 +178,7 @@ def state(lanes: int, packs: int = 12) -> dict[str, float]:
     stream = data.stream()
     for _ in range(lanes * packs):
         next(stream)
-    held = data.state_of(stream.lane_states())
+    held = data._state_of(stream.lane_states())
     saved = io.BytesIO()
     torch.save(held, saved)
     own = len(pickle.dumps(held["lanes"]))

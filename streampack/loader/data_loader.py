@@ -95,7 +95,7 @@ class PackedDataLoader:
         """Collective: iterate from the loaded state on; without one, from the epoch after the newest iteration's."""
         dataset = self.dataset
         self._progress.require_whole(self.rank_sync, "iterated anew")
-        self._started_from = begin = dataset.resume.begin(by_loader=True)
+        self._started_from = begin = dataset._resume.begin(by_loader=True)
         dataset.epoch = begin.epoch
         start = HandedOut(dict(begin.lane_states), begin.slot)
         self._progress = Progress(start)
@@ -109,7 +109,7 @@ class PackedDataLoader:
             self._progress.midway = False
             raise
         self._progress = batches.progress
-        dataset.epochs_begun.begin(begin.epoch + (dataset.epochs or 1))
+        dataset._epochs_begun.begin(begin.epoch + (dataset.epochs or 1))
         return batches
 
     # State.
@@ -119,18 +119,17 @@ class PackedDataLoader:
 
         All ranks must call it, after the same number of batches.
         """
-        return self.state_of(self.lane_states, self.slot)
+        return self._state_of(self._lane_states, self.slot)
 
-    def state_of(self, lane_states: Mapping[int, LaneState], slot: int) -> dict[str, Any]:
+    def _state_of(self, lane_states: Mapping[int, LaneState], slot: int) -> dict[str, Any]:
         """Collective: build a state from these lane states and those of the other ranks."""
         self._progress.require_whole(self.rank_sync, "asked for a state")
-        begin = (
-            self._loaded or self._started_from
-        )  # not the dataset's, which another loader may read meanwhile
+        # Not the dataset's, which another loader may read meanwhile.
+        begin = self._loaded or self._started_from
         epoch = self.dataset.epoch if begin is None else begin.epoch
         self._identify("save", lambda: {"slot": slot, "epoch": epoch})
         return {
-            **self.dataset.state_with(self.rank_sync.merge(as_dicts(lane_states)), epoch=epoch),
+            **self.dataset._state_with(self.rank_sync.merge(as_dicts(lane_states)), epoch=epoch),
             "slot": slot,
         }
 
@@ -154,7 +153,7 @@ class PackedDataLoader:
     # How far the trainer is.
 
     @property
-    def lane_states(self) -> dict[int, LaneState]:
+    def _lane_states(self) -> dict[int, LaneState]:
         """Lane states after the last batch handed out: of all lanes after a load, then of this rank's."""
         return self._handed.lane_states
 
@@ -172,22 +171,22 @@ class PackedDataLoader:
     @property
     def _loaded(self) -> LoadedState | None:
         """A state that was loaded, and from which this loader has not begun to iterate."""
-        pending = self.dataset.resume.pending
+        pending = self.dataset._resume.pending
         return None if pending is self._started_from else pending
 
     @property
     def epoch(self) -> int:
         """Epoch, from 0, that this rank's slowest lane is in, as of the last batch handed out."""
-        epochs = (state.epoch for state in self.lane_states.values())
+        epochs = (state.epoch for state in self._lane_states.values())
         return min(epochs, default=self.dataset.epoch)
 
     def ledger(self) -> Ledger:
         """Count where every token of this rank's lanes went, as of the last batch handed out."""
-        return total_ledger(self.lane_states)
+        return total_ledger(self._lane_states)
 
     def source_stats(self) -> dict[str, SourceStats]:
         """Count what each source of a mixture gave in this rank's lanes, as of the last batch handed out."""
-        return self.dataset.source_stats_of(self.lane_states)
+        return self.dataset._source_stats_of(self._lane_states)
 
     # Steps.
 

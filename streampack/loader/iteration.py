@@ -96,12 +96,12 @@ class Iteration:
         require_group_of_now(alone=rank_sync.alone)
         require_one_run(dataset, rank_sync, doing="iterate", settings=lambda: self._settings(start))
         rank, size = rank_sync.rank, rank_sync.world_size
-        dataset.num_lanes = num_lanes = dataset.lanes_for(size * max(1, options.num_workers))
+        dataset.num_lanes = num_lanes = dataset._lanes_for(size * max(1, options.num_workers))
         self.workers = min(options.num_workers, -(-num_lanes // size))
         self.batching.warn(num_lanes=num_lanes, num_workers=options.num_workers, rank=rank)
         gather_division(dataset.lane_config.source, num_lanes, rank_sync)
         # All ranks begin in the same epoch, also one whose lanes have made no pack in it yet.
-        self.last_epoch = dataset.last_epoch
+        self.last_epoch = dataset._last_epoch
         epoch = 0
         if self.last_epoch is not None:
             epochs = (state.epoch for state in start.lane_states.values())
@@ -114,7 +114,7 @@ class Iteration:
     def _settings(self, start: HandedOut) -> dict[str, Any]:
         """Return what must be the same on all ranks, beside the data; raise for settings that cannot be."""
         dataset, rank_sync, mix = self.dataset, self.rank_sync, self.dataset.mix
-        dataset.lanes_for(rank_sync.world_size * max(1, self.options.num_workers))
+        dataset._lanes_for(rank_sync.world_size * max(1, self.options.num_workers))
         budget = dataset.lane_config.source.retry_budget
         if not rank_sync.alone and budget >= rank_sync.timeout.total_seconds():
             raise ValueError(
@@ -301,7 +301,7 @@ class Iteration:
         for rank_batch in rank_batches:
             for event in rank_batch.events:
                 self.booked[event.lane] = event.state
-                self.dataset.untrained.look_at(event.state.ledger)
+                self.dataset._untrained.look_at(event.state.ledger)
 
     def _collate(self, packs: list[Pack]) -> Batch:
         config = self.dataset.lane_config

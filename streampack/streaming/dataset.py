@@ -159,16 +159,16 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         )
         self.epochs = epochs
         self.epoch = 0  # where the newest iteration began, or the first one will
-        self.epochs_begun = EpochCounter()
+        self._epochs_begun = EpochCounter()
         self.num_lanes = num_lanes
         self._lanes_asked_for = num_lanes is not None  # and not what a state or an iteration left
         # A loaded state, and whether an iteration has gone on from it.
-        self.resume = Resume(self.epochs_begun)
+        self._resume = Resume(self._epochs_begun)
         self._stream: PackStream | None = None  # the newest iteration
         # As of the newest pack of the dataset that this is a copy of.
         self._copied: dict[int, LaneState] | None = None
-        self.untrained = UntrainedWarning(self.lane_config)
-        self._identity: dict[str, Any] | None = None
+        self._untrained = UntrainedWarning(self.lane_config)
+        self._compared_parts: dict[str, Any] | None = None
         self._estimates: dict[tuple[int, int], Estimate] = {}
         self._ranks: Ranks | None = None  # of the process that this was sent from
 
@@ -196,7 +196,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         rank, world_size, _ = ranks_to_read(self._ranks, epochs=self.epochs)
         worker = get_worker_info()
         worker_id, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        begin = self.resume.begin()
+        begin = self._resume.begin()
         self.epoch = begin.epoch
         consumer, consumers = rank + world_size * worker_id, world_size * num_workers
         self._stream = stream = self.stream(consumer, consumers, lane_states=begin.lane_states)
@@ -208,8 +208,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
                 "for them; iterate a PackedDataLoader, which hands out null packs, or use fewer ranks"
             )
         self._copied = None
-        self.epochs_begun.begin(self.epoch + (self.epochs or 1), phase=begin.phase)
-        return PackDicts(stream, begin, untrained=self.untrained, counter=self.epochs_begun)
+        self._epochs_begun.begin(self.epoch + (self.epochs or 1), phase=begin.phase)
+        return PackDicts(stream, begin, untrained=self._untrained, counter=self._epochs_begun)
 
     def _lanes_of_others(self, consumers: int) -> Iterator[Lane]:
         config = self.lane_config
@@ -236,7 +236,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         """
         if not 0 <= consumer < consumers:
             raise ValueError(f"consumer={consumer} of consumers={consumers} cannot be; count from 0")
-        self.num_lanes = num_lanes = self.lanes_for(consumers)
+        self.num_lanes = num_lanes = self._lanes_for(consumers)
         config, epoch = self.lane_config, self.epoch
 
         def open_lane(number: int, state: LaneState | None) -> Lane:
@@ -249,17 +249,17 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         return PackStream(
             range(consumer, num_lanes, consumers),
             open_lane,
-            lane_states=self.lane_states if lane_states is None else lane_states,
-            last_epoch=self.last_epoch,
+            lane_states=self._loaded_lane_states if lane_states is None else lane_states,
+            last_epoch=self._last_epoch,
             alone=consumers == 1,
         )
 
     @property
-    def last_epoch(self) -> int | None:
+    def _last_epoch(self) -> int | None:
         """The number, from 0, of the epoch that ends an iteration; None if it never ends."""
         return None if self.epochs is None else self.epoch + self.epochs - 1
 
-    def lanes_for(self, consumers: int) -> int:
+    def _lanes_for(self, consumers: int) -> int:
         """Return the number of lanes: as set, loaded or begun with, otherwise a multiple of ``consumers``.
 
         A run that goes on may have fewer lanes than consumers: some then have nothing to do.
@@ -276,10 +276,10 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
 
         Without it, each iteration begins one epoch after the last. Another epoch than the loaded state's discards it.
         """
-        self.resume.set_epoch(epoch, keep=require_positive(epoch, "epoch", least=0) == self.epoch)
+        self._resume.set_epoch(epoch, keep=require_positive(epoch, "epoch", least=0) == self.epoch)
         self.epoch = epoch
 
-    def identity(self, *, listed: bool = False) -> dict[str, Any]:
+    def _identity(self, *, listed: bool = False) -> dict[str, Any]:
         """Return what decides which tokens share a pack, as plain values. A state of another identity is refused.
 
         ``listed`` leaves out what would have to be read from all files, for a comparison at a run's beginning.
@@ -288,11 +288,11 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         return found
 
     def _compared(self) -> dict[str, Any]:
-        if self._identity is None:
-            self._identity = identity_of_run(self.lane_config)
-        return self._identity
+        if self._compared_parts is None:
+            self._compared_parts = identity_of_run(self.lane_config)
+        return self._compared_parts
 
-    def require_identity(self, theirs: Any, *, names: Collection[str] | None = None) -> None:
+    def _require_identity(self, theirs: Any, *, names: Collection[str] | None = None) -> None:
         """Compare with the identity in a state, or with the parts of it that are named.
 
         Raises:
@@ -315,26 +315,26 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             ValueError: if it is read by a `PackedDataLoader`, or by worker processes of torch's DataLoader, where the
                 state is theirs.
         """
-        self.resume.require_here()
-        return self.state_of(self._lane_states())
+        self._resume.require_here()
+        return self._state_of(self._lane_states())
 
     def _lane_states(self) -> Mapping[int, LaneState]:
         """Return the lanes' states as of the last pack that this process yielded, or the loaded ones."""
         if self._stream is not None:
             return self._stream.lane_states()
-        return self.lane_states if self._copied is None else self._copied
+        return self._loaded_lane_states if self._copied is None else self._copied
 
     @property
-    def lane_states(self) -> Mapping[int, LaneState]:
+    def _loaded_lane_states(self) -> Mapping[int, LaneState]:
         """The lanes' states of the loaded state, until a pack is yielded; then none."""
-        pending = self.resume.pending
+        pending = self._resume.pending
         return {} if pending is None else pending.lane_states
 
-    def state_of(self, lane_states: Mapping[int, LaneState]) -> dict[str, Any]:
+    def _state_of(self, lane_states: Mapping[int, LaneState]) -> dict[str, Any]:
         """Return a state that holds these lanes' states."""
-        return self.state_with(as_dicts(lane_states))
+        return self._state_with(as_dicts(lane_states))
 
-    def state_with(
+    def _state_with(
         self, lanes: Mapping[int, Mapping[str, Any]], *, epoch: int | None = None
     ) -> dict[str, Any]:
         """Return a state that holds these lanes' states, of an iteration that began in ``epoch``."""
@@ -342,7 +342,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         weights = {} if self.mix is None else {"weights": self.mix.target_fractions}
         return {
             "version": STATE_VERSION,
-            "identity": self.identity(),
+            "identity": self._identity(),
             "epoch": self.epoch if epoch is None else epoch,
             "num_lanes": self.num_lanes,
             "lanes": dict(lanes),
@@ -356,10 +356,10 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             ValueError: if the state is from another corpus, encoder or config, or is no state.
         """
         loaded = checked_state(state)
-        self.require_identity(state["identity"])
+        self._require_identity(state["identity"])
         if self.mix is not None and (changes := self.mix.changed(state.get("weights"))):
             warn_user(changes)
-        self.resume.load(loaded)
+        self._resume.load(loaded)
         self.epoch, self.num_lanes = loaded.epoch, loaded.num_lanes
         self._lanes_asked_for = False
         self._stream = self._copied = None
@@ -367,7 +367,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
     def __getstate__(self) -> dict[str, Any]:
         # What iterates has files open; it stays in its process.
         copied = self._copied if self._stream is None else self._stream.lane_states()
-        left = {"_stream": None, "_identity": None, "_ranks": Ranks.here(), "_copied": copied}
+        left = {"_stream": None, "_compared_parts": None, "_ranks": Ranks.here(), "_copied": copied}
         return {**self.__dict__, **left}
 
     def ledger(self) -> Ledger:
@@ -381,9 +381,9 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
 
     def source_stats(self) -> dict[str, SourceStats]:
         """Return the counts of each source of a mixture, as of the last pack; empty without a mixture."""
-        return self.source_stats_of(self._lane_states())
+        return self._source_stats_of(self._lane_states())
 
-    def source_stats_of(self, lane_states: Mapping[int, LaneState]) -> dict[str, SourceStats]:
+    def _source_stats_of(self, lane_states: Mapping[int, LaneState]) -> dict[str, SourceStats]:
         """Return the same for the lanes given."""
         names = [] if self.mix is None else self.mix.names
         return dict(
@@ -429,7 +429,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         Raises:
             ValueError: if the source cannot tell its size.
         """
-        key = (rows, self.lanes_for(1) if num_lanes is None else num_lanes)
+        key = (rows, self._lanes_for(1) if num_lanes is None else num_lanes)
         if key not in self._estimates:
             self._estimates[key] = estimate(self.lane_config, rows=rows, num_lanes=key[1])
         return self._estimates[key]

@@ -42,7 +42,7 @@ def _estimated_steps(config: RunConfig, loader: PackedDataLoader, world: World) 
 
 
 def _lanes(config: RunConfig, loader: Loader, world: World) -> int:
-    return loader.dataset.lanes_for(world.size * max(1, config.num_workers))
+    return loader.dataset._lanes_for(world.size * max(1, config.num_workers))
 
 
 def opening(config: RunConfig, loader: Loader, *, world: World) -> str:

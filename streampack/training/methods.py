@@ -97,7 +97,7 @@ class MethodLoader:
         with world.raise_on_all():
             self._pieces, self._read = read_pieces(dataset, world=world)
         if world.is_main:
-            dataset.untrained.look_at(self._read)
+            dataset._untrained.look_at(self._read)
         samples = [piece.sample for piece in self._pieces]
         config = dataset.lane_config
         _require_same_on_all_ranks(samples, config.source, world)
@@ -182,7 +182,7 @@ class MethodLoader:
         return {
             "method": self.method,
             "identity": {
-                name: value for name, value in self.dataset.identity().items() if name in OF_SAMPLES
+                name: value for name, value in self.dataset._identity().items() if name in OF_SAMPLES
             },
             "sampler": self.sampler.state_dict(consumed=self._handed),
             "ledger": self._totals.numbers(),
@@ -201,7 +201,7 @@ class MethodLoader:
                 f"the state is of {'a stream' if theirs is None else f'method={theirs!r}'} and this run has "
                 f"method={self.method!r}; go on with what the run began with, or start a new run"
             )
-        self.dataset.require_identity(state["identity"], names=OF_SAMPLES)
+        self.dataset._require_identity(state["identity"], names=OF_SAMPLES)
         self._restore(state)
         self._loaded, self._begun = state, False
 
@@ -256,7 +256,7 @@ def read_pieces(dataset: IterablePackedDataset, *, world: World) -> tuple[list[P
     )
     if quarantine is not None:
         folder = quarantine.folder if world.is_main else None
-        quarantine = Quarantine(folder, quarantine.limit * dataset.lanes_for(1))
+        quarantine = Quarantine(folder, quarantine.limit * dataset._lanes_for(1))
     planned = replace(config, packing=whole, shuffle_window=0, endless=False, quarantine=quarantine)
     reader = PieceReader(planned, lane=0, num_lanes=1)
     reader.open(0)

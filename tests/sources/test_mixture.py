@@ -145,9 +145,9 @@ def test_each_source_has_its_encoder_and_its_name() -> None:
             assert ("text" in traced) == (name == "in/twice")
             texts.add(traced.get("text"))
     assert len(texts) > 3
-    one = data.identity()["encoder"]
+    one = data._identity()["encoder"]
     assert (
-        make(Mix([entry("own", source(0), encoder=Doubled("b")), entry("in", inner)])).identity()["encoder"]
+        make(Mix([entry("own", source(0), encoder=Doubled("b")), entry("in", inner)]))._identity()["encoder"]
         != one
     )
 
@@ -193,7 +193,7 @@ def test_keys_of_a_source_are_checked() -> None:
 
 def test_every_source_must_have_rows_in_every_lane() -> None:
     mix = Mix([entry("many", rows(50)), entry("few", shifted(rows(2), APART))])
-    assert make(mix).lanes_for(1) == 1, "the smallest source says how many lanes there are"
+    assert make(mix)._lanes_for(1) == 1, "the smallest source says how many lanes there are"
     with pytest.raises(
         ValueError, match="lane 2 of 4 has no rows of source 'few', and a mixture needs some of every"
     ):

@@ -528,7 +528,7 @@ def test_consumers_resume_in_another_number() -> None:
         stream = dataset.stream(consumer, 2)
         packs += list(islice(stream, 9 + consumer))
         lanes |= stream.lane_states()
-        state = dataset.state_of(lanes)
+        state = dataset._state_of(lanes)
     for consumer in range(3):
         dataset = make(MapSource(data), **settings)
         dataset.load_state_dict(state)
@@ -551,24 +551,24 @@ def test_a_stream_is_its_lanes_in_turn() -> None:
 
 def test_how_many_lanes() -> None:
     many, few = MapSource([{"i": 0, "n": 1}] * 10_000), MapSource(rows(100))
-    assert [make(many).lanes_for(n) for n in (1, 2, 3, 5, 8, 12)] == [8, 8, 9, 10, 8, 12]
-    assert [make(few).lanes_for(n) for n in (1, 2, 3)] == [1, 2, 3]
-    assert make(many, num_lanes=5).lanes_for(2) == 5
+    assert [make(many)._lanes_for(n) for n in (1, 2, 3, 5, 8, 12)] == [8, 8, 9, 10, 8, 12]
+    assert [make(few)._lanes_for(n) for n in (1, 2, 3)] == [1, 2, 3]
+    assert make(many, num_lanes=5)._lanes_for(2) == 5
     with pytest.raises(ValueError) as error:
-        make(many, num_lanes=2).lanes_for(3)
+        make(many, num_lanes=2)._lanes_for(3)
     assert str(error.value) == (
         "2 lanes cannot feed 3 consumers (ranks x workers): some would get nothing; "
         "use fewer workers, or start a new run with more num_lanes"
     )
     once = IterableSource(rows(10))
-    assert make(once).lanes_for(1) == 1
+    assert make(once)._lanes_for(1) == 1
     with pytest.raises(
         ValueError, match=r"IterableSource can be read as 1 lane.*2 are needed for 2 consumers"
     ):
-        make(once).lanes_for(2)
+        make(once)._lanes_for(2)
     with pytest.raises(ValueError, match=r"stride=True"):
-        make(once, num_lanes=4).lanes_for(1)
-    assert make(IterableSource(rows(10), stride=True)).lanes_for(2) == 2
+        make(once, num_lanes=4)._lanes_for(1)
+    assert make(IterableSource(rows(10), stride=True))._lanes_for(2) == 2
 
 
 @pytest.mark.parametrize(("consumer", "consumers"), [(2, 2), (-1, 2), (0, 0)])

@@ -67,7 +67,7 @@ def plan_epochs(loader: PackedDataLoader, epochs: float) -> Plan:
         ValueError: for a row that cannot be encoded or is too long, naming it.
     """
     packs, ranks = loader.dataset, loader.rank_sync
-    num_lanes = packs.lanes_for(ranks.world_size * max(1, loader.num_workers))
+    num_lanes = packs._lanes_for(ranks.world_size * max(1, loader.num_workers))
     if (source := map_source_of(packs.lane_config.source)) is None:
         # All ranks take rank 0's estimate: with different numbers of steps they would deadlock.
         found, *_ = ranks.gather_results(

@@ -154,7 +154,7 @@ class Hooks:
             self.packs, self.trainer._train_batch_size, self.trainer.args.gradient_accumulation_steps
         )
         if self.steps is None:
-            self.first_epoch = self.packs.epochs_begun.upcoming()
+            self.first_epoch = self.packs._epochs_begun.upcoming()
         # A second training reads the same packs, as with Trainer's own loaders.
         self.packs.set_epoch(self.first_epoch)
         first = 0

@@ -83,7 +83,7 @@ class Steps:
         if not self._fetched:
             if self._batches is None:
                 self._batches = iter(self.loader)
-            self._before = dict(self.loader.lane_states), self.loader.slot
+            self._before = dict(self.loader._lane_states), self.loader.slot
             self._next, self._fetched = next(self._batches, None), True
         return self._next
 
@@ -108,11 +108,11 @@ class Steps:
         # On SIGTERM (enable_jit_checkpoint) Trainer may save after a step's batches are given and before it is made.
         if self._fetched or self.given > made * self.loader.batches_per_step:
             return self._before
-        return self.loader.lane_states, self.loader.slot
+        return self.loader._lane_states, self.loader.slot
 
     def state_dict(self) -> dict[str, Any]:
         """Return the stream's state as of the last step made. A collective."""
-        return self.loader.state_of(*self._after_last_step())
+        return self.loader._state_of(*self._after_last_step())
 
     def ledger(self) -> Ledger:
         """Return the ledger of all ranks. A collective."""
