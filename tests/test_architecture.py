@@ -62,6 +62,7 @@ FREE_TESTS = {
     "test_fuzz.py": "configurations and chains of resumes drawn at random, from sources to loaders",
     "distributed/test_processes.py": "several processes: loader and collectives together",
     "loader/test_interrupts.py": "exceptions in the middle of next(): loader, workers, streams and sources together",
+    "loader/test_worker_ends.py": "worker processes that end, or whose trainer does",
     "attention/test_packed_equals_alone.py": "packed equals alone, through the model and the loss",
     "integrations/test_trl.py": "TRL's SFTTrainer on a stream of packs",
     "recipes/test_stock_recipe.py": "torchtune's own recipe on our PackedDataset",
