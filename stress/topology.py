@@ -317,7 +317,10 @@ def generate(rng: random.Random) -> tuple[Corpus, list[Stage]]:
         "num_lanes": rng.choice([most, most + 1, 6, 12, 13]) if most <= 6 else most,
     }
     settings["num_lanes"] = max(most, settings["num_lanes"])
-    return Corpus([lengths() for _ in range(count)], None, settings), stages
+    drawn = [lengths() for _ in range(count)]
+    if overlong == "drop" and min(drawn) > limit:
+        drawn[0] = limit  # a run without a pack is an error
+    return Corpus(drawn, None, settings), stages
 
 
 @job(
