@@ -156,7 +156,7 @@ def test_ctrl_c_has_its_exit_status(capsys):
     assert capsys.readouterr().err == ""
 
 
-# The commands of README.md, as printed.
+# The commands of docs/guides/several_devices.md, as printed.
 
 SCRIPTS = Path(sys.executable).parent
 
@@ -196,8 +196,8 @@ def ranks_of(folder):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="finds processes through /proc")
-def test_the_readmes_kill_and_resume(tmp_path, shell):
-    text = Path("README.md").read_text()
+def test_the_guides_kill_and_resume(tmp_path, shell):
+    text = Path("docs/guides/several_devices.md").read_text()
     kill, resume = re.search(r"\n(timeout -s KILL .*)\n(tune run .* resume=True)\n", text).groups()
     assert "KILL 60 tune run --nproc_per_node 2" in kill
     # So long that it is not over when it is killed, and with a rate that depends on no last step.
