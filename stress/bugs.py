@@ -30,6 +30,8 @@ SUITE = (
     "sources/test_sources.py",
     "sources/test_shuffling.py",
     "streaming/test_dataset.py",
+    "streaming/test_dataset_resume.py",
+    "streaming/test_dataset_states.py",
     "streaming/test_lane.py",
     "distributed/test_processes.py",
 )
