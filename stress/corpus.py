@@ -92,7 +92,9 @@ class Corpus:
         source: Any = self.rows()
         if self.folder:
             source = JSONLSource(sorted(Path(self.folder).glob("*.jsonl")))
-        return IterablePackedDataset(source, encoder=Numbers(bad=self.bad), **{"untrained": "keep", **self.settings})
+        return IterablePackedDataset(
+            source, encoder=Numbers(bad=self.bad), **{"untrained": "keep", **self.settings}
+        )
 
     def expected(self, times: int = 1) -> Counter[int]:
         """How often every token must come in ``times`` epochs."""
