@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from streampack.distributed.data_groups import Place, first_of_its_group
+
 T = TypeVar("T")
 
 
@@ -43,14 +45,28 @@ class RankSync:
 
     Args:
         timeout: how long a collective waits for the slowest rank.
-        group: the gloo group to use; default: a new one.
+        group: the gloo group to use; default: a new one of all ranks.
+        place: this rank's data rank, and their number; default: every rank is one.
+
+    Raises:
+        ValueError: for several data ranks without a process group.
     """
 
-    def __init__(self, *, timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, *, timeout: timedelta, group: dist.ProcessGroup | None = None, place: Place | None = None
+    ) -> None:
         self.timeout = timeout
-        self.alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
-        self.rank = 0 if self.alone else dist.get_rank()
-        self.world_size = 1 if self.alone else dist.get_world_size()
+        initialized = dist.is_available() and dist.is_initialized()
+        self.alone = not initialized or dist.get_world_size(group) == 1
+        self.rank = 0 if self.alone else dist.get_rank(group)
+        self.world_size = 1 if self.alone else dist.get_world_size(group)
+        self.grouped = place is not None
+        self.data_rank, self.data_world_size = place or (self.rank, self.world_size)
+        if self.data_world_size > self.world_size:
+            raise ValueError(
+                f"data_world_size={self.data_world_size} needs as many ranks, and there are {self.world_size}; make "
+                "the loader after torch.distributed.init_process_group"
+            )
         self.group = None if self.alone else group or dist.new_group(backend="gloo", timeout=timeout)
         self.gathering = False
 
@@ -120,9 +136,32 @@ class RankSync:
         return next(((rank, found) for rank, found in enumerate(self.gather(message)) if found), None)
 
     def merge(self, lanes: Mapping[int, StateT]) -> dict[int, StateT]:
-        """Collective: return the states of all lanes, each from the rank that owns it."""
-        mine = {lane: state for lane, state in lanes.items() if lane % self.world_size == self.rank}
-        return {lane: state for theirs in self.gather(mine) for lane, state in sorted(theirs.items())}
+        """Collective: return the states of all lanes, each from the ranks that read it.
+
+        Raises:
+            ValueError: if ranks that are given the same batches read a lane differently.
+        """
+        mine = {lane: state for lane, state in lanes.items() if lane % self.data_world_size == self.data_rank}
+        merged: dict[int, StateT] = {}
+        for rank, theirs in enumerate(self.gather(mine)):
+            for lane, state in sorted(theirs.items()):
+                if merged.setdefault(lane, state) != state:
+                    raise ValueError(
+                        f"rank {rank} has made other packs of lane {lane} than the ranks before it that have the same "
+                        "data rank, so they have trained on different batches; ask for a state after the same number "
+                        "of batches on all ranks, and look for an encoder or a source that is not deterministic"
+                    )
+        return merged
+
+    def reads_first(self) -> bool:
+        """Collective: return whether this rank is the first with its data rank, the one that lists bad records.
+
+        Raises:
+            ValueError: if the data ranks do not make up a whole.
+        """
+        return not self.grouped or first_of_its_group(
+            self.gather((self.data_rank, self.data_world_size)), self.rank
+        )
 
     def _all_to_all(self, sent: torch.Tensor, sizes: list[int] | None = None) -> tuple[torch.Tensor, Any]:
         """Collective: start sending a tensor to every rank; return where theirs arrive, by rank, and the work.

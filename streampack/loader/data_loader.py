@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
 from streampack.accounting import Ledger, SourceStats
 from streampack.distributed.corpus import gather_fingerprint
+from streampack.distributed.data_groups import data_place, gloo_group
 from streampack.distributed.one_run import require_one_run
 from streampack.distributed.rank_sync import RankSync
 from streampack.fingerprint import digest, plain
@@ -53,6 +57,13 @@ class PackedDataLoader:
         max_worker_restarts: deaths of each worker process to survive before giving up.
         pin_memory: put batches into page-locked memory, for faster copies to a GPU.
         timeout: seconds that ranks wait for one another before they give up.
+        mesh: the `DeviceMesh` of a model that is parallel in other ways than data parallelism. Default: every rank is
+            given batches of its own.
+        data_dims: names of the mesh's dimensions along which batches differ, such as ``("dp_replicate", "dp_shard")``.
+            Along all others (tensor, context, pipeline) ranks are given the same batches.
+        data_rank: in place of a mesh, which of ``data_world_size`` batches this rank is given.
+        data_world_size: see ``data_rank``; "ranks" above means these.
+        process_group: the ranks that iterate this loader. Default: all.
     """
 
     def __init__(
@@ -66,6 +77,11 @@ class PackedDataLoader:
         max_worker_restarts: int = 3,
         pin_memory: bool = False,
         timeout: float = 1800.0,
+        mesh: DeviceMesh | None = None,
+        data_dims: str | Sequence[str] | None = None,
+        data_rank: int | None = None,
+        data_world_size: int | None = None,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         require_positive(batch_size, "batch_size")
         require_positive(prefetch_factor, "prefetch_factor")
@@ -80,7 +96,14 @@ class PackedDataLoader:
         self.prefetch_factor = prefetch_factor
         self.max_worker_restarts = max_worker_restarts
         self.pin_memory = pin_memory
-        self.rank_sync = RankSync(timeout=timedelta(seconds=timeout))
+        limit = timedelta(seconds=timeout)
+        self.rank_sync = RankSync(
+            timeout=limit,
+            group=gloo_group(process_group, timeout=limit),
+            place=data_place(
+                mesh=mesh, data_dims=data_dims, data_rank=data_rank, data_world_size=data_world_size
+            ),
+        )
         self._packs_per_step = packs_per_step
         self._progress = Progress(HandedOut({}))  # of the newest iteration
         self._started_from: LoadedState | None = None  # where the newest iteration began
@@ -193,7 +216,7 @@ class PackedDataLoader:
     @property
     def packs_per_step(self) -> int:
         """Packs in an optimizer step, over all ranks."""
-        return self._packs_per_step or self.rank_sync.world_size * self.batch_size
+        return self._packs_per_step or self.rank_sync.data_world_size * self.batch_size
 
     @property
     def batches_per_step(self) -> int:
@@ -207,4 +230,4 @@ class PackedDataLoader:
 
     @property
     def _batching(self) -> Batching:
-        return Batching(self.batch_size, self.packs_per_step, self.rank_sync.world_size)
+        return Batching(self.batch_size, self.packs_per_step, self.rank_sync.data_world_size)

@@ -93,13 +93,15 @@ class Iteration:
     ) -> None:
         self.dataset, self.rank_sync, self.options = dataset, rank_sync, options
         self.batching, self.begin = options.batching, begin
-        require_group_of_now(alone=rank_sync.alone)
+        if not rank_sync.grouped:
+            require_group_of_now(alone=rank_sync.alone)
         require_one_run(dataset, rank_sync, doing="iterate", settings=lambda: self._settings(start))
-        rank, size = rank_sync.rank, rank_sync.world_size
+        rank, size = rank_sync.data_rank, rank_sync.data_world_size
         dataset.num_lanes = num_lanes = dataset._lanes_for(size * max(1, options.num_workers))
         self.workers = min(options.num_workers, -(-num_lanes // size))
-        self.batching.warn(num_lanes=num_lanes, num_workers=options.num_workers, rank=rank)
+        self.batching.warn(num_lanes=num_lanes, num_workers=options.num_workers, rank=rank_sync.rank)
         gather_division(dataset.lane_config.source, num_lanes, rank_sync)
+        self.read = dataset if rank_sync.reads_first() else dataset._unlisted()
         # All ranks begin in the same epoch, also one whose lanes have made no pack in it yet.
         self.last_epoch = dataset._last_epoch
         epoch = 0
@@ -114,7 +116,7 @@ class Iteration:
     def _settings(self, start: HandedOut) -> dict[str, Any]:
         """Return what must be the same on all ranks, beside the data; raise for settings that cannot be."""
         dataset, rank_sync, mix = self.dataset, self.rank_sync, self.dataset.mix
-        dataset._lanes_for(rank_sync.world_size * max(1, self.options.num_workers))
+        dataset._lanes_for(rank_sync.data_world_size * max(1, self.options.num_workers))
         budget = dataset.lane_config.source.retry_budget
         if not rank_sync.alone and budget >= rank_sync.timeout.total_seconds():
             raise ValueError(
@@ -124,6 +126,7 @@ class Iteration:
         return {
             "packs_per_step": self.batching.packs_per_step,
             "packs_per_batch": self.batching.packs_per_batch,
+            "data_world_size": rank_sync.data_world_size if rank_sync.grouped else None,
             "epochs": dataset.epochs,
             "epoch": dataset.epoch,
             "on_bad_record": "error" if dataset.lane_config.quarantine is None else "skip",
@@ -137,11 +140,11 @@ class Iteration:
         handed = self.progress.handed
         self.epoch, self.first_slot, self.batches = handed.epoch, handed.first_slot, handed.batches
         self.rank_batches = RankBatches(
-            self.dataset,
+            self.read,
             lane_states=handed.lane_states,
             epoch=None if self.last_epoch is None else self.epoch,
-            rank=self.rank_sync.rank,
-            world_size=self.rank_sync.world_size,
+            rank=self.rank_sync.data_rank,
+            world_size=self.rank_sync.data_world_size,
             workers=self.workers,
             prefetch=self.options.prefetch,
             max_restarts=self.options.max_restarts,
@@ -214,7 +217,7 @@ class Iteration:
     def _make(self) -> RankBatch:
         """Make this rank's part of one more batch."""
         return self.rank_batches.make(
-            self.batching.room(self.made, slot=self.first_slot, rank=self.rank_sync.rank)
+            self.batching.room(self.made, slot=self.first_slot, rank=self.rank_sync.data_rank)
         )
 
     def _take_alone(self) -> RankBatch | None:
@@ -292,7 +295,8 @@ class Iteration:
     def _require_packs(self) -> None:
         """Collective, after an epoch without a batch: raise on all ranks if the run has no pack."""
         lane_states = {**self.progress.handed.lane_states, **self.booked}
-        whole = Ledger.total(self.rank_sync.gather(total_ledger(lane_states)))
+        ledgers = self.rank_sync.gather((self.rank_sync.data_rank, total_ledger(lane_states)))
+        whole = Ledger.total(dict(ledgers).values())
         if not whole.packs:
             raise nothing_to_pack(whole)
 

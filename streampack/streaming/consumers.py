@@ -17,6 +17,8 @@ MODEL_PARALLEL = {
     *(f"{kind}_parallel" for kind in ("tensor", "context", "sequence", "pipeline", "model", "tensor_model")),
 }
 """Names of mesh dimensions whose ranks work on the same batch."""
+DATA_PARALLEL = ("dp", "data", "replicate", "shard", "fsdp", "batch", "ep", "expert")
+"""Parts of names of mesh dimensions along which batches differ."""
 
 
 class Ranks(NamedTuple):
@@ -71,15 +73,27 @@ def require_data_parallel(what: str) -> None:
     """Refuse to give ranks of one tensor-, context- or pipeline-parallel group different data.
 
     What shows them is the process group that a `DeviceMesh` makes for each named dimension. A mesh of one dimension
-    over all ranks makes none (see `model_parallel_warning`), and one without names shows nothing.
+    over all ranks makes none (see `model_parallel_warning`). Of a dimension without a name, or with one that says
+    neither, a warning asks for a choice.
 
     Raises:
         ValueError: if there is such a group.
     """
-    for group in dist.distributed_c10d._world.pg_map:
-        name = group.group_desc.removeprefix("mesh_")
-        if name in MODEL_PARALLEL and group.size() > 1:
-            raise ValueError(_same_batches(name, group.size(), what))
+    sizes = {
+        group.group_desc.removeprefix("mesh_"): group.size()
+        for group in dist.distributed_c10d._world.pg_map
+        if group.group_desc.startswith("mesh_") and group.size() > 1
+    }
+    for name, size in sizes.items():
+        if name in MODEL_PARALLEL:
+            raise ValueError(_same_batches(name, size, what))
+    for name, size in sizes.items():
+        if not any(part in name for part in DATA_PARALLEL):
+            warn_user(
+                f"there is a device mesh with a dimension {name!r} of {size} ranks, and {what}: if they must be given "
+                "the same batches, say so with PackedDataLoader(..., mesh=mesh, data_dims=...); if not, name it in "
+                "data_dims, too"
+            )
 
 
 def model_parallel_warning(model: nn.Module) -> str | None:
@@ -95,8 +109,8 @@ def model_parallel_warning(model: nn.Module) -> str | None:
 def _same_batches(name: str, size: int, what: str) -> str:
     return (
         f"the device mesh has a dimension {name!r} of {size} ranks, which must be given the same batches, and {what}; "
-        "use data parallelism only (DDP, FSDP), or a loader that takes the data-parallel rank: "
-        "method_loader(..., num_replicas=, rank=)"
+        "iterate a PackedDataLoader that is told so: PackedDataLoader(..., mesh=mesh, data_dims=('dp',)), with the "
+        "dimensions along which batches differ"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -253,6 +254,15 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             last_epoch=self._last_epoch,
             alone=consumers == 1,
         )
+
+    def _unlisted(self) -> IterablePackedDataset:
+        """Return a copy that skips the same bad records and does not list them, for a rank beside one that does."""
+        config = self.lane_config
+        if config.quarantine is None:
+            return self
+        copied = copy(self)
+        copied.lane_config = replace(config, quarantine=replace(config.quarantine, folder=None, quiet=True))
+        return copied
 
     @property
     def _last_epoch(self) -> int | None:

@@ -137,7 +137,7 @@ def test_ranks_in_plain_torch() -> None:
             "sampler": "without rank= each rank gets its own",
         }.items():
             assert rank[f"tp {name}"].startswith("the device mesh has a dimension 'tp' of 2 ranks")
-            assert f"the same batches, and {why}; use data parallelism" in rank[f"tp {name}"]
+            assert f"the same batches, and {why}; iterate a PackedDataLoader" in rank[f"tp {name}"]
 
 
 def test_accelerate_never_shares_a_samplers_batches_out_a_second_time() -> None:

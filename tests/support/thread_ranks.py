@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 from streampack import IterablePackedDataset, MapSource, PackedDataLoader, Sample
+from streampack.distributed.data_groups import Place
 from streampack.distributed.rank_sync import RankSync, verdict
 from streampack.packing.batch import Batch
 from streampack.streaming.lane_state import LaneEvent, LaneState
@@ -63,12 +64,18 @@ class Board:
 class ThreadSync(RankSync):
     """A `RankSync` over a `Board` in place of gloo."""
 
-    def __init__(self, board: Board, rank: int) -> None:
+    def __init__(self, board: Board, rank: int, place: Place | None = None) -> None:
         self.board, self.rank, self.world_size = board, rank, board.world_size
+        self.grouped = place is not None
+        self.data_rank, self.data_world_size = place or (rank, board.world_size)
         self.alone = board.world_size == 1
         self.timeout = timedelta(seconds=60)
         self.group = None
         self.numbers: list[int] = []  # sent by `agree`
+
+    def placed(self, place: Place | None) -> ThreadSync:
+        """Return the same rank with a place among the data ranks."""
+        return ThreadSync(self.board, self.rank, place)
 
     def agree(self, count: int, *, failed: bool = False) -> Any:
         self.numbers.append(~count if failed else count)
