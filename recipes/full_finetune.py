@@ -1,17 +1,19 @@
-"""Train all weights of a torchtune model on a streamed, packed corpus: fine-tuning and pretraining.
+"""Train a torchtune model on a streamed, packed corpus: fine-tuning and pretraining, of all weights or of adapters.
 
     tune run streampack_recipes/full_finetune --config my.yaml max_steps=100
     tune run --nproc_per_node 2 streampack_recipes/full_finetune --config my.yaml
 
 Runs on one device or on several, over which the model is sharded (FSDP2). The keys of the config are the fields of
 `streampack.training.config.RunConfig`. For pretraining, the config sets ``data.split_across_pack`` (packs are always
-full), a `Mix` of sources, ``z_loss``, ``document_masking``, and random weights to begin from.
+full), a `Mix` of sources, ``z_loss``, ``document_masking``, and random weights to begin from. `lora_finetune` runs this
+loop with ``adapters_only``.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -31,6 +33,13 @@ from streampack.training.devices import pick_device
 from streampack.training.estimate import opening, total_steps
 from streampack.training.evaluation import evaluate
 from streampack.training.isolation import verify_isolation
+from streampack.training.lora import (
+    adapter_config,
+    save_adapters,
+    split_and_merge,
+    start_adapters,
+    start_magnitudes,
+)
 from streampack.training.meters import SourceMeter, StepMeter, memory_metrics, stream_metrics, stream_totals
 from streampack.training.model import (
     allow_long_rows,
@@ -51,21 +60,31 @@ def recipe_main(raw: DictConfig) -> None:
     train(raw)
 
 
-def train(raw: Any) -> dict[str, Any]:
+def train(raw: Any, *, adapters_only: bool = False) -> dict[str, Any]:
     """Train as a config says and write the final weights. Every rank that torchrun started calls this.
+
+    Args:
+        raw: the config.
+        adapters_only: train the adapters of a LoRA model; its base is frozen.
 
     Returns:
         On all ranks: ``step``, ``tokens``, ``seconds``, ``held_out`` (pairs of step and loss), ``ledger``.
     """
-    cfg = read_config(raw, recipe="full_finetune")
+    cfg = read_config(raw)
+    if cfg.save_adapter_weights_only and not adapters_only:
+        raise ValueError(
+            "save_adapter_weights_only: this recipe trains all weights; remove the key, or run lora_finetune"
+        )
     device = pick_device(cfg.device)
     with join_world(device, timeout=cfg.collective_timeout) as world, hold_output(cfg, world=world):
         if (result := finished(cfg, world=world)) is not None:
             return result
-        return _train(raw, cfg, device, world)
+        return _train(raw, cfg, device, world, adapters_only)
 
 
-def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict[str, Any]:
+def _train(
+    raw: Any, cfg: RunConfig, device: torch.device, world: World, adapters_only: bool
+) -> dict[str, Any]:
     checkpoints, newest = open_checkpoints(cfg, world=world)
     seed_step(cfg.seed, 0)
 
@@ -79,16 +98,19 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
         device=device,
         dtype=cfg.dtype,
         world=world,
+        add_weights=partial(start_adapters, seed=cfg.seed) if adapters_only else None,
         activation_checkpointing=cfg.activation_checkpointing,
         compile_layers=cfg.compile,
         shard_also=cfg.custom_sharded_layers,
         reshard_after_forward=cfg.fsdp_reshard_after_forward,
     )
+    if adapters_only:
+        start_magnitudes(model)
     allow_long_rows(model, max_seq_len=cfg.data["max_seq_len"], samples_in_row=cfg.samples_in_row)
     inputs = prepare_model_for_packing(model, attention=cfg.attention)
     if cfg.verify_isolation and cfg.document_masking:
         verify_isolation(model, inputs, max_seq_len=cfg.data["max_seq_len"], world=world)
-    optimizer = build(cfg.optimizer, model.parameters())
+    optimizer = build(cfg.optimizer, [value for value in model.parameters() if value.requires_grad])
 
     # The data.
     vocab_size = model.tok_embeddings.num_embeddings
@@ -195,11 +217,17 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
     result = totals() | {"ledger": stream_totals(loader, world)[0]}
     final = full_weights(model, device=device, world=world)
     if world.is_main:
-        folder = save_weights(checkpointer, final, cfg=cfg)
+        saved = {}
+        if adapters_only:
+            final, adapters = split_and_merge(final, config=adapter_config(model))
+            saved["adapters"] = save_adapters(checkpointer, adapters, model=model, output_dir=cfg.output_dir)
+        if not cfg.save_adapter_weights_only:
+            saved["weights"] = save_weights(checkpointer, final, cfg=cfg)
         logger.close()
         print(summary(result, quarantine=dataset.lane_config.quarantine))
-        print(f"weights      {folder}")
-        record_end(cfg, result, saved=[folder])
+        for name, folder in saved.items():
+            print(f"{name:12} {folder}")
+        record_end(cfg, result, saved=saved.values())
     return result
 
 

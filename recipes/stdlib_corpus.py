@@ -12,7 +12,6 @@ import json
 import os
 import sys
 import sysconfig
-import time
 import tokenize
 import uuid
 import warnings
@@ -109,10 +108,10 @@ def prepare(cache_dir: Path | None = None) -> Paths:
     paths = Paths(folder, folder / "pairs.jsonl", folder / "sources.jsonl", folder / "tokenizer.model")
     folder.mkdir(parents=True, exist_ok=True)
     if not paths.pairs.exists():
-        rows = _counted(docstring_pairs(), "question-answer pairs from the standard library's docstrings")
-        _write(paths.pairs, _lines(rows))
+        print("reading the standard library's docstrings, some seconds", file=sys.stderr)
+        _write(paths.pairs, _lines(docstring_pairs()))
     if not paths.sources.exists():
-        _write(paths.sources, _lines(_counted(source_files(), "source files of the standard library")))
+        _write(paths.sources, _lines(source_files()))
     if not paths.tokenizer.exists():
         lines = paths.pairs.read_text(encoding="utf-8").split("\n")[:-1]
         texts = [text for line in lines for text in json.loads(line).values()]
@@ -192,18 +191,6 @@ def _write(path: Path, data: bytes) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _counted(rows: Iterable[dict[str, str]], what: str) -> Iterator[dict[str, str]]:
-    """Pass rows on and print their number to stderr; on a terminal also while they come, after the first second."""
-    shown = time.monotonic() + 1
-    count = 0
-    for count, row in enumerate(rows, 1):
-        if sys.stderr.isatty() and time.monotonic() > shown:
-            shown = time.monotonic() + 0.2
-            print(f"\r{count:,} {what}", end="", file=sys.stderr, flush=True)
-        yield row
-    print(f"\r{count:,} {what}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
+
+from streampack.validation import did_you_mean
 
 RECIPES: dict[str, tuple[str, ...]] = {
     "full_finetune": ("quickstart", "llama3_2/1B_full_streamed"),
@@ -23,7 +24,7 @@ class UsageError(ValueError):
 
 
 def our_files() -> dict[str, Path]:
-    """Name -> file, for every recipe and config of ours."""
+    """Return the file of every recipe and config of ours, by name."""
     recipes, configs = folder_of("streampack_recipes"), folder_of("streampack_configs")
     files = {name: recipes / f"{name}.py" for name in RECIPES}
     files |= {name: configs / f"{name}.yaml" for names in RECIPES.values() for name in names}
@@ -31,7 +32,7 @@ def our_files() -> dict[str, Path]:
 
 
 def config_file(config: str) -> Path:
-    """The YAML file of a config that is named, or the path of.
+    """Return the YAML file of a config that is given by its name or path.
 
     Raises:
         UsageError: if it is neither.
@@ -44,7 +45,7 @@ def config_file(config: str) -> Path:
 
 
 def folder_of(package: str) -> Path:
-    """Where a package of ours is installed."""
+    """Return the folder that a package of ours is installed in."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise UsageError(f"package {package} is not installed; install streampack again, with pip")
@@ -52,12 +53,9 @@ def folder_of(package: str) -> Path:
 
 
 def unknown(kind: str, value: str, known: Iterable[str], *, rule: str) -> str:
-    """Say what is wrong with a name, what would be right, and what may have been meant.
+    """Return the error message for an unknown name: the rule, and the known name closest to it.
 
     >>> unknown("config", "quikstart", ["quickstart"], rule="`streampack ls` lists them")
     "unknown config 'quikstart': `streampack ls` lists them; did you mean 'quickstart'?"
     """
-    close = difflib.get_close_matches(value, list(known), n=1)
-    return f"unknown {kind} {value!r}: {rule}" + (
-        f"; did you mean {close[0]!r}?" if close and close[0] != value else ""
-    )
+    return f"unknown {kind} {value!r}: {rule}{did_you_mean(value, (name for name in known if name != value))}"

@@ -127,9 +127,6 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     cp.add_argument("--make-parents", action="store_true", help="make the folder of DESTINATION")
     validate = commands["validate"]
     validate.add_argument(
-        "--recipe", metavar="RECIPE", choices=list(RECIPES), help="check it for this recipe of ours"
-    )
-    validate.add_argument(
         "--no-files", action="store_true", help="open no file: keys, values and components only"
     )
     tokenize = commands["tokenize"]
@@ -215,14 +212,12 @@ def _cp(options: argparse.Namespace) -> int:
 
 def _validate(options: argparse.Namespace) -> int:
     path, config = _read("validate", options)
-    from streampack.training.validate import for_torchtune, notes, validate
+    from streampack.training.validate import notes, validate
 
-    problems = validate(config, recipe=options.recipe, files=not options.no_files)
+    problems = validate(config, files=not options.no_files)
     for problem in problems:
         print(problem, file=sys.stderr)
     looked = " (keys, values and components; no file was opened)" if options.no_files else ""
-    if options.recipe is None and for_torchtune(config):
-        looked += " (for torchtune's own recipes, whose keys are not checked)"
     print(f"{path}: {len(problems)} problem(s)" if problems else f"{path} is well-formed{looked}")
     for note in [] if problems else notes(config):
         print(f"note: {note}")

@@ -8,7 +8,6 @@ outside of the config: by ``--trust NAME``, or by the environment variable `TRUS
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -18,6 +17,8 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from streampack.validation import did_you_mean
 
 COMPONENT = "_component_"
 TRUST = "STREAMPACK_TRUST"
@@ -91,9 +92,8 @@ def unknown_arguments(component: Any, arguments: Iterable[str]) -> Iterator[str]
     known = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
     for name in arguments:
         if name not in known:
-            close = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known) or 'none'}"
-            yield f"got an unexpected keyword argument {name!r}; {hint}"
+            hint = did_you_mean(name, known) or f"; it takes {', '.join(known) or 'none'}"
+            yield f"got an unexpected keyword argument {name!r}{hint}"
 
 
 def resolve(path: str) -> Any:
@@ -179,7 +179,7 @@ def locate(path: str) -> Any:
         ValueError: if it does not exist, or cannot be called.
         ImportError: if a library that it needs is not installed.
     """
-    parts, hint = path.split("."), "check the spelling"
+    parts, hint = path.split("."), ""
     for depth in range(len(parts) - 1, 0, -1):
         module = ".".join(parts[:depth])
         try:
@@ -193,13 +193,14 @@ def locate(path: str) -> Any:
         for name in parts[depth:]:
             holder, found = found, getattr(found, name, None)
             if found is None:
-                close = difflib.get_close_matches(name, getattr(holder, "__all__", dir(holder)), n=1)
-                hint = f"did you mean {close[0]!r}?" if close else hint
+                hint = did_you_mean(name, getattr(holder, "__all__", dir(holder)))
                 break
         if callable(found):
             return found
         break
-    raise ValueError(f"_component_ {path!r} leads to nothing that can be called; {hint}")
+    raise ValueError(
+        f"_component_ {path!r} leads to nothing that can be called{hint or '; check the spelling'}"
+    )
 
 
 def _way_out(path: str) -> str:

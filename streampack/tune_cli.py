@@ -35,7 +35,6 @@ def hand_over(command: str, words: Sequence[str]) -> int:
     for word in words:
         sys.argv += word.split("=", 1) if word.startswith("--config=") else [word]
     tune = TuneCLIParser()
-    _rename(tune._parser)
     args = tune.parse_args()
     if command != "run":
         tune.run(args)
@@ -50,7 +49,7 @@ def hand_over(command: str, words: Sequence[str]) -> int:
 
 
 def theirs(name: str) -> Path:
-    """The file of a recipe or config of torchtune's.
+    """Return the file of a recipe or config of torchtune's.
 
     Raises:
         UsageError: if there is none of this name.
@@ -70,7 +69,7 @@ def theirs(name: str) -> Path:
 
 
 def registry_with_ours(command: str) -> Any:
-    """Torchtune's list of recipes, ours first."""
+    """Return torchtune's list of recipes, with ours in front."""
     require_torchtune(command)
     from torchtune import _recipe_registry as registry
 
@@ -89,17 +88,8 @@ def registry_with_ours(command: str) -> Any:
     return registry
 
 
-def _rename(parser: argparse.ArgumentParser) -> None:
-    """Put our command's name into the messages of torchtune's parsers."""
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for name, sub in action.choices.items():
-                sub.prog = f"streampack {name}"
-                sub.usage = sub.usage and sub.usage.replace("tune ", "streampack ", 1)
-
-
 def _check_run(args: argparse.Namespace, registry: Any) -> None:
-    """Make of a recipe or config that torchtune would fail on, deep in runpy, one that works, or an error."""
+    """Register a recipe that is given by path; raise UsageError for words that torchtune would fail on in runpy."""
     recipes = {recipe.name: recipe for recipe in registry.get_all_recipes()}
     if args.recipe not in recipes:
         file = next((f for f in (Path(args.recipe), Path(f"{args.recipe}.py")) if f.is_file()), None)
@@ -127,7 +117,7 @@ def _check_run(args: argparse.Namespace, registry: Any) -> None:
 
 
 def _is_module(recipe: str) -> bool:
-    """Whether torchtune, which turns slashes into dots and cuts an extension off, will find it."""
+    """Return whether torchtune, which turns slashes into dots and cuts an extension off, will find a module."""
     name = os.path.splitext(recipe)[0].replace("/", ".")  # noqa: PTH122 - as torchtune does it
     sys.path.append(str(Path.cwd()))
     try:

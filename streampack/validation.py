@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import operator
 import os
 import sys
@@ -17,6 +18,16 @@ def require(value: object, name: str, allowed: Iterable[str], *, hint: str = "")
     """Raise if ``value`` is not one of the ``allowed`` words; ``hint`` ends the message."""
     if value not in (words := list(allowed)):
         raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(map(repr, words))}{hint}")
+
+
+def did_you_mean(value: object, known: Iterable[str]) -> str:
+    """Return the end of an error message: the known word closest to ``value``; empty if none is close.
+
+    >>> did_you_mean("shufle", ["shuffle", "seed"])
+    "; did you mean 'shuffle'?"
+    """
+    close = difflib.get_close_matches(str(value), list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def require_positive(value: object, name: str, *, least: int = 1) -> int:

@@ -19,13 +19,6 @@ from streampack.validation import require, require_positive
 
 Node = dict[str, Any]
 
-ONLY_IN = {
-    "save_adapter_weights_only": ("lora_finetune",),
-    "document_masking": ("pretrain", "full_finetune"),
-    "z_loss": ("pretrain", "full_finetune"),
-}
-"""Keys that not every recipe reads; the others refuse them rather than ignore them."""
-
 NODES = {"tokenizer", "model", "checkpointer", "optimizer", "metric_logger", "lr_scheduler", "profiler"}
 DTYPES = ("bf16", "fp32", "fp64")
 VALIDATION_KEYS = ("fraction", "source", "max_packs", "every")
@@ -79,8 +72,6 @@ class RunConfig:
                 require_positive(getattr(self, name), name)
         require_positive(self.num_workers, "num_workers", least=0)
         require_positive(self.seed, "seed", least=0)
-        if self.dtype == "fp16":
-            raise ValueError("dtype fp16 needs loss scaling, which no recipe does; use bf16 or fp32")
         require(self.dtype, "dtype", DTYPES)
         if self.epochs is None and self.max_steps is None:
             raise ValueError("neither epochs nor max_steps is set; say when the run ends")
@@ -129,20 +120,20 @@ class RunConfig:
         return self.batch_size if self.data.get("method") == "minibatch_packing" else 1
 
 
-def read_config(config: Any, *, recipe: str | None = None) -> RunConfig:
+def read_config(config: Any) -> RunConfig:
     """Check a config, OmegaConf's or a plain mapping, and return it as a `RunConfig`. Nothing is built.
 
     Raises:
-        ValueError: for an unknown or missing key, one that ``recipe`` does not read, a value out of range, or a
-            component that does not take its arguments.
+        ValueError: for an unknown or missing key, a value out of range, or a component that does not take its
+            arguments.
     """
     values = to_plain(config)
-    if problems := config_problems(values, recipe=recipe):
+    if problems := config_problems(values):
         raise ValueError("; ".join(problems))
     return RunConfig(**values)
 
 
-def config_problems(values: Mapping[str, Any], *, recipe: str | None = None) -> list[str]:
+def config_problems(values: Mapping[str, Any]) -> list[str]:
     """Return the problems of a config that show without building anything or opening a file."""
     known = {f.name for f in fields(RunConfig)}
     required = {f.name for f in fields(RunConfig) if f.default is MISSING and f.default_factory is MISSING}
@@ -150,9 +141,6 @@ def config_problems(values: Mapping[str, Any], *, recipe: str | None = None) -> 
         f"unknown key {key!r}: {hint_for(key, known, top=True)}" for key in values if key not in known
     ]
     problems += [f"missing key {key!r}" for key in sorted(required - set(values))]
-    for key, recipes in ONLY_IN.items():
-        if key in values and recipe not in (None, *recipes):
-            problems.append(f"{key} does nothing in the {recipe} recipe; remove it, or run {recipes[0]}")
     problems += [f"{key}: {problem}" for key, problem in type_problems(RunConfig, values, name="a run")]
     for key in NODES & set(values):
         if isinstance(values[key], Mapping) and COMPONENT not in values[key]:
@@ -162,7 +150,12 @@ def config_problems(values: Mapping[str, Any], *, recipe: str | None = None) -> 
             RunConfig(**values)
         except ValueError as error:
             problems.append(str(error))
-        problems += _model_problems(values, recipe=recipe)
+        most, wanted = values["model"].get("max_seq_len"), values["data"].get("max_seq_len")
+        if isinstance(most, int) and isinstance(wanted, int) and wanted > most:
+            problems.append(
+                f"data.max_seq_len={wanted} is above model.max_seq_len={most}, the positions that the model has; lower "
+                "data.max_seq_len, or raise model.max_seq_len if the builder takes it"
+            )
     if isinstance(values.get("data"), Mapping):
         problems += _data_problems(values["data"])
     return problems + list(config_node_problems(values))
@@ -187,36 +180,6 @@ def _data_problems(data: Mapping[str, Any]) -> list[str]:
         except ValueError as error:
             problems.append(f"data: {error}")
     return problems
-
-
-def _model_problems(values: Mapping[str, Any], *, recipe: str | None) -> list[str]:
-    """Return what is wrong with a model by its builder's name and arguments."""
-    model, problems = values["model"], []
-    builder = str(model[COMPONENT]).rpartition(".")[2]
-    adapters = builder.startswith(("lora_", "qlora_"))
-    if str(model[COMPONENT]).startswith("torchtune.models."):
-        if adapters and recipe in ("full_finetune", "pretrain"):
-            full = builder.removeprefix("q").removeprefix("lora_")
-            problems.append(
-                f"model: {builder} has adapters, and {recipe} trains all weights; run lora_finetune, or name {full}"
-            )
-        if not adapters and recipe == "lora_finetune":
-            problems.append(
-                f"model: {builder} has no adapters for lora_finetune to train; name lora_{builder}, "
-                "or run full_finetune"
-            )
-    most, wanted = model.get("max_seq_len"), values["data"].get("max_seq_len")
-    if isinstance(most, int) and isinstance(wanted, int) and wanted > most:
-        problems.append(too_long(wanted, most))
-    return problems
-
-
-def too_long(max_seq_len: int, most: int) -> str:
-    """Return the error message for packs that are longer than a model's rows."""
-    return (
-        f"data.max_seq_len={max_seq_len} is above model.max_seq_len={most}, the positions that the model has; lower "
-        "data.max_seq_len, or raise model.max_seq_len if the builder takes it"
-    )
 
 
 def to_plain(config: Any) -> dict[str, Any]:

@@ -143,35 +143,25 @@ def held_out_packs(dataset: IterablePackedDataset, *, name: str, max_packs: int)
     """Return the first packs of a held-out dataset; ``name`` is the source's, for messages.
 
     Raises:
-        ValueError: if there are none, or they train nothing.
+        ValueError: if the rows make none, or none that trains anything.
     """
     of = f" of source {name!r}" if name else ""
     source = dataset.lane_config.source
     try:
         packs = list(islice(dataset.stream(), max_packs))
     except ValueError as error:
-        if isinstance(source, Holdout) and _holds_out_none(source):
+        if isinstance(source, Holdout) and next(iter(source.read(Reading())), None) is None:
             raise ValueError(
                 f"validation.fraction={source.fraction} holds out none of the rows{of}, of which there are too few: "
                 "each is chosen with that chance, by its content; give a larger fraction, rows of their own "
                 "(validation.source), or leave validation out"
             ) from None
         raise ValueError(f"validation rows{of}: {error}") from error
-    if not packs:
-        raise ValueError(f"the validation rows{of} make no pack; hold out a larger fraction")
     if not any((pack.labels != IGNORE_INDEX).any() for pack in packs):
         raise ValueError(
             f"the validation rows{of} train nothing in {len(packs)} pack(s): every label is masked; hold out other rows"
         )
     return packs
-
-
-def _holds_out_none(source: Holdout) -> bool:
-    """Return whether a source has rows, but none in the held-out fraction."""
-    try:
-        return next(iter(source.read(Reading())), None) is None and bool(source.source.probe(1)[0])
-    except ValueError:  # there are rows, and they cannot be read
-        return False
 
 
 def build_loader(

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 
 import torch
-
-TRAINABLE = ("cpu", "cuda", "xpu", "mps")
-OTHER_NAMES = {"gpu": "cuda", "nvidia": "cuda", "amd": "cuda", "rocm": "cuda", "hip": "cuda", "metal": "mps"}
 
 
 def pick_device(name: str) -> torch.device:
@@ -44,15 +40,8 @@ def named_device(name: str) -> torch.device:
         device = torch.device(name)
         getattr(torch, device.type).is_available  # noqa: B018 - some types have a name and nothing else
     except (RuntimeError, AttributeError) as error:
-        kind, _, number = name.partition(":")
-        close = OTHER_NAMES.get(kind.lower()) or next(
-            iter(difflib.get_close_matches(kind.lower(), TRAINABLE, n=1)), None
-        )
-        hint = "set auto, cpu or cuda"
-        if kind not in TRAINABLE and close:
-            hint += f" (did you mean {f'{close}:{number}' if number else close}?)"
         raise ValueError(
-            f"device={name!r} is none that torch {torch.__version__} can train on; {hint}"
+            f"device={name!r} is none that torch {torch.__version__} can train on; set auto, cpu or cuda"
         ) from error
     return device
 

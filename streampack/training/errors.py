@@ -17,7 +17,7 @@ import torch
 import yaml
 from omegaconf.errors import OmegaConfBaseException
 
-from streampack.distributed.world import OtherRankFailed
+from streampack.distributed.rank_sync import OtherRankFailed
 from streampack.training.checkpoint import CheckpointError
 
 TRACEBACK = "STREAMPACK_TRACEBACK"
@@ -27,7 +27,7 @@ EXPECTED = (
     *(OmegaConfBaseException, yaml.YAMLError, CheckpointError),
 )
 """Errors shown by their message only. Others are shown with a traceback: the mistake may be in the code."""
-FOLLOWING = re.compile(r"^rank \d+ failed|gloo|NCCL|[Cc]onnection (closed|reset)|recvValue|Broken pipe")
+FOLLOWING = re.compile(r"gloo|NCCL|[Cc]onnection (closed|reset)|recvValue|Broken pipe")
 """Pattern of RuntimeErrors that a rank gets because another one has failed or is gone."""
 PATIENCE = 3.0
 """Seconds that a rank waits for another one to print the cause."""

@@ -24,9 +24,8 @@ def total_steps(config: RunConfig, loader: Loader, *, world: World) -> int:
     if isinstance(loader, MethodLoader):
         by_epochs = config.epochs * loader.steps_per_epoch
     else:
-        with world.raise_on_all():  # a thousand ranks need not all read the sample
-            by_epochs = _estimated_steps(config, loader, world) if world.is_main else 0
-        by_epochs = world.broadcast(by_epochs)
+        # A thousand ranks need not all read the sample.
+        by_epochs = world.run_on_main(lambda: _estimated_steps(config, loader, world), of="an estimate")
     return min(by_epochs, config.max_steps or by_epochs)
 
 

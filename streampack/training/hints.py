@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection
+
+from streampack.validation import did_you_mean
 
 OF_TORCHTUNE = {
     "gradient_accumulation_steps": "packs_per_step is the packs of an optimizer step over all ranks; "
@@ -56,5 +57,4 @@ def hint_for(key: str, known: Collection[str], *, top: bool = False) -> str:
     """
     if top and key in OF_TORCHTUNE:
         return OF_TORCHTUNE[key]
-    close = difflib.get_close_matches(key, known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"the keys are {', '.join(sorted(known))}"
+    return did_you_mean(key, known).removeprefix("; ") or f"the keys are {', '.join(sorted(known))}"

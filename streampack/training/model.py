@@ -16,7 +16,6 @@ from torchtune.modules import peft
 
 from streampack.distributed.world import World
 from streampack.instantiate import COMPONENT, build
-from streampack.training.config import too_long
 
 OUTPUT_CHUNKS = 8  # torchtune makes an fp32 copy of the logits; in chunks it is made and freed piece by piece
 
@@ -61,8 +60,6 @@ def build_model(
         torch_dtype = training.get_dtype(dtype, device=device)
     except RuntimeError as error:  # this GPU does not compute in bf16
         raise ValueError(f"dtype={dtype} on {device}: {error}") from error
-    if torch_dtype == torch.float16:
-        raise ValueError("dtype fp16 needs loss scaling, which no recipe does; use bf16 or fp32")
     with training.set_default_dtype(torch_dtype), torch.device("meta") if world.size > 1 else device:
         model: nn.Module = build(node)
     if hasattr(model, "set_num_output_chunks"):
@@ -138,13 +135,8 @@ def allow_long_rows(model: nn.Module, *, max_seq_len: int, samples_in_row: int) 
 
     torchtune's models refuse rows longer than the positions that they have. Positions restart in every sample, so
     they stay below that number.
-
-    Raises:
-        ValueError: if ``max_seq_len`` alone is above the limit.
     """
     most = getattr(model, "max_seq_len", None)
-    if isinstance(most, int) and max_seq_len > most:
-        raise ValueError(too_long(max_seq_len, most))
     if most is not None and max_seq_len <= most < max_seq_len * samples_in_row:
         model.max_seq_len = max_seq_len * samples_in_row  # type: ignore[assignment]
 

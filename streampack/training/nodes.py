@@ -4,48 +4,44 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from streampack.instantiate import COMPONENT, refuse_code, resolve, unknown_arguments
 
-Find = Callable[[str], Any]
 NUMBERS = {bool: (bool,), int: (int,), float: (int, float), str: (str, Path)}
 
 
-def config_node_problems(values: Mapping[str, Any], *, find: Find = resolve) -> Iterator[str]:
+def config_node_problems(values: Mapping[str, Any]) -> Iterator[str]:
     """Yield the problems of all nodes of a config.
 
     A node that another key repeats by interpolation (``model: ${model}``) is checked once, where it is written.
     """
     nodes = [node for node in values.values() if isinstance(node, Mapping)]
     for key, node in values.items():
-        yield from node_problems(node, key, find=find, elsewhere=nodes)
+        yield from node_problems(node, key, elsewhere=nodes)
 
 
-def node_problems(
-    node: Any, where: str, *, find: Find = resolve, elsewhere: Sequence[Mapping[str, Any]] = ()
-) -> Iterator[str]:
+def node_problems(node: Any, where: str, *, elsewhere: Sequence[Mapping[str, Any]] = ()) -> Iterator[str]:
     """Yield the problems of a node and of those in it: components, and names and types of their arguments.
 
     Args:
         node: the value of the dotted key ``where``.
         where: begins every problem.
-        find: returns the component of a dotted path, or None for one that is not checked.
         elsewhere: nodes that are skipped when they occur within this one.
     """
     if isinstance(node, list):
         for number, item in enumerate(node):
             if item not in elsewhere:
-                yield from node_problems(item, f"{where}.{number}", find=find, elsewhere=elsewhere)
+                yield from node_problems(item, f"{where}.{number}", elsewhere=elsewhere)
     if not isinstance(node, Mapping):
         return
     arguments = {key: value for key, value in node.items() if key != COMPONENT}
     try:
         refuse_code(arguments)
-        component = find(node[COMPONENT]) if COMPONENT in node else None
-        if component is not None:
+        if COMPONENT in node:
+            component = resolve(node[COMPONENT])
             # Missing arguments are no problem: the recipe adds tokenizers, optimizers, ...
             for problem in unknown_arguments(component, arguments):
                 yield f"{where}: {node[COMPONENT]}: {problem}"
@@ -55,7 +51,7 @@ def node_problems(
         yield f"{where}: {error}"
     for key, value in arguments.items():
         if value not in elsewhere:
-            yield from node_problems(value, f"{where}.{key}", find=find, elsewhere=elsewhere)
+            yield from node_problems(value, f"{where}.{key}", elsewhere=elsewhere)
 
 
 def type_problems(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import functools
 import re
 import sys
@@ -15,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from streampack.instantiate import COMPONENT, trust
 from streampack.training.errors import TRACEBACK, shown_errors
+from streampack.validation import did_you_mean
 
 AS_TEXT = "max_filename"  # a key of torchtune's checkpointers whose leading zeros count
 
@@ -90,10 +90,8 @@ def _remove(config: Any, key: str) -> None:
     elif isinstance(node, DictConfig) and last in node:
         del node[last]
     else:
-        there = list(map(str, node)) if isinstance(node, DictConfig) else []
-        close = difflib.get_close_matches(last, there, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"~{key}: there is no such key to remove{hint}")
+        there = map(str, node) if isinstance(node, DictConfig) else ()
+        raise ValueError(f"~{key}: there is no such key to remove{did_you_mean(last, there)}")
 
 
 def _entries(config: Any, key: str) -> tuple[Any, str]:

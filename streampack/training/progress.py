@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -74,7 +73,7 @@ def summary(result: Mapping[str, Any], *, quarantine: Quarantine | None = None) 
 def bar(total: int, *, done: int, enabled: bool = True) -> Iterator[Any]:
     """Show a tqdm bar over optimizer steps; one that does not begin at 0 is announced by a line.
 
-    While it is shown, warnings and log messages of this process are printed on lines of their own, above it.
+    While it is shown, log messages of this process are printed on lines of their own, above it.
     """
     from tqdm import tqdm
     from tqdm.contrib.logging import logging_redirect_tqdm
@@ -83,7 +82,6 @@ def bar(total: int, *, done: int, enabled: bool = True) -> Iterator[Any]:
         print(f"going on from step {done:,} of {total:,}", flush=True)  # noqa: T201
     with (
         logging_redirect_tqdm() if enabled else nullcontext(),
-        _warnings_above() if enabled else nullcontext(),
         tqdm(total=total, initial=done, disable=not enabled, dynamic_ncols=True, unit="step") as shown,
     ):
         yield shown
@@ -95,21 +93,3 @@ def postfix(metrics: Mapping[str, float]) -> str:
         f"loss {metrics['loss']:.3f}, {metrics['tokens_per_second']:,.0f} tokens/s, "
         f"padding {metrics['padding']:.1%}"
     )
-
-
-@contextmanager
-def _warnings_above() -> Iterator[None]:
-    """Clear the bars of this process while a warning is printed."""
-    from tqdm import tqdm
-
-    show = warnings.showwarning
-
-    def show_above(*args: Any, **named: Any) -> None:
-        with tqdm.external_write_mode(file=sys.stderr):
-            show(*args, **named)
-
-    warnings.showwarning = show_above
-    try:
-        yield
-    finally:
-        warnings.showwarning = show

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings(
 def train(recipe: Any, config: Any, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     """Run a recipe and return the logits of its model at the end."""
     logits: list[torch.Tensor] = []
-    gather = recipe.full_weights
+    gather = full_finetune.full_weights
 
     def with_logits(model: Any, **settings: Any) -> Any:
         model.eval()
@@ -47,7 +47,7 @@ def train(recipe: Any, config: Any, monkeypatch: pytest.MonkeyPatch) -> torch.Te
         logits.append(torch.cat(out, dim=1) if isinstance(out, list) else out)
         return gather(model, **settings)
 
-    monkeypatch.setattr(recipe, "full_weights", with_logits)
+    monkeypatch.setattr(full_finetune, "full_weights", with_logits)
     recipe.train(config)
     return logits[0]
 

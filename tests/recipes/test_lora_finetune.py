@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from streampack_recipes.full_finetune import train as train_all
 from streampack_recipes.lora_finetune import train
 from torchtune.models.llama3 import llama3, lora_llama3
-from torchtune.modules.peft import get_adapter_params, validate_missing_and_unexpected_for_lora
+from torchtune.modules.peft import get_adapter_params
 
 from streampack.training.lora import start_adapters
 from tests.support.ranks import RankError, run_ranks
@@ -19,7 +20,7 @@ def saved(folder, pattern):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lora")
-    result = train(lora_config(folder, max_steps=30))
+    result = train(lora_config(folder, max_steps=20))
     return folder, result
 
 
@@ -46,19 +47,8 @@ def test_a_run_trains_the_adapters_only(whole):
 def test_adapters_and_merged_weights_load_in_torchtune(whole):
     folder, _ = whole
     adapted, merged = lora_llama3(**BASE, **ADAPTERS), llama3(**BASE)
-    missing, unexpected = adapted.load_state_dict(
-        torch.load(folder / "init" / "model.bin", weights_only=True), strict=False
-    )
-    lora_missing, lora_unexpected = adapted.load_state_dict(saved(folder, "adapter_model.pt"), strict=False)
-    validate_missing_and_unexpected_for_lora(
-        ["q_proj", "v_proj"],
-        True,
-        True,
-        base_missing=missing,
-        base_unexpected=unexpected,
-        lora_missing=lora_missing,
-        lora_unexpected=lora_unexpected,
-    )
+    base = torch.load(folder / "init" / "model.bin", weights_only=True)
+    adapted.load_state_dict(base | saved(folder, "adapter_model.pt"))
     merged.load_state_dict(saved(folder, "model-*.bin"))
     tokens = torch.arange(12)[None]
     assert torch.allclose(adapted(tokens), merged(tokens), atol=1e-5)
@@ -81,7 +71,7 @@ def test_a_running_checkpoint_holds_the_adapters_only(whole):
 def test_a_resumed_run_has_the_same_losses_and_weights(tmp_path, whole):
     config = lora_config(tmp_path, max_steps=7, resume=True, async_checkpoint=True)
     train(config)
-    config.max_steps = 30
+    config.max_steps = 20
     train(config)
     assert losses(tmp_path) == losses(whole[0])
     for pattern in ("model-*.bin", "adapter_model.pt"):
@@ -107,41 +97,22 @@ def test_a_model_without_adapters_is_refused(tmp_path):
     config = lora_config(tmp_path)
     config.model = {"_component_": "torchtune.models.llama3.llama3", **BASE}
     with pytest.raises(
-        ValueError, match="llama3 has no adapters for lora_finetune to train; name lora_llama3, or"
-    ):
-        train(config)
-    config.model._component_ = f"{__name__}.base_model"  # a builder whose name says nothing
-    with pytest.raises(
         ValueError, match="TransformerDecoder has no adapters to train; name one of torchtune's lora_"
     ):
         train(config)
 
 
-def test_a_model_with_adapters_is_refused_by_the_other_recipes(tmp_path):
-    from streampack_recipes.full_finetune import train as train_all
-
+def test_full_finetune_refuses_what_is_for_adapters(tmp_path):
     config = lora_config(tmp_path)
     with pytest.raises(
-        ValueError, match="lora_llama3 has adapters, and full_finetune trains all weights; run lora_"
+        ValueError, match="lora_llama3 has adapters, and this recipe trains all weights; run lora_"
     ):
         train_all(config)
-    config.model._component_ = f"{__name__}.adapted_model"
+    config.save_adapter_weights_only = True
     with pytest.raises(
-        ValueError, match="adapted_model has adapters, and this recipe trains all weights; run lora_"
+        ValueError, match="save_adapter_weights_only: this recipe trains all weights; remove the key"
     ):
         train_all(config)
-
-
-def base_model(**settings):
-    from torchtune.models.llama3 import llama3
-
-    return llama3(**settings)
-
-
-def adapted_model(**settings):
-    from torchtune.models.llama3 import lora_llama3
-
-    return lora_llama3(**settings)
 
 
 def test_merged_weights_can_be_left_out(tmp_path):
@@ -153,7 +124,6 @@ def test_merged_weights_can_be_left_out(tmp_path):
 # torchao quantizes in groups of 64 * 256 numbers, and a rank needs whole groups of each weight.
 QUANTIZABLE = BASE | {"embed_dim": 256, "intermediate_dim": 256, "num_layers": 1}
 KINDS = {
-    "lora": (BASE, ADAPTERS),
     "dora": (BASE, ADAPTERS | {"use_dora": True}),
     "qlora": (QUANTIZABLE, ADAPTERS | {"quantize_base": True, "apply_lora_to_output": False}),
 }
@@ -177,7 +147,7 @@ def test_two_ranks_train_as_one(tmp_path, kind):
             # One rank merges quantized weights in bf16, as torchtune's single-device recipe does.
             limits = {"rtol": 1e-2, "atol": 1e-3} if kind == "qlora" else {"rtol": 1e-4, "atol": 1e-5}
             assert torch.allclose(one[name].float(), two[name].float(), **limits), name
-    if kind == "lora":  # the checkpoint of two ranks resumes on one
+    if kind == "dora":  # the checkpoint of two ranks resumes on one
         configs[1].max_steps = 8
         assert train(configs[1])["step"] == 8
 

@@ -11,14 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from omegaconf import OmegaConf
-from streampack_recipes.lora_finetune import train as train_lora
 from streampack_recipes.pretrain import train
 from torchtune.models.llama3 import llama3
 
 from streampack import IterablePackedDataset, JSONLSource, TextEncoder
 from streampack.training.config import read_config
-from tests.support.ranks import run_ranks
-from tests.support.tiny import WordTokenizer, lora_config, mixed_config, numbers, tiny_config
+from tests.support.tiny import WordTokenizer, mixed_config, numbers, tiny_config
 
 SPLIT = {
     "data.split_across_pack": True,
@@ -92,27 +90,6 @@ def test_validation_is_masked_as_training_is(tmp_path: Path) -> None:
         for masking in (True, False)
     ]
     assert abs(results[0][1] - results[1][1]) > 1e-4  # of fp32 losses near 3, whose noise is 1e-6
-
-
-def test_a_run_resumes_on_fewer_ranks(tmp_path: Path) -> None:
-    changes = {"max_steps": 12, "z_loss": 0.01, "data.num_lanes": 4, "clip_grad_norm": 1.0}
-    train(pretrain_config(tmp_path / "one", **changes))
-    config = pretrain_config(tmp_path / "two", **changes, resume=True, checkpoint_every=None)
-    stop = OmegaConf.create(config)
-    stop.max_steps = stop.checkpoint_every = 5
-    run_ranks(train, 2, stop)
-    train(config)
-    for name in ("loss", "z_loss", "grad_norm", "validation_loss"):
-        ours = numbers(tmp_path / "two", name)
-        theirs = numbers(tmp_path / "one", name)
-        assert ours == pytest.approx({step: theirs.get(step, ours[step]) for step in ours}, rel=1e-5)
-        assert ours.keys() >= theirs.keys()
-
-
-@pytest.mark.parametrize(("key", "value"), [("z_loss", 1e-4), ("document_masking", False)])
-def test_lora_finetune_refuses_the_options(tmp_path: Path, key: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"{key} does nothing in the lora_finetune recipe.*run pretrain"):
-        train_lora(lora_config(tmp_path, **{key: value}))
 
 
 @pytest.mark.parametrize("weight", [-1e-4, float("nan")])

@@ -75,17 +75,6 @@ def test_the_check_changes_no_losses(tmp_path: Path) -> None:
     assert seen[0] == seen[1]
 
 
-def leak_on_ranks(folder: str) -> None:
-    train(tiny_config(Path(folder), **LEAKY))
-
-
-def test_a_leak_stops_all_ranks(tmp_path: Path) -> None:
-    tiny_config(tmp_path)  # makes the weights and the data
-    with pytest.raises(RankError) as error:
-        run_ranks(leak_on_ranks, 2, str(tmp_path))
-    assert str(error.value).count("the run was stopped before its first step") >= 2
-
-
 def leak_on_rank_0() -> None:
     """Leak on one rank, as with another version of a kernel there."""
     with join_world(torch.device("cpu")) as world:

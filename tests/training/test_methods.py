@@ -15,7 +15,8 @@ from streampack_recipes.full_finetune import train
 from streampack_recipes.lora_finetune import train as train_lora
 
 from streampack import IterablePackedDataset, MapSource, Mix, PackedDataLoader
-from streampack.distributed.world import OtherRankFailed, World, join_world
+from streampack.distributed.rank_sync import OtherRankFailed
+from streampack.distributed.world import World, join_world
 from streampack.map_style.methods import METHODS
 from streampack.training.config import read_config
 from streampack.training.methods import MethodLoader, read_pieces

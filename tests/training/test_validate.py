@@ -22,12 +22,11 @@ def sound(tmp_path_factory):
     rows = {
         "long.jsonl": {"text": " ".join(["red"] * 99)},
         "columns.jsonl": {"txt": "red"},
-        "empty.jsonl": None,
         "masked.jsonl": {"tokens": [1, 2, 3], "labels": [-100] * 3},
         "ids.jsonl": {"tokens": [1, 2, 99], "labels": [1, 2, 99]},
     }
     for name, row in rows.items():
-        (folder / name).write_text(f"{json.dumps(row)}\n" * 3 if row else "")
+        (folder / name).write_text(f"{json.dumps(row)}\n" * 3)
     (folder / "no.jsonl").write_text("{not json\n")
     config["folder"] = str(folder)
     return config
@@ -60,7 +59,6 @@ BROKEN = [
     ({"data.shufle": True}, "data: unknown key 'shufle': did you mean 'shuffle'?"),
     ({"data.strategy": "bestfit"}, "data: strategy='bestfit' is unknown; choose one of 'next_fit', "),
     ({"data.max_seq_len": "abc"}, "data.max_seq_len: 'abc' is a str; packing takes int"),
-    ({"data.max_seq_len": ...}, "data.max_seq_len is missing"),
     ({"data.source": ...}, "data.source is missing"),
     ({"data.source.paths": "{folder}/gone.jsonl"}, "data: no file matches '{folder}/gone.jsonl' (looked in "),
     (
@@ -71,7 +69,6 @@ BROKEN = [
         {"data.source.paths": "{folder}/no.jsonl", "validation": None},
         "data: {folder}/no.jsonl:1: not a line of JSON",
     ),
-    ({"data.source.paths": "{folder}/empty.jsonl", "validation": None}, "data: "),
     (
         {"data.source.paths": "{folder}/columns.jsonl", "validation": None},
         "data: {folder}/columns.jsonl:1: column 'text' is missing; the row's columns are 'txt'",
@@ -85,19 +82,9 @@ BROKEN = [
         "data: {folder}/ids.jsonl:1: token id 99 is outside the vocabulary of 16 ids (0 to 15)",
     ),
     (
-        {"data.source.path": "x"},
-        "data.source: streampack.JSONLSource: got an unexpected keyword argument 'path'",
-    ),
-    (
-        {"data.source._component_": "streampack.JSONSource"},
-        "data.source: _component_ 'streampack.JSONSource' leads to nothing that can be called; did you mean 'J",
-    ),
-    (
         {"data.encoder._component_": "torch.utils.collect_env.run"},
         "data.encoder: _component_ 'torch.utils.collect_env.run' is not among the components",
     ),
-    ({"data.encoder.column": 3}, "data.encoder.column: 3 is a int; TextEncoder takes str"),
-    ({"data.method": "multipak"}, "data.method='multipak' is unknown; choose one of "),
     (
         {"validation.fraction": 3},
         "validation.fraction=3 is no fraction of the rows; give a number between 0 and 1",
@@ -106,7 +93,6 @@ BROKEN = [
         {"validation.shares": 0.1},
         "validation has no 'shares'; its keys are fraction, source, max_packs, every",
     ),
-    ({"validation.every": 0}, "validation.every=0 is below 1; give at least 1"),
     (
         {
             "validation": {
@@ -115,8 +101,7 @@ BROKEN = [
         },
         "validation rows: {folder}/columns.jsonl:1: column 'text' is missing",
     ),
-    ({"dtype": "fp8"}, "dtype='fp8' is unknown; choose one of 'bf16', 'fp32', 'fp64'"),
-    ({"dtype": "fp16"}, "dtype fp16 needs loss scaling, which no recipe does; use bf16 or fp32"),
+    ({"dtype": "fp16"}, "dtype='fp16' is unknown; choose one of 'bf16', 'fp32', 'fp64'"),
     ({"device": "opengl"}, "device='opengl' is none that torch "),
     (
         {"optimizer.lrr": 1e-4},
@@ -134,7 +119,6 @@ BROKEN = [
     ),
     ({"optimizer.lr": "abc"}, "optimizer.lr: 'abc' is a str; AdamW takes "),
     ({"optimizer.lr": -1.0}, "optimizer: Invalid learning rate: -1.0"),
-    ({"optimizer._component_": ...}, "optimizer names no _component_, so there is nothing to build"),
     ({"lr_scheduler": {"_component_": "torch.optim.lr_scheduler.StepLR"}}, "lr_scheduler: "),
     (
         {
@@ -154,10 +138,8 @@ BROKEN = [
         {"checkpointer.model_type": "LAMA3"},
         "checkpointer.model_type='LAMA3' is unknown; did you mean 'LLAMA3'?",
     ),
-    ({"num_workers": -1}, "num_workers=-1 is below 0; give at least 0"),
     ({"clip_grad_norm": "one"}, "clip_grad_norm: 'one' is a str; a run takes float | None"),
     ({"seed": None}, "seed=None is not a whole number"),
-    ({"metric_logger.log_dir": 3}, "metric_logger.log_dir: 3 is a int; DiskLogger takes str"),
     (
         {"output_dir": "${oc.env:SURELY_NOT_SET}"},
         "KeyError raised while resolving interpolation: \"Environment variable 'SURELY_NOT_SET'",
@@ -169,7 +151,6 @@ def test_a_sound_config_has_no_problems(sound, monkeypatch):
     monkeypatch.setattr(models, "build_model", None)  # no model is built
     before = {path: path.stat().st_mtime_ns for path in Path(sound["folder"]).rglob("*")}
     assert validate(changed(sound, {})) == []
-    assert validate(changed(sound, {}), recipe="full_finetune") == []
     assert {path: path.stat().st_mtime_ns for path in Path(sound["folder"]).rglob("*")} == before
 
 
@@ -191,15 +172,6 @@ def test_a_broken_config_has_one_problem(sound, changes, message):
     assert "\n" not in problems[0]
 
 
-@pytest.mark.parametrize(
-    ("device", "hint"), [("gpu", "cuda"), ("GPU:1", "cuda:1"), ("cdua", "cuda"), ("metal", "mps")]
-)
-def test_an_unknown_device_has_a_suggestion(sound, device, hint):
-    [problem] = validate(changed(sound, {"device": device}))
-    assert problem.startswith(f"device={device!r} is none that torch ")
-    assert problem.endswith(f"; set auto, cpu or cuda (did you mean {hint}?)")
-
-
 def test_a_device_of_another_machine_is_a_note(sound, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     config = changed(sound, {"device": "cuda"})
@@ -214,73 +186,3 @@ def test_a_device_of_another_machine_is_a_note(sound, monkeypatch, tmp_path, cap
         assert notes(changed(sound, {"device": device})) == []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert notes(config) == []
-
-
-STOCK = {
-    "tokenizer": {"_component_": "tests.support.tiny.WordTokenizer"},
-    "dataset": {"_component_": "streampack.packed_dataset", "packed": True, "max_seq_len": 8},
-    "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
-    "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-3},
-    "batch_size": 2,
-}
-
-
-def rows(tokenizer, tokens=(1, 2)):
-    """A dataset for stock configs."""
-    return [{"tokens": list(tokens), "labels": list(tokens)}]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({}, None),
-        (
-            {"dataset.packed": ...},
-            "dataset.packed=None: write `packed: True` beside `_component_: streampack.packed_",
-        ),
-        ({"dataset.packed": False}, "dataset.packed=False: write `packed: True` beside"),
-        ({"dataset.dataset.tokens": ["a"]}, "dataset: "),
-        (
-            {"loss.tokens": 3},
-            "loss: torchtune.modules.loss.CEWithChunkedOutputLoss: got an unexpected keyword",
-        ),
-        ({"optimizer.lr": "abc"}, "optimizer.lr: 'abc' is a str"),
-        (
-            {"optimizer._component_": "surely_not_installed.Adam"},
-            "optimizer: _component_ 'surely_not_installed.Adam': ",
-        ),
-    ],
-)
-def test_configs_of_torchtunes_recipes(changes, message):
-    stock = copy.deepcopy(STOCK) | {"folder": ""}
-    stock["dataset"]["dataset"] = {"_component_": f"{__name__}.rows"}
-    problems = validate(changed(stock, changes))
-    assert len(problems) == (message is not None), problems
-    assert not problems or problems[0].startswith(message)
-
-
-def test_a_config_without_data_is_not_taken_for_torchtunes(sound):
-    assert validate(changed(sound, {"data": ...})) == ["missing key 'data'"]
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_torchtunes_own_configs_have_no_problems():
-    """An annotation that is read wrongly would refuse what works."""
-    from torchtune import _recipe_registry as registry
-
-    folder = Path(registry.__file__).parent.parent / "recipes" / "configs"
-    paths = [
-        folder / config.file_path
-        for recipe in registry.get_all_recipes()
-        if "finetune" in recipe.name
-        for config in recipe.configs
-        if not any(word in config.name for word in ("vision", "flux", "multi"))
-    ]
-    wrong = {}
-    for path in filter(Path.is_file, paths[::3]):  # one is listed and not installed
-        config = OmegaConf.load(path)
-        config.output_dir = "out"
-        if problems := [p for p in validate(config, files=False) if "is not installed" not in p]:
-            wrong[path.stem] = problems
-    assert len(paths) > 50
-    assert wrong == {}
