@@ -87,12 +87,12 @@ def _identify(pattern: str, _rank: int, _size: int) -> dict[str, float]:
 
     from streampack import JSONLSource
     from streampack.distributed.corpus import gather_fingerprint
-    from streampack.distributed.one_run import require_same_files
+    from streampack.distributed.one_run import listing
     from streampack.distributed.rank_sync import RankSync
 
     source = JSONLSource(pattern)
     rank_sync = RankSync(timeout=timedelta(seconds=60))
-    require_same_files(source, rank_sync)  # the first one may do more
+    rank_sync.gather(listing(source))  # the first one may do more
     dist.barrier()
     read, heard, begin = read_so_far(), _heard(), time.process_time()
     gather_fingerprint(source, rank_sync)
@@ -104,13 +104,13 @@ def _divide(pattern: str, lanes: int, _rank: int, _size: int) -> dict[str, float
 
     from streampack import ParquetSource
     from streampack.distributed.corpus import gather_division
-    from streampack.distributed.one_run import require_same_files
+    from streampack.distributed.one_run import listing
     from streampack.distributed.rank_sync import RankSync
     from streampack.sources.row_groups import Footers
 
     source = ParquetSource(pattern)
     rank_sync = RankSync(timeout=timedelta(seconds=60))
-    require_same_files(source, rank_sync)  # the first one may do more
+    rank_sync.gather(listing(source))  # the first one may do more
     dist.barrier()
     read, own = [], Footers._read
     Footers._read = lambda *args: read.append(own(*args)) or read[-1]  # type: ignore[method-assign, func-returns-value]

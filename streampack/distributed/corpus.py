@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from streampack.distributed.one_run import require_same_files
 from streampack.distributed.rank_sync import RankSync
 from streampack.sources.source import Source
 from streampack.storage.base import map_in_threads
@@ -23,14 +22,13 @@ Result = TypeVar("Result")
 def gather_fingerprint(source: Source, rank_sync: RankSync) -> None:
     """Collective: read the ends of all files, each on one rank, for the source's fingerprint.
 
-    The fingerprint equals that of a single process. Whether a file's content differs between ranks is not compared,
-    but a state is refused if any file was another one for the rank that read it.
+    The fingerprint equals that of a single process. All ranks must list the same files, see `require_one_run`. Whether
+    a file's content differs between ranks is not compared, but a state is refused if any file was another one for the
+    rank that read it.
 
     Raises:
-        ValueError: on all ranks, if one has other files than rank 0.
         Exception: on all ranks, whatever failed on one while reading.
     """
-    require_same_files(source, rank_sync)  # or the results would not fit together
     if not rank_sync.alone:
         for corpus in source.corpora():
             tags = gather_map(

@@ -70,23 +70,6 @@ def require_one_run(
             raise ValueError(_message(rank, *found))
 
 
-def require_same_files(source: Source, rank_sync: RankSync) -> None:
-    """Collective: raise unless all ranks list the same names, sizes and versions. No file is read.
-
-    A version is an ETag, the checksum in an index of token shards, or a commit of the Hub.
-
-    Raises:
-        ValueError: on all ranks, if one has other files than rank 0.
-    """
-    ours = None if rank_sync.alone else listing(source)
-    if ours is None:
-        return
-    first, *others = rank_sync.gather(ours)
-    for rank, theirs in enumerate(others, 1):
-        if theirs != first:
-            raise ValueError(_other_files(rank, theirs, first))
-
-
 def listing(source: Source) -> Listing | None:
     """Summarize a source's files as a `Listing`; None for a source without files."""
     files = source.listing()

@@ -18,9 +18,11 @@ import torch.distributed as dist
 from streampack.distributed.data_groups import Place, first_of_its_group
 
 T = TypeVar("T")
-
-
 StateT = TypeVar("StateT")
+
+
+class OtherRankFailed(RuntimeError):
+    """Another rank raised; this error holds its message, the other's traceback says where."""
 
 
 class Agreement:
@@ -113,27 +115,26 @@ class RankSync:
         self.raise_on_all(None, doing=doing)
         return self.gather(result)
 
-    def raise_on_all(self, error: Exception | None, *, doing: str) -> None:
+    def raise_on_all(self, error: Exception | None, *, doing: str = "") -> None:
         """Collective: raise on all ranks if one failed while ``doing`` its part.
 
         Raises:
             Exception: this rank's own error, unchanged.
-            RuntimeError: another rank's, with its rank and message.
+            OtherRankFailed: another rank's, with its rank and message.
         """
+        message = None
+        if error is not None:
+            notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]  # no tracebacks
+            message = " ".join([f"{type(error).__name__}: {error}", *notes])
+        messages = self.gather(message)
         try:
-            failed = self.first_failure(error)
             if error is not None:
                 raise error
         finally:
             del error  # the traceback holds this frame: a cycle would keep the workers alive
-        if failed is not None:
-            raise RuntimeError(f"rank {failed[0]} failed while {doing}: {failed[1]}")
-
-    def first_failure(self, error: Exception | None) -> tuple[int, str] | None:
-        """Collective: return the first rank with an error and its message; None if no rank has one."""
-        notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]  # no tracebacks
-        message = None if error is None else " ".join([f"{type(error).__name__}: {error}", *notes])
-        return next(((rank, found) for rank, found in enumerate(self.gather(message)) if found), None)
+        for rank, failed in enumerate(messages):
+            if failed is not None:
+                raise OtherRankFailed(f"rank {rank} failed{doing and f' while {doing}'}: {failed}")
 
     def merge(self, lanes: Mapping[int, StateT]) -> dict[int, StateT]:
         """Collective: return the states of all lanes, each from the ranks that read it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import time
 import uuid
@@ -18,7 +19,6 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from streampack.distributed.launcher import end_with_launcher
 from streampack.distributed.rank_sync import RankSync
-from streampack.validation import warn_user
 
 T = TypeVar("T")
 
@@ -26,10 +26,6 @@ GROUPS = 3
 """Process groups that connect each rank to every other: torch's default, `World.background`, and the loader's."""
 OTHER_FILES = 256
 """File descriptors that a process may need besides: shards, pipes of workers, libraries."""
-
-
-class OtherRankFailed(RuntimeError):
-    """Another rank raised; this error holds its message, the other's traceback says where."""
 
 
 @dataclass(frozen=True)
@@ -93,16 +89,15 @@ class World:
         Raises:
             OtherRankFailed: on the ranks whose own block succeeded.
         """
-        error: Exception | None = None
+        if self.sync is None:
+            yield
+            return
         try:
             yield
-        except Exception as own:
-            error = own
-        failed = None if self.sync is None else self.sync.first_failure(error)
-        if error is not None:
-            raise error
-        if failed is not None:
-            raise OtherRankFailed(f"rank {failed[0]} failed: {failed[1]}")
+        except Exception as error:
+            self.sync.raise_on_all(error)
+        else:
+            self.sync.raise_on_all(None)
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
@@ -157,26 +152,16 @@ def join_world(device: torch.device, *, timeout: float = 600) -> Iterator[World]
 
 
 def allow_connections(size: int) -> None:
-    """Raise this process's limit of open files to what connections to ``size`` ranks need; warn if that is not allowed.
+    """Raise this process's limit of open files to what connections to ``size`` ranks need, as far as the system allows.
 
     Most systems begin with 1,024, which is enough for 256 ranks, and let a process raise it up to a hard limit.
     """
-    try:
-        import resource
-    except ImportError:  # Windows has no such limit
-        return
     needed = GROUPS * (size - 1) + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft >= needed or soft == resource.RLIM_INFINITY:
-        return
-    enough = hard >= needed or hard == resource.RLIM_INFINITY
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed if enough else hard, hard))
-    if not enough:
-        warn_user(
-            f"{size:,} ranks need about {needed:,} open files each and the system allows {hard:,}: ranks will fail to "
-            'connect ("Too many open files"); raise the hard limit on every machine (limits.conf, LimitNOFILE of '
-            "systemd, --ulimit of a container)",
-        )
+    if hard != resource.RLIM_INFINITY:
+        needed = min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _meet(rank: int, size: int, *, timeout: float) -> Store:

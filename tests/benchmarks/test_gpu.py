@@ -4,7 +4,7 @@ import doctest
 import json
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 
@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import machine, tables
 from benchmarks.gpu import row as one_row
 from benchmarks.gpu import run as processes
+from benchmarks.gpu import tables
 from benchmarks.gpu.journal import Journal, key_of
 from benchmarks.gpu.machine import ROOT
-from benchmarks.gpu.run import count, gpu_tests, run, run_row, run_tests
-from benchmarks.gpu.settings import CPU_PARTS, CPU_ROWS, GPU_PARTS, GPU_ROWS, ROWS, TESTS, Settings
+from benchmarks.gpu.run import count, gpu_tests, run, run_tests
+from benchmarks.gpu.settings import CPU_PARTS, CPU_ROWS, ROWS, TESTS
 
 PART = "flan-256"
 FILE = "tests/test_kernels.py"  # stands for those that have tests marked gpu
@@ -72,14 +72,6 @@ def test_tests_run_first_and_nothing_runs_twice(rows, tmp_path, capsys):
     assert (tmp_path / "gpu-nvidia-h200.md").read_text() in capsys.readouterr().out
 
 
-def test_a_later_call_runs_the_open_rows(rows, tmp_path):
-    arguments = ["--device", "cpu", "--out", str(tmp_path)]
-    command.main([*arguments, "--parts", PART, "--rows", "varlen", "padding"])
-    assert rows.ran == ["padding", "varlen"]
-    assert command.main(arguments) == 0
-    assert rows.ran[2:] == [FILE, *(row for row in CPU_ROWS if row not in ("padding", "varlen"))]
-
-
 def test_a_failed_row_stops_no_other_and_is_retried_on_request(rows, tmp_path):
     rows.outcomes = {
         "padding": {"outcome": "out of memory"},
@@ -96,23 +88,6 @@ def test_a_failed_row_stops_no_other_and_is_retried_on_request(rows, tmp_path):
     assert rows.ran == [*CPU_ROWS, "varlen"]  # out of memory is a result
 
 
-def test_fresh_starts_over_and_leaves_other_devices_alone(rows, tmp_path, monkeypatch):
-    arguments = ["--device", "cpu", "--out", str(tmp_path), "--parts", PART, "--rows", "padding"]
-    command.main(arguments)
-    monkeypatch.setattr(command, "ask", lambda device: MACHINE | {"device": "NVIDIA A100"})
-    command.main(arguments)
-    command.main([*arguments, "--fresh"])
-    assert rows.ran == ["padding"] * 3
-    monkeypatch.setattr(command, "ask", lambda device: MACHINE)
-    command.main(arguments)
-    assert rows.ran == ["padding"] * 3
-
-
-def test_on_a_gpu_every_file_of_tests_runs_and_every_part(rows, tmp_path):
-    assert command.main(["--out", str(tmp_path)]) == 0
-    assert rows.ran == [FILE, "tests/test_more.py", *GPU_ROWS * 6]
-
-
 def test_tests_run_again_when_the_code_has_changed(rows, tmp_path, monkeypatch):
     arguments = ["--device", "cpu", "--out", str(tmp_path), "--parts", TESTS]
     command.main(arguments)
@@ -121,14 +96,6 @@ def test_tests_run_again_when_the_code_has_changed(rows, tmp_path, monkeypatch):
     monkeypatch.setattr(command, "code_digest", lambda: "changed")
     command.main(arguments)
     assert rows.ran == [FILE, FILE]
-
-
-def test_other_settings_are_other_rows(rows, tmp_path, monkeypatch):
-    arguments = ["--device", "cpu", "--out", str(tmp_path), "--parts", PART, "--rows", "padding"]
-    command.main(arguments)
-    monkeypatch.setattr(command, "parts_of", lambda device: {PART: replace(TINY, seed=1)})
-    command.main(arguments)
-    assert rows.ran == ["padding"] * 2
 
 
 def test_rows_and_tables_survive_an_interrupt(rows, tmp_path, monkeypatch):
@@ -152,16 +119,6 @@ def test_without_time_rows_stay_open(rows, tmp_path, capsys):
     assert command.main([*arguments, "--minutes", "0"]) == 0
     assert rows.ran == []
     assert f"{1 + len(CPU_ROWS)} of {1 + len(CPU_ROWS)} rows are open" in capsys.readouterr().out
-
-
-def test_a_row_ended_by_its_own_limit_has_failed_and_one_ended_by_the_parts_is_open(rows, monkeypatch):
-    limits = []
-    monkeypatch.setattr(command, "run_row", lambda *_, device, limit: limits.append(limit))
-    job = command.Job(PART, TINY, "padding")
-    done = command.run_job(job, device="cpu", seconds=command.ROW_SECONDS + 1)
-    assert done == {"outcome": f"failed: still ran after {command.ROW_SECONDS} s"}
-    assert command.run_job(job, device="cpu", seconds=command.ROW_SECONDS - 1) is None
-    assert limits == [command.ROW_SECONDS, command.ROW_SECONDS - 1]
 
 
 def test_each_part_has_time_of_its_own(rows, monkeypatch):
@@ -189,14 +146,6 @@ def test_the_error_names_an_unknown_part_or_row(capsys):
     with pytest.raises(SystemExit):
         command.main(["--rows", "dense"])  # needs no GPU
     assert "--rows: dense unknown; choose of padding, varlen" in capsys.readouterr().err
-
-
-def test_parts_and_rows_are_complete():
-    assert {*GPU_ROWS, *CPU_ROWS} == set(ROWS)
-    assert list(GPU_PARTS)[:2] == [TESTS, "flan-4096"]
-    assert len({settings.key() for settings in GPU_PARTS.values() if settings}) == 6
-    for settings in filter(None, GPU_PARTS.values()):
-        assert settings == Settings(**json.loads(json.dumps(asdict(settings))))
 
 
 # ---- the journal
@@ -289,17 +238,7 @@ def test_errors_of_a_row(error, outcome, monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"outcome": outcome}
 
 
-def test_a_row_without_its_package_is_not_installed(monkeypatch):
-    monkeypatch.setattr(one_row, "find_spec", lambda name: None)
-    done = one_row.measure("flash", TINY, device="cpu")
-    assert done == {"outcome": "not installed (flash_attn or flash_attn_interface)"}
-
-
-def test_a_row_whose_process_dies_has_failed(monkeypatch):
-    monkeypatch.setattr(processes, "run", lambda *_, limit: (-9, ""))
-    assert run_row("padding", TINY, device="cpu", limit=9) == {"outcome": "failed: ended with exit code -9"}
-
-
+@pytest.mark.slow
 def test_children_end_at_the_limit(tmp_path):
     started = tmp_path / "child"
     code = f"""
@@ -311,12 +250,6 @@ time.sleep(60)
     assert run(["-c", code], limit=3) == (None, "")
     child = int(started.read_text())
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no CUDA device")
-def test_the_error_without_a_gpu_has_the_way_out():
-    with pytest.raises(SystemExit, match="sees no CUDA device; run it where there is one, or set DEVICE=cpu"):
-        machine.ask("cuda")
 
 
 # ---- tables
@@ -345,18 +278,6 @@ def test_a_table_shows_what_was_and_was_not_measured():
     assert "padding to the longest: 7 passes for 4 steps." in text
     assert "calls" not in text
     assert "activation checkpointing on, layers compiled off" in text
-
-
-def test_without_padding_or_ceiling_there_are_no_ratios():
-    text = tables.draw({PART: TINY}, [line("varlen")])
-    assert "| packed, varlen |      2,000 |         - |          - |" in text
-
-
-def test_rows_of_several_calls_are_marked():
-    done = [line("padding"), line("varlen") | {"call": "2026-11-21T09:00:00"}]
-    text = tables.draw({PART: TINY}, done)
-    assert "The rows come from 2 calls" in text
-    assert "2026-11-20 to 2026-11-21" in text
 
 
 def test_tests_have_a_section_of_their_own():

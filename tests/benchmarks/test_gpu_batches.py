@@ -97,16 +97,6 @@ def test_mini_batches_arrive_in_order_and_are_padded_to_their_longest():
         assert row.input_pos.tolist() == [[i for sample in expected for i in range(len(sample))]]
 
 
-def test_grouping_pads_less():
-    settings = replace(TINY, most_places=10**6, steps=12)
-    padded, grouped, packed = (
-        sum(step.places for step in steps_of(kind, samples_of(settings), settings))
-        for kind in ("padded", "grouped", "packed")
-    )
-    assert padded > 1.2 * grouped
-    assert padded > 1.2 * packed
-
-
 # ---- FLOPs
 
 

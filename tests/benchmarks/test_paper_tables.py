@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.paper import __main__ as command
 from benchmarks.paper import data, picture, run, tables, train
-from benchmarks.paper.settings import CPU_DATA, FULL, GPU_DATA, ROWS, SMOKE, TINY, Budget, Row
+from benchmarks.paper.settings import CPU_DATA, FULL, ROWS, SMOKE, TINY, Budget, Row
 from streampack.map_style.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,32 +35,6 @@ def test_the_floor_is_what_the_best_possible_model_needs() -> None:
     assert nats == pytest.approx(sum(naive_nats(sample["tokens"].tolist()) for sample in samples))
 
 
-def test_every_sample_begins_with_the_start_and_has_words_only() -> None:
-    samples, _ = data.urns(LENGTHS, seed=3)
-    for sample in samples:
-        assert sample["tokens"][0] == data.START
-        assert sample["tokens"][1:].min() > data.START
-        assert sample["tokens"].max() < data.WORDS + 2
-        np.testing.assert_array_equal(sample["tokens"], sample["labels"])
-
-
-def test_words_come_as_often_as_their_odds_say() -> None:
-    lengths = np.full(20_000, 3)
-    samples, _ = data.urns(lengths, seed=0)
-    first, second = (np.array([sample["tokens"][i] for sample in samples]) - 2 for i in (1, 2))
-    chances = data.language()
-    seen = np.bincount(first, minlength=data.WORDS) / len(lengths)
-    assert np.abs(seen - chances[0]).max() < 0.015
-    # The second word repeats the first by the language's chance and by the urn's.
-    expected = sum(
-        chances[0, word] * (data.MEMORY * chances[word + 1, word] + 1) / (data.MEMORY + 1)
-        for word in range(data.WORDS)
-    )
-    by_language = sum(chances[0, word] * chances[word + 1, word] for word in range(data.WORDS))
-    assert (first == second).mean() == pytest.approx(expected, abs=0.01)
-    assert abs(by_language - expected) > 0.05  # so that a generator that repeats nothing would fail
-
-
 def test_samples_are_the_same_for_all_seeds_and_the_global_generators_are_left_alone() -> None:
     before = np.random.get_state()[1].copy(), torch.random.get_rng_state()  # noqa: NPY002
     one, other = (data.corpus_of(replace(SMOKE, seed=seed)) for seed in (0, 1))
@@ -82,6 +56,7 @@ def test_what_is_held_out_is_not_trained() -> None:
     assert not long[0] & long[1]
 
 
+@pytest.mark.slow
 def test_docstrings_train_the_answer_and_share_no_sample_with_the_validation() -> None:
     corpus = data.corpus_of(replace(CPU_DATA["docstrings"], samples=60, validation=20))
     texts = [tuple(sample["tokens"]) for sample in corpus.train + corpus.validation]
@@ -93,20 +68,6 @@ def test_docstrings_train_the_answer_and_share_no_sample_with_the_validation() -
         assert masked[0]
         assert not masked[-1] or len(masked) == TINY.max_seq_len
         np.testing.assert_array_equal(sample["labels"][~masked], sample["tokens"][~masked])
-
-
-def test_too_many_docstrings_are_refused() -> None:
-    message = r"1000020 samples are wanted and there are \d+ docstrings; lower samples or validation"
-    with pytest.raises(ValueError, match=message):
-        data.corpus_of(replace(CPU_DATA["docstrings"], samples=1_000_000, validation=20))
-
-
-def test_every_method_has_its_rows() -> None:
-    assert {row.method for row in ROWS.values()} == set(METHODS)
-    assert len(ROWS) == 3 + 6 + 6 + 1
-    for settings in [*CPU_DATA.values(), *GPU_DATA.values()]:
-        keys = {replace(settings, seed=seed).key() for seed in range(3)}
-        assert len(keys) == 3  # seeds are other rows of the journal
 
 
 @pytest.mark.parametrize(
@@ -253,39 +214,6 @@ def test_and_not_by_others(change: dict[str, float], which: int) -> None:
     assert [i for i, verdict in enumerate(said) if verdict == "Not shown"] == [which]
 
 
-def test_sorted_packing_does_not_count_as_fewer_steps() -> None:
-    """Its last steps are of the shortest samples, and the more of them there are, the worse for the others."""
-    rows = rows_of(**SHOWN) + [
-        row_of(f"{step}/sorted_packing", loss, seed=seed)
-        for step, loss in (("wide", 3.0), ("narrow", 5.0))
-        for seed in range(3)
-    ]
-    assert verdicts(tables.draw({"flan": SMOKE}, rows)) == ["Shown"] * 3
-
-
-def test_what_a_higher_learning_rate_wins_back() -> None:
-    rows = [
-        row_of(f"{step}/exact_fit", loss, seed=0) | {"lr": lr}
-        for step, loss, lr in (("wide", 3.5, 0.003), ("narrow", 3.2, 0.003), ("scaled", 3.4, 0.009))
-    ]
-    said = (
-        "Of the 0.300 nats that its wide steps cost `exact_fit`, 3.0 times the learning rate wins back 0.100."
-    )
-    assert f"- {said}" in tables.draw({"flan": SMOKE}, rows)
-
-
-def test_one_seed_that_differs_is_enough() -> None:
-    rows = rows_of(**SHOWN)
-    last = next(row for row in rows if row["seed"] == 2 and row["row"] == "wide/fixed_length")
-    last["validation_loss"] = 3.5
-    assert verdicts(tables.draw({"flan": SMOKE}, rows)) == ["Shown", "Not shown", "Shown"]
-
-
-def test_a_slower_way_to_the_same_loss_is_no_gain() -> None:
-    rows = [row | {"seconds": 2.0} for row in rows_of(padding=3.0, flat=3.0)]
-    assert verdicts(tables.draw({"flan": SMOKE}, rows)) == ["Not shown"]
-
-
 def test_a_table_has_medians_means_and_spreads() -> None:
     rows = [row_of("samples/random_padding", 3 + i, seed=i, seconds=s) for i, s in enumerate((1, 2, 9))]
     line = next(line for line in tables.draw({"flan": SMOKE}, rows).splitlines() if "random_padding" in line)
@@ -294,16 +222,6 @@ def test_a_table_has_medians_means_and_spreads() -> None:
         *("random_padding", "8 samples", "48", "6", "50.0%", "2.0", "488", "1.00", "3", "4.000 ± 0.000"),
         "4.000 ± 1.000",
     ]
-
-
-def test_a_row_that_failed_says_so_and_is_not_compared() -> None:
-    rows = rows_of(**SHOWN)
-    for row in rows:
-        if row["row"] == "wide/fixed_length" and row["seed"] == 1:
-            row["outcome"] = "out of memory"
-    text = tables.draw({"flan": SMOKE}, rows)
-    assert "fixed_length: out of memory" in text
-    assert verdicts(text) == ["Shown", "Shown"]
 
 
 def test_a_row_that_raises_is_a_failure_with_its_reason() -> None:

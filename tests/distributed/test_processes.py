@@ -35,7 +35,6 @@ from tests.support.thread_ranks import (
     in_turn,
     make,
     packs_of,
-    skewed,
     split_epochs,
     steps_of,
 )
@@ -107,10 +106,10 @@ def every_corpus(workers: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("size", "workers"), [(2, 2), (3, 0)])
 @pytest.mark.filterwarnings("ignore:.*do not divide evenly")
-def test_finite_data_ends_on_all_ranks_at_once(tmp_path: Path, size: int, workers: int) -> None:
+def test_finite_data_ends_on_all_ranks_at_once(tmp_path: Path) -> None:
     """Skewed lanes, lanes without a row, one document: no rank waits for ever; each sample comes once an epoch."""
+    size, workers = 2, 2
     outcomes = run_ranks(size, every_corpus, workers, folder=tmp_path)
     for name in outcomes[0]:
         data, num_lanes = CORPORA[name]
@@ -121,19 +120,6 @@ def test_finite_data_ends_on_all_ranks_at_once(tmp_path: Path, size: int, worker
         for lanes, part in zip(epochs, split_epochs(steps, epochs), strict=True):
             assert sorted(in_turn(lanes)) == sorted(key for step in part for key in step), name
         assert all(outcome[name][1] == outcomes[0][name][1] for outcome in outcomes), "one state for all"
-
-
-def skewed_many_times(data: list[dict[str, int]], times: int) -> list[Any]:
-    return [drive(make(data, num_lanes=4, seed=seed, epochs=1), Topology(4, 0, 2)) for seed in range(times)]
-
-
-@pytest.mark.parametrize("times", [5, pytest.param(50, marks=pytest.mark.slow)])
-def test_many_runs_over_skewed_lanes(tmp_path: Path, times: int) -> None:
-    data = skewed(120, num_lanes=4)
-    outcomes = run_ranks(4, skewed_many_times, data, times, folder=tmp_path)
-    for number in range(times):
-        steps = joined([outcome[number] for outcome in outcomes], Topology(4, 0, 2))
-        check_whole([key for step in steps for key in step], data, 1)
 
 
 # Elastic.
@@ -161,84 +147,6 @@ def test_a_run_moves_from_4_to_2_to_3_to_1_ranks(tmp_path: Path) -> None:
     check_whole([key for step in steps for key in step], rows(500, longest=10), 2)
 
 
-def resume_at_every_batch(built: Make, topology: Topology, every: int) -> list[Any]:
-    """This rank's whole run, and whether every resume went on as the whole run had."""
-    whole, end = drive(built, topology)
-    verdicts: list[Any] = []
-    for stop in range(0, len(whole) + 1, every):
-        first, state = drive(built, topology, limit=stop)
-        rest, same_end = drive(built, topology, state=state)
-        verdicts.append((stop, first == whole[:stop], rest == whole[stop:], same_end == end))
-    return [whole, verdicts]
-
-
-@pytest.mark.parametrize(("workers", "batch_size", "every"), [(2, 3, 7), (0, 5, 2)])
-def test_the_same_topology_goes_on_in_the_same_order(
-    tmp_path: Path, workers: int, batch_size: int, every: int
-) -> None:
-    """Resumed in the middle, after a lane ended, at the end of an epoch, on the first pack of the next."""
-    built = make(rows(60) + [{"i": i, "n": 12} for i in range(60, 120, 12)], overlong="split")
-    topology = Topology(2, workers, batch_size)
-    outcomes = run_ranks(2, resume_at_every_batch, built, topology, every, folder=tmp_path, timeout=120)
-    for _, cuts in outcomes:
-        assert len(cuts) > 2
-        for stop, *same in cuts:
-            assert same == [True, True, True], f"cut after batch {stop}"
-
-
-def epochs_turn(built: Make) -> list[Any]:
-    """Return the batches and the state after each batch of a run."""
-    topology = Topology(dist.get_world_size(), 0, 1)
-    whole, _ = drive(built, topology)
-    found = [[whole, None]]
-    for stop in range(len(whole)):
-        _, state = drive(built, topology, limit=stop)
-        found.append([whole[:stop], state])
-    return found
-
-
-def test_another_topology_resumes_around_an_epochs_end(tmp_path: Path) -> None:
-    """At the end, after one lane ended, on the first pack of epoch 2: 2 ranks hand over to 3 and 1."""
-    data = [{"i": i, "n": 12} for i in range(17)]  # each a pack: lane 0 to 4 have two, the others one
-    built = make(data, num_lanes=12)
-    outcomes = run_ranks(2, epochs_turn, built, folder=tmp_path)
-    states = [[outcome[n][1] for outcome in outcomes] for n in range(1, len(outcomes[0]))]
-    assert all(left == right for left, right in states)
-    before = [
-        [key for outcome in outcomes for batch in outcome[n][0] for key in batch]
-        for n in range(1, len(states) + 1)
-    ]
-    assert any(len(made) == 17 for made in before), "a state at the very end of an epoch is among them"
-    assert any(17 < len(made) <= 19 for made in before), "and one on the first pack of the next"
-    for size in (3, 1):
-        resumed = run_ranks(size, resume_all, built, [state for state, _ in states], folder=tmp_path)
-        for number, made in enumerate(before):
-            rest = joined([outcome[number] for outcome in resumed], Topology(size))
-            check_whole(made + [key for step in rest for key in step], data, 2)
-
-
-def resume_all(built: Make, states: list[Any]) -> list[Any]:
-    return [drive(built, Topology(dist.get_world_size()), state=state) for state in states]
-
-
-def uneven() -> Any:
-    built = make(rows(90), num_lanes=5, epochs=1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        batches, _ = drive(built, Topology(2, 0, 2))
-    return batches, [str(warning.message) for warning in caught if warning.category is UserWarning]
-
-
-def test_lanes_that_do_not_divide_evenly_warn_and_lose_nothing(tmp_path: Path) -> None:
-    outcomes = run_ranks(2, uneven, folder=tmp_path)
-    for _, messages in outcomes:
-        assert [message[:55] for message in messages] == [
-            "5 lanes do not divide evenly among 2 ranks: every sampl"
-        ]
-    steps = joined(outcomes, Topology(2, 0, 2))
-    check_whole([key for step in steps for key in step], rows(90), 1)
-
-
 # Collectives.
 
 
@@ -262,32 +170,6 @@ def test_agreements_are_asynchronous_and_arrive_on_all_ranks(tmp_path: Path) -> 
         assert heard == [verdict(words) for words in zip(*said, strict=True)]
         assert merged == {lane: b"%d" % (lane % 3) for lane in range(7)}
         assert gathered == [0, 1, 2]
-
-
-def stale() -> Any:
-    """Load all lanes on every rank, and go on with its own."""
-    built = make(rows(200))
-    _, state = drive(built, Topology(2), limit=5)
-    loader = loader_of(built, Topology(2))
-    loader.load_state_dict(state)
-    assert loader.state_dict() == state
-    iterator = iter(loader)
-    made = [key for batch in islice(iterator, 12) for key in packs_of(batch)]
-    return state, made, through_a_file(loader.state_dict())
-
-
-def test_states_of_other_ranks_lanes_never_win(tmp_path: Path) -> None:
-    outcomes = run_ranks(2, stale, folder=tmp_path)
-    (first, _, last), (_, _, other) = outcomes
-    assert last == other
-    moved = [lane for lane in range(12) if first["lanes"].get(lane) != last["lanes"][lane]]
-    assert moved == list(range(12)), "lanes of both ranks"
-    rest = run_ranks(1, drive, make(rows(200)), Topology(1), last, folder=tmp_path)
-    begin = run_ranks(2, drive, make(rows(200)), Topology(2), None, 5, folder=tmp_path)
-    made = [key for batches, _ in begin for batch in batches for key in batch]
-    made += [key for outcome in outcomes for key in outcome[1]]
-    made += [key for batch in rest[0][0] for key in batch]
-    check_whole(made, rows(200), 2)
 
 
 # Errors and deaths.
@@ -356,7 +238,7 @@ def test_one_ranks_error_is_raised_on_all(
         if rank == 2:
             assert name == raised
         else:
-            assert name == "RuntimeError"
+            assert name == "OtherRankFailed"
             assert message.startswith(f"rank 2 failed while making packs: {told}")
             if kind == "worker killed":
                 assert "died of signal SIGKILL, after 0 restart(s)" in message
@@ -441,17 +323,13 @@ def test_a_killed_rank_is_noticed_in_seconds(tmp_path: Path, size: int, workers:
 
 def leave_early() -> Any:
     """Stop every rank after the same batch, begin again, stop again; then leave the group."""
-    before = held()
-    for name in ("descriptors",):
-        before.pop(name)
+    before = held() | {"descriptors": None}
     loader = loader_of(make(rows(200)), Topology(2, 2, 2))
     found = []
     for stop in (3, 1, 7, 7):
         loader.dataset.set_epoch(0)
         found.append([packs_of(batch) for batch in islice(loader, stop)])
-    after = held()
-    after.pop("descriptors")
-    return found, before == after
+    return found, before == held() | {"descriptors": None}
 
 
 def test_leaving_early_and_beginning_again(tmp_path: Path) -> None:
@@ -460,22 +338,3 @@ def test_leaving_early_and_beginning_again(tmp_path: Path) -> None:
         assert found[0] == found[2][:3]
         assert found[1] == found[2][:1]
         assert clean
-
-
-def impatient(folder: Path) -> Any:
-    path = folder / "a.jsonl"
-    loader = PackedDataLoader(IterablePackedDataset(path, max_seq_len=12, encoder=Numbers()), timeout=10)
-    try:
-        iter(loader)
-    except ValueError as error:
-        return str(error)
-    raise AssertionError("it began")
-
-
-def test_reading_may_not_be_retried_for_longer_than_others_wait(tmp_path: Path) -> None:
-    write(tmp_path / "a.jsonl", rows(50))
-    for message in run_ranks(2, impatient, tmp_path, folder=tmp_path):
-        assert message == (
-            "reading may be tried again for 16 s and the other ranks wait 0:00:10 at most; lower the source's "
-            "retries or raise the loader's timeout"
-        )

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streampack import IterablePackedDataset, IterableSource, MapSource, PackedDataLoader
-from streampack.distributed.rank_sync import RankSync, verdict
+from streampack.distributed.rank_sync import RankSync
 from streampack.loader.iteration import ROUND
 from streampack.streaming.lane_state import LaneState
 from tests.support.corpus import Numbers, rows
@@ -72,13 +72,6 @@ def test_a_single_rank_exchanges_nothing() -> None:
     assert rank_sync.merge({3: b"c", 0: b"a"}) == {0: b"a", 3: b"c"}
 
 
-def test_batches_before_the_first_error_are_handed_out() -> None:
-    assert verdict([0, 0]) == (0, False)
-    assert verdict([3, 8, 0]) == (8, False)
-    assert verdict([3, 8, ~5, ~4]) == (4, True)
-    assert verdict([8, ~0]) == (0, True)
-
-
 def test_a_merge_takes_each_lane_from_its_owner() -> None:
     """After a load every rank holds all lanes; the others' become stale."""
 
@@ -109,7 +102,7 @@ def test_after_an_interrupted_gather_a_rank_sends_nothing(monkeypatch: pytest.Mo
 
 @UNEVEN
 @pytest.mark.parametrize("corpus", CORPORA)
-@pytest.mark.parametrize(("ranks", "workers"), [(1, 3), (2, 0), (3, 1), (4, 0)])
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 3), (3, 1), (4, 0)])
 def test_ranks_make_equally_many_batches_and_every_sample_comes_once_an_epoch(
     corpus: str, ranks: int, workers: int
 ) -> None:
@@ -185,9 +178,7 @@ def test_ranks_agree_ahead_of_the_batches_they_hand_out() -> None:
 # Steps on other topologies.
 
 
-@pytest.mark.parametrize(
-    ("packs_per_step", "ranks", "batch_size"), [(1, 4, 3), (5, 2, 1), (6, 4, 1), (7, 3, 2), (24, 3, 1)]
-)
+@pytest.mark.parametrize(("packs_per_step", "ranks", "batch_size"), [(1, 4, 3), (7, 3, 2), (24, 3, 1)])
 def test_null_packs_fill_up_uneven_steps(packs_per_step: int, ranks: int, batch_size: int) -> None:
     """Step s trains the slots [s P, (s + 1) P) on every topology, resumed there too, until a lane ends."""
     data = rows(400, longest=10)
@@ -212,47 +203,6 @@ def test_null_packs_fill_up_uneven_steps(packs_per_step: int, ranks: int, batch_
                 assert sorted(packs) == sorted(expected), f"step {step} on {size} ranks"
             step += 1
             made += packs
-    check_whole(made, data, 2)
-
-
-@pytest.mark.parametrize(("after", "workers"), [(1, (0, 1, 2, 3)), (2, (2, 0, 1, 4)), (5, (3, 2, 4, 0))])
-def test_steps_hold_the_same_packs_on_every_topology(after: int, workers: tuple[int, ...]) -> None:
-    """4 -> 2 -> 3 -> 1 ranks: the same packs in each step until a lane ends, each sample once throughout."""
-    data = rows(900, longest=10)
-    built = make(data)
-    packs_per_step = 24
-    steps: list[list[PackKey]] = []
-    state: dict[str, Any] | None = None
-    chain = [
-        Topology(ranks, n, batch_size, packs_per_step // (ranks * batch_size))
-        for ranks, n, batch_size in zip((4, 2, 3, 1), workers, (3, 4, 2, 6), strict=True)
-    ]
-    for topology in [*chain, chain[0], *chain]:
-        if 12 % topology.consumers:
-            topology = Topology(topology.ranks, 0, topology.batch_size, topology.batches_per_step)
-        result = run(built, topology, state=state, limit=after * topology.batches_per_step)
-        steps += steps_of_run(result, topology)
-        state = result.states[0]
-        assert result.states == [state] * topology.ranks
-    result = run(built, chain[1], state=state)
-    steps += steps_of_run(result, chain[1])
-    check_steps(steps, built, 12, packs_per_step)
-    check_whole([key for step in steps for key in step], data, 2)
-
-
-@UNEVEN
-@pytest.mark.parametrize("num_lanes", [5, 11])
-def test_lanes_that_do_not_divide_evenly_lose_nothing(num_lanes: int) -> None:
-    data = rows(150)
-    built = make(data, num_lanes=num_lanes)
-    made: list[PackKey] = []
-    state = None
-    chain = [(2, 0, 3), (3, 1, 2), (4, 0, 1), (2, 2, 3), (1, 3, 2), (5, 0, 2)]
-    for number, topology in enumerate(chain):
-        limit = 5 if number < len(chain) - 1 else None
-        result = run(built, Topology(*topology), state=state, limit=limit)
-        state = result.states[0]
-        made += [key for batches in result.batches for batch in batches for key in packs_of(batch)]
     check_whole(made, data, 2)
 
 
@@ -305,7 +255,7 @@ def test_a_lane_in_the_middle_of_an_older_epoch_is_an_error() -> None:
 # Errors.
 
 
-@pytest.mark.parametrize(("size", "at", "workers"), [(2, 0, 0), (2, 25, 2), (3, 1, 2), (3, 810, 0)])
+@pytest.mark.parametrize(("size", "at", "workers"), [(2, 0, 0), (3, 1, 2), (3, 810, 0)])
 def test_an_error_on_one_rank_is_raised_on_all_and_again(size: int, at: int, workers: int) -> None:
     """After the same batch everywhere; the ranks stay in step and can save a state."""
     board = Board(size)

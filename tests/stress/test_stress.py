@@ -12,7 +12,7 @@ import pytest
 
 from stress import __main__ as command
 from stress import report
-from stress.job import JOBS, Job, Run, load_jobs
+from stress.job import JOBS, Job, load_jobs
 from stress.planted import BUGS
 from stress.ranks import RankError, Ranks, processes
 
@@ -145,11 +145,3 @@ def test_dead_and_hanging_ranks_are_reported() -> None:
     assert not [pid for pid, (_, theirs, *_) in processes().items() if theirs == group]
     with Ranks(1) as alone, pytest.raises(RankError, match="ZeroDivisionError"):
         alone.run(divmod, 1, 0)
-
-
-def test_progress_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    run = Run("name", quick=True)
-    assert (run.count(50, 3), Run("name", quick=False).count(50, 3)) == (3, 50)
-    run.reported = -100.0
-    run.progress(1, 3, "kills")
-    assert "name: 1 of 3 kills" in capsys.readouterr().err
