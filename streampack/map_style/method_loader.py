@@ -34,7 +34,6 @@ def method_loader(
     overlong: str | None = None,
     padding_idx: int = 0,
     pad_to_multiple_of: int = 1,
-    max_batch_tokens: int | None = None,
     vocab_size: int | None = None,
     seed: int = 0,
     num_workers: int = 0,
@@ -70,7 +69,6 @@ def method_loader(
         overlong: what to do with a sample longer than ``max_seq_len``.
         padding_idx: the token that fills a row's end.
         pad_to_multiple_of: rows that are not of ``max_seq_len`` are padded to a multiple of this.
-        max_batch_tokens: refuse to make a batch of more tokens, padding included.
         vocab_size: if given, token ids must be below it.
         seed: seed of the random order, with the epoch.
         num_workers: processes that read samples and make batches.
@@ -79,8 +77,7 @@ def method_loader(
         rank: this rank. Default: its rank in the process group.
 
     Raises:
-        ValueError: for a bad setting, data without numbers or without lengths, a bad sample, or a batch that is
-            too large.
+        ValueError: for a bad setting, data without numbers or without lengths, or a bad sample.
     """
     require(method, "method", METHODS)
     if not (hasattr(ds, "__len__") and hasattr(ds, "__getitem__")):
@@ -112,37 +109,20 @@ def method_loader(
     num_replicas, rank = resolve_rank(num_replicas, rank)
     packs_per_step = resolve_packs_per_step(packs_per_step, batch_size * num_replicas)
 
-    planned = partial(
-        plan_batches,
-        method,
-        lengths,
-        max_seq_len=max_seq_len,
-        batch_size=batch_size,
-        num_replicas=num_replicas,
-        packs_per_step=packs_per_step,
-        overlong=overlong,
-        seed=seed,
-    )
-
-    def plan(epoch: int) -> list[list[Row]]:
-        batches = planned(epoch=epoch)
-        tokens, largest = max((len(batch) * rows.width(batch), len(batch)) for batch in batches)
-        if max_batch_tokens is not None and tokens > max_batch_tokens:
-            raise ValueError(
-                f"method={method!r} makes a batch of {largest} x {tokens // largest} = {tokens} tokens, "
-                f"max_batch_tokens is {max_batch_tokens}; lower batch_size or max_seq_len, or cut long samples "
-                "with overlong='truncate'"
-            )
-        return batches
-
-    settings = {
+    options: dict[str, Any] = {
         "method": method,
-        "lengths": digest_of(np.array(lengths)),
         "max_seq_len": max_seq_len,
         "batch_size": batch_size,
         "overlong": overlong,
         "seed": seed,
     }
+
+    def plan(epoch: int) -> list[list[Row]]:
+        return plan_batches(
+            lengths=lengths, num_replicas=num_replicas, packs_per_step=packs_per_step, epoch=epoch, **options
+        )
+
+    settings = options | {"lengths": digest_of(np.array(lengths))}
     if method == "multipack":
         settings["packs_per_step"] = packs_per_step
     sampler = PlannedSampler(plan, settings=settings, num_replicas=num_replicas, rank=rank)

@@ -13,7 +13,6 @@ from streampack.distributed.world import World
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.map_style.method_loader import method_loader
 from streampack.map_style.methods import METHODS
-from streampack.map_style.multipack import resolve_packs_per_step
 from streampack.map_style.samplers import digest_of
 from streampack.packing.batch import Batch
 from streampack.packing.settings import Packing
@@ -29,20 +28,15 @@ OF_SAMPLES = (
 )  # fmt: skip
 """The entries of a dataset's identity that decide which samples there are."""
 
-UNFINISHED = (
-    "an iteration began from the loaded state and stopped before its end, so another one would begin elsewhere than "
-    "the state says. To begin from the state again, load it again; to go on behind what that iteration gave, call "
-    "load_state_dict(state_dict()) first"
-)
-
 
 class MethodLoader:
     """Batches of one of the `METHODS`, with the interface of a `PackedDataLoader`.
 
     A method plans an epoch as a whole, so every rank reads and tokenizes the corpus before the first step and keeps
     it in memory: 4 bytes a token, 8 where labels differ from the tokens. The dataset decides what happens to empty,
-    overlong and broken samples; its ``strategy``, buffer, lanes and shuffling are replaced by the method. All ranks
-    must read the same samples.
+    overlong and broken samples; its ``strategy``, buffer, lanes and shuffling are replaced by the method.
+
+    An iteration goes on behind the last batch that was handed out, or behind the loaded state.
 
     >>> rows = [{"tokens": [i] * n, "labels": [i] * n} for i, n in enumerate([5, 4, 2, 3])]
     >>> dataset = IterablePackedDataset(rows, max_seq_len=8)
@@ -108,9 +102,8 @@ class MethodLoader:
             batch_size=batch_size,
             lengths=[sample.tokens.size for sample in samples],
             packs_per_step=packs_per_step,
-            overlong="split"
-            if packing.overlong == "split"
-            else None,  # `read_pieces` has dropped or cut the others
+            # `read_pieces` has dropped or cut the others.
+            overlong="split" if packing.overlong == "split" else None,
             padding_idx=config.padding_idx,
             seed=config.seed,
             num_workers=num_workers,
@@ -119,41 +112,22 @@ class MethodLoader:
             rank=world.rank,
         )
         self.sampler: Any = self.loader.sampler
-        self.packs_per_step = resolve_packs_per_step(packs_per_step, batch_size * world.size)
-        self.batches_per_step = self.packs_per_step // (batch_size * world.size)
+        at_once = batch_size * world.size
+        self.batches_per_step = (packs_per_step or at_once) // at_once
         self._handed = 0  # batches of this epoch that each rank has handed out
         self._totals = Ledger()  # of all ranks
-        self._loaded: Mapping[str, Any] | None = (
-            None  # the loaded state, until an iteration from it has ended
-        )
-        self._begun = False  # an iteration from the loaded state has handed out a batch
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: method {self.method}, of {self.dataset}>"
 
     def __iter__(self) -> Iterator[Batch]:
-        """Iterate from the loaded state on; without one, from the beginning of the first epoch.
-
-        Raises:
-            ValueError: if an iteration from the loaded state began and did not end.
-        """
-        if self._loaded is None:
-            self.sampler.set_epoch(0)
-            self._handed, self._totals = 0, Ledger()
-        elif self._begun:
-            raise ValueError(UNFINISHED)
-        else:
-            self._restore(self._loaded)  # again, after an iteration that failed before its first batch
-        return self._batches()
-
-    def _batches(self) -> Iterator[Batch]:
         while True:
+            # With worker processes the sampler is ahead of what was handed out.
+            self.sampler.load_state_dict(self.sampler.state_dict(consumed=self._handed))
             for batch in self.loader:
-                self._begun = self._loaded is not None
                 self._count_batch()
                 yield replace(batch, fragments=tuple(map(self._traced, batch.fragments)))
             if self.dataset.epochs is not None and self.epoch + 1 >= self.dataset.epochs:
-                self._loaded = None
                 return
             self.sampler.set_epoch(self.epoch + 1)
             self._handed = 0
@@ -202,10 +176,6 @@ class MethodLoader:
                 f"method={self.method!r}; go on with what the run began with, or start a new run"
             )
         self.dataset._require_identity(state["identity"], names=OF_SAMPLES)
-        self._restore(state)
-        self._loaded, self._begun = state, False
-
-    def _restore(self, state: Mapping[str, Any]) -> None:
         self.sampler.load_state_dict(state["sampler"])
         self._handed = state["sampler"]["dealt"] // self.world.size
         self._totals = Ledger.from_numbers(state["ledger"])
