@@ -17,18 +17,8 @@ def packed_dataset(
     packed: bool = False,
     max_seq_len: int | None = None,
     padding_idx: int | None = None,
-    max_packs: int | None = None,
-    split_across_pack: bool = False,
-    strategy: str = "exact_fit",
-    buffer_size: int = 128,
-    overlong: str | None = None,
-    truncate_side: str = "right",
-    max_seqs_per_pack: int | None = None,
-    truncate_eos: int | None = None,
-    empty: str = "error",
-    untrained: str | None = None,
-    vocab_size: int | None = None,
     parity: str | None = None,
+    **settings: Any,
 ) -> PackedDataset:
     """Build a `PackedDataset` from the YAML of a stock torchtune recipe.
 
@@ -48,7 +38,7 @@ def packed_dataset(
     truncates, and the padding is 0, whatever the ``pad_id``. (``text_completion_dataset`` then splits by default:
     write ``split_across_pack: True`` here.)
 
-    The other arguments are those of `PackedDataset`.
+    ``settings`` are the other arguments of `PackedDataset`.
 
     Raises:
         ValueError: for a node with which a stock recipe would train wrongly, and whatever `PackedDataset` refuses.
@@ -86,16 +76,6 @@ def packed_dataset(
         build(dataset, tokenizer if parity else check_tokenizer(tokenizer)),
         max_seq_len=max_seq_len,
         padding_idx=padding_idx,
-        max_packs=max_packs,
-        split_across_pack=split_across_pack,
-        strategy=strategy,
-        buffer_size=buffer_size,
-        overlong=overlong,
-        truncate_side=truncate_side,
-        max_seqs_per_pack=max_seqs_per_pack,
-        truncate_eos=truncate_eos,
-        empty=empty,
-        untrained=untrained,
-        vocab_size=vocab_size,
         parity=parity,
+        **settings,
     )
