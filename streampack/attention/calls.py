@@ -35,18 +35,20 @@ def inputs_of(model: nn.Module) -> Callable[[Batch], dict[str, Any]] | None:
         inner = inner if wrapped is None else wrapped
     roots = {cls.__module__.partition(".")[0] for cls in type(inner).__mro__}
     if roots & {"transformers", "peft"}:
-        pretrained = find_pretrained(inner)
-        return None if pretrained is None else _prepared_inputs(pretrained) or _plain_inputs(pretrained)
-    if "torchtune" in roots and _is_torchtune(inner):
-        return _prepared_inputs(inner) or (
-            lambda batch: {"tokens": batch.tokens, "input_pos": batch.input_pos}
-        )
-    return None
-
-
-def _prepared_inputs(inner: nn.Module) -> Callable[[Batch], dict[str, Any]] | None:
+        inner = find_pretrained(inner)
+        if inner is None:
+            return None
+        plain = _plain_inputs(inner)
+    elif "torchtune" in roots and _is_torchtune(inner):
+        plain = _plain_torchtune_inputs
+    else:
+        return None
     remake = PREPARED.get(inner)
-    return None if remake is None else remake(inner)
+    return plain if remake is None else remake(inner)
+
+
+def _plain_torchtune_inputs(batch: Batch) -> dict[str, Any]:
+    return {"tokens": batch.tokens, "input_pos": batch.input_pos}
 
 
 def _plain_inputs(pretrained: Any) -> Callable[[Batch], dict[str, Any]]:

@@ -12,10 +12,8 @@ import torch
 # dependencies, so only an import shows whether 4 is installed.
 _MODULES = {2: "flash_attn", 3: "flash_attn_interface", 4: "flash_attn.cute"}
 
-# Generations by major compute capability, best first. 2 runs on Ampere (8) and later, 3 on Ampere and Hopper (9), 4 on
-# Hopper, where it is less mature than 3, and later.
-_SUITED = {8: (3, 2), 9: (3, 4, 2)}
-_SUITED_LATER = (4, 2)
+# Generations by major compute capability, best first; later ones have those of 10. On Hopper (9), 4 is less mature.
+_SUITED = {8: (3, 2), 9: (3, 4, 2), 10: (4, 2)}
 
 Kernel = Callable[..., Any]
 _found: tuple[int, Kernel] | None = None  # cached, so that compiled code neither imports nor queries the GPU
@@ -39,7 +37,7 @@ def find_flash(device: torch.device) -> tuple[int, Kernel]:
             f"attention='flash' needs a GPU of compute capability 8.0 or more, this one has {major}.{minor}; use "
             "attention='flex' or 'dense'"
         )
-    suited = _SUITED.get(major, _SUITED_LATER)
+    suited = _SUITED[min(major, max(_SUITED))]
     for generation in suited:
         try:
             kernel: Kernel = import_module(_MODULES[generation]).flash_attn_varlen_func
@@ -86,22 +84,9 @@ def flash_attention(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Compute causal attention within each sequence on CUDA, as `varlen_attention` does.
+    """Compute `varlen_attention` by flash-attn, with the same arguments; a ``softcap`` needs flash-attn 2 or 3.
 
     Call `find_flash` before compiling code that calls this: it imports the package.
-
-    Args:
-        q: ``[tokens, heads, head_dim]``, bf16 or fp16.
-        k: ``[tokens, kv_heads, head_dim]``; ``heads`` is a multiple of ``kv_heads``.
-        v: as ``k``.
-        cu_seqlens: ``[sequences + 1]`` int32, from 0 to ``tokens``: where each sequence begins.
-        max_seqlen: no sequence is longer.
-        window: tokens that a query sees, itself included; None: all before it.
-        scale: of the scores; None: ``head_dim ** -0.5``.
-        softcap: scores become ``softcap * tanh(score / softcap)``; flash-attn 2 and 3.
-
-    Returns:
-        ``[tokens, heads, head_dim]``, in the type of ``q``; under autocast, in autocast's.
 
     Raises:
         ValueError: without a GPU, for types other than 16-bit floats, for a ``softcap`` with flash-attn 4.
@@ -116,6 +101,7 @@ def flash_attention(
     if why := _unfit(generation, dtype=q.dtype, softcap=softcap):
         raise ValueError(f"attention='flash': {why}; use attention='flex' or 'dense'")
     unlimited = None if generation == 4 else -1
+    before = unlimited if window is None else window - 1
     out = kernel(
         q,
         k,
@@ -126,10 +112,7 @@ def flash_attention(
         max_seqlen_k=max_seqlen,
         softmax_scale=scale,
         causal=True,
-        window_size=(
-            unlimited if window is None else window - 1,
-            0,
-        ),  # keys before and after the query's own token
+        window_size=(before, 0),  # keys before and after the query's own token
         softcap=softcap or 0.0,
     )
     # 4, and early versions of 3, also return the scores' logsumexp.

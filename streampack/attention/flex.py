@@ -108,13 +108,9 @@ def flex_attention_of(
     return out
 
 
-def flex_unfit(*, device: torch.device, head_dim: int) -> str | None:
-    """Return why torch's flex attention cannot compute this attention, or None if it can.
-
-    >>> flex_unfit(device=torch.device("cuda"), head_dim=8)
-    "torch's flex attention needs a head_dim of at least 16 on CUDA, the model's is 8"
-    """
-    if device.type == "cuda" and head_dim < 16:
+def flex_unfit(*, head_dim: int) -> str | None:
+    """Return why torch's flex attention on CUDA cannot compute this attention, or None if it can."""
+    if head_dim < 16:
         return f"torch's flex attention needs a head_dim of at least 16 on CUDA, the model's is {head_dim}"
     return None
 

@@ -97,14 +97,7 @@ def find_leaks(
 
     def logits(of: Batch) -> torch.Tensor:
         seed_all(seed, device)
-        try:
-            output = model(of) if inputs is None else model(**inputs(of))
-        except (TypeError, AttributeError) as error:
-            if inputs is None:
-                error.add_note(
-                    "find_leaks called the model with a Batch; with inputs, it is called by keyword"
-                )
-            raise
+        output = model(of) if inputs is None else model(**inputs(of))
         return logits_of(output, tokens=of.tokens.shape[1])
 
     def logits_with_other(where: slice) -> torch.Tensor:
@@ -165,9 +158,8 @@ def find_leaks(
             change_each(training=True)
     allowed = _limit(module, base.dtype, device) if limit is None else limit
     leaks = [move for move in dict.fromkeys(moves) if move.moved > allowed]
-    leaks = [
-        leak for leak in leaks if not leak.training
-    ] or leaks  # those of training mode would repeat the others
+    # Those of training mode would repeat the others.
+    leaks = [leak for leak in leaks if not leak.training] or leaks
     return LeakReport(
         lengths=tuple(where.stop - where.start for where in rows),
         leaks=tuple([leak for leak in leaks if leak.kind == "noise"] or leaks),

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import torch
 from torch import nn
 
+from streampack.attention.backends import auto_backends, unfit
 from streampack.attention.calls import PREPARED
 from streampack.attention.dense import dense_mask
-from streampack.attention.flash import flash_attention, flash_unfit
-from streampack.attention.flex import flex_attention_of, flex_mask, flex_unfit
+from streampack.attention.flash import flash_attention
+from streampack.attention.flex import flex_attention_of, flex_mask
 from streampack.attention.mappings import packed_of
 from streampack.attention.positions import position_table, within_table
-from streampack.attention.varlen import cu_seqlens_of, varlen_attention, varlen_unfit
+from streampack.attention.varlen import cu_seqlens_of, varlen_attention
 
 if TYPE_CHECKING:
     from torchtune.modules import TransformerDecoder
@@ -121,7 +122,7 @@ def prepare(model: nn.Module, *, attention: str) -> TorchtuneInputs:
     parameter = next(model.parameters())
     why_not = partial(_why_not, attentions=attentions, device=parameter.device, dtype=parameter.dtype)
     if attention == "auto":
-        attention = next(word for word in _order(parameter.device) if why_not(word) is None)
+        attention = next(word for word in auto_backends(parameter.device) if why_not(word) is None)
     elif why := why_not(attention):
         raise ValueError(f"attention={attention!r} cannot compute this model: {why}; use attention='auto'")
     for module in attentions:
@@ -133,16 +134,6 @@ def prepare(model: nn.Module, *, attention: str) -> TorchtuneInputs:
 def _inputs(attention: str, decoder: TransformerDecoder) -> TorchtuneInputs:
     windows = frozenset(getattr(module, "sliding_window_size", None) for module in _attentions(decoder))
     return TorchtuneInputs(attention, windows, decoder, position_table(decoder))
-
-
-def _order(device: torch.device) -> tuple[str, ...]:
-    """Return the backends that ``"auto"`` tries, best first.
-
-    On one core of a CPU, both passes of a llama of 4 layers of 256 over 4 packs of 1,024 tokens took 1.7, 1.8 and
-    1.8 s by varlen and 2.6, 2.2 and 2.9 s by dense, with 64, 19 and 8 sequences.
-    """
-    orders = {"cuda": ("varlen", "flex", "dense"), "cpu": ("varlen", "dense")}
-    return orders.get(device.type, ("dense",))
 
 
 def _decoder(model: nn.Module) -> TransformerDecoder:
@@ -208,32 +199,18 @@ def _is_known(attention: Attention) -> bool:
 
 
 def _why_not(
-    word: str,
-    *,
-    attentions: list[Attention],
-    device: torch.device,
-    dtype: torch.dtype,
+    attention: str, *, attentions: list[Attention], device: torch.device, dtype: torch.dtype
 ) -> str | None:
     """Return why a backend cannot compute these attentions, or None if it can."""
-    if word == "dense":
+    if attention == "dense":
         return None
     # Gemma2Attention has the argument and does not use it.
     dropout = max((module.attn_dropout for module in attentions if not _is_gemma2(module)), default=0.0)
     if dropout > 0:
         return f"only 'dense' has dropout in its attention, and attn_dropout is {dropout}"
-    head_dim = attentions[0].head_dim
-    if word == "flex":
-        return flex_unfit(device=device, head_dim=head_dim)
-    if word == "varlen" and device.type != "cuda":
-        return None
-    softcap = next(
-        (cap for module in attentions if (cap := getattr(module, "softcapping", None)) is not None), None
-    )
-    if word == "varlen":
-        if torch.cuda.get_device_capability(device) < (8, 0):
-            return "torch's kernel needs a GPU of compute capability 8.0 or more"
-        return varlen_unfit(dtype=dtype, head_dim=head_dim, softcap=softcap)
-    return flash_unfit(device=device, dtype=dtype, softcap=softcap)
+    softcaps = [getattr(module, "softcapping", None) for module in attentions]
+    softcap = next((cap for cap in softcaps if cap is not None), None)
+    return unfit(attention, device=device, dtype=dtype, head_dim=attentions[0].head_dim, softcap=softcap)
 
 
 def _is_gemma2(attention: Attention) -> bool:

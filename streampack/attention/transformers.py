@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from streampack.attention.backends import auto_backends, unfit
 from streampack.attention.calls import PREPARED
 from streampack.attention.families import BLIND, PROVEN, longest_pack, missing, refusal, window_of
-from streampack.attention.flash import flash_attention, flash_unfit
+from streampack.attention.flash import flash_attention
 from streampack.attention.mappings import labels_of, packed_of, positions_of
 from streampack.attention.positions import position_table, within_table
 from streampack.attention.pretrained import disable_cache, find_pretrained, set_attention, stock_attention
 from streampack.attention.probe import find_leaks
-from streampack.attention.varlen import cu_seqlens_of, varlen_attention, varlen_unfit
-from streampack.validation import require
+from streampack.attention.varlen import cu_seqlens_of, varlen_attention
 
 if TYPE_CHECKING:
     from streampack.attention.mappings import Packed
@@ -98,29 +98,13 @@ class TransformersInputs:
         return create_masks_for_generate(config, shaped, None, None, positions)
 
 
-def prepare(model: nn.Module, *, attention: str = "auto") -> TransformersInputs:
-    """Set a Hugging Face model's attention function for packed batches, and keep it from making caches.
-
-    >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> from streampack import IterablePackedDataset, collate_packed
-    >>> sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
-    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes))
-    >>> rows = [{"tokens": [7, 8, 9], "labels": [7, 8, 9]}, {"tokens": [4, 5], "labels": [4, 5]}]
-    >>> batch = collate_packed(list(IterablePackedDataset(rows, max_seq_len=6)))
-    >>> inputs = prepare(model, attention="dense")
-    >>> model(**inputs(batch)).logits.shape, inputs(batch)["position_ids"].tolist()
-    (torch.Size([1, 6, 16]), [[0, 1, 2, 0, 1, 0]])
-
-    Args:
-        model: a causal language model with its weights, bare or wrapped (PEFT, ``torch.compile``, DDP, FSDP).
-        attention: ``"dense"`` (transformers' sdpa, or eager), ``"flex"``, ``"varlen"``, ``"flash"``, or
-            ``"auto"``: the first of varlen, flex (on CUDA) and dense that the model can do where it is.
+def prepare(model: nn.Module, *, attention: str) -> TransformersInputs:
+    """Prepare a causal language model with its weights, bare or wrapped; see `prepare_model_for_packing`.
 
     Raises:
         ValueError: if samples would see one another in this model, or it lacks this kind of attention; with the
             reason and the way out. Families without a test are tried with `find_leaks`.
     """
-    require(attention, "attention", ("auto", *ATTENTIONS))
     inner = find_pretrained(model)
     if inner is None:
         raise ValueError(
@@ -128,12 +112,11 @@ def prepare(model: nn.Module, *, attention: str = "auto") -> TransformersInputs:
             "streampack.make_mask(batch), or call streampack.attention.varlen_attention in it"
         )
     config = inner.config.get_text_config()
-    for why in (refusal(config, stateful=bool(inner._is_stateful)), _virtual_tokens(model)):
-        if why:
-            raise ValueError(f"this model cannot be packed: {why}")
+    if why := refusal(config, stateful=bool(inner._is_stateful)) or _virtual_tokens(model):
+        raise ValueError(f"this model cannot be packed: {why}")
     before = inner.config._attn_implementation
     reasons = {}
-    for word in _order(inner.device) if attention == "auto" else (attention,):
+    for word in auto_backends(inner.device) if attention == "auto" else (attention,):
         if why := _lacks(inner, word):
             reasons[word] = why
             continue
@@ -168,15 +151,6 @@ def _inputs(attention: str, inner: nn.Module) -> TransformersInputs:
     return TransformersInputs(attention, inner, position_table(inner))
 
 
-def _order(device: torch.device) -> tuple[str, ...]:
-    """Return the backends that ``"auto"`` tries, best first.
-
-    On one core of a CPU, both passes of a llama of 4 layers of 256 over 4 packs of 1,024 tokens took 2.0, 1.9 and
-    2.1 s by varlen and 2.9, 2.8 and 2.8 s by dense, with 64, 19 and 8 sequences.
-    """
-    return ("varlen", "flex", "dense") if device.type == "cuda" else ("varlen", "dense")
-
-
 def _lacks(inner: Any, attention: str) -> str | None:
     """Return why this model cannot use a backend on its device, or None if it can."""
     config = inner.config.get_text_config()
@@ -187,18 +161,17 @@ def _lacks(inner: Any, attention: str) -> str | None:
         return None
     if not inner._can_set_attn_implementation():
         return f"{config.model_type} has its attention written into its layers"
-    if attention == "flex":
-        return (
-            None
-            if inner._supports_flex_attn
-            else f"transformers has no flex attention for {config.model_type}"
+    if attention == "flex" and not inner._supports_flex_attn:
+        return f"transformers has no flex attention for {config.model_type}"
+    if inner.device.type == "cuda" or attention == "flash":
+        why = unfit(
+            attention,
+            device=inner.device,
+            dtype=inner.dtype,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            softcap=getattr(config, "attn_logit_softcapping", None),
         )
-    softcap = getattr(config, "attn_logit_softcapping", None)
-    if attention == "flash" and (why := flash_unfit(device=inner.device, dtype=inner.dtype, softcap=softcap)):
-        return why
-    if attention == "varlen" and inner.device.type == "cuda":
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        if why := varlen_unfit(dtype=inner.dtype, head_dim=head_dim, softcap=softcap):
+        if why:
             return why
     return missing(config, attention)
 

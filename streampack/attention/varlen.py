@@ -166,12 +166,10 @@ def _attend(
     blocks = []
     for first in range(0, length, QUERIES):
         last = min(first + QUERIES, length)
-        begin = (
-            0 if window is None else max(0, first - window + 1)
-        )  # of the keys that some of these queries see
-        back = torch.arange(first, last, device=q.device)[:, None] - torch.arange(
-            begin, last, device=q.device
-        )
+        # The first of the keys that some of these queries see.
+        begin = 0 if window is None else max(0, first - window + 1)
+        queries = torch.arange(first, last, device=q.device)[:, None]
+        back = queries - torch.arange(begin, last, device=q.device)
         seen = (back >= 0) & (back < (window or length))
         block = q[:, :, first:last], k[:, :, begin:last], v[:, :, begin:last]
         if softcap is None:
