@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from streampack import Batch, IterablePackedDataset, collate_packed, find_leaks, prepare_model_for_packing
-from streampack.attention import document_ids, make_mask, varlen_attention
+from streampack.attention import document_ids
 from streampack.attention.calls import logits_of
 from streampack.attention.probe_pack import probe_length
 from streampack.attention.report import CAUSES, WAY_OUT
@@ -140,13 +140,6 @@ def test_noise_is_reported_as_noise() -> None:
     report = find_leaks(lambda batch: F.one_hot(batch.tokens + next(calls), 200).double(), vocab_size=VOCAB)
     assert {leak.kind for leak in report.leaks} == {"noise"}
     assert report.cause == CAUSES["noise"]
-
-
-def test_dropout_in_a_function_repeats_in_every_pass() -> None:
-    """A function has no eval mode, so the probe repeats its random numbers."""
-    model = OneLayer(right).train()
-    report = find_leaks(lambda batch: model(batch), vocab_size=VOCAB)
-    assert {leak.kind for leak in report.leaks} <= {"alone"}
 
 
 def test_the_text_of_a_report() -> None:
@@ -296,12 +289,6 @@ def test_random_numbers_in_training_mode_repeat() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_generators_of_other_devices_are_not_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.manual_seed would seed those of all devices."""
-    monkeypatch.setattr(torch, "manual_seed", None)
-    assert find_leaks(OneLayer(right)).ok
-
-
 def test_a_part_of_a_large_vocabulary_is_compared() -> None:
     logits = torch.arange(3 * 10_000.0).view(1, 3, 10_000)
     assert logits_of(logits, tokens=3).shape == (3, 5000)
@@ -315,14 +302,6 @@ def test_logits_of_another_shape_are_refused() -> None:
     )
     with pytest.raises(ValueError, match=message):
         find_leaks(lambda batch: torch.ones(1, 61), vocab_size=VOCAB)
-
-
-def test_an_error_of_an_unknown_module_says_how_it_was_called() -> None:
-    with pytest.raises((TypeError, AttributeError)) as caught:
-        find_leaks(nn.Sequential(nn.Embedding(VOCAB, 8)))
-    assert caught.value.__notes__ == [
-        "find_leaks called the model with a Batch; with inputs, it is called by keyword"
-    ]
 
 
 def test_a_module_takes_nineteen_passes() -> None:
@@ -448,35 +427,3 @@ def test_torchtune(family: str, attention: str) -> None:
             model, inputs=lambda b: inputs(b) | {"input_pos": running}, max_seq_len=MAX_SEQ_LEN
         )
         assert {leak.kind for leak in report.leaks} == {"alone"}
-
-
-def test_a_lost_window_of_gemma2() -> None:
-    """The comparison with the sample alone, which has its window in the mask, shows it."""
-    gemma2 = pytest.importorskip("torchtune.models.gemma2")
-    model = gemma2.gemma2(
-        vocab_size=VOCAB, num_layers=2, num_heads=4, head_dim=16, num_kv_heads=2, embed_dim=64, intermediate_dim=48,
-        max_seq_len=64, sliding_window_size=7,
-    )  # fmt: skip
-    generator = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.2, generator=generator)
-    inputs = prepare_model_for_packing(model, attention="varlen")
-    assert find_leaks(model, inputs=inputs, max_seq_len=64).ok
-
-    def windowless(batch: Batch) -> dict[str, Any]:
-        arguments = inputs(batch)
-        arguments["mask"].kernel = lambda *qkv, window, **others: varlen_attention(*qkv, **others)
-        return arguments
-
-    report = find_leaks(model, inputs=windowless, max_seq_len=64)
-    assert {leak.kind for leak in report.leaks} == {"alone"}
-
-
-def test_a_callable_from_batch_to_logits() -> None:
-    model = build("llama3").eval()
-    report = find_leaks(
-        lambda batch: model(batch.tokens, mask=make_mask(batch), input_pos=batch.input_pos),
-        vocab_size=VOCAB,
-        max_seq_len=MAX_SEQ_LEN,
-    )
-    assert report.ok

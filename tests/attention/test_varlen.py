@@ -135,36 +135,6 @@ def test_attention_equals_the_naive_one(
         assert float((ours.detach() - theirs.detach()).norm()) < LIMIT[dtype] * upstream.norm() * 10
 
 
-def test_a_sequence_among_others_equals_itself_alone() -> None:
-    q, k, v, upstream = tensors(40, heads=4, kv_heads=2, dtype=torch.float64)
-    cu_seqlens = torch.tensor([0, 11, 29, 40], dtype=torch.int32)
-    packed = varlen_attention(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=40)
-    gradients = torch.autograd.grad(packed, (q, k, v), upstream)
-    one = slice(11, 29)
-    alone = varlen_attention(
-        *(x[one] for x in (q, k, v)), cu_seqlens=torch.tensor([0, 18], dtype=torch.int32), max_seqlen=18
-    )
-    assert torch.equal(packed[one], alone)
-    for ours, theirs in zip(gradients, torch.autograd.grad(alone, (q, k, v), upstream[one]), strict=True):
-        assert torch.equal(ours[one], theirs[one])
-
-
-@pytest.mark.parametrize("order", [(1, 0, 2), (1, 2, 0)])
-def test_strides_do_not_matter(order: tuple[int, int, int]) -> None:
-    q, k, v, _ = tensors(40, heads=4, kv_heads=2, dtype=torch.float64)
-    cu_seqlens = torch.tensor([0, 11, 29, 40], dtype=torch.int32)
-    back = [order.index(dim) for dim in range(3)]
-    strided = [x.detach().permute(order).contiguous().permute(back).requires_grad_() for x in (q, k, v)]
-    results = []
-    for inputs in ([q, k, v], strided):
-        out = varlen_attention(*inputs, cu_seqlens=cu_seqlens, max_seqlen=40)
-        results.append(
-            [out, *torch.autograd.grad(out.sum(), inputs)]
-        )  # the gradient of a sum has strides of 0
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
 @pytest.mark.parametrize(("window", "masked"), [(None, 0), (18, 0), (17, 1)])
 def test_only_sequences_longer_than_the_window_get_a_mask(
     window: int | None, masked: int, monkeypatch: pytest.MonkeyPatch

@@ -117,10 +117,7 @@ def test_epochs_of_a_stream_are_estimated(
     assert f"max_steps={short.state.max_steps} was estimated, and the data goes on behind it" in caplog.text
 
 
-@pytest.mark.parametrize("resume", [False, True])
-def test_data_that_ends_early_is_logged_and_saved(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, resume: bool
-) -> None:
+def test_data_that_ends_early_is_logged_and_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The last steps before the end of the data are logged and saved."""
     rows = samples(100)
     steps = steps_of(stream(rows, epochs=1))
@@ -129,17 +126,15 @@ def test_data_that_ends_early_is_logged_and_saved(
         "max_steps": 1000, "save_strategy": "steps", "save_steps": 4, "eval_strategy": "steps", "eval_steps": 4,
         "logging_steps": 4, "eval_dataset": held_out(),
     }  # fmt: skip
-    trainer = packed(tmp_path, stream(rows, epochs=1), **changes)
-    trainer.train()
-    if resume:
+    ends = {*range(4, steps, 4), steps}
+    for checkpoint in (None, str(tmp_path / "checkpoint-4")):
         caplog.clear()
         trainer = packed(tmp_path, stream(rows, epochs=1), **changes)
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    ends = {*range(4, steps, 4), steps}
-    assert entries(trainer, "loss").keys() == entries(trainer, "eval_loss").keys() == ends
-    assert {int(path.name.split("-")[1]) for path in tmp_path.glob("checkpoint-*")} == ends
-    assert caplog.text.count(f"the data ended after step {steps} of max_steps=1000") == 1
-    assert trainer.state.global_step == steps
+        trainer.train(resume_from_checkpoint=checkpoint)
+        assert entries(trainer, "loss").keys() == entries(trainer, "eval_loss").keys() == ends
+        assert {int(path.name.split("-")[1]) for path in tmp_path.glob("checkpoint-*")} == ends
+        assert caplog.text.count(f"the data ended after step {steps} of max_steps=1000") == 1
+        assert trainer.state.global_step == steps
 
     over = packed(tmp_path, stream(rows, epochs=1), **changes)
     assert over.train(resume_from_checkpoint=True).global_step == steps  # no data is left

@@ -86,7 +86,6 @@ def test_packs_as_an_argument_of_evaluate(tmp_path: Path, true_loss: float) -> N
         {},
         {"batch_eval_metrics": True},
         {"include_for_metrics": ["inputs", "loss"]},
-        {"eval_accumulation_steps": 1},
         {"eval_do_concat_batches": False},
     ],
 )
@@ -122,15 +121,6 @@ def test_the_users_metrics(tmp_path: Path, true_loss: float, changes: dict[str, 
     assert len(right) == sum(label != -100 for row in ROWS for label in row["labels"][1:])
     assert metrics["eval_accuracy"] == sum(right) / len(right) > 0
     assert metrics["eval_loss"] == pytest.approx(truth(trainer.model, ROWS), rel=1e-5)
-
-
-def test_prediction_loss_only(tmp_path: Path, true_loss: float) -> None:
-    trainer = trainer_of(
-        tmp_path, train_dataset=stream(), eval_dataset=held_out(), prediction_loss_only=True,
-        compute_metrics=lambda _: pytest.fail("there is nothing to compute metrics from"),
-    )  # fmt: skip
-    prepare_trainer_for_packing(trainer)
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(true_loss, rel=1e-6)
 
 
 def test_every_evaluation_has_the_same_order(tmp_path: Path) -> None:

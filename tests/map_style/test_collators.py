@@ -11,15 +11,6 @@ from hypothesis import strategies as st
 
 from streampack import IGNORE_INDEX, FlatteningCollator, IterablePackedDataset, PackedDataset, PaddedCollator
 
-PAPER = [
-    [10, 11, 12, 13],
-    [20, 21, 22, 23, 24, 25, 26, 27],
-    [30, 31, 32, 33, 34],
-    [40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 410],
-]
-AXOLOTL = [11, 6, 7, 4, 8, 4, 3, 4, 3, 4, 5, 4]
-AXOLOTL_CU_SEQLENS = [0, 11, 17, 24, 28, 36, 40, 43, 47, 50, 54, 59, 63]
-
 
 def samples_of(lengths: list[int], *, ids: str = "input_ids") -> list[dict[str, list[int]]]:
     """Make samples whose second label is masked."""
@@ -76,31 +67,6 @@ def test_equals_transformers_collator() -> None:
     # Options of a single call.
     theirs = transformers.DataCollatorWithFlattening()(batch, return_tensors="np", separator_id=5)
     assert_same(FlatteningCollator()(batch, return_tensors="np", separator_id=5), theirs)
-
-
-def test_the_example_of_the_paper() -> None:
-    """Kundu et al. 2024, section 3.5."""
-    batch = FlatteningCollator()([{"input_ids": tokens} for tokens in PAPER])
-    first = {0, 4, 12, 17}
-    flat = [token for tokens in PAPER for token in tokens]
-    assert batch["input_ids"].tolist() == [flat]
-    assert batch["labels"].tolist() == [[IGNORE_INDEX if i in first else t for i, t in enumerate(flat)]]
-    assert batch["position_ids"].tolist() == [[*range(4), *range(8), *range(5), *range(11)]]
-    assert list(batch) == ["input_ids", "labels", "position_ids"]
-
-
-def test_the_example_of_axolotl() -> None:
-    """axolotl's page has sums that are off by one from the sixth on, and counts padding to the last sample."""
-    samples = samples_of(AXOLOTL)
-    batch = FlatteningCollator(return_flash_attn_kwargs=True)(samples)
-    assert batch["cu_seq_lens_q"].tolist() == AXOLOTL_CU_SEQLENS
-    padded = FlatteningCollator(return_flash_attn_kwargs=True, max_tokens=64)(samples)
-    assert padded["input_ids"].shape == (1, 64)
-    assert padded["input_ids"].tolist()[0][:63] == batch["input_ids"].tolist()[0]
-    assert padded["cu_seq_lens_q"].tolist() == [*AXOLOTL_CU_SEQLENS, 64], (
-        "the slot of padding is one more sequence"
-    )
-    assert padded["max_length_q"] == 11
 
 
 @given(
@@ -212,10 +178,6 @@ OTHER_PACK = {key: value for key, value in PACK.items() if key != "num_seqs"}
         (
             [{"tokens": [1]}],
             "sample 0 of the batch: column 'labels' is missing; the row's columns are 'tokens'",
-        ),
-        (
-            [{"text": "hello"}],
-            "sample 0 of the batch: column 'tokens' is missing; the row's columns are 'text'",
         ),
         ([{"input_ids": [1, 2]}, {"input_ids": []}], "sample 1 of the batch has 0 tokens; remove it"),
         (

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from streampack import IGNORE_INDEX, Batch, method_loader, prepare_model_for_packing
+from streampack import IGNORE_INDEX, Batch, method_loader
 from streampack.map_style.methods import METHODS, plan_batches
 from streampack.packing.batch import null_pack
 
@@ -72,50 +72,6 @@ def test_a_batch_is_what_the_plan_says(name: str) -> None:
             if padding := width - sum(map(len, tokens)):
                 expected.append(([0] * padding, [IGNORE_INDEX] * padding, list(range(padding))))
             assert found == expected
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    llama3 = pytest.importorskip("torchtune.models.llama3").llama3
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return llama3(
-            vocab_size=64,
-            num_layers=1,
-            num_heads=2,
-            num_kv_heads=1,
-            embed_dim=16,
-            max_seq_len=4 * LIMIT,  # a mini-batch in one row is so long
-            intermediate_dim=16,
-        )
-
-
-@names
-def test_the_loss_is_that_of_isolated_samples_unless_the_method_says_otherwise(name: str, model: Any) -> None:
-    """The loss of an epoch, against that of each sample alone."""
-
-    def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> float:
-        return torch.nn.functional.cross_entropy(
-            logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
-        ).item()
-
-    data = [
-        {key: [t % 64 if t > 0 else t for t in row[key]] for key in row} for row in samples_of(LENGTHS[:12])
-    ]
-    inputs = prepare_model_for_packing(model)
-    found = alone = 0.0
-    with torch.no_grad():
-        for batch in loader_of(name, data):
-            found += loss_of(model(**inputs(batch)), batch.labels)
-            for (index,), start, stop, _ in chain(*batch.fragments):
-                tokens, labels = (
-                    torch.tensor([data[index][key][start:stop]]) for key in ("tokens", "labels")
-                )
-                single = Batch(
-                    tokens, labels, torch.arange(stop - start)[None], torch.tensor([[stop - start]]).int(), ()
-                )
-                alone += loss_of(model(**inputs(single)), labels)
-    assert (found == pytest.approx(alone, rel=1e-5)) == METHODS[name].isolated
 
 
 def test_fixed_length_warns() -> None:
@@ -198,15 +154,6 @@ def test_rows_may_be_padded_to_a_multiple() -> None:
             assert a.num_trained == b.num_trained
 
 
-def test_hugging_faces_rows_are_fine() -> None:
-    theirs = [
-        {"input_ids": row["tokens"], "labels": row["labels"], "attention_mask": []} for row in samples_of()
-    ]
-    for ours, same in zip(loader_of("multipack"), loader_of("multipack", theirs), strict=True):
-        assert torch.equal(ours.tokens, same.tokens)
-        assert torch.equal(ours.labels, same.labels)
-
-
 def test_known_lengths_are_not_read_again() -> None:
     class Counted(list):  # type: ignore[type-arg]
         read = 0
@@ -227,16 +174,6 @@ def test_the_global_generators_are_left_alone() -> None:
     before = torch.get_rng_state()
     list(loader_of("multipack"))
     assert torch.equal(before, torch.get_rng_state())
-
-
-def test_max_batch_tokens() -> None:
-    with pytest.raises(ValueError) as error:
-        loader_of("random_padding", max_batch_tokens=100)
-    assert str(error.value) == (
-        "method='random_padding' makes a batch of 4 x 32 = 128 tokens, max_batch_tokens is 100; lower batch_size or "
-        "max_seq_len, or cut long samples with overlong='truncate'"
-    )
-    loader_of("random_padding", max_batch_tokens=128)
 
 
 @pytest.mark.parametrize(
@@ -294,8 +231,3 @@ def test_a_wrong_length_is_found_when_the_sample_is_read() -> None:
     assert str(error.value) == (
         "sample 0 has 2 tokens and 3 were planned; make the dataset give the same sample each time, or correct lengths"
     )
-
-
-def test_a_state_of_another_method_is_refused() -> None:
-    with pytest.raises(ValueError, match="the state was made with method='exact_fit', this sampler has"):
-        loader_of("random_packing").sampler.load_state_dict(loader_of("exact_fit").sampler.state_dict())

@@ -65,10 +65,6 @@ def test_every_token_exactly_once(
             assert samples <= batch_size
 
 
-def test_only_fixed_length_lets_samples_see_one_another() -> None:
-    assert [name for name in METHODS if not METHODS[name].isolated] == ["fixed_length"]
-
-
 def test_random_padding() -> None:
     assert numbers(plan("random_padding")) == in_pairs([[i] for i in order_of(LENGTHS)])
 

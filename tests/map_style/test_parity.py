@@ -161,60 +161,6 @@ def test_collates_like_torchtunes() -> None:
         assert all(torch.equal(actual[key], expected[key]) for key in expected)
 
 
-# The differences without parity, on data where both choose the same samples.
-
-
-def both(lengths: list[int], max_seq_len: int, *, split: bool = False) -> list[tuple[Any, Any]]:
-    rows = rows_of(lengths)
-    settings: Any = {"max_seq_len": max_seq_len, "split_across_pack": split}
-    ours = PackedDataset(rows, **settings, strategy="next_fit")
-    theirs = torchtune_datasets.PackedDataset(rows, **settings)
-    assert len(ours) == len(theirs)
-    return [(ours[i], theirs[i]) for i in range(len(ours))]
-
-
-@pytest.mark.parametrize("split", [False, True])
-def test_tokens_and_lengths_of_next_fit_are_torchtunes(split: bool) -> None:
-    for ours, theirs in both([5, 3, 6, 2, 8, 4, 1], 8, split=split):
-        assert ours["tokens"].tolist() == theirs["tokens"].tolist()
-        assert ours["seq_lens"].tolist() == theirs["seq_lens"].tolist()
-
-
-def test_the_first_label_of_every_sequence_is_ignored() -> None:
-    [(ours, theirs)] = both([3, 4], 8)
-    assert theirs["labels"].tolist() == [100, 101, 102, 200, 201, 202, 203, -100]
-    assert ours["labels"].tolist() == [-100, 101, 102, -100, 201, 202, 203, -100]
-
-
-def test_a_continuation_is_a_sequence_of_its_own() -> None:
-    _, (ours, theirs) = both([5, 7], 8, split=True)
-    assert theirs["tokens"].tolist()[:4] == ours["tokens"].tolist()[:4] == [203, 204, 205, 206]
-    assert theirs["input_pos"].tolist()[:4] == [3, 4, 5, 6]
-    assert ours["input_pos"].tolist()[:4] == [0, 1, 2, 3]
-    assert theirs["labels"].tolist()[:4] == [203, 204, 205, 206]
-    assert ours["labels"].tolist()[:4] == [-100, 204, 205, 206]
-
-
-def test_a_long_samples_positions_do_not_wrap_within_a_pack() -> None:
-    _, (ours, theirs), _ = both([3, 14], 8, split=True)
-    assert theirs["input_pos"].tolist() == [5, 6, 7, 0, 1, 2, 3, 4]
-    assert ours["input_pos"].tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
-
-
-def test_the_paddings_positions_restart() -> None:
-    [(ours, theirs)] = both([5], 8)
-    assert theirs["input_pos"].tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
-    assert ours["input_pos"].tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
-
-
-def test_an_empty_sample_is_an_error_or_dropped() -> None:
-    rows = rows_of([3, 0, 4])
-    assert torchtune_datasets.PackedDataset(rows, max_seq_len=8)[0]["seq_lens"].tolist() == [3, 0, 4, 1]
-    with pytest.raises(ValueError, match=r"^sample 1 has 0 tokens; remove it"):
-        PackedDataset(rows, max_seq_len=8)
-    assert PackedDataset(rows, max_seq_len=8, empty="drop")[0]["seq_lens"].tolist() == [3, 4, 1]
-
-
 def test_the_default_packs_more_tightly() -> None:
     lengths = (np.random.default_rng(0).lognormal(3, 0.7, 500).astype(int) + 1).clip(max=128).tolist()
     rows = rows_of(lengths)
