@@ -68,10 +68,8 @@ class Reader(ABC):
     A lane reports the samples of each row with `charge`; a mixture chooses the next source by them.
     """
 
-    @property
-    def begins(self) -> bool:
-        """Whether the newest row is the first of a turn of its source in a mixture."""
-        return False
+    begins = False
+    """Whether the newest row is the first of a turn of its source in a mixture."""
 
     @property
     @abstractmethod

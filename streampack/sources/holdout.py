@@ -1,15 +1,17 @@
-"""`Holdout`: a held-out fraction of any source, chosen by the content of the rows."""
+"""`Holdout`: a held-out fraction of any source, chosen by the content of the rows; `hold_out`, both parts."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from streampack.fingerprint import digest, plain
 from streampack.sources.base import Reader, Reading
 from streampack.sources.corpus_identity import identity_of
 from streampack.sources.examples import Example, MarkedRows, columns_of
+from streampack.sources.mixture import Mix
 from streampack.sources.source import Source
 from streampack.sources.wrapped import WrappedSource
 from streampack.types import Cursor, Row
@@ -102,3 +104,21 @@ class _Kept(Reader):
 
     def skip(self) -> None:
         self.reader.skip()
+
+
+def hold_out(source: Source, *, fraction: float) -> tuple[Source, Source]:
+    """Split off a fraction of a source's rows with `Holdout`; of a mixture, the same fraction of each source.
+
+    The held-out part of a mixture has the same weights and ends when the first source does: no row counts twice.
+    """
+    if not isinstance(source, Mix):
+        train, held_out = (Holdout(source, fraction=fraction, part=part) for part in PARTS)
+        return train, held_out
+    training, validation = (
+        [
+            replace(entry, source=Holdout(entry.source, fraction=fraction, part=part))
+            for entry in source.entries
+        ]
+        for part in PARTS
+    )
+    return Mix(training, stop=source.stop), Mix(validation, stop="first_exhausted")

@@ -3,35 +3,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from zlib import crc32
 
 from streampack.fingerprint import digest
+from streampack.sources.as_source import as_source
 from streampack.sources.base import Reader, Reading
 from streampack.sources.corpus_identity import identity_of
 from streampack.sources.examples import EXAMPLES, Example
-from streampack.sources.mixture_entry import Encode, Entry, entry_of
-from streampack.sources.mixture_scheduler import STOPS, MixtureScheduler, Weighing
+from streampack.sources.mixture_scheduler import STOPS, MixtureScheduler
 from streampack.sources.source import Divisible, Source
 from streampack.storage.base import File
 from streampack.storage.listing import Corpus, Once, alone
-from streampack.types import Cursor, RowId
+from streampack.types import Cursor, RowId, Sample
 from streampack.validation import require
 
 TOTAL_WEIGHT = 1 << 24  # about the sum of the weights as integers: fractions are exact to 0.00001 points
 TURN_BITS = 20  # a source's epoch is the mixture's, then its turn in it: no two are shuffled alike
 
+Encode = Callable[[Mapping[str, Any]], Sample]
 
-class Leaf(NamedTuple):
-    """A source that has rows, at any depth of nested mixtures."""
 
-    name: str  # "code", or "web/en" for one within another
+@dataclass(frozen=True)
+class Entry:
+    """One source of a mixture."""
+
+    name: str  # "code", or "web/en" for the source "en" of a mixture "web" within the mixture
     source: Source
-    encoder: Encode
-    weight: float  # fraction of the trained tokens of the whole, 0 to 1
+    weight: float
+    encoder: Encode | None = None
 
 
 class Mix(Source):
@@ -64,8 +67,9 @@ class Mix(Source):
             - {name: code, weight: 0.3, source: {...}, encoder: {...}}
             - {name: web, weight: 0.7, source: {...}, encoder: {...}}
 
-    A source may be a `Mix` itself: its own weights divide its weight, and its own ``stop`` ends it. Weights may be
-    changed at a resume, with a warning: they choose from the next row on. Names, order and ``stop`` may not.
+    A source may be a `Mix` itself, with the same ``stop``: its sources take its place, and their weights divide its
+    weight. Weights may be changed at a resume, with a warning: they choose from the next row on. Names, order and
+    ``stop`` may not.
 
     Args:
         sources: a mapping for each, with ``name``, ``source`` (whatever an `IterablePackedDataset` takes), ``weight``
@@ -74,8 +78,9 @@ class Mix(Source):
         once: see `JSONLSource`.
 
     Raises:
-        ValueError: for a name that is missing, used twice or holds a slash, a weight that is no number above 0, or an
-            unknown ``stop``; when it is read, if a source has no rows in some lane, or trains nothing.
+        ValueError: for a name that is missing, used twice or holds a slash, a weight that is no number above 0, an
+            unknown ``stop``, or one that a mixture within does not have; when it is read, if a source has no rows in
+            some lane, or trains nothing.
     """
 
     def __init__(
@@ -87,43 +92,50 @@ class Mix(Source):
     ) -> None:
         self.stop = stop
         require(stop, "stop", STOPS)
-        self.entries = [given if isinstance(given, Entry) else entry_of(given, once) for given in sources]
-        if not self.entries:
+        given = [entry if isinstance(entry, Entry) else _entry_of(entry, once) for entry in sources]
+        if not given:
             raise ValueError("a mixture of no sources has no rows; name at least one")
         seen: set[str] = set()
-        for entry in self.entries:
+        for entry in given:
             if entry.name in seen:
                 raise ValueError(f"two sources are named {entry.name!r}; give each a name of its own")
             seen.add(entry.name)
-        total = math.fsum(entry.weight for entry in self.entries)
-        own = [max(1, round(entry.weight / total * TOTAL_WEIGHT)) for entry in self.entries]
-        self.weights = tuple(own)  # of the whole tree: first our own, then those of each mixture within
-        self._names: list[str] = []
-        self._first_weight: list[int] = []  # of each entry that is a mixture, its place in `weights`
-        self._first_name: list[int] = []  # of each entry, its place in `names`
-        for entry in self.entries:
-            self._first_weight.append(len(self.weights))
-            self._first_name.append(len(self._names))
-            self.weights += mix.weights if (mix := mix_of(entry)) else ()
-            self._names += [f"{entry.name}/{name}" for name in entry.source.names] or [entry.name]
+        found = [leaf for entry in given for leaf in self._flattened(entry)]
+        total = math.fsum(entry.weight for entry in found)
+        self.entries = [replace(entry, weight=entry.weight / total) for entry in found]
+        self.weights = tuple(max(1, round(entry.weight * TOTAL_WEIGHT)) for entry in self.entries)
         limits = [entry.source.max_lanes for entry in self.entries]
         self.max_lanes = min((limit for limit in limits if limit is not None), default=None)
 
+    def _flattened(self, entry: Entry) -> list[Entry]:
+        """Return the sources of an entry that is a mixture itself, with their fractions of its weight."""
+        mix = entry.source
+        if not isinstance(mix, Mix):
+            return [entry]
+        if mix.stop != self.stop:
+            raise ValueError(
+                f"source {entry.name!r} is a mixture with stop={mix.stop!r}, within one with stop={self.stop!r}; give "
+                "both the same stop"
+            )
+        return [
+            replace(
+                inner,
+                name=f"{entry.name}/{inner.name}",
+                weight=entry.weight * inner.weight,
+                encoder=entry.encoder if inner.encoder is None else inner.encoder,
+            )
+            for inner in mix.entries
+        ]
+
     @property
     def names(self) -> list[str]:
-        """See `Source.names`: the sources that have rows, such as "code", "web/en" and "web/de"."""
-        return self._names
+        """See `Source.names`."""
+        return [entry.name for entry in self.entries]
 
     @property
     def target_fractions(self) -> dict[str, float]:
-        """Target fraction of trained tokens of each source, nested ones too, within its own mixture."""
-        fractions = {}
-        for entry, weight in zip(self.entries, self.weights, strict=False):
-            fractions[entry.name] = round(weight / TOTAL_WEIGHT, 7)
-            if (mix := mix_of(entry)) is not None:
-                inner = mix.target_fractions
-                fractions |= {f"{entry.name}/{name}": fraction for name, fraction in inner.items()}
-        return fractions
+        """Target fraction of trained tokens of each source."""
+        return {entry.name: round(entry.weight, 7) for entry in self.entries}
 
     def changed(self, before: Any) -> str | None:
         """Return the warning for a resume with other `target_fractions` than a state's; None where they are equal."""
@@ -140,29 +152,11 @@ class Mix(Source):
 
     def source_index(self, row_id: RowId) -> int:
         """See `Source.source_index`."""
-        number, *rest = row_id
-        return self._first_name[number] + self.entries[number].source.source_index(tuple(rest))
+        return row_id[0]
 
     def encoder(self, row_id: RowId) -> Encode | None:
-        """See `Source.encoder`: the source's own, or that of the mixture around it."""
-        entry = self.entries[row_id[0]]
-        own = entry.source.encoder(row_id[1:])
-        return entry.encoder if own is None else own
-
-    def leaves(self, default: Encode) -> list[Leaf]:
-        """Return the sources that have rows, in the order of `names`."""
-        found: list[Leaf] = []
-        for entry in self.entries:
-            encoder = default if entry.encoder is None else entry.encoder
-            weight = self.target_fractions[entry.name]
-            if (mix := mix_of(entry)) is None:
-                found.append(Leaf(entry.name, entry.source, encoder, weight))
-                continue
-            found += [
-                leaf._replace(name=f"{entry.name}/{leaf.name}", weight=weight * leaf.weight)
-                for leaf in mix.leaves(encoder)
-            ]
-        return found
+        """See `Source.encoder`."""
+        return self.entries[row_id[0]].encoder
 
     def fingerprint(self) -> str:
         """Digest names, order, ``stop`` and the sources; not the weights."""
@@ -197,37 +191,17 @@ class Mix(Source):
 
     def read(self, reading: Reading) -> MixtureScheduler:
         """See `Source.read`. Each row that is read must be charged."""
-        if reading.start is None:
-            return self._scheduler(reading, Weighing(self.weights), None)
-        numbers = iter(reading.start)
-        weighing = Weighing.from_numbers(numbers, count=len(self.weights))
-        weighing.change(self.weights, after=reading.replayed)
-        return self._scheduler(reading, weighing, numbers)
-
-    def _scheduler(
-        self, reading: Reading, weighing: Weighing, start: Iterator[int] | None, offset: int = 0
-    ) -> MixtureScheduler:
         return MixtureScheduler(
-            [entry.name for entry in self.entries],
-            opens=partial(self._open, reading, offset),
+            self.names,
+            opens=partial(self._open, reading),
             locate=self.locate,
             stop=self.stop,
-            weighing=weighing,
-            offset=offset,
+            weights=self.weights,
             reading=reading,
-            start=start,
         )
 
-    def _open(
-        self,
-        reading: Reading,
-        offset: int,
-        number: int,
-        *,
-        turn: int,
-        start: Cursor | None,
-        weighing: Weighing,
-    ) -> Reader:
+    def _open(self, reading: Reading, number: int, turn: int, start: Cursor | None) -> Reader:
+        """Open a source in its ``turn``-th turn of an epoch, at the beginning or at a cursor."""
         entry = self.entries[number]
         # A seed of its own, or sources of equal size would be permuted alike, pairs of aligned rows side by side.
         own = replace(
@@ -237,10 +211,7 @@ class Mix(Source):
             start=start,
             replayed=0,
         )
-        if (mix := mix_of(entry)) is None:
-            return entry.source.read(own)
-        numbers = None if start is None else iter(start)
-        return mix._scheduler(own, weighing, numbers, offset + self._first_weight[number])
+        return entry.source.read(own)
 
     def locate(self, row_id: RowId) -> str:
         """See `Source.locate`; begins with the source's name."""
@@ -273,12 +244,11 @@ class Mix(Source):
     def _narrowest(self) -> Entry:
         return next(entry for entry in self.entries if entry.source.max_lanes == self.max_lanes)
 
-    def narrowest(self) -> str:
-        """Return name and kind of the source that allows the fewest lanes."""
+    @property
+    def limiting(self) -> str:
+        """See `Source.limiting`: the source with the fewest lanes."""
         entry = self._narrowest()
-        if (mix := mix_of(entry)) is not None:
-            return f"{entry.name}/{mix.narrowest()}"
-        return f"{entry.name} ({type(entry.source).__name__})"
+        return f"{entry.name} ({entry.source.limiting})"
 
     def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
         """See `Source.probe`; about as many rows of each source, which may need different encoders."""
@@ -290,7 +260,45 @@ class Mix(Source):
             total += len(some) * scale
         return rows, total / max(1, len(rows))
 
+    def epoch_tokens(
+        self, tokens_of: Callable[[Source, Encode | None], tuple[float, float]]
+    ) -> tuple[float, float]:
+        """Return the tokens of one epoch, and how many are trained.
 
-def mix_of(entry: Entry) -> Mix | None:
-    """Return the source of an entry if it is a mixture itself."""
-    return entry.source if isinstance(entry.source, Mix) else None
+        Args:
+            tokens_of: returns the same two numbers of one source that is read once, with its encoder.
+
+        Raises:
+            ValueError: if the mixture never ends, or a source trains nothing.
+        """
+        if self.stop == "never":
+            raise ValueError("a mixture with stop='never' has no end; set max_steps")
+        found = []  # for each source: its tokens for each trained one; trained tokens of all when it is read once
+        for entry in self.entries:
+            tokens, trained = tokens_of(entry.source, entry.encoder)
+            if not trained:
+                raise ValueError(f"no token of source {entry.name!r} is trained, as far as a sample tells")
+            found.append((tokens / trained, trained / entry.weight))
+        ends = min if self.stop == "first_exhausted" else max
+        size = ends(size for _, size in found)
+        tokens = sum(size * entry.weight * each for entry, (each, _) in zip(self.entries, found, strict=True))
+        return tokens, size
+
+
+def _entry_of(given: Mapping[str, Any], once: Once) -> Entry:
+    """Check the settings of a source, a mapping of the fields of `Entry`."""
+    keys = [field.name for field in fields(Entry)]
+    name = given.get("name")
+    if not isinstance(name, str) or not name or "/" in name:
+        raise ValueError(f"a source of a mixture is named {name!r}; give it a name without a slash")
+    if unknown := sorted(set(given) - set(keys)):
+        raise ValueError(f"source {name!r} has no {unknown[0]!r}; its keys are {', '.join(keys)}")
+    for key in ("source", "weight"):
+        if given.get(key) is None:
+            raise ValueError(f"source {name!r} has no {key}; its keys are {', '.join(keys)}")
+    weight = given["weight"]
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+        raise ValueError(
+            f"source {name!r} has weight={weight!r}; give a number above 0, its fraction of the trained tokens"
+        )
+    return Entry(name, as_source(given["source"], once=once), float(weight), given.get("encoder"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -16,7 +15,7 @@ STOPS = ("first_exhausted", "all_exhausted", "never")
 
 
 class Weighing:
-    """The weights of all sources in a tree of mixtures, and the earlier weights that a replay still needs.
+    """The weights of a mixture's sources, and the earlier weights that a replay still needs.
 
     After a resume with other weights, rows that still wait to be packed are read again in the order that the old
     weights gave; then the new ones apply. ``past`` holds (pieces still to replay, weights), oldest first.
@@ -94,13 +93,6 @@ class SourceState:
         return cls(deficit, flags >> 2, bool(flags & 2), bool(flags & 1), cursor)
 
 
-class Open(Protocol):
-    """A function that opens a source of a mixture."""
-
-    def __call__(self, number: int, *, turn: int, start: Cursor | None, weighing: Weighing) -> Reader:
-        """Open source ``number`` in its ``turn``-th turn, at the beginning or at a cursor."""
-
-
 class MixtureScheduler(Reader):
     """One lane's rows of a mixture in one epoch, each from the source that is furthest behind its weight.
 
@@ -117,57 +109,48 @@ class MixtureScheduler(Reader):
 
     Args:
         names: of the sources, for errors.
-        opens: opens one of the sources.
+        opens: ``(number, turn, start)`` opens a source in its ``turn``-th turn, at the beginning or at a cursor.
         locate: see `Source.locate`, of the mixture.
         stop: one of `STOPS`.
-        weighing: shared with the mixtures in the same tree.
-        offset: of this mixture's weights in the tree's.
-        reading: of the lane; its ``start`` is not used.
-        start: the rest of a cursor, which begins with this mixture's part.
+        weights: of the sources; a cursor to start at may hold earlier ones.
+        reading: of the lane.
     """
 
     def __init__(
         self,
         names: Sequence[str],
         *,
-        opens: Open,
+        opens: Callable[[int, int, Cursor | None], Reader],
         locate: Callable[[RowId], str],
         stop: str,
-        weighing: Weighing,
-        offset: int,
+        weights: Sequence[int],
         reading: Reading,
-        start: Iterator[int] | None = None,
     ) -> None:
         self.names = names
         self.opens = opens
         self.locate = locate
         self.stop = stop
-        self.weighing = weighing
-        self.span = slice(offset, offset + len(names))
         self.place = f"lane {reading.lane} of {reading.num_lanes}"
-        self.root = offset == 0  # the outermost mixture, whose cursors hold the weights
         rng = np.random.default_rng(reading.key)
         self.delays = sorted(rng.integers(0, reading.stagger + 1, len(names)).tolist())
         self.waits = rng.exponential(size=len(names))
         self.stands: list[SourceState] = []
-        if start is None:
+        if reading.start is None:
+            self.weighing = Weighing(weights)
             self._begin()
         else:
-            self.stands = [SourceState.from_numbers(start) for _ in names]
+            numbers = iter(reading.start)
+            self.weighing = Weighing.from_numbers(numbers, count=len(names))
+            self.weighing.change(weights, after=reading.replayed)
+            self.stands = [SourceState.from_numbers(numbers) for _ in names]
         self.due = 0  # the source that the newest row is from
         self.drawn = False  # and that row is not charged yet
-        self.first = False  # it is the first of this entry's turn
-
-    @property
-    def begins(self) -> bool:
-        """See `Reader.begins`."""
-        reader = self.stands[self.due].reader
-        return self.first or (reader is not None and reader.begins)
+        self.begins = False  # it is the first of its source's turn
 
     @property
     def cursor(self) -> Cursor:
         """The cursor of the newest row until that is charged, then of the next row."""
-        numbers = self.weighing.numbers() if self.root else []
+        numbers = self.weighing.numbers()
         for stand in self.stands:
             numbers += stand.numbers()
         return tuple(numbers)
@@ -182,10 +165,8 @@ class MixtureScheduler(Reader):
             self.due = max(range(len(self.stands)), key=lambda i: self.stands[i].deficit)
             stand = self.stands[self.due]
             if stand.reader is None:
-                stand.reader = self.opens(
-                    self.due, turn=stand.restarts, start=stand.cursor, weighing=self.weighing
-                )
-            self.first = stand.cursor is None
+                stand.reader = self.opens(self.due, stand.restarts, stand.cursor)
+            self.begins = stand.cursor is None
             try:
                 row = next(stand.reader, None)
             except BadRecord as error:
@@ -212,9 +193,6 @@ class MixtureScheduler(Reader):
         """See `Reader.charge`. A row that was dropped counts as one piece."""
         assert self.drawn, "every row is charged once"
         self.drawn = False
-        reader = self.stands[self.due].reader
-        assert reader is not None
-        reader.charge(parts)
         self._count(sum(map(trained_tokens, parts)), pieces=max(1, len(parts)))
 
     def _count(self, trained: int, *, pieces: int) -> None:
@@ -222,15 +200,14 @@ class MixtureScheduler(Reader):
         assert stand.reader is not None
         stand.fed |= trained > 0
         stand.cursor = stand.reader.cursor
-        weights = self.weighing.now[self.span]
+        weights = self.weighing.now
         for other, weight in zip(self.stands, weights, strict=True):
             other.deficit += weight * trained
         stand.deficit -= sum(weights) * trained
-        if self.root:
-            self.weighing.tick(pieces)
+        self.weighing.tick(pieces)
 
     def continue_from(self, ended: Reader) -> None:
-        """See `Reader.succeed`: a replay with earlier weights goes on in the next epoch."""
+        """See `Reader.continue_from`: a replay with earlier weights goes on in the next epoch."""
         assert isinstance(ended, MixtureScheduler)
         self.weighing = ended.weighing
         self._begin()
@@ -238,7 +215,7 @@ class MixtureScheduler(Reader):
     def _begin(self) -> None:
         # Of exponential random numbers with rates w_i, the i-th is the smallest with probability w_i, its source's
         # share of the tokens at any time. The smallest has the shortest delay.
-        weights = self.weighing.now[self.span]
+        weights = self.weighing.now
         ranks = np.argsort(np.argsort(self.waits / np.array(weights))).tolist()
         middle = sum(weights) * sum(self.delays) // len(weights)
         self.stands = [SourceState(middle - sum(weights) * self.delays[rank]) for rank in ranks]

@@ -74,6 +74,11 @@ class Source(ABC):
         return self.locate(row_id)
 
     @property
+    def limiting(self) -> str:
+        """Name of what limits ``max_lanes``, for the error message where they are too few."""
+        return type(self).__name__
+
+    @property
     def way_out(self) -> str:
         """Suffix of the error message where ``max_lanes`` are too few: how to get more lanes."""
         return (
@@ -122,7 +127,7 @@ class Source(ABC):
 
     @property
     def names(self) -> list[str]:
-        """Names of a mixture's sources, nested ones included; empty for other sources."""
+        """Names of a mixture's sources; empty for other sources."""
         return []
 
     def source_index(self, row_id: RowId) -> int:

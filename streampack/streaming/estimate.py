@@ -14,7 +14,6 @@ from streampack.packing.token_rows import encode_row
 from streampack.sources import Holdout, JSONLSource
 from streampack.sources.bad_records import Quarantine
 from streampack.sources.base import permutation
-from streampack.sources.mixture_parts import epoch_tokens
 from streampack.sources.source import Source
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_config import LaneConfig
@@ -61,7 +60,7 @@ def estimate(config: LaneConfig, *, rows: int, num_lanes: int = 1) -> Estimate:
         return seen.look(source, config.encode if encoder is None else encoder, rows)
 
     if config.mix is not None:
-        tokens, _ = epoch_tokens(config.mix, tokens_of)
+        tokens, _ = config.mix.epoch_tokens(tokens_of)
     else:
         tokens, _ = tokens_of(config.source, None)
     if config.mix is None and seen.rows_in_all <= COUNTED_ROWS and seen.tokens_in_all <= COUNTED_TOKENS:

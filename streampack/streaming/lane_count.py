@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from streampack.sources import Mix
 from streampack.sources.source import Source
 
 DEFAULT_LANES = 8
@@ -32,9 +31,8 @@ def count_lanes(source: Source, consumers: int, *, wanted: int | None, fixed: bo
             "use fewer workers, or start a new run with more num_lanes"
         )
     if source.max_lanes is not None and wanted > source.max_lanes:
-        name = source.narrowest() if isinstance(source, Mix) else type(source).__name__
         raise ValueError(
-            f"{name} can be read as {source.max_lanes} lane(s) and {wanted} are needed for "
+            f"{source.limiting} can be read as {source.max_lanes} lane(s) and {wanted} are needed for "
             f"{consumers} consumers (ranks x workers): {source.way_out}"
         )
     return wanted

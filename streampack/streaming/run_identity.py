@@ -24,7 +24,9 @@ def identity_of_run(config: LaneConfig) -> dict[str, Any]:
     packing, mix = config.packing, config.mix
     encoder: Any = Encoded.of(config.encode, config.source) if mix is None else {}
     if mix is not None:
-        encoder = {leaf.name: Encoded.of(leaf.encoder, leaf.source) for leaf in mix.leaves(config.encode)}
+        encoder = {
+            entry.name: Encoded.of(entry.encoder or config.encode, entry.source) for entry in mix.entries
+        }
     return {
         "corpus": identity_of(config.source),
         "encoder": encoder,

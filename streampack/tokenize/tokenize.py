@@ -21,7 +21,6 @@ from streampack.packing.token_rows import encode_row
 from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import BAD_RECORDS_FOLDER, quarantine_for
 from streampack.sources.indexed import INDEX
-from streampack.sources.mixture import Mix
 from streampack.sources.token_files import DTYPES, FORMAT, VERSION, settle
 from streampack.storage.locks import lock_folder
 from streampack.streaming.run_identity import Encoded
@@ -91,7 +90,7 @@ def tokenize(
     kept = quarantine_for(on_bad_record, folder=quarantine, limit=max_bad_records)
     source, encode = as_source(source), TokensEncoder() if encoder is None else encoder
     guard_datasets(source)
-    if isinstance(source, Mix):
+    if source.names:
         raise ValueError(
             "a mixture is weighted while it is read; tokenize each of its sources to a folder of its own, and mix those"
         )

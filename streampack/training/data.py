@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,8 @@ from streampack.packing.encoders import check_tokenizer, padding_id
 from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import BAD_RECORDS_FOLDER
 from streampack.sources.base import Reading
-from streampack.sources.holdout import Holdout
-from streampack.sources.mixture import Leaf, Mix
-from streampack.sources.mixture_parts import hold_out
+from streampack.sources.holdout import Holdout, hold_out
+from streampack.sources.mixture import Entry, Mix
 from streampack.sources.source import Source
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.training.config import RunConfig
@@ -106,22 +105,23 @@ def build_datasets(config: RunConfig, *, tokenizer: Any, vocab_size: int | None,
     fixed = common | {"max_bad_records": sys.maxsize}
     if folder := settings.get("quarantine"):  # rank 0 keeps a list of its own for these rows
         fixed["quarantine"] = Path(folder, "validation") if world.is_main else None
-    leaves = leaves_of(held_out, train.lane_config.encode)
-    datasets = {leaf.name: first_rows(leaf, fixed) for leaf in leaves}
-    return Datasets(train, datasets, {leaf.name: leaf.weight for leaf in leaves}, common)
+    entries = entries_of(held_out, train.lane_config.encode)
+    datasets = {entry.name: first_rows(entry, fixed) for entry in entries}
+    return Datasets(train, datasets, {entry.name: entry.weight for entry in entries}, common)
 
 
-def leaves_of(source: Source, encoder: Callable[[Mapping[str, Any]], Sample]) -> list[Leaf]:
-    """Return the sources of a mixture, or the source itself under an empty name."""
-    return source.leaves(encoder) if isinstance(source, Mix) else [Leaf("", source, encoder, 1.0)]
+def entries_of(source: Source, encoder: Callable[[Mapping[str, Any]], Sample]) -> list[Entry]:
+    """Return the sources of a mixture, each with its encoder; or the source itself under an empty name."""
+    entries = source.entries if isinstance(source, Mix) else [Entry("", source, 1.0)]
+    return [replace(entry, encoder=entry.encoder or encoder) for entry in entries]
 
 
-def first_rows(leaf: Leaf, settings: Mapping[str, Any]) -> IterablePackedDataset:
+def first_rows(entry: Entry, settings: Mapping[str, Any]) -> IterablePackedDataset:
     """Build a dataset that packs one source's rows in their order, in one lane."""
-    own: dict[str, Any] = {"shuffle": False, "num_lanes": 1, "encoder": leaf.encoder}
+    own: dict[str, Any] = {"shuffle": False, "num_lanes": 1, "encoder": entry.encoder}
     if folder := settings.get("quarantine"):
-        own["quarantine"] = Path(folder, leaf.name)
-    return IterablePackedDataset(leaf.source, **{**settings, **own})
+        own["quarantine"] = Path(folder, entry.name)
+    return IterablePackedDataset(entry.source, **{**settings, **own})
 
 
 def _batches_of_rank(

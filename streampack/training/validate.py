@@ -19,7 +19,7 @@ from streampack.distributed.world import World
 from streampack.instantiate import build
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.training.config import RunConfig, config_problems, to_plain
-from streampack.training.data import build_datasets, first_rows, held_out_packs, leaves_of
+from streampack.training.data import build_datasets, entries_of, first_rows, held_out_packs
 from streampack.training.devices import missing_device, named_device
 from streampack.types import IGNORE_INDEX
 from streampack.validation import did_you_mean
@@ -99,9 +99,9 @@ def _file_problems(cfg: RunConfig) -> list[str]:
                 world=World(),
             )
             config = datasets.train.lane_config
-            for leaf in leaves_of(config.source, config.encode):
-                with _noted(problems, f"data: source {leaf.name!r}" if leaf.name else "data"):
-                    _require_training(first_rows(leaf, datasets.settings))
+            for entry in entries_of(config.source, config.encode):
+                with _noted(problems, f"data: source {entry.name!r}" if entry.name else "data"):
+                    _require_training(first_rows(entry, datasets.settings))
             for name, dataset in datasets.held_out.items():
                 with _noted(problems, "validation"):
                     held_out_packs(dataset, name=name, max_packs=1)

@@ -19,9 +19,10 @@ from streampack import (
     MapSource,
     Mix,
     Sample,
+    TokensEncoder,
 )
 from streampack.sources import Holdout, Reading
-from streampack.sources.mixture_parts import hold_out
+from streampack.sources.holdout import hold_out
 from tests.support.corpus import Numbers, all_of, rows, samples_in
 from tests.support.mixtures import (
     APART,
@@ -140,7 +141,7 @@ def test_each_source_has_its_encoder_and_its_name() -> None:
             begin += length
             name = mix.names[mix.source_index(fragment.row_id)]
             assert traced["source"] == name
-            assert traced["place"] == f"{name.replace('/', ': ')}: sample {traced['row']['i'] % APART}"
+            assert traced["place"] == f"{name}: sample {traced['row']['i'] % APART}"
             assert traced["row"]["i"] // APART == mix.names.index(name)
             assert ("text" in traced) == (name == "in/twice")
             texts.add(traced.get("text"))
@@ -153,26 +154,36 @@ def test_each_source_has_its_encoder_and_its_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sources", "stop", "message"),
+    ("names", "stop", "message"),
     [
         ([], "never", "a mixture of no sources has no rows; name at least one"),
-        (
-            ["a"],
-            "sometime",
-            "stop='sometime' is unknown; choose one of 'first_exhausted', 'all_exhausted', 'never'",
-        ),
-        (["a", "a"], "never", "two sources are named 'a'; give each a name of its own"),
+        ("a", "sometime", "stop='sometime' is unknown; choose one of 'first_exhausted', 'all_exhausted', 'never'"),
+        ("aa", "never", "two sources are named 'a'; give each a name of its own"),
         (["a/b"], "never", "a source of a mixture is named 'a/b'; give it a name without a slash"),
         ([""], "never", "a source of a mixture is named ''; give it a name without a slash"),
     ],
-)
-def test_bad_mixtures_are_refused(sources: list[str], stop: str, message: str) -> None:
+)  # fmt: skip
+def test_bad_mixtures_are_refused(names: list[str], stop: str, message: str) -> None:
     with pytest.raises(ValueError) as error:
-        Mix([entry(name, rows(3)) for name in sources], stop=stop)
+        Mix([entry(name, rows(3)) for name in names], stop=stop)
     assert str(error.value) == message
 
 
-@pytest.mark.parametrize("weight", [0, -1, float("nan"), float("inf"), "1", True])
+def test_a_mixture_within_a_mixture_becomes_its_sources() -> None:
+    own, outer = TokensEncoder(), TokensEncoder()
+    rest = Mix([entry("de", rows(3), 4, encoder=own), entry("fr", rows(3), 1)])
+    web = Mix([entry("en", rows(3), 3), entry("rest", rest, 2)])
+    mix = Mix([entry("code", rows(3)), entry("web", web, encoder=outer)])
+    assert mix.target_fractions == {"code": 0.5, "web/en": 0.3, "web/rest/de": 0.16, "web/rest/fr": 0.04}
+    assert [leaf.encoder for leaf in mix.entries] == [None, outer, own, outer]
+    with pytest.raises(ValueError) as error:
+        Mix([entry("web", web)], stop="never")
+    assert str(error.value) == (
+        "source 'web' is a mixture with stop='all_exhausted', within one with stop='never'; give both the same stop"
+    )
+
+
+@pytest.mark.parametrize("weight", [0, float("nan"), float("inf"), "1", True])
 def test_weights_are_numbers_above_0(weight: Any) -> None:
     with pytest.raises(
         ValueError, match=r"source 'a' has weight=.*; give a number above 0, its fraction of the"
@@ -200,24 +211,18 @@ def test_every_source_must_have_rows_in_every_lane() -> None:
         list(make(mix, num_lanes=4))
 
 
-def test_a_source_that_trains_nothing_is_refused() -> None:
-    masked = [{"tokens": [1, 2], "labels": [IGNORE_INDEX] * 2}] * 5
-    mix = Mix(
-        [entry("good", [{"tokens": [1, 2], "labels": [1, 2]}] * 5), entry("masked", masked)], stop="never"
-    )
-    with pytest.raises(
-        ValueError, match="lane 0 of 1: source 'masked' trains no token from its beginning to its"
-    ):
-        list(IterablePackedDataset(mix, max_seq_len=8, num_lanes=1))
-
-
-def test_a_source_of_broken_records_alone_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("bad", ["masked", "broken"])
+def test_a_source_that_trains_nothing_is_refused(tmp_path: Path, bad: str) -> None:
     (tmp_path / "a.jsonl").write_text("{\n" * 5)
-    mix = Mix([entry("good", rows(50)), entry("bad", tmp_path / "a.jsonl")], stop="never")
+    masked = [{"tokens": [1, 2], "labels": [IGNORE_INDEX] * 2}] * 5
+    good = [{"tokens": [1, 2], "labels": [1, 2]}] * 5
+    mix = Mix(
+        [entry("good", good), entry("bad", masked if bad == "masked" else tmp_path / "a.jsonl")], stop="never"
+    )
     with pytest.raises(
         ValueError, match="lane 0 of 1: source 'bad' trains no token from its beginning to its end"
     ):
-        list(make(mix, num_lanes=1, on_bad_record="skip"))
+        list(IterablePackedDataset(mix, max_seq_len=8, num_lanes=1, on_bad_record="skip"))
 
 
 def test_too_many_lanes_name_the_limiting_source() -> None:

@@ -6,7 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import count, cycle, islice, repeat
+from itertools import count, islice, repeat
 from typing import Any
 
 import numpy as np
@@ -19,19 +19,15 @@ from streampack import (
     IterablePackedDataset,
     MapSource,
     Mix,
-    TokensEncoder,
 )
 from streampack.sources import Reading
 from streampack.sources.mixture_scheduler import MixtureScheduler, Weighing
 from tests.support.conformance import check_resume_everywhere
-from tests.support.corpus import rows
 from tests.support.mixtures import (
-    APART,
     ENDLESS,
     SHUFFLED,
     entry,
     make,
-    shifted,
     three,
     training,
 )
@@ -123,19 +119,16 @@ def worst_and_all(lanes: int, few: int, tokens: int, reopened: int) -> tuple[flo
     return max(off[:-1]), off[-1]
 
 
-@pytest.mark.parametrize("lanes", [1, 8, 64])
-def test_fractions_of_trained_tokens_with_skewed_lengths(lanes: int) -> None:
+def test_fractions_of_trained_tokens_with_skewed_lengths() -> None:
     """After 200,000 tokens in a lane, the bound is 3 x 4,000 / 200,000, six points; at 2 M (below) it is 0.6."""
-    worst, together = worst_and_all(lanes, few=2, tokens=200_000, reopened=997)
+    worst, together = worst_and_all(8, few=2, tokens=200_000, reopened=997)
     assert worst < 0.03
     assert together < 0.03
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lanes", [1, 8, 64])
-def test_fractions_within_half_a_point_after_two_million_tokens_in_every_lane(lanes: int) -> None:
-    worst, together = worst_and_all(lanes, few=64, tokens=2_000_000, reopened=997)
-    print(f"{lanes} lanes: worst {worst:.5f}, together {together:.5f}")
+def test_fractions_within_half_a_point_after_two_million_tokens_in_every_lane() -> None:
+    worst, together = worst_and_all(64, few=16, tokens=2_000_000, reopened=997)
     assert worst < 0.005
     assert together < 0.005
 
@@ -158,28 +151,6 @@ def test_lanes_of_a_dataset_begin_with_different_sources() -> None:
     data = make(three("never", (1, 1, 1)), **ENDLESS, num_lanes=12)
     first = {pack["lane"]: pack["fragments"][0].row_id[0] for pack in islice(data, 12)}
     assert set(first.values()) == {0, 1, 2}
-
-
-def test_nested_mixtures_have_the_product_of_their_weights_in_the_long_run() -> None:
-    shares = (0.5, 0.3, 0.16, 0.04)
-    flat = plain("abcd", shares, size=64)
-    source = MapSource([{"i": 0}] * 64)
-    rest = Mix([entry("de", source, 4), entry("fr", source, 1)], stop="never")
-    web = Mix([entry("en", source, 3), entry("rest", rest, 2)], stop="never")
-    nested = Mix([entry("code", source), entry("web", web)], stop="never")
-    assert nested.names == ["code", "web/en", "web/rest/de", "web/rest/fr"]
-    assert nested.target_fractions == {
-        "code": 0.5, "web": 0.5, "web/en": 0.6, "web/rest": 0.4, "web/rest/de": 0.8, "web/rest/fr": 0.2
-    }  # fmt: skip
-    default, own = TokensEncoder(), TokensEncoder()
-    with_own = Mix([{**entry("code", source), "encoder": own}, entry("web", web)], stop="never")
-    leaves = with_own.leaves(default)
-    assert [leaf.name for leaf in leaves] == nested.names
-    assert [leaf.encoder is own for leaf in leaves] == [True, False, False, False]
-    assert [leaf.weight for leaf in leaves] == pytest.approx(list(flat.target_fractions.values()), abs=1e-6)
-    for mix in (flat, nested):
-        totals = drawn(mix, {i: cycle(range(1, 8 * 3**i)) for i in range(4)}, tokens=80_000, reopened=101)
-        assert np.abs(np.array(totals) / sum(totals) - shares).max() < 0.03
 
 
 def test_only_trained_tokens_count() -> None:
@@ -268,23 +239,14 @@ def rolling(weights: tuple[float, ...]) -> Mix:
     return three("first_exhausted", weights, short=12, middling=9, long=7)
 
 
-def nested(weights: tuple[float, ...]) -> Mix:
-    first, *others = weights
-    web = [entry(str(i), shifted(rows(9, seed=i), APART * i), weight) for i, weight in enumerate(others)]
-    code = entry("code", shifted(rows(40), 5 * APART), first)
-    return Mix([entry("web", Mix(web, stop="first_exhausted"), sum(others)), code], stop="never")
-
-
 @pytest.mark.parametrize(
     ("mixed", "more"),
     [
         (partial(three, "never"), {}),
         (partial(three, "never"), {"overlong": "split", "max_seq_len": 9}),
         (rolling, {"buffer_size": 64}),
-        (nested, {"buffer_size": 64}),
-        (nested, {"overlong": "split", "max_seq_len": 5}),
     ],
-    ids=["flat", "split", "over-epochs", "nested", "nested-split"],
+    ids=["whole", "split", "over-epochs"],
 )
 def test_weights_changed_repeatedly_while_rows_wait(
     mixed: Callable[[tuple[float, ...]], Mix], more: dict[str, Any]
@@ -308,15 +270,3 @@ def test_weights_changed_repeatedly_while_rows_wait(
         state = data.state_dict()
         most = max(most, state["lanes"][0]["cursor"][0])
     assert most >= 1, "weights that waiting rows were drawn by"
-
-
-def test_weights_of_a_nested_mixture_are_compared_too() -> None:
-    before = make(nested((1, 9, 1)))
-    next(iter(before))
-    with pytest.warns(
-        UserWarning, match=r"since the state was written: web/0 0\.9 -> 0\.1, web/1 0\.1 -> 0\.9\. "
-    ):
-        make(nested((1, 1, 9))).load_state_dict(before.state_dict())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        make(nested((2, 18, 2))).load_state_dict(before.state_dict())

@@ -40,7 +40,6 @@ from tests.support.mixtures import (
     training,
 )
 
-NESTED = "nested"
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("all-twice", "all_exhausted", {**TWICE, **SHUFFLED, "num_lanes": 2}),
     ("first-twice", "first_exhausted", {**TWICE, **SHUFFLED, "num_lanes": 3}),
@@ -49,45 +48,26 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("never-split", "never", {**ENDLESS, **SHUFFLED, "num_lanes": 2, "overlong": "split", "max_seq_len": 9}),
     ("never-drop", "never", {**ENDLESS, "num_lanes": 1, "overlong": "drop", "max_seq_len": 14}),
     ("all-truncate", "all_exhausted", {**ONCE, "overlong": "truncate", "max_seq_len": 14, "strategy": "best_fit"}),
-    ("nested-never", NESTED, {**ENDLESS, **SHUFFLED, "num_lanes": 2}),
-    ("nested-split", NESTED, {**ENDLESS, "overlong": "split", "max_seq_len": 9, "strategy": "best_fit"}),
 ]  # fmt: skip
-
-
-def mixture(kind: str, folder: Path, **sizes: int) -> Mix:
-    if kind != NESTED:
-        return three(kind, **sizes)
-    files = [folder / "a.jsonl", folder / "b.jsonl"]
-    if not files[0].exists():
-        for i, path in enumerate(files):
-            write(path, shifted(rows(50, longest=14, seed=i), APART * (3 + i)))
-    web = Mix([entry("en", files[0], 2), entry("de", files[1])], stop="first_exhausted")
-    return Mix([entry("web", web, 0.6), entry("rest", three("all_exhausted"), 0.4)], stop="never")
 
 
 FEW = {"short": 24, "middling": 16, "long": 10}  # so that epochs end within the packs that are looked at
 
 
 @pytest.mark.parametrize(("kind", "settings"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-def test_resume_at_every_step(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
-    packs = check_resume_everywhere(lambda: make(mixture(kind, tmp_path, **FEW), **settings), packs=30)
+def test_resume_at_every_step(kind: str, settings: dict[str, Any]) -> None:
+    packs = check_resume_everywhere(lambda: make(three(kind, **FEW), **settings), packs=30)
     assert len(packs) > 8
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "settings"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-def test_resume_at_every_step_at_length(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
-    check_resume_everywhere(lambda: make(mixture(kind, tmp_path), **settings), packs=120)
-
-
-def test_source_stats_after_a_resume_are_those_of_an_unbroken_run(tmp_path: Path) -> None:
+def test_source_stats_after_a_resume_are_those_of_an_unbroken_run() -> None:
     settings = {**ENDLESS, **SHUFFLED, "num_lanes": 2}
-    whole = make(mixture(NESTED, tmp_path), **settings)
+    whole = make(three("never"), **settings)
     for _ in islice(whole, 45):
         pass
     state = None
     for _ in range(15):
-        part = make(mixture(NESTED, tmp_path), **settings)
+        part = make(three("never"), **settings)
         if state is not None:
             part.load_state_dict(state)
         for _ in islice(part, 3):
@@ -96,7 +76,7 @@ def test_source_stats_after_a_resume_are_those_of_an_unbroken_run(tmp_path: Path
     assert state == whole.state_dict()
     assert part.source_stats() == whole.source_stats()
     source_stats, ledger = whole.source_stats(), whole.ledger()
-    assert list(source_stats) == ["web/en", "web/de", "rest/short", "rest/middling", "rest/long"]
+    assert list(source_stats) == ["short", "middling", "long"]
     for name in ("samples", "tokens_in", "packed"):
         assert sum(getattr(stats, name) for stats in source_stats.values()) == getattr(ledger, name)
 
@@ -106,9 +86,7 @@ def test_workers_and_a_state_on_disk(tmp_path: Path) -> None:
     settings = {**ENDLESS, **SHUFFLED, "num_lanes": 4}
     batches, loaders = [], []
     for workers in (0, 2):
-        loader = PackedDataLoader(
-            make(mixture(NESTED, tmp_path), **settings), batch_size=3, num_workers=workers
-        )
+        loader = PackedDataLoader(make(three("never"), **settings), batch_size=3, num_workers=workers)
         batches.append([batch.tokens.tolist() for batch in islice(loader, 20)])
         loaders.append(loader)
     assert batches[0] == batches[1]
@@ -117,7 +95,7 @@ def test_workers_and_a_state_on_disk(tmp_path: Path) -> None:
     state = loaders[0].state_dict()
     torch.save(state, tmp_path / "state.pt")
     assert torch.load(tmp_path / "state.pt", weights_only=True) == state
-    assert state["weights"]["web/en"] == pytest.approx(2 / 3)
+    assert state["weights"] == {"short": 0.7, "middling": 0.2, "long": 0.1}
 
 
 @pytest.mark.parametrize("seed", [0, 1, 4, 5])
@@ -145,9 +123,8 @@ def test_every_cursor(seed: int) -> None:
 
 
 def test_lane_states_stay_small() -> None:
-    """128 + span / 8 + 48 x sources bytes, for eight sources in a nested mixture with long cursors."""
-    many = [entry(str(i), IterableSource(rows(3000, longest=40, seed=i)), 1 / (i + 1)) for i in range(6)]
-    mix = Mix([*many, entry("in", Mix([entry("a", rows(500)), entry("b", rows(500))]))], stop="never")
+    many = [entry(str(i), IterableSource(rows(3000, longest=40, seed=i)), 1 / (i + 1)) for i in range(8)]
+    mix = Mix(many, stop="never")
     data = make(mix, **ENDLESS, num_lanes=1, buffer_size=128, max_seq_len=512, shuffle=True)
     sizes = []
     for _ in islice(data, 100):
@@ -197,8 +174,7 @@ def test_errors_consume_nothing() -> None:
     assert len(found) < 40
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_broken_records_are_skipped(tmp_path: Path, nested: bool) -> None:
+def test_broken_records_are_skipped(tmp_path: Path) -> None:
     """Every seventh row of each source cannot be encoded, and every ninth line of two of them is no JSON."""
     for i, path in enumerate(paths := [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]):
         lines = write(path, shifted(rows(60, longest=14, seed=i), APART * i)).read_text().splitlines()
@@ -211,9 +187,7 @@ def test_broken_records_are_skipped(tmp_path: Path, nested: bool) -> None:
             return super().__call__(row)
 
     def make_it() -> IterablePackedDataset:
-        mix = Mix([entry("a", paths[0], 2), entry("b", paths[1])])
-        if nested:
-            mix = Mix([entry("in", mix), entry("c", shifted(rows(60), 2 * APART))])
+        mix = Mix([entry("a", paths[0], 2), entry("b", paths[1]), entry("c", shifted(rows(60), 2 * APART))])
         settings = {**TWICE, **SHUFFLED, "num_lanes": 2, "on_bad_record": "skip", "max_bad_records": 1000}
         return make(mix, encoder=Sevenths(), quarantine=tmp_path / "bad", **settings)
 
@@ -222,13 +196,13 @@ def test_broken_records_are_skipped(tmp_path: Path, nested: bool) -> None:
         path.unlink()
     data = make_it()
     came = samples_in(data)
-    whole = [row for i in range(2 + nested) for row in shifted(rows(60, longest=14, seed=i), APART * i)]
+    whole = [row for i in range(3) for row in shifted(rows(60, longest=14, seed=i), APART * i)]
     good = {r["i"] for r in whole if r["i"] % 7 and (r["i"] >= 2 * APART or r["i"] % APART % 9)}
     assert set(came) == good
     listed = "".join(path.read_text() for path in (tmp_path / "bad").iterdir())
-    assert len(listed.splitlines()) == 60 * (2 + nested) - len(good), "each once"
-    assert ('"shard": "in/b/b.jsonl"' if nested else '"shard": "b/b.jsonl"') in listed
-    assert ('"shard": "c/list"' in listed) == nested
+    assert len(listed.splitlines()) == 60 * 3 - len(good), "each once"
+    assert '"shard": "b/b.jsonl"' in listed
+    assert '"shard": "c/list"' in listed
     assert all(stats.epochs >= 4 for stats in data.source_stats().values()), "two lanes, two epochs"
 
 

@@ -182,7 +182,7 @@ def _check_tallies(case: Case, packs: list[Plain], source_stats: Mapping[str, An
     for pack in packs:
         ends = np.cumsum(pack.lens).tolist()
         for end, (row_id, start, stop, _) in zip(ends, pack.fragments, strict=False):
-            name = case.oracle.place(row_id).rpartition(": ")[0].replace(": ", "/")
+            name = case.oracle.place(row_id).partition(": ")[0]
             packed[name] += stop - start
             trained[name] += sum(label != IGNORE for label in pack.labels[end - stop + start : end])
     assert +Counter({name: stats.packed for name, stats in source_stats.items()}) == packed, (

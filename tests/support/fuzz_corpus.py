@@ -81,10 +81,10 @@ class Case:
         }
         rows: dict[str, Text | None] = {}
         self.weights: dict[str, float] = {}
-        self.stops: dict[str, str] = {}
+        stop = None
         if self.mixed:
             stop = rng.choice(["first_exhausted", "all_exhausted"] + ["never"] * endless)
-            source, self.encoder = self._mix(rows, "", stop, depth=2), None
+            (source, self.weights), self.encoder = self._mix(rows, "", stop, depth=2), None
         else:
             kind = rng.choice(KINDS)
             source = self._leaf(kind, rows, "", count=rng.choice([1, 2, 5, 20, 60, 120]), name="leaf")
@@ -92,7 +92,7 @@ class Case:
         self.source = as_source(source)
         self.single = self.source.max_lanes == 1
         self.num_lanes = 1 if self.single else rng.choice([1, 2, 3] if self.mixed else [None, 1, 2, 3, 5, 8])
-        self.oracle = Oracle(rows, self.settings, self.source.locate, self.stops if self.mixed else None)
+        self.oracle = Oracle(rows, self.settings, self.source.locate, stop)
 
     def dataset(self) -> IterablePackedDataset:
         return IterablePackedDataset(
@@ -191,26 +191,27 @@ class Case:
         rows |= {prefix + place: text for place, text in zip(places, texts, strict=True)}
         return source
 
-    def _mix(self, rows: dict[str, Text | None], prefix: str, stop: str, *, depth: int) -> Mix:
+    def _mix(
+        self, rows: dict[str, Text | None], prefix: str, stop: str, *, depth: int
+    ) -> tuple[Mix, dict[str, float]]:
+        """Draw a mixture, with the weight of each of its sources, those within a mixture of its own included."""
         rng, entries = self.rng, []
+        weights: dict[str, float] = {}
         for name in "abc"[: rng.choice([2, 2, 3])]:
             entry: dict[str, Any] = {"name": name, "weight": rng.choice([1, 1, 2, 3.5])}
-            within = f"{prefix}{name}: "
-            known = set(rows)
             if depth > 1 and rng.random() < 0.2:
-                inner = rng.choice(["first_exhausted", "all_exhausted"])
-                entry["source"] = self._mix(rows, within, inner, depth=depth - 1)
-                self.stops |= {place: stop if stop == inner else "" for place in rows if place not in known}
+                entry["source"], inner = self._mix(rows, f"{prefix}{name}/", stop, depth=depth - 1)
+                total = sum(inner.values())
+                weights |= {f"{name}/{leaf}": entry["weight"] * part / total for leaf, part in inner.items()}
             else:
+                weights[name] = entry["weight"]
                 kind = rng.choice([kind for kind in KINDS if kind != "iterable"])
                 self.encoded = rng.random() < 0.5
+                within = f"{prefix}{name}: "
                 entry["source"] = self._leaf(
                     kind, rows, within, count=rng.choice([20, 40, 80]), name=f"leaf-{name}"
                 )
-                self.stops |= {place: stop for place in rows if place not in known}
                 own = self.encoded and kind != "tokens"
                 entry["encoder"] = Table(self.table) if own else TokensEncoder()
             entries.append(entry)
-        if not prefix:
-            self.weights = {entry["name"]: entry["weight"] for entry in entries}
-        return Mix(entries, stop=stop)
+        return Mix(entries, stop=stop), weights

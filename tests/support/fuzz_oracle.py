@@ -75,7 +75,7 @@ class Oracle:
     rows: Mapping[str, Text | None]  # None: a record that cannot be encoded
     settings: Mapping[str, Any]
     locate: Callable[[tuple[int, ...]], str]
-    stops: Mapping[str, str] | None = None  # of a mixture: when the epoch ends, by place; "" if rules differ
+    stop: str | None = None  # of a mixture: when the epoch ends
     fates: dict[str, Fate] = field(default_factory=dict)
     errors: set[str] = field(default_factory=set)  # places of rows that are refused
     bad: int = 0
@@ -163,12 +163,12 @@ class Oracle:
         for pack in packs:
             self.check_pack(pack)
             epoch = 0
-            if self.stops is None and self.kept:
+            if self.stop is None and self.kept:
                 epoch = emitted // self.kept if pack.epoch is None else pack.epoch
             for row_id, *fragment in pack.fragments:
                 seen[epoch][self.place(row_id)].append(tuple(fragment))  # type: ignore[arg-type]
             emitted += sum(stop - start for _, start, stop, _ in pack.fragments)
-        if whole and self.stops is None:
+        if whole and self.stop is None:
             assert sorted(seen) == list(range(epochs if self.kept else 0)), f"{len(seen)} epochs of {epochs}"
         for of_epoch in seen.values():
             for place, fate in self.fates.items():
@@ -189,12 +189,11 @@ class Oracle:
             assert times <= 1, f"{place} came twice"
             return
         assert counts == wanted, f"{place}: its tokens came {counts} times, not {wanted}"
-        if self.stops is not None:
-            stop = self.stops[place]
-            assert stop != "first_exhausted" or times <= epochs, (
+        if self.stop is not None:
+            assert self.stop != "first_exhausted" or times <= epochs, (
                 f"{place} came {times} times in {epochs} epochs"
             )
-            assert stop != "all_exhausted" or times >= epochs or not fate.pieces, (
+            assert self.stop != "all_exhausted" or times >= epochs or not fate.pieces, (
                 f"{place} came {times} times"
             )
             return
@@ -217,7 +216,7 @@ class Oracle:
         assert (ledger["slots"], ledger["buffered"]) == (len(real) * self.limit, 0), "tokens are left"
         dropped = {name: n for name, n in ledger.items() if name.startswith("dropped_")}
         assert ledger["tokens_in"] == packed + sum(dropped.values()), "tokens in are not packed + dropped"
-        if self.stops is not None:
+        if self.stop is not None:
             return
         lost: Counter[str] = Counter()
         for fate in self.fates.values():
