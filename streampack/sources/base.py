@@ -6,13 +6,12 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from streampack.types import Cursor, Row, RowId, Sample
 
-Item = TypeVar("Item")
 IMMUTABLE = (str, int, float, bool, bytes, type(None))
 
 
@@ -120,22 +119,6 @@ def own_row(value: Any) -> Any:
     if hasattr(value, "__array__") and hasattr(value, "shape"):
         return value.clone() if hasattr(value, "clone") else value.copy()
     return copy.copy(value) if isinstance(value, Mapping) else value
-
-
-def if_readable(
-    fetch: Callable[[Item], Mapping[str, Any]], bad: type[Exception] = ValueError
-) -> Callable[[Item], list[Mapping[str, Any]]]:
-    """Wrap ``fetch`` to return a list of the row, empty for a broken record: that is raised where it is trained."""
-
-    def call(item: Item) -> list[Mapping[str, Any]]:
-        try:
-            return [own_row(fetch(item))]
-        except OSError:
-            raise
-        except bad:
-            return []
-
-    return call
 
 
 def permutation(count: int, *key: int) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -86,10 +86,6 @@ class IterableSource(Source):
         """Return the iterable's class: there is only one shard."""
         return type(self.iterable).__name__
 
-    def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
-        """Raise: an iterable has no known length."""
-        raise ValueError("the length of an iterable is unknown; set max_steps")
-
     def _iterate(self) -> Iterator[Mapping[str, Any]]:
         rows = self.iterable() if callable(self.iterable) else self.iterable
         iterator = iter(rows)

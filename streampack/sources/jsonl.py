@@ -60,6 +60,7 @@ class JSONLSource(FileSource):
     """
 
     unit = "byte"
+    probed_by_bytes = True
 
     def __init__(
         self,

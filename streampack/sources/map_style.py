@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from streampack.fingerprint import digest
-from streampack.sources.base import BadRecord, Reader, Reading, if_readable, permutation, reason_of, spread
+from streampack.sources.base import BadRecord, Reader, Reading, permutation, reason_of, spread
 from streampack.sources.examples import EXAMPLES, Example, MarkedRows, example
 from streampack.sources.source import Source
 from streampack.types import Cursor, Row, RowId
@@ -35,6 +35,8 @@ class MapSource(Source):
         ValueError: if the dataset is empty.
     """
 
+    map_style = True
+
     def __init__(self, dataset: MapDataset) -> None:
         if len(dataset) == 0:
             raise ValueError(
@@ -56,7 +58,8 @@ class MapSource(Source):
 
     def examples(self, count: int = EXAMPLES) -> list[Example]:
         """See `Source.examples`: the first row, the last, and others from all over the dataset."""
-        numbers = {0, *spread(len(self.dataset), max(1, count - 2)), len(self.dataset) - 1}
+        size = len(self.dataset)
+        numbers = set(range(size)) if count >= size else {0, *spread(size, max(1, count - 2)), size - 1}
         return [example(self.fetch, (number,)) for number in sorted(numbers)]
 
     def read(self, reading: Reading) -> _Rows:
@@ -82,11 +85,9 @@ class MapSource(Source):
         """Return one lane per 512 rows."""
         return max(1, len(self.dataset) // 512)
 
-    def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
-        """See `Source.probe`."""
-        numbers = spread(len(self.dataset), count)
-        rows = [row for i in numbers for row in if_readable(self.fetch, Exception)((i,))]
-        return rows, len(self.dataset) / max(1, len(numbers))
+    def num_rows(self) -> int:
+        """See `Source.num_rows`."""
+        return len(self.dataset)
 
 
 class _Rows(Reader):

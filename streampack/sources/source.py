@@ -42,6 +42,12 @@ class Source(ABC):
     ids_below: int | None = None
     """A bound that all token ids in the rows are below, where rows are tokens already and it is known."""
 
+    map_style = False
+    """Whether the rows are numbered: ``fetch((n,))`` returns row ``n`` of `num_rows`."""
+
+    probed_by_bytes = False
+    """Whether `probe` scales by the bytes of rows instead of their number."""
+
     @abstractmethod
     def fingerprint(self) -> str:
         """Return a digest of the corpus. A state saved with a different digest is refused."""
@@ -95,6 +101,18 @@ class Source(ABC):
         """Return a sensible number of lanes: about one per 100 packs, as the last pack of each is part-empty."""
         return 1
 
+    def num_rows(self) -> int:
+        """Return how many rows there are.
+
+        Raises:
+            ValueError: if that is unknown.
+        """
+        raise ValueError(f"the length of {type(self).__name__} is unknown; set max_steps")
+
+    def keeps(self, row: Mapping[str, Any]) -> bool:
+        """Return whether a row that can be fetched is also read: a `Holdout` reads a part of another source's rows."""
+        return True
+
     def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
         """Return about ``count`` rows from all over the corpus, and the corpus's size relative to theirs.
 
@@ -103,7 +121,8 @@ class Source(ABC):
         Raises:
             ValueError: if the corpus has no known length.
         """
-        raise ValueError(f"the length of {type(self).__name__} is unknown; set max_steps")
+        size, found = self.num_rows(), self.examples(count)
+        return [row.data for row in found if row.data is not None], size / max(1, len(found))
 
     def examples(self, count: int = EXAMPLES) -> list[Example]:
         """Return about ``count`` rows, the same at each call and in each process; by default the first ones."""

@@ -20,6 +20,8 @@ class WrappedSource(Source):
         self.source = source
         self.max_lanes = source.max_lanes
         self.ids_below = source.ids_below
+        self.map_style = source.map_style
+        self.probed_by_bytes = source.probed_by_bytes
 
     def fingerprint(self) -> str:
         """See `Source.fingerprint`."""
@@ -58,6 +60,14 @@ class WrappedSource(Source):
     def natural_lanes(self) -> int:
         """See `Source.natural_lanes`."""
         return self.source.natural_lanes()
+
+    def num_rows(self) -> int:
+        """See `Source.num_rows`."""
+        return self.source.num_rows()
+
+    def keeps(self, row: Mapping[str, Any]) -> bool:
+        """See `Source.keeps`."""
+        return self.source.keeps(row)
 
     def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
         """See `Source.probe`."""

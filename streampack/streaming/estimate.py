@@ -11,7 +11,6 @@ from streampack.accounting import trained_tokens
 from streampack.packing.assemble import check_sample
 from streampack.packing.planner import plan_samples
 from streampack.packing.token_rows import encode_row
-from streampack.sources import Holdout, JSONLSource
 from streampack.sources.bad_records import Quarantine
 from streampack.sources.base import permutation
 from streampack.sources.source import Source
@@ -178,13 +177,11 @@ def _size(row: Mapping[str, Any]) -> int:
 
 def _relative_error(source: Source, lengths: list[int], sizes: list[int], scale: float) -> float:
     """Return the standard error of a source's tokens, as a fraction of them."""
-    while isinstance(source, Holdout):
-        source = source.source
     count, total = len(lengths), sum(lengths)
     if count < 2 or not total:
         return 0.0
     expected = [total / count] * count
-    if isinstance(source, JSONLSource):  # whose scale is of bytes: what counts is how tokens go with them
+    if source.probed_by_bytes:  # what counts is how tokens go with them
         expected = [total / max(1, sum(sizes)) * size for size in sizes]
     variance = sum((length - mean) ** 2 for length, mean in zip(lengths, expected, strict=True)) / (count - 1)
     left = max(0.0, 1 - 1 / max(1.0, scale))  # nothing is unknown of a source that was seen as a whole

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -11,18 +10,10 @@ import numpy as np
 
 from streampack.accounting import trains_nothing
 from streampack.packing.assemble import check_sample
-from streampack.sources import Holdout, MapSource
-from streampack.sources.source import Source
+from streampack.sources import MapSource
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_config import LaneConfig
 from streampack.types import Sample
-
-
-def map_source_of(source: Source) -> MapSource | None:
-    """Find the map-style data that a source reads, or a part of it; None if it reads something else."""
-    while isinstance(source, Holdout):
-        source = source.source
-    return source if isinstance(source, MapSource) else None
 
 
 def packed_lengths(config: LaneConfig, rows: Iterable[int]) -> list[int]:
@@ -42,19 +33,11 @@ def packed_lengths(config: LaneConfig, rows: Iterable[int]) -> list[int]:
                 raise ValueError(f"{config.source.locate((number,))}: {error}") from error
             lengths.append(0)
             continue
-        kept = _keeps(config.source, row) and not (
+        kept = config.source.keeps(row) and not (
             config.untrained == "drop" and _trains_nothing(config, sample)
         )
         lengths.append(sample.tokens.size if kept else 0)
     return lengths
-
-
-def _keeps(source: Source, row: object) -> bool:
-    while isinstance(source, Holdout):
-        if not source.keeps(row):  # type: ignore[arg-type]
-            return False
-        source = source.source
-    return True
 
 
 def _trains_nothing(config: LaneConfig, sample: Sample) -> bool:
@@ -82,10 +65,6 @@ def count_packs(config: LaneConfig, lengths: list[int], *, epoch: int, lane: int
     Raises:
         ValueError: for a sample that is too long, unless ``overlong`` says what becomes of it.
     """
-    source = map_source_of(config.source)
-    assert source is not None
-    numbered = copy.copy(source)
-    numbered.dataset = range(len(lengths))
     tokens = np.ones(max(lengths, default=0), np.int32)
     samples = {length: Sample(tokens[:length], tokens[:length]) for length in set(lengths)}
     for sample in samples.values():
@@ -95,8 +74,8 @@ def count_packs(config: LaneConfig, lengths: list[int], *, epoch: int, lane: int
         return samples[lengths[number]]
 
     planned = replace(
-        config, source=numbered, encode=encode, empty="drop", endless=False, truncate_eos=None, checks=False,
-        quarantine=None, untrained=None,
+        config, source=MapSource(range(len(lengths))), encode=encode, empty="drop", endless=False, truncate_eos=None,
+        checks=False, quarantine=None, untrained=None,
     )  # fmt: skip
     planning = Lane(planned, lane=lane, num_lanes=num_lanes)
     planning.start_epoch(epoch)

@@ -91,7 +91,7 @@ def test_probe_of_small_and_of_map_style_data(tmp_path: Path) -> None:
         sum(len(row["text"]) for row in texts_of(5000)), rel=0.15
     )
     assert MapSource(numbered(3)).probe(100) == (numbered(3), 1.0)
-    with pytest.raises(ValueError, match="the length of an iterable is unknown; set max_steps"):
+    with pytest.raises(ValueError, match="the length of IterableSource is unknown; set max_steps"):
         IterableSource(numbered(3)).probe(10)
 
 

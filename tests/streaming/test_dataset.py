@@ -322,7 +322,7 @@ def test_an_estimate_of_the_packs(tmp_path: Path, kind: str, overlong: str) -> N
 
 
 def test_an_estimate_needs_a_length() -> None:
-    with pytest.raises(ValueError, match="the length of an iterable is unknown; set max_steps"):
+    with pytest.raises(ValueError, match="the length of IterableSource is unknown; set max_steps"):
         make(IterableSource(rows(10))).estimate_packs()
     assert make(MapSource(rows(1))).estimate_packs() == 1
 

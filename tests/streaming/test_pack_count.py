@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from streampack import Holdout, IterablePackedDataset, MapSource, Sample
-from streampack.streaming.pack_count import count_packs, map_source_of, packed_lengths
+from streampack.streaming.pack_count import count_packs, packed_lengths
 from tests.support.hf_trainers import samples
 
 ROWS = [*samples(150), {"tokens": [3] * 70, "labels": [3] * 70}, *samples(50, seed=1)]
@@ -48,9 +48,9 @@ def test_as_many_as_are_made(changes: dict[str, Any]) -> None:
     expected = np.zeros((3, given["num_lanes"]), int)
     for pack in packs.stream():
         expected[pack.epoch, pack.lane] += 1
-    source = map_source_of(packs.lane_config.source)
-    assert source is not None
-    lengths = packed_lengths(packs.lane_config, range(len(source.dataset)))
+    source = packs.lane_config.source
+    assert source.map_style
+    lengths = packed_lengths(packs.lane_config, range(source.num_rows()))
     found = [
         [
             count_packs(packs.lane_config, lengths, epoch=epoch, lane=lane, num_lanes=given["num_lanes"])
@@ -68,8 +68,3 @@ def test_what_would_fail_in_training_fails_before() -> None:
     config = IterablePackedDataset(ROWS, max_seq_len=64).lane_config
     with pytest.raises(ValueError, match="^sample 150 has 70 tokens"):
         count_packs(config, packed_lengths(config, range(len(ROWS))), epoch=0, lane=0, num_lanes=1)
-
-
-def test_a_stream_cannot_be_counted() -> None:
-    packs = IterablePackedDataset(lambda: iter(ROWS), max_seq_len=64)
-    assert map_source_of(packs.lane_config.source) is None

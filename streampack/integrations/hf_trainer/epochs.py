@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.streaming.dataset import IterablePackedDataset
-from streampack.streaming.pack_count import count_packs, map_source_of, packed_lengths
+from streampack.streaming.pack_count import count_packs, packed_lengths
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -31,7 +31,7 @@ def require_epochs(packs: IterablePackedDataset, args: TrainingArguments) -> Non
             f"max_steps is {args.max_steps}, so num_train_epochs={args.num_train_epochs} says how often the data is "
             f"read, and the packs have epochs={packs.epochs}; give IterablePackedDataset epochs=1, or set max_steps"
         )
-    if map_source_of(packs.lane_config.source) is None:
+    if not packs.lane_config.source.map_style:
         try:
             packs.estimate_packs()
         except ValueError as error:
@@ -68,7 +68,8 @@ def plan_epochs(loader: PackedDataLoader, epochs: float) -> Plan:
     """
     packs, ranks = loader.dataset, loader.rank_sync
     num_lanes = packs._lanes_for(ranks.world_size * max(1, loader.num_workers))
-    if (source := map_source_of(packs.lane_config.source)) is None:
+    config = packs.lane_config
+    if not config.source.map_style:
         # All ranks take rank 0's estimate: with different numbers of steps they would deadlock.
         found, *_ = ranks.gather_results(
             lambda: packs.estimate(rows=PROBED, num_lanes=num_lanes), doing="estimating an epoch"
@@ -82,7 +83,7 @@ def plan_epochs(loader: PackedDataLoader, epochs: float) -> Plan:
                 plan.total, steps, loader.packs_per_step, found.samples,
             )  # fmt: skip
         return plan
-    config, size = packs.lane_config, len(source.dataset)
+    size = config.source.num_rows()
     log.info("reading %d samples for their lengths, to count the steps of %s epochs", size, epochs)
     parts = ranks.gather_results(
         lambda: packed_lengths(config, range(ranks.rank, size, ranks.world_size)), doing="reading lengths"
