@@ -162,8 +162,6 @@ class _Stream(Source):
             [Part(shard) for shard in range(reading.lane, self.shards, reading.num_lanes)],
             reading,
             open_part=lambda part, offset, following: self._records(part.file, offset),
-            decode=lambda part, offset, raw: raw,
-            place=lambda part, offset: self.locate((part.file, offset)),
             locate=self.locate,
         )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from streampack.storage.base import File, LocalStorage, Storage, map_in_threads,
 from streampack.storage.compression import BUFFER_BYTES
 from streampack.storage.json_depth import shallow_json
 from streampack.storage.listing import Corpus, Name, Once, alone, inode_of, require_distinct
-from streampack.storage.manifest import named_in
+from streampack.storage.manifest import placed
 from streampack.storage.ranges import Block, Fetcher, Stretch
 from streampack.storage.remote import RemoteStorage, scheme_of
 from streampack.storage.retries import Retries
@@ -92,15 +91,16 @@ class Index(NamedTuple):
         """
         if not shards:
             raise ValueError(f"{redact(self.path)} names no shard")
+        found = []
         for number, (name, size) in enumerate(shards):
-            if not isinstance(name, str) or type(size) is not int or size <= 0:
-                raise ValueError(
-                    f"{redact(self.path)}, shard {number}: {name!r} of {size!r} bytes is no shard; an entry has a name "
-                    "and a size above 0"
-                )
-        # Checked as a manifest of as many lines: there, names that lead out of the folder are refused.
-        lines = "\n".join(json.dumps({"name": name, "size": size}) for name, size in shards)
-        found = named_in(self.path, lines)
+            try:
+                if not isinstance(name, str) or type(size) is not int or size <= 0:
+                    raise ValueError(
+                        f"{name!r} of {size!r} bytes is no shard; an entry has a name and a size above 0"
+                    )
+                found.append(placed(self.path, name))
+            except ValueError as error:
+                raise ValueError(f"{redact(self.path)}, shard {number}: {error}") from None
         if isinstance(self.storage, LocalStorage):
             for number, (listed, (_, size)) in enumerate(zip(found, shards, strict=True)):
                 there = Path(listed.path).stat()

@@ -39,7 +39,6 @@ class IterableSource(Source):
             )
         self.iterable = rows
         self.max_lanes = None if stride else 1
-        self.rows_read = 0  # by this copy of the source
         self._newest: Iterator[Any] | None = None  # to notice one that is returned twice
         self._first: MarkedRows | None = None  # for the fingerprint
 
@@ -78,7 +77,6 @@ class IterableSource(Source):
     def rows(self, start: int, step: int) -> Iterator[Mapping[str, Any]]:
         """See `Source.rows`. Reads the iterable from its beginning."""
         for number, row in enumerate(self._iterate()):
-            self.rows_read += 1
             if number >= start and (number - start) % step == 0:
                 yield row
 

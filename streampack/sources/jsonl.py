@@ -7,15 +7,14 @@ from contextlib import suppress
 from functools import partial
 from itertools import chain, islice
 from typing import Any
-from urllib.parse import urlsplit
 
 from streampack.sources.base import spread
 from streampack.sources.examples import EXAMPLES, Example, example
 from streampack.sources.files import FileSource, divide, places
-from streampack.sources.lines import HEAD_BYTES, ByteCount, Lines, parsed
+from streampack.sources.lines import ByteCount, Lines, parsed
 from streampack.sources.shuffling import Damage, Part, Record
 from streampack.storage.base import File, ParallelMap, map_in_threads
-from streampack.storage.compression import NOT_TEXT, content, kind_of, not_text
+from streampack.storage.compression import content
 from streampack.storage.formats import JSON_LINES, require_json_lines, whole_json
 from streampack.storage.listing import Name, Once, alone, find_files
 from streampack.storage.ranges import Block, Fetcher, Stretch, blocks
@@ -80,17 +79,10 @@ class JSONLSource(FileSource):
             timeout=timeout, once=once,
         )  # fmt: skip
         super().__init__(corpus, read_ahead=read_ahead)
-        for file in self.files:
-            if (name := urlsplit(file.path).path.lower()).endswith(NOT_TEXT):
-                raise not_text(
-                    file.shown,
-                    "a Parquet file" if name.endswith(".parquet") else "a binary file, judging by its name",
-                )
         require_json_lines(self.files, local=self.local)
         self._count = ByteCount()
         self._plain = [number for number, file in enumerate(self.files) if file.seekable]
         self._compressed = [number for number, file in enumerate(self.files) if not file.seekable]
-        self._kinds: dict[int, str] = {}  # hints on files with lines that are not JSON
 
     def cut(self, num_lanes: int, parallel_map: ParallelMap) -> list[list[Part]]:
         """See `FileSource.cut`."""
@@ -110,8 +102,9 @@ class JSONLSource(FileSource):
             row = parsed(raw)
         except ValueError as error:  # JSONDecodeError and UnicodeDecodeError alike
             whole = f"; if the file is one JSON document, {whole_json(self.files[part.file].shown)}"
-            hint = self._kind(part.file) or (whole if raw[:1] in (b"[", b"{") else "")
-            raise ValueError(f"not a line of JSON ({error}){hint}") from None
+            raise ValueError(
+                f"not a line of JSON ({error}){whole if raw[:1] in (b'[', b'{') else ''}"
+            ) from None
         if not isinstance(row, dict):
             raise ValueError(f"a row must be a JSON object, this is a {type(row).__name__}")
         return row
@@ -212,13 +205,3 @@ class JSONLSource(FileSource):
             file: File = self.files[part.file]
             stop = file.size if part.stop is None else part.stop
             yield from blocks(fetcher.storage, file, max(0, part.start - 1), stop)
-
-    def _kind(self, number: int) -> str:
-        """Suffix of the message about a line that is not JSON: the kind of its file, by the first bytes."""
-        file = self.files[number]
-        if number not in self._kinds:
-            self._kinds[number] = ""
-            with suppress(OSError, ValueError):
-                kind = kind_of(self.corpus.storage.fetch(file, 0, min(HEAD_BYTES, file.size)))
-                self._kinds[number] = f"; {file.shown} is {kind}" if kind and file.seekable else ""
-        return self._kinds[number]

@@ -10,7 +10,7 @@ from typing import Any
 from streampack.fingerprint import digest
 from streampack.sources.base import spread
 from streampack.sources.examples import EXAMPLES, Example
-from streampack.sources.files import FileSource, deal
+from streampack.sources.files import PARTS_PER_LANE, FileSource, deal
 from streampack.sources.row_groups import Footers, RowGroups, group_of, plain_row, starts_of
 from streampack.sources.shuffling import Damage, Part, Record
 from streampack.sources.source import Divisible
@@ -20,8 +20,6 @@ from streampack.storage.listing import Name, Once, alone, find_files
 from streampack.storage.ranges import Fetcher
 from streampack.types import RowId
 
-PARTS_PER_LANE = 16  # enough for shuffling parts to mix a sorted corpus, few enough to keep reads long
-DIVISION = "runs"  # how lanes are cut; another way needs another word, as a state's cursors depend on it
 LARGE = 2  # parts' worth: smaller files are a part each, and their footers are read when their turn comes
 FEW = (
     2  # parts of a lane: with fewer, all files are cut as fine as possible, or lanes would be uneven or empty
@@ -87,12 +85,12 @@ class ParquetSource(FileSource):
 
     def fingerprint(self) -> str:
         """Digest the files, as for JSON lines, and the columns."""
-        return digest(DIVISION, self.corpus.fingerprint(), self.columns)
+        return digest(self.corpus.fingerprint(), self.columns)
 
     def identity(self) -> dict[str, Any]:
         """See `Source.identity`."""
         columns = None if self.columns is None else ", ".join(self.columns)
-        return {**super().identity(), "columns": columns, "division": DIVISION}
+        return {**super().identity(), "columns": columns}
 
     def records(
         self, part: Part, offset: int, fetcher: Fetcher, following: Part | None = None

@@ -172,9 +172,9 @@ def read_parts(
     reading: Reading,
     *,
     open_part: Callable[[Part, int, Part | None], Iterator[Record]],
-    decode: Callable[[Part, int, Any], Mapping[str, Any]],
-    place: Callable[[Part, int], str] = "{}, offset {}".format,
-    locate: Callable[[RowId], str] = "{}".format,
+    locate: Callable[[RowId], str],
+    decode: Callable[[Part, int, Any], Mapping[str, Any]] = lambda part, offset, raw: raw,
+    place: Callable[[Part, int], str] | None = None,
 ) -> InOrder | WindowReader:
     """Open a reader of a lane's parts, in the order that ``reading`` asks for.
 
@@ -183,11 +183,13 @@ def read_parts(
         reading: the order, and where to begin.
         open_part: ``(part, offset, following)`` returns the records of a part from ``offset`` on; ``following`` is
             the part after it, for reading ahead.
-        decode: ``(part, offset, raw)`` makes a row's data, or raises ValueError.
-        place: ``(part, offset)`` as text, for errors of the storage.
         locate: see `Source.locate`.
+        decode: ``(part, offset, raw)`` makes a row's data, or raises ValueError; by default ``raw`` is that.
+        place: ``(part, offset)`` as text, for errors of the storage; by default what ``locate`` returns.
     """
     if reading.shuffle_window:
         parts = [parts[i] for i in permutation(len(parts), *reading.key)]
+    if place is None:
+        place = lambda part, offset: locate((part.file, offset))  # noqa: E731
     ordered = InOrder(parts, reading, open_part, decode, place, locate)
     return WindowReader(ordered) if reading.shuffle_window else ordered

@@ -62,8 +62,6 @@ class Source(ABC):
             [Part(0, reading.lane)],
             reading,
             open_part=lambda part, offset, following: self._numbered(offset, reading),
-            decode=lambda part, offset, raw: raw,
-            place=lambda part, offset: f"row {offset}",
             locate=self.locate,
         )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -156,20 +155,6 @@ class TokenShardSource(IndexedSource):
     def natural_lanes(self) -> int:
         """Return one lane per 262,144 tokens, but no more than there are documents."""
         return max(1, min(sum(self.counts), self.tokens // TOKENS_PER_LANE))
-
-    def verify(self) -> None:
-        """Read every shard and compare it with its checksum.
-
-        Raises:
-            ValueError: naming the first that differs.
-        """
-        fetcher = self.fetcher()
-        for shard, file in zip(self.shards, self.files, strict=True):
-            crc32, step = 0, fetcher.storage.block
-            for start in range(HEADER_BYTES, file.size, step):
-                crc32 = zlib.crc32(fetcher.take((file, start, min(start + step, file.size))), crc32)
-            if crc32 != shard.crc32:
-                raise ValueError(f"{file.shown} is not what its checksum was made of; copy it anew")
 
     def _unchecked(self, number: int) -> list[Block]:
         """Return the block of a shard's header if it was not compared yet; a state knows the shard by the index."""

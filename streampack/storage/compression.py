@@ -12,7 +12,6 @@ BUFFER_BYTES = 1 << 18
 LARGEST_WINDOW = 1 << 27  # bytes that a zstd frame may ask to be kept, as `zstd --long` does
 FRAME, SKIPPABLE = b"\x28\xb5\x2f\xfd", b"\x2a\x4d\x18"
 
-
 KINDS = {
     b"\x1f\x8b": "gzip data",
     b"\x28\xb5\x2f\xfd": "zstd data",
@@ -30,10 +29,6 @@ KINDS = {
     b"\xfe\xff": "UTF-16 text",
 }
 """Kinds of files by their first bytes. None of these can begin a JSON object."""
-NOT_TEXT = (
-    ".bz2", ".xz", ".lzma", ".zip", ".lz4", ".7z", ".br", ".sz", ".snappy", ".tar", ".tgz", ".tar.gz", ".tar.zst",
-    ".parquet", ".arrow", ".feather",
-)  # fmt: skip
 
 
 class ArchiveError(Exception):

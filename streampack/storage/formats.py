@@ -8,10 +8,14 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from streampack.storage.base import File
-from streampack.storage.compression import COMPRESSED
+from streampack.storage.compression import COMPRESSED, not_text
 
 JSON_LINES = tuple(f".{name}{packed}" for name in ("jsonl", "ndjson") for packed in ("", *COMPRESSED))
 PARQUET = (".parquet",)
+NOT_TEXT = (
+    ".bz2", ".xz", ".lzma", ".zip", ".lz4", ".7z", ".br", ".sz", ".snappy", ".tar", ".tgz", ".tar.gz", ".tar.zst",
+    ".arrow", ".feather",
+)  # fmt: skip
 READ_BY_DATASETS = {
     ".csv": "HFSource('csv', data_files={path!r}, split='train')",
     ".tsv": "HFSource(datasets.load_dataset('csv', data_files={path!r}, sep='\\t', split='train'))",
@@ -38,10 +42,15 @@ def require_json_lines(files: Iterable[File], *, local: bool) -> None:
     """Refuse files that are no JSON lines by their names, and local ones that begin with a JSON array.
 
     Raises:
-        ValueError: with a source that reads them.
+        ValueError: with a way to read them.
     """
     for file in files:
-        ending = Path(urlsplit(file.path).path).suffix
+        name = urlsplit(file.path).path
+        if name.lower().endswith(PARQUET):
+            raise not_text(file.shown, "a Parquet file")
+        if name.lower().endswith(NOT_TEXT):
+            raise not_text(file.shown, "a binary file, judging by its name")
+        ending = Path(name).suffix
         if ending in READ_BY_DATASETS:
             source = READ_BY_DATASETS[ending].format(path=file.shown)
             raise ValueError(f"{file.shown} is no file of JSON lines; let datasets read it: {source}")

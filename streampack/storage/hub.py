@@ -106,10 +106,10 @@ def fetch(fs: Any, path: str, start: int, stop: int, patience: float) -> Answer:
     with get_session().stream("GET", url, headers=headers, timeout=patience / WAITS) as response:
         head = head_of(path, response.status_code, response.headers)
         data = bytearray()
-        for chunk in () if head.empty else response.iter_raw():
+        for chunk in () if head.start is None else response.iter_raw():
             data += chunk
             if len(data) > stop - start:
                 raise Judged(Refused(f"{path}: the server sends more than the range that it was asked for"))
             if time.monotonic() > deadline:  # each chunk in time, and all together too late
                 raise TimeoutError
-    return Answer(bytes(data), start if head.empty else head.start, head.size, None)
+    return head._replace(data=bytes(data), tag=None)

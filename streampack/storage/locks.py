@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import socket
@@ -40,11 +41,6 @@ def lock_folder(folder: str | Path, *, way_out: str, patience: float = PATIENCE)
     Raises:
         ValueError: if another process holds the folder; names its host and process id.
     """
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        yield
-        return
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)

@@ -47,13 +47,22 @@ def _entry(manifest: str, line: str) -> Listed:
         or not isinstance(tag, str | None)
     ):
         raise ValueError("an entry has a name (text), and may have a size (bytes) and a tag (text)")
+    return placed(manifest, name, size, tag)
+
+
+def placed(index: str, name: str, size: int | None = None, tag: str | None = None) -> Listed:
+    """Return the file of this name in the folder of a manifest or an index.
+
+    Raises:
+        ValueError: for a name that leads out of the folder, and a file of this machine that is not there.
+    """
     leads_out = name.startswith(("/", "~")) or ".." in name.split("/") or re.match(r"[\w+.-]+:", name)
     if leads_out or "\\" in name or "::" in name or not name.isprintable():
         raise ValueError(
             f"the name {name!r} is refused: it must be relative and stay below the manifest's folder"
         )
-    if "://" not in manifest:
-        folder = Path(manifest).parent.resolve()
+    if "://" not in index:
+        folder = Path(index).parent.resolve()
         path = folder / name
         if not path.resolve().is_relative_to(folder):
             raise ValueError(
@@ -62,7 +71,7 @@ def _entry(manifest: str, line: str) -> Listed:
         if not path.is_file():
             raise ValueError(f"there is no file {name!r}")
         return Listed(str(path))
-    parts = urlsplit(manifest)
+    parts = urlsplit(index)
     if parts.scheme in ("http", "https"):
         name = quote(name)
     folder_path = parts.path.rpartition("/")[0]

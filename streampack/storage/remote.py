@@ -189,9 +189,7 @@ async def _http(fs: Any, path: str, start: int, stop: int) -> Answer:
     }
     async with session.get(fs.encode_url(path), headers=headers, **options) as response:
         head = head_of(path, response.status, response.headers)
-        if head.empty:
-            return Answer(b"", start, head.size, head.tag)
-        return Answer(await response.read(), head.start, head.size, head.tag)
+        return head if head.start is None else head._replace(data=await response.read())
 
 
 async def _s3(fs: Any, path: str, start: int, stop: int) -> Answer:
@@ -203,7 +201,7 @@ async def _s3(fs: Any, path: str, start: int, stop: int) -> Answer:
     headers = {"Content-Range": response.get("ContentRange", ""), "ETag": response.get("ETag", "")}
     async with response["Body"] as body:
         head = head_of(path, response["ResponseMetadata"]["HTTPStatusCode"], headers)
-        return Answer(await body.read(), head.start, head.size, head.tag)
+        return head._replace(data=await body.read())
 
 
 def _read(fs: Any, path: str, start: int, stop: int, patience: float) -> Answer:

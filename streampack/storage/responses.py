@@ -17,7 +17,7 @@ class Answer(NamedTuple):
     """A server's answer to a range request."""
 
     data: bytes
-    start: int  # of the range, by its headers
+    start: int | None  # of the range, by its headers; None if that begins behind the file's end
     size: int  # of the whole file, by its headers
     tag: str | None
 
@@ -29,17 +29,10 @@ class Judged(Exception):
         self.error = error
 
 
-class Head(NamedTuple):
-    """The status and headers of an answer, judged."""
-
-    start: int
-    size: int
-    tag: str | None
-    empty: bool  # the range begins behind the file's end
-
-
-def head_of(path: str, status: int, headers: Mapping[str, str]) -> Head:
+def head_of(path: str, status: int, headers: Mapping[str, str]) -> Answer:
     """Check an HTTP answer before its body is read: a server without ranges would send the whole file.
+
+    The answer that is returned has no data yet.
 
     Raises:
         Judged: with the error of a status other than 206.
@@ -55,9 +48,9 @@ def head_of(path: str, status: int, headers: Mapping[str, str]) -> Head:
             )
         )
     if status == 416 and size and size != "*":
-        return Head(0, int(size), tag, empty=True)
+        return Answer(b"", None, int(size), tag)
     if status == 206 and start and size:
-        return Head(int(start), int(size), tag, empty=False)
+        return Answer(b"", int(start), int(size), tag)
     raise Judged(refusal(redact(path), status, headers))
 
 

@@ -58,7 +58,7 @@ def window_reader(
 
     parts = [Part(f, 100 * f, 100 * f + size) for f, size in enumerate(sizes)]
     reading = Reading(seed=seed, shuffle_window=window, start=start)
-    return read_parts(parts, reading, open_part=open_part, decode=decode)
+    return read_parts(parts, reading, open_part=open_part, decode=decode, locate=str)
 
 
 part_sizes = st.lists(st.integers(0, 6), max_size=6)

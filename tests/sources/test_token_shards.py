@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tracemalloc
+import zlib
 from collections import Counter
 from collections.abc import Mapping
 from itertools import pairwise
@@ -104,7 +105,6 @@ def test_local_and_remote_shards_are_equal(tmp_path: Path) -> None:
     there = TokenShardSource(published(tmp_path))
     assert there.fingerprint() == here.fingerprint()
     assert read_all(there, 2, shuffle_window=4) == read_all(here, 2, shuffle_window=4)
-    there.verify()
     assert "memory://" in there.locate((0, 1))
 
 
@@ -272,11 +272,7 @@ def test_a_shard_that_is_cut_off_or_replaced(tmp_path: Path) -> None:
         TokenShardSource(tmp_path)
     with pytest.raises(ValueError, match="a corpus must not change during a run"):
         next(source.read(Reading()))
-    path.write_bytes(whole)
-    source.verify()
-    path.write_bytes(whole[:4100] + bytes([whole[4100] ^ 1]) + whole[4101:])
-    with pytest.raises(ValueError, match="is not what its checksum was made of"):
-        source.verify()
+    assert [shard.crc32 for shard in source.shards] == [zlib.crc32(whole[4096:])]
 
 
 @pytest.mark.parametrize("remote", [False, True])
