@@ -35,11 +35,6 @@ def test_the_fraction_is_about_right():
     assert 420 < len(read(held_out)) < 580
 
 
-def test_equal_rows_are_on_one_side():
-    train, held_out = both(MapSource(rows(50) * 3))
-    assert not set(read(train)) & set(read(held_out))
-
-
 def test_adding_rows_moves_none():
     _, before = both(MapSource(rows(100)))
     _, after = both(MapSource(rows(200)))
@@ -50,12 +45,6 @@ def test_another_fraction_is_another_corpus():
     source = MapSource(rows(100))
     prints = {Holdout(source, fraction=s, part=p).fingerprint() for s in (0.1, 0.2) for p in PARTS}
     assert len(prints) == 4
-
-
-def test_trace_through_a_holdout():
-    data = IterablePackedDataset(both(MapSource(rows(40)))[1], max_seq_len=8)
-    pack = next(iter(data))
-    assert data.trace(pack["fragments"][0])["tokens"] == pack["tokens"][:2].tolist()
 
 
 def test_the_estimate_counts_only_its_part():

@@ -72,15 +72,6 @@ def test_probe_of_more_files_than_rows_are_wanted(
     assert len({number // 50 for number in map(int, (name[:3] for name in looked))}) >= 8, "from all over"
 
 
-def test_probe_of_rows_that_are_alone_in_their_files(tmp_path: Path) -> None:
-    texts = [{"text": "x" * n} for n in range(100, 1100, 10)]
-    source = JSONLSource([write(tmp_path / f"{i:03}.jsonl", [row]) for i, row in enumerate(texts)])
-    probed, scale = source.probe(400)
-    assert len(probed) > 90
-    true = sum(len(row["text"]) for row in texts)
-    assert sum(len(row["text"]) for row in probed) * scale == pytest.approx(true, rel=0.05)
-
-
 def test_probe_of_small_and_of_map_style_data(tmp_path: Path) -> None:
     source = JSONLSource(write(tmp_path / "a.jsonl", numbered(5)))
     probed, scale = source.probe(256)
@@ -103,8 +94,3 @@ def test_natural_lanes(tmp_path: Path) -> None:
     big = tmp_path / "big.jsonl"
     big.write_bytes(b'{"i": 1}\n' * (1 << 17))
     assert JSONLSource(big).natural_lanes() == 4
-
-
-def test_a_compressed_file_fills_one_lane_however_large(tmp_path: Path) -> None:
-    noise = [{"r": random.Random(i).random()} for i in range(20_000)]
-    assert JSONLSource(write(tmp_path / "a.jsonl.gz", noise)).natural_lanes() == 1

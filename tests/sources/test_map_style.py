@@ -9,7 +9,7 @@ import pytest
 
 from streampack import MapSource
 from streampack.sources import Reading
-from tests.support.corpus import numbered, read_all
+from tests.support.corpus import numbered
 
 
 def test_lanes_shuffle_differently() -> None:
@@ -20,16 +20,6 @@ def test_lanes_shuffle_differently() -> None:
     ]
     assert sorted(lanes[0]) == sorted(lanes[1])
     assert lanes[0] != lanes[1]
-
-
-def test_map_style_rows_by_number() -> None:
-    source = MapSource(numbered(7))
-    assert [[row.data["i"] for row in source.read(Reading(lane, num_lanes=3))] for lane in range(3)] == [
-        [0, 3, 6],
-        [1, 4],
-        [2, 5],
-    ]
-    assert read_all(source, num_lanes=9) == numbered(7), "some lanes are empty"
 
 
 class Dataset:

@@ -85,9 +85,7 @@ DOTTED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "columns", [None, ["a.b"], ["a"], ["text"], ["m.l"], ["a.b.c"], ["a.b", "text"], ["a.b", "a"]]
-)
+@pytest.mark.parametrize("columns", [None, ["a.b"], ["a"], ["m.l"], ["a.b", "text"]])
 def test_names_with_dots_are_names(tmp_path: Path, columns: list[str] | None) -> None:
     """pyarrow also takes them for paths into nested columns."""
     pq.write_table(pa.table(DOTTED), tmp_path / "a.parquet", row_group_size=1)
@@ -98,8 +96,7 @@ def test_names_with_dots_are_names(tmp_path: Path, columns: list[str] | None) ->
         read(ParquetSource(tmp_path / "a.parquet", columns=["a.c"]))
 
 
-@pytest.mark.parametrize("compression", ["none", "snappy", "zstd", "gzip"])
-@pytest.mark.parametrize("version", ["1.0", "2.0"])
+@pytest.mark.parametrize(("compression", "version"), [("none", "1.0"), ("snappy", "1.0"), ("zstd", "2.0")])
 def test_ways_of_writing(tmp_path: Path, compression: str, version: str) -> None:
     data = [{"i": i, "text": "x" * (i % 50), "word": f"w{i % 7}"} for i in range(5000)]
     path = write(
@@ -216,8 +213,7 @@ def damaged(path: Path, group: int, column: int = 0) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("window", [0, 6])
-@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize(("window", "many"), [(0, True), (6, False)])
 def test_a_damaged_page_is_named_and_can_be_skipped(
     tmp_path: Path, window: int, many: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,7 +279,7 @@ def test_row_groups_count_where_the_footer_is_wrong(tmp_path: Path, count: int) 
     assert Part(0) in both._divided[2][0]
 
 
-@pytest.mark.parametrize("num_lanes", [1, 2, 8])
+@pytest.mark.parametrize("num_lanes", [1, 8])
 def test_a_damaged_row_group_loses_only_its_rows(tmp_path: Path, num_lanes: int) -> None:
     data = [{"i": i, "text": f"{i:9}"} for i in range(20_000)]
     path = write(tmp_path / "a.parquet", data, group=200, compression="none", use_dictionary=False)
@@ -306,7 +302,6 @@ def test_a_damaged_row_group_loses_only_its_rows(tmp_path: Path, num_lanes: int)
     assert sorted(found) == [*range(8000), *range(8200, 20_000)]
 
 
-@pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -318,10 +313,7 @@ def test_a_damaged_row_group_loses_only_its_rows(tmp_path: Path, num_lanes: int)
         ),
     ],
 )
-def test_damaged_footers(
-    tmp_path: Path, content: bytes, message: str, many: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(parquet, "PARTS_PER_LANE", 0 if many else 16)
+def test_damaged_footers(tmp_path: Path, content: bytes, message: str) -> None:
     write(tmp_path / "a.parquet", [{"i": i} for i in range(3)])
     (tmp_path / "b.parquet").write_bytes(content)
     write(tmp_path / "c.parquet", [{"i": i} for i in range(3, 6)])

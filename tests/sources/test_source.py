@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from streampack import IterablePackedDataset, PackedDataLoader, Sample, Source
+from streampack import IterablePackedDataset, PackedDataLoader, Source
 
 
 class Squares(Source):
@@ -36,13 +36,6 @@ def test_every_row_comes_once_with_workers() -> None:
     assert sorted(seen) == list(range(300))
 
 
-def test_trace_finds_the_row() -> None:
-    dataset = IterablePackedDataset(Squares(9), max_seq_len=64, num_lanes=1)
-    [pack] = list(dataset)
-    traced = dataset.trace(pack["fragments"][4])
-    assert traced["place"] == "row 4"
-
-
 def test_an_error_names_the_row_and_is_raised_again() -> None:
     iterator = iter(IterablePackedDataset(Squares(9, broken=5), max_seq_len=64, num_lanes=1))
     for _ in range(2):
@@ -64,12 +57,3 @@ def test_a_source_without_rows_or_read_is_an_error() -> None:
 
     with pytest.raises(NotImplementedError, match="Empty needs either rows, or read, locate and fetch"):
         next(iter(IterablePackedDataset(Empty(), max_seq_len=8, num_lanes=1)))
-
-
-def test_a_users_encoder() -> None:
-    def reversed_text(row: dict[str, Any]) -> dict[str, Any]:
-        return {"input_ids": list(row["text"].encode())[::-1]}
-
-    [pack] = list(IterablePackedDataset([{"text": "abc"}], encoder=reversed_text, max_seq_len=4))
-    assert pack["tokens"].tolist() == [99, 98, 97, 0]
-    assert Sample  # what an encoder may return as well

@@ -26,7 +26,7 @@ def corpus(count: int) -> dict[str, tuple[int, str]]:
     return {f"{number:06}.jsonl": (1000 + number % 7, f"{number:016x}") for number in range(count)}
 
 
-COUNTS = [1, 2, 7, 200, 5000]
+COUNTS = [1, 7, 2000]
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -76,13 +76,13 @@ def test_a_named_file_has_changed(count: int, changed: set[int]) -> None:
         assert words.split()[0].removeprefix("/c/") in names
 
 
-def test_marks_of_100_000_files_take_two_kilobytes() -> None:
-    files = corpus(100_000)
+def test_marks_of_20_000_files_take_two_kilobytes() -> None:
+    files = corpus(20_000)
     before = marks(files)
     state = before.state()
     assert len(pickle.dumps(state)) < 16 * GROUPS + 200 < 2300
-    files["077777.jsonl"] = (1, "other")
-    assert str(marks(files).difference(state)).startswith("/c/077777.jsonl is another file; ")
+    files["017777.jsonl"] = (1, "other")
+    assert str(marks(files).difference(state)).startswith("/c/017777.jsonl is another file; ")
 
 
 @pytest.mark.parametrize("sums", [b"", b"x", b"x" * 16, b"x" * 48, b"\xff" * 16 * 4096, "text", None])

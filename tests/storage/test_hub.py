@@ -52,7 +52,7 @@ def data(hub: Hub, kind: str, *, revision: str = "", **settings: Any) -> Any:
 def test_ranges_and_little_else_whatever_fails(
     hub: Hub, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    files = committed(hub, kind, 6, 240)
+    files = committed(hub, kind, 4, 240)
     made = data(hub, kind)
     assert [file.name for file in made.files] == [path.removeprefix("c/") for path in files]
     about, hub.web.bytes = hub.bytes, 0
@@ -73,9 +73,7 @@ def test_ranges_and_little_else_whatever_fails(
     assert len({*hub.web.faults, *hub.store.faults}) >= 4
 
 
-@pytest.mark.parametrize(
-    "revision", ["", "@main", "@v1.0", "@refs%2Fconvert%2Fparquet", "@refs/convert/parquet"]
-)
+@pytest.mark.parametrize("revision", ["", "@v1.0", "@refs%2Fconvert%2Fparquet", "@refs/convert/parquet"])
 def test_a_path_is_pinned_to_a_commit(hub: Hub, revision: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "streampack")
     files = committed(hub, "jsonl")
@@ -93,9 +91,10 @@ def test_a_path_is_pinned_to_a_commit(hub: Hub, revision: str, caplog: pytest.Lo
     assert len(list(named.read(Reading()))) == 160
 
 
-@pytest.mark.parametrize("kind", ["", "datasets/", "spaces/"])
-@pytest.mark.parametrize("repo", ["gpt2", "org/name"])
-@pytest.mark.parametrize("name", ["a.jsonl", "c/d/a@b.jsonl"])
+@pytest.mark.parametrize(
+    ("kind", "repo", "name"),
+    [("", "gpt2", "a.jsonl"), ("datasets/", "org/name", "c/d/a@b.jsonl"), ("spaces/", "org/name", "a.jsonl")],
+)
 def test_a_pinned_path_is_parsed(web: Web, kind: str, repo: str, name: str) -> None:
     """Repositories have a namespace or none; the range is read from the Hub's URL."""
     commit = "0123456789" * 4
@@ -131,8 +130,8 @@ def test_a_manifest_and_token_shards(hub: Hub, tmp_path: Path) -> None:
 # A branch that moves.
 
 
-@pytest.mark.parametrize("kind", ["gz", "parquet"])
-def test_a_branch_that_moves_does_not_move_a_run(hub: Hub, kind: str) -> None:
+def test_a_branch_that_moves_does_not_move_a_run(hub: Hub) -> None:
+    kind = "parquet"
     committed(hub, kind, 4, 40)
     [old] = hub.commits
     whole = list(map(content, stream(data(hub, kind))))
@@ -204,7 +203,7 @@ def test_an_outage_is_retried_as_often_as_set(hub: Hub) -> None:
 def test_an_answer_that_trickles_times_out(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each chunk is in time, and all together are too late."""
     committed(hub, "jsonl", 1, 400)
-    made = data(hub, "jsonl", retries=0, timeout=1.0, read_ahead=0)
+    made = data(hub, "jsonl", retries=0, timeout=0.5, read_ahead=0)
 
     def trickle(handler: Any, status: int, body: bytes, headers: Any, promised: int) -> None:
         assert (status, promised) == (206, len(body))
@@ -219,17 +218,9 @@ def test_an_answer_that_trickles_times_out(hub: Hub, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(hub.web.server.RequestHandlerClass, "_send", trickle)
     begun = time.monotonic()
-    with pytest.raises(TimeoutError, match=r"c/000.jsonl: no answer within 1 s"):
+    with pytest.raises(TimeoutError, match=r"c/000.jsonl: no answer within 0.5 s"):
         made.corpus.storage.fetch(made.files[0], 0, made.files[0].size)
-    assert 1 <= time.monotonic() - begun < 1.5
-
-
-def test_a_server_without_ranges_is_refused(hub: Hub) -> None:
-    committed(hub, "jsonl", 1)
-    made = data(hub, "jsonl", retries=2)
-    hub.web.ranges = False
-    with pytest.raises(OSError, match="the server sends whole files only"):
-        list(made.read(Reading()))
+    assert 0.5 <= time.monotonic() - begun < 1
 
 
 # What is never said.

@@ -10,15 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streampack import IterablePackedDataset, MDSSource, TokenShardSource
+from streampack import MDSSource, TokenShardSource
 from streampack.fingerprint import plain
-from streampack.packing.encoders import TokensEncoder
 from streampack.sources import Reading
 from streampack.storage.ranges import Fetcher
 from streampack.storage.remote import RemoteStorage
 from streampack.storage.retries import Retries
 from streampack.tokenize.tokenize import tokenize
-from tests.support.conformance import check_resume_everywhere
 from tests.support.mds import write_mds
 from tests.support.web import Web, random_faults
 
@@ -66,12 +64,12 @@ def read_all(data: Any, num_lanes: int = 2, **reading: Any) -> list[Any]:
     return [plain(row.data) for lane in lanes for row in lane]
 
 
-@pytest.mark.parametrize(("kind", "place"), [*((kind, "http") for kind in KINDS), ("masked tokens", "s3")])
+@pytest.mark.parametrize(("kind", "place"), [*((kind, "http") for kind in KINDS[1:]), ("tokens", "s3")])
 def test_ranges_and_little_else_whatever_fails(
     web: Web, tmp_path: Path, kind: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RemoteStorage, "block", 4096)
-    here = local(kind, written(kind, tmp_path, 600))
+    here = local(kind, written(kind, tmp_path, 300))
     expected = read_all(here, shuffle_window=16)
     web.files = published(tmp_path)
     data = source(kind, place, web)
@@ -81,19 +79,6 @@ def test_ranges_and_little_else_whatever_fails(
     web.fault = random_faults(1, 0.03)
     assert read_all(source(kind, place, web, timeout=0.3), shuffle_window=16) == expected
     assert len(set(web.faults)) >= 3, web.faults
-
-
-@pytest.mark.parametrize("kind", ["masked tokens", "mds"])
-def test_resume_at_every_step(web: Web, tmp_path: Path, kind: str) -> None:
-    web.files = published(written(kind, tmp_path, 30, longest=30))
-    data = source(kind, "http", web)
-
-    def stream() -> IterablePackedDataset:
-        encoder = TokensEncoder(labels="labels" if "tokens" in kind else None)
-        shuffled = {"shuffle": True, "shuffle_window": 8, "num_lanes": 2}
-        return IterablePackedDataset(data, encoder=encoder, max_seq_len=48, epochs=1, **shuffled)
-
-    assert len(check_resume_everywhere(stream, packs=7, whole_every=20)) > 6
 
 
 @pytest.mark.parametrize("kind", ["masked tokens", "mds"])
@@ -110,7 +95,7 @@ def test_a_seek_reads_only_from_there(web: Web, tmp_path: Path, kind: str) -> No
     assert web.bytes < 1000
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["masked tokens", "mds", "mds.gz"])
 def test_the_next_part_is_fetched_while_this_one_is_read(
     web: Web, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,36 +46,26 @@ def failing(times: int, error: Callable[[], BaseException]) -> Callable[[], str]
 # Trying again.
 
 
-@pytest.mark.parametrize("times", range(6))
-def test_a_read_is_retried_until_it_succeeds(slept: list[float], times: int) -> None:
-    assert Retries(attempts=5).call(failing(times, lambda: OSError("reset"))) == "read"
+@pytest.mark.parametrize("kind", [ConnectionResetError, TimeoutError])
+@pytest.mark.parametrize("times", [0, 1, 5])
+def test_a_read_is_retried_until_it_succeeds(slept: list[float], times: int, kind: type[OSError]) -> None:
+    assert Retries(attempts=5).call(failing(times, kind)) == "read"
     assert len(slept) == times
 
 
-def test_the_last_error_is_raised(slept: list[float]) -> None:
+@pytest.mark.parametrize("attempts", [0, 5])
+def test_the_last_error_is_raised(slept: list[float], attempts: int) -> None:
     errors = iter(range(99))
-    with pytest.raises(OSError, match="^number 5$"):
-        Retries(attempts=5).call(failing(99, lambda: OSError(f"number {next(errors)}")))
-    assert len(slept) == 5
+    with pytest.raises(OSError, match=f"^number {attempts}$"):
+        Retries(attempts=attempts).call(failing(99, lambda: OSError(f"number {next(errors)}")))
+    assert len(slept) == attempts
 
 
-def test_zero_retries(slept: list[float]) -> None:
-    with pytest.raises(OSError, match="reset"):
-        Retries(attempts=0).call(failing(1, lambda: OSError("reset")))
-    assert slept == []
-
-
-@pytest.mark.parametrize("kind", [*PERMANENT, ValueError, KeyError, StopIteration, KeyboardInterrupt])
+@pytest.mark.parametrize("kind", [*PERMANENT, ValueError, KeyboardInterrupt])
 def test_permanent_errors_are_not_retried(slept: list[float], kind: type[BaseException]) -> None:
     with pytest.raises(kind):
         Retries().call(failing(1, kind))
     assert slept == []
-
-
-@pytest.mark.parametrize("kind", [ConnectionResetError, TimeoutError, BlockingIOError, InterruptedError])
-def test_errors_that_may_pass_are_retried(slept: list[float], kind: type[OSError]) -> None:
-    assert Retries().call(failing(3, kind)) == "read"
-    assert len(slept) == 3
 
 
 def test_waits_double_up_to_the_longest_each_with_its_jitter(slept: list[float]) -> None:
@@ -89,12 +79,6 @@ def test_waits_double_up_to_the_longest_each_with_its_jitter(slept: list[float])
     assert (waits.max(axis=0) - waits.min(axis=0) > 0.4).all(), "a thousand ranks do not come back at once"
     assert waits.sum() <= 200 * 9
     assert retries.budget == sum(longest)
-
-
-def test_the_budget_is_what_all_waits_take_at_most() -> None:
-    assert Retries(attempts=5, first=0.5).budget == 15.5
-    assert Retries(attempts=0).budget == 0
-    assert Retries(attempts=100, first=1, longest=2).budget == 199
 
 
 def test_the_users_generator_is_not_touched(slept: list[float]) -> None:
@@ -170,7 +154,7 @@ def packs(dataset: IterablePackedDataset) -> list[Any]:
     return [plain(pack) for pack in dataset.stream()]
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "gz", "zst"])
+@pytest.mark.parametrize("kind", ["jsonl", "zst"])
 def test_each_single_read_may_fail(
     tmp_path: Path, kind: str, slept: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,7 +276,7 @@ def test_an_iterables_own_errors_are_named_and_not_retried(slept: list[float]) -
 class Ranks:
     """A `RankSync` of two ranks, as far as a loader's start needs one."""
 
-    alone, rank, world_size = False, 0, 2
+    alone, rank, world_size, data_world_size = False, 0, 2, 2
 
     def __init__(self, timeout: Any) -> None:
         self.timeout = timeout
