@@ -276,10 +276,13 @@ def test_an_iterables_own_errors_are_named_and_not_retried(slept: list[float]) -
 class Ranks:
     """A `RankSync` of two ranks, as far as a loader's start needs one."""
 
-    alone, rank, world_size, data_world_size = False, 0, 2, 2
+    alone, grouped, rank, data_rank, world_size, data_world_size = False, True, 0, 0, 2, 2
 
     def __init__(self, timeout: Any) -> None:
         self.timeout = timeout
+
+    def reads_first(self) -> bool:
+        return True
 
     def gather(self, value: Any) -> list[Any]:
         return [value, value]
