@@ -47,9 +47,8 @@ def flex_mask(seq_lens: torch.Tensor, *, max_seq_len: int, window: int | None = 
     first = ids[:, ::BLOCK]  # [batch, blocks]
     blocks = torch.arange(first.shape[1], device=ids.device)
     last = ids[:, (blocks * BLOCK + BLOCK - 1).clamp(max=max_seq_len - 1)]
-    back = (
-        blocks[:, None] - blocks
-    )  # [blocks, blocks]: distance from the block of queries back to that of keys
+    # [blocks, blocks]: distance from the block of queries back to that of keys
+    back = blocks[:, None] - blocks
     filled = (blocks + 1) * BLOCK <= max_seq_len
     partly = (first[:, :, None] == last[:, None, :]) & (back > 0) | (back == 0)
     wholly = (last[:, :, None] == first[:, None, :]) & (back > 0) & filled[:, None]

@@ -27,7 +27,7 @@ def position_table(model: nn.Module) -> int | None:
             name == "wpe" or ("position" in name and "relative" not in name)
         ):
             counts.append(module.num_embeddings - getattr(module, "offset", 0))
-        tables = [getattr(module, name, None) for name in ("embed_positions", "pos_encoding")]  # GPT-J, CTRL
+        tables = [getattr(module, "embed_positions", None)]  # GPT-J's
         if hasattr(module, "rope_init"):  # torchtune's rotary embeddings
             tables.append(getattr(module, "cache", None))
         counts += [table.shape[0] for table in tables if torch.is_tensor(table)]

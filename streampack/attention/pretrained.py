@@ -64,14 +64,3 @@ def without_cache(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tupl
     if kwargs.get("use_cache") is None and kwargs.get("past_key_values") is None:
         kwargs = {**kwargs, "use_cache": False}
     return args, kwargs
-
-
-def restore_cache_setting(model: Any) -> None:
-    """Set ``use_cache`` in a prepared model's config again, which Trainer's constructor switches off.
-
-    Trainer keeps no record of what the config said before; the generation config tells.
-    """
-    generation = getattr(model, "generation_config", None)
-    off = getattr(model.config, "use_cache", None) is False
-    if off and generation is not None and getattr(generation, "use_cache", None) is not False:
-        model.config.use_cache = True

@@ -19,7 +19,7 @@ SHARES = (
     0.0,
     0.4,
     0.2,
-)  # lengths of samples as a fraction of 256; 0 is a single token, the rest is padding
+)  # lengths of samples as a fraction of 256; 0: a single token, the rest is padding
 LONGEST_PROBE = 1 << 14  # tokens; windows that need more are not probed
 WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "sliding_window_size")
 

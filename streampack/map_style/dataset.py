@@ -226,10 +226,6 @@ class PackedDataset(Dataset[dict[str, Any]]):
         return [self[index] for index in indices]
 
     def __getitem__(self, index: Any) -> dict[str, Any]:
-        if isinstance(index, slice):
-            raise TypeError(
-                "a pack is asked for by its number, not by a slice; for a part use torch.utils.data.Subset"
-            )
         number = operator.index(index)
         if not -len(self) <= number < len(self):
             raise IndexError(f"there is no pack {number}: the dataset has {len(self)} packs, counted from 0")

@@ -37,9 +37,7 @@ class Method(NamedTuple):
     """A method of making batches."""
 
     plan: Callable[[list[Span], Shape], list[list[Row]]]  # from pieces in a random order
-    packed: bool = (
-        True  # every batch has batch_size rows of max_seq_len; otherwise rows are as long as the longest
-    )
+    packed: bool = True  # batches have batch_size rows of max_seq_len; otherwise rows as long as the longest
     cuts: bool = False  # samples are cut at the end of a row
     isolated: bool = True  # samples of a row do not see one another
 

@@ -9,8 +9,6 @@ import pytest
 import torch
 from transformers import (
     CLIPVisionConfig,
-    CTRLConfig,
-    CTRLLMHeadModel,
     GPT2Config,
     GPT2LMHeadModel,
     GPTJConfig,
@@ -26,7 +24,6 @@ from transformers import (
 )
 
 from streampack import (
-    FlatteningCollator,
     IterablePackedDataset,
     PackedDataLoader,
     collate_packed,
@@ -93,15 +90,6 @@ def test_a_longer_sample_is_refused(attention: str) -> None:
         inputs(row)
 
 
-def test_joined_documents_are_refused() -> None:
-    """Their fragments are short, but positions go on to the end of the row."""
-    inputs = prepare_model_for_packing(gpt2())
-    [batch] = PackedDataLoader(packs([100, 100, 60]), batch_size=1)
-    assert int(inputs(batch)["position_ids"].max()) < POSITIONS
-    with pytest.raises(ValueError, match="a sample has 260 tokens, and this gpt2 model has 128 positions"):
-        inputs(join_documents(batch))
-
-
 def test_tokens_of_a_dict_without_labels_are_padding() -> None:
     inputs = prepare_model_for_packing(gpt2())
     row = {"input_ids": torch.ones(1, 400, dtype=torch.int64), "seq_lens": torch.tensor([[100, 300]])}
@@ -111,16 +99,6 @@ def test_tokens_of_a_dict_without_labels_are_padding() -> None:
     labels[:, 399] = 1
     with pytest.raises(ValueError, match="a sample has 300 tokens"):
         inputs(row | {"labels": labels})
-
-
-@pytest.mark.parametrize("kwargs", [False, True])
-def test_padding_of_a_flat_row(kwargs: bool) -> None:
-    collate = FlatteningCollator(max_tokens=400, return_flash_attn_kwargs=kwargs)
-    batch = collate([{"input_ids": [5] * n, "labels": [5] * n} for n in (30, 128)])
-    model = gpt2()
-    ours = prepare_model_for_packing(model)(batch)
-    assert int(ours["position_ids"].max()) < POSITIONS
-    assert model(**ours).logits.isfinite().all()
 
 
 def test_tables_of_an_image_model_do_not_count() -> None:
@@ -150,8 +128,6 @@ def test_tables() -> None:
     assert position_table(OPTForCausalLM(opt)) == 64
     assert position_table(GPTJForCausalLM(gptj)) == 96
     assert position_table(LlamaForCausalLM(llama)) is None
-    ctrl = CTRLConfig(vocab_size=VOCAB, n_layer=1, n_head=2, n_embd=16, dff=16, n_positions=40)
-    assert position_table(CTRLLMHeadModel(ctrl)) == 40
 
 
 @pytest.mark.parametrize("overlong", ["split", "truncate"])
@@ -171,12 +147,6 @@ def trainer(folder: Path, data: IterablePackedDataset, model: Any = None) -> Tra
         disable_tqdm=True, log_level="error", logging_strategy="no", save_strategy="no",
     )  # fmt: skip
     return Trainer(model or gpt2(), args, train_dataset=data)
-
-
-def test_a_trainer_trains_on_longer_packs(tmp_path: Path) -> None:
-    one = trainer(tmp_path, packs([128, 100, 60, 128, 90, 128]))
-    prepare_trainer_for_packing(one)
-    assert one.train().global_step == 1
 
 
 def test_a_trainer_refuses_packs_that_are_too_long(tmp_path: Path) -> None:

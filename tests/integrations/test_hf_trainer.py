@@ -94,20 +94,6 @@ def test_losses_on_cuda(tmp_path: Path, dtype: torch.dtype) -> None:
     assert_same(*curves, within=5e-2, steps=range(1, 21))
 
 
-def test_without_isolation_losses_differ(tmp_path: Path, straight: Losses) -> None:
-    """An attention mask of ones makes a pack one sequence."""
-    trainer = packed(tmp_path, attention="dense", max_steps=16)
-    loader = trainer.get_train_dataloader
-
-    def leaking() -> Any:
-        for batch in loader():
-            yield batch | {"attention_mask": torch.ones_like(batch["input_ids"])}
-
-    trainer.get_train_dataloader = leaking
-    trainer.train()
-    assert max(abs(loss - straight[step]) for step, loss in losses(trainer).items()) > 1e-2
-
-
 def train_until_killed(folder: Path) -> None:
     """As one of two ranks: read every sample once, evaluate, and train until the process is killed."""
     rank = os.environ["RANK"]
@@ -228,15 +214,11 @@ def test_a_checkpoint_of_another_stream_is_refused(tmp_path: Path) -> None:
 
 def test_token_totals_in_the_logs(tmp_path: Path) -> None:
     rows = [*samples(100), {"tokens": [5] * 70, "labels": [5] * 70}]
-    trainer = packed(
-        tmp_path, stream(rows, epochs=1, overlong="truncate"), max_steps=1000, attention="varlen",
-        include_num_input_tokens_seen="non_padding",
-    )  # fmt: skip
+    trainer = packed(tmp_path, stream(rows, epochs=1, overlong="truncate"), max_steps=1000)
     trainer.train()
     last = [entry for entry in trainer.state.log_history if "loss" in entry][-1]
     tokens = sum(len(row["tokens"]) for row in rows) - 6
-    # For the latter Trainer sums the attention mask, which holds boundaries here.
-    assert last["num_tokens"] == last["num_input_tokens_seen"] == tokens
+    assert last["num_tokens"] == tokens
     assert last["dropped_tokens"] == 6
     assert 0 < last["padding"] < 0.2
     assert last["padding"] == pytest.approx(1 - tokens / (64 * -(-tokens // 64)), abs=0.1)
@@ -348,6 +330,7 @@ def test_bad_datasets_are_refused(tmp_path: Path, changes: dict[str, Any], messa
         ("accelerator.state.parallelism_config.cp_size", 2, "cp_size is 2"),
         ("model._tp_size", 2, "tp_size is 2: those ranks must see the same packs"),
         ("args.average_tokens_across_devices", False, "average_tokens_across_devices=False weighs"),
+        ("args.include_num_input_tokens_seen", "non_padding", "leave it out, the logs have num_tokens"),
         ("model_accepts_loss_kwargs", False, "LlamaForCausalLM does not take num_items_in_batch"),
     ],
 )
@@ -397,17 +380,3 @@ def test_a_step_that_trains_nothing_is_an_error(tmp_path: Path) -> None:
         ):
             train(logging_steps)
     assert train(1, untrained="keep").training_loss == 0.0
-
-
-@pytest.mark.parametrize("cached", [True, False])
-def test_a_saved_config_keeps_its_cache_setting(tmp_path: Path, cached: bool) -> None:
-    """Trainer switches the cache off for training, which would be saved with the model."""
-    trainer = packed(tmp_path, of=model(use_cache=cached), max_steps=2, save_strategy="steps", save_steps=1)
-    trainer.train()
-    trainer.save_model(str(tmp_path / "final"))
-    trainer.model.save_pretrained(tmp_path / "by_hand")
-    for folder in ("checkpoint-1", "final", "by_hand"):
-        assert json.loads((tmp_path / folder / "config.json").read_text())["use_cache"] is cached
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "final")
-    generated = loaded.generate(torch.tensor([[5, 6]]), max_new_tokens=2, return_dict_in_generate=True)
-    assert (generated.past_key_values is not None) is cached

@@ -140,13 +140,6 @@ def test_data_that_ends_early_is_logged_and_saved(tmp_path: Path, caplog: pytest
     assert over.train(resume_from_checkpoint=True).global_step == steps  # no data is left
 
 
-def test_the_end_of_the_data_is_not_saved_with_saving_off(tmp_path: Path) -> None:
-    trainer = packed(tmp_path, stream(samples(100), epochs=1), max_steps=1000, logging_strategy="no")
-    trainer.train()
-    assert not list(tmp_path.glob("checkpoint-*"))
-    assert not losses(trainer)
-
-
 def planned_and_made() -> list[tuple[int, ...]]:
     """As one of two ranks: return an epoch's steps as planned and as made by the loader."""
     import torch.distributed as dist

@@ -97,21 +97,6 @@ def test_padding_is_a_sequence_of_its_own(lengths: list[int], sizes: dict[str, i
         assert batch[f"max_length_{side}"] == longest
 
 
-@given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=6), min_size=2, max_size=4))
-def test_static_shapes_do_not_depend_on_the_data(batches: list[list[int]]) -> None:
-    collate = FlatteningCollator(
-        return_flash_attn_kwargs=True, return_seq_idx=True, max_tokens=54, max_seqs=6
-    )
-    shapes = {
-        tuple(
-            value if isinstance(value, int) else value.shape
-            for value in collate(samples_of(lengths)).values()
-        )
-        for lengths in batches
-    }
-    assert len(shapes) == 1
-
-
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=12), st.sampled_from(["stream", "map", "torchtune"]))
 def test_packs_flatten_as_their_samples_do(lengths: list[int], kind: str) -> None:
     rows = samples_of(lengths, ids="tokens")

@@ -19,7 +19,6 @@ from torch.utils.data import Dataset
 
 from streampack.map_style.dataset import PackedDataset
 from streampack.packing.planner import plan_packs
-from streampack.packing.settings import OVERLONG
 from streampack.packing.strategies import STRATEGIES
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.types import IGNORE_INDEX
@@ -164,10 +163,9 @@ def test_indexing_is_like_that_of_a_list() -> None:
     for index in (3, -4):
         with pytest.raises(IndexError, match=f"there is no pack {index}: the dataset has 3 packs"):
             packed[index]
-    with pytest.raises(TypeError, match=r"not by a slice; for a part use torch\.utils\.data\.Subset"):
-        packed[0:2]
-    with pytest.raises(TypeError):
-        packed["0"]
+    for index in (slice(0, 2), "0"):
+        with pytest.raises(TypeError):
+            packed[index]
 
 
 def test_a_sample_is_read_once_to_plan_and_once_per_pack() -> None:
@@ -267,20 +265,6 @@ def test_is_an_instance_even_if_torchtune_is_imported_later(
     assert isinstance(packed, torchtune_datasets.PackedDataset)
 
 
-def test_a_subclass_is_an_instance_too(torchtune_datasets: Any) -> None:
-    class Mine(PackedDataset):
-        pass
-
-    mine = Mine(rows_of([3, 4]), max_seq_len=8)
-    assert isinstance(mine, Mine)
-    assert isinstance(mine, torchtune_datasets.PackedDataset)
-    assert repr(mine).startswith("<Mine: 1 packs")
-    again = mine.__class__(rows_of([3, 4]), max_seq_len=8)
-    assert again.__class__ is mine.__class__
-    assert isinstance(again, Mine)
-    assert same(again, mine)
-
-
 def test_a_list_of_datasets_is_packed(torchtune_datasets: Any) -> None:
     ours = [PackedDataset(rows_of(lengths), max_seq_len=8) for lengths in ([5, 4], [8, 3, 6])]
     both = torchtune_datasets.ConcatDataset(ours)
@@ -304,21 +288,13 @@ GOOD: Any = {"tokens": [1, 2], "labels": [1, 2]}
             iter([GOOD]),
             "a list_iterator has no samples by number (it needs __len__ and __getitem__); pack a stream",
         ),
-        ([GOOD, "text"], "sample 1: the row is a str, 'text'; it must be a dict, or the ids of its tokens"),
-        ([GOOD, {"labels": [1]}], "sample 1: column 'tokens' is missing; the row's columns are 'labels'"),
         ([GOOD, {"tokens": [1]}], "sample 1: column 'labels' is missing; the row's columns are 'tokens'"),
         ([{"tokens": [], "labels": []}], "sample 0 has 0 tokens; remove it"),
-        ([GOOD, {"tokens": [1, 2], "labels": [1]}], "sample 1: 'tokens' has 2 entries and 'labels' has 1"),
-        ([{"tokens": [0.5], "labels": [1]}], "sample 0: column 'tokens' has shape [1] and type float64"),
-        ([{"tokens": 5, "labels": [1]}], "sample 0: column 'tokens' has shape [] and type int64"),
-        ([{"tokens": [-1], "labels": [1]}], "sample 0: token id -1 is outside the vocabulary"),
         ([{"tokens": [100], "labels": [1]}], "sample 0: token id 100 is outside the vocabulary of 100 ids"),
         (
             [GOOD, {"tokens": [1] * 9, "labels": [1] * 9}],
             "sample 1 has 9 tokens, max_seq_len is 8; set overlong",
         ),
-        ([GOOD | {"seq_lens": [2]}], "sample 0: there is a column 'seq_lens': it is a pack already"),
-        ([GOOD | {"encoder_input": {}}], "sample 0: there is a column 'encoder_input': it has images"),
     ],
 )
 def test_bad_rows_are_refused_at_once(rows: Any, message: str) -> None:
@@ -329,28 +305,15 @@ def test_bad_rows_are_refused_at_once(rows: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_seq_len": 0}, "max_seq_len=0 is below 1"),
-        ({"max_seq_len": 8.0}, "max_seq_len=8.0 is not a whole number"),
-        ({"buffer_size": 0}, "buffer_size=0 is below 1"),
         ({"strategy": "worst_fit"}, "strategy='worst_fit' is unknown; choose one of"),
-        (
-            {"overlong": "ignore"},
-            f"overlong='ignore' is unknown; choose one of {', '.join(map(repr, OVERLONG))}",
-        ),
-        ({"truncate_side": "middle"}, "truncate_side='middle' is unknown"),
         ({"empty": "keep"}, "empty='keep' is unknown; choose one of 'error', 'drop'"),
         ({"max_packs": -1}, "max_packs=-1 is no number of packs; give at least 0, or None for all"),
         ({"max_packs": True}, "max_packs=True is no number of packs"),
-        ({"max_packs": "3"}, "max_packs='3' is no number of packs"),
         ({"parity": "trl"}, "parity='trl' is unknown; choose one of 'torchtune'"),
         *(
             ({"parity": "torchtune", **setting}, "parity='torchtune' packs as torchtune does, so strategy, ")
             for setting in (
                 {"strategy": "best_fit"},
-                {"buffer_size": 64},
-                {"overlong": "drop"},
-                {"truncate_side": "left"},
-                {"truncate_eos": 2},
                 {"empty": "drop"},
             )
         ),
@@ -369,18 +332,6 @@ def test_a_sample_that_changed_is_refused() -> None:
         ValueError, match=r"^sample 1 has 5 tokens and had 4 when the packs were planned; make"
     ):
         packed[0]
-
-
-def test_an_error_of_the_dataset_tells_the_sample() -> None:
-    class Broken(Counted):
-        def __getitem__(self, index: int) -> Any:
-            if index == 2:
-                raise OSError("disk on fire")
-            return super().__getitem__(index)
-
-    with pytest.raises(OSError, match="disk on fire") as caught:
-        PackedDataset(Broken([3, 4, 5]), max_seq_len=8)
-    assert caught.value.__notes__ == ["while reading sample 2"]
 
 
 # The progress bar

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from streampack import (
     IGNORE_INDEX,
-    Batch,
     FlatteningCollator,
     IterablePackedDataset,
     PackedDataLoader,
@@ -64,27 +63,6 @@ def test_a_stream_of_mini_batches(lengths: list[int], size: int) -> None:
     ]
 
 
-def test_a_stream_of_mini_batches_resumes() -> None:
-    lengths = [i % 12 + 1 for i in range(40)]
-
-    def loader() -> PackedDataLoader:
-        return PackedDataLoader(
-            stream_of(lengths, max_seq_len=48, strategy="next_fit", max_seqs_per_pack=4, shuffle=True)
-        )
-
-    def tokens(batches: Any) -> list[Any]:
-        return [flatten_batch(batch).tokens.tolist() for batch in batches]
-
-    whole = tokens(loader())
-    first = loader()
-    batches = iter(first)
-    for _ in range(3):
-        next(batches)
-    second = loader()
-    second.load_state_dict(first.state_dict())
-    assert tokens(second) == whole[3:]
-
-
 def test_a_batch_of_padding_becomes_one_token() -> None:
     nothing = collate_packed([to_torchtune(null_pack(6)), to_torchtune(null_pack(6))])
     flat = flatten_batch(nothing, padding_idx=9)
@@ -94,14 +72,6 @@ def test_a_batch_of_padding_becomes_one_token() -> None:
         [[1]],
     )
     assert flatten_batch(nothing, pad_to_multiple_of=4).tokens.shape == (1, 4)
-
-
-def test_flattening_twice_changes_nothing() -> None:
-    once = flatten_batch(collate_packed(list(stream_of([3, 4, 5], max_seq_len=8))), pad_to_multiple_of=16)
-    again = flatten_batch(once, pad_to_multiple_of=16)
-    for name in Batch.__slots__:
-        ours, theirs = getattr(again, name), getattr(once, name)
-        assert ours == theirs if isinstance(ours, tuple) else torch.equal(ours, theirs)
 
 
 @given(lengths_of, st.integers(1, 3), st.booleans())

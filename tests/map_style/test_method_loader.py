@@ -84,26 +84,6 @@ def test_fixed_length_warns() -> None:
     assert warned[0].filename == __file__
 
 
-@names
-def test_fragments_of_a_split_sample_count_its_trained_labels(name: str) -> None:
-    """`loss_norm: sample` divides by the count over all rows that hold a part of the sample."""
-    data = samples_of([100, 5, 40, 32, 7])
-    found: dict[int, list[tuple[int, int | None]]] = {}
-    for batch in loader_of(name, data, overlong="split", batch_size=2):
-        for row, labels in zip(batch.fragments, batch.labels, strict=True):
-            start = 0
-            for fragment in row:
-                stop = start + fragment.stop - fragment.start
-                count = int((labels[start:stop] != IGNORE_INDEX).sum())
-                found.setdefault(fragment.row_id[0], []).append((count, fragment.trained))
-                start = stop
-    for parts in found.values():
-        if len(parts) == 1:
-            assert {trained for _, trained in parts} == {None}
-        else:
-            assert {trained for _, trained in parts} == {sum(count for count, _ in parts)}
-
-
 @pytest.mark.parametrize(("name", "workers"), [("random_padding", 0), ("exact_fit", 0), ("multipack", 1)])
 def test_a_resume_goes_on_at_the_next_batch(name: str, workers: int) -> None:
     def tokens(batches: Any) -> list[Any]:
@@ -185,18 +165,6 @@ def test_the_global_generators_are_left_alone() -> None:
             {},
             "method='multipack' must know all lengths, and a list_iterator has no samples by number (it needs __len__ "
             "and __getitem__); stream it with IterablePackedDataset, whose strategy 'exact_fit' needs none",
-        ),
-        (
-            "random_padding",
-            [{"tokens": [1]}],
-            {},
-            "sample 0: column 'labels' is missing; the row's columns are 'tokens'",
-        ),
-        (
-            "random_padding",
-            [{"tokens": [1], "input_ids": [1], "labels": [1]}],
-            {},
-            "sample 0: there are both 'tokens' and 'input_ids'; remove the one that is not to be trained on",
         ),
         (
             "random_padding",

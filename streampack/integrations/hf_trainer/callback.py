@@ -2,43 +2,38 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from streampack.attention import Inputs
 from streampack.attention.probe import find_leaks
 from streampack.attention.probe_pack import probe_length
-from streampack.distributed.rank_sync import RankSync
 from streampack.integrations.hf_trainer.hooks import Hooks
 
-if TYPE_CHECKING:
-    from transformers import Trainer
 
-
-def verify_isolation(
-    trainer: Trainer, inputs: Inputs, *, max_seq_len: int, rank_sync: RankSync | None
-) -> None:
+def _verify_isolation(hooks: Hooks) -> None:
     """Check that samples of a pack do not see one another in the model as it trains: wrapped, sharded, compiled.
 
-    A collective. Without a ``rank_sync``, the other ranks do not learn that one failed. See `find_leaks`.
+    A collective; but under a loader of the user's own, the other ranks do not learn that one failed.
 
     Raises:
         ValueError: with the report; on the other ranks a RuntimeError that names the rank.
     """
+    trainer = hooks.trainer
+    max_seq_len = hooks.packs.lane_config.packing.max_seq_len
 
     def check() -> None:
         model = trainer.model_wrapped
         with trainer.accelerator.autocast():  # the probe allows for the rounding of 16 bits
-            report = find_leaks(model, inputs=inputs, max_seq_len=probe_length(model, most=max_seq_len))
+            report = find_leaks(model, inputs=hooks.inputs, max_seq_len=probe_length(model, most=max_seq_len))
         if not report.ok:
             raise ValueError(
                 f"{report}\nthe training was stopped before its first step; "
                 "prepare_trainer_for_packing(..., verify_isolation=False) lets it train like this"
             )
 
-    if rank_sync is None:
+    if hooks.steps is None:
         check()
     else:
-        rank_sync.gather_results(check, doing="looking whether samples see one another")
+        hooks.steps.loader.rank_sync.gather_results(check, doing="looking whether samples see one another")
 
 
 def step_callback(hooks: Hooks) -> Any:
@@ -47,15 +42,8 @@ def step_callback(hooks: Hooks) -> Any:
 
     class StepEnd(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if not hooks.verify:
-                return
-            steps = hooks.steps  # None under a loader of the user's own
-            verify_isolation(
-                hooks.trainer,
-                hooks.inputs,
-                max_seq_len=hooks.packs.lane_config.packing.max_seq_len,
-                rank_sync=None if steps is None else steps.loader.rank_sync,
-            )
+            if hooks.verify:
+                _verify_isolation(hooks)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             assert hooks.steps is not None

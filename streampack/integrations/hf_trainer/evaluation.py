@@ -94,9 +94,6 @@ class TokenMean:
         if self.trainer.args.world_size > 1:
             mine = losses.float().to(self.trainer.args.device)
             losses = self.trainer.accelerator.reduce(mine, reduction="mean").double().cpu()
-        if self.trainer.args.logging_nan_inf_filter and losses.isfinite().any():
-            counts = counts.where(losses.isfinite(), 0.0)
-            losses = losses.nan_to_num(0.0, 0.0, 0.0)
         metrics[name] = self._weighted(losses, counts)
         if math.isnan(metrics[name]) and not counts.any():
             log.warning("%s is NaN: no token of the evaluation data is trained (all labels are -100)", name)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from streampack.attention import Inputs, prepare_model_for_packing
-from streampack.attention.pretrained import find_pretrained, restore_cache_setting
+from streampack.attention.pretrained import find_pretrained
 from streampack.integrations.hf_trainer.checkpoints import (
     newest_checkpoint,
     read_stream,
@@ -47,7 +47,6 @@ class Hooks:
         "log",
         "compute_loss",
         "_get_num_items_in_batch",
-        "_track_num_input_tokens",
     )
 
     def __init__(
@@ -57,7 +56,7 @@ class Hooks:
         self.verify = verify  # check isolation before the first step
         self.packs = packs
         self.attention = attention
-        self.originals = {name: getattr(trainer, name) for name in self.NAMES if hasattr(trainer, name)}
+        self.originals = {name: getattr(trainer, name) for name in self.NAMES}
         self.callback: Any = None
         self.checkpoint: Path | None = None  # resumed from
         self.steps: Steps | None = None  # of the newest training
@@ -96,7 +95,6 @@ class Hooks:
             )
         if self._inputs is None or self._inputs[1:] != (model, model.device):
             made = prepare_model_for_packing(self.trainer.model, attention=self.attention)
-            restore_cache_setting(model)
             self._inputs = made, model, model.device
         return self._inputs[0]
 
@@ -259,15 +257,6 @@ class Hooks:
         """Count trained tokens, at least 1: for a step of prompts alone the loss would be 0 / 0."""
         self._counted = count = self.originals["_get_num_items_in_batch"](batch_samples, device)
         return count.clamp(min=1) if torch.is_tensor(count) else count
-
-    def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Pass on a mask of the batch's real tokens (``include_num_input_tokens_seen="non_padding"``).
-
-        Trainer sums the attention mask, which holds boundaries for a model with varlen attention.
-        """
-        assert self.steps is not None
-        mask = torch.ones(self.steps.sizes.popleft(), dtype=torch.bool, device=inputs["input_ids"].device)
-        self.originals["_track_num_input_tokens"]({**inputs, "attention_mask": mask})
 
     def update_totals(self) -> None:
         """Update the token totals of all ranks for the logs. A collective."""

@@ -51,15 +51,11 @@ def prepare_trainer_for_packing(
     packs, on another number of ranks too. ``True`` takes the newest checkpoint that was written to its end.
 
     Length: data that ends before ``max_steps`` ends the training, with a last log and checkpoint. Without
-    ``max_steps``, ``num_train_epochs`` says how often packs with ``epochs=1`` are read; give the packs here then,
-    because Trainer's constructor refuses data without a length. Steps are counted for map-style data, whose samples
-    are encoded once more for it, and estimated for streams. Strategies of ``"epoch"`` act at the end of each epoch of
-    the packs; with ``epochs=None``, at the end of the training.
+    ``max_steps``, ``num_train_epochs`` says how often packs with ``epochs=1`` are read. Strategies of ``"epoch"`` act
+    at the end of each epoch of the packs; with ``epochs=None``, at the end of the training.
 
     Evaluation: the loss of ``evaluate`` and ``predict`` is the mean over trained tokens on all ranks, for packs and for
-    data of Trainer's own loader; Trainer's mean over batches ignores how many tokens each trains. When several ranks
-    predict, null packs give rows with labels of -100 only, and Trainer's own loader repeats rows to fill its last
-    batch.
+    data of Trainer's own loader. When several ranks predict, null packs give rows with labels of -100 only.
 
     Logs: ``num_tokens`` (real tokens so far), ``padding`` (a fraction), ``untrained`` (samples that train nothing) and
     ``dropped_tokens``. A step that trains nothing is an error, raised with the next log or at the end, unless the packs
@@ -145,6 +141,11 @@ def _check_settings(trainer: Trainer, packs: IterablePackedDataset) -> None:
                 f"{type(args).__name__} has {name}=True, and rows that TRL has packed or flattened cannot be packed "
                 "again: their samples would see one another; leave it out, packing is done here"
             )
+    if args.include_num_input_tokens_seen == "non_padding":
+        raise ValueError(
+            "include_num_input_tokens_seen='non_padding' sums the attention mask, which holds boundaries here; leave "
+            "it out, the logs have num_tokens"
+        )
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)
     for name in ("tp_size", "cp_size", "sp_size"):
         # Trainer's methods take account of models loaded with a tp_plan and of DeepSpeed's settings.

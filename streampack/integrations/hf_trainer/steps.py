@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +48,6 @@ class Steps:
         self.first = first
         self.planned_epochs = planned_epochs
         self.given = 0  # batches handed out
-        self.sizes: deque[int] = deque()  # real tokens of each batch of the current step
         self.epoch = 0  # of the newest batch, counted from the run's first
         # Lane states and slot when the newest step began.
         self._before: tuple[dict[int, LaneState], int] = ({}, 0)
@@ -73,7 +71,6 @@ class Steps:
             self._end()
             raise StopIteration
         self.given += 1
-        self.sizes.append(batch.num_tokens)
         self.trained.add(batch, ends=self.given % self.loader.batches_per_step == 0)
         self.epoch = self._epoch()
         return self.as_inputs(batch)
