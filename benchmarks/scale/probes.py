@@ -163,6 +163,7 @@ def state(lanes: int, packs: int = 12) -> dict[str, float]:
     import torch
 
     from streampack import IterablePackedDataset, Sample
+    from streampack.streaming.lane_state import as_dicts
 
     class Encoder:
         def __call__(self, row: Mapping[str, Any], /) -> Sample:
@@ -178,7 +179,7 @@ def state(lanes: int, packs: int = 12) -> dict[str, float]:
     stream = data.stream()
     for _ in range(lanes * packs):
         next(stream)
-    held = data._state_of(stream.lane_states())
+    held = data._state_with(as_dicts(stream.lane_states()))
     saved = io.BytesIO()
     torch.save(held, saved)
     own = len(pickle.dumps(held["lanes"]))

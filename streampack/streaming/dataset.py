@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import copy
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -19,7 +18,7 @@ from streampack.packing.encoders import TokensEncoder, guard_datasets
 from streampack.packing.settings import Packing
 from streampack.packing.token_rows import encode_row
 from streampack.sources.as_source import as_source
-from streampack.sources.bad_records import Quarantine, quarantine_for
+from streampack.sources.bad_records import quarantine_for
 from streampack.sources.corpus_identity import difference, state_of
 from streampack.sources.mixture import Mix
 from streampack.streaming.consumers import Ranks, ranks_to_read
@@ -200,9 +199,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         begin = self._resume.begin()
         self.epoch = begin.epoch
         consumer, consumers = rank + world_size * worker_id, world_size * num_workers
-        self._stream = stream = self.stream(consumer, consumers, lane_states=begin.lane_states)
-        if consumer == 0 and consumers > 1:  # the others, which see no more than their own lanes, say nothing
-            stream.others = partial(self._lanes_of_others, consumers)
+        self._stream = self.stream(consumer, consumers, lane_states=begin.lane_states)
         if (self.num_lanes or 0) < world_size:
             raise ValueError(
                 f"{self.num_lanes} lanes cannot feed {world_size} ranks: some would have no packs, and others wait "
@@ -210,15 +207,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             )
         self._copied = None
         self._epochs_begun.begin(self.epoch + (self.epochs or 1), phase=begin.phase)
-        return PackDicts(stream, begin, untrained=self._untrained, counter=self._epochs_begun)
-
-    def _lanes_of_others(self, consumers: int) -> Iterator[Lane]:
-        config = self.lane_config
-        if config.quarantine is not None:  # each lists its own
-            config = replace(config, quarantine=Quarantine(limit=sys.maxsize))
-        for number in range(self.num_lanes or 0):
-            if number % consumers:
-                yield Lane(config, lane=number, num_lanes=self.num_lanes or 1)
+        return PackDicts(self._stream, begin, untrained=self._untrained, counter=self._epochs_begun)
 
     def stream(
         self,
@@ -326,7 +315,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
                 state is theirs.
         """
         self._resume.require_here()
-        return self._state_of(self._lane_states())
+        return self._state_with(as_dicts(self._lane_states()))
 
     def _lane_states(self) -> Mapping[int, LaneState]:
         """Return the lanes' states as of the last pack that this process yielded, or the loaded ones."""
@@ -339,10 +328,6 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         """The lanes' states of the loaded state, until a pack is yielded; then none."""
         pending = self._resume.pending
         return {} if pending is None else pending.lane_states
-
-    def _state_of(self, lane_states: Mapping[int, LaneState]) -> dict[str, Any]:
-        """Return a state that holds these lanes' states."""
-        return self._state_with(as_dicts(lane_states))
 
     def _state_with(
         self, lanes: Mapping[int, Mapping[str, Any]], *, epoch: int | None = None

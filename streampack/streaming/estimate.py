@@ -1,9 +1,8 @@
-"""Estimates of an epoch's packs and of what truncation costs: counted if cheap, else from a sample of rows."""
+"""Counts and estimates of an epoch's packs, and of what truncation costs, before the epoch is read."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,11 +10,13 @@ from streampack.accounting import trained_tokens
 from streampack.packing.assemble import check_sample
 from streampack.packing.planner import plan_samples
 from streampack.packing.token_rows import encode_row
+from streampack.sources import MapSource
 from streampack.sources.bad_records import Quarantine
-from streampack.sources.base import permutation
+from streampack.sources.base import Reading, permutation
 from streampack.sources.source import Source
 from streampack.streaming.lane import Lane
-from streampack.streaming.lane_config import LaneConfig
+from streampack.streaming.lane_config import Encode, LaneConfig
+from streampack.streaming.piece_reader import PieceReader
 from streampack.types import Sample
 
 COUNTED_ROWS = 4096  # a source of no more rows is counted, ...
@@ -52,9 +53,7 @@ def estimate(config: LaneConfig, *, rows: int, num_lanes: int = 1) -> Estimate:
     """
     seen = _Seen(config)
 
-    def tokens_of(
-        source: Source, encoder: Callable[[Mapping[str, Any]], Sample] | None
-    ) -> tuple[float, float]:
+    def tokens_of(source: Source, encoder: Encode | None) -> tuple[float, float]:
         """Return the tokens of a source read once, and how many of them are trained."""
         return seen.look(source, config.encode if encoder is None else encoder, rows)
 
@@ -71,13 +70,57 @@ def estimate(config: LaneConfig, *, rows: int, num_lanes: int = 1) -> Estimate:
 
 
 def _count(config: LaneConfig, num_lanes: int) -> int:
+    config = _one_epoch(config)
+    lanes = [Lane(config, lane=lane, num_lanes=num_lanes) for lane in range(num_lanes)]
+    return sum(1 for lane in lanes for _ in iter(lane.next_pack, None))
+
+
+def _one_epoch(config: LaneConfig) -> LaneConfig:
+    """Return the configuration of a pass before the run, which lists no bad records."""
     quiet = None if config.quarantine is None else Quarantine(limit=2**63, quiet=True)
-    count = 0
-    for lane in range(num_lanes):
-        reading = Lane(replace(config, endless=False, quarantine=quiet), lane=lane, num_lanes=num_lanes)
-        while reading.next_pack() is not None:
-            count += 1
-    return count
+    return replace(config, endless=False, quarantine=quiet)
+
+
+def packed_lengths(config: LaneConfig, rows: range) -> list[int]:
+    """Encode every n-th row of map-style data: the tokens of each that are packed, 0 for rows that the run drops.
+
+    Args:
+        config: of a stream of map-style data.
+        rows: their numbers, up to the end of the data.
+
+    Raises:
+        ValueError: for a row that the run does not take, with its place.
+    """
+    reader = PieceReader(replace(_one_epoch(config), shuffle_window=0), lane=rows.start, num_lanes=rows.step)
+    reader.open(0)
+    lengths = dict.fromkeys(rows, 0)
+    for piece in iter(reader.next, None):
+        lengths[piece.row_id[0]] += piece.length
+    return list(lengths.values())
+
+
+def count_packs(config: LaneConfig, lengths: list[int], *, epoch: int, lane: int, num_lanes: int) -> int:
+    """Count the packs that one lane makes of an epoch of map-style data, by planning it.
+
+    >>> from streampack.packing.settings import Packing
+    >>> config = LaneConfig(MapSource([{"tokens": [1] * n} for n in (5, 4, 3)]), len, Packing(8))
+    >>> count_packs(config, [5, 4, 3], epoch=0, lane=0, num_lanes=1)
+    2
+
+    Args:
+        config: of a stream of map-style data.
+        lengths: of all its rows, as `packed_lengths` gives them.
+        epoch: from 0; it decides the order when shuffling.
+        lane: from 0.
+        num_lanes: how many there are.
+    """
+    reading = Reading(
+        lane, num_lanes=num_lanes, epoch=epoch, seed=config.seed, shuffle_window=config.shuffle_window
+    )
+    rows: Any = range(len(lengths))
+    numbers = (row.row_id[0] for row in MapSource(rows).read(reading))
+    kept = ((number, lengths[number]) for number in numbers if lengths[number])
+    return sum(1 for _ in plan_samples(kept, config.packing))
 
 
 class _Seen:
@@ -91,9 +134,7 @@ class _Seen:
         self.rows_in_all = self.tokens_in_all = 0.0
         self.relative_error = 0.0  # of the source with the largest
 
-    def look(
-        self, source: Source, encode: Callable[[Mapping[str, Any]], Sample], rows: int
-    ) -> tuple[float, float]:
+    def look(self, source: Source, encode: Encode, rows: int) -> tuple[float, float]:
         """Encode some rows of a source; estimate its tokens that are packed, and those trained."""
         sampled, scale = source.probe(rows)
         sizes: list[int] = []
@@ -109,11 +150,10 @@ class _Seen:
             except Exception:
                 if self.config.quarantine is None:
                     raise
-                sizes.append(_size(row))
-                lengths.append(0)
-                continue
-            length, trains = self._add(sample)
-            sizes.append(_size(row))
+                length = trains = 0
+            else:
+                length, trains = self._add(sample)
+            sizes.append(len(str(dict(row))))  # roughly its bytes in a file
             lengths.append(length)
             trained += trains
         scale *= len(sampled) / max(1, len(lengths))
@@ -168,11 +208,6 @@ class _Seen:
             self.lost_trained / max(1, self.trained),
             self.untrained / max(1, self.samples),
         )
-
-
-def _size(row: Mapping[str, Any]) -> int:
-    """Measure a row roughly as its bytes in a file do."""
-    return len(str(dict(row)))
 
 
 def _relative_error(source: Source, lengths: list[int], sizes: list[int], scale: float) -> float:

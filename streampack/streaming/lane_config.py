@@ -16,6 +16,7 @@ from streampack.sources.source import Source
 from streampack.types import Row, RowId, Sample
 
 UNTRAINED = ("keep", "drop", "error")
+Encode = Callable[[Mapping[str, Any]], Sample]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class LaneConfig:
     """The configuration that all lanes of a run share."""
 
     source: Source
-    encode: Callable[[Mapping[str, Any]], Sample]
+    encode: Encode
     packing: Packing
     seed: int = 0
     shuffle_window: int = 0
@@ -41,7 +42,7 @@ class LaneConfig:
         """The source, if it is a mixture."""
         return self.source if isinstance(self.source, Mix) else None
 
-    def encoder(self, row_id: RowId) -> Callable[[Mapping[str, Any]], Sample]:
+    def encoder(self, row_id: RowId) -> Encode:
         """Return the encoder of a row's source."""
         return self.source.encoder(row_id) or self.encode
 
@@ -53,9 +54,10 @@ class LaneConfig:
         """
         try:
             encode = self.encoder(row.row_id)
-            sample = encode_row(encode, row.data) if self.checks else encode(row.data)
-            if self.checks:
-                check_sample(sample, self.vocab_size)
+            if not self.checks:
+                return encode(row.data)
+            sample = encode_row(encode, row.data)
+            check_sample(sample, self.vocab_size)
         except Exception as error:
             if self.quarantine is not None:
                 return f"{type(error).__name__}: {error}"
@@ -88,7 +90,7 @@ class LaneConfig:
         return pieces
 
 
-def must_check(source: Source, encode: Callable[[Mapping[str, Any]], Sample], vocab_size: int | None) -> bool:
+def must_check(source: Source, encode: Encode, vocab_size: int | None) -> bool:
     """Return whether samples must be checked: their ids may be outside the vocabulary, for all the encoder knows."""
     if source.names or not isinstance(encode, Encoder):  # a mixture's sources may have encoders of their own
         return True

@@ -29,7 +29,7 @@ class PackStream:
         open_lane: makes a lane from its number and its state, ``None`` at the beginning.
         lane_states: of the lanes that do not begin.
         last_epoch: the epoch after which the stream ends; ``None`` if it never does.
-        alone: these are all the lanes there are.
+        alone: these are all the lanes there are; then a run without a pack is an error.
     """
 
     def __init__(
@@ -52,9 +52,6 @@ class PackStream:
         # The smallest is next: within an epoch, the lanes that are done come last; then the epoch is over.
         turn = ("done", "packs", "lane")
         self._turn_key = attrgetter(*turn) if last_epoch is None else attrgetter("epoch", *turn)
-        self.others: Callable[[], Iterable[Lane]] | None = (
-            None  # makes the other consumers' lanes, to look at
-        )
         self._heap = self._build_heap()
 
     def __iter__(self) -> PackStream:
@@ -94,8 +91,8 @@ class PackStream:
                 raise StopIteration
             lane = self._heap[0][1]
             if lane.done:
-                if not any(each.ledger.packs for each in self.lanes):
-                    self._require_packs()
+                if self.alone and not any(each.ledger.packs for each in self.lanes):
+                    raise nothing_to_pack(Ledger.total(each.ledger for each in self.lanes))
                 epoch = lane.epoch
                 if self.last_epoch is None or epoch >= self.last_epoch:
                     raise StopIteration
@@ -110,18 +107,6 @@ class PackStream:
             event = lane.next_event()
             heapq.heapreplace(self._heap, (self._turn_key(lane), lane))
             return event
-
-    def _require_packs(self) -> None:
-        """Raise if no lane of the run has made a pack; a consumer that cannot see the other lanes does not."""
-        ledgers = [lane.ledger for lane in self.lanes]
-        for other in [] if self.others is None else self.others():
-            if other.next_pack() is not None:
-                self.others = None
-                return
-            ledgers.append(other.ledger)
-        if not self.alone and self.others is None:
-            return
-        raise nothing_to_pack(Ledger.total(ledgers))
 
     def _open_again(self, number: int) -> None:
         i = next(i for i, lane in enumerate(self.lanes) if lane.lane == number)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,8 @@ from streampack.packing.encoders import TokensEncoder, qualified_name
 from streampack.sources.corpus_identity import identity_of
 from streampack.sources.examples import EXAMPLES, UNKNOWN, Example, MarkedRows, differs_at, mark
 from streampack.sources.source import Source
-from streampack.streaming.lane_config import LaneConfig
-from streampack.types import Sample
+from streampack.streaming.lane_config import Encode, LaneConfig
 from streampack.validation import warn_user
-
-Encode = Callable[[Mapping[str, Any]], Sample]
 
 
 def identity_of_run(config: LaneConfig) -> dict[str, Any]:

@@ -7,19 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from streampack.packing.assemble import check_sample
-from streampack.packing.token_rows import encode_row
-from streampack.sources.bad_records import Quarantine
 from streampack.sources.base import BadRecord, Reading
 from streampack.sources.corpus_identity import state_of
-from streampack.sources.source import Source
 from streampack.sources.token_files import Shard, ShardWriter, read_header, shard_of
+from streampack.streaming.lane_config import LaneConfig
 from streampack.streaming.run_identity import Encoded
 from streampack.types import IGNORE_INDEX, Cursor, Row, RowId, Sample
 
 REPORT_EVERY = 64  # rows; how often a worker reports its progress and checks whether another one failed
 
-Encode = Callable[[Mapping[str, Any]], Sample]
 Report = Callable[[int], object]  # takes the number of tokens written since the last call
 
 
@@ -27,11 +23,9 @@ Report = Callable[[int], object]  # takes the number of tokens written since the
 class Job:
     """Settings of a call of `tokenize`."""
 
-    source: Source
-    encode: Encode
+    config: LaneConfig
     out: Path
     plan: Mapping[str, Any]  # decides the bytes of the shards; saved in every header
-    quarantine: Quarantine | None = None  # None: a broken record is an error
 
     @property
     def recorded(self) -> dict[str, Any]:
@@ -76,7 +70,7 @@ def read_progress(job: Job, lane: int) -> Progress:
                 raise ValueError(
                     f"{path} was made with {different}; give another folder, or remove the old shards"
                 )
-        if (bad := header.get("bad", 0)) and job.quarantine is None:
+        if (bad := header.get("bad", 0)) and job.config.quarantine is None:
             raise ValueError(
                 f'{path} leaves out {bad} broken record(s) before its end; set on_bad_record="skip", or remove the old '
                 "shards"
@@ -95,7 +89,7 @@ def write_lane(job: Job, progress: Progress, report: Report) -> Progress:
     """
     lane, shards, writer, unreported = progress.lane, list(progress.shards), None, 0
     notes = {"lane": lane, "plan": job.recorded}
-    samples = _Samples(job, progress)
+    samples = _Samples(job.config, progress, num_lanes=job.plan["lanes"])
     try:
         for count, (row, sample) in enumerate(samples, 1):
             if writer is not None and writer.tokens >= job.plan["shard_tokens"]:
@@ -118,50 +112,36 @@ def write_lane(job: Job, progress: Progress, report: Report) -> Progress:
 
 
 class _Samples:
-    """Iterate over the rows of a lane with their samples; skip and count broken records if the job allows it."""
+    """Iterate over the rows of a lane with their samples; skip and count broken records if the config allows it."""
 
-    def __init__(self, job: Job, progress: Progress) -> None:
-        self.job = job
+    def __init__(self, config: LaneConfig, progress: Progress, *, num_lanes: int) -> None:
+        self.config = config
         self.lane = progress.lane
         self.bad = progress.bad
-        self.reader = job.source.read(
-            Reading(progress.lane, num_lanes=job.plan["lanes"], start=progress.start)
-        )
+        self.reader = config.source.read(Reading(self.lane, num_lanes=num_lanes, start=progress.start))
 
     def __iter__(self) -> Iterator[tuple[Row, Sample]]:
         while True:
             try:
                 row = next(self.reader, None)
             except BadRecord as error:
-                if self.job.quarantine is None:
+                if self.config.quarantine is None:
                     raise error.unskipped() from None
                 self._skip(error.row_id, error.reason)
                 self.reader.skip()
                 continue
             if row is None:
                 return
-            if (sample := self._encode(row)) is not None:
-                yield row, sample
-
-    def _encode(self, row: Row) -> Sample | None:
-        place = self.job.source.locate
-        try:
-            sample = encode_row(self.job.encode, row.data)
-            check_sample(sample)
-        except Exception as error:
-            if self.job.quarantine is not None:
-                self._skip(row.row_id, f"{type(error).__name__}: {error}")
-                return None
-            if isinstance(error, ValueError):
-                raise ValueError(f"{place(row.row_id)}: {error}") from error
-            error.add_note(f"while encoding {place(row.row_id)}")
-            raise
-        return sample
+            sample_or_reason = self.config.sample(row)
+            if isinstance(sample_or_reason, str):
+                self._skip(row.row_id, sample_or_reason)
+            else:
+                yield row, sample_or_reason
 
     def _skip(self, row_id: RowId, reason: str) -> None:
-        quarantine = self.job.quarantine
+        quarantine, source = self.config.quarantine, self.config.source
         assert quarantine is not None
-        quarantine.skip(self.lane, source=self.job.source, row_id=row_id, reason=reason, before=self.bad)
+        quarantine.skip(self.lane, source=source, row_id=row_id, reason=reason, before=self.bad)
         self.bad += 1
 
 
@@ -173,5 +153,5 @@ def _append(job: Job, row: Row, sample: Sample, writer: ShardWriter) -> int:
             raise ValueError(f"a label is neither its token nor {IGNORE_INDEX}, and a shard keeps no other")
         writer.append(sample.tokens, trained)
     except ValueError as error:
-        raise ValueError(f"{job.source.locate(row.row_id)}: {error}") from error
+        raise ValueError(f"{job.config.source.locate(row.row_id)}: {error}") from error
     return sample.tokens.size

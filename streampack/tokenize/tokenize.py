@@ -17,14 +17,16 @@ from typing import Any
 from streampack.distributed.launcher import end_with_parent, on_main_thread
 from streampack.instantiate import build
 from streampack.packing.encoders import TokensEncoder, check_tokenizer, guard_datasets
+from streampack.packing.settings import Packing
 from streampack.packing.token_rows import encode_row
 from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import BAD_RECORDS_FOLDER, quarantine_for
 from streampack.sources.indexed import INDEX
 from streampack.sources.token_files import DTYPES, FORMAT, VERSION, settle
 from streampack.storage.locks import lock_folder
+from streampack.streaming.lane_config import Encode, LaneConfig
 from streampack.streaming.run_identity import Encoded
-from streampack.tokenize.lane_shards import Encode, Job, Progress, Report, read_progress, write_lane
+from streampack.tokenize.lane_shards import Job, Progress, Report, read_progress, write_lane
 from streampack.validation import require, require_positive
 
 log = logging.getLogger(__name__)
@@ -106,7 +108,10 @@ def tokenize(
         "shard_tokens": require_positive(shard_tokens, "shard_tokens"),
         "dtype": _dtype_for(encode) if dtype == "auto" else dtype,
     }
-    job = Job(source, encode, Path(out), plan, kept)
+    config = LaneConfig(
+        source, encode, Packing(1, split_across_pack=True), quarantine=kept
+    )  # documents stay whole
+    job = Job(config, Path(out), plan)
     with lock_folder(job.out, way_out="wait until it ends, stop it, or give another folder"):
         for leftover in job.out.glob(".tokens-*"):
             leftover.unlink(missing_ok=True)
@@ -215,7 +220,7 @@ def _bar(job: Job, found: list[Progress], *, shown: bool) -> Iterator[Report]:
         raise ImportError("a progress bar needs tqdm: pip install 'streampack[tune]'") from error
     total = None
     with suppress(Exception):  # streams have no length; a broken row is reported where it is read
-        rows, scale = job.source.probe(PROBED_ROWS)
+        rows, scale = job.config.source.probe(PROBED_ROWS)
         total = int(sum(_length(job, row) for row in rows) * scale)
     done = sum(shard.tokens for progress in found for shard in progress.shards)
     with tqdm(total=total, initial=done, unit="tok", unit_scale=True, desc=f"tokenize {job.out}") as bar:
@@ -226,7 +231,7 @@ def _bar(job: Job, found: list[Progress], *, shown: bool) -> Iterator[Report]:
 
 def _length(job: Job, row: Mapping[str, Any]) -> int:
     try:
-        return encode_row(job.encode, row).tokens.size
+        return encode_row(job.config.encode, row).tokens.size
     except Exception:  # reported where the row is read
         return 0
 
@@ -235,7 +240,7 @@ def _write_index(job: Job, lanes: list[Progress]) -> None:
     shards = [shard for progress in lanes for shard in progress.shards]
     bad = sum(progress.bad for progress in lanes)
     if bad:
-        listed = job.quarantine.report() if job.quarantine is not None else ""
+        listed = job.config.quarantine.report() if job.config.quarantine is not None else ""
         log.warning("%s leaves out %d broken record(s)%s", job.out, bad, listed and f": {listed}")
     if not shards:
         raise ValueError("the source has no rows; there is nothing to write")

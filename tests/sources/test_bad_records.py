@@ -20,6 +20,7 @@ from streampack import Holdout, IterablePackedDataset, JSONLSource, MapSource, M
 from streampack.sources import ParquetSource, Reading
 from streampack.sources.bad_records import Quarantine
 from streampack.sources.base import BadRecord
+from streampack.streaming.lane_state import as_dicts
 from tests.support.conformance import check_resume_everywhere, content
 from tests.support.corpus import Numbers, rows
 
@@ -251,12 +252,12 @@ def test_too_many_bad_records_fail_the_run(tmp_path: Path) -> None:
         )
     assert len(listed(tmp_path / "bad")) == 2
     resumed = stream(data, max_bad_records=len(bad), num_lanes=1, shuffle=False)
-    resumed.load_state_dict(dataset._state_of(states[-1]))
+    resumed.load_state_dict(dataset._state_with(as_dicts(states[-1])))
     assert len(found) + len(list(resumed)) == len(list(stream(data, num_lanes=1, shuffle=False))), (
         "a resume counts on"
     )
     stopped = stream(data, max_bad_records=2, num_lanes=1, shuffle=False)
-    stopped.load_state_dict(dataset._state_of(states[-1]))
+    stopped.load_state_dict(dataset._state_with(as_dicts(states[-1])))
     with pytest.raises(ValueError, match="has passed by 2 broken records"):
         list(stopped)
 

@@ -22,6 +22,7 @@ from streampack import (
     TokensEncoder,
     collate_packed,
 )
+from streampack.streaming.lane_state import as_dicts
 from tests.support.conformance import content
 from tests.support.corpus import Numbers, all_of, make_source, rows, samples_in, write
 from tests.support.strategies import WAYS, settings_of
@@ -176,7 +177,7 @@ def test_consumers_resume_in_another_number() -> None:
         stream = dataset.stream(consumer, 2)
         packs += list(islice(stream, 9 + consumer))
         lanes |= stream.lane_states()
-        state = dataset._state_of(lanes)
+        state = dataset._state_with(as_dicts(lanes))
     for consumer in range(3):
         dataset = make(MapSource(data), **settings)
         dataset.load_state_dict(state)

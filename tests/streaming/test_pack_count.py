@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from streampack import Holdout, IterablePackedDataset, MapSource, Sample
-from streampack.streaming.pack_count import count_packs, packed_lengths
+from streampack.streaming.estimate import count_packs, packed_lengths
 from tests.support.hf_trainers import samples
 
 ROWS = [*samples(150), {"tokens": [3] * 70, "labels": [3] * 70}, *samples(50, seed=1)]

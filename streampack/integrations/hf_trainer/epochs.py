@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.streaming.dataset import IterablePackedDataset
-from streampack.streaming.pack_count import count_packs, packed_lengths
+from streampack.streaming.estimate import count_packs, packed_lengths
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments

@@ -9,8 +9,8 @@ from streampack.packing.encoders.base import PROBE, Encoder, TokensEncoder, qual
 from streampack.packing.encoders.chat import ChatEncoder, PromptCompletionEncoder
 from streampack.packing.encoders.hf_tokenizer import HFTokenizer
 from streampack.packing.encoders.messages import MessagesEncoder
-from streampack.packing.encoders.text import TextEncoder, sentencepiece_of
-from streampack.packing.encoders.tokenizer import check_tokenizer, padding_id, without_truncation
+from streampack.packing.encoders.text import TextEncoder
+from streampack.packing.encoders.tokenizer import check_tokenizer, padding_id
 from streampack.packing.encoders.transforms import guard_datasets
 
 __all__ = [
@@ -26,6 +26,4 @@ __all__ = [
     "guard_datasets",
     "padding_id",
     "qualified_name",
-    "sentencepiece_of",
-    "without_truncation",
 ]
