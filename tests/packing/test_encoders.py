@@ -1,24 +1,18 @@
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from streampack import (
     IGNORE_INDEX,
     IterablePackedDataset,
     MessagesEncoder,
-    Mix,
-    Sample,
     TextEncoder,
     TokensEncoder,
 )
-from streampack.packing.encoders import sentencepiece_of, without_truncation
 
 
 class WordTokenizer:
@@ -153,12 +147,6 @@ def test_text_fingerprint_covers_tokenizer_and_settings() -> None:
 # Truncation by the tokenizer.
 
 
-def test_a_tokenizer_without_a_limit_is_not_copied() -> None:
-    tokenizer = WordTokenizer()
-    assert without_truncation(tokenizer) is tokenizer
-    assert without_truncation(bare := object()) is bare
-
-
 def test_the_ledger_counts_what_a_tokenizer_would_have_cut() -> None:
     tokenizer = WordTokenizer(max_seq_len=5)
     data = IterablePackedDataset(
@@ -289,7 +277,7 @@ def test_messages_fingerprint_covers_transform_and_tokenizer(tune_data: Any) -> 
     assert len(others) == 8
 
 
-# SentencePiece, called for arrays.
+# SentencePiece.
 
 
 @pytest.fixture(scope="module")
@@ -305,123 +293,18 @@ def spm(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"{prefix}.model"
 
 
-def tokenizers(spm: str) -> dict[str, Any]:
-    from torchtune.models import gemma, llama2, mistral
-    from torchtune.modules.transforms.tokenizers import SentencePieceBaseTokenizer
-
-    return {
-        "llama2": llama2.llama2_tokenizer(spm, max_seq_len=4),
-        "mistral": mistral.mistral_tokenizer(spm),
-        "gemma": gemma.gemma_tokenizer(spm),
-        "base": SentencePieceBaseTokenizer(spm),
-    }
-
-
-@pytest.mark.parametrize("name", ["llama2", "mistral", "gemma", "base"])
-def test_sentencepiece_arrays_equal_its_lists(spm: str, name: str) -> None:
-    tokenizer = tokenizers(spm)[name]
-    assert sentencepiece_of(tokenizer) is not None
-
-    @settings(max_examples=150)
-    @given(st.text(), st.booleans(), st.booleans())
-    @example("", False, False)
-    @example(" \n <s> </s> [INST] \x00 \u2581", True, True)
-    def check(text: str, add_bos: bool, add_eos: bool) -> None:
-        encoder = TextEncoder(tokenizer, add_bos=add_bos, add_eos=add_eos)
-        sample = encoder({"text": text})
-        assert sample.tokens.tolist() == tokenizer.encode(text, add_bos=add_bos, add_eos=add_eos)
-        assert sample.tokens.dtype == np.int32
-        assert sample.tokens.flags.writeable
-
-    class Own(type(tokenizer)):  # type: ignore[misc]
-        """A user's subclass may do anything, so it is called for lists."""
-
-    by_lists = copy.copy(tokenizer)
-    by_lists.__class__ = Own
-
-    check()
-    encoder, other = TextEncoder(tokenizer), TextEncoder(by_lists)
-    assert encoder.fingerprint() == other.fingerprint(), "arrays or lists: the tokens are the same"
-    vocabulary = tokenizer.vocab_size
-    assert (encoder.ids_below(None), other.ids_below(None)) == (vocabulary, None)
-    for one in (encoder, other):
-        with pytest.raises(UnicodeEncodeError):
-            one({"text": "half of a pair: \ud800"})
-    rows = [{"text": "whole"}, {"text": "half: \ud800"}, {"text": "whole"}]
-    skips = IterablePackedDataset(rows, encoder=TextEncoder(tokenizer), max_seq_len=64, on_bad_record="skip")
-    assert [pack["num_seqs"] for pack in skips] == [2]
-
-
-def test_ids_are_checked_wherever_they_may_be_wrong(spm: str) -> None:
-    """SentencePiece's need no check; those of a smaller vocabulary, a subclass or a mixture do."""
-    encoder = TextEncoder(tokenizers(spm)["llama2"])
-    vocabulary = encoder.tokenizer.vocab_size
-
-    class Own(TextEncoder):
-        def __call__(self, row: Mapping[str, Any], /) -> Sample:
-            return Sample(ids := np.array([-1]), ids)
-
-    class Bad:
-        def __call__(self, row: Mapping[str, Any], /) -> Sample:
-            return Sample(ids := np.array([vocabulary]), ids)
-
-    def packs(source: Any, encoder: Any, vocab_size: int | None) -> list[Any]:
-        data = IterablePackedDataset(source, encoder=encoder, vocab_size=vocab_size, max_seq_len=64)
-        assert data.lane_config.checks is (vocab_size != vocabulary or type(encoder) is Own or source is mix)
-        return list(data)
-
-    rows = [{"text": "whole"}, {"text": "half"}]
-    both = {"source": rows, "weight": 1}
-    mix = Mix([{"name": "a", **both}, {"name": "b", "encoder": Bad(), **both}])
-    assert len(packs(rows, encoder, vocabulary)) == 1
-    with pytest.raises(ValueError, match="token id .* is outside the vocabulary of 5 ids"):
-        packs(rows, encoder, 5)
-    with pytest.raises(ValueError, match="token id -1 is outside"):
-        packs(rows, Own(encoder.tokenizer), vocabulary)
-    with pytest.raises(ValueError, match=f"token id {vocabulary} is outside"):
-        packs(mix, encoder, vocabulary)
-
-
-def test_half_a_surrogate_pair_in_a_message_is_a_bad_record(spm: str) -> None:
+def test_half_a_surrogate_pair_is_a_bad_record(spm: str) -> None:
+    """SentencePiece's own error says nothing of the text."""
     from torchtune.data import InputOutputToMessages
+    from torchtune.models.mistral import mistral_tokenizer
 
-    encoder = MessagesEncoder(tokenizers(spm)["mistral"], message_transform=InputOutputToMessages())
-    rows = [{"input": "whole", "output": end} for end in ("whole", "half: \ud800", "whole")]
-    with pytest.raises(UnicodeEncodeError):
-        encoder(rows[1])
-    skips = IterablePackedDataset(rows, encoder=encoder, max_seq_len=96, on_bad_record="skip")
-    assert [pack["num_seqs"] for pack in skips] == [2]
-
-
-def test_overridden_and_patched_tokenizers_are_called(spm: str) -> None:
-    """Even where a probe shows no difference."""
-    from torchtune.models.llama2 import Llama2Tokenizer
-
-    class Replacing(Llama2Tokenizer):  # type: ignore[misc]
-        def encode(self, text: str, *args: Any, **settings: Any) -> Any:
-            return super().encode(text.replace("TEXT", "text"), *args, **settings)
-
-    replacing, patched = Replacing(spm), Llama2Tokenizer(spm)
-    own = patched.encode
-    patched.encode = lambda text, **settings: own(text.replace("TEXT", "text"), **settings)
-    expected = Llama2Tokenizer(spm).encode("text")
-    for tokenizer in (replacing, patched, WordTokenizer()):
-        assert sentencepiece_of(tokenizer) is None
-        made = TextEncoder(tokenizer)({"text": "TEXT"}).tokens.tolist()
-        assert made == (tokenizer.encode("TEXT") if tokenizer is not replacing else expected)
-
-
-def test_an_older_sentencepiece_is_called_for_lists(spm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sentencepiece
-
-    own = sentencepiece.SentencePieceProcessor.encode
-
-    def encode(self: Any, text: str, **settings: Any) -> Any:
-        if "return_type" in settings:
-            raise TypeError("encode() got an unexpected keyword argument 'return_type'")
-        return own(self, text, **settings)
-
-    monkeypatch.setattr(sentencepiece.SentencePieceProcessor, "encode", encode)
-    tokenizer = tokenizers(spm)["llama2"]
-    assert sentencepiece_of(tokenizer) is None
-    assert TextEncoder(tokenizer)({"text": "a b"}).tokens.size > 2
+    tokenizer = mistral_tokenizer(spm)
+    for encoder in (
+        TextEncoder(tokenizer, column="output"),
+        MessagesEncoder(tokenizer, message_transform=InputOutputToMessages()),
+    ):
+        rows = [{"input": "whole", "output": end} for end in ("whole", "half: \ud800", "whole")]
+        with pytest.raises(UnicodeEncodeError):
+            encoder(rows[1])
+        skips = IterablePackedDataset(rows, encoder=encoder, max_seq_len=96, on_bad_record="skip")
+        assert [pack["num_seqs"] for pack in skips] == [2]

@@ -71,7 +71,7 @@ OPENAI: list[tuple[dict[str, Any], str]] = [
     (chat(USER, {"role": "assistant"}), r"message 1 \(assistant\) has no content"),
     (chat({"role": "user", "content": None}, ANSWER), r"message 0 \(user\) has no content"),
     (chat(USER, {"role": "assistant", "content": 5}), "has content of type int; it must be text"),
-    (chat(USER, CALLING), r"message 1 \(assistant\) has tool calls.*ChatEncoder.*tool_calls: json"),
+    (chat(USER, CALLING), r"message 1 \(assistant\) has tool calls.*ChatEncoder"),
     (chat(USER, {**ANSWER, "tool_calls": [CALL]}), "has tool calls"),
     (chat(USER, ANSWER, {"role": "tool", "content": "rain"}), r"message 2 \(tool\) has tool calls or a tool's answer"),
     (chat(USER, {**ANSWER, "function_call": {"name": "f", "arguments": "{}"}}), "function_call, OpenAI's older form"),
@@ -124,6 +124,12 @@ def test_openai_rows_in_all_forms() -> None:
     assert kept == chat(USER, ANSWER, tools=[CALL]), "the row is left as it was"
     thinking = chat(USER, {**ANSWER, "reasoning_content": "hm"})
     assert trained(thinking, transform, ignore=["reasoning_content"]) == "go on <2>"
+    encoders = [
+        MessagesEncoder(Words(), message_transform=transform, ignore=keys) for keys in ([], ["tools"])
+    ]
+    assert encoders[0].fingerprint() != encoders[1].fingerprint()
+    with pytest.raises(ValueError, match="Two consecutive user messages"):
+        encoders[0](chat(USER, USER, ANSWER))
 
 
 def test_messages_of_weight_0_are_not_trained() -> None:
@@ -135,27 +141,6 @@ def test_messages_of_weight_0_are_not_trained() -> None:
     turns = share("a", "b", "c", "d")
     turns["conversations"][1]["weight"] = 0
     assert trained(turns, tune_data.ShareGPTToMessages()) == "d <2>"
-
-
-def test_tool_calls_become_json_on_request() -> None:
-    row = chat(USER, CALLING, {"role": "tool", "content": "rain"}, {**ANSWER, "tool_calls": [CALL, CALL]})
-    encoder = MessagesEncoder(Words(), message_transform=tune_data.OpenAIToMessages(), tool_calls="json")
-    encoder(row)
-    made = encoder.tokenizer.messages
-    line = '{"name": "weather", "arguments": {"town": "Bern"}}'
-    assert [m.text_content for m in made] == ["what now", line, "rain", f"go on\n{line}\n{line}"]
-    assert [m.role for m in made] == ["user", "assistant", "ipython", "assistant"]
-    assert [m.masked for m in made] == [True, False, True, False]
-    assert [m.eot for m in made] == [True, False, False, True], "as torchtune's tokenizers ask for"
-    with pytest.raises(ValueError, match="Two consecutive user messages"):
-        encoder(chat(USER, USER, CALLING))
-    with pytest.raises(ValueError, match="tool_calls='yaml'"):
-        MessagesEncoder(Words(), message_transform=tune_data.OpenAIToMessages(), tool_calls="yaml")
-    prints = {
-        MessagesEncoder(Words(), message_transform=tune_data.OpenAIToMessages(), **settings).fingerprint()
-        for settings in ({}, {"tool_calls": "json"}, {"ignore": ["tools"]})
-    }
-    assert len(prints) == 3
 
 
 ALPACA, PAIR = tune_data.AlpacaToMessages, tune_data.InputOutputToMessages

@@ -12,7 +12,7 @@ from streampack.packing.assemble import as_sample
 from streampack.packing.encoders.base import PROBE, Encoder, qualified_name
 from streampack.packing.encoders.hf_tokenizer import HFTokenizer
 from streampack.packing.encoders.tokenizer import check_tokenizer, own_fingerprint
-from streampack.packing.encoders.transforms import GuardedTransform, validate
+from streampack.packing.encoders.transforms import GuardedTransform
 from streampack.types import IGNORE_INDEX, Sample
 
 
@@ -26,7 +26,6 @@ class MessagesEncoder(Encoder):
         tokenizer: one of torchtune's model tokenizers, or a Hugging Face tokenizer with a chat template.
         message_transform: one of torchtune's (``InputOutputToMessages``, ``ShareGPTToMessages``,
             ``OpenAIToMessages``, ...), or any callable that returns ``{"messages": [...]}``.
-        tool_calls: ``"error"``, or ``"json"`` to write OpenAI's tool calls as lines of JSON.
         ignore: columns and keys of messages to leave out on purpose.
 
     Raises:
@@ -38,7 +37,6 @@ class MessagesEncoder(Encoder):
         tokenizer: Any,
         *,
         message_transform: Callable[[Mapping[str, Any]], Any],
-        tool_calls: str = "error",
         ignore: Sequence[str] = (),
     ) -> None:
         self.tokenizer = check_tokenizer(tokenizer)
@@ -50,12 +48,14 @@ class MessagesEncoder(Encoder):
         if isinstance(self.tokenizer, HFTokenizer):
             _ = self.tokenizer.chat  # raises if there is no template
         self.message_transform = message_transform
-        self.guarded = GuardedTransform(message_transform, tool_calls=tool_calls, ignore=ignore)
+        self.guarded = GuardedTransform(message_transform, ignore=ignore)
 
     def __call__(self, row: Mapping[str, Any], /) -> Sample:
         """See `Encoder`."""
+        from torchtune.data import validate_messages  # takes nine seconds to import
+
         messages = self.guarded(row)["messages"]
-        validate(messages)
+        validate_messages(messages)
         try:
             encoded = self.tokenizer({"messages": messages})
         except Exception:
@@ -80,7 +80,7 @@ class MessagesEncoder(Encoder):
         probe = self.tokenizer(
             {"messages": [Message("user", PROBE, masked=True), Message("assistant", PROBE, eot=True)]}
         )
-        choices = (self.guarded.tool_calls, self.guarded.ignore, own_fingerprint(self.tokenizer))
+        choices = (self.guarded.ignore, own_fingerprint(self.tokenizer))
         encoded = (plain(probe["tokens"]), plain(probe["mask"]))
         return digest("messages", qualified_name(transform), settings, *encoded, choices)
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from streampack.packing.assemble import missing_column
 from streampack.packing.encoders.conversation import REASONING, conversation, refuse_left_out
-from streampack.validation import require
 
-TOOL_CALLS = ("error", "json")
-ROLES = ("system", "user", "assistant", "ipython")
+ROLES = ("system", "user", "assistant")
 COLUMNS = {
     "OpenAIToMessages": ("messages",),
     "ShareGPTToMessages": ("conversations", "image"),
@@ -32,20 +29,14 @@ class GuardedTransform:
 
     Args:
         transform: one of torchtune's, or any callable that returns ``{"messages": [...]}``.
-        tool_calls: ``"error"``, or ``"json"``: OpenAI's tool calls become lines of JSON behind the message's text,
-            and messages of the role ``tool`` torchtune's ``ipython``.
         ignore: columns and keys of messages to leave out on purpose.
 
     Raises:
         ValueError: for a transform that makes pairs, or a ``column_map`` with unknown keys.
     """
 
-    def __init__(
-        self, transform: Callable[[Any], Any], *, tool_calls: str = "error", ignore: Sequence[str] = ()
-    ) -> None:
-        require(tool_calls, "tool_calls", TOOL_CALLS)
+    def __init__(self, transform: Callable[[Any], Any], *, ignore: Sequence[str] = ()) -> None:
         self.transform = transform
-        self.tool_calls = tool_calls
         self.ignore = tuple(ignore)
         self.kind = _kind(transform)
         if self.kind == "ChosenRejectedToMessages":
@@ -73,9 +64,9 @@ class GuardedTransform:
             refuse_left_out(row, used=tuple(self.columns.values()), ignore=self.ignore)
             row = self._without_image(row)
         if self.kind == "OpenAIToMessages":
-            messages = self._for_torchtune(conversation(row, self.columns["messages"]))
-            weights = messages
-            row = {**row, self.columns["messages"]: messages}
+            weights = conversation(row, self.columns["messages"])
+            self._require_text(weights)
+            row = {**row, self.columns["messages"]: weights}
         elif self.kind == "ShareGPTToMessages":
             weights = self._conversations(row)
         elif self.kind:
@@ -93,25 +84,19 @@ class GuardedTransform:
             _check(message, i)
         return {"messages": made}
 
-    def _for_torchtune(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Convert OpenAI's messages to what torchtune's transform reads: text only, in roles that it knows."""
+    def _require_text(self, messages: list[dict[str, Any]]) -> None:
+        """Raise unless OpenAI's messages are of what torchtune's transform reads: text, in roles that it knows."""
         for i, message in enumerate(messages):
-            calls = message.pop("tool_calls", ())
-            if (calls or message["role"] == "tool") and self.tool_calls == "error":
+            if "tool_calls" in message or message["role"] == "tool":
                 raise ValueError(
                     f"message {i} ({message['role']}) has tool calls or a tool's answer, which torchtune's transform "
                     "drops; render them by the model's chat template (streampack.ChatEncoder with "
-                    "streampack.HFTokenizer), or as lines of JSON (tool_calls: json)"
+                    "streampack.HFTokenizer)"
                 )
-            lines = [json.dumps({k: call["function"][k] for k in ("name", "arguments")}, ensure_ascii=False)
-                     for call in calls]  # fmt: skip
-            message["content"] = "\n".join([*([message["content"]] if message["content"] else []), *lines])
-            if message["role"] == "tool":
-                message["role"] = "ipython"
             if message["role"] not in ROLES:
                 raise ValueError(
                     f"message {i} has the role {message['role']!r}, which torchtune does not know; its roles are "
-                    f"{', '.join(ROLES)}, and tool with tool_calls: json"
+                    f"{', '.join(ROLES)}"
                 )
             for key in REASONING:
                 if message.get(key) and key not in self.ignore:
@@ -119,7 +104,6 @@ class GuardedTransform:
                         f"message {i} ({message['role']}) has {key!r}, which torchtune's transform drops; say "
                         f"ignore: [{key}], or use streampack.ChatEncoder"
                     )
-        return messages
 
     def _conversations(self, row: Mapping[str, Any]) -> list[Any]:
         column = self.columns["conversations"]
@@ -161,21 +145,18 @@ class GuardedTransform:
         return {name: value for name, value in row.items() if name not in names}
 
     def _mask(self, made: Sequence[Any], given: Sequence[Mapping[str, Any]]) -> None:
-        """Mask messages of weight 0, and set ``eot`` around a tool's turns as torchtune's tokenizers expect it."""
+        """Mask messages of weight 0."""
         replaced = getattr(self.transform, "new_system_prompt", None) is not None
         kept = [message for message in given if not (message["role"] == "system" and replaced)]
         if not kept:
             return
-        turns = made[-len(kept) :]
-        for i, (message, turn) in enumerate(zip(turns, kept, strict=True)):
+        for i, (message, turn) in enumerate(zip(made[-len(kept) :], kept, strict=True)):
             if turn.get("weight", 1) not in (None, 0, 1):
                 raise ValueError(
                     f"message {i} has weight={turn['weight']!r}; it must be 0 (not trained) or 1"
                 )
             if turn.get("weight") == 0:
                 message.masked = True
-            if "ipython" in [m.role for m in turns[i : i + 2]]:
-                message.eot = message.role == "user"
 
 
 def guard_datasets(data: Any) -> None:
@@ -197,15 +178,6 @@ def guard_datasets(data: Any) -> None:
         guard_datasets(within)
     for entry in getattr(data, "entries", ()):  # a mixture
         guard_datasets(entry.source)
-
-
-def validate(messages: Sequence[Any]) -> None:
-    """Raise torchtune's ValueError unless messages take turns, tool calls and their answers left aside."""
-    from torchtune.data import validate_messages  # takes nine seconds to import
-
-    roles = [message.role for message in messages]
-    tools = [role == "ipython" or roles[i + 1 : i + 2] == ["ipython"] for i, role in enumerate(roles)]
-    validate_messages([message for message, tool in zip(messages, tools, strict=True) if not tool])
 
 
 def _kind(transform: Any) -> str:
