@@ -7,9 +7,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 
-from streampack import IGNORE_INDEX, Batch, Fragment, IterablePackedDataset, Pack, Sample, collate_packed
+from streampack import IGNORE_INDEX, Batch, Fragment, Pack, Sample, collate_packed
 from streampack.packing.assemble import assemble
 from streampack.packing.batch import null_pack, stack_packs, to_torchtune
 from tests.support import oracle
@@ -106,27 +105,6 @@ def test_a_batch_moves_as_a_whole() -> None:
         assert getattr(moved, name).device.type == "meta"
         assert getattr(batch, name).device.type == "cpu"
     assert moved.fragments == batch.fragments
-
-
-@given(contents)
-def test_seq_lens_say_what_the_mask_is(seq_lens: list[int]) -> None:
-    """The oracle's mask from seq_lens equals the one that any two tokens' sample and place give."""
-    row = to_torchtune(make_pack(seq_lens))
-    mask = oracle.block_causal_mask(row["seq_lens"].tolist())
-    document = np.cumsum(row["input_pos"].numpy() == 0)
-    place = row["input_pos"].numpy()
-    expected = (document[:, None] == document[None, :]) & (place[:, None] >= place[None, :])
-    assert mask == expected.tolist()
-
-
-def test_any_dataloader_takes_it() -> None:
-    rows = [{"tokens": [i] * 5, "labels": [i] * 5} for i in range(1, 9)]
-    loader = DataLoader(IterablePackedDataset(rows, max_seq_len=10), batch_size=3, collate_fn=collate_packed)
-    batches = list(loader)
-    assert [tuple(batch.tokens.shape) for batch in batches] == [(3, 10), (1, 10)]
-    assert sorted(t for batch in batches for t in batch.tokens.flatten().tolist()) == sorted(
-        list(range(1, 9)) * 5
-    )
 
 
 @pytest.mark.parametrize("packs", [[[3, 4]], [[12], [1] * 12, [5, 5]]])

@@ -68,24 +68,11 @@ def share(*values: Any, **beside: Any) -> dict[str, Any]:
 
 OPENAI: list[tuple[dict[str, Any], str]] = [
     (chat(USER, {"role": "assistant", "content": None}), r"message 1 \(assistant\) has no content \(null\)"),
-    (chat(USER, {"role": "assistant"}), r"message 1 \(assistant\) has no content"),
-    (chat({"role": "user", "content": None}, ANSWER), r"message 0 \(user\) has no content"),
-    (chat(USER, {"role": "assistant", "content": 5}), "has content of type int; it must be text"),
     (chat(USER, CALLING), r"message 1 \(assistant\) has tool calls.*ChatEncoder"),
-    (chat(USER, {**ANSWER, "tool_calls": [CALL]}), "has tool calls"),
     (chat(USER, ANSWER, {"role": "tool", "content": "rain"}), r"message 2 \(tool\) has tool calls or a tool's answer"),
-    (chat(USER, {**ANSWER, "function_call": {"name": "f", "arguments": "{}"}}), "function_call, OpenAI's older form"),
-    (chat(USER, {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}), "a part that is 'refusal'"),
-    (chat({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]}, ANSWER),
-     "a part that is 'image_url'; only text can be packed"),
-    (chat(USER, {**ANSWER, "content": None, "refusal": "I can't"}), "has a refusal"),
     (chat({"role": "developer", "content": "be"}, USER, ANSWER), "message 0 has the role 'developer'"),
     (chat(USER, {**ANSWER, "reasoning_content": "hm"}), "'reasoning_content', which torchtune's transform drops"),
     (chat(USER, ANSWER, tools=[CALL]), r"column 'tools' would be left out.*ignore: \[tools\]"),
-    (chat(USER, ANSWER, system="be kind"), "column 'system' would be left out"),
-    (chat(USER, {**ANSWER, "weight": 0.5}), "weight=0.5; it must be 0"),
-    ({"messages": None}, "column 'messages' holds a NoneType; it must be a list"),
-    ({"messages": []}, "column 'messages' holds no message"),
 ]  # fmt: skip
 
 
@@ -146,20 +133,15 @@ def test_messages_of_weight_0_are_not_trained() -> None:
 ALPACA, PAIR = tune_data.AlpacaToMessages, tune_data.InputOutputToMessages
 OTHERS: list[tuple[Any, dict[str, Any], str]] = [
     (tune_data.ShareGPTToMessages(), share("a", None), "turn 1 has a value of type NoneType; it must be text"),
-    (tune_data.ShareGPTToMessages(), share("a", ["b"]), "turn 1 has a value of type list"),
     (tune_data.ShareGPTToMessages(), {"conversations": None}, "holds a NoneType; it must be a list of turns"),
     (tune_data.ShareGPTToMessages(), {"text": "a"}, "column 'conversations' is missing"),
     (tune_data.ShareGPTToMessages(), share("a", "b", system="be kind"), "column 'system' would be left out"),
     (tune_data.ShareGPTToMessages(), share("a", "b", image="x.png"), "it has an image, which a pack has no place for"),
     (PAIR(), {"input": "a", "output": None}, "column 'output' holds a NoneType; it must be text"),
-    (PAIR(), {"input": None, "output": "a"}, "column 'input' holds a NoneType"),
-    (PAIR(), {"input": "a", "output": ["b"]}, "column 'output' holds a list"),
-    (PAIR(), {"input": "a", "output": b"b"}, "column 'output' holds a bytes"),
     (PAIR(), {"input": "a", "output": "b", "image": object()}, "it has an image"),
     (PAIR(), {"input": "a", "output": "b", "tools": [CALL]}, "column 'tools' would be left out"),
     (ALPACA(), {"instruction": None, "output": "b"}, "column 'instruction' holds a NoneType"),
     (ALPACA(), {"instruction": "a", "input": 3, "output": "b"}, "column 'input' holds a int"),
-    (ALPACA(), {"instruction": "a", "output": None}, "column 'output' holds a NoneType"),
     (ALPACA(), {"instruction": "a", "output": "b", "history": [["c", "d"]]}, "column 'history' would be left out"),
     (ALPACA(column_map={"input": "contxt"}), {"instruction": "a", "context": "c", "output": "b"},
      "column 'contxt', which column_map gives for 'input', is missing"),

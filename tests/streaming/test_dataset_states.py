@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-# Epochs.
 import copy
 import io
 import pickle
@@ -13,16 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from streampack import (
-    Ledger,
-    MapSource,
-)
+from streampack import Ledger, MapSource
 from streampack.streaming.lane_state import LaneState
 from tests.support.conformance import content
 from tests.support.corpus import all_of, rows, samples_in, write
 from tests.support.streams import make
-
-# What a state is.
 
 
 def test_a_state_is_plain_and_loads_as_weights_only() -> None:
@@ -106,17 +100,6 @@ def test_a_state_is_of_the_newest_iteration() -> None:
     assert content(next(iterator)) == packs[0]
     dataset.set_epoch(0)
     assert [content(pack) for pack in dataset] == packs, "an iteration without a state begins anew"
-
-
-def test_an_interrupted_dataset_takes_its_own_state_back() -> None:
-    dataset = make(MapSource(rows(100)), num_lanes=2)
-    packs = [content(pack) for pack in dataset]
-    dataset.set_epoch(0)
-    iterator = iter(dataset)
-    for _ in islice(iterator, 7):
-        pass
-    dataset.load_state_dict(dataset.state_dict())
-    assert [content(pack) for pack in dataset] == packs[7:]
 
 
 BASE: dict[str, Any] = {

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from benchmarks.lengths import lengths
-from streampack import IGNORE_INDEX, IterablePackedDataset, Mix, TokensEncoder
+from streampack import IGNORE_INDEX, Holdout, IterablePackedDataset, MapSource, Mix, Sample, TokensEncoder
 from streampack.packing.planner import plan_packs
-from streampack.streaming.estimate import estimate
+from streampack.streaming.estimate import count_packs, estimate, packed_lengths
+from tests.support.hf_trainers import samples
 
 FLAN = lengths("flan", count=12_000, longest=400)
 MANY = [{"tokens": [1] * n, "labels": [1] * n} for n in FLAN.tolist()]
@@ -31,7 +32,7 @@ def test_small_data_is_counted(settings: dict[str, Any], num_lanes: int) -> None
     data = dataset(MANY[:500], num_lanes=num_lanes, **settings)
     known = data.estimate(num_lanes=num_lanes)
     assert (known.packs, known.error) == (len(list(data)), 0)
-    assert known.at_most == data.estimate_packs() == known.packs
+    assert known.at_most == known.packs
 
 
 @pytest.mark.parametrize("kind", ["map", "jsonl"])
@@ -55,7 +56,10 @@ def test_an_estimate_of_much_data_is_upward_and_close(tmp_path: Path, kind: str,
 
 def test_a_mixture_is_estimated() -> None:
     mix = Mix(
-        [{"name": "a", "source": MANY[:6000], "weight": 1}, {"name": "b", "source": MANY[6000:], "weight": 2}]
+        [
+            {"name": "a", "source": MANY[:1500], "weight": 1},
+            {"name": "b", "source": MANY[1500:3000], "weight": 2},
+        ]
     )
     data = dataset(mix, num_lanes=2)
     known = data.estimate(rows=1024)
@@ -92,9 +96,9 @@ def test_long_documents_are_not_all_read() -> None:
             return super().__call__(row)
 
     document = {"tokens": np.ones(1 << 17, np.int32), "labels": np.ones(1 << 17, np.int32)}
-    data = dataset([document] * 2000, encoder=Counting(), overlong="split", split_across_pack=True)
+    data = dataset([document] * 500, encoder=Counting(), overlong="split", split_across_pack=True)
     known = data.estimate(rows=1024)
-    assert known.packs == pytest.approx(2000 * (1 << 17) / 256, rel=0.01)
+    assert known.packs == pytest.approx(500 * (1 << 17) / 256, rel=0.01)
     assert len(read) == 64
 
 
@@ -104,3 +108,77 @@ def test_bad_records_are_left_out_without_a_word(caplog: pytest.LogCaptureFixtur
     known = estimate(data.lane_config, rows=50)
     assert not caplog.records
     assert known.packs == len(list(data))
+
+
+def test_an_estimate_needs_a_length() -> None:
+    with pytest.raises(ValueError, match="the length of IterableSource is unknown; set max_steps"):
+        dataset(lambda: iter(MANY)).estimate()
+    assert dataset(MANY[:1]).estimate().packs == 1
+
+
+# Map-style data, counted by the lengths of its samples.
+
+LABELLED = [*samples(150), {"tokens": [3] * 70, "labels": [3] * 70}, *samples(50, seed=1)]
+HALF = Holdout(Holdout(MapSource(LABELLED), fraction=0.5, part="train"), fraction=0.2, part="train")
+
+
+def broken(row: Any) -> Sample:
+    if row["tokens"][0] % 5 == 0:
+        raise ValueError("this one cannot be encoded")
+    return Sample(np.array(row["tokens"]), np.array(row["labels"]))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"shuffle": True, "seed": 3},
+        {"shuffle": True, "num_lanes": 5, "buffer_size": 3, "strategy": "best_fit"},
+        {"split_across_pack": True, "num_lanes": 1},
+        {"source": HALF, "shuffle": True, "overlong": "split"},
+        {"overlong": "drop", "strategy": "next_fit", "max_seqs_per_pack": 4},
+        {"encoder": broken, "on_bad_record": "skip", "truncate_eos": 7},
+        {"encoder": lambda row: {"input_ids": row["tokens"]}},
+        {
+            "source": [
+                {**row, "labels": ([-100] * 9 + row["labels"][9:])[: len(row["labels"])]} for row in LABELLED
+            ],
+            "untrained": "drop",
+        },
+        {"num_lanes": 3, "source": [*LABELLED, {"tokens": [], "labels": []}], "empty": "drop"},
+    ],
+)
+def test_as_many_packs_are_counted_as_are_made(changes: dict[str, Any]) -> None:
+    given = {
+        "source": LABELLED,
+        "max_seq_len": 64,
+        "overlong": "truncate",
+        "num_lanes": 2,
+        "epochs": 3,
+    } | changes
+    if "split_across_pack" in given:
+        del given["overlong"]
+    packs = IterablePackedDataset(given.pop("source"), **given)
+    expected = np.zeros((3, given["num_lanes"]), int)
+    for pack in packs.stream():
+        expected[pack.epoch, pack.lane] += 1
+    source = packs.lane_config.source
+    assert source.map_style
+    lengths = packed_lengths(packs.lane_config, range(source.num_rows()))
+    found = [
+        [
+            count_packs(packs.lane_config, lengths, epoch=epoch, lane=lane, num_lanes=given["num_lanes"])
+            for lane in range(given["num_lanes"])
+        ]
+        for epoch in range(3)
+    ]
+    assert found == expected.tolist()
+
+
+def test_what_would_fail_in_training_fails_before() -> None:
+    config = IterablePackedDataset(LABELLED, max_seq_len=64, encoder=broken).lane_config
+    with pytest.raises(ValueError, match="^sample 4: this one cannot be encoded"):
+        packed_lengths(config, range(9))
+    config = IterablePackedDataset(LABELLED, max_seq_len=64).lane_config
+    with pytest.raises(ValueError, match="^sample 150 has 70 tokens"):
+        count_packs(config, packed_lengths(config, range(len(LABELLED))), epoch=0, lane=0, num_lanes=1)

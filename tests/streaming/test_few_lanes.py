@@ -120,17 +120,6 @@ def test_so_do_lanes_whose_rows_are_all_dropped() -> None:
     assert data.ledger().dropped_samples["overlong"] == 12
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_where_every_row_is_dropped_nothing_would_ever_come(workers: int) -> None:
-    rows = [{"tokens": [9] * 20, "labels": [9] * 20}] * 8
-    data = dataset(rows, epochs=None, num_lanes=4, overlong="drop")
-    with pytest.raises(ValueError, match="all 8 that were read are dropped .8 longer than a pack"):
-        next(iter(PackedDataLoader(data, num_workers=workers)))
-    if not workers:
-        with pytest.raises(ValueError, match="all 8 that were read are dropped .8 longer than a pack"):
-            next(iter(dataset(rows, epochs=None, num_lanes=4, overlong="drop")))
-
-
 def _endless() -> list[Any]:
     dist.init_process_group("gloo")
     loader = PackedDataLoader(dataset(ROWS[:1], epochs=None, num_lanes=2))

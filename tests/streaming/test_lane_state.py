@@ -61,6 +61,7 @@ def typical() -> LaneState:
     )
 
 
+@settings(max_examples=30)
 @given(states())
 def test_round_trip_through_a_checkpoint(state: LaneState) -> None:
     buffer = io.BytesIO()

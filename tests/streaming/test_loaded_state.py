@@ -273,15 +273,6 @@ def test_a_copy_beside_worker_processes_refuses_too() -> None:
     assert len(list(other)) == pytest.approx(WHOLE, abs=2), "what its original took up is taken up"
 
 
-def test_one_state_may_be_loaded_twice() -> None:
-    state = state_after(5)
-    for _ in range(2):
-        loader = PackedDataLoader(dataset())
-        loader.load_state_dict(state)
-        assert tokens(loader) == BATCHES[5:]
-    assert state == STATE
-
-
 def test_a_state_loaded_in_the_middle_of_an_iteration() -> None:
     """An iterator of before goes on by itself and does not use the state up."""
     loader = PackedDataLoader(dataset())

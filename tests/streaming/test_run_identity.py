@@ -118,8 +118,13 @@ class Bare(Source):
         return iter(self.data[start::step])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("source", ["map", "iterable", "jsonl", "gz", "mds", "holdout", "bare"])
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        *((kind, "map") for kind in KINDS),
+        *(("closure", source) for source in ("iterable", "jsonl", "gz", "mds", "holdout", "bare")),
+    ],
+)
 def test_an_encoder_is_what_it_makes(kind: str, source: str, tmp_path: Path) -> None:
     make, encoder = sources(tmp_path)[source], KINDS[kind]
     lanes = {"num_lanes": 1}
@@ -185,7 +190,7 @@ class Bad(Numbers):
         return super().__call__(row)
 
 
-@pytest.mark.parametrize("error", [ValueError, RecursionError, OverflowError, OSError, StopIteration])
+@pytest.mark.parametrize("error", [ValueError, StopIteration])
 def test_a_mended_encoder_may_go_on(error: type[Exception]) -> None:
     """The first row could not be encoded; whoever repairs that has not changed what was trained."""
     before = dataset(rows(50), Bad(0, error=error))
@@ -300,9 +305,7 @@ class Rowwise:
         return rows(60)[i]
 
 
-@pytest.mark.parametrize(
-    "error", [ValueError("a"), RecursionError("b"), OSError("c"), KeyError("d"), StopIteration()]
-)
+@pytest.mark.parametrize("error", [KeyError("a"), StopIteration()])
 def test_rows_that_cannot_be_read_break_no_state(error: Exception) -> None:
     state = dataset(Rowwise(error), on_bad_record="skip").state_dict()
     assert state["identity"]["corpus"]["content"].split().count(UNKNOWN) > 1
