@@ -16,9 +16,9 @@ from streampack.loader.merge import RankBatch, RankBatches
 from streampack.packing.batch import Batch, null_pack, stack_packs
 from streampack.streaming.consumers import require_group_of_now
 from streampack.streaming.dataset import IterablePackedDataset
-from streampack.streaming.empty_runs import nothing_to_pack
 from streampack.streaming.epochs import BEGUN, ENDED
 from streampack.streaming.lane_state import LaneState, as_dicts
+from streampack.streaming.ledger_messages import nothing_to_pack
 from streampack.streaming.loaded_state import LoadedState
 from streampack.streaming.round_robin import total_ledger
 from streampack.types import Pack

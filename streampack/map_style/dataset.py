@@ -28,9 +28,8 @@ from streampack.packing.planner import plan_samples
 from streampack.packing.settings import Packing
 from streampack.packing.token_rows import read_sample
 from streampack.sources.column_tables import by_rows
-from streampack.streaming.empty_runs import nothing_to_pack
 from streampack.streaming.lane_config import UNTRAINED
-from streampack.streaming.untrained import warn_of_untrained
+from streampack.streaming.ledger_messages import nothing_to_pack, warn_of_untrained
 from streampack.types import Fragment, Pack, Sample
 from streampack.validation import require, require_positive
 

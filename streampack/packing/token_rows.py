@@ -102,30 +102,21 @@ def encode_row(encode: Callable[[Any], Any], row: Any) -> Sample:
 
     >>> encode_row(lambda row: {"input_ids": row["n"] * [7]}, {"n": 2}).tokens.tolist()
     [7, 7]
-    """
-    encoded = encode(row)
-    return encoded if type(encode).__module__.startswith("streampack.") else own_sample(encoded)
-
-
-def own_sample(encoded: Any) -> Sample:
-    """Copy an encoder's return value to a `Sample`.
 
     Raises:
-        ValueError: for what is none of the forms that `encode_row` names.
+        ValueError: for what is none of these.
     """
-    if isinstance(encoded, Sample) or (
-        isinstance(encoded, tuple) and len(encoded) == 2 and not _is_one(encoded[0])
-    ):
+    encoded = encode(row)
+    if type(encode).__module__.startswith("streampack."):
+        return encoded  # type: ignore[no-any-return]
+    pair = isinstance(encoded, tuple) and len(encoded) == 2 and not _is_one(encoded[0])
+    if isinstance(encoded, Sample) or pair:
         return pair_of(*encoded)
-    if isinstance(encoded, Mapping):
-        row = encoded
-    elif _is_one(encoded):
+    if not isinstance(encoded, Mapping) and _is_one(encoded):
         raise ValueError(
             f"the encoder gave {_shown(encoded)}; it must give a streampack.Sample, a dict with input_ids, or token ids"
         )
-    else:
-        row = {"input_ids": encoded}
-    return sample_of(row)
+    return sample_of(encoded)
 
 
 def _is_one(value: Any) -> bool:

@@ -29,10 +29,10 @@ from streampack.streaming.lane import Lane
 from streampack.streaming.lane_config import UNTRAINED, LaneConfig, must_check
 from streampack.streaming.lane_count import count_lanes
 from streampack.streaming.lane_state import LaneState, as_dicts
+from streampack.streaming.ledger_messages import UntrainedWarning
 from streampack.streaming.loaded_state import STATE_VERSION, Resume, checked_state
 from streampack.streaming.round_robin import PackStream, total_ledger, total_source_stats
 from streampack.streaming.run_identity import identity_of_run
-from streampack.streaming.untrained import UntrainedWarning
 from streampack.types import Fragment, Sample
 from streampack.validation import require, require_positive, warn_user
 
@@ -405,14 +405,6 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         if hasattr(encode, "decode"):
             found["text"] = encode.decode(found["tokens"])
         return found
-
-    def estimate_packs(self, *, rows: int = 256) -> int:
-        """Estimate how many packs one epoch makes, from ``rows`` rows all over the corpus; small data is counted.
-
-        Raises:
-            ValueError: as `estimate`.
-        """
-        return max(1, round(self.estimate(rows=rows).packs))
 
     def estimate(self, *, rows: int = 256, num_lanes: int | None = None) -> Estimate:
         """Estimate the packs of an epoch, with their standard error, and how much of the data is cut off.

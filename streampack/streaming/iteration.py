@@ -7,9 +7,9 @@ from typing import Any
 from streampack.packing.batch import to_torchtune
 from streampack.streaming.epochs import BEGUN, ENDED, WAITING, EpochCounter
 from streampack.streaming.lane_state import LaneEvent
+from streampack.streaming.ledger_messages import UntrainedWarning
 from streampack.streaming.loaded_state import LoadedState
 from streampack.streaming.round_robin import PackStream
-from streampack.streaming.untrained import UntrainedWarning
 from streampack.types import Pack
 
 

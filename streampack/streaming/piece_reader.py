@@ -10,9 +10,9 @@ from typing import Any
 from streampack.accounting import Ledger, SourceStats, trained_tokens, trains_nothing
 from streampack.packing.assemble import untrained_error
 from streampack.sources.base import BadRecord, Reader, Reading
-from streampack.streaming.empty_runs import FIRST_ROWS, warn_of_first_rows
 from streampack.streaming.lane_config import LaneConfig
 from streampack.streaming.lane_state import LaneState
+from streampack.streaming.ledger_messages import FIRST_ROWS, warn_of_first_rows
 from streampack.types import Cursor, Row, RowId, Sample
 
 UNREADABLE: Mapping[str, Any] = MappingProxyType({})

@@ -8,9 +8,9 @@ from operator import attrgetter
 from typing import TypeVar
 
 from streampack.accounting import Ledger, SourceStats
-from streampack.streaming.empty_runs import nothing_to_pack
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_state import LaneEvent, LaneState
+from streampack.streaming.ledger_messages import nothing_to_pack
 from streampack.types import Pack
 
 OpenLane = Callable[[int, LaneState | None], Lane]

@@ -138,7 +138,7 @@ def test_an_encoder_may_give(form: str) -> None:
     assert [pack["tokens"].tolist() for pack in packs] == PACKED
     assert [pack["labels"].tolist() for pack in packs] == TRAINED
     assert dataset.trace(packs[0]["fragments"][1])["tokens"] == [4, 5]
-    assert dataset.estimate_packs() >= 1
+    assert dataset.estimate().packs >= 1
 
 
 @pytest.mark.parametrize("nothing", [None, {}, Sample(5, 5)])  # type: ignore[arg-type]

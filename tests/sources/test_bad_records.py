@@ -120,11 +120,11 @@ def survivors(packs: Any) -> list[int]:
 def test_an_estimate_leaves_bad_records_out(tmp_path: Path, kind: str) -> None:
     data, expected, _ = corpus(kind, tmp_path / "data")
     dataset = stream(data)
-    assert dataset.estimate_packs(rows=600) == pytest.approx(len(list(dataset)), rel=0.15)
+    assert dataset.estimate(rows=600).packs == pytest.approx(len(list(dataset)), rel=0.15)
     assert expected
     if kind == "jsonl":
         with pytest.raises((KeyError, TypeError)):
-            stream(data, on_bad_record="error").estimate_packs(rows=600)
+            stream(data, on_bad_record="error").estimate(rows=600)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -356,7 +356,7 @@ def test_any_error_of_an_encoder_is_skipped(tmp_path: Path) -> None:
     assert {reason.partition(":")[0] for _, _, reason in listed(tmp_path)} == {
         *("UnboundLocalError", "RuntimeError", "StopIteration", "ZeroDivisionError", "OSError")
     }
-    assert dataset.estimate_packs(rows=600) > 0
+    assert dataset.estimate(rows=600).packs > 0
 
 
 def test_any_error_of_a_map_style_dataset_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,7 +368,7 @@ def test_any_error_of_a_map_style_dataset_is_skipped(tmp_path: Path, monkeypatch
     stream(FailingRows()).load_state_dict(state)
     mix = Mix([{"name": "a", "source": FailingRows(), "weight": 1}])
     assert survivors(stream(mix)) == LEFT
-    assert dataset.estimate_packs(rows=600) > 0
+    assert dataset.estimate(rows=600).packs > 0
 
 
 @pytest.mark.parametrize("within", [False, True])

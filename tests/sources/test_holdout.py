@@ -49,7 +49,7 @@ def test_another_fraction_is_another_corpus():
 
 def test_the_estimate_counts_only_its_part():
     train, held_out = both(MapSource(rows(4000)), 0.25)
-    packs = [IterablePackedDataset(part, max_seq_len=20).estimate_packs() for part in (train, held_out)]
+    packs = [IterablePackedDataset(part, max_seq_len=20).estimate().packs for part in (train, held_out)]
     assert 240 < packs[0] < 360
     assert 60 < packs[1] < 140
 

@@ -260,12 +260,12 @@ def test_the_estimate_of_an_epoch(stop: str) -> None:
     mix = three(stop, (3, 2, 5), short=900, middling=300, long=300)
     data = make(mix, num_lanes=1)
     packs = len(list(data))
-    assert abs(data.estimate_packs() - packs) < 0.1 * packs
+    assert abs(data.estimate().packs - packs) < 0.1 * packs
     with pytest.raises(ValueError, match="a mixture with stop='never' has no end; set max_steps"):
-        make(three("never")).estimate_packs()
+        make(three("never")).estimate()
     masked = Mix([entry("a", [{"tokens": [1, 2], "labels": [IGNORE_INDEX] * 2}] * 5)])
     with pytest.raises(ValueError, match="no token of source 'a' is trained, as far as a sample tells"):
-        IterablePackedDataset(masked, max_seq_len=4).estimate_packs()
+        IterablePackedDataset(masked, max_seq_len=4).estimate()
 
 
 def test_a_probe_sees_all_sources() -> None:

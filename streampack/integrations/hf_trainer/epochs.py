@@ -33,7 +33,7 @@ def require_epochs(packs: IterablePackedDataset, args: TrainingArguments) -> Non
         )
     if not packs.lane_config.source.map_style:
         try:
-            packs.estimate_packs()
+            packs.estimate()
         except ValueError as error:
             raise ValueError(
                 f"max_steps is {args.max_steps}, and how many packs this stream makes is known at its end only "

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from streampack.accounting import Ledger
+from streampack.integrations.hf_trainer.trained_steps import TrainedSteps
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.packing.batch import Batch
 from streampack.streaming.lane_state import LaneState
 from streampack.streaming.round_robin import total_ledger
-from streampack.streaming.untrained import TrainedSteps
 
 if TYPE_CHECKING:
     from transformers import Trainer

@@ -8,10 +8,9 @@ becomes of a long sample.
 from streampack.packing.encoders.base import PROBE, Encoder, TokensEncoder, qualified_name
 from streampack.packing.encoders.chat import ChatEncoder, PromptCompletionEncoder
 from streampack.packing.encoders.hf_tokenizer import HFTokenizer
-from streampack.packing.encoders.messages import MessagesEncoder
+from streampack.packing.encoders.messages import MessagesEncoder, guard_datasets
 from streampack.packing.encoders.text import TextEncoder
 from streampack.packing.encoders.tokenizer import check_tokenizer, padding_id
-from streampack.packing.encoders.transforms import guard_datasets
 
 __all__ = [
     "PROBE",

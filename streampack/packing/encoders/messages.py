@@ -1,4 +1,4 @@
-"""The encoder of chat and instruct rows for torchtune's message transforms and model tokenizers."""
+"""Chat and instruct rows for torchtune: its message transforms, which silently change some rows, and an encoder."""
 
 from __future__ import annotations
 
@@ -8,12 +8,23 @@ from typing import Any
 import numpy as np
 
 from streampack.fingerprint import digest, plain
-from streampack.packing.assemble import as_sample
+from streampack.packing.assemble import as_sample, missing_column
 from streampack.packing.encoders.base import PROBE, Encoder, qualified_name
+from streampack.packing.encoders.conversation import REASONING, conversation, refuse_left_out
 from streampack.packing.encoders.hf_tokenizer import HFTokenizer
 from streampack.packing.encoders.tokenizer import check_tokenizer, own_fingerprint
-from streampack.packing.encoders.transforms import GuardedTransform
 from streampack.types import IGNORE_INDEX, Sample
+
+ROLES = ("system", "user", "assistant")
+COLUMNS = {
+    "OpenAIToMessages": ("messages",),
+    "ShareGPTToMessages": ("conversations", "image"),
+    "InputOutputToMessages": ("input", "output", "image"),
+    "AlpacaToMessages": ("instruction", "input", "output"),
+}
+"""torchtune's transforms, and the columns that their ``column_map`` can rename."""
+
+NO_IMAGE = "it has an image, which a pack has no place for; train on it unpacked, or remove the image"
 
 
 class MessagesEncoder(Encoder):
@@ -94,3 +105,181 @@ def _setting(value: Any) -> str:
     if isinstance(value, set | frozenset):
         return str(sorted(map(_setting, value)))
     return qualified_name(value) if " at 0x" in (shown := str(value)) else shown
+
+
+class GuardedTransform:
+    """A message transform that checks its rows and messages.
+
+    torchtune's `OpenAIToMessages` gives a message without text the content of the message before it, and drops tool
+    calls, unknown parts and weights; its other transforms format ``None`` into prompts and ignore columns that a
+    ``column_map`` misspells. Of a user's own transform, only the messages are checked.
+
+    Args:
+        transform: one of torchtune's, or any callable that returns ``{"messages": [...]}``.
+        ignore: columns and keys of messages to leave out on purpose.
+
+    Raises:
+        ValueError: for a transform that makes pairs, or a ``column_map`` with unknown keys.
+    """
+
+    def __init__(self, transform: Callable[[Any], Any], *, ignore: Sequence[str] = ()) -> None:
+        self.transform = transform
+        self.ignore = tuple(ignore)
+        self.kind = _kind(transform)
+        if self.kind == "ChosenRejectedToMessages":
+            raise ValueError(
+                "ChosenRejectedToMessages makes pairs of a chosen and a rejected answer, for preference training; to "
+                "train on the chosen ones: OpenAIToMessages with column_map: {messages: chosen}"
+            )
+        given = getattr(transform, "_column_map", getattr(transform, "column_map", None)) or {}
+        known = COLUMNS.get(self.kind, ())
+        if known and (unknown := sorted(set(given) - set(known))):
+            raise ValueError(
+                f"column_map of {self.kind} has {unknown[0]!r}, which it does not read; its keys are {', '.join(known)}"
+            )
+        self.columns = {name: given.get(name, name) for name in known}
+        self.mapped = given
+
+    def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Transform a row to ``{"messages": [...]}``.
+
+        Raises:
+            ValueError: for a row of which something would be dropped or invented.
+        """
+        weights: list[Any] = []
+        if self.kind:
+            refuse_left_out(row, used=tuple(self.columns.values()), ignore=self.ignore)
+            row = self._without_image(row)
+        if self.kind == "OpenAIToMessages":
+            weights = conversation(row, self.columns["messages"])
+            self._require_text(weights)
+            row = {**row, self.columns["messages"]: weights}
+        elif self.kind == "ShareGPTToMessages":
+            weights = self._conversations(row)
+        elif self.kind:
+            self._texts(row)
+        try:
+            made = self.transform(row)["messages"]
+        except KeyError as error:
+            # A column, or something within one: the key of a turn, a role.
+            raise ValueError(
+                f"the message transform found no {error}, in the row or within it; the row's columns are "
+                f"{', '.join(map(repr, row)) or 'none'}"
+            ) from error
+        self._mask(made, weights)
+        for i, message in enumerate(made):
+            _check(message, i)
+        return {"messages": made}
+
+    def _require_text(self, messages: list[dict[str, Any]]) -> None:
+        """Raise unless OpenAI's messages are of what torchtune's transform reads: text, in roles that it knows."""
+        for i, message in enumerate(messages):
+            if "tool_calls" in message or message["role"] == "tool":
+                raise ValueError(
+                    f"message {i} ({message['role']}) has tool calls or a tool's answer, which torchtune's transform "
+                    "drops; render them by the model's chat template (streampack.ChatEncoder with "
+                    "streampack.HFTokenizer)"
+                )
+            if message["role"] not in ROLES:
+                raise ValueError(
+                    f"message {i} has the role {message['role']!r}, which torchtune does not know; its roles are "
+                    f"{', '.join(ROLES)}"
+                )
+            for key in REASONING:
+                if message.get(key) and key not in self.ignore:
+                    raise ValueError(
+                        f"message {i} ({message['role']}) has {key!r}, which torchtune's transform drops; say "
+                        f"ignore: [{key}], or use streampack.ChatEncoder"
+                    )
+
+    def _conversations(self, row: Mapping[str, Any]) -> list[Any]:
+        column = self.columns["conversations"]
+        if column not in row:
+            raise missing_column(row, column)
+        turns = row[column]
+        if isinstance(turns, str) or not hasattr(turns, "__iter__"):
+            raise ValueError(f"column {column!r} holds a {type(turns).__name__}; it must be a list of turns")
+        for i, turn in enumerate(turns):
+            if "value" in turn and not isinstance(turn["value"], str):
+                raise ValueError(
+                    f"column {column!r}, turn {i} has a value of type {type(turn['value']).__name__}; it must be text"
+                )
+        return [{**turn, "role": turn.get("from")} for turn in turns]
+
+    def _texts(self, row: Mapping[str, Any]) -> None:
+        """Raise unless the columns of a prompt and its answer are text."""
+        for name, column in self.columns.items():
+            optional = self.kind == "AlpacaToMessages" and name == "input"
+            if name == "image" or (column in row and row[column] is None and optional):
+                continue
+            if column not in row:
+                if optional and name in self.mapped:
+                    raise ValueError(
+                        f"column {column!r}, which column_map gives for 'input', is missing; the row's columns are "
+                        f"{', '.join(map(repr, row)) or 'none'}; where there is no input, it must be empty"
+                    )
+                continue  # torchtune's transform raises
+            if not isinstance(row[column], str):
+                raise ValueError(f"column {column!r} holds a {type(row[column]).__name__}; it must be text")
+
+    def _without_image(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the row without an empty image, which torchtune would open."""
+        names = {"image", self.columns.get("image", "image")} & set(row)
+        if "image" not in COLUMNS[self.kind] or not names:
+            return row
+        if any(row[name] is not None for name in names):
+            raise ValueError(NO_IMAGE)
+        return {name: value for name, value in row.items() if name not in names}
+
+    def _mask(self, made: Sequence[Any], given: Sequence[Mapping[str, Any]]) -> None:
+        """Mask messages of weight 0."""
+        replaced = getattr(self.transform, "new_system_prompt", None) is not None
+        kept = [message for message in given if not (message["role"] == "system" and replaced)]
+        if not kept:
+            return
+        for i, (message, turn) in enumerate(zip(made[-len(kept) :], kept, strict=True)):
+            if turn.get("weight", 1) not in (None, 0, 1):
+                raise ValueError(
+                    f"message {i} has weight={turn['weight']!r}; it must be 0 (not trained) or 1"
+                )
+            if turn.get("weight") == 0:
+                message.masked = True
+
+
+def guard_datasets(data: Any) -> None:
+    """Guard the message transforms of torchtune's datasets, however deep in a source.
+
+    torchtune's builders (``chat_dataset``, ``alpaca_dataset``) create their transforms themselves, so their rows never
+    pass a `MessagesEncoder`.
+    """
+    if isinstance(data, str | bytes | Mapping | None):
+        return
+    inner = getattr(data, "_prepare_sample", None)
+    transform = getattr(inner, "_message_transform", None)
+    if inner is not None and transform is not None and _kind(transform) in COLUMNS:
+        inner._message_transform = GuardedTransform(transform)
+    for name in ("dataset", "source"):  # a map-style source, a subset, a hold-out
+        if (within := getattr(data, name, None)) is not None:
+            guard_datasets(within)
+    for within in getattr(data, "_datasets", ()):  # torchtune's ConcatDataset
+        guard_datasets(within)
+    for entry in getattr(data, "entries", ()):  # a mixture
+        guard_datasets(entry.source)
+
+
+def _kind(transform: Any) -> str:
+    """Return the name of torchtune's class whose ``__call__`` a transform uses; empty for any other."""
+    for base in type(transform).__mro__:
+        if "__call__" in vars(base):
+            return base.__name__ if base.__module__ == "torchtune.data._messages" else ""
+    return ""
+
+
+def _check(message: Any, i: int) -> None:
+    for part in message.content:
+        if part["type"] != "text":
+            raise ValueError(f"message {i} ({message.role}): {NO_IMAGE}")
+        if not isinstance(part["content"], str):
+            raise ValueError(
+                f"message {i} ({message.role}) has content of type {type(part['content']).__name__}; it must be text"
+            )

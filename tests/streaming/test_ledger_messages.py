@@ -18,7 +18,7 @@ from streampack import (
     ParquetSource,
 )
 from streampack.sources.as_source import as_source
-from streampack.streaming.empty_runs import FIRST_ROWS
+from streampack.streaming.ledger_messages import FIRST_ROWS
 from tests.distributed.test_one_run import loader
 from tests.sources import test_parquet
 from tests.support.corpus import Numbers, all_of, rows, samples_in, write

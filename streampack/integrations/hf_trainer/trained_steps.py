@@ -1,49 +1,11 @@
-"""Warnings and errors about samples and steps of which no token is trained."""
+"""The check that each training step trains something."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
-from streampack.accounting import Ledger
 from streampack.packing.batch import Batch
 from streampack.streaming.lane_config import LaneConfig
-
-log = logging.getLogger(__name__)
-
-
-class UntrainedWarning:
-    """Warn once when the ledger first counts such a sample, unless a setting says what becomes of it.
-
-    Used by the process that consumes the packs, because every worker process would warn of its own first one.
-    """
-
-    def __init__(self, config: LaneConfig) -> None:
-        self.max_seq_len = config.packing.max_seq_len
-        self.wanted = config.untrained is None
-
-    def look_at(self, ledger: Ledger) -> None:
-        """Warn if a ledger counts untrained samples, the first time."""
-        if self.wanted and ledger.untrained:
-            self.wanted = False
-            warn_of_untrained(ledger, max_seq_len=self.max_seq_len)
-
-
-def warn_of_untrained(ledger: Ledger, *, max_seq_len: int) -> None:
-    """Log how many samples a ledger counts that train nothing, if it counts any."""
-    if not ledger.untrained:
-        return
-    truncated = ledger.dropped_samples["truncated"]
-    log.warning(
-        "%d of the first %d samples train nothing: no label is trained but perhaps the first, which never counts%s. "
-        "The ledger goes on counting them as untrained. Set untrained='drop' to leave them out, 'error' to see where "
-        "one is, or 'keep' if they are meant to be there",
-        ledger.untrained,
-        ledger.samples,
-        f" ({truncated} were truncated to max_seq_len={max_seq_len}, which may have cut answers off)"
-        if truncated
-        else "",
-    )
 
 
 class TrainedSteps:
