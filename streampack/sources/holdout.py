@@ -81,9 +81,7 @@ class Holdout(WrappedSource):
         return [row for row in rows if self.keeps(row)], scale
 
     def keeps(self, row: Mapping[str, Any]) -> bool:
-        """See `Source.keeps`."""
-        if not self.source.keeps(row):
-            return False
+        """Return whether a row belongs to this part."""
         content = hashlib.blake2b(repr(plain(row)).encode(), digest_size=8).digest()
         held_out = int.from_bytes(content, "big") < self.fraction * 2**64
         return held_out == (self.part == "validation")

@@ -107,10 +107,6 @@ class Source(ABC):
         """
         raise ValueError(f"the length of {type(self).__name__} is unknown; set max_steps")
 
-    def keeps(self, row: Mapping[str, Any]) -> bool:
-        """Return whether a row that can be fetched is also read: a `Holdout` reads a part of another source's rows."""
-        return True
-
     def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
         """Return about ``count`` rows from all over the corpus, and the corpus's size relative to theirs.
 

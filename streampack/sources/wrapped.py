@@ -65,10 +65,6 @@ class WrappedSource(Source):
         """See `Source.num_rows`."""
         return self.source.num_rows()
 
-    def keeps(self, row: Mapping[str, Any]) -> bool:
-        """See `Source.keeps`."""
-        return self.source.keeps(row)
-
     def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
         """See `Source.probe`."""
         return self.source.probe(count)
