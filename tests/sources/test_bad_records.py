@@ -379,12 +379,6 @@ def test_without_skipping_the_datasets_own_error_is_raised(within: bool) -> None
     assert error.value.__notes__[-1] == f"while reading {'a: ' if within else ''}sample 7"
 
 
-def test_a_failing_disk_is_no_bad_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Failing, "errors", (OSError("the network is gone"),))
-    with pytest.raises(OSError, match="the network is gone"):
-        list(stream(FailingRows()))
-
-
 def test_without_a_folder_the_log_names_the_first(caplog: pytest.LogCaptureFixture) -> None:
     dataset = stream(MapSource(ROWS), encoder=Failing(), shuffle=False, num_lanes=1)
     list(dataset)

@@ -173,20 +173,16 @@ def test_a_name_with_glob_characters_is_a_name(tmp_path: Path) -> None:
             lambda d: d / "none.jsonl",
             "no file matches '{d}/none.jsonl' (looked in {cwd}); check the path or the glob",
         ),
-        (lambda d: str(d / "*.txt"), "no file matches '{d}/*.txt'"),
         (lambda d: d / "sub", "the folder {d}/sub holds no .jsonl or"),
-        (lambda d: [d / "a.jsonl", d / "none.jsonl"], "no file matches '{d}/none.jsonl'"),
         (lambda d: [], "no files given; name at least one"),
         (lambda d: "", "no file matches ''"),
         (lambda d: [d / "a.jsonl", d / "a.jsonl"], "{d}/a.jsonl is named twice; name every file once"),
-        (lambda d: [str(d / "*.jsonl"), d / "a.jsonl"], "{d}/a.jsonl is named twice"),
         (lambda d: [d / "a.jsonl", d / "sub" / ".." / "a.jsonl"], "{d}/a.jsonl is named twice"),
         (lambda d: d / "empty", "{d}/empty is empty; remove it from the corpus"),
-        (lambda d: [d / "a.jsonl", d / "empty"], "{d}/empty is empty"),
         (lambda d: d / "blank", "{d}/blank is empty"),
     ],
 )
-def test_bad_manifests(tmp_path: Path, make: Callable[[Path], Any], message: str) -> None:
+def test_paths_that_are_refused(tmp_path: Path, make: Callable[[Path], Any], message: str) -> None:
     write(tmp_path / "a.jsonl", [{"i": 1}])
     (tmp_path / "sub").mkdir()
     (tmp_path / "empty").touch()

@@ -147,12 +147,6 @@ def test_errors_of_lanes_cancel() -> None:
         assert tokens == 300 or len({tuple(totals) for totals in found}) > 10
 
 
-def test_lanes_of_a_dataset_begin_with_different_sources() -> None:
-    data = make(three("never", (1, 1, 1)), **ENDLESS, num_lanes=12)
-    first = {pack["lane"]: pack["fragments"][0].row_id[0] for pack in islice(data, 12)}
-    assert set(first.values()) == {0, 1, 2}
-
-
 def test_only_trained_tokens_count() -> None:
     """Prompts, tokens that are cut off or dropped, and the first token of each sequence do not count."""
     prompts = [{"tokens": [1] * 20, "labels": [IGNORE_INDEX] * 15 + [1] * 5}] * 400

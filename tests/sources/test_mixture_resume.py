@@ -23,7 +23,6 @@ from streampack.sources import Reading
 from streampack.sources.base import Reader
 from streampack.sources.mixture import TOTAL_WEIGHT
 from streampack.sources.mixture_scheduler import SourceState, Weighing
-from streampack.streaming.lane import Lane
 from streampack.streaming.lane_state import LaneState
 from tests.support.conformance import check_cursors, check_resume_everywhere, content
 from tests.support.corpus import Numbers, rows, samples_in, write
@@ -204,15 +203,3 @@ def test_broken_records_are_skipped(tmp_path: Path) -> None:
     assert '"shard": "b/b.jsonl"' in listed
     assert '"shard": "c/list"' in listed
     assert all(stats.epochs >= 4 for stats in data.source_stats().values()), "two lanes, two epochs"
-
-
-def test_a_replay_encodes_consumed_rows() -> None:
-    """A resume must know how many tokens those rows train, to draw the same ones again."""
-    data = make(three(), **ENDLESS, num_lanes=1)
-    for _ in islice(data, 30):
-        pass
-    found = LaneState.from_dict(data.state_dict()["lanes"][0])
-    encoder = Numbers()
-    resumed = make(three(), **ENDLESS, num_lanes=1, encoder=encoder)
-    Lane(resumed.lane_config, state=found)
-    assert encoder.calls == found.next_piece - found.first

@@ -36,12 +36,6 @@ def test_a_folder_of_json_lines(tmp_path: Path) -> None:
         assert tokens_of(source) == [[4, 5, 6, 1, 2, 3]]
 
 
-def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text("not data")
-    with pytest.raises(ValueError, match=r"the folder .* holds no .jsonl or .*; name the files, or a glob"):
-        as_source(tmp_path)
-
-
 def test_an_empty_path_is_not_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(lines(tmp_path / "a.jsonl", ROWS).parent)
     with pytest.raises(ValueError, match="no file matches ''"):

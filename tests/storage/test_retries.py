@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streampack import IterablePackedDataset, IterableSource, JSONLSource, PackedDataLoader
+from streampack import IterablePackedDataset, JSONLSource, PackedDataLoader
 from streampack.sources import Holdout
 from streampack.storage import ranges
 from streampack.storage import retries as retry
@@ -172,26 +172,6 @@ def test_each_single_read_may_fail(
     assert len(slept) == calls
 
 
-def test_a_failure_while_resuming_changes_nothing(
-    tmp_path: Path, slept: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A resume begins by reading the window again."""
-    source = make_source("jsonl", tmp_path, ROWS)
-    before = stream(source, shuffle_window=40).stream()
-    for _ in range(9):
-        next(before)
-    states = before.lane_states()
-    rest = [plain(pack) for pack in before]
-    storage = Shaky()
-    monkeypatch.setattr(ranges, "TAIL_BYTES", 8)
-    storage.fails = {0, 1, 2, 20, 21, 60, 61, 62, 63, 64, 100}
-    resumed = stream(shaken(make_source("jsonl", tmp_path, ROWS), storage), shuffle_window=40).stream(
-        lane_states=states
-    )
-    assert slept, "before the first pack"
-    assert [plain(pack) for pack in resumed] == rest
-
-
 def test_a_permanent_failure_names_the_place(
     tmp_path: Path, slept: list[float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -229,45 +209,6 @@ def test_a_missing_file_is_not_retried(tmp_path: Path, slept: list[float]) -> No
         next(dataset.stream())
     assert str(path) in str(error.value)
     assert slept == []
-
-
-def test_retries_are_the_sources_setting(
-    tmp_path: Path, slept: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write(tmp_path / "a.jsonl", ROWS)
-    storage = Shaky()
-    sources = [shaken(JSONLSource(path, retries=retries), storage) for retries in (0, 2)]
-    for source, waits in zip(sources, (0, 2), strict=True):
-        storage.calls, storage.fails = 0, set(range(3, 999))
-        slept.clear()
-        with pytest.raises(OSError, match="Input/output error"):
-            packs(stream(source))
-        assert len(slept) == waits
-    with pytest.raises(ValueError, match="retries=-1 is below 0; give at least 0"):
-        JSONLSource(path, retries=-1)
-
-
-def test_an_iterables_own_errors_are_named_and_not_retried(slept: list[float]) -> None:
-    """Only a user knows whether an iterable may be restarted: the next call restarts it."""
-    tries: list[int] = []
-
-    def source() -> Iterator[dict[str, int]]:
-        tries.append(len(tries))
-        yield from ROWS[:17]
-        if len(tries) < 4:  # a fingerprint reads the first row, once
-            raise ConnectionResetError("by peer")
-        yield from ROWS[17:]
-
-    running = stream(IterableSource(source), num_lanes=1, shuffle=False, epochs=1).stream()
-    found: list[Any] = []
-    for _ in range(3):
-        with pytest.raises(ConnectionResetError) as error:
-            for pack in running:
-                found.append(plain(pack))
-        assert error.value.__notes__ == ["while reading row 17"]
-    found += [plain(pack) for pack in running]
-    assert slept == []
-    assert found == packs(stream(IterableSource(ROWS), num_lanes=1, shuffle=False, epochs=1))
 
 
 # Against the other ranks' patience.
