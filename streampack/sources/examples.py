@@ -54,10 +54,10 @@ def leading(rows: Iterator[Any], count: int, *, part: int) -> list[Example]:
     return found
 
 
-def example(fetch: Callable[[RowId], Any], row_id: RowId) -> Example:
-    """Return one row. An error leaves it without data: it is raised where the row is trained."""
+def example(row_id: RowId, read: Callable[[], Any]) -> Example:
+    """Return the row that ``read`` returns. An error leaves it without data: it is raised where the row is trained."""
     try:
-        return Example(row_id, own_row(fetch(row_id)))
+        return Example(row_id, own_row(read()))
     except Exception:
         return Example(row_id, None)
 

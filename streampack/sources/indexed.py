@@ -68,7 +68,9 @@ class IndexedSource(FileSource):
 
     def examples(self, count: int = EXAMPLES) -> list[Example]:
         """See `Source.examples`: records from all over the shards."""
-        return map_in_threads(partial(example, self.fetch), places(self.counts, count))
+        return map_in_threads(
+            lambda row_id: example(row_id, partial(self.fetch, row_id)), places(self.counts, count)
+        )
 
     def _bounded(self, part: Part) -> Part:
         return part if part.stop is not None else part._replace(stop=self.counts[part.file])

@@ -174,12 +174,9 @@ class JSONLSource(FileSource):
                 for record in islice(self._lines(Part(0), 0, self.fetcher()), count):
                     records.append((Part(0), record))
         return [
-            example(partial(self._decoded, part, raw), (part.file, offset))
+            example((part.file, offset), partial(self.decode, part, offset, raw))
             for part, (offset, raw, _) in records
         ]
-
-    def _decoded(self, part: Part, raw: bytes | Damage, row_id: RowId) -> Mapping[str, Any]:
-        return self.decode(part, row_id[1], raw)
 
     def _places(self, count: int) -> list[Part]:
         found = places([self.files[number].size for number in self._plain], count)
@@ -196,9 +193,13 @@ class JSONLSource(FileSource):
         lines = (self._lines(Part(place.file, at), at, self.fetcher(), few=True) for at in starts)
         return next(chain.from_iterable(lines), None)
 
-    def _lines(self, part: Part, offset: int, fetcher: Fetcher, **more: Any) -> Lines:
-        longest, count = self.max_line_bytes, self._count
-        return Lines(self.files[part.file], part, offset, fetcher, longest=longest, count=count, **more)
+    def _lines(
+        self, part: Part, offset: int, fetcher: Fetcher, *, following: Iterable[Block] = (), few: bool = False
+    ) -> Lines:
+        return Lines(
+            self.files[part.file], part, offset, fetcher, longest=self.max_line_bytes, count=self._count,
+            following=following, few=few,
+        )  # fmt: skip
 
     def _blocks(self, part: Part | None, fetcher: Fetcher) -> Iterator[Block]:
         if part is not None:

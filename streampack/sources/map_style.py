@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -60,7 +61,7 @@ class MapSource(Source):
         """See `Source.examples`: the first row, the last, and others from all over the dataset."""
         size = len(self.dataset)
         numbers = set(range(size)) if count >= size else {0, *spread(size, max(1, count - 2)), size - 1}
-        return [example(self.fetch, (number,)) for number in sorted(numbers)]
+        return [example((number,), partial(self.fetch, (number,))) for number in sorted(numbers)]
 
     def read(self, reading: Reading) -> _Rows:
         """See `Source.read`. Random access needs no window: any ``shuffle_window`` but 0 permutes the lane."""

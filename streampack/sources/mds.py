@@ -22,7 +22,6 @@ from streampack.storage.base import File, ParallelMap, redact
 from streampack.storage.compression import DAMAGED, content
 from streampack.storage.listing import Name, Once, alone
 from streampack.storage.ranges import Ahead, Block, Fetcher, Stretch, blocks
-from streampack.types import RowId
 
 LARGEST = 1 << 30  # bytes of a compressed shard's content, at most, whatever its index says
 COMPRESSIONS = {"gz": ".gz", "zstd": ".zst"}
@@ -142,11 +141,8 @@ class MDSSource(IndexedSource):
         part = Part(number, 0, min(count, self.counts[number]))
         with suppress(ValueError):  # damage is raised where it is trained
             samples = list(self.records(part, 0, self.fetcher()))
-            return [example(partial(self._decoded, part, raw), (number, at)) for at, raw, _ in samples]
+            return [example((number, at), partial(self.decode, part, at, raw)) for at, raw, _ in samples]
         return []
-
-    def _decoded(self, part: Part, raw: bytes, row_id: RowId) -> Mapping[str, Any]:
-        return self.decode(part, row_id[1], raw)
 
 
 def _ranged(

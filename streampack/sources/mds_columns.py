@@ -46,7 +46,7 @@ def row_of(columns: Sequence[Column], raw: bytes) -> dict[str, Any]:
 
 
 def left_out(data: bytes) -> None:
-    """SourceState for the decoder of a column that is not kept."""
+    """Stand in for the decoder of a column that is not kept."""
 
 
 def decoder(name: str, encoding: str) -> Decode:

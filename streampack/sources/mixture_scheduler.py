@@ -14,15 +14,15 @@ from streampack.types import Cursor, Row, RowId, Sample
 STOPS = ("first_exhausted", "all_exhausted", "never")
 
 
-class Weighing:
+class WeightSchedule:
     """The weights of a mixture's sources, and the earlier weights that a replay still needs.
 
     After a resume with other weights, rows that still wait to be packed are read again in the order that the old
     weights gave; then the new ones apply. ``past`` holds (pieces still to replay, weights), oldest first.
 
-    >>> weighing = Weighing((1, 3))
-    >>> _ = weighing.change((2, 2), after=5)  # five pieces are replayed, then the new weights hold
-    >>> weighing.tick(4), weighing.now, weighing.tick(1), weighing.now
+    >>> schedule = WeightSchedule((1, 3))
+    >>> _ = schedule.change((2, 2), after=5)  # five pieces are replayed, then the new weights hold
+    >>> schedule.tick(4), schedule.now, schedule.tick(1), schedule.now
     (None, (1, 3), None, (2, 2))
     """
 
@@ -59,7 +59,7 @@ class Weighing:
         return [len(self.past), *past, *self.last]
 
     @classmethod
-    def from_numbers(cls, numbers: Iterator[int], *, count: int) -> Weighing:
+    def from_numbers(cls, numbers: Iterator[int], *, count: int) -> WeightSchedule:
         """Invert `numbers`, for ``count`` sources."""
         past = [(next(numbers), _take(numbers, count)) for _ in range(next(numbers))]
         return cls(_take(numbers, count), past)
@@ -134,15 +134,15 @@ class MixtureScheduler(Reader):
         rng = np.random.default_rng(reading.key)
         self.delays = sorted(rng.integers(0, reading.stagger + 1, len(names)).tolist())
         self.waits = rng.exponential(size=len(names))
-        self.stands: list[SourceState] = []
+        self.states: list[SourceState] = []
         if reading.start is None:
-            self.weighing = Weighing(weights)
+            self.schedule = WeightSchedule(weights)
             self._begin()
         else:
             numbers = iter(reading.start)
-            self.weighing = Weighing.from_numbers(numbers, count=len(names))
-            self.weighing.change(weights, after=reading.replayed)
-            self.stands = [SourceState.from_numbers(numbers) for _ in names]
+            self.schedule = WeightSchedule.from_numbers(numbers, count=len(names))
+            self.schedule.change(weights, after=reading.replayed)
+            self.states = [SourceState.from_numbers(numbers) for _ in names]
         self.due = 0  # the source that the newest row is from
         self.drawn = False  # and that row is not charged yet
         self.begins = False  # it is the first of its source's turn
@@ -150,9 +150,9 @@ class MixtureScheduler(Reader):
     @property
     def cursor(self) -> Cursor:
         """The cursor of the newest row until that is charged, then of the next row."""
-        numbers = self.weighing.numbers()
-        for stand in self.stands:
-            numbers += stand.numbers()
+        numbers = self.schedule.numbers()
+        for state in self.states:
+            numbers += state.numbers()
         return tuple(numbers)
 
     def __next__(self) -> Row:
@@ -162,13 +162,13 @@ class MixtureScheduler(Reader):
                 "read it by an IterablePackedDataset, and hold rows out of its sources, not of the whole"
             )
         while True:
-            self.due = max(range(len(self.stands)), key=lambda i: self.stands[i].deficit)
-            stand = self.stands[self.due]
-            if stand.reader is None:
-                stand.reader = self.opens(self.due, stand.restarts, stand.cursor)
-            self.begins = stand.cursor is None
+            self.due = max(range(len(self.states)), key=lambda i: self.states[i].deficit)
+            state = self.states[self.due]
+            if state.reader is None:
+                state.reader = self.opens(self.due, state.restarts, state.cursor)
+            self.begins = state.cursor is None
             try:
-                row = next(stand.reader, None)
+                row = next(state.reader, None)
             except BadRecord as error:
                 raise BadRecord(
                     error.reason,
@@ -184,7 +184,7 @@ class MixtureScheduler(Reader):
 
     def skip(self) -> None:
         """See `Reader.skip`; the record counts as a row that trains nothing."""
-        reader = self.stands[self.due].reader
+        reader = self.states[self.due].reader
         assert reader is not None
         reader.skip()
         self._count(0, pieces=1)
@@ -196,49 +196,49 @@ class MixtureScheduler(Reader):
         self._count(sum(map(trained_tokens, parts)), pieces=max(1, len(parts)))
 
     def _count(self, trained: int, *, pieces: int) -> None:
-        stand = self.stands[self.due]
-        assert stand.reader is not None
-        stand.fed |= trained > 0
-        stand.cursor = stand.reader.cursor
-        weights = self.weighing.now
-        for other, weight in zip(self.stands, weights, strict=True):
+        state = self.states[self.due]
+        assert state.reader is not None
+        state.fed |= trained > 0
+        state.cursor = state.reader.cursor
+        weights = self.schedule.now
+        for other, weight in zip(self.states, weights, strict=True):
             other.deficit += weight * trained
-        stand.deficit -= sum(weights) * trained
-        self.weighing.tick(pieces)
+        state.deficit -= sum(weights) * trained
+        self.schedule.tick(pieces)
 
     def continue_from(self, ended: Reader) -> None:
         """See `Reader.continue_from`: a replay with earlier weights goes on in the next epoch."""
         assert isinstance(ended, MixtureScheduler)
-        self.weighing = ended.weighing
+        self.schedule = ended.schedule
         self._begin()
 
     def _begin(self) -> None:
         # Of exponential random numbers with rates w_i, the i-th is the smallest with probability w_i, its source's
         # share of the tokens at any time. The smallest has the shortest delay.
-        weights = self.weighing.now
+        weights = self.schedule.now
         ranks = np.argsort(np.argsort(self.waits / np.array(weights))).tolist()
         middle = sum(weights) * sum(self.delays) // len(weights)
-        self.stands = [SourceState(middle - sum(weights) * self.delays[rank]) for rank in ranks]
+        self.states = [SourceState(middle - sum(weights) * self.delays[rank]) for rank in ranks]
 
     def _turn(self, number: int) -> None:
         """End the epoch, or restart a source that was read to its end. At the end of the epoch, nothing changes."""
-        stand, name = self.stands[number], self.names[number]
-        if stand.cursor is None:
+        state, name = self.states[number], self.names[number]
+        if state.cursor is None:
             raise ValueError(
                 f"{self.place} has no rows of source {name!r}, and a mixture needs some of every source in every lane; "
                 "use fewer lanes (num_lanes), or leave the source out"
             )
-        others = (other for other in self.stands if other is not stand)
+        others = (other for other in self.states if other is not state)
         if self.stop == "first_exhausted" or (
             self.stop == "all_exhausted" and all(other.exhausted for other in others)
         ):
             raise StopIteration
-        if not stand.fed:
+        if not state.fed:
             raise ValueError(
                 f"{self.place}: source {name!r} trains no token from its beginning to its end, so its weight cannot be "
                 "reached; look at what is dropped or masked, or leave the source out"
             )
-        self.stands[number] = SourceState(stand.deficit, stand.restarts + 1, exhausted=True)
+        self.states[number] = SourceState(state.deficit, state.restarts + 1, exhausted=True)
 
 
 def _take(numbers: Iterator[int], count: int) -> tuple[int, ...]:

@@ -10,7 +10,6 @@ from streampack.storage.base import redact
 from streampack.storage.retries import Busy, Refused
 
 PASSING = (408, 425, 429)  # HTTP statuses that may pass, besides 5xx
-LONGEST_NAMED_WAIT = 3600.0  # seconds
 
 
 class Answer(NamedTuple):
@@ -60,7 +59,7 @@ def refusal(shown: str, status: int, headers: Mapping[str, str]) -> OSError:
     if status in PASSING or status >= 500:
         busy = Busy(what)
         after = headers.get("Retry-After", "")
-        busy.retry_after = min(float(after), LONGEST_NAMED_WAIT) if after.isdecimal() else 0.0
+        busy.retry_after = float(after) if after.isdecimal() else 0.0
         return busy
     if status in (404, 410):
         return FileNotFoundError(f"{what}, there is no such file")

@@ -179,8 +179,7 @@ def test_resume_everywhere_among_many(tmp_path: Path, how: dict[str, Any]) -> No
     assert len({line[:2] for line in listed(folder)}) == 40
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
-@pytest.mark.parametrize("damaged", ["cut", "flipped"])
+@pytest.mark.parametrize(("suffix", "damaged"), [(".gz", "flipped"), (".zst", "cut")])
 def test_damage_of_an_archive_shows_at_the_same_row_from_any_cursor(
     tmp_path: Path, suffix: str, damaged: str
 ) -> None:

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import gc
-import gzip
 import itertools
 import json
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from streampack import JSONLSource
 from streampack.sources import Reading
 from streampack.sources.files import divide
-from streampack.types import Row
-from tests.support.corpus import numbered, read_all, write
+from tests.support.corpus import PACK, next_error, numbered, read_all, write
 
 WINDOWS = (0, 1, 3, 1000)
-PACK: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
 
 
 texts = st.one_of(
@@ -235,17 +231,6 @@ def test_fingerprint_reads_the_ends_only(tmp_path: Path) -> None:
     content[-(1 << 16)] ^= 1
     path.write_bytes(content)
     assert JSONLSource(path).fingerprint() != before
-
-
-def next_error(reader: Iterator[Row]) -> str:
-    """Return the message of the next error, which must be the same at a second call."""
-    messages = []
-    for _ in range(2):
-        with pytest.raises(ValueError) as error:
-            next(reader)
-        messages.append(str(error.value))
-    assert messages[0] == messages[1]
-    return messages[0]
 
 
 def test_a_file_that_changes_during_a_run(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from streampack import (
     Mix,
 )
 from streampack.sources import Reading
-from streampack.sources.mixture_scheduler import MixtureScheduler, Weighing
+from streampack.sources.mixture_scheduler import MixtureScheduler, WeightSchedule
 from tests.support.conformance import check_resume_everywhere
 from tests.support.mixtures import (
     ENDLESS,
@@ -176,17 +176,17 @@ def test_weights_hold_for_the_pieces_that_they_drew(
     changes: list[tuple[int, int]], rows_read: list[int]
 ) -> None:
     """``changes`` are (pieces after which weights change, the new weight); ``rows_read`` are pieces of each row."""
-    weighing, ends, begin = Weighing((9,)), [], 0
+    schedule, ends, begin = WeightSchedule((9,)), [], 0
     for pieces, weight in changes:
         begin += pieces
-        ends.append((begin, weighing.last))
-        weighing.change((weight,), after=begin)
-    ends.append((10**9, weighing.last))
+        ends.append((begin, schedule.last))
+        schedule.change((weight,), after=begin)
+    ends.append((10**9, schedule.last))
     read = 0
     for pieces in rows_read:
-        again = Weighing.from_numbers(iter(weighing.numbers()), count=1)
-        assert again.now == weighing.now == next(weights for end, weights in ends if read < end)
-        weighing.tick(pieces)
+        again = WeightSchedule.from_numbers(iter(schedule.numbers()), count=1)
+        assert again.now == schedule.now == next(weights for end, weights in ends if read < end)
+        schedule.tick(pieces)
         read += pieces
 
 
@@ -258,7 +258,7 @@ def test_weights_changed_repeatedly_while_rows_wait(
                 data.load_state_dict(state)
         [lane] = unbroken.lanes
         assert isinstance(lane.pieces.reader, MixtureScheduler)
-        lane.pieces.reader.weighing.last = mixed(weights).weights  # from the next row on
+        lane.pieces.reader.schedule.last = mixed(weights).weights  # from the next row on
         found = [pack["tokens"].tolist() for pack in islice(data, 60 if weights == stages[-1] else 3)]
         assert found == [pack.tokens.tolist() for pack in islice(unbroken, len(found))]
         state = data.state_dict()

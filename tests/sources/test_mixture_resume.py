@@ -22,7 +22,7 @@ from streampack.accounting import Ledger, SourceStats
 from streampack.sources import Reading
 from streampack.sources.base import Reader
 from streampack.sources.mixture import TOTAL_WEIGHT
-from streampack.sources.mixture_scheduler import SourceState, Weighing
+from streampack.sources.mixture_scheduler import SourceState, WeightSchedule
 from streampack.streaming.lane_state import LaneState
 from tests.support.conformance import check_cursors, check_resume_everywhere, content
 from tests.support.corpus import Numbers, rows, samples_in, write
@@ -136,16 +136,18 @@ def test_lane_states_stay_small() -> None:
 def test_lane_states_stay_small_after_a_million_steps() -> None:
     """Shards of 1 TB, a billion rows, 2^40 tokens of each source, deficits of 2^18 tokens."""
     sources = 8
-    weighing = Weighing([TOTAL_WEIGHT // sources] * sources).numbers()
+    schedule = WeightSchedule([TOTAL_WEIGHT // sources] * sources).numbers()
     cursor = (10_000, 2**40, 2047)
-    stand = SourceState(-TOTAL_WEIGHT * 2**18, restarts=9, exhausted=True, fed=True, cursor=cursor).numbers()
+    of_source = SourceState(
+        -TOTAL_WEIGHT * 2**18, restarts=9, exhausted=True, fed=True, cursor=cursor
+    ).numbers()
     stats = SourceStats(epochs=9, samples=2**30, tokens_in=2**40, packed=2**40, trained=2**40)
     ledger = Ledger(samples=2**33, tokens_in=2**43, packs=2**31, slots=2**43, packed=2**43)
     state = LaneState(
         2**31,
         False,
         0,
-        (*weighing, *stand * sources),
+        (*schedule, *of_source * sources),
         2**33,
         0,
         2**33 + 300,

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -32,7 +31,7 @@ from streampack.sources.base import Reader
 from streampack.tokenize.tokenize import tokenize
 from streampack.types import Row
 from tests.support.conformance import check_cursors, check_resume_everywhere
-from tests.support.corpus import write
+from tests.support.corpus import in_memory, write
 from tests.support.mds import write_mds
 
 COUNT = 42
@@ -72,13 +71,6 @@ def tokens(folder: Path, *, masked: bool = False) -> Path:
     return tokenize(rows, out=folder, lanes=1, shard_tokens=70, progress=False)
 
 
-def published(folder: Path) -> str:
-    files = fsspec.filesystem("memory")
-    for path in folder.iterdir():
-        files.pipe(f"/{folder.name}/{path.name}", path.read_bytes())
-    return f"memory://{folder.name}"
-
-
 COLUMNS = {"i": "int", "text": "str"}
 MAKE: dict[str, Any] = {
     "jsonl": lambda folder: lines(folder, "", "", ""),
@@ -87,8 +79,8 @@ MAKE: dict[str, Any] = {
     "whole parquet files": parquet_files,
     "mds.zstd": lambda folder: MDSSource(write_mds(folder, ROWS, COLUMNS, compression="zstd:3")),
     "tokens": lambda folder: TokenShardSource(tokens(folder)),
-    "masked tokens by url": lambda folder: TokenShardSource(published(tokens(folder, masked=True))),
-    "mds by url": lambda folder: MDSSource(published(write_mds(folder, ROWS, COLUMNS))),
+    "masked tokens by url": lambda folder: TokenShardSource(in_memory(tokens(folder, masked=True))),
+    "mds by url": lambda folder: MDSSource(in_memory(write_mds(folder, ROWS, COLUMNS))),
     "map": lambda folder: MapSource(ROWS),
     "iterable": lambda folder: IterableSource(ROWS, stride=True),
     "holdout": lambda folder: Holdout(MapSource(ROWS), fraction=0.3, part="train"),

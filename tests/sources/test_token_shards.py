@@ -25,6 +25,7 @@ from streampack.storage.base import File, LocalStorage
 from streampack.storage.remote import RemoteStorage
 from streampack.tokenize.tokenize import tokenize
 from streampack.types import IGNORE_INDEX
+from tests.support.corpus import in_memory
 
 Rows = list[dict[str, list[int]]]
 
@@ -81,14 +82,6 @@ def test_the_format_is_as_documented(tmp_path: Path, dtype: str, masked: bool) -
     assert read_all(TokenShardSource(tmp_path)) == rows
     for path in tmp_path.glob("tokens-*"):
         assert path.stat().st_size == TokenShardSource(tmp_path).shards[int(path.stem[-5:])].size
-
-
-def published(folder: Path) -> str:
-    """Copy a folder behind a URL."""
-    files = fsspec.filesystem("memory")
-    for path in folder.iterdir():
-        files.pipe(f"/{folder.name}/{path.name}", path.read_bytes())
-    return f"memory://{folder.name}"
 
 
 def allocated(make: Any) -> tuple[Any, int]:
@@ -174,7 +167,7 @@ def test_a_shard_by_two_names_is_refused(tmp_path: Path, name: str, remote: bool
     os.link(folder / first, folder / "linked.bin")
     second = {"name": name.format(first)}
     edit(folder, lambda index: index["shards"].append({**index["shards"][0], **second}))
-    place = published(folder) if remote else folder
+    place = in_memory(folder) if remote else folder
     with pytest.raises(ValueError, match="(is named twice|and .* are one file); name every file once"):
         TokenShardSource(place)
 
@@ -216,7 +209,7 @@ def test_errors_of_an_index_hold_no_secret(index: str) -> None:
 
 
 def test_a_shard_behind_a_url_that_is_gone(tmp_path: Path) -> None:
-    folder = published(make(rows_of(9, masked=False), tmp_path, lanes=1))
+    folder = in_memory(make(rows_of(9, masked=False), tmp_path, lanes=1))
     fsspec.filesystem("memory").rm(f"/{tmp_path.name}/tokens-00000-00000.bin")
     with pytest.raises(FileNotFoundError, match=r"tokens-00000-00000.bin: there is no such file") as caught:
         next(TokenShardSource(folder, retries=0).read(Reading()))
@@ -257,7 +250,7 @@ def test_a_shard_that_was_replaced_under_its_index(tmp_path: Path, on_bad_record
     assert path.stat().st_size == other.stat().st_size
 
     def opened() -> IterablePackedDataset:
-        source = TokenShardSource(published(folders[0]) if remote else folders[0])
+        source = TokenShardSource(in_memory(folders[0]) if remote else folders[0])
         return IterablePackedDataset(source, max_seq_len=16, num_lanes=1, on_bad_record=on_bad_record)
 
     running = opened()
@@ -296,7 +289,7 @@ def test_a_header_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
             asked[file.name] += 1
         return fetch(self, file, start, stop)
 
-    source = TokenShardSource(published(tmp_path) if remote else tmp_path)
+    source = TokenShardSource(in_memory(tmp_path) if remote else tmp_path)
     monkeypatch.setattr(storage, "fetch", counted)
     for epoch in range(2):
         read_all(source, 3, shuffle_window=4, epoch=epoch)
@@ -314,7 +307,7 @@ def test_damaged_offsets_are_bad_records(tmp_path: Path, offset: int, remote: bo
     data = bytearray(path.read_bytes())
     data[shard.offsets_at + 8 * 12 : shard.offsets_at + 8 * 13] = offset.to_bytes(8, "little", signed=True)
     path.write_bytes(data)
-    folder: Any = published(tmp_path) if remote else tmp_path
+    folder: Any = in_memory(tmp_path) if remote else tmp_path
     with pytest.raises(ValueError, match=r"document \d+: the offsets of .* lead out of"):
         list(IterablePackedDataset(TokenShardSource(folder), max_seq_len=64, num_lanes=1, empty="drop"))
     skipping = IterablePackedDataset(

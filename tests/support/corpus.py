@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import zstandard
 
 from streampack import IGNORE_INDEX, IterableSource, JSONLSource, MapSource, Pack, Sample
 from streampack.sources import Reading
+from streampack.types import Row
 
+PACK: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
 STRIDE = 1000  # sample i has the tokens 1000 i + 1, 1000 i + 2, ...
 
 
@@ -124,3 +127,24 @@ def plain(pack: Pack) -> tuple[Any, ...]:
         pack.number,
         pack.lane,
     )
+
+
+def next_error(reader: Iterator[Row]) -> str:
+    """Return the message of the next error, which must be the same at a second call."""
+    messages = []
+    for _ in range(2):
+        with pytest.raises(ValueError) as error:
+            next(reader)
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+    return messages[0]
+
+
+def in_memory(folder: Path) -> str:
+    """Copy a folder behind a URL."""
+    import fsspec
+
+    files = fsspec.filesystem("memory")
+    for path in folder.iterdir():
+        files.pipe(f"/{folder.name}/{path.name}", path.read_bytes())
+    return f"memory://{folder.name}"
