@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import sys
 import time
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -33,21 +32,9 @@ from streampack.training.devices import pick_device
 from streampack.training.estimate import opening, total_steps
 from streampack.training.evaluation import evaluate
 from streampack.training.isolation import verify_isolation
-from streampack.training.lora import (
-    adapter_config,
-    save_adapters,
-    split_and_merge,
-    start_adapters,
-    start_magnitudes,
-)
+from streampack.training.lora import adapter_config, save_adapters, split_and_merge
 from streampack.training.meters import SourceMeter, StepMeter, memory_metrics, stream_metrics, stream_totals
-from streampack.training.model import (
-    allow_long_rows,
-    build_model,
-    clip_gradients,
-    full_weights,
-    seed_step,
-)
+from streampack.training.model import build_model, clip_gradients, full_weights, seed_step
 from streampack.training.overrides import parse
 from streampack.training.progress import MetricLogger, bar, postfix, summary
 from streampack.training.run_folder import finished, hold_output, open_checkpoints, record_end
@@ -93,20 +80,12 @@ def _train(
         tokenizer = build(cfg.tokenizer)
         checkpointer = build(cfg.checkpointer)
     model = build_model(
-        cfg.model,
+        cfg,
         weights=checkpointer.load_checkpoint()[training.MODEL_KEY],
         device=device,
-        dtype=cfg.dtype,
         world=world,
-        add_weights=partial(start_adapters, seed=cfg.seed) if adapters_only else None,
-        activation_checkpointing=cfg.activation_checkpointing,
-        compile_layers=cfg.compile,
-        shard_also=cfg.custom_sharded_layers,
-        reshard_after_forward=cfg.fsdp_reshard_after_forward,
+        adapters_only=adapters_only,
     )
-    if adapters_only:
-        start_magnitudes(model)
-    allow_long_rows(model, max_seq_len=cfg.data["max_seq_len"], samples_in_row=cfg.samples_in_row)
     inputs = prepare_model_for_packing(model, attention=cfg.attention)
     if cfg.verify_isolation and cfg.document_masking:
         verify_isolation(model, inputs, max_seq_len=cfg.data["max_seq_len"], world=world)

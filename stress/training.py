@@ -249,6 +249,7 @@ def small(world: Any) -> tuple[Any, Any]:
     import torch
     from torchtune.models.llama3 import llama3
 
+    from streampack.training.config import RunConfig
     from streampack.training.model import build_model
 
     shape = {
@@ -256,13 +257,11 @@ def small(world: Any) -> tuple[Any, Any]:
         "intermediate_dim": 32,
     }  # fmt: skip
     torch.manual_seed(0)
-    model = build_model(
-        {"_component_": "torchtune.models.llama3.llama3", **shape},
-        weights=llama3(**shape).state_dict(),
-        device=_cpu(),
-        dtype="fp32",
-        world=world,
-    )
+    config = RunConfig(
+        model={"_component_": "torchtune.models.llama3.llama3", **shape}, dtype="fp32", data={"max_seq_len": 12},
+        max_steps=1, output_dir="", tokenizer={}, checkpointer={}, optimizer={}, metric_logger={},
+    )  # fmt: skip
+    model = build_model(config, weights=llama3(**shape).state_dict(), device=_cpu(), world=world)
     return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
 

@@ -137,9 +137,7 @@ def config_problems(values: Mapping[str, Any]) -> list[str]:
     """Return the problems of a config that show without building anything or opening a file."""
     known = {f.name for f in fields(RunConfig)}
     required = {f.name for f in fields(RunConfig) if f.default is MISSING and f.default_factory is MISSING}
-    problems = [
-        f"unknown key {key!r}: {hint_for(key, known, top=True)}" for key in values if key not in known
-    ]
+    problems = [f"unknown key {key!r}{hint_for(key, known, top=True)}" for key in values if key not in known]
     problems += [f"missing key {key!r}" for key in sorted(required - set(values))]
     problems += [f"{key}: {problem}" for key, problem in type_problems(RunConfig, values, name="a run")]
     for key in NODES & set(values):
@@ -166,7 +164,7 @@ def _data_problems(data: Mapping[str, Any]) -> list[str]:
     known = inspect.signature(IterablePackedDataset).parameters
     problems = [f"data.{key} is missing" for key in ("source", "max_seq_len") if data.get(key) is None]
     problems += [
-        f"data: unknown key {key!r}: {hint_for(key, [*known, 'method'])}"
+        f"data: unknown key {key!r}{hint_for(key, [*known, 'method'])}"
         for key in settings
         if key not in known
     ]

@@ -50,11 +50,11 @@ OF_TORCHTUNE = {
 
 
 def hint_for(key: str, known: Collection[str], *, top: bool = False) -> str:
-    """Return what to write instead of a key that is not ``known``; ``top`` for keys at the top of a config.
+    """Return the end of an error message for a key that is not ``known``; ``top`` for keys at the top of a config.
 
     >>> hint_for("shufle", ["shuffle", "seed"])
-    "did you mean 'shuffle'?"
+    "; did you mean 'shuffle'?"
     """
     if top and key in OF_TORCHTUNE:
-        return OF_TORCHTUNE[key]
-    return did_you_mean(key, known).removeprefix("; ") or f"the keys are {', '.join(sorted(known))}"
+        return f"; {OF_TORCHTUNE[key]}"
+    return did_you_mean(key, known) or f"; the keys are {', '.join(sorted(known))}"

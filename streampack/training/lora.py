@@ -57,13 +57,6 @@ def start_adapters(model: nn.Module, *, seed: int) -> dict[str, torch.Tensor]:
     return weights
 
 
-def start_magnitudes(model: nn.Module) -> None:
-    """Initialize DoRA's magnitudes: the norms of the base weights, which must be loaded."""
-    for module in model.modules():
-        if hasattr(module, "initialize_dora_magnitude"):
-            module.initialize_dora_magnitude()  # type: ignore[operator]
-
-
 def adapter_config(model: nn.Module) -> dict[str, Any]:
     """Return a model's adapters as PEFT's config describes them, with torchtune's names of the layers."""
     layers = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,6 +16,8 @@ from torchtune.modules import peft
 
 from streampack.distributed.world import World
 from streampack.instantiate import COMPONENT, build
+from streampack.training.config import RunConfig
+from streampack.training.lora import start_adapters
 
 OUTPUT_CHUNKS = 8  # torchtune makes an fp32 copy of the logits; in chunks it is made and freed piece by piece
 
@@ -23,17 +25,7 @@ Weights = Mapping[str, Any]
 
 
 def build_model(
-    node: Mapping[str, Any],
-    *,
-    weights: Weights,
-    device: torch.device,
-    dtype: str,
-    world: World | None = None,
-    add_weights: Callable[[nn.Module], Weights] | None = None,
-    activation_checkpointing: bool = False,
-    compile_layers: bool = False,
-    shard_also: Collection[str] = (),
-    reshard_after_forward: bool = True,
+    config: RunConfig, *, weights: Weights, device: torch.device, world: World, adapters_only: bool = False
 ) -> nn.Module:
     """Build the model that a config names, load its weights, and return it on ``device`` in training mode.
 
@@ -41,47 +33,42 @@ def build_model(
     optimizer states, and a whole layer only while it computes with it.
 
     Args:
-        node: names a builder of torchtune's, or of any model with ``layers``.
-        weights: all weights, under the names that the unsharded model has.
+        config: names a builder of torchtune's, or of any model with ``layers``.
+        weights: all weights of the base, under the names that the unsharded model has.
         device: this rank's.
-        dtype: ``bf16`` or ``fp32``, as torchtune names them.
         world: the ranks to shard the model over.
-        add_weights: returns more weights to load, from the model; may freeze parameters.
-        activation_checkpointing: keep only the inputs of every layer, and compute it again for the gradients.
-        compile_layers: let ``torch.compile`` compile every layer.
-        shard_also: names of modules to shard by themselves, besides the layers.
-        reshard_after_forward: free a layer between its forward and backward pass; False trades memory for speed.
+        adapters_only: freeze all but the adapters, which begin as `start_adapters` says.
 
     Raises:
         ValueError: for weights of another model, a dtype that does not fit, or a model that cannot be sharded.
     """
-    world = world or World()
     try:
-        torch_dtype = training.get_dtype(dtype, device=device)
+        torch_dtype = training.get_dtype(config.dtype, device=device)
     except RuntimeError as error:  # this GPU does not compute in bf16
-        raise ValueError(f"dtype={dtype} on {device}: {error}") from error
+        raise ValueError(f"dtype={config.dtype} on {device}: {error}") from error
     with training.set_default_dtype(torch_dtype), torch.device("meta") if world.size > 1 else device:
-        model: nn.Module = build(node)
+        model: nn.Module = build(config.model)
     if hasattr(model, "set_num_output_chunks"):
         model.set_num_output_chunks(OUTPUT_CHUNKS)  # type: ignore[operator]
-    if add_weights is None and peft.get_adapter_params(model):
+    _allow_long_rows(model, config)
+    if adapters_only:
+        weights = {**weights, **start_adapters(model, seed=config.seed)}
+    elif peft.get_adapter_params(model):
         raise ValueError(
-            f"model: {node[COMPONENT]} has adapters, and this recipe trains all weights; run lora_finetune, or name a "
-            "builder without adapters"
+            f"model: {config.model[COMPONENT]} has adapters, and this recipe trains all weights; run lora_finetune, or "
+            "name a builder without adapters"
         )
-    if add_weights is not None:
-        weights = {**weights, **add_weights(model)}
-    if compile_layers:
+    if config.compile:
         training.compile_model(model, verbose=False)
-    if activation_checkpointing:
+    if config.activation_checkpointing:
         training.set_activation_checkpointing(model, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
     if world.size > 1:
         try:
             training.shard_model(
                 model,
-                [partial(training.get_shard_conditions, names_to_match=list(shard_also))],
+                [partial(training.get_shard_conditions, names_to_match=config.custom_sharded_layers)],
                 cpu_offload=False,
-                reshard_after_forward=reshard_after_forward,
+                reshard_after_forward=config.fsdp_reshard_after_forward,
                 dp_mesh=init_device_mesh(device.type, (world.size,)),
             )
         except AssertionError as error:  # torchao's: a rank needs whole groups of 64 * 256 quantized numbers
@@ -100,6 +87,9 @@ def build_model(
         with _fitting(model, weights):
             model.load_state_dict(weights)
     training.validate_expected_param_dtype(model.named_parameters(), dtype=torch_dtype)
+    for module in model.modules():
+        if hasattr(module, "initialize_dora_magnitude"):  # from the norms of the base weights
+            module.initialize_dora_magnitude()  # type: ignore[operator]
     return model.train()
 
 
@@ -130,15 +120,15 @@ def _fitting(model: nn.Module, weights: Weights) -> Iterator[None]:
         ) from error
 
 
-def allow_long_rows(model: nn.Module, *, max_seq_len: int, samples_in_row: int) -> None:
-    """Raise the model's limit of a row, so that a row can hold several samples of up to ``max_seq_len`` tokens.
+def _allow_long_rows(model: nn.Module, config: RunConfig) -> None:
+    """Raise the model's limit of a row where a row holds several samples of up to ``max_seq_len`` tokens.
 
     torchtune's models refuse rows longer than the positions that they have. Positions restart in every sample, so
     they stay below that number.
     """
-    most = getattr(model, "max_seq_len", None)
-    if most is not None and max_seq_len <= most < max_seq_len * samples_in_row:
-        model.max_seq_len = max_seq_len * samples_in_row  # type: ignore[assignment]
+    most, max_seq_len = getattr(model, "max_seq_len", None), config.data["max_seq_len"]
+    if most is not None and max_seq_len <= most < max_seq_len * config.samples_in_row:
+        model.max_seq_len = max_seq_len * config.samples_in_row
 
 
 def full_weights(model: nn.Module, *, device: torch.device, world: World) -> dict[str, torch.Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import re
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -71,7 +70,6 @@ def with_overrides(config: Any, words: Iterable[str]) -> Any:
 
 
 def _set(config: Any, key: str, value: str) -> None:
-    _entries(config, key)
     try:
         values = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)
     except Exception as error:  # the YAML parser's
@@ -80,35 +78,20 @@ def _set(config: Any, key: str, value: str) -> None:
     node = OmegaConf.to_container(config, resolve=False).get(key)  # type: ignore[union-attr]
     if isinstance(parsed, str) and isinstance(node, dict) and COMPONENT in node:
         key = f"{key}.{COMPONENT}"
-    OmegaConf.update(config, key, parsed, force_add=True)
+    try:
+        OmegaConf.update(config, key, parsed, force_add=True)
+    except (OmegaConfBaseException, TypeError) as error:  # no such entry in a list
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{key}: {reason}; an entry of a list is named by its number, from 0") from None
 
 
 def _remove(config: Any, key: str) -> None:
-    node, last = _entries(config, key)
-    if isinstance(node, ListConfig):
+    above, _, last = key.rpartition(".")
+    node = OmegaConf.select(config, above) if above else config
+    if isinstance(node, ListConfig) and last.isdecimal() and int(last) < len(node):
         del node[int(last)]
     elif isinstance(node, DictConfig) and last in node:
         del node[last]
     else:
-        there = map(str, node) if isinstance(node, DictConfig) else ()
-        raise ValueError(f"~{key}: there is no such key to remove{did_you_mean(last, there)}")
-
-
-def _entries(config: Any, key: str) -> tuple[Any, str]:
-    """Return (container, key in it) of a dotted key; entries of lists must exist."""
-    parts = re.sub(r"\[([^\]]*)\]", r".\1", key).split(".")
-    node: Any = config
-    for depth, part in enumerate(parts):
-        if isinstance(node, ListConfig):
-            where, last = ".".join(parts[:depth]), len(node) - 1
-            if not part.isdecimal():
-                raise ValueError(f"{where} is a list; name an entry by its number, 0 to {last}")
-            if int(part) > last:
-                raise ValueError(f"{where} has entries 0 to {last}; there is no {part}")
-        if depth == len(parts) - 1:
-            break
-        try:
-            node = node[int(part)] if isinstance(node, ListConfig) else node.get(part)
-        except (OmegaConfBaseException, AttributeError):  # an interpolation, or no container
-            node = None
-    return node, parts[-1]
+        known = map(str, node) if isinstance(node, DictConfig) else ()
+        raise ValueError(f"~{key}: there is no such key to remove{did_you_mean(last, known)}")

@@ -24,6 +24,7 @@ from streampack.distributed.launcher import INTERVAL, end_with_launcher, launch
 from streampack.distributed.world import join_world
 from streampack.storage.locks import lock_folder
 from tests.support.tiny import losses, tiny_config
+from tests.support.workers import gone
 
 
 def wait_until(condition, what, process=None, *, seconds=60):
@@ -32,14 +33,6 @@ def wait_until(condition, what, process=None, *, seconds=60):
         assert process is None or process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, what
         time.sleep(0.02)
-
-
-def lives(pid):
-    with suppress(ProcessLookupError):
-        os.kill(pid, 0)
-        state = Path(f"/proc/{pid}/stat")
-        return not state.exists() or state.read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
 
 
 def run_rank(folder, orphan):
@@ -80,10 +73,10 @@ def as_under_torchrun(monkeypatch):
 
 def test_a_rank_ends_with_a_launcher_that_is_killed(tmp_path):
     launcher, rank = start_rank(tmp_path)
-    assert lives(rank)
+    assert not gone([rank], within=0)
     launcher.kill()
     launcher.join()
-    wait_until(lambda: not lives(rank), f"rank {rank} outlived its launcher")
+    assert gone([rank], within=60)
 
 
 @pytest.mark.skipif(not Path("/proc/self/exe").exists(), reason="asks /proc who the parent is")
@@ -91,7 +84,7 @@ def test_a_rank_whose_launcher_was_killed_before_it_joined_ends(tmp_path):
     launcher, rank = start_rank(tmp_path, orphan=True)
     launcher.kill()
     launcher.join()
-    wait_until(lambda: not lives(rank), f"rank {rank} outlived its launcher")
+    assert gone([rank], within=60)
     assert (tmp_path / "error").read_text().startswith("the torchrun that launched this rank was killed")
 
 
@@ -103,7 +96,7 @@ def test_a_process_that_torchrun_did_not_start_may_outlive_its_parent(tmp_path, 
         launcher.kill()
         launcher.join()
         time.sleep(3 * INTERVAL)
-        assert lives(rank)
+        assert not gone([rank], within=0)
     finally:
         os.kill(rank, signal.SIGKILL)
 

@@ -6,12 +6,10 @@ import json
 import random
 import signal
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from streampack import IterablePackedDataset, JSONLSource, MapSource, Mix, PackedDataLoader
 from streampack.packing.batch import Batch
@@ -124,19 +122,17 @@ def test_with_workers(run: Run) -> None:
     every(Run(num_workers=2), times=8)
 
 
-@pytest.mark.parametrize("error", [SystemExit, TimeoutError])
-def test_what_a_signal_handler_raises_may_be_any_exception(run: Run, error: type[BaseException]) -> None:
-    every(run, times=12, error=error)
+def test_what_a_signal_handler_raises_may_be_any_exception(run: Run) -> None:
+    every(run, times=12, error=TimeoutError)
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "gz", "mixture"])
+@pytest.mark.parametrize("kind", ["gz", "mixture"])
 def test_other_sources(tmp_path: Path, kind: str) -> None:
     if kind == "mixture":
         parts = {"a": MapSource(ROWS[::2]), "b": JSONLSource(write(tmp_path / "b.jsonl", ROWS[1::2]))}
         run = Run(Mix([{"source": part, "weight": 1, "name": name} for name, part in parts.items()]))
     else:
-        suffix = "" if kind == "jsonl" else ".gz"
-        run = Run(JSONLSource([write(tmp_path / f"{i}.jsonl{suffix}", ROWS[i::3]) for i in range(3)]))
+        run = Run(JSONLSource([write(tmp_path / f"{i}.jsonl.gz", ROWS[i::3]) for i in range(3)]))
     every(run, times=12)
 
 
@@ -204,19 +200,6 @@ def test_a_batch_that_cannot_be_collated_is_not_consumed(
             assert loader.state_dict()["lanes"].keys() == run.states[5]["lanes"].keys()
             assert loader.ledger().packs == 10
     assert found + list(map(seen, iterator)) == run.batches
-
-
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="pinning works where there is an accelerator")
-def test_memory_that_cannot_be_pinned_costs_no_batch(run: Run) -> None:
-    loader = run.loader()
-    loader.pin_memory = True
-    iterator: Any = iter(loader)
-    for _ in range(2):
-        with pytest.raises(RuntimeError):
-            next(iterator)
-    assert loader.state_dict() == run.states[0]
-    iterator.options = replace(iterator.options, pin_memory=False)
-    assert list(map(seen, iterator)) == run.batches
 
 
 def test_a_loader_that_could_not_be_iterated_keeps_its_state(
@@ -307,9 +290,3 @@ def test_by_signals(run: Run) -> None:
 def test_three_hundred_interrupts(num_workers: int) -> None:
     every(Run(num_workers=num_workers), times=300)
     every(Run(num_workers=num_workers), times=30, error=MemoryError)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_three_hundred_signals(num_workers: int) -> None:
-    assert by_signals(Run(num_workers=num_workers), times=300, seed=1) >= 300

@@ -7,7 +7,6 @@ import logging
 import multiprocessing as mp
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,8 +30,7 @@ pytestmark = [
 # What a worker gives.
 
 
-@pytest.mark.parametrize("prefetch", [1, 8])
-@pytest.mark.parametrize("consumers", [1, 2])
+@pytest.mark.parametrize(("consumers", "prefetch"), [(1, 1), (2, 8)])
 def test_a_worker_gives_the_events_of_its_stream(consumers: int, prefetch: int) -> None:
     for consumer in range(consumers):
         one = worker(dataset(epochs=2), consumer=consumer, consumers=consumers, prefetch=prefetch)
@@ -42,7 +40,7 @@ def test_a_worker_gives_the_events_of_its_stream(consumers: int, prefetch: int) 
                 next(one)
 
 
-@pytest.mark.parametrize(("prefetch", "most"), [(1, 1), (3, 1), (4, 2), (8, 4), (40, 4)])
+@pytest.mark.parametrize(("prefetch", "most"), [(3, 1), (4, 2), (40, 4)])
 def test_packs_come_several_at_a_time(prefetch: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every arrival takes a core from whatever works there. The first one comes alone, so that it comes soon."""
     monkeypatch.setattr(workers, "PATIENCE", 60.0)  # the machine may pause
@@ -90,15 +88,7 @@ def test_what_was_made_before_an_error_comes_before_it(tmp_path: Path) -> None:
     assert found + list(map(content, one)) == whole
 
 
-def test_packs_own_their_memory_and_can_be_written_to() -> None:
-    for event in worker(dataset()):
-        if event.pack is not None:
-            for array in (event.pack.tokens, event.pack.labels):
-                assert array.flags.writeable
-
-
-@pytest.mark.parametrize(("prefetch", "most"), [(3, 1 + 3 + 1 + 1 + 1), (8, 1 + 2 + 4 + 4 + 1)])
-def test_a_worker_makes_a_bounded_number_of_packs_ahead(prefetch: int, most: int) -> None:
+def test_a_worker_makes_a_bounded_number_of_packs_ahead() -> None:
     """Nobody takes them: it stops when the inbox and the pipe are full."""
     made = mp.Value("i", 0)
 
@@ -110,29 +100,23 @@ def test_a_worker_makes_a_bounded_number_of_packs_ahead(prefetch: int, most: int
     large = dataset(
         [{"i": i, "n": 40_000} for i in range(100)], encoder=count, max_seq_len=40_000, num_lanes=1
     )
-    one = worker(large, prefetch=prefetch)
+    one = worker(large, prefetch=8)
     next(one)
     time.sleep(0.3)
-    # Taken, in the inbox, in the receiver's hand, in the pipe (each pack is larger than it), and one to find an end. Of
-    # 3, one comes at a time; of 8, first two and then four together, and the inbox holds one group.
-    assert made.value <= most
+    # Taken, in the inbox, in the receiver's hand, in the pipe (each pack is larger than it), and one to find an end.
+    # First two and then four come together, and the inbox holds one group.
+    assert made.value <= 1 + 2 + 4 + 4 + 1
     one.close()
 
 
 # Deaths.
 
 
-@pytest.mark.parametrize("at", range(0, 60, 3))
+@pytest.mark.parametrize("at", range(0, 60, 10))
 def test_a_worker_that_dies_at_any_row_is_mended(at: int, tmp_path: Path) -> None:
     one = worker(dataset(Deadly(tmp_path, at=at), epochs=2), max_restarts=1)
     assert list(map(content, one)) == expected(dataset(epochs=2))
     assert one.restarts == 1
-
-
-def test_a_worker_that_dies_again_and_again_is_mended_as_often_as_allowed(tmp_path: Path) -> None:
-    one = worker(dataset(Deadly(tmp_path, at=30, times=3)), max_restarts=3)
-    assert list(map(content, one)) == expected(dataset())
-    assert one.restarts == 3
 
 
 class DeadlyEnd:
@@ -156,7 +140,7 @@ def test_a_worker_that_dies_at_the_end_of_each_epoch_is_mended(tmp_path: Path) -
     assert found == expected(dataset(IterableSource(ROWS), epochs=2, num_lanes=1, shuffle=False))
 
 
-@pytest.mark.parametrize("taken", [0, 1, 2, 5, 17, "all"])
+@pytest.mark.parametrize("taken", [0, 5, "all"])
 def test_a_kill_from_outside_is_mended(taken: Any) -> None:
     """At its start, in the middle, and when all but its end was taken."""
     whole = expected(dataset(epochs=3))
@@ -167,37 +151,20 @@ def test_a_kill_from_outside_is_mended(taken: Any) -> None:
     assert found == whole
 
 
-def test_twenty_kills_in_a_row() -> None:
+def test_six_kills_in_a_row() -> None:
     # Packs of 312 KB do not fit into a pipe, so each kill meets a worker that is still at work: writing, most times.
-    data = [{"i": i, "n": 38_800 + i} for i in range(180)]
+    data = [{"i": i, "n": 38_800 + i} for i in range(60)]
     large = {"source": data, "max_seq_len": 39_000, "num_lanes": 2}
-    one = worker(dataset(**large), prefetch=1, max_restarts=20)
+    one = worker(dataset(**large), prefetch=1, max_restarts=6)
     found = []
-    for kills in range(1, 21):
-        time.sleep(0.0007 * kills)
+    for kills in range(1, 7):
+        time.sleep(0.002 * kills)
         assert state_of(one.process.pid) != "Z", "it is alive when it is killed"
         one.process.kill()
         while one.restarts < kills:  # what had arrived is taken first
             found.append(content(next(one)))
     found += map(content, one)
-    assert one.restarts == 20
-    assert found == expected(dataset(**large))
-
-
-def test_a_kill_in_the_middle_of_writing_a_pack() -> None:
-    data = [{"i": i, "n": 60_000} for i in range(12)]
-    large = {"source": data, "max_seq_len": 60_000, "num_lanes": 1}
-    one = worker(dataset(**large), prefetch=1)
-    found = [content(next(one))]
-    for _ in range(2):
-        deadline = time.monotonic() + 10
-        while state_of(one.process.pid) != "S" or not one.room.empty():
-            assert time.monotonic() < deadline
-        time.sleep(0.1)  # it sleeps in write(): 0.5 MB a pack, and nobody reads
-        one.process.kill()
-        found += [content(next(one)) for _ in range(4)]
-    found += map(content, one)
-    assert one.restarts == 2
+    assert one.restarts == 6
     assert found == expected(dataset(**large))
 
 
@@ -235,8 +202,6 @@ def test_once_too_often(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
     ("by", "what"),
     [
         (lambda: os._exit(7), "with exit code 7"),
-        (lambda: sys.exit(3), "with exit code 3"),
-        (lambda: os.kill(os.getpid(), signal.SIGUSR1), "of signal SIGUSR1"),
         (lambda: os.kill(os.getpid(), signal.SIGTERM), "of signal SIGTERM"),
     ],
 )
@@ -285,8 +250,6 @@ class Faulty:
 
 ERRORS: list[tuple[Callable[[], Exception], type[Exception], str]] = [
     (lambda: ValueError("no luck"), ValueError, "no luck"),
-    (lambda: KeyError("no luck"), KeyError, "no luck"),
-    (lambda: OSError(5, "no luck"), OSError, "no luck"),
     (lambda: json.JSONDecodeError("no luck", "x", 0), ValueError, "no luck"),  # pickles without its notes
     (lambda: StopIteration("no luck"), RuntimeError, "StopIteration"),
     (lambda: TwoArguments("no", "luck"), RuntimeError, "TwoArguments: no: luck"),

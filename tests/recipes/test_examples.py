@@ -32,7 +32,9 @@ def one_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text, "train_tokenizer", lambda _: tokenizer)
 
 
-@pytest.mark.parametrize(("name", "needs"), [("hf_trainer", "accelerate"), ("trl_sft", "trl")])
+@pytest.mark.parametrize(
+    ("name", "needs"), [("hf_trainer", "accelerate"), pytest.param("trl_sft", "trl", marks=pytest.mark.slow)]
+)
 def test_an_example_trains_and_resumes(name: str, needs: str, tmp_path: Path) -> None:
     pytest.importorskip(needs)
     whole = run(name, tmp_path / "whole", "--max_steps", "4").state.log_history

@@ -74,10 +74,6 @@ def test_an_unfinished_checkpoint_is_ignored(tmp_path, monkeypatch):
     assert checkpoints.steps() == [5, 10]
 
 
-def test_a_missing_folder_has_no_checkpoints(tmp_path):
-    assert Checkpoints(tmp_path / "none").steps() == []
-
-
 def test_run_files_hold_plain_values_only(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     model, optimizer = trained(1)
@@ -230,7 +226,7 @@ def crash_everywhere(folder, every):
     return outcomes
 
 
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_kill_during_a_save_leaves_the_previous_or_the_new_checkpoint(tmp_path, every):
     [outcomes] = run_ranks(crash_everywhere, 1, tmp_path, every)
     model, optimizer = trained(1)
@@ -338,9 +334,9 @@ def numbers(model):
     return [(p.full_tensor() if hasattr(p, "full_tensor") else p).tolist() for p in model.parameters()]
 
 
-def save_on_ranks(folder, in_background):
+def save_on_ranks(folder):
     with join_world(torch.device("cpu")) as world:
-        checkpoints = Checkpoints(folder, world=world, in_background=in_background)
+        checkpoints = Checkpoints(folder, world=world, in_background=True)
         model, optimizer = sharded(1, world, steps=3)
         checkpoints.save(3, model=model, optimizer=optimizer, run={"rank": world.rank})
         step(model, optimizer)
@@ -359,9 +355,8 @@ def load_on_ranks(folder):
         return run, numbers(model)
 
 
-@pytest.mark.parametrize("in_background", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_checkpoint_of_two_ranks_loads_on_any_number(tmp_path, in_background):
-    expected, _ = run_ranks(save_on_ranks, 2, tmp_path, in_background)
+def test_a_checkpoint_of_two_ranks_loads_on_any_number(tmp_path):
+    expected, _ = run_ranks(save_on_ranks, 2, tmp_path)
     assert len(list(tmp_path.glob("step_00000003/*.distcp"))) == 2
     for ranks in (1, 3):
         for run, weights in run_ranks(load_on_ranks, ranks, tmp_path):

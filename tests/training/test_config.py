@@ -25,8 +25,8 @@ def test_interpolations_are_resolved():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"zzz": 4}, "unknown key 'zzz': the keys are"),
-        ({"dataset": 4}, "unknown key 'dataset': write data.source"),
+        ({"zzz": 4}, "unknown key 'zzz'; the keys are"),
+        ({"dataset": 4}, "unknown key 'dataset'; write data.source"),
         ({"optimizer": ...}, "missing key 'optimizer'"),
         ({"batch_size": 0}, "batch_size=0 is below 1"),
         ({"epochs": 1.5}, "epochs: 1.5 is a float; a run takes int"),

@@ -116,7 +116,7 @@ def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--config", good, "attention=flash"]) == 1
     assert "attention='flash' " in capsys.readouterr().err
     assert main(["verify", "--config", good, "atention=flex"]) == 1
-    assert "unknown key 'atention': did you mean 'attention'?" in capsys.readouterr().err
+    assert "unknown key 'atention'; did you mean 'attention'?" in capsys.readouterr().err
 
 
 def test_verify_needs_no_weights_and_no_data(tmp_path: Path) -> None:

@@ -69,13 +69,16 @@ def test_keys_can_be_removed():
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("data.source.sources.2.weight=3", "data.source.sources has entries 0 to 1; there is no 2"),
+        (
+            "data.source.sources.2.weight=3",
+            "data.source.sources.2.weight: list index out of range; an entry of a list is named by its number, from 0",
+        ),
         (
             "data.source.sources.web.weight=3",
-            "data.source.sources is a list; name an entry by its number, 0 to 1",
+            "data.source.sources.web.weight: Index 'web' (str) is not an int; an",
         ),
+        ("~data.source.sources.2", "~data.source.sources.2: there is no such key to remove"),
         ("lr", "'lr' is no override; write KEY=VALUE, or ~KEY to remove one"),
-        ("=3", "'=3' is no override; write KEY=VALUE, or ~KEY to remove one"),
         ("--lr=3", "'--lr=3' is no override; write KEY=VALUE, or ~KEY to remove one"),
         ("~nam", "~nam: there is no such key to remove; did you mean 'name'?"),
         ("lr=[1", "lr: '[1' is not YAML"),

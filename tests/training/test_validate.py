@@ -56,7 +56,7 @@ BROKEN = [
         {"validation.fraction": 1e-9},
         "validation.fraction=1e-09 holds out none of the rows, of which there are too few",
     ),
-    ({"data.shufle": True}, "data: unknown key 'shufle': did you mean 'shuffle'?"),
+    ({"data.shufle": True}, "data: unknown key 'shufle'; did you mean 'shuffle'?"),
     ({"data.strategy": "bestfit"}, "data: strategy='bestfit' is unknown; choose one of 'next_fit', "),
     ({"data.max_seq_len": "abc"}, "data.max_seq_len: 'abc' is a str; packing takes int"),
     ({"data.source": ...}, "data.source is missing"),
