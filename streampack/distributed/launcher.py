@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import multiprocessing as mp
 import os
-import signal
 import sys
 import threading
 import time
@@ -16,8 +14,6 @@ from pathlib import Path
 
 INTERVAL = 0.5
 """Seconds between two looks at the parent: a process outlives it by about so long."""
-
-PR_SET_PDEATHSIG = 1
 
 
 def end_with_launcher() -> None:
@@ -46,14 +42,11 @@ def end_with_launcher() -> None:
     threading.Thread(target=watch, name="end-with-launcher", daemon=True).start()
 
 
-def end_with_parent(*, by_kernel: bool) -> None:
-    """End this process of `multiprocessing` as soon as the process that started it has ended, however it did.
+def end_with_parent() -> None:
+    """End this process of `multiprocessing` soon after the process that started it has ended, however it did.
 
-    A thread watches the parent. It cannot run while this process is stopped (SIGSTOP), so on Linux the kernel is asked,
-    too; its signal comes when the *thread* ends that started this process, and must be the main one.
-
-    Args:
-        by_kernel: whether this process was started from a main thread, see `on_main_thread`.
+    A thread watches the parent. The kernel's PR_SET_PDEATHSIG would fire when the *thread* ends that started this
+    process.
     """
     parent, started_by = os.getppid(), mp.parent_process()
     assert started_by is not None
@@ -65,15 +58,6 @@ def end_with_parent(*, by_kernel: bool) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-    if by_kernel and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != parent:  # it ended in between
-            os._exit(1)
-
-
-def on_main_thread() -> bool:
-    """Return whether this is the main thread, so that processes started here may ask for PR_SET_PDEATHSIG."""
-    return threading.current_thread() is threading.main_thread()
 
 
 def _adopted(parent: int) -> bool:

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
-from streampack.distributed.launcher import end_with_parent, on_main_thread
+from streampack.distributed.launcher import end_with_parent
 from streampack.loader.wire import Folded, fold, unfold
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.lane_state import LaneEvent, LaneState
@@ -99,7 +99,6 @@ class Worker:
             self.lane_states,
             self.first_epoch,
             most,
-            on_main_thread(),
         )
         self.process = mp.Process(target=_serve, args=arguments, daemon=True)
         self.process.start()
@@ -231,12 +230,11 @@ def _serve(
     lane_states: Mapping[int, LaneState],
     first_epoch: int | None,
     most: int,
-    by_kernel: bool,
 ) -> None:
     """Run the stream and send its events, in the worker's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not by a handler of the trainer's that was forked along
-    end_with_parent(by_kernel=by_kernel)
+    end_with_parent()
     stream, size = None, 1
     while True:
         events: list[Folded] = []

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from streampack.distributed.launcher import end_with_parent, on_main_thread
+from streampack.distributed.launcher import end_with_parent
 from streampack.instantiate import build
 from streampack.packing.encoders import TokensEncoder, check_tokenizer, guard_datasets
 from streampack.packing.settings import Packing
@@ -173,10 +173,10 @@ class Worker:
 _worker: Worker | None = None
 
 
-def _begin(job: Job, counted: Any, stop: Any, by_kernel: bool) -> None:
+def _begin(job: Job, counted: Any, stop: Any) -> None:
     global _worker
     _worker = Worker(job, counted, stop)
-    end_with_parent(by_kernel=by_kernel)  # waiting at its queue, it would not notice
+    end_with_parent()  # waiting at its queue, it would not notice
 
 
 def _work(progress: Progress) -> Progress:
@@ -186,9 +186,7 @@ def _work(progress: Progress) -> Progress:
 
 def _write_in_processes(job: Job, missing: list[Progress], workers: int, report: Report) -> list[Progress]:
     counted, stop, reported = mp.Value("q", 0), mp.RawValue("b", 0), 0
-    with ProcessPoolExecutor(
-        workers, initializer=_begin, initargs=(job, counted, stop, on_main_thread())
-    ) as pool:
+    with ProcessPoolExecutor(workers, initializer=_begin, initargs=(job, counted, stop)) as pool:
         futures = [pool.submit(_work, progress) for progress in missing]
         try:
             running = set(futures)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import pickle
 import threading
@@ -115,16 +114,6 @@ def test_ranks_find_the_fingerprint_of_a_single_process(
 
     assert on_ranks(size, act) == [alone] * size
     assert read == once, "over all ranks, as much as one alone reads"
-
-
-def test_fingerprints_of_files_do_not_change(tmp_path: Path) -> None:
-    for number in range(5):
-        lines = [{"tokens": [number, i], "labels": [number, i]} for i in range(4000 * (number + 1))]
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (tmp_path / f"{number}.jsonl").write_bytes(text.encode())
-    assert (tmp_path / "0.jsonl").stat().st_size > 2 << 16, "the ends do not meet"
-    assert JSONLSource(f"{tmp_path}/*.jsonl").fingerprint() == "4d4d62158763bf1f"
-    assert JSONLSource(tmp_path / "0.jsonl").fingerprint() == "4a855fffc064c6e6"
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 import torch
 from omegaconf import OmegaConf
-from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from streampack.distributed.launcher import INTERVAL, end_with_launcher, launch
@@ -138,15 +137,6 @@ def test_a_rank_that_was_killed_is_named(capsys):
     assert (
         capsys.readouterr().err == "rank 1 ended with exit code -9: Signal 9 (SIGKILL) received by PID 123\n"
     )
-
-
-def test_ctrl_c_has_its_exit_status(capsys):
-    def fail():
-        raise SignalException("got signal", sigval=signal.SIGINT)
-
-    assert launch(fail, tracebacks=False) == 130
-    assert launch(lambda: None, tracebacks=False) == 0
-    assert capsys.readouterr().err == ""
 
 
 # The commands of docs/guides/several_devices.md, as printed.

@@ -179,7 +179,7 @@ def test_from_a_batch_back_to_file_row_and_text(tmp_path):
     assert traced == 50
 
 
-def test_what_fills_a_step_up_is_said(caplog):
+def test_null_packs_of_every_step_are_logged(caplog):
     loader = PackedDataLoader(dataset(), batch_size=4, packs_per_step=7)
     assert (loader.packs_per_step, loader.batches_per_step, loader.packs_per_batch) == (7, 2, 4)
     first = list(islice(loader, 2))
@@ -220,7 +220,7 @@ def test_with_a_limit_of_sequences_all_batches_have_one_shape():
     assert max(free)[1] > 4
 
 
-def test_repr_says_what_it_is():
+def test_repr():
     data = IterablePackedDataset([{"tokens": [1], "labels": [1]}], max_seq_len=8)
     loader = PackedDataLoader(data, batch_size=2, num_workers=1, packs_per_step=4)
     assert repr(loader) == f"<PackedDataLoader: batches of 2, 4 packs a step, 1 worker(s), of {data!r}>"

@@ -197,17 +197,18 @@ def test_workers_die_with_their_trainer(busy: str, how: signal.Signals) -> None:
     assert gone(pids, within=5)
 
 
-def test_stopped_workers_die_with_a_trainer_that_was_killed() -> None:
-    """They cannot see that; and the last one holds pipes by which the others would."""
+def test_a_stopped_worker_keeps_no_other_alive() -> None:
+    """It holds the other end of the pipe by which the others notice that their trainer was killed."""
     of = dataset([{"i": i, "n": 100_000} for i in range(20)], max_seq_len=100_000)
     ours, theirs = mp.Pipe()
     trainer = fork(train_and_wait, theirs, of, 1)
     pids = ours.recv()
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
+    os.kill(pids[1], signal.SIGSTOP)
     os.kill(trainer.pid, signal.SIGKILL)
     trainer.join()
     try:
+        assert gone(pids[:1], within=10)
+        os.kill(pids[1], signal.SIGCONT)
         assert gone(pids, within=10)
     finally:
         for pid in pids:
