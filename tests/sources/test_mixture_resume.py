@@ -13,7 +13,6 @@ import torch
 
 from streampack import (
     IterablePackedDataset,
-    IterableSource,
     Mix,
     PackedDataLoader,
     Sample,
@@ -119,18 +118,6 @@ def test_every_cursor(seed: int) -> None:
     mix = three(("all_exhausted", "first_exhausted")[seed % 2], short=6, middling=5, long=3)
     found = check_cursors(lambda start: Charged(mix, start), announced=False)
     assert len(found) >= 5
-
-
-def test_lane_states_stay_small() -> None:
-    many = [entry(str(i), IterableSource(rows(3000, longest=40, seed=i)), 1 / (i + 1)) for i in range(8)]
-    mix = Mix(many, stop="never")
-    data = make(mix, **ENDLESS, num_lanes=1, buffer_size=128, max_seq_len=512, shuffle=True)
-    sizes = []
-    for _ in islice(data, 100):
-        state = data.state_dict()["lanes"][0]
-        sizes.append(len(pickle.dumps(state)))
-        assert sizes[-1] <= 256 + (state["next_piece"] - state["first"]) / 4 + 100 * len(mix.names)
-    assert max(sizes) < 900
 
 
 def test_lane_states_stay_small_after_a_million_steps() -> None:

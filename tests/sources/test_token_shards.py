@@ -6,7 +6,6 @@ import json
 import os
 import tracemalloc
 import zlib
-from collections import Counter
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -21,8 +20,6 @@ from streampack.packing.assemble import as_sample
 from streampack.packing.encoders import TokensEncoder
 from streampack.sources import Reading
 from streampack.sources.token_files import ShardWriter, read_header
-from streampack.storage.base import File, LocalStorage
-from streampack.storage.remote import RemoteStorage
 from streampack.tokenize.tokenize import tokenize
 from streampack.types import IGNORE_INDEX
 from tests.support.corpus import in_memory
@@ -275,26 +272,6 @@ def test_a_shard_that_was_replaced_under_its_index(tmp_path: Path, on_bad_record
         ValueError, match=r"tokens-00000-00000.bin is no token shard: it does not begin with a"
     ):
         next(iter(opened()))
-
-
-@pytest.mark.parametrize("remote", [False, True])
-def test_a_header_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: bool) -> None:
-    """Each shard's header is read once, in any number of parts, lanes and epochs."""
-    make(rows_of(60, masked=True), tmp_path, lanes=1, shard_tokens=200)
-    storage, asked = RemoteStorage if remote else LocalStorage, Counter[str]()
-    fetch: Any = storage.fetch
-
-    def counted(self: Any, file: File, start: int, stop: int) -> Any:
-        if (start, stop) == (0, 4096):
-            asked[file.name] += 1
-        return fetch(self, file, start, stop)
-
-    source = TokenShardSource(in_memory(tmp_path) if remote else tmp_path)
-    monkeypatch.setattr(storage, "fetch", counted)
-    for epoch in range(2):
-        read_all(source, 3, shuffle_window=4, epoch=epoch)
-    assert len(source.files) > 3
-    assert asked == Counter(file.name for file in source.files)
 
 
 @pytest.mark.parametrize("remote", [False, True])

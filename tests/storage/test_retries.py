@@ -201,16 +201,6 @@ def test_a_permanent_failure_names_the_place(
     assert found == packs(stream(path, num_lanes=1, shuffle=False, epochs=1))
 
 
-def test_a_missing_file_is_not_retried(tmp_path: Path, slept: list[float]) -> None:
-    path = write(tmp_path / "a.jsonl", ROWS)
-    dataset = stream(path, num_lanes=1)
-    path.unlink()
-    with pytest.raises(FileNotFoundError) as error:
-        next(dataset.stream())
-    assert str(path) in str(error.value)
-    assert slept == []
-
-
 # Against the other ranks' patience.
 
 
