@@ -1,4 +1,4 @@
-"""``python -m stress``: one job after another, each in processes of its own and with a time limit.
+"""Run the jobs one after another, each in processes of its own and with a time limit: ``python -m stress``.
 
 Results are written after each job, to results.json in this folder and as a table to docs/reliability.md.
 """
@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from stress.job import JOBS, NotRun, Run, load_jobs
-from stress.report import RESULTS, read, render, where, write
+from stress.ranks import processes
+from stress.report import RESULTS, machine_info, read, render, write
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Print a line at once."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
@@ -41,25 +42,25 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="small counts; writes no results")
     parser.add_argument(
         "--continue",
-        dest="go_on",
+        dest="resume",
         action="store_true",
-        help="run what the last call did not finish, or what failed",
+        help="run only the jobs that the last call did not finish, or that failed",
     )
     parser.add_argument("--child", metavar="FILE", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     jobs = load_jobs()
     if unknown := [name for name in options.only or [] if name not in jobs]:
-        parser.error(f"no job is called {', '.join(unknown)}; choose of {', '.join(jobs)}")
+        parser.error(f"no job is called {', '.join(unknown)}; choose one of {', '.join(jobs)}")
     if options.list:
         for known in jobs.values():
-            say(f"{known.name:20} {known.shows}")
+            print_line(f"{known.name:20} {known.shows}")
         return 0
     if options.child:
-        return child(options.only[0], Path(options.child), quick=options.quick)
+        return run_child(options.only[0], Path(options.child), quick=options.quick)
 
-    results = read() if options.only or options.go_on else {}
+    results = read() if options.only or options.resume else {}
     names = options.only or [
-        name for name in jobs if not (options.go_on and results.get(name, {}).get("holds"))
+        name for name in jobs if not (options.resume and results.get(name, {}).get("holds"))
     ]
     failed, not_run = [], []
     begun = time.monotonic()
@@ -68,29 +69,31 @@ def main(arguments: list[str] | None = None) -> int:
         if not result["holds"]:
             (not_run if result["holds"] is None else failed).append(name)
         verdict = {True: "holds", False: "FAILED", None: "not run"}[result["holds"]]
-        say(f"[{number}/{len(names)}] {name:20} {verdict:7} {result['seconds']:7.1f} s  {result['counts']}")
+        print_line(
+            f"[{number}/{len(names)}] {name:20} {verdict:7} {result['seconds']:7.1f} s  {result['counts']}"
+        )
         if not options.quick:
             results[name] = result
             results = {known: results[known] for known in jobs if known in results}
             write(results)
             render(results, jobs)
-    say(
+    print_line(
         f"{len(names) - len(failed) - len(not_run)} of {len(names)} jobs hold, in {time.monotonic() - begun:.0f} s"
         + (f"; failed: {', '.join(failed)}" if failed else "")
         + (f"; not run: {', '.join(not_run)}" if not_run else "")
     )
     if not options.quick:
-        say(f"written to {RESULTS.relative_to(ROOT)} and docs/reliability.md")
+        print_line(f"written to {RESULTS.relative_to(ROOT)} and docs/reliability.md")
     return 1 if failed else 0
 
 
 def run_job(name: str, *, quick: bool) -> dict[str, Any]:
-    """Run a job in a session of its own, so that processes it leaves behind are found and ended."""
+    """Run a job in a session of its own, and kill the processes that it leaves behind."""
     limit = JOBS[name].limit
     with tempfile.TemporaryDirectory(prefix="stress-") as folder:
         outcome = Path(folder) / "outcome.json"
         command = [sys.executable, "-m", "stress", "--only", name, "--child", str(outcome)]
-        # One thread each: thread pools on few cores only wait for one another.
+        # One thread in each process: the thread pools of several processes slow one another down on few cores.
         env = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TMPDIR": folder}
         begun = time.monotonic()
         process = subprocess.Popen(
@@ -110,8 +113,8 @@ def run_job(name: str, *, quick: bool) -> dict[str, Any]:
         process.wait()
         holds: bool | None = False
         if outcome.exists():
-            said = json.loads(outcome.read_text())
-            holds, counts = said["holds"], said["counts"]
+            written = json.loads(outcome.read_text())
+            holds, counts = written["holds"], written["counts"]
             if holds and left:
                 holds, counts = False, f"{counts}; left {left} process(es) behind"
     return {
@@ -119,12 +122,12 @@ def run_job(name: str, *, quick: bool) -> dict[str, Any]:
         "counts": counts,
         "seconds": round(seconds, 1),
         "date": str(date.today()),
-        **where(),
+        **machine_info(),
     }
 
 
-def child(name: str, outcome: Path, *, quick: bool) -> int:
-    """Run a job in this process, and write its outcome."""
+def run_child(name: str, outcome: Path, *, quick: bool) -> int:
+    """Run a job in this process, and write its outcome to a file."""
     try:
         holds: bool | None = True
         counts = JOBS[name].body(Run(name, quick=quick))
@@ -132,21 +135,17 @@ def child(name: str, outcome: Path, *, quick: bool) -> int:
         counts, holds = str(missing), None
     except BaseException as error:
         traceback.print_exc()
-        said = f"{type(error).__name__}: {error}".strip().splitlines()
-        counts, holds = said[0] if len(said) == 1 else f"{said[0]} … {said[-1]}", False
+        lines = f"{type(error).__name__}: {error}".strip().splitlines()
+        counts, holds = lines[0] if len(lines) == 1 else f"{lines[0]} … {lines[-1]}", False
     outcome.write_text(json.dumps({"holds": holds, "counts": counts}))
     return 1 if holds is False else 0
 
 
 def end_session(session: int) -> int:
     """Kill the living processes of a session; return how many there were."""
-    from stress.ranks import processes
-
     ended = set()
     for _ in range(50):
-        living = [
-            pid for pid, (_, _, theirs, state) in processes().items() if theirs == session and state != "Z"
-        ]
+        living = [pid for pid, process in processes().items() if process.session == session and process.alive]
         if not living:
             break
         for pid in living:

@@ -1,4 +1,4 @@
-"""A million packs: nothing grows, and nothing is left behind."""
+"""A run of a million packs: memory and descriptors do not grow, and no process or shared memory is left behind."""
 
 from __future__ import annotations
 
@@ -15,92 +15,91 @@ import torch.distributed as dist
 from streampack import IterablePackedDataset, PackedDataLoader, Sample
 from stress.job import Run, job
 from stress.ranks import Ranks
-from stress.states import Documents
+from stress.states import Documents, size_of
 
 MAX_SEQ_LEN, BATCH = 256, 64
 KIB = 1024
 
 
-class Cheap:
-    """Encodes ``{"i": 3}`` as tokens that are always the same ones, so that it costs next to nothing."""
+class CachedSamples:
+    """Encode ``{"i": 3}`` as one of 997 samples made beforehand, so that encoding costs next to nothing."""
 
     def __init__(self) -> None:
-        rng = np.random.default_rng(0)
-        self.samples = [_sample(n) for n in rng.choice([64, 128, 150, 192, 256], 997).tolist()]
+        tokens = np.arange(MAX_SEQ_LEN, dtype=np.int64)
+        lengths = np.random.default_rng(0).choice([64, 128, 150, 192, 256], 997).tolist()
+        self.samples = [Sample(tokens[:n], tokens[:n]) for n in lengths]
 
     def __call__(self, row: Mapping[str, Any], /) -> Sample:  # noqa: D102 - the class says it
         return self.samples[row["i"] % len(self.samples)]
 
     def fingerprint(self) -> str:
-        """Its name."""
-        return "cheap"
+        """Return a name."""
+        return "cached samples"
 
 
-def _sample(length: int) -> Sample:
-    tokens = np.arange(length, dtype=np.int64)
-    return Sample(tokens, tokens)
+class Usage(NamedTuple):
+    """Resources that one rank and its workers use at one moment."""
 
-
-class Look(NamedTuple):
-    """One rank and its workers at one moment."""
-
-    packs: int  # of this rank
-    resident: list[int]  # KiB, of the rank and of each worker
-    descriptors: list[int]
-    shared: int  # shared memory that any of them has mapped or open
-    state: int  # bytes of the lanes' states
+    packs: int  # returned by this rank so far
+    memory: list[int]  # KiB, of the rank and of each worker
+    descriptors: list[int]  # open, likewise
+    shared: int  # mapped or open pieces of shared memory, of all of them together
+    state: int  # bytes of the lane states
 
 
 @job(
     "million", "10^6 packs of 256 tokens: memory flat, nothing left behind, after SIGKILL included", limit=900
 )
 def million(run: Run) -> str:
-    """2 ranks x 2 workers, shuffled, epoch after epoch."""
+    """Iterate on 2 ranks x 2 workers, shuffled, for many epochs; then once more, and kill all."""
     total = run.count(1_000_000, 40_000)
     before = shared_memory()
     began = time.monotonic()
     with Ranks(2) as ranks:
-        ranks.start(look_while_packing, total // 2, total // 20)
-        looks = ranks.collect(850)
+        ranks.start(sample_usage, total // 2, total // 20)
+        usages = ranks.collect(850)
         seconds = time.monotonic() - began
         ended = ranks.run(open_descriptors)
-        # Once more, and killed in the middle.
-        ranks.start(look_while_packing, 10**9, total // 20)
+        ranks.start(sample_usage, 10**9, total // 20)
         time.sleep(2)
         members = ranks.members()
         assert len(members) == 6, f"{len(members)} processes for 2 ranks x 2 workers"
-        ranks.kill()  # raises if any lives on
+        ranks.kill()  # raises if any process is left
         left = [name for name in shared_memory() - before if any(str(pid) in name for pid in members)]
-    slopes, descriptors = [], []
-    for rank, found in enumerate(looks):
-        warm, last = found[1], found[-1]
-        assert not any(look.shared for look in found), "shared memory is in use"
-        spans = (last.packs - warm.packs) * 2 / 100_000  # of both ranks together
-        slopes += [(b - a) / spans for a, b in zip(warm.resident, last.resident, strict=True)]
-        assert warm.descriptors == last.descriptors, (
-            f"descriptors: {warm.descriptors}, then {last.descriptors}"
-        )
-        assert last.state <= 1.3 * found[2].state, "the state grew"
-        descriptors.append((found[0].descriptors[0], ended[rank]))
-    assert all(after <= during for during, after in descriptors), f"descriptors are left open: {descriptors}"
+    slopes = []
+    for rank, samples in enumerate(usages):
+        first, last = samples[1], samples[-1]  # caches have filled by the second sample
+        # A dataset has one small piece, which does not grow; packs do not go through shared memory.
+        assert first.shared == last.shared, f"pieces of shared memory: {first.shared}, {last.shared}"
+        spans = (last.packs - first.packs) * 2 / 100_000  # of both ranks together
+        slopes += [(b - a) / spans for a, b in zip(first.memory, last.memory, strict=True)]
+        assert first.descriptors == last.descriptors, f"descriptors: {first.descriptors}, {last.descriptors}"
+        assert last.state <= 1.3 * samples[2].state, f"the state grew from {samples[2].state} to {last.state}"
+        open_before, open_after = samples[0].descriptors[0], ended[rank]
+        assert open_after <= open_before, f"rank {rank} left descriptors open: {open_before}, {open_after}"
     if not run.quick:
         assert max(slopes) < KIB, f"{max(slopes):.0f} KiB per 100,000 packs"
     assert not left, f"left in shared memory: {left}"
-    resident = [max(sizes) / KIB for sizes in zip(*(look.resident for look in looks[0]), strict=True)]
+    peaks = [max(sizes) / KIB for sizes in zip(*(sample.memory for sample in usages[0]), strict=True)]
     return (
         f"{total:,} packs ({total / seconds:,.0f} a second); memory grew by {max(slopes):.0f} KiB per 100,000 packs at "
-        f"most, in a rank ({resident[0]:.0f} MiB) or a worker ({resident[1]:.0f} MiB); descriptors constant; no "
-        "shared memory; no process left after the end, nor after SIGKILL"
+        f"most, in a rank ({peaks[0]:.0f} MiB) or a worker ({peaks[1]:.0f} MiB); descriptors and shared "
+        "memory constant; no process left after the end, nor after SIGKILL"
     )
 
 
-def look_while_packing(packs: int, every: int) -> list[Look]:
-    """In a rank: its looks at itself and its workers."""
+def sample_usage(packs: int, every: int) -> list[Usage]:
+    """In a rank: iterate over so many packs, and sample the resources in use every ``every`` packs."""
     dataset = IterablePackedDataset(
-        Documents(400_000), encoder=Cheap(), max_seq_len=MAX_SEQ_LEN, shuffle=True, num_lanes=8, epochs=None
+        Documents(400_000),
+        encoder=CachedSamples(),
+        max_seq_len=MAX_SEQ_LEN,
+        shuffle=True,
+        num_lanes=8,
+        epochs=None,
     )
     loader = PackedDataLoader(dataset, batch_size=BATCH, num_workers=2, timeout=120)
-    looks: list[Look] = []
+    samples: list[Usage] = []
     iterator = iter(loader)
     made = 0
     try:
@@ -108,34 +107,33 @@ def look_while_packing(packs: int, every: int) -> list[Look]:
             batch = next(iterator)
             assert batch.tokens.shape == (BATCH, MAX_SEQ_LEN)
             made += BATCH
-            if made // every > len(looks):
-                streams: list[Any] = iterator.rank_batches.streams  # type: ignore[attr-defined]
+            if made // every > len(samples):
+                streams: list[Any] = iterator.rank_batches.streams
                 pids = [os.getpid(), *(stream.process.pid for stream in streams)]
-                size = sum(map(len, loader.state_dict()["lanes"].values()))
-                looks.append(
-                    Look(
-                        made,
-                        list(map(resident, pids)),
-                        list(map(descriptors, pids)),
-                        sum(map(shared, pids)),
-                        size,
+                samples.append(
+                    Usage(
+                        packs=made,
+                        memory=list(map(private_memory, pids)),
+                        descriptors=list(map(descriptors, pids)),
+                        shared=sum(map(shared_segments, pids)),
+                        state=size_of(loader.state_dict()["lanes"]),
                     )
                 )
-        return looks
+        return samples
     finally:
-        for stream in iterator.rank_batches.streams:  # type: ignore[attr-defined]
+        for stream in iterator.rank_batches.streams:
             stream.close()
         if loader.rank_sync.group is not None:
             dist.destroy_process_group(loader.rank_sync.group)
 
 
 def open_descriptors() -> int:
-    """In a rank."""
+    """In a rank: count its open descriptors."""
     return descriptors(os.getpid())
 
 
-def resident(pid: int) -> int:
-    """KiB that a process has in memory and shares with no file."""
+def private_memory(pid: int) -> int:
+    """Return the KiB of resident memory of a process that no file backs."""
     fields = dict(
         text.split(":", 1) for text in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in text
     )
@@ -143,12 +141,12 @@ def resident(pid: int) -> int:
 
 
 def descriptors(pid: int) -> int:
-    """How many a process has open."""
+    """Count the open descriptors of a process."""
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
-def shared(pid: int) -> int:
-    """How many pieces of shared memory a process has mapped or open."""
+def shared_segments(pid: int) -> int:
+    """Count the pieces of shared memory that a process has mapped or open."""
     found = Path(f"/proc/{pid}/maps").read_text().count("/dev/shm/")
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(OSError):
@@ -157,6 +155,6 @@ def shared(pid: int) -> int:
 
 
 def shared_memory() -> set[str]:
-    """The names of the pieces of shared memory that the system has. Those of torch hold a process's number."""
+    """Return the names of all pieces of shared memory; torch puts a process id into the names of its own."""
     place = Path("/dev/shm")
     return {file.name for file in place.iterdir()} if place.is_dir() else set()

@@ -1,4 +1,4 @@
-"""Jobs: what each shows, how to run it, and how long it may take."""
+"""The registry of jobs: what each shows, its function and its time limit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Body = Callable[["Run"], str]
 
 @dataclass(frozen=True)
 class Job:
-    """A row of the table; ``body(run)`` returns what was done with its counts, and raises if the promise is broken."""
+    """A row of the table; ``body(run)`` returns what was done, with counts, and raises if the promise is broken."""
 
     name: str
     shows: str
@@ -25,7 +25,7 @@ class Job:
 
 
 class NotRun(Exception):
-    """A job cannot be run here; the message says what is missing."""
+    """A job needs something that this machine lacks; the message names it."""
 
 
 JOBS: dict[str, Job] = {}
@@ -34,22 +34,22 @@ JOBS: dict[str, Job] = {}
 def job(name: str, shows: str, *, limit: int) -> Callable[[Body], Body]:
     """Register a function in `JOBS`."""
 
-    def enter(body: Body) -> Body:
+    def register(body: Body) -> Body:
         JOBS[name] = Job(name, shows, limit, body)
         return body
 
-    return enter
+    return register
 
 
 def load_jobs() -> dict[str, Job]:
-    """Import all modules with jobs, and return these in order."""
+    """Import all modules with jobs, and return the jobs in their order."""
     for module in MODULES:
         import_module(f"stress.{module}")
     return JOBS
 
 
 class Run:
-    """The argument of a job's body: how much to do, and where to report progress."""
+    """Argument of a job's function: whether the run is quick, and a way to report progress."""
 
     def __init__(self, name: str, *, quick: bool) -> None:
         self.name = name

@@ -1,4 +1,4 @@
-"""SIGKILL: of everything, of a rank, of a worker; and an error that one rank raises."""
+"""SIGKILL of all processes, of a rank, of a worker; and an error that one rank raises."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import random
 import signal
 import tempfile
 import time
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,26 +16,35 @@ from typing import Any
 import torch.distributed as dist
 
 from streampack import PackedDataLoader
-from stress.corpus import Corpus, Seen, check_exactly, pack, ride, seen, together, unpack
+from stress.corpus import (
+    Corpus,
+    Step,
+    check_coverage,
+    global_steps,
+    load_state,
+    record_packs,
+    run_rank,
+    save_state,
+)
 from stress.job import Run, job
-from stress.ranks import Leaving, Ranks
+from stress.ranks import ExitWith, Ranks
 
 SAVE_EVERY = 4  # steps
-SOON = 10.0  # seconds in which every rank must know
+MAX_DELAY = 10.0  # seconds within which every rank must raise
 
 
 @job("kill-all", "SIGKILL of the whole process tree at 50 random points: the same packs", limit=420)
 def kill_all(run: Run) -> str:
-    """2 ranks x 2 workers; they save every few steps, and go on from what was saved."""
+    """Kill 2 ranks x 2 workers, which save every few steps, and resume from the last saved state."""
     kills = run.count(50, 3)
     rng = random.Random(1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         corpus = Corpus.make(max(900, kills * 110), folder=folder, epochs=3)
         with Ranks(2) as ranks:
-            rides = ranks.run(ride, corpus)
-        check_exactly(together(rides), corpus, times=3)
-        reference = [[[s.digest.hex() for s in step] for step in one.steps] for one in rides]
+            results = ranks.run(run_rank, corpus)
+        check_coverage(global_steps(results), corpus, epochs=3)
+        reference = [[[pack.digest.hex() for pack in step] for step in result.steps] for result in results]
         total = len(reference[0])
         counted = starts = 0
         while counted < kills:
@@ -43,10 +53,10 @@ def kill_all(run: Run) -> str:
             assert before < total - 40, "the corpus is too small for so many kills"
             with Ranks(2) as ranks:
                 ranks.start(train_and_save, corpus, folder, 0.002)
-                # Anywhere from the first start of a process to a few saved states later.
+                # Anywhere from the start of the first process to a few saved states later.
                 target = rng.randrange(0, 4 * SAVE_EVERY)
                 deadline = time.monotonic() + 60
-                while last_step(folder) < before + target and time.monotonic() < deadline:
+                while last_logged_step(folder) < before + target and time.monotonic() < deadline:
                     time.sleep(0.001)
                 time.sleep(rng.random() * 0.02)
                 ranks.kill()
@@ -54,70 +64,73 @@ def kill_all(run: Run) -> str:
             counted += saved_step(folder) > before
         with Ranks(2) as ranks:
             ranks.run(train_and_save, corpus, folder, 0.0)
-        again = 0
-        for rank in range(2):
-            made: dict[int, int] = {}
-            for step, digests in logged(folder, rank):
-                assert digests == reference[rank][step - 1], f"rank {rank}, step {step}: other packs"
-                made[step] = made.get(step, 0) + 1
-            assert sorted(made) == list(range(1, total + 1)), "steps are missing"
-            again += sum(made.values()) - total
-    packs = sum(len(step) for one in reference for step in one)
+        repeated = sum(check_log(folder, rank, reference[rank]) for rank in range(2))
+    packs = sum(len(step) for steps in reference for step in steps)
     return (
-        f"{counted} kills after new progress, of {starts}; {total} steps, {packs:,} packs, 3 epochs; {again} "
+        f"{counted} kills after new progress, of {starts}; {total} steps, {packs:,} packs, 3 epochs; {repeated} "
         "batches made twice, all identical; 0 lost, 0 twice"
     )
 
 
 def train_and_save(corpus: Corpus, folder: Path, pause: float) -> None:
-    """In a rank: a run that logs what it is handed and saves the stream's state now and then."""
+    """In a rank: resume, log the packs of every step, and save the loader's state every few steps."""
     rank = dist.get_rank()
     loader = PackedDataLoader(corpus.dataset(), batch_size=2, num_workers=2)
     step = 0
-    place = folder / "state.pt"
-    if place.exists():
-        saved = unpack(place.read_bytes())
+    path = folder / "state.pt"
+    if path.exists():
+        saved = load_state(path.read_bytes())
         step = saved["step"]
         loader.load_state_dict(saved["stream"])
     with (folder / f"log-{rank}").open("a") as log:
-        log.write("\n")  # after half a line, perhaps
+        log.write("\n")  # a kill may have left half a line
         for batch in loader:
             step += 1
-            log.write(json.dumps([step, [s.digest.hex() for s in seen(batch)]]) + "\n")
+            log.write(json.dumps([step, [pack.digest.hex() for pack in record_packs(batch)]]) + "\n")
             log.flush()
             time.sleep(pause)
             if step % SAVE_EVERY == 0:
                 state = loader.state_dict()
                 if rank == 0:
-                    part = place.with_suffix(".part")
-                    part.write_bytes(pack({"step": step, "stream": state}))
-                    part.replace(place)
+                    temporary = path.with_suffix(".part")
+                    temporary.write_bytes(save_state({"step": step, "stream": state}))
+                    temporary.replace(path)
 
 
 def saved_step(folder: Path) -> int:
-    """Of the saved state; 0 without one."""
-    place = folder / "state.pt"
-    return int(unpack(place.read_bytes())["step"]) if place.exists() else 0
+    """Return the step of the saved state, 0 if there is none."""
+    path = folder / "state.pt"
+    return int(load_state(path.read_bytes())["step"]) if path.exists() else 0
 
 
-def last_step(folder: Path) -> int:
-    """The last one that rank 0 logged."""
-    return max((step for step, _ in logged(folder, 0)[-2:]), default=0)
+def last_logged_step(folder: Path) -> int:
+    """Return the last step that rank 0 logged, 0 if there is none."""
+    return max((step for step, _ in read_log(folder, 0)[-2:]), default=0)
 
 
-def logged(folder: Path, rank: int) -> list[tuple[int, list[str]]]:
-    """What a rank wrote, but for lines that a kill cut off."""
+def read_log(folder: Path, rank: int) -> list[tuple[int, list[str]]]:
+    """Return the steps that a rank logged with the digests of their packs; lines that a kill cut off are left out."""
     lines = []
     with suppress(FileNotFoundError):
         for text in (folder / f"log-{rank}").read_text().splitlines():
             with suppress(ValueError):
                 lines.append((*json.loads(text),))
-    return lines  # type: ignore[return-value]
+    return lines
+
+
+def check_log(folder: Path, rank: int, reference: list[list[str]]) -> int:
+    """Check that a rank logged every step, always with the reference's packs; return how many steps it repeated."""
+    times: Counter[int] = Counter()
+    for step, digests in read_log(folder, rank):
+        assert digests == reference[step - 1], f"rank {rank}, step {step}: other packs"
+        times[step] += 1
+    assert sorted(times) == list(range(1, len(reference) + 1)), f"rank {rank}: steps are missing"
+    return times.total() - len(reference)
 
 
 @job("kill-rank", "SIGKILL of a rank: its peers raise in under 10 s, its workers go with it", limit=240)
 def kill_rank(run: Run) -> str:
-    """3 ranks x 2 workers; each rank in turn."""
+    """Kill each of 3 ranks x 2 workers in turn."""
     kills = run.count(15, 2)
     rng = random.Random(2)
     slowest = 0.0
@@ -126,102 +139,105 @@ def kill_rank(run: Run) -> str:
         run.progress(number, kills, "kills")
         victim = number % 3
         with Ranks(3) as ranks:
-            ranks.start(until_it_breaks, corpus)
+            ranks.start(iterate_until_error, corpus)
             time.sleep(0.5 + rng.random())
             killed = time.monotonic()
             os.kill(ranks.processes[victim].pid, signal.SIGKILL)
-            results = ranks.collect(SOON + 5, dead=(victim,))
+            results = ranks.collect(MAX_DELAY + 5, dead=(victim,))
             for rank, result in enumerate(results):
                 if rank != victim:
                     raised, error, steps = result
                     assert raised > killed, f"rank {rank} had ended before the kill: {error}"
                     assert steps, "the kill came before the first step"
                     slowest = max(slowest, raised - killed)
-            ranks.wait_until_gone(killed + SOON)
-    assert slowest < SOON
+            ranks.wait_for_exit(killed + MAX_DELAY)
+    assert slowest < MAX_DELAY
     return f"{kills} kills of one of 3 ranks; the slowest peer raised after {slowest:.2f} s; no worker outlived a rank"
 
 
-def until_it_breaks(corpus: Corpus) -> Leaving:
-    """In a rank: when it raised, what, and after how many steps. An error ends a training process; so here."""
+def iterate_until_error(corpus: Corpus) -> ExitWith:
+    """In a rank: return when iterating raised, what, and after how many steps; then exit, as training would."""
     steps = 0
     try:
         for _ in PackedDataLoader(corpus.dataset(), batch_size=2, num_workers=2, timeout=600):
             steps += 1
             time.sleep(0.005)
     except Exception as error:
-        return Leaving((time.monotonic(), f"{type(error).__name__}: {error}", steps))
+        return ExitWith((time.monotonic(), f"{type(error).__name__}: {error}", steps))
     raise AssertionError("an endless stream ended")
 
 
 @job("error", "an error on one rank is raised on all in under 10 s", limit=120)
 def error(run: Run) -> str:
-    """A row that cannot be encoded, early, late and in the middle; 3 ranks."""
+    """Iterate over a row that cannot be encoded, early, in the middle and late, on 3 ranks."""
     slowest, cases = 0.0, 0
     with Ranks(3) as ranks:
         for workers in (0, 2):
             for bad in (0, 5, 1000, 1799)[: run.count(4, 2)]:
                 begun = time.monotonic()
-                results = ranks.run(what_it_raises, Corpus.make(1800, num_lanes=12, epochs=2), bad, workers)
-                slowest = max(slowest, *(raised - said for raised, said, *_ in results))
-                own = [text for *_, name, text in results if name == "ValueError"]
-                others = [text for *_, name, text in results if name == "RuntimeError"]
+                corpus = Corpus.make(1800, num_lanes=12, epochs=2)
+                results = ranks.run(iterate_bad_row, corpus, bad, workers)
+                slowest = max(slowest, *(delay for delay, *_ in results))
+                own = [text for _, name, text in results if name == "ValueError"]
+                others = [text for _, name, text in results if name == "RuntimeError"]
                 assert len(own) == 1, results
-                assert f"sample {bad}: is out of order" in own[0]
+                assert f"sample {bad}: cannot be encoded" in own[0]
                 assert len(others) == 2, results
                 assert all(own[0] in text for text in others), results
                 assert time.monotonic() - begun < 60
                 cases += 1
-    assert slowest < SOON
+    assert slowest < MAX_DELAY
     return f"{cases} bad rows on 3 ranks, workers 0 and 2; the slowest rank raised {slowest:.2f} s after its last batch"
 
 
-def what_it_raises(corpus: Corpus, bad: int, workers: int) -> tuple[float, float, str, str]:
-    """In a rank: when, the time of the last batch, what."""
+def iterate_bad_row(corpus: Corpus, bad: int, workers: int) -> tuple[float, str, str]:
+    """In a rank: return the seconds from the last batch to the error, the error's type and its message."""
     broken = Corpus(corpus.lengths, None, corpus.settings, bad=bad)
     last = time.monotonic()
     try:
         for _ in PackedDataLoader(broken.dataset(), batch_size=2, num_workers=workers, timeout=600):
             last = time.monotonic()
     except Exception as caught:
-        return time.monotonic(), last, type(caught).__name__, str(caught)
+        return time.monotonic() - last, type(caught).__name__, str(caught)
     raise AssertionError("no error")
 
 
-@job("kill-worker", "SIGKILL of a worker, 20 times, and once too often", limit=240)
+@job(
+    "kill-worker", "SIGKILL of a worker, 20 times: restarted, the same packs; the 21st is an error", limit=240
+)
 def kill_worker(run: Run) -> str:
-    """2 ranks x 2 workers: healed and identical; then every rank raises."""
+    """Kill workers of 2 ranks x 2 workers: the run goes on unchanged; one kill too many raises on both ranks."""
     kills = run.count(20, 3)
-    # Packs so large that few of them lie ready between worker and trainer: a death is noticed behind them.
+    # Large packs, so that few of them are queued between worker and trainer: a death is noticed only after those.
     corpus = Corpus.make(kills * 400, longest=900, max_seq_len=1536, epochs=2)
     with Ranks(2) as ranks:
-        rides = ranks.run(ride, corpus)
-        check_exactly(together(rides), corpus, times=2)
-        healed = ranks.run(with_dying_workers, corpus, kills, timeout=200)
-        for rank, (steps, restarts) in enumerate(healed):
-            assert restarts == kills, f"rank {rank} mended {restarts} workers of {kills}"
-            assert steps == rides[rank].steps, f"rank {rank} was handed other packs"
-        raised = ranks.run(once_too_often, corpus, kills, timeout=200)
-        slowest = max(when for when, _ in raised) - min(killed for _, killed in raised if killed)
-        assert slowest < SOON
+        results = ranks.run(run_rank, corpus)
+        check_coverage(global_steps(results), corpus, epochs=2)
+        killed = ranks.run(iterate_killing_workers, corpus, kills, timeout=200)
+        for rank, (steps, restarts) in enumerate(killed):
+            assert restarts == kills, f"rank {rank} restarted {restarts} workers of {kills}"
+            assert steps == results[rank].steps, f"rank {rank} returned other packs"
+        raised = ranks.run(exceed_max_restarts, corpus, kills, timeout=200)
+        slowest = max(when for when, _ in raised) - min(kill for _, kill in raised if kill)
+        assert slowest < MAX_DELAY
     return (
-        f"{kills} kills on each of 2 ranks: {len(rides[0].steps)} steps identical; one kill more than "
+        f"{kills} kills on each of 2 ranks: {len(results[0].steps)} steps identical; one kill more than "
         f"max_worker_restarts={kills}: both raised within {slowest:.2f} s"
     )
 
 
-def with_dying_workers(corpus: Corpus, kills: int) -> tuple[list[list[Seen]], int]:
-    """In a rank: its steps, and how often a worker was made again."""
+def iterate_killing_workers(corpus: Corpus, kills: int) -> tuple[list[Step], int]:
+    """In a rank: kill workers at random, and return the steps and how many workers were restarted."""
     rng = random.Random(dist.get_rank())
     loader = PackedDataLoader(corpus.dataset(), batch_size=2, num_workers=2, max_worker_restarts=kills)
     iterator = iter(loader)
-    steps: list[list[Seen]] = []
+    steps: list[Step] = []
     killed = 0
     while (batch := next(iterator, None)) is not None:
-        steps.append(seen(batch))
-        workers: list[Any] = iterator.rank_batches.streams  # type: ignore[attr-defined]
+        steps.append(record_packs(batch))
+        workers: list[Any] = iterator.rank_batches.streams
         restarts = sum(worker.restarts for worker in workers)
-        # The next one only when the last was noticed: two deaths of one process are one.
+        # Not before the last kill was noticed: two deaths of one process count once.
         if restarts == killed < kills and len(steps) > 3:
             time.sleep(rng.random() * 0.01)
             os.kill(workers[rng.randrange(2)].process.pid, signal.SIGKILL)
@@ -229,8 +245,8 @@ def with_dying_workers(corpus: Corpus, kills: int) -> tuple[list[list[Seen]], in
     return steps, sum(worker.restarts for worker in workers)
 
 
-def once_too_often(corpus: Corpus, kills: int) -> tuple[float, float]:
-    """In a rank: when it raised, and when rank 0 killed its worker for the last time."""
+def exceed_max_restarts(corpus: Corpus, kills: int) -> tuple[float, float]:
+    """In a rank: kill a worker of rank 0 ``kills + 1`` times; return when it raised, and the last kill."""
     loader = PackedDataLoader(
         corpus.dataset(), batch_size=2, num_workers=2, max_worker_restarts=kills, timeout=600
     )
@@ -239,7 +255,7 @@ def once_too_often(corpus: Corpus, kills: int) -> tuple[float, float]:
     killed = 0
     try:
         while next(iterator, None) is not None:
-            worker: Any = iterator.rank_batches.streams[1]  # type: ignore[attr-defined]
+            worker: Any = iterator.rank_batches.streams[1]
             if dist.get_rank() == 0 and worker.restarts == killed <= kills:
                 last = time.monotonic()
                 os.kill(worker.process.pid, signal.SIGKILL)

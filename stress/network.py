@@ -1,4 +1,4 @@
-"""Shards behind servers that are not ours: the packs of local files, and nginx's own log of what that took."""
+"""Shards behind nginx and S3: the same packs as from local files, and the bytes that nginx's log counts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,31 +16,31 @@ import numpy as np
 
 from streampack import IterablePackedDataset, JSONLSource
 from streampack.sources import ParquetSource
-from stress.corpus import Numbers, ride, together
+from stress.corpus import Numbers, RankResult, global_steps, run_rank
 from stress.job import Run, job
-from stress.kills import last_step, logged, saved_step, train_and_save
+from stress.kills import check_log, last_logged_step, saved_step, train_and_save
 from stress.ranks import Ranks
 from stress.servers import Moto, Nginx
 
 KINDS = ("parquet", "jsonl")
-COLUMNS = ["i", "n", "text"]  # "other" is in the Parquet files, and nobody asks for it
+COLUMNS = ["i", "n", "text"]  # the Parquet files also have "other", which is not read
 LANES = 8
-GROUPS = 4  # in a Parquet file
-MOST = 1.05  # times the bytes that are used
+GROUPS = 4  # row groups of a Parquet file
+MAX_OVERHEAD = 1.05  # bytes sent over bytes used
 BUCKET = "bucket"
 
 
 @dataclass(frozen=True)
 class Shards:
-    """Files of one kind, here or behind a URL, as `stress.kills` takes a corpus."""
+    """Files of one kind, local or behind URLs; has the `dataset` method of `stress.corpus.Corpus`."""
 
     kind: str
     paths: tuple[str, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def dataset(self) -> IterablePackedDataset:
-        """A new one, as a new process would make it."""
-        # Within the 60 s that `ride` lets the other rank wait.
+        """Build a new dataset, as a new process would."""
+        # Within the 60 s after which `run_rank` gives up on another rank.
         settings: Any = {"storage_options": self.options, "retries": 3, "timeout": 10.0}
         if self.kind == "parquet":
             source: Any = ParquetSource(self.paths, columns=COLUMNS, **settings)
@@ -57,8 +57,8 @@ class Shards:
         )
 
 
-Place = Callable[[str, list[str]], Shards]
-"""(kind, names) -> those files, behind a URL."""
+MakeRemote = Callable[[str, list[str]], Shards]
+"""Function (kind, file names) -> those files behind URLs."""
 
 
 @job(
@@ -67,51 +67,51 @@ Place = Callable[[str, list[str]], Shards]
     limit=500,
 )
 def nginx(run: Run) -> str:
-    """2 ranks x 2 workers, killed in the middle."""
+    """Run 2 ranks x 2 workers over shards of both kinds, whole and killed in the middle."""
     with tempfile.TemporaryDirectory() as name:
         root = Path(name) / "root"
         with Nginx(Path(name) / "nginx", root=root) as server:
             used = write(run, root)
 
-            def there(kind: str, names: list[str]) -> Shards:
+            def remote(kind: str, names: list[str]) -> Shards:
                 return Shards(kind, tuple(f"{server.url}/{each}" for each in names))
 
-            return "; ".join(compare(run, kind, root, used[kind], server, there) for kind in KINDS)
+            return "; ".join(compare(run, kind, root, used[kind], server, remote) for kind in KINDS)
 
 
-@job("s3", "the same behind moto's S3, through s3fs; nginx stands in front, and counts", limit=500)
+@job("s3", "the same behind moto's S3, through s3fs, with nginx as a proxy that counts", limit=500)
 def s3(run: Run) -> str:
-    """2 ranks x 2 workers, killed in the middle."""
+    """Run 2 ranks x 2 workers over shards of both kinds, whole and killed in the middle."""
     with tempfile.TemporaryDirectory() as name, Moto() as moto:
         root = Path(name) / "root"
         with Nginx(Path(name) / "nginx", proxied=moto.port) as server:
             used = write(run, root)
-            with Ranks(1, join=False) as one:  # a client leaves threads behind
-                one.run(upload, root, server.url)
+            with Ranks(1, join=False) as process:  # an S3 client leaves threads behind
+                process.run(upload, root, server.url)
             options = {"key": "key", "secret": "secret", "endpoint_url": server.url}
 
-            def there(kind: str, names: list[str]) -> Shards:
+            def remote(kind: str, names: list[str]) -> Shards:
                 return Shards(kind, tuple(f"s3://{BUCKET}/{each}" for each in names), options)
 
-            return "; ".join(compare(run, kind, root, used[kind], server, there) for kind in KINDS)
+            return "; ".join(compare(run, kind, root, used[kind], server, remote) for kind in KINDS)
 
 
-def compare(run: Run, kind: str, root: Path, used: int, server: Nginx, there: Place) -> str:
-    """Runs over the network beside one over local files; what is to be said of them."""
+def compare(run: Run, kind: str, root: Path, used: int, server: Nginx, remote_of: MakeRemote) -> str:
+    """Compare runs over the network, whole and killed, with one over local files; return a summary."""
     names = sorted(path.name for path in root.glob(f"*.{kind}"))
-    here, far = Shards(kind, tuple(str(root / name) for name in names)), there(kind, names)
+    local, remote = Shards(kind, tuple(str(root / name) for name in names)), remote_of(kind, names)
     with Ranks(2) as ranks:
-        rides = ranks.run(ride, here, timeout=200)
-    packs = sum(map(len, together(rides)))
-    reference = [[[pack.digest.hex() for pack in step] for step in one.steps] for one in rides]
+        results = ranks.run(run_rank, local, timeout=200)
+    packs = sum(map(len, global_steps(results)))
+    reference = hex_digests(results)
     steps = len(reference[0])
 
-    since = len(server.sent())
+    since = len(server.responses())
     with Ranks(2) as ranks:
-        rides = ranks.run(partial(ride, workers=2), far, timeout=200)
-    assert [[[pack.digest.hex() for pack in step] for step in one.steps] for one in rides] == reference
-    whole = ranged(server, since)
-    assert whole.bytes <= MOST * used, f"{whole.bytes:,} bytes of {kind} were read and {used:,} are used"
+        results = ranks.run(partial(run_rank, workers=2), remote, timeout=200)
+    assert hex_digests(results) == reference
+    whole = traffic(server, since)
+    assert whole.bytes <= MAX_OVERHEAD * used, f"{whole.bytes:,} bytes of {kind} were sent, {used:,} are used"
 
     kills, rng = run.count(3, 1), random.Random(1)
     with tempfile.TemporaryDirectory() as name:
@@ -119,22 +119,22 @@ def compare(run: Run, kind: str, root: Path, used: int, server: Nginx, there: Pl
         for number in range(kills):
             target = steps * (number + 1) // (kills + 1) + rng.randrange(4)
             with Ranks(2) as ranks:
-                ranks.start(train_and_save, far, folder, 0.0)
+                ranks.start(train_and_save, remote, folder, 0.0)
                 deadline = time.monotonic() + 100
-                while last_step(folder) < target:
+                while last_logged_step(folder) < target:
                     assert time.monotonic() < deadline, f"step {target} of {steps} was not reached"
                     time.sleep(0.002)
                 ranks.kill()
-        since, left = len(server.sent()), 1 - saved_step(folder) / steps
+        since, left = len(server.responses()), 1 - saved_step(folder) / steps
         with Ranks(2) as ranks:
-            ranks.run(train_and_save, far, folder, 0.0, timeout=200)
-        rest = ranged(server, since)
+            ranks.run(train_and_save, remote, folder, 0.0, timeout=200)
+        rest = traffic(server, since)
         for rank, expected in enumerate(reference):
-            made = dict(logged(folder, rank))
-            assert sorted(made) == list(range(1, steps + 1)), f"rank {rank}: steps are missing"
-            assert all(digests == expected[step - 1] for step, digests in logged(folder, rank)), "other packs"
-    again = LANES / (GROUPS * len(names))  # each lane begins in the middle of a row group, or a window
-    assert rest.bytes < (left + again + 0.05) * whole.bytes, (
+            check_log(folder, rank, expected)
+    repeated = LANES / (
+        GROUPS * len(names)
+    )  # each lane resumes within a row group or a window, and reads it again
+    assert rest.bytes < (left + repeated + 0.05) * whole.bytes, (
         f"{rest.bytes:,} bytes for {left:.0%} of {whole.bytes:,}"
     )
     return (
@@ -144,33 +144,38 @@ def compare(run: Run, kind: str, root: Path, used: int, server: Nginx, there: Pl
     )
 
 
+def hex_digests(results: Sequence[RankResult]) -> list[list[list[str]]]:
+    """Return the digests of all packs, by rank and step."""
+    return [[[pack.digest.hex() for pack in step] for step in result.steps] for result in results]
+
+
 class Traffic(NamedTuple):
-    """What a run took."""
+    """Requests and bytes of a run."""
 
     requests: int
     bytes: int
 
 
-def ranged(server: Nginx, since: int) -> Traffic:
-    """What nginx sent since then. All of it ranges, but for what a kill cut off."""
-    time.sleep(0.2)  # it writes its log after the client has the answer
-    sent = server.sent(since=since)
+def traffic(server: Nginx, since: int) -> Traffic:
+    """Count what nginx sent from line ``since`` of its log on, and check that every request was for a range."""
+    time.sleep(0.2)  # nginx writes its log after the client has the answer
+    sent = server.responses(since=since)
     whole = [each for each in sent if each.status != 206 or not each.range.startswith("bytes=")]
     assert not whole, f"not a range: {whole[0]}"
     return Traffic(len(sent), sum(each.body for each in sent))
 
 
 def write(run: Run, root: Path) -> dict[str, int]:
-    """Shards of both kinds, with the same rows. Of each kind, the bytes that a run uses."""
+    """Write shards of both kinds with the same rows; return the bytes that a run uses of each kind."""
     root.mkdir()
-    with Ranks(1, join=False) as one:  # pyarrow leaves threads behind
-        [used] = one.run(write_shards, root, run.count(64, 6), run.count(1200, 1500), timeout=200)
+    with Ranks(1, join=False) as process:  # pyarrow leaves threads behind
+        [used] = process.run(write_shards, root, run.count(64, 6), run.count(1200, 1500), timeout=200)
     found: dict[str, int] = used
     return found
 
 
 def write_shards(root: Path, shards: int, per_shard: int) -> dict[str, int]:
-    """In a process of its own. Rows of some 1.5 kB, as short web pages."""
+    """In a process of its own: write rows of some 1.5 kB, like short web pages."""
     import pyarrow
     from pyarrow import parquet
 
@@ -189,7 +194,7 @@ def write_shards(root: Path, shards: int, per_shard: int) -> dict[str, int]:
         used["jsonl"] += text.stat().st_size
         path = root / f"{shard:03}.parquet"
         table = pyarrow.Table.from_pylist([{**row, "other": row["text"][::-1]} for row in rows])
-        # Statistics of whole texts would make the footers, which each of four workers reads, 1.6 % of the files.
+        # With statistics of the texts, the footers, which each of four workers reads, would be 1.6 % of the files.
         parquet.write_table(table, path, row_group_size=per_shard // GROUPS, write_statistics=["i", "n"])
         footer = parquet.read_metadata(path)
         used["parquet"] += footer.serialized_size + 8
@@ -200,8 +205,8 @@ def write_shards(root: Path, shards: int, per_shard: int) -> dict[str, int]:
 
 
 def upload(root: Path, url: str) -> None:
-    """In a process of its own."""
-    import boto3  # moto brings it
+    """In a process of its own: upload all files of a folder to the S3 server."""
+    import boto3  # a dependency of moto
 
     client = boto3.client(
         "s3",

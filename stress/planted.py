@@ -1,4 +1,4 @@
-"""Twenty known bugs of such systems, each as a patch of the library.
+"""Twenty known bugs of streaming loaders, each as a patch of streampack.
 
 As a pytest plugin (``python -m pytest -p stress.planted``) it plants the bug that ``STRESS_BUG`` names.
 """
@@ -14,10 +14,9 @@ from streampack.accounting import Ledger
 from streampack.distributed.rank_sync import Agreement, RankSync
 from streampack.loader import iteration, merge, workers
 from streampack.loader.workers import Worker
-from streampack.packing import batch as collate
+from streampack.packing import batch
 from streampack.packing.planner import Planner
-from streampack.sources import map_style as mapstyle
-from streampack.sources import shuffling as window
+from streampack.sources import map_style, shuffling
 from streampack.streaming.dataset import STATE_VERSION
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_state import LaneState
@@ -46,13 +45,13 @@ def _set(owner: Any, name: str, value: Any) -> None:
 
 @bug
 def aliased_state() -> None:
-    """A state holds the live dictionary, which changes as the stream goes on."""
+    """A state shares its dictionary with the stream, which goes on changing it."""
 
     def _state_with(
         self: IterablePackedDataset, lanes: Mapping[int, Mapping[str, Any]], *, epoch: int | None = None
     ) -> dict[str, Any]:
         if getattr(self, "_live", None) is None:
-            self._live: dict[int, Any] = {}  # type: ignore[misc]
+            self._live: dict[int, Any] = {}
         self._live.clear()
         self._live.update(lanes)
         return {
@@ -68,23 +67,22 @@ def aliased_state() -> None:
 
 @bug
 def cursor_off_by_one() -> None:
-    """The cursor of a row is that of the next."""
+    """Each row has the next row's cursor."""
 
     def cursor(self: Any) -> tuple[int, ...]:
         return (self.index + 1,)
 
-    _set(mapstyle._Rows, "cursor", property(cursor))
+    _set(map_style._Rows, "cursor", property(cursor))
 
     def following(self: Any) -> tuple[int, ...]:
         return (*self.kept[:-1], self.kept[-1] + 1)
 
-    # Rows have theirs from the same place.
-    _set(window.InOrder, "cursor", property(following, lambda self, place: setattr(self, "kept", place)))
+    _set(shuffling.InOrder, "cursor", property(following, lambda self, place: setattr(self, "kept", place)))
 
 
 @bug
 def state_of_rank_0_only() -> None:
-    """The lanes of the other ranks are not in the state."""
+    """A state lacks the lanes of ranks other than 0."""
 
     def merge(self: RankSync, lanes: Mapping[int, Any]) -> dict[int, Any]:
         mine = {lane: state for lane, state in lanes.items() if lane % self.world_size == self.rank}
@@ -95,7 +93,7 @@ def state_of_rank_0_only() -> None:
 
 
 def _restoring(change: Callable[[LaneState], None]) -> None:
-    """Plant a bug in what a lane takes from its state."""
+    """Plant a change of the state that a lane restores."""
     good = Lane._restore
 
     def restore(self: Lane, state: LaneState) -> None:
@@ -108,7 +106,7 @@ def _restoring(change: Callable[[LaneState], None]) -> None:
 
 @bug
 def lost_buffer() -> None:
-    """What waited when the state was taken is not read again; the ledger is made to agree."""
+    """A resume does not read the waiting pieces again; the ledger is changed to agree."""
 
     def change(state: LaneState) -> None:
         state.ledger.tokens_in -= state.ledger.buffered
@@ -119,12 +117,12 @@ def lost_buffer() -> None:
 
 @bug
 def stale_lanes_win() -> None:
-    """Every rank puts all lanes into the state, those of others as they were when it began."""
+    """Every rank puts all lanes into the state, other ranks' lanes as they were when it started."""
     good_load, good_merge = PackedDataLoader.load_state_dict, RankSync.merge
 
     def load_state_dict(self: PackedDataLoader, state: Mapping[str, Any]) -> None:
         good_load(self, state)
-        self.rank_sync.stale = dict(state["lanes"])  # type: ignore[attr-defined]
+        self.rank_sync.stale = dict(state["lanes"])
 
     def merge(self: RankSync, lanes: Mapping[int, Any]) -> dict[int, Any]:
         if self.alone:
@@ -138,7 +136,7 @@ def stale_lanes_win() -> None:
 
 @bug
 def bitmap_shifted_by_one() -> None:
-    """The bits of the consumed pieces are one off."""
+    """The bitmap of consumed pieces is shifted by one."""
 
     def change(state: LaneState) -> None:
         state.consumed >>= 1
@@ -148,7 +146,7 @@ def bitmap_shifted_by_one() -> None:
 
 @bug
 def offset_not_restored() -> None:
-    """A sample that was split begins anew; the ledger is made to agree."""
+    """A split sample starts again from its beginning; the ledger is changed to agree."""
 
     def change(state: LaneState) -> None:
         state.ledger.packed -= state.offset
@@ -159,13 +157,13 @@ def offset_not_restored() -> None:
 
 @bug
 def drop_counted_twice() -> None:
-    """A replay books what it drops once more."""
+    """A resume counts samples dropped before the state a second time."""
     good = PieceReader._pieces
 
     def pieces(self: PieceReader, row: Any, *, replay: bool) -> Any:
         before = self.next_number
         found = good(self, row, replay=False)
-        if replay:  # booking numbers a dropped row too; keep the replay itself in step
+        if replay:  # counting also numbers a dropped row; undo that, or the resume itself would fail
             self.next_number = before
         return found
 
@@ -174,32 +172,32 @@ def drop_counted_twice() -> None:
 
 @bug
 def window_key_without_start() -> None:
-    """All windows of a lane are permuted alike."""
-    good = window.permutation
-    _set(window, "permutation", lambda count, *key: good(count, *key[:3]))
+    """All windows of a lane have the same permutation."""
+    good = shuffling.permutation
+    _set(shuffling, "permutation", lambda count, *key: good(count, *key[:3]))
 
 
 @bug
 def epoch_not_in_key() -> None:
-    """Every epoch has the order of the first."""
-    good = window.permutation
+    """Every epoch has the first one's order."""
+    good = shuffling.permutation
 
     def permutation(count: int, seed: int, epoch: int, *key: int) -> Any:
         return good(count, seed, 0, *key)
 
-    _set(window, "permutation", permutation)
-    _set(mapstyle, "permutation", permutation)
+    _set(shuffling, "permutation", permutation)
+    _set(map_style, "permutation", permutation)
 
 
 @bug
 def merged_in_arrival_order() -> None:
-    """Workers' packs come in the order of the workers, not of the lanes."""
+    """Packs are merged in the order of the workers, not of the lanes."""
     _set(merge, "_turn", lambda event: (0, 0))
 
 
 @bug
-def lane_end_filed_too_early() -> None:
-    """A lane is booked as ended while its last packs wait to be handed over."""
+def lane_end_recorded_too_early() -> None:
+    """A state says that a lane has ended before its last packs are returned."""
     good = iteration.Iteration._make
 
     def make(self: Any) -> Any:
@@ -213,8 +211,8 @@ def lane_end_filed_too_early() -> None:
 
 
 @bug
-def states_filed_when_made() -> None:
-    """A state counts packs that are not handed over yet."""
+def state_ahead_of_packs() -> None:
+    """A state counts packs that were made and not returned yet."""
     good = iteration.Iteration._make
 
     def make(self: Any) -> Any:
@@ -228,21 +226,21 @@ def states_filed_when_made() -> None:
 
 @bug
 def null_packs_train() -> None:
-    """The labels of a null pack count."""
-    good = collate.null_pack
+    """Null packs are trained on."""
+    good = batch.null_pack
 
     def null_pack(max_seq_len: int, *, padding_idx: int = 0) -> Pack:
         pack = good(max_seq_len, padding_idx=padding_idx)
         pack.labels = pack.tokens.copy()
         return pack
 
-    _set(collate, "null_pack", null_pack)
+    _set(batch, "null_pack", null_pack)
     _set(iteration, "null_pack", null_pack)
 
 
 @bug
 def one_epoch_too_many() -> None:
-    """The last epoch is off by one."""
+    """A run has one epoch more than it should."""
 
     def _last_epoch(self: IterablePackedDataset) -> int | None:
         return None if self.epochs is None else self.epoch + self.epochs
@@ -252,7 +250,7 @@ def one_epoch_too_many() -> None:
 
 @bug
 def ledger_not_restored() -> None:
-    """Counts begin anew at a resume, but for what the invariant of the ledger needs."""
+    """A resume starts the ledger at 0, apart from what its invariant needs."""
 
     def change(state: LaneState) -> None:
         state.ledger = Ledger(tokens_in=state.ledger.buffered)
@@ -262,7 +260,7 @@ def ledger_not_restored() -> None:
 
 @bug
 def buffer_order_changed() -> None:
-    """What waits is put back in another order, but for the oldest."""
+    """A resume reverses the order of the waiting pieces behind the oldest."""
     good = Planner.restore
 
     def restore(self: Planner[Any], waiting: Any, *, offset: int) -> None:
@@ -273,7 +271,7 @@ def buffer_order_changed() -> None:
 
 
 @bug
-def lanes_counted_anew() -> None:
+def num_lanes_recomputed() -> None:
     """A resume takes the number of lanes from its own ranks and workers, not from the state."""
     good = IterablePackedDataset.load_state_dict
 
@@ -286,26 +284,26 @@ def lanes_counted_anew() -> None:
 
 
 @bug
-def mended_from_the_start() -> None:
-    """A worker that died begins again where it began, not where it stopped."""
+def worker_restarted_from_the_start() -> None:
+    """A restarted worker continues where it began, not where it stopped."""
     good_init, good_next = Worker.__init__, Worker.__next__
 
     def init(self: Worker, *args: Any, **settings: Any) -> None:
         good_init(self, *args, **settings)
-        self.first_states = dict(self.lane_states)  # type: ignore[attr-defined]
+        self.first_states = dict(self.lane_states)
 
-    def following(self: Worker) -> Any:
+    def next_event(self: Worker) -> Any:
         event = good_next(self)
-        self.lane_states = dict(self.first_states)  # type: ignore[attr-defined]
+        self.lane_states = dict(self.first_states)
         return event
 
     _set(workers.Worker, "__init__", init)
-    _set(workers.Worker, "__next__", following)
+    _set(workers.Worker, "__next__", next_event)
 
 
 @bug
 def ranks_do_not_agree() -> None:
-    """A rank that has no more data stops, whatever the others have."""
+    """A rank without more data stops, whatever the others have."""
 
     def agree(self: RankSync, count: int, *, failed: bool = False) -> Agreement:
         return OwnAgreement(count, failed=failed)

@@ -1,4 +1,4 @@
-"""Ranks on this machine that can be given work, one job after another, and killed."""
+"""Ranks on this machine that run one job after another and can be killed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from streampack.distributed.rank_sync import Agreement, verdict
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 class RankError(AssertionError):
@@ -31,20 +31,20 @@ class RankError(AssertionError):
 
 
 @dataclass(frozen=True)
-class Leaving:
-    """What a job returns that is its process's last: the process ends at once, as by an error that nobody catches."""
+class ExitWith:
+    """Return value of a job whose process is to exit at once, as after an uncaught error."""
 
     value: Any
 
 
 class Ranks:
-    """Processes that are ranks of one another over gloo, and with their workers one process group of the system.
+    """Processes that are ranks of one torch process group (gloo); with their workers they share one Unix process group.
 
-    They are forked, so that starting 50 times costs seconds: whoever makes them must have no threads.
+    They are forked, which is fast: 50 starts take seconds. The process that makes them must have no threads.
 
     Args:
-        size: how many.
-        join: make the process group of torch. Without, they find in their environment what torchrun would say.
+        size: number of ranks.
+        join: initialise torch's process group. False: set the environment variables that torchrun would set.
     """
 
     def __init__(self, size: int, *, join: bool = True) -> None:
@@ -57,8 +57,8 @@ class Ranks:
         self.processes: list[Any] = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            # The ends that this process keeps of the others' pipes are closed in the child: a rank that dies must
-            # be seen as dead.
+            # The child closes the ends of the others' pipes that it inherits: otherwise the death of a rank would not
+            # close its pipe.
             arguments = (rank, size, str(store), port, theirs, [*self.pipes, ours])
             process = context.Process(target=_serve, args=arguments)
             process.start()
@@ -77,13 +77,13 @@ class Ranks:
         self.kill()
 
     def start(self, job: Callable[..., Any], *arguments: Any) -> None:
-        """Every rank begins ``job(*arguments)``."""
+        """Start ``job(*arguments)`` on every rank."""
         for pipe in self.pipes:
             with suppress(BrokenPipeError):
                 pipe.send((job, arguments))
 
     def collect(self, timeout: float = 120, *, dead: tuple[int, ...] = ()) -> list[Any]:
-        """What the ranks' jobs returned, by rank; None for ``dead`` ones.
+        """Return the results of the ranks' jobs, by rank; None for ``dead`` ranks.
 
         Raises:
             RankError: if a job raised, or is not done in ``timeout`` seconds.
@@ -98,51 +98,49 @@ class Ranks:
                     f"ranks {sorted(waiting.values())} of {self.size} still ran after {timeout} s"
                 )
             for pipe in ready:
-                rank = waiting.pop(pipe)  # type: ignore[call-overload]
+                rank = waiting.pop(pipe)
                 try:
-                    well, results[rank] = pipe.recv()  # type: ignore[union-attr]
+                    succeeded, results[rank] = pipe.recv()
                 except (EOFError, ConnectionResetError):
                     raise RankError(f"rank {rank} of {self.size} died") from None
-                if not well:
+                if not succeeded:
                     raise RankError(f"rank {rank} of {self.size}:\n{results[rank]}")
         return results
 
     def run(self, job: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:
-        """`start` and `collect`."""
+        """Run ``job(*arguments)`` on every rank and return the results, by rank; see `collect`."""
         self.start(job, *arguments)
         return self.collect(timeout)
 
     def kill(self) -> None:
-        """SIGKILL to all at once, workers included."""
+        """Send SIGKILL to all ranks and workers, and wait until they have ended."""
         with suppress(ProcessLookupError):
             os.killpg(self.group, signal.SIGKILL)
         for process in self.processes:
             process.join()
         for pipe in self.pipes:
             pipe.close()
-        self.wait_until_gone(time.monotonic() + 10)
+        self.wait_for_exit(time.monotonic() + 10)
         self.folder.cleanup()
 
-    def wait_until_gone(self, deadline: float) -> None:
-        """Until no process of the group lives, ranks and workers.
+    def wait_for_exit(self, deadline: float) -> None:
+        """Wait until no rank and no worker is alive.
 
         Raises:
-            RankError: if some do at the deadline.
+            RankError: if some are at the deadline.
         """
         while left := self.members():
             if time.monotonic() > deadline:
-                raise RankError(f"{len(left)} processes of {self.size} ranks still live")
+                raise RankError(f"{len(left)} processes of {self.size} ranks are still alive")
             time.sleep(0.005)
 
     def members(self) -> list[int]:
-        """The processes that live in the group."""
-        return [
-            pid for pid, (_, group, _, state) in processes().items() if group == self.group and state != "Z"
-        ]
+        """Return the pids of the ranks and workers that are alive."""
+        return [pid for pid, process in processes().items() if process.group == self.group and process.alive]
 
 
 class OwnAgreement(Agreement):
-    """An agreement without the other ranks."""
+    """An agreement that a rank reaches from its own number, without the other ranks."""
 
     def __init__(self, count: int, *, failed: bool = False) -> None:
         self.number = ~count if failed else count
@@ -152,54 +150,82 @@ class OwnAgreement(Agreement):
         return verdict([self.number])
 
 
-class Pools:
-    """`Ranks` by their number, kept for the next job; a context manager that ends them all."""
+class RankPools:
+    """`Ranks` of each size, started when first needed and used again; a context manager that kills them."""
 
     def __init__(self) -> None:
-        self.of: dict[int, Ranks] = {}
+        self.by_size: dict[int, Ranks] = {}
 
     def __getitem__(self, size: int) -> Ranks:
-        if size not in self.of:
-            self.of[size] = Ranks(size)
-        return self.of[size]
+        if size not in self.by_size:
+            self.by_size[size] = Ranks(size)
+        return self.by_size[size]
 
-    def __enter__(self) -> Pools:
+    def __enter__(self) -> RankPools:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for ranks in self.of.values():
+        for ranks in self.by_size.values():
             ranks.kill()
 
 
-def processes() -> dict[int, tuple[int, int, int, str]]:
-    """Of every process: its parent, process group, session and state, as /proc tells."""
+class ProcessInfo(NamedTuple):
+    """A process as /proc shows it."""
+
+    parent: int
+    group: int
+    session: int
+    alive: bool  # False: a zombie
+
+
+def processes() -> dict[int, ProcessInfo]:
+    """Return all processes of this machine, by pid."""
     found = {}
-    for place in Path("/proc").glob("[0-9]*"):
+    for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, ValueError, IndexError):
-            fields = (place / "stat").read_text().rpartition(")")[2].split()
-            found[int(place.name)] = (int(fields[1]), int(fields[2]), int(fields[3]), fields[0])
+            state, parent, group, session = (
+                (folder / "stat").read_text().rpartition(")")[2].split(maxsplit=4)[:4]
+            )
+            found[int(folder.name)] = ProcessInfo(int(parent), int(group), int(session), state != "Z")
     return found
 
 
+def descendants(root: int) -> list[int]:
+    """Return the pids of a process's children, their children, and so on."""
+    parents = {pid: process.parent for pid, process in processes().items()}
+    found = [root]
+    for above in found:
+        found += [pid for pid, parent in parents.items() if parent == above]
+    return found[1:]
+
+
+def kill_tree(root: int) -> None:
+    """Send SIGKILL to a process and all its descendants, whatever group or session they are in."""
+    for pid in [root, *descendants(root)]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 def free_port() -> int:
-    """One that nobody listens on."""
-    with socket.socket() as ears:
-        ears.bind(("localhost", 0))
-        port: int = ears.getsockname()[1]
+    """Return a port that no process listens on."""
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        port: int = listener.getsockname()[1]
         return port
 
 
 def _serve(
-    rank: int, size: int, store: str, port: int | None, pipe: Connection, others: list[Connection]
+    rank: int, size: int, store: str, port: int | None, pipe: Connection, inherited: list[Connection]
 ) -> None:
-    with suppress(OSError):  # a stress run that is killed leaves no ranks behind
+    with suppress(OSError):  # ends with its parent, so that a killed stress run leaves no ranks behind
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    for other in others:
-        other.close()
+    for connection in inherited:
+        connection.close()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if port is not None:
-        known = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
-        os.environ.update({"MASTER_ADDR": "localhost"} | {name: str(value) for name, value in known.items()})
+        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in variables.items()})
+        os.environ["MASTER_ADDR"] = "localhost"
     elif size > 1:
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(minutes=10)
@@ -213,7 +239,7 @@ def _serve(
             outcome = (True, job(*arguments))
         except BaseException:
             outcome = (False, traceback.format_exc())
-        if isinstance(outcome[1], Leaving):
+        if isinstance(outcome[1], ExitWith):
             pipe.send((True, outcome[1].value))
             break
         pipe.send(outcome)

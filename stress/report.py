@@ -1,4 +1,4 @@
-"""Results of jobs, and their table in docs/reliability.md."""
+"""The results of jobs: a JSON file, and a table in docs/reliability.md."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "reliability.md"
 BEGIN, END = "<!-- stress: begin -->", "<!-- stress: end -->"
 
 
-def where() -> dict[str, str]:
-    """Describe the machine and the versions."""
+def machine_info() -> dict[str, str]:
+    """Return the machine and the versions that a result came from."""
     return {
         "machine": f"{cpu_model()}, {cpu_count()} cores, {platform.system()}",
         "versions": f"Python {platform.python_version()}, {versions('torch', 'numpy')}",
@@ -36,7 +36,7 @@ def write(results: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def table(results: Mapping[str, Mapping[str, Any]], jobs: Mapping[str, Job]) -> str:
-    """Draw the Markdown table: promise, what was done, time, whether it holds."""
+    """Format the results as a Markdown table, with machine and date above it."""
     rows = ["| what it shows | what was done | time | result |", "|---|---|--:|---|"]
     for name, result in results.items():
         verdict = {True: "holds", False: "**fails**", None: "**not run**"}[result["holds"]]

@@ -1,4 +1,4 @@
-"""Servers that are not ours, on loopback: nginx, which also counts what it sends; and moto, an S3."""
+"""Servers on loopback: nginx, whose log counts the bytes it sends, and moto, an S3 server."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ http {{
     }}
 }}
 """
-START = 20.0  # seconds in which a server must listen
+START = 20.0  # seconds until a server must listen
 
 
-class Sent(NamedTuple):
-    """A line of nginx's log."""
+class Response(NamedTuple):
+    """One response, as a line of nginx's log has it."""
 
     status: int
     body: int  # bytes
-    range: str  # as it was asked for; "-" if it was not
+    range: str  # the request's header; "-" without one
     uri: str
 
 
 class Nginx:
-    """Serves a folder, or hands on to another server of this machine. Its own log says what it sent.
+    """nginx that serves a folder, or is a proxy for another server of this machine.
 
     Args:
-        folder: for its configuration and logs.
-        root: the files to serve.
-        proxied: the port of the other server.
+        folder: holds its configuration and logs.
+        root: folder to serve.
+        proxied: port of the other server.
 
     Raises:
         NotRun: if there is no nginx on the PATH.
@@ -72,36 +72,36 @@ class Nginx:
         location = (
             f"root {root};"
             if proxied is None
-            # Unbuffered, so that it counts what the client took and not what the other server gave.
+            # Unbuffered, so that it counts what the client read and not what the other server sent.
             else f"proxy_pass http://127.0.0.1:{proxied}; proxy_set_header Host $http_host; proxy_buffering off;"
         )
-        # Started by root, its workers would be nobody, who may not read a folder for temporary files.
+        # If root starts it, its workers run as nobody, who may not read temporary folders.
         user = f"user {getpass.getuser()};" if os.geteuid() == 0 else ""
         config = folder / "nginx.conf"
         config.write_text(CONFIG.format(user=user, folder=folder, port=self.port, location=location))
         self.process = subprocess.Popen(
             [program, "-p", str(folder), "-e", str(folder / "error.log"), "-c", str(config)]
         )
-        _await(self.port, self.process, "nginx")
+        _wait_until_listening(self.port, self.process, "nginx")
 
     def __enter__(self) -> Nginx:
         return self
 
     def __exit__(self, *error: object) -> None:
-        _end(self.process)
+        _terminate(self.process)
 
-    def sent(self, *, since: int = 0) -> list[Sent]:
-        """What it sent, from that line of its log on."""
+    def responses(self, *, since: int = 0) -> list[Response]:
+        """Return the responses from line ``since`` of its log on."""
         found = []
         for text in self.log.read_text().splitlines()[since:]:
-            head, asked, uri = text.split('"')
+            head, requested, uri = text.split('"')
             status, body = head.split()
-            found.append(Sent(int(status), int(body), asked, uri.strip()))
+            found.append(Response(int(status), int(body), requested, uri.strip()))
         return found
 
 
 class Moto:
-    """An S3 server: https://docs.getmoto.org.
+    """moto, an S3 server: https://docs.getmoto.org.
 
     Raises:
         NotRun: if moto is not installed.
@@ -116,27 +116,27 @@ class Moto:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        _await(self.port, self.process, "moto")
+        _wait_until_listening(self.port, self.process, "moto")
 
     def __enter__(self) -> Moto:
         return self
 
     def __exit__(self, *error: object) -> None:
-        _end(self.process)
+        _terminate(self.process)
 
 
-def _await(port: int, process: subprocess.Popen[bytes], name: str) -> None:
+def _wait_until_listening(port: int, process: subprocess.Popen[bytes], name: str) -> None:
     deadline = time.monotonic() + START
     while time.monotonic() < deadline:
-        with socket.socket() as mouth:
-            if mouth.connect_ex(("127.0.0.1", port)) == 0:
+        with socket.socket() as client:
+            if client.connect_ex(("127.0.0.1", port)) == 0:
                 return
         assert process.poll() is None, f"{name} ended with exit code {process.returncode}"
         time.sleep(0.05)
-    _end(process)
+    _terminate(process)
     raise AssertionError(f"{name} does not listen after {START:g} s")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _terminate(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
     process.wait(10)

@@ -1,4 +1,4 @@
-"""States: their size, what resuming from them costs, and what hostile ones can do."""
+"""Loader states: their size, the cost of a resume, and damaged or hostile ones."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ import torch
 from streampack import IterablePackedDataset, JSONLSource, PackedDataLoader, Sample
 from streampack.accounting import Ledger
 from streampack.streaming.lane_state import LaneState
-from stress.corpus import Corpus, Numbers, pack, unpack
+from stress.corpus import Corpus, Numbers, load_state, save_state
 from stress.job import Run, job
 
 LANES = 8
 
 
 class Documents:
-    """A map-style data set of any size, made as it is read."""
+    """A map-style dataset of any size, whose rows are made when they are read."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -46,8 +46,8 @@ class Documents:
         return {"i": index}
 
 
-class Skewed:
-    """Encodes ``{"i": 3}`` as zeros, as many as a hash of 3 says: mostly short, at most 500."""
+class SkewedLengths:
+    """Encode ``{"i": 3}`` as zeros, whose number is drawn by a hash of 3: mostly few, at most 500."""
 
     def __init__(self) -> None:
         self.zeros = np.zeros(500, dtype=np.int64)
@@ -58,33 +58,30 @@ class Skewed:
         return Sample(self.zeros[:length], self.zeros[:length])
 
     def fingerprint(self) -> str:
-        """Its name."""
+        """Return a name."""
         return "skewed"
 
 
 @job("state-size", "state size at 10^4 and 10^7 documents: means over 200 states equal within 5 %", limit=300)
 def state_size(run: Run) -> str:
-    """200 states over the first 9,000 documents of each; and 200 deep in the larger one, against the bound."""
+    """Compare the states of two corpora's first 9,000 documents; hold all, also those at 90 %, against the bound."""
     big = run.count(10**7, 10**5)
     means: dict[int, float] = {}
     largest = 0.0
     for documents in (10**4, big):
-        loader = PackedDataLoader(data_of(documents), batch_size=4)
+        loader = PackedDataLoader(shuffled_documents(documents), batch_size=4)
         sizes = []
-        for number, _ in enumerate(loader):
-            if number % 3 == 0:
-                lanes = loader.state_dict()["lanes"]
-                sizes.append(size_of(lanes))
-                largest = max(largest, size_of(lanes) / bound_of(lanes))
-            if len(sizes) == 200:
-                break
+        for _ in islice(loader, 0, 600, 3):
+            lanes = loader.state_dict()["lanes"]
+            sizes.append(size_of(lanes))
+            largest = max(largest, size_of(lanes) / bound_of(lanes))
         assert len(sizes) == 200, f"only {len(sizes)} states of {documents} documents"
         means[documents] = statistics.mean(sizes)
     small, large = means[10**4], means[big]
     assert abs(large / small - 1) < 0.05, f"{small:.0f} and {large:.0f} bytes"
-    # Nine tenths through the larger one: all that can have grown are the digits of its counters.
-    loader = PackedDataLoader(data_of(big), batch_size=4)
-    state = data_of(big).state_dict()
+    # At 90 % of the larger corpus only the digits of the counters can have grown. The state is made by hand.
+    loader = PackedDataLoader(shuffled_documents(big), batch_size=4)
+    state = shuffled_documents(big).state_dict()
     per_lane = big * 9 // 10 // LANES
     packed = per_lane * 125
     at_nine_tenths = LaneState(
@@ -95,7 +92,7 @@ def state_size(run: Run) -> str:
         {**state, "num_lanes": LANES, "lanes": dict.fromkeys(range(LANES), at_nine_tenths)}
     )
     sizes = []
-    for _ in islice(loader, 200, 400):  # its buffers are as full as in any run
+    for _ in islice(loader, 200, 400):  # by then its buffers are full
         lanes = loader.state_dict()["lanes"]
         sizes.append(size_of(lanes))
         largest = max(largest, size_of(lanes) / bound_of(lanes))
@@ -108,20 +105,25 @@ def state_size(run: Run) -> str:
     )
 
 
-def data_of(documents: int) -> IterablePackedDataset:
-    """Shuffled, packed to 512."""
+def shuffled_documents(documents: int) -> IterablePackedDataset:
+    """Return a shuffled dataset of so many documents, packed to 512 tokens."""
     return IterablePackedDataset(
-        Documents(documents), encoder=Skewed(), max_seq_len=512, shuffle=True, num_lanes=LANES, epochs=None
+        Documents(documents),
+        encoder=SkewedLengths(),
+        max_seq_len=512,
+        shuffle=True,
+        num_lanes=LANES,
+        epochs=None,
     )
 
 
 def size_of(lanes: Mapping[int, Mapping[str, Any]]) -> int:
-    """Bytes of the lanes' states, pickled one by one."""
+    """Return the bytes of the lane states, pickled one by one."""
     return sum(len(pickle.dumps(lane)) for lane in lanes.values())
 
 
 def bound_of(lanes: Mapping[int, Mapping[str, Any]]) -> float:
-    """Bytes that they may have: ``256 + span/4`` a lane, where span counts the pieces since the oldest that waits."""
+    """Return the promised bound in bytes: ``256 + span / 4`` a lane, of span pieces since the oldest waiting one."""
     return sum(256 + (lane["next_piece"] - lane["first"]) / 4 for lane in lanes.values())
 
 
@@ -131,7 +133,7 @@ def bound_of(lanes: Mapping[int, Mapping[str, Any]]) -> float:
     limit=240,
 )
 def resume_time(run: Run) -> str:
-    """To the first batch; and what is read again, in rows and bytes."""
+    """Time a resume up to its first batch, and count the rows and bytes that it reads again."""
     rows, repeats = run.count(400_000, 20_000), run.count(15, 3)
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "rows.jsonl"
@@ -142,18 +144,18 @@ def resume_time(run: Run) -> str:
         size = path.stat().st_size
 
         def make() -> PackedDataLoader:
-            # Two lanes, so that one window of each is little of the epoch.
+            # Two lanes, so that their windows are a small part of the epoch.
             settings = {"max_seq_len": 1024, "shuffle": True, "shuffle_window": 1024, "num_lanes": 2}
             return PackedDataLoader(
                 IterablePackedDataset(JSONLSource(path), encoder=Numbers(), **settings), batch_size=4
             )
 
-        loader = make()
-        steps = sum(1 for _ in islice(loader, 10**9)) if run.quick else rows * 150 // 1024 // 4
+        steps = sum(1 for _ in make()) if run.quick else rows * 150 // 1024 // 4
         states: dict[int, list[dict[str, Any]]] = {10: [], 90: []}
-        for number, _ in enumerate(loader := make()):
+        loader = make()
+        for number, _ in enumerate(loader):
             for percent, found in states.items():
-                # Not one state but several in a row: where in its window it stands is a matter of chance.
+                # Several states in a row, because the cost depends on how far into its window each of them is.
                 if number >= steps * percent // 100 and len(found) < repeats:
                     found.append(loader.state_dict())
             if len(states[90]) == repeats:
@@ -189,18 +191,18 @@ def resume_time(run: Run) -> str:
     limit=300,
 )
 def hostile(run: Run) -> str:
-    """Each is loaded under ``weights_only`` and iterated, within 2 GiB and 5 s, or refused with a ValueError."""
+    """Load each state and iterate from it, within 2 GiB and 5 s; it must work or be refused by a ValueError."""
     cases = run.count(10_000, 500)
     verdicts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        victims = []
+        originals = []
         for kind in ("map", "jsonl", "endless", "split"):
-            place = folder / kind
-            place.mkdir()
+            corpus_folder = folder / kind
+            corpus_folder.mkdir()
             corpus = Corpus.make(
                 300,
-                folder=place if kind == "jsonl" else None,
+                folder=corpus_folder if kind == "jsonl" else None,
                 longest=80 if kind == "split" else 12,
                 epochs=None if kind == "endless" else 2,
                 overlong="split",
@@ -208,34 +210,32 @@ def hostile(run: Run) -> str:
             )
             loader = PackedDataLoader(corpus.dataset(), batch_size=3)
             states = [loader.state_dict() for _ in islice(loader, 40)]
-            victims.append((kind, corpus, states))
+            originals.append((kind, corpus, states))
         used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         limits = resource.getrlimit(resource.RLIMIT_AS)
         address = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (address + (2 << 30), limits[1]))
         signal.signal(signal.SIGALRM, _too_slow)
-        warnings.filterwarnings(
-            "ignore", message="Detected pickle protocol"
-        )  # that is what damage looks like
+        warnings.filterwarnings("ignore", message="Detected pickle protocol")  # torch warns of some damage
         try:
             for number in range(cases):
                 run.progress(number, cases, "states")
                 rng = random.Random(number)
-                kind, corpus, states = victims[number % len(victims)]
-                state, what = damaged(rng.choice(states), rng, folder)
+                kind, corpus, states = originals[number % len(originals)]
+                state, attack = damaged(rng.choice(states), rng, folder)
                 signal.setitimer(signal.ITIMER_REAL, 5)
                 try:
-                    verdicts[try_it(corpus, state)] += 1
+                    verdicts[try_state(corpus, state)] += 1
                 except BaseException as error:
                     signal.setitimer(signal.ITIMER_REAL, 0)
                     raise AssertionError(
-                        f"state {number} of {kind}, {what}: {type(error).__name__}: {error}"
+                        f"state {number} of {kind}, {attack}: {type(error).__name__}: {error}"
                     ) from error
                 finally:
                     signal.setitimer(signal.ITIMER_REAL, 0)
         finally:
             resource.setrlimit(resource.RLIMIT_AS, limits)
-        assert not verdicts["an error without words"]
+        assert not verdicts["an error without a message"]
         assert not (folder / "executed").exists(), "code in a state was executed"
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - used) / 2**20
         assert grown < 256, f"memory grew by {grown:.0f} MiB"
@@ -247,60 +247,65 @@ def _too_slow(signum: int, frame: object) -> None:
     raise TimeoutError("took more than 5 s")
 
 
-def try_it(corpus: Corpus, state: bytes) -> str:
-    """What becomes of a state.
+def try_state(corpus: Corpus, state: bytes) -> str:
+    """Load a state and iterate from it; return whether and when it was refused.
 
     Raises:
-        Exception: anything but a ``ValueError`` of the library or a refusal to unpickle.
+        Exception: anything but a ``ValueError`` of streampack or a refusal by ``torch.load``.
     """
     try:
-        loaded = unpack(state)
+        loaded = load_state(state)
     except (MemoryError, TimeoutError):
         raise
-    except Exception:  # torch's own, of many types, before anything of ours sees it
+    except Exception:  # torch raises errors of many types
         return "refused by torch.load"
     loader = PackedDataLoader(corpus.dataset(), batch_size=3)
     try:
         loader.load_state_dict(loaded)
     except ValueError as error:
-        return "refused when loaded" if str(error) else "an error without words"
+        return "refused when loaded" if str(error) else "an error without a message"
     try:
         for _ in islice(loader, 3):
             loader.state_dict()
     except ValueError as error:
-        return "refused when iterated" if str(error) else "an error without words"
+        return "refused when iterated" if str(error) else "an error without a message"
     return "still a state"
 
 
 def damaged(state: dict[str, Any], rng: random.Random, folder: Path) -> tuple[bytes, str]:
-    """The bytes of a checkpoint with a state that is not what it was, and what was done to it."""
+    """Return the bytes of a checkpoint whose state one of `ATTACKS` has changed, and the attack's name."""
     state = {**state, "identity": dict(state["identity"]), "lanes": dict(state["lanes"])}
     attack = rng.choice(ATTACKS)
     blob = attack(state, rng, folder)
-    return (blob if isinstance(blob, bytes) else pack(state)), attack.__name__
+    return (blob if isinstance(blob, bytes) else save_state(state)), attack.__name__
 
 
-def _lane(state: dict[str, Any], rng: random.Random) -> int:
+def random_lane(state: dict[str, Any], rng: random.Random) -> int:
+    """Return the number of a random lane."""
     lane: int = rng.choice(sorted(state["lanes"]))
     return lane
 
 
 def flipped_bits(state: dict[str, Any], rng: random.Random, folder: Path) -> None:
-    """A bit of a number of a lane's state is flipped; its checksum is as it was."""
-    lane = dict(state["lanes"][_lane(state, rng)])
-    field = rng.choice(["packs", "epoch", "first", "offset", "next_piece", "cursor", "ledger"])
-    if isinstance(lane[field], list):
+    """Flip a bit of a number in a lane state, and leave the checksum as it was."""
+    number = random_lane(state, rng)
+    lane = dict(state["lanes"][number])
+    field = rng.choice(["packs", "epoch", "first", "offset", "next_piece", "consumed", "cursor", "ledger"])
+    bit = 1 << rng.randrange(40)
+    if field == "consumed":
+        lane[field] = f"{int(lane[field], 16) ^ bit:x}"
+    elif isinstance(lane[field], list):
         numbers = list(lane[field])
-        numbers[rng.randrange(len(numbers))] ^= 1 << rng.randrange(40)
+        numbers[rng.randrange(len(numbers))] ^= bit
         lane[field] = numbers
     else:
-        lane[field] ^= 1 << rng.randrange(40)
-    state["lanes"][_lane(state, rng)] = lane
+        lane[field] ^= bit
+    state["lanes"][number] = lane
 
 
 def odd_fields(state: dict[str, Any], rng: random.Random, folder: Path) -> None:
-    """Something else in the place of a field of a lane's state, or none, or one more."""
-    number = _lane(state, rng)
+    """Replace or remove a field of a lane state, or add one."""
+    number = random_lane(state, rng)
     lane = dict(state["lanes"][number])
     field = rng.choice([*lane])
     if rng.random() < 0.2:
@@ -308,41 +313,26 @@ def odd_fields(state: dict[str, Any], rng: random.Random, folder: Path) -> None:
     elif rng.random() < 0.1:
         lane["more"] = 1
     else:
-        odd = [
-            None,
-            True,
-            -1,
-            2**63,
-            2**70,
-            1.5,
-            "",
-            "zz",
-            "f" * 10**6,
-            b"x",
-            [],
-            [[]] * 1000,
-            [2**64],
-            {},
-            {"a": 1},
-        ]
+        odd: list[Any] = [None, True, -1, 2**63, 2**70, 1.5, "", "zz", "f" * 10**6, b"x"]
+        odd += [[], [[]] * 1000, [2**64], {}, {"a": 1}]
         lane[field] = rng.choice(odd)
     state["lanes"][number] = lane
 
 
 def forged_numbers(state: dict[str, Any], rng: random.Random, folder: Path) -> None:
-    """A well-formed lane state with other numbers in it, and a checksum that is right."""
-    number_of_lane = _lane(state, rng)
-    forged = LaneState.from_dict(state["lanes"][number_of_lane])
+    """Change a number of a lane state, and recompute its checksum."""
+    lane = random_lane(state, rng)
+    forged = LaneState.from_dict(state["lanes"][lane])
     number = rng.choice([0, 1, 2, 7, 500, 10**6, 2**31, 2**32, 2**53, 2**63 - 1])
     field = rng.choice(
         ["packs", "done", "epoch", "cursor", "first", "offset", "next_piece", "consumed", "ledger"]
     )
     if field == "cursor":
         cursor = list(forged.cursor) or [0]
-        deed = rng.randrange(3)
-        if deed == 0:
+        change = rng.randrange(3)
+        if change == 0:
             cursor[rng.randrange(len(cursor))] = number
-        elif deed == 1:
+        elif change == 1:
             cursor += [number] * rng.randint(1, 3)
         else:
             cursor = cursor[: rng.randrange(len(cursor))]
@@ -364,70 +354,61 @@ def forged_numbers(state: dict[str, Any], rng: random.Random, folder: Path) -> N
         forged.done = not forged.done
     else:
         setattr(forged, field, number)
-    state["lanes"][number_of_lane] = forged.as_dict()
+    state["lanes"][lane] = forged.as_dict()
 
 
 def other_lanes(state: dict[str, Any], rng: random.Random, folder: Path) -> None:
-    """Lanes swapped, lost, doubled, or of lanes that are none."""
+    """Swap, remove or copy lane states, or use keys that are no lane numbers."""
     lanes = state["lanes"]
     first, second = rng.choice(sorted(lanes)), rng.choice(sorted(lanes))
-    deed = rng.randrange(5)
-    if deed == 0:
+    change = rng.randrange(5)
+    if change == 0:
         lanes[first], lanes[second] = lanes[second], lanes[first]
-    elif deed == 1:
+    elif change == 1:
         del lanes[first]
-    elif deed == 2:
+    elif change == 2:
         lanes[second] = lanes[first]
-    elif deed == 3:
+    elif change == 3:
         lanes[rng.choice([-1, 4, 10**9, 2**70, "0", 1.0, None, (1,)])] = lanes[first]
     else:
         lanes.clear()
 
 
 def other_values(state: dict[str, Any], rng: random.Random, folder: Path) -> None:
-    """Something else in the place of a field, or none."""
-    odd = [
-        *(None, True, -1, 0, 1, 3, 10**6, 10**9, 2**40, 2**63, 2**200, 1.5, float("nan"), "", "x" * 1000),
-        *(
-            b"",
-            b"\0" * 100,
-            [],
-            [[]] * 1000,
-            (),
-            {},
-            {1: 2},
-            {"lanes": {}},
-            torch.zeros(3),
-            "$(touch executed)",
-        ),
-    ]
+    """Replace or remove a field of the loader's state, of its identity, or a whole lane state."""
+    odd: list[Any] = [None, True, -1, 0, 1, 3, 10**6, 10**9, 2**40, 2**63, 2**200, 1.5, float("nan"), ""]
+    odd += ["x" * 1000, b"", b"\0" * 100, [], [[]] * 1000, (), {}, {1: 2}, {"lanes": {}}, torch.zeros(3)]
+    odd += ["$(touch executed)"]
     field = rng.choice([*state, *state, "num_lanes", "epoch", "lanes"])
     if rng.random() < 0.1:
         del state[field]
     elif field == "lanes" and rng.random() < 0.7:
-        state["lanes"][_lane(state, rng)] = rng.choice(odd)
+        state["lanes"][random_lane(state, rng)] = rng.choice(odd)
     elif field == "identity" and rng.random() < 0.7:
         state["identity"][rng.choice(sorted(state["identity"]))] = rng.choice(odd)
     else:
         state[field] = rng.choice(odd)
 
 
-def no_state(state: dict[str, Any], rng: random.Random, folder: Path) -> bytes:
-    """A damaged file, or a pickle that runs a command when it is loaded by plain pickle."""
+def damaged_file(state: dict[str, Any], rng: random.Random, folder: Path) -> bytes:
+    """Return a file with damaged bytes, or a pickle that creates a file when plain pickle loads it."""
     if rng.random() < 0.3:
         buffer = io.BytesIO()
-        state["identity" if rng.random() < 0.5 else "epoch"] = _Bomb(folder / "executed")
+        state[rng.choice(["identity", "epoch"])] = CreatesFile(folder / "executed")
         torch.save(state, buffer)
         return buffer.getvalue()
-    # The state's own stream inside the archive; damage of the zip around it is torch's to see.
-    blob = bytearray(pack(state))
-    start = blob.find(b"identity") - 60
+    # Only the pickle inside the zip archive is damaged: the archive's own checks are torch's.
+    blob = bytearray(save_state(state))
+    start = blob.index(b"identity") - 60
+    stop = blob.index(b"PK", start)
     for _ in range(rng.randint(1, 8)):
-        blob[start + rng.randrange(600)] = rng.randrange(256)
+        blob[rng.randrange(start, stop)] = rng.randrange(256)
     return bytes(blob)
 
 
-class _Bomb:
+class CreatesFile:
+    """An object whose pickle creates a file when it is loaded."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
 
@@ -435,4 +416,4 @@ class _Bomb:
         return open, (str(self.path), "w")
 
 
-ATTACKS = (flipped_bits, odd_fields, forged_numbers, forged_numbers, other_lanes, other_values, no_state)
+ATTACKS = (flipped_bits, odd_fields, forged_numbers, forged_numbers, other_lanes, other_values, damaged_file)

@@ -1,4 +1,4 @@
-"""Resumes: at every step, many in a row, on other ranks and workers, at the edges of epochs, of odd corpora."""
+"""Resumes at every step, many in a row, on other ranks and workers, at the ends of epochs, and of odd corpora."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import random
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +18,17 @@ from streampack import IterablePackedDataset, PackedDataLoader
 from stress.corpus import (
     Corpus,
     Numbers,
-    Ride,
     Step,
-    check_exactly,
-    digests,
-    pack,
-    ride,
-    seen,
-    together,
-    unpack,
+    check_coverage,
+    count_packs,
+    global_steps,
+    load_state,
+    record_packs,
+    run_rank,
+    save_state,
 )
 from stress.job import Run, job
-from stress.ranks import Pools, Ranks
+from stress.ranks import RankPools, Ranks
 
 Stage = tuple[int, int, int | None]  # ranks, workers, steps (None: to the end)
 
@@ -36,29 +37,37 @@ SPLIT: dict[str, Any] = {"split_across_pack": True}
 FILLING = (EXACT, EXACT, *({"strategy": name} for name in ("best_fit", "first_fit", "next_fit")), SPLIT)
 
 
-def relay(
-    pools: Pools, corpus: Corpus, stages: Sequence[Stage], *, per_step: int, state: bytes | None = None
+def run_stages(
+    pools: RankPools, corpus: Corpus, stages: Sequence[Stage], *, per_step: int, state: bytes | None = None
 ) -> tuple[list[Step], list[bool], bytes]:
-    """A run handed on from stage to stage: its steps, for each stage whether it warned, and the last state."""
+    """Run stage after stage, each resuming the one before.
+
+    Returns:
+        All steps; for each stage, whether it warned that lanes do not divide evenly; and the last state.
+    """
     steps: list[Step] = []
     warned = []
     for ranks, workers, count in stages:
-        rides = pools[ranks].run(_ride, corpus, state, workers, per_step // ranks, count)
-        steps += together(rides)
-        warned.append(any(one.warned for one in rides))
-        states = {one.states[-1] for one in rides}
+        part = partial(run_rank, workers=workers, batch_size=per_step // ranks, steps=count)
+        results = pools[ranks].run(part, corpus, state)
+        steps += global_steps(results)
+        warned.append(any(result.warned for result in results))
+        states = {result.states[-1] for result in results}
         assert len(states) == 1, "the ranks' states differ"
         [state] = states
     assert state is not None
     return steps, warned, state
 
 
-def _ride(corpus: Corpus, state: bytes | None, workers: int, batch_size: int, steps: int | None) -> Ride:
-    return ride(corpus, state, workers=workers, batch_size=batch_size, steps=steps)
+def check_steps(steps: list[Step], reference: list[Step], *, same: int = 0) -> None:
+    """Check that a run made the packs of another, and each of its first ``same`` steps those of the other's step."""
+    for step in range(same):
+        assert count_packs([steps[step]]) == count_packs([reference[step]]), f"other packs in step {step}"
+    assert count_packs(steps) == count_packs(reference), "other packs"
 
 
 def common_steps(corpus: Corpus, per_step: int) -> int:
-    """The steps of the first epoch before any lane runs dry."""
+    """Count the steps of the first epoch before a lane has no more packs."""
     dataset = corpus.dataset()
     num_lanes = dataset._lanes_for(1)
     counts = Counter(dict.fromkeys(range(num_lanes), 0))
@@ -68,33 +77,33 @@ def common_steps(corpus: Corpus, per_step: int) -> int:
 
 @job("every-step", "restored at every step of a 500-pack run, and 20 times in a row: identical", limit=240)
 def every_step(run: Run) -> str:
-    """2 ranks x 2 workers. A state is bytes that do not change, the same however often the run was resumed."""
+    """Resume 2 ranks x 2 workers from every state: the same packs, and the same bytes of the states that follow."""
     packs = run.count(500, 60)
     with tempfile.TemporaryDirectory() as name:
         corpus = Corpus.make(packs * 3, folder=Path(name), epochs=2)
         with Ranks(2) as ranks:
-            whole = ranks.run(_every_state, corpus)
-            steps = together(whole)
-            check_exactly(steps, corpus, times=2)
+            whole = ranks.run(partial(run_rank, workers=2, every_state=True), corpus)
+            steps = global_steps(whole)
+            check_coverage(steps, corpus, epochs=2)
             assert sum(map(len, steps)) >= packs
-            restored = ranks.run(_restore_everywhere, corpus, whole[0].states, 3, timeout=220)
+            restored = ranks.run(resume_from_each, corpus, whole[0].states, 3, timeout=220)
             for rank, found in enumerate(restored):
                 for k, (rest, after) in enumerate(found):
                     assert rest == whole[rank].steps[k : k + 3], f"rank {rank}: other packs after step {k}"
                     if k + 3 <= len(steps):
                         assert after == whole[0].states[k + 3], f"another state 3 steps after {k}"
-            # 20 in a row, each in processes of its own.
+            # 20 in a row, each in new processes.
             done, state = 0, None
             leap = max(1, len(steps) // 20)
             for number in range(20):
                 run.progress(number, 20, "resumes in a row")
                 with Ranks(2) as fresh:
-                    rides = fresh.run(_leap, corpus, state, leap)
-                assert together(rides) == steps[done : done + leap]
-                done, state = done + leap, rides[0].states[-1]
+                    results = fresh.run(partial(run_rank, workers=2, steps=leap), corpus, state)
+                assert global_steps(results) == steps[done : done + leap]
+                done, state = done + leap, results[0].states[-1]
                 assert state == whole[0].states[done], f"the state grew or changed by resume {number}"
     size = max(
-        len(pickle.dumps(lane)) for state in whole[0].states for lane in unpack(state)["lanes"].values()
+        len(pickle.dumps(lane)) for state in whole[0].states for lane in load_state(state)["lanes"].values()
     )
     return (
         f"{len(steps)} steps of {sum(map(len, steps))} packs, restored after each; 20 resumes in a row, each state "
@@ -102,25 +111,18 @@ def every_step(run: Run) -> str:
     )
 
 
-def _every_state(corpus: Corpus) -> Ride:
-    return ride(corpus, workers=2, every_state=True)
-
-
-def _leap(corpus: Corpus, state: bytes | None, steps: int) -> Ride:
-    return ride(corpus, state, workers=2, steps=steps)
-
-
-def _restore_everywhere(corpus: Corpus, states: list[bytes], ahead: int) -> list[tuple[list[Step], bytes]]:
+def resume_from_each(corpus: Corpus, states: list[bytes], ahead: int) -> list[tuple[list[Step], bytes]]:
+    """In a rank: load each state; return the next ``ahead`` steps and the state after them."""
     found = []
     loader = PackedDataLoader(corpus.dataset(), batch_size=2, num_workers=2)
     for state in states:
-        loader.load_state_dict(unpack(state))
+        loader.load_state_dict(load_state(state))
         iterator = iter(loader)
-        rest = [seen(batch) for _ in range(ahead) if (batch := next(iterator, None)) is not None]
+        rest = [record_packs(batch) for _ in range(ahead) if (batch := next(iterator, None)) is not None]
         live = loader.state_dict()
-        frozen = pack(live)
+        frozen = save_state(live)
         next(iterator, None)
-        assert pack(live) == frozen, "a state changed while the loader went on"
+        assert save_state(live) == frozen, "a state changed while the loader went on"
         found.append((rest, frozen))
         del iterator
     return found
@@ -132,29 +134,27 @@ def _restore_everywhere(corpus: Corpus, states: list[bytes], ahead: int) -> list
     limit=240,
 )
 def elastic(run: Run) -> str:
-    """The lanes are a multiple of all ranks x workers, and 12 packs make a step on any of them."""
+    """Resume on other ranks and workers: the lanes are a multiple of all, and a step has 12 packs on each."""
     lanes, per_step, stages = 144, 12, 0
-    with tempfile.TemporaryDirectory() as name, Pools() as pools:
+    with tempfile.TemporaryDirectory() as name, RankPools() as pools:
         for shuffle_seed in range(run.count(3, 1)):
             size = lanes * 30
             corpus = Corpus.make(size, folder=Path(name), epochs=2, num_lanes=lanes, seed=shuffle_seed)
-            reference, _, end = relay(pools, corpus, [(1, 0, None)], per_step=per_step)
-            check_exactly(reference, corpus, times=2)
+            reference, _, end = run_stages(pools, corpus, [(1, 0, None)], per_step=per_step)
+            check_coverage(reference, corpus, epochs=2)
             same = common_steps(corpus, per_step)
-            assert same > 10, f"only {same} steps before a lane is dry"
+            assert same > 10, f"only {same} steps before a lane ends"
             for first in range(5 if not run.quick else 2):
                 workers = [(first + i) % 5 for i in range(4)]
                 counts = [same // 4 + 1, same // 4, same // 3, None]
                 chain = list(zip((4, 2, 3, 1), workers, counts, strict=True))
-                steps, warned, state = relay(pools, corpus, chain, per_step=per_step)
+                steps, warned, state = run_stages(pools, corpus, chain, per_step=per_step)
                 stages += len(chain)
                 run.progress(stages, 60, "stages")
                 assert not any(warned)
-                for step in range(same):
-                    assert digests([steps[step]]) == digests([reference[step]]), f"other packs in step {step}"
-                assert digests(steps) == digests(reference)
-                assert unpack(state) == unpack(end)
-                check_exactly(steps, corpus, times=2)
+                check_steps(steps, reference, same=same)
+                assert load_state(state) == load_state(end)
+                check_coverage(steps, corpus, epochs=2)
     return (
         f"{stages} stages of {stages // 4} runs, {lanes} lanes; the first {same} steps of "
         f"{len(reference)} hold the same packs; every sample once in each of 2 epochs"
@@ -167,80 +167,79 @@ def elastic(run: Run) -> str:
     limit=240,
 )
 def same_order(run: Run) -> str:
-    """2 ranks x 3 workers, 7 packs a batch and others."""
+    """Resume 2 ranks x 3 workers with 7 packs a batch, and others like it, after random steps."""
     cuts = 0
     rng = random.Random(4)
     with tempfile.TemporaryDirectory() as name, Ranks(2) as ranks:
         corpus = Corpus.make(1500, folder=Path(name), epochs=2)
         for workers, batch_size in [(3, 7), (2, 5), (2, 1), (3, 2)][: run.count(4, 2)]:
-            whole = ranks.run(_anything, corpus, None, workers, batch_size, None, True)
-            check_exactly(together(whole), corpus, times=2)
+            part = partial(run_rank, workers=workers, batch_size=batch_size)
+            whole = ranks.run(partial(part, every_state=True), corpus)
+            check_coverage(global_steps(whole), corpus, epochs=2)
             total = len(whole[0].steps)
-            wanted = [one.steps for one in whole]
             for cut in rng.sample(range(total), min(total, run.count(40, 4))):
-                rides = ranks.run(_anything, corpus, whole[0].states[cut], workers, batch_size, None, False)
-                assert [one.steps for one in rides] == [steps[cut:] for steps in wanted], f"after step {cut}"
+                results = ranks.run(part, corpus, whole[0].states[cut])
+                for rank, result in enumerate(results):
+                    assert result.steps == whole[rank].steps[cut:], (
+                        f"rank {rank}: other packs after step {cut}"
+                    )
                 cuts += 1
                 run.progress(cuts, 160, "cuts")
-    return (
-        f"{cuts} cuts at random steps, run to the end: every rank is handed the same packs in the same order"
-    )
-
-
-def _anything(
-    corpus: Corpus, state: bytes | None, workers: int, batch_size: int, steps: int | None, every_state: bool
-) -> Ride:
-    return ride(corpus, state, workers=workers, batch_size=batch_size, steps=steps, every_state=every_state)
+    return f"{cuts} cuts at random steps, run to the end: every rank returns the same packs in the same order"
 
 
 @job("uneven", "lanes that do not divide evenly: warned, every sample exactly once", limit=180)
 def uneven(run: Run) -> str:
-    """7, 5 and 13 lanes on 2 x 2, 3 x 1, 3 x 2 and 1 x 2."""
+    """Run 7, 13 and 19 lanes on 1 to 3 ranks with 0 to 2 workers."""
     stages = 0
-    with tempfile.TemporaryDirectory() as name, Pools() as pools:
+    with tempfile.TemporaryDirectory() as name, RankPools() as pools:
         for lanes in (7, 13, 19)[: run.count(3, 1)]:
             for seed in range(run.count(5, 1)):
                 corpus = Corpus.make(900, folder=Path(name), epochs=2, num_lanes=lanes, seed=seed)
                 chain: list[Stage] = [(2, 2, 9), (3, 0, 11), (3, 2, 13), (1, 2, 8), (2, 2, None)]
-                steps, warned, _ = relay(pools, corpus, chain, per_step=6)
+                steps, warned, _ = run_stages(pools, corpus, chain, per_step=6)
                 assert warned == [lanes % ranks > 0 for ranks, _, _ in chain]
-                check_exactly(steps, corpus, times=2)
-                reference, _, _ = relay(pools, corpus, [(1, 0, None)], per_step=6)
-                assert digests(steps) == digests(reference)
+                check_coverage(steps, corpus, epochs=2)
+                reference, _, _ = run_stages(pools, corpus, [(1, 0, None)], per_step=6)
+                check_steps(steps, reference)
                 stages += len(chain)
     return f"{stages} stages, warned unless alone; every sample once in each of 2 epochs, in the packs of one process"
 
 
 @job(
     "epoch-edges",
-    "resumed at the end of an epoch, after a lane ran dry, on the first pack of epoch 2",
+    "resumed at the end of an epoch, after the end of a lane, on the first pack of epoch 2",
     limit=240,
 )
 def epoch_edges(run: Run) -> str:
-    """Every step from the first dry lane to some steps into the next epoch, on the same and other topologies."""
+    """Resume after every step from the first lane's end to the next epoch, on the same and other topologies."""
     resumes = 0
-    with Pools() as pools:
+    with RankPools() as pools:
         for seed in range(run.count(2, 1)):
             corpus = Corpus.make(360, epochs=3, num_lanes=12, seed=seed)
             per_step = 6
-            whole = pools[2].run(_anything, corpus, None, 2, per_step // 2, None, True)
-            steps = together(whole)
-            check_exactly(steps, corpus, times=3)
-            one_epoch = len(relay(pools, replaced(corpus, epochs=1), [(2, 2, None)], per_step=per_step)[0])
-            dry = common_steps(corpus, per_step)
-            assert dry < one_epoch
+            part = partial(run_rank, workers=2, batch_size=per_step // 2, every_state=True)
+            whole = pools[2].run(part, corpus)
+            steps = global_steps(whole)
+            check_coverage(steps, corpus, epochs=3)
+            single = replace(corpus, settings={**corpus.settings, "epochs": 1})
+            one_epoch = len(run_stages(pools, single, [(2, 2, None)], per_step=per_step)[0])
+            same = common_steps(corpus, per_step)
+            assert same < one_epoch
             for epoch in (1, 2, 3):
                 end = epoch * one_epoch
-                for k in range(end - one_epoch + dry - 1, min(end + 4, len(steps)) + 1):
+                for k in range(end - one_epoch + same - 1, min(end + 4, len(steps)) + 1):
                     for ranks, workers in ((2, 2), (1, 0), (3, 2))[: run.count(3, 2)]:
-                        rest, _, _ = relay(
+                        rest, _, _ = run_stages(
                             pools,
                             corpus,
                             [(ranks, workers, None)],
                             per_step=per_step,
                             state=whole[0].states[k],
                         )
-                        assert digests(steps[:k] + rest) == digests(steps), f"step {k} to {ranks} x {workers}"
+                        assert count_packs(steps[:k] + rest) == count_packs(steps), (
+                            f"step {k} to {ranks} x {workers}"
+                        )
                         if ranks == 2:
                             assert rest == steps[k:]
                         resumes += 1
@@ -248,36 +247,28 @@ def epoch_edges(run: Run) -> str:
     return f"{resumes} resumes around the ends of 3 epochs: 0 lost, 0 twice"
 
 
-def replaced(corpus: Corpus, **settings: object) -> Corpus:
-    """The same samples under other settings."""
-    return Corpus(corpus.lengths, corpus.folder, {**corpus.settings, **settings}, bad=corpus.bad)
-
-
 @job("generated", "1,000 generated cases (lengths, lanes, buffer, policies, cuts, topologies)", limit=420)
 def generated(run: Run) -> str:
-    """Three stages each; the states travel as a checkpoint keeps them."""
+    """Run generated corpora on three topologies each, and compare with one process."""
     cases = run.count(1000, 25)
     kinds: Counter[str] = Counter()
     packs = 0
-    with Pools() as pools:
+    with RankPools() as pools:
         for number in range(cases):
             run.progress(number, cases, "cases")
             rng = random.Random(number)
             corpus, chain = generate(rng)
             try:
-                steps, warned, state = relay(pools, corpus, chain, per_step=6)
-                reference, _, end = relay(pools, corpus, [(1, 0, None)], per_step=6)
+                steps, warned, state = run_stages(pools, corpus, chain, per_step=6)
+                reference, _, end = run_stages(pools, corpus, [(1, 0, None)], per_step=6)
                 times = corpus.settings["epochs"]
-                check_exactly(reference, corpus, times=times)
-                assert digests(steps) == digests(reference), "other packs than one process makes"
-                ours, theirs = unpack(state), unpack(end)
+                check_coverage(reference, corpus, epochs=times)
+                ours, theirs = load_state(state), load_state(end)
                 assert ours["lanes"] == theirs["lanes"], "the lanes end in another state"
                 lanes = corpus.settings["num_lanes"]
                 even = all(lanes % ranks == 0 for ranks, _, _ in chain)  # whatever the workers
                 assert even == (not any(warned))
-                if even:
-                    for step in range(common_steps(corpus, 6)):
-                        assert digests([steps[step]]) == digests([reference[step]]), f"step {step}"
+                check_steps(steps, reference, same=common_steps(corpus, 6) if even else 0)
             except AssertionError as error:
                 raise AssertionError(f"case {number}: {error}; {corpus}; {chain}") from error
             kinds[corpus.settings.get("strategy", "split_across_pack")] += 1
@@ -288,7 +279,7 @@ def generated(run: Run) -> str:
 
 
 def generate(rng: random.Random) -> tuple[Corpus, list[Stage]]:
-    """A small corpus of any shape, and a run over it on three topologies."""
+    """Draw a small corpus and a run over it on three topologies."""
     limit = rng.choice([1, 4, 16, 24, 64])
     overlong = rng.choice(["split", "drop", "truncate"])
     longest = rng.choice([limit, 2 * limit, 4 * limit])
@@ -329,7 +320,7 @@ def generate(rng: random.Random) -> tuple[Corpus, list[Stage]]:
     limit=300,
 )
 def skewed(run: Run) -> str:
-    """One lane has 100 packs and the others one each; every lane is the heavy one in turn."""
+    """Give one lane 100 packs and the others one each, every lane in turn."""
     runs = run.count(50, 4)
     with Ranks(4) as ranks:
         for number in range(runs):
@@ -347,9 +338,9 @@ def skewed(run: Run) -> str:
                 "epochs": epochs,
             }
             corpus = Corpus(lengths, None, settings)
-            rides = ranks.run(_ride, corpus, None, workers, 2, None, timeout=60)
-            check_exactly(together(rides), corpus, times=epochs)
-            packs = [sum(map(len, one.steps)) for one in rides]
+            results = ranks.run(partial(run_rank, workers=workers), corpus, timeout=60)
+            check_coverage(global_steps(results), corpus, epochs=epochs)
+            packs = [sum(map(len, result.steps)) for result in results]
             assert max(packs) == epochs * (99 + lanes // 4)
             assert min(packs) == epochs * lanes // 4
     return (
@@ -363,16 +354,16 @@ def skewed(run: Run) -> str:
     limit=180,
 )
 def odd_corpora(run: Run) -> str:
-    """On 4 x 2 and 3 x 1, and handed on in the middle."""
+    """Run odd corpora on 1 to 4 ranks with 0 to 2 workers, and resume them in the middle."""
     cases = 0
-    with tempfile.TemporaryDirectory() as name, Pools() as pools:
-        shapes: dict[str, list[int]] = {
-            "one document": [5],
-            "one document of several packs": [100],
-            "fewer documents than lanes": [7, 3, 20],
-            "a document as large as all others": [900, *[2] * 40],
-        }
-        for lengths in shapes.values():
+    with tempfile.TemporaryDirectory() as name, RankPools() as pools:
+        corpora = (
+            [5],  # one document
+            [100],  # one document of several packs
+            [7, 3, 20],  # fewer documents than lanes
+            [900, *[2] * 40],  # one document larger than all others
+        )
+        for lengths in corpora:
             for folder in (None, name):
                 for filling in (EXACT, SPLIT)[: run.count(2, 1)]:
                     settings = {
@@ -383,28 +374,29 @@ def odd_corpora(run: Run) -> str:
                     if folder:
                         corpus.write()
                     for chain in ([(4, 2, None)], [(3, 0, 1), (4, 0, 1), (2, 2, None)], [(1, 0, None)]):
-                        steps, _, _ = relay(pools, corpus, chain, per_step=12)  # type: ignore[arg-type]
-                        check_exactly(steps, corpus, times=2)
+                        steps, _, _ = run_stages(pools, corpus, chain, per_step=12)
+                        check_coverage(steps, corpus, epochs=2)
                         cases += 1
         for ranks, workers in ((2, 2), (2, 0), (1, 2)):
-            refused = pools[ranks].run(_all_to_everyone, workers)
-            assert all("can be read as 1 lane(s)" in said for said in refused), refused
+            errors = pools[ranks].run(iterate_unsplit, workers)
+            assert all("can be read as 1 lane(s)" in error for error in errors), errors
     return (
-        f"{cases} runs of {len(shapes)} corpora, map-style and JSONL; equal steps on all ranks, every sample once; a "
+        f"{cases} runs of {len(corpora)} corpora, map-style and JSONL; equal steps on all ranks, every sample once; a "
         "dataset that gives every worker everything is refused"
     )
 
 
-class Everything(IterableDataset[dict[str, int]]):
-    """A user's dataset that does not ask which worker it is in."""
+class UnsplitDataset(IterableDataset[dict[str, int]]):
+    """A user's dataset that gives all rows to every worker."""
 
     def __iter__(self) -> Iterator[dict[str, int]]:
         return ({"i": i, "n": 3} for i in range(100))
 
 
-def _all_to_everyone(workers: int) -> str:
+def iterate_unsplit(workers: int) -> str:
+    """In a rank: return the error of a dataset that gives all rows to every worker."""
     try:
-        dataset = IterablePackedDataset(Everything(), encoder=Numbers(), max_seq_len=24)
+        dataset = IterablePackedDataset(UnsplitDataset(), encoder=Numbers(), max_seq_len=24)
         iter(PackedDataLoader(dataset, num_workers=workers))
     except ValueError as error:
         return str(error)

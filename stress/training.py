@@ -1,4 +1,4 @@
-"""Whole training runs: on other numbers of ranks, killed and resumed, killed while they save, elastic."""
+"""Training runs on several numbers of ranks, killed and resumed, killed while they save, and under torchrun."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import logging
 import os
 import random
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -17,42 +16,50 @@ from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from stress.job import Run, job
-from stress.ranks import Ranks, free_port
+from stress.ranks import Ranks, free_port, kill_tree
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS: dict[str, Any] = {"data.num_lanes": 4, "num_workers": 2, "batch_size": 1, "validation": None}
 
 
 def config_of(folder: Path, **changes: Any) -> Any:
-    """A toy of a model on a corpus that has something to learn, as the tests use them; 4 packs a step."""
+    """Return the tests' config of a tiny model on a corpus that it can learn; 4 packs a step."""
     from tests.support.tiny import tiny_config
 
     return tiny_config(folder, **{**SETTINGS, **changes})
 
 
 def losses_of(folder: Path) -> dict[int, float]:
-    """By step, from the log; later lines for the same step count."""
+    """Return the logged loss of each step; a later line for the same step replaces an earlier one."""
+    return dict(logged_losses(folder))
+
+
+def logged_losses(folder: Path) -> list[tuple[int, float]]:
+    """Return (step, loss) of every line of the log."""
     text = (folder / "out" / "logs" / "log.txt").read_text()
-    return {int(m[1]): float(m[2]) for m in re.finditer(r"Step (\d+) \| (?:\S+ )*?loss:(\S+)", text)}
+    return [(int(m[1]), float(m[2])) for m in re.finditer(r"Step (\d+) \| (?:\S+ )*?loss:(\S+)", text)]
 
 
 def train(config: Any) -> int:
-    """In a rank: the whole run; its last step."""
+    """In a rank: train to the end; return the last step."""
     from streampack_recipes import full_finetune
 
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         return int(full_finetune.train(config)["step"])
 
 
-def warm_up() -> None:
-    """Import what takes seconds before ranks are forked, and let it say nothing."""
+def import_recipe() -> None:
+    """Import the recipe before ranks are forked, which takes seconds; switch off its log."""
+    os.environ["STREAMPACK_TRUST"] = "tests"  # lets the config name the tests' tokenizer
     logging.disable(logging.WARNING)
     import streampack_recipes.full_finetune  # noqa: F401
 
 
-def furthest(left: dict[int, float], right: dict[int, float]) -> float:
-    """The largest relative difference; both must have the same steps."""
+def max_relative_difference(left: dict[int, float], right: dict[int, float]) -> float:
+    """Return the largest relative difference of two runs' losses; both must have the same steps."""
     assert left.keys() == right.keys(), f"steps {sorted(left.keys() ^ right.keys())} are on one side only"
     return max(abs(left[step] / right[step] - 1) for step in left)
 
@@ -63,8 +70,8 @@ def furthest(left: dict[int, float], right: dict[int, float]) -> float:
     limit=180,
 )
 def same_losses(run: Run) -> str:
-    """full_finetune, FSDP2 over gloo, 2 workers each; 4 ranks too."""
-    warm_up()
+    """Train full_finetune with FSDP2 over gloo on 1, 2 and 4 ranks."""
+    import_recipe()
     worst = 0.0
     with tempfile.TemporaryDirectory() as name:
         found = {}
@@ -78,7 +85,7 @@ def same_losses(run: Run) -> str:
                 assert steps == [20] * size
             found[size] = losses_of(folder)
             assert len(found[size]) == 20
-            worst = max(worst, furthest(found[1], found[size]))
+            worst = max(worst, max_relative_difference(found[1], found[size]))
         assert worst < 1e-5, f"{worst:.1e}"
         first, last = found[1][1], found[1][20]
     sizes = ", ".join(map(str, found))
@@ -89,8 +96,8 @@ def same_losses(run: Run) -> str:
     "kill-training", "SIGKILL of a training run at random points: it goes on with the same losses", limit=420
 )
 def kill_training(run: Run) -> str:
-    """full_finetune, 2 ranks x 2 workers, a checkpoint every 2 steps, in the background every other time."""
-    warm_up()
+    """Kill full_finetune on 2 ranks x 2 workers; it saves every 2 steps, in every other run asynchronously."""
+    import_recipe()
     kills = run.count(20, 1)
     rng = random.Random(6)
     steps = kills * 6 + 10
@@ -99,49 +106,46 @@ def kill_training(run: Run) -> str:
         settings = {"max_steps": steps, "checkpoint_every": 2, "lr_scheduler": None}
         with Ranks(2, join=False) as ranks:
             ranks.run(train, config_of(whole, **settings))
-        wanted = losses_of(whole)
-        again = done = 0
+        expected = losses_of(whole)
+        repeated = done = 0
         while done < kills:
             run.progress(done, kills, "kills")
-            before = newest(broken)
+            before = newest_checkpoint(broken)
             assert before < steps - 4, "the run is too short for so many kills"
             config = config_of(broken, resume=True, async_checkpoint=bool(done % 2), **settings)
             with Ranks(2, join=False) as ranks:
                 ranks.start(train, config)
                 target = before + rng.randint(2, 6)
                 deadline = time.monotonic() + 60
-                while last_step(broken) < target and time.monotonic() < deadline:
+                while last_logged_step(broken) < target and time.monotonic() < deadline:
                     time.sleep(0.002)
                 time.sleep(rng.random() * 0.05)
                 ranks.kill()
-            assert newest(broken) >= before
-            done += newest(broken) > before
-            again += last_step(broken) - newest(broken)
+            assert newest_checkpoint(broken) >= before
+            done += newest_checkpoint(broken) > before
+            repeated += last_logged_step(broken) - newest_checkpoint(broken)
         with Ranks(2, join=False) as ranks:
             assert ranks.run(train, config_of(broken, resume=True, **settings)) == [steps, steps]
-        worst = furthest(wanted, losses_of(broken))
+        worst = max_relative_difference(expected, losses_of(broken))
         # Lines that were logged before a kill, and again after it, must agree too.
-        text = (broken / "out" / "logs" / "log.txt").read_text()
-        for step, loss in re.findall(r"Step (\d+) \| (?:\S+ )*?loss:(\S+)", text):
-            assert abs(float(loss) / wanted[int(step)] - 1) < 1e-6, (
-                f"step {step}: {loss}, not {wanted[int(step)]}"
-            )
+        for step, loss in logged_losses(broken):
+            assert abs(loss / expected[step] - 1) < 1e-6, f"step {step}: {loss}, not {expected[step]}"
         assert worst < 1e-6
     return (
-        f"{kills} kills in {steps} steps, {again} steps made again; largest relative difference {worst:.1e}"
+        f"{kills} kills in {steps} steps, {repeated} steps repeated; largest relative difference {worst:.1e}"
     )
 
 
-def newest(folder: Path) -> int:
-    """The last step of which there is a checkpoint; 0 without one."""
+def newest_checkpoint(folder: Path) -> int:
+    """Return the step of the newest checkpoint, 0 if there is none."""
     found = [
         re.fullmatch(r"step_(\d+)", path.name) for path in (folder / "out" / "checkpoints").glob("step_*")
     ]
     return max((int(match[1]) for match in found if match), default=0)
 
 
-def last_step(folder: Path) -> int:
-    """The last that was logged."""
+def last_logged_step(folder: Path) -> int:
+    """Return the last step that was logged, 0 if there is none."""
     try:
         return max(losses_of(folder), default=0)
     except (FileNotFoundError, ValueError):  # half a line
@@ -154,44 +158,44 @@ def last_step(folder: Path) -> int:
     limit=420,
 )
 def kill_saves(run: Run) -> str:
-    """2 ranks, sharded; either of them dies at each point in turn, and what is left is loaded by 1 and 2 ranks."""
-    warm_up()
+    """Let either of 2 ranks die at each point of a save in turn; load the checkpoint that is left on 1 or 2 ranks."""
+    import_recipe()
     from tests.training import test_checkpoint  # noqa: F401 - before ranks are forked
 
     kinds: Counter[str] = Counter()
-    left: Counter[int] = Counter()
+    loaded: Counter[int] = Counter()
     with tempfile.TemporaryDirectory() as name:
         with Ranks(2, join=False) as ranks:
-            whole = ranks.run(save_and_die, Path(name) / "whole", 0, 0)[0]
+            whole = ranks.run(save_and_exit, Path(name) / "whole", 0, 0)[0]
         for victim in (0, 1):
             for number in range(1, 1000):
                 run.progress(number, 1000, f"points of rank {victim}, at most")
                 folder = Path(name) / f"{victim}-{number}"
                 with Ranks(2, join=False) as ranks:
-                    ranks.start(save_and_die, folder, victim, number)
-                    ended = wait_for(ranks, victim)
+                    ranks.start(save_and_exit, folder, victim, number)
+                    completed = wait_for_victim(ranks, victim)
                 journal = (folder / f"journal-{victim}").read_text().split()
                 with Ranks(1 + number % 2, join=False) as ranks:
-                    step, weights = ranks.run(load_newest, folder)[0]
+                    step, weights = ranks.run(load_newest_checkpoint, folder)[0]
                 assert weights == whole[step], f"killed at {journal[-1]} {number} of rank {victim}: a mix"
-                left[step] += 1
-                if ended or (run.quick and number == 3):
+                loaded[step] += 1
+                if completed or (run.quick and number == 3):
                     break
                 kinds[journal[-1]] += 1
     if not run.quick:
         assert kinds["write"] >= 5, kinds
         assert kinds["fsync"] >= 5, kinds
         assert kinds["rename"] >= 3, kinds
-        assert set(left) == {5, 10}
+        assert set(loaded) == {5, 10}
     counts = ", ".join(f"{count} {kind}s" for kind, count in kinds.most_common())
-    return f"{counts}, of 2 ranks; then the previous {left[5]} times, the new one {left[10]} times, whole each time"
+    return f"{counts}, of 2 ranks; then the previous {loaded[5]} times, the new one {loaded[10]} times, whole each time"
 
 
-def wait_for(ranks: Ranks, victim: int) -> bool:
-    """Until the job is done on all ranks (True), or the victim has died (False)."""
+def wait_for_victim(ranks: Ranks, victim: int) -> bool:
+    """Wait until all ranks have done their job (True) or the victim has died (False)."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        if all(pipe.poll() for pipe in ranks.pipes):  # an end counts as something to read
+        if all(pipe.poll() for pipe in ranks.pipes):  # also true of a pipe whose process ended
             ranks.processes[victim].join(1)
         if not ranks.processes[victim].is_alive():
             return False
@@ -199,54 +203,47 @@ def wait_for(ranks: Ranks, victim: int) -> bool:
             ranks.collect(1)
             return True
         time.sleep(0.005)
-    raise AssertionError("a rank hangs in a save that nobody disturbed")
+    raise AssertionError("a save hangs without a kill")
 
 
-def save_and_die(folder: Path, victim: int, number: int) -> dict[int, list[Any]]:
-    """In a rank: save step 5, train, save step 10; rank ``victim`` ends at the ``number``-th point of the latter."""
+def save_and_exit(folder: Path, victim: int, number: int) -> dict[int, list[Any]]:
+    """In a rank: save step 5, train, save step 10; rank ``victim`` exits at the ``number``-th point of that save."""
     from streampack.distributed.world import join_world
     from streampack.training.checkpoint import Checkpoints
     from tests.training.test_checkpoint import die_at
 
     weights = {}
-    with join_world(_cpu(), timeout=60) as world:
-        model, optimizer = small(world)
+    with join_world(torch.device("cpu"), timeout=60) as world:
+        model, optimizer = small_model(world)
         folder.mkdir(exist_ok=True)
         checkpoints = Checkpoints(folder / "checkpoints", keep=1, world=world)
         for step in (5, 10):
-            step_once(model, optimizer)
-            weights[step] = full(model)
+            train_step(model, optimizer)
+            weights[step] = full_weights(model)
             if step == 10 and number and world.rank == victim:
                 die_at(number, os.open(folder / f"journal-{victim}", os.O_WRONLY | os.O_CREAT))
             checkpoints.save(step, model=model, optimizer=optimizer, run={"step": step})
     return weights
 
 
-def load_newest(folder: Path) -> tuple[int, list[Any]]:
-    """In a rank: the step of the newest checkpoint, and its weights."""
+def load_newest_checkpoint(folder: Path) -> tuple[int, list[Any]]:
+    """In a rank: load the newest checkpoint; return its step and weights."""
     from streampack.distributed.world import join_world
     from streampack.training.checkpoint import Checkpoints
 
-    with join_world(_cpu(), timeout=60) as world:
-        model, optimizer = small(world)
-        step_once(model, optimizer)  # so that the optimizer has something to overwrite
+    with join_world(torch.device("cpu"), timeout=60) as world:
+        model, optimizer = small_model(world)
+        train_step(model, optimizer)  # so that the optimizer has a state, which loading overwrites
         checkpoints = Checkpoints(folder / "checkpoints", keep=1, world=world)
         step = checkpoints.newest()
         assert step is not None
         run = checkpoints.load(step, model=model, optimizer=optimizer)
         assert run == {"step": step}
-        return step, full(model)
+        return step, full_weights(model)
 
 
-def _cpu() -> Any:
-    import torch
-
-    return torch.device("cpu")
-
-
-def small(world: Any) -> tuple[Any, Any]:
-    """A model of two layers, sharded over the ranks if there are several, and its optimizer."""
-    import torch
+def small_model(world: Any) -> tuple[Any, Any]:
+    """Build a model of two layers, sharded if there are several ranks, and its optimizer."""
     from torchtune.models.llama3 import llama3
 
     from streampack.training.config import RunConfig
@@ -261,14 +258,12 @@ def small(world: Any) -> tuple[Any, Any]:
         model={"_component_": "torchtune.models.llama3.llama3", **shape}, dtype="fp32", data={"max_seq_len": 12},
         max_steps=1, output_dir="", tokenizer={}, checkpointer={}, optimizer={}, metric_logger={},
     )  # fmt: skip
-    model = build_model(config, weights=llama3(**shape).state_dict(), device=_cpu(), world=world)
+    model = build_model(config, weights=llama3(**shape).state_dict(), device=torch.device("cpu"), world=world)
     return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
-def step_once(model: Any, optimizer: Any) -> None:
-    """On tokens that are always the same."""
-    import torch
-
+def train_step(model: Any, optimizer: Any) -> None:
+    """Make an optimizer step on fixed tokens."""
     optimizer.zero_grad()
     logits = model(torch.arange(12)[None])
     logits = torch.cat(logits, 1) if isinstance(logits, list) else logits
@@ -276,8 +271,8 @@ def step_once(model: Any, optimizer: Any) -> None:
     optimizer.step()
 
 
-def full(model: Any) -> list[Any]:
-    """All weights, by name."""
+def full_weights(model: Any) -> list[Any]:
+    """Return all weights, unsharded, in the order of their names."""
     values = {name: value.detach() for name, value in model.named_parameters()}
     return [
         (getattr(values[name], "full_tensor", lambda name=name: values[name])()).tolist()
@@ -287,12 +282,12 @@ def full(model: Any) -> list[Any]:
 
 @job(
     "elastic-training",
-    "a lost agent under torchrun: the other goes on by itself, with the same packs a step",
+    "a lost agent under torchrun: the other resumes without help, with the same packs a step",
     limit=420,
 )
 def elastic_training(run: Run) -> str:
-    """``--nnodes=1:2``, two agents of one rank each; SIGKILL of the second agent and its rank."""
-    warm_up()
+    """Start two agents of one rank each with ``--nnodes=1:2``, and kill the second agent and its rank."""
+    import_recipe()
     steps = run.count(400, 150)
     with tempfile.TemporaryDirectory() as name:
         whole, broken = Path(name) / "whole", Path(name) / "broken"
@@ -309,36 +304,41 @@ def elastic_training(run: Run) -> str:
 
         OmegaConf.save(config_of(broken, **settings), broken / "run.yaml")
         endpoint = f"localhost:{free_port()}"
-        agents = [agent(endpoint, broken, number) for number in range(2)]
+        agents = [start_agent(endpoint, broken, number) for number in range(2)]
         try:
             deadline = time.monotonic() + 120
-            while newest(broken) < steps // 10:
-                assert time.monotonic() < deadline, (broken / "agent-0").read_text()[-2000:]
-                assert all(one.poll() is None for one in agents), (broken / "agent-0").read_text()[-2000:]
+            while newest_checkpoint(broken) < steps // 10:
+                assert time.monotonic() < deadline, log_end(broken)
+                assert all(agent.poll() is None for agent in agents), log_end(broken)
                 time.sleep(0.01)
-            killed, at = time.monotonic(), last_step(broken)
-            end(agents[1], signal.SIGKILL)
-            while last_step(broken) <= at + 5:
-                assert agents[0].poll() is None, (broken / "agent-0").read_text()[-2000:]
-                assert time.monotonic() < killed + 240, "nobody went on"
+            killed, at = time.monotonic(), last_logged_step(broken)
+            end_agent(agents[1])
+            while last_logged_step(broken) <= at + 5:
+                assert agents[0].poll() is None, log_end(broken)
+                assert time.monotonic() < killed + 240, "the other agent did not resume"
                 time.sleep(0.05)
-            went_on = time.monotonic() - killed
+            delay = time.monotonic() - killed
             code = agents[0].wait(240)
-            assert code == 0, (broken / "agent-0").read_text()[-2000:]
+            assert code == 0, log_end(broken)
         finally:
-            for one in agents:
-                end(one, signal.SIGKILL)
-        assert at < steps, "it was over before the agent was killed"
-        worst = furthest(losses_of(whole), losses_of(broken))
+            for agent in agents:
+                end_agent(agent)
+        assert at < steps, "training ended before the agent was killed"
+        worst = max_relative_difference(losses_of(whole), losses_of(broken))
         assert worst < 1e-4, f"{worst:.1e}"
     return (
-        f"killed after step {at} of {steps}; the other agent went on {went_on:.0f} s later, alone; against one rank "
+        f"killed after step {at} of {steps}; the other agent went on {delay:.0f} s later, alone; against one rank "
         f"undisturbed, largest relative difference of a loss {worst:.1e}"
     )
 
 
-def agent(endpoint: str, folder: Path, number: int) -> subprocess.Popen[bytes]:
-    """One torchrun, as on a node of its own; the first also keeps the rendezvous."""
+def log_end(folder: Path) -> str:
+    """Return the end of what the first agent wrote."""
+    return (folder / "agent-0").read_text()[-2000:]
+
+
+def start_agent(endpoint: str, folder: Path, number: int) -> subprocess.Popen[bytes]:
+    """Start torchrun as on a node of its own; number 0 also hosts the rendezvous."""
     command = [
         *(
             sys.executable,
@@ -357,12 +357,8 @@ def agent(endpoint: str, folder: Path, number: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log, process_group=0)
 
 
-def end(process: subprocess.Popen[bytes], how: signal.Signals) -> None:
-    """The agent and all below it: torchrun gives its ranks sessions of their own."""
-    from stress.bugs import descendants
-
-    for pid in [process.pid, *descendants(process.pid)]:
-        with suppress(ProcessLookupError):
-            os.kill(pid, how)
+def end_agent(process: subprocess.Popen[bytes]) -> None:
+    """Kill an agent and its ranks, which torchrun starts in sessions of their own."""
+    kill_tree(process.pid)
     with suppress(subprocess.TimeoutExpired):
         process.wait(5)

@@ -1,4 +1,4 @@
-"""What the agreement among ranks costs."""
+"""Cost of the agreement among ranks in step time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from stress.job import Run, job
 from stress.ranks import OwnAgreement, Ranks
 
 STEP = 0.020  # seconds
-NOTICEABLE = 0.005  # of a step
+MAX_COST = 0.005  # of a step
 
 
 @job("agreement", "the agreement costs no measurable step time, with steps of 20 ms", limit=180)
 def agreement(run: Run) -> str:
-    """2 ranks x 2 workers; blocks of steps with and without it, in turn."""
+    """Time blocks of steps on 2 ranks x 2 workers, with and without the agreement in turn."""
     blocks, steps = run.count(12, 2), run.count(60, 20)
     times: dict[bool, list[float]] = {True: [], False: []}
     waits: dict[bool, list[float]] = {True: [], False: []}
@@ -27,13 +27,13 @@ def agreement(run: Run) -> str:
         for block in range(2 * blocks):
             run.progress(block, 2 * blocks, "blocks")
             agreed = block % 2 == 0
-            for whole, waited in ranks.run(steps_of, corpus, agreed, steps):
+            for whole, in_loader in ranks.run(time_steps, corpus, agreed, steps):
                 times[agreed] += whole
-                waits[agreed] += waited
+                waits[agreed] += in_loader
     with_it, without = (statistics.median(times[agreed]) for agreed in (True, False))
     cost = statistics.median(waits[True]) - statistics.median(waits[False])
     if not run.quick:
-        assert cost < NOTICEABLE * STEP, f"{with_it * 1e3:.2f} ms against {without * 1e3:.2f} ms"
+        assert cost < MAX_COST * STEP, f"{with_it * 1e3:.2f} ms against {without * 1e3:.2f} ms"
     return (
         f"{len(times[True])} steps with it, {len(times[False])} without: medians {with_it * 1e3:.2f} and "
         f"{without * 1e3:.2f} ms a step; in the loader "
@@ -41,21 +41,21 @@ def agreement(run: Run) -> str:
     )
 
 
-def steps_of(corpus: Corpus, agreed: bool, steps: int) -> tuple[list[float], list[float]]:
-    """In a rank: the seconds of every step, and those of them spent in the loader."""
+def time_steps(corpus: Corpus, agreed: bool, steps: int) -> tuple[list[float], list[float]]:
+    """In a rank: return the seconds of every step, and the seconds of each spent in the loader."""
     loader = PackedDataLoader(corpus.dataset(), batch_size=4, num_workers=2)
     if not agreed:
-        loader.rank_sync.agree = OwnAgreement  # type: ignore[method-assign]
+        loader.rank_sync.agree = OwnAgreement
     iterator = iter(loader)
-    whole, waited = [], []
+    whole, in_loader = [], []
     next(iterator)
     dist.barrier()
     for _ in range(steps):
         begun = time.perf_counter()
         next(iterator)
-        waited.append(time.perf_counter() - begun)
+        in_loader.append(time.perf_counter() - begun)
         time.sleep(STEP)
         whole.append(time.perf_counter() - begun)
-    for stream in iterator.rank_batches.streams:  # type: ignore[attr-defined]
+    for stream in iterator.rank_batches.streams:
         stream.close()
-    return whole, waited
+    return whole, in_loader

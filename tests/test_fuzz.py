@@ -91,7 +91,7 @@ def find(case: Callable[[int, int], Any], first: int = 0) -> None:
 
 RESUMES = [
     "cursor-off-by-one", "lost-buffer", "bitmap-shifted-by-one", "offset-not-restored", "drop-counted-twice",
-    "state-of-rank-0-only", "stale-lanes-win", "states-filed-when-made", "null-packs-train", "one-epoch-too-many",
+    "state-of-rank-0-only", "stale-lanes-win", "state-ahead-of-packs", "null-packs-train", "one-epoch-too-many",
     "ledger-not-restored", "one-piece-too-far",
 ]  # fmt: skip
 

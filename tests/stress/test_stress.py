@@ -70,7 +70,7 @@ def test_jobs_are_listed_and_unknown_ones_named(capsys: pytest.CaptureFixture[st
     assert set(load_jobs()) <= set(capsys.readouterr().out.split())
     with pytest.raises(SystemExit):
         command.main(["--only", "nonsense"])
-    assert "no job is called nonsense; choose of kill-all" in capsys.readouterr().err
+    assert "no job is called nonsense; choose one of kill-all" in capsys.readouterr().err
 
 
 def test_there_are_twenty_bugs() -> None:
