@@ -1,11 +1,10 @@
-"""How few packs each strategy makes, and how fast, beside other packers on the same samples.
+"""Number of packs and speed of each strategy, beside other packers on the same samples.
 
-One command: ``python -m benchmarks.density``. README.md in this folder says how to read the table.
+Run ``python -m benchmarks.density``; README.md in this folder explains the table.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import logging
 import statistics
@@ -14,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
 from benchmarks import lengths as corpora
@@ -36,17 +34,15 @@ HEADER = (
     "waits max",
     "held mean",
 )
-NONE = "-"
-LEAST_SECONDS = (
-    0.5  # a row that is done sooner runs again: one run of the floor takes 20 ms and is mostly noise
-)
+# A faster row runs several times: one run of the floor takes 20 ms, which is mostly noise.
+LEAST_SECONDS = 0.5
 
 Runner = Callable[[], peers.Run]
 T = TypeVar("T")
 
 
 class Settings(TypedDict):
-    """What every packer of ours is told."""
+    """Settings of all of streampack's rows."""
 
     max_seq_len: int
     buffer_size: int
@@ -54,23 +50,23 @@ class Settings(TypedDict):
 
 @dataclass
 class Measured:
-    """One distribution: the lengths, and what every round gave."""
+    """The lengths of one distribution, and the results of all rounds."""
 
     lengths: list[int]
     checksum: int
     settings: Settings
     runs: dict[str, list[peers.Run]] = field(default_factory=dict)
     plans: dict[str, list[float]] = field(default_factory=dict)  # seconds
-    missing: dict[str, str] = field(default_factory=dict)  # rows that nothing was measured for, and why
+    missing: dict[str, str] = field(default_factory=dict)  # why a row was not measured
 
 
 def filling(strategy: str) -> dict[str, Any]:
-    """The settings of a row of ours, which is a strategy or ``split_across_pack``."""
+    """Return the settings of one of our rows, which is a strategy or ``split_across_pack``."""
     return {"split_across_pack": True} if strategy == "split_across_pack" else {"strategy": strategy}
 
 
 def our_stream(samples: peers.Samples, *, max_seq_len: int, strategy: str, buffer_size: int) -> Runner:
-    """From samples in memory to tensors: one lane, no worker process, no shuffling."""
+    """Return a run of our packer from samples in memory to tensors: one lane, no workers, no shuffling."""
     from streampack import IterablePackedDataset
 
     return lambda: peers.stream(
@@ -87,7 +83,7 @@ def our_stream(samples: peers.Samples, *, max_seq_len: int, strategy: str, buffe
 def our_plan(
     lengths: Sequence[int], *, max_seq_len: int, strategy: str, buffer_size: int
 ) -> Callable[[], float]:
-    """Seconds to plan all packs from lengths alone."""
+    """Return a function that measures the seconds to plan all packs from lengths alone."""
     from streampack import plan_packs
 
     def run() -> float:
@@ -101,11 +97,11 @@ def our_plan(
 def waiting(
     lengths: Sequence[int], *, max_seq_len: int, strategy: str, buffer_size: int
 ) -> tuple[float, int, float]:
-    """Packs that left while a sample waited (mean, max), and the samples held after a pack (mean)."""
+    """Return the packs completed while a sample waits (mean, max), and the samples held after a pack (mean)."""
     from streampack import plan_packs
 
     packs = 0
-    read_at: list[int] = []  # packs that had left when each sample was read
+    read_at: list[int] = []  # packs completed when each sample was read
     waits: list[int] = []
     held: list[int] = []
 
@@ -124,7 +120,7 @@ def waiting(
 def contenders(
     samples: peers.Samples, *, max_seq_len: int, buffer_size: int
 ) -> Iterator[tuple[str, Callable[[], Runner]]]:
-    """Each row's name, and what prepares its run or raises ``ModuleNotFoundError`` for a missing package."""
+    """Yield each row's name, and a function that prepares its run or raises ``ModuleNotFoundError``."""
     ours = partial(our_stream, max_seq_len=max_seq_len, buffer_size=buffer_size)
     lists = corpora.as_lists(samples)
     for strategy in STRATEGIES:
@@ -139,7 +135,7 @@ def contenders(
 
 
 def prepare(samples: peers.Samples, settings: Settings) -> tuple[dict[str, Runner], dict[str, str]]:
-    """What runs each row of the table, and the rows whose package is not installed."""
+    """Return a function to run each row, and the reasons of the rows whose package is not installed."""
     runners: dict[str, Runner] = {}
     missing: dict[str, str] = {}
     for row, make in contenders(samples, **settings):
@@ -151,7 +147,7 @@ def prepare(samples: peers.Samples, settings: Settings) -> tuple[dict[str, Runne
 
 
 def warm_up(settings: Settings) -> None:
-    """Let every packer import and set up what it does on its first call, outside the clock."""
+    """Run every packer once, so that its imports and first-call setup are not timed."""
     samples = corpora.samples(corpora.lengths("flan", count=20, longest=settings["max_seq_len"]))
     for run in prepare(samples, settings)[0].values():
         run()
@@ -200,7 +196,7 @@ def measure(
 
 
 def draw(name: str, done: Measured) -> str:
-    """The table of one distribution, with what must be said about it."""
+    """Format the table of one distribution, with notes below it."""
     max_seq_len = done.settings["max_seq_len"]
     tokens = sum(done.lengths)
     bound = corpora.lower_bound(done.lengths, max_seq_len)
@@ -214,7 +210,7 @@ def draw(name: str, done: Measured) -> str:
 
     def ratio(row: str, to: str, form: str) -> str:
         if to not in seconds:
-            return NONE
+            return report.NONE
         return format(statistics.median(b / a for a, b in zip(seconds[row], seconds[to], strict=True)), form)
 
     rows = []
@@ -233,15 +229,17 @@ def draw(name: str, done: Measured) -> str:
         if row in done.plans:
             mean, most, held = waiting(done.lengths, strategy=row, **done.settings)
             cells += [rate(done.plans[row]), f"{mean:.1f}", f"{most:,}", f"{held:.1f}"]
-        rows.append(cells + [NONE] * (len(HEADER) - len(cells)))
-    rows.append(["lower bound", f"{bound:,}", "0", padding(bound, tokens), *[NONE] * (len(HEADER) - 4)])
+        rows.append(cells + [report.NONE] * (len(HEADER) - len(cells)))
+    rows.append(
+        ["lower bound", f"{bound:,}", "0", padding(bound, tokens), *[report.NONE] * (len(HEADER) - 4)]
+    )
 
     about = (
         f"{len(done.lengths):,} samples, {tokens:,} tokens: median {statistics.median(done.lengths):,.0f}, "
         f"mean {statistics.fmean(done.lengths):,.0f}, longest {max(done.lengths):,}."
     )
     if not notes:
-        notes.append("In every row the packs held as many tokens as went in, with the same sum of ids.")
+        notes.append("In every row the packs held all tokens, with the same sum of ids.")
     spread = {row: max(times) / min(times) for row, times in seconds.items()}
     widest = max(spread, key=spread.__getitem__)
     notes.append(f"A row's slowest round took at most {spread[widest]:.2f} times its fastest ({widest}).")
@@ -249,17 +247,15 @@ def draw(name: str, done: Measured) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print and keep the tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Measure, and print and write the tables."""
+    parser = report.parser(__doc__, smoke="300 samples, one round")
     add = parser.add_argument
     add("--samples", type=int, default=20_000, help="samples of each distribution (%(default)s)")
     add("--max-seq-len", type=int, default=4096, help="tokens in a pack (%(default)s)")
     add("--buffer-size", type=int, default=128, help="samples that our strategies may hold (%(default)s)")
-    add("--repeats", type=int, default=3, help="rounds, of which the table shows medians (%(default)s)")
-    add("--seed", type=int, default=0, help="decides the order of the samples (%(default)s)")
+    add("--repeats", type=int, default=3, help="rounds; the table shows their medians (%(default)s)")
+    add("--seed", type=int, default=0, help="of the order of the samples (%(default)s)")
     add("--distributions", nargs="+", choices=corpora.DISTRIBUTIONS, default=list(corpora.DISTRIBUTIONS))
-    add("--smoke", action="store_true", help="seconds, to see that it runs: 300 samples, one round, no file")
-    add("--out", type=Path, help="folder of the result file (benchmarks/results)")
     options = parser.parse_args(arguments)
     count, repeats, least = options.samples, options.repeats, LEAST_SECONDS
     if options.smoke:
@@ -271,7 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ):
         if value < 1:
             parser.error(f"{option} is {value}; it must be at least 1")
-    # It prints a line about CUDA extensions when torchtune imports it.
+    # torchao logs a line about CUDA extensions when torchtune imports it.
     logging.getLogger("torchao").setLevel(logging.ERROR)
 
     settings = Settings(max_seq_len=options.max_seq_len, buffer_size=options.buffer_size)
@@ -286,17 +282,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
             name, settings, count=count, repeats=repeats, least=least, seed=options.seed, step=step
         )
         sections.append(draw(name, done))
-    text = "\n\n".join(
-        [
-            f"# Packing: {options.max_seq_len:,} tokens a pack, buffer of {options.buffer_size} samples",
-            report.row_id("streampack", "torch", "numpy", "torchtune", "trl", "datasets", "pyarrow", "grain"),
-            f"Medians of {repeats} interleaved round(s), seed {options.seed}. How to read it: ../README.md.",
-            *sections,
-        ]
+    report.publish(
+        "density",
+        options,
+        f"# Packing: {options.max_seq_len:,} tokens a pack, buffer of {options.buffer_size} samples",
+        report.machine_line(
+            "streampack", "torch", "numpy", "torchtune", "trl", "datasets", "pyarrow", "grain"
+        ),
+        f"Medians of {repeats} interleaved rounds, seed {options.seed}. Explained in ../README.md.",
+        *sections,
     )
-    print(text)
-    if options.out or not options.smoke:
-        print(f"\nwritten to {report.save('density', text, options.out or report.RESULTS)}")
 
 
 if __name__ == "__main__":

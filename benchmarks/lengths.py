@@ -1,8 +1,8 @@
-"""The three sets of lengths that every packer here is measured on.
+"""The three sets of lengths that the benchmarks use.
 
 Each is a log-normal distribution with the median and mean of a known corpus, clipped to [1, longest]. The
 lengths are its evenly spaced quantiles, in a seeded random order: the lower bound is the same for every seed,
-and only the order changes, which is what an online packer has to cope with.
+only the order changes.
 
 >>> lower_bound(lengths("orca"), 4096)
 1945
@@ -20,12 +20,12 @@ import numpy.typing as npt
 
 LONGEST = 4096
 VOCAB_SIZE = 32_000
-PADDING = 0  # never a sample's token, so a packer's real tokens can be counted from its output alone
+PADDING = 0  # never a token of a sample, so that real tokens can be counted in a packer's output
 
 
 @dataclass(frozen=True)
 class LogNormal:
-    """A corpus' lengths: ``sigma`` was chosen so that 20,000 of them, clipped, have the corpus' mean."""
+    """A distribution like a corpus's lengths: with this ``sigma``, 20,000 clipped lengths have the corpus's mean."""
 
     median: float
     sigma: float
@@ -42,14 +42,14 @@ DISTRIBUTIONS = {
 def lengths(
     name: str, *, count: int = 20_000, seed: int = 0, longest: int = LONGEST
 ) -> npt.NDArray[np.int64]:
-    """``count`` lengths of the distribution ``name``, in an order that ``seed`` decides.  # [count]"""
+    """Return ``count`` lengths of the distribution ``name``, in the order of ``seed``.  # [count]"""
     if name not in DISTRIBUTIONS:
         raise ValueError(f"no distribution {name!r}; choose one of {', '.join(DISTRIBUTIONS)}")
     return draw(DISTRIBUTIONS[name], count=count, seed=seed, longest=longest)
 
 
 def draw(shape: LogNormal, *, count: int, seed: int, longest: int) -> npt.NDArray[np.int64]:
-    """``count`` lengths of any such distribution.  # [count]"""
+    """Return ``count`` lengths of any log-normal distribution.  # [count]"""
     if count < 1 or longest < 1:
         raise ValueError(f"count is {count} and longest is {longest}; both must be at least 1")
     normal = NormalDist()
@@ -59,12 +59,12 @@ def draw(shape: LogNormal, *, count: int, seed: int, longest: int) -> npt.NDArra
 
 
 def lower_bound(lengths: Iterable[int], max_seq_len: int) -> int:
-    """The fewest packs that any packer could need: every pack but the last one full."""
+    """Return the fewest packs that any packer could need: all full but the last."""
     return -(-int(sum(lengths)) // max_seq_len)
 
 
 def samples(lengths: npt.NDArray[np.int64], *, seed: int = 0) -> list[dict[str, npt.NDArray[np.int64]]]:
-    """Random samples: int64 ``tokens`` (never 0) and ``labels``, the first third of them a prompt (-100)."""
+    """Return random samples: int64 ``tokens`` (never 0) and ``labels``, the first third of them a prompt (-100)."""
     tokens = np.random.default_rng(seed).integers(1, VOCAB_SIZE, int(lengths.sum()), dtype=np.int64)
     labels = tokens.copy()
     made = []
@@ -77,21 +77,5 @@ def samples(lengths: npt.NDArray[np.int64], *, seed: int = 0) -> list[dict[str, 
 
 
 def as_lists(samples: Iterable[dict[str, Any]]) -> list[dict[str, list[int]]]:
-    """The same samples as Python lists, which is what tokenizers return."""
+    """Convert samples to Python lists, which tokenizers return."""
     return [{key: value.tolist() for key, value in sample.items()} for sample in samples]
-
-
-def main() -> None:
-    """Print what the distributions look like."""
-    for name, shape in DISTRIBUTIONS.items():
-        values = lengths(name)
-        p99 = np.percentile(values, 99)
-        print(
-            f"{name:6} median {np.median(values):6,.0f}  mean {values.mean():6,.0f}  p99 {p99:6,.0f}  "
-            f"at the limit {(values == LONGEST).mean():5.1%}  "
-            f"lower bound {lower_bound(values, LONGEST):6,} packs  {shape.like}"
-        )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,15 +1,13 @@
-"""How full and how even the steps of several ranks are, by ours and by the published multipack.
+"""Fill and balance of the steps of several ranks, by streampack and by the published multipack.
 
-One command: ``python -m benchmarks.multipack``. README.md in this folder says how to read the table.
+Run ``python -m benchmarks.multipack``; README.md in this folder explains the table.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -40,7 +38,7 @@ HEADER = (
 
 
 def scheduled(lengths: Sequence[int], numbers: range, max_tokens: int, ranks: int) -> Step | None:
-    """Each sample, the longest first, to the rank with the fewest tokens; None if that overflows one."""
+    """Give each sample, longest first, to the rank with the fewest tokens; None if that overflows one."""
     packs: Step = [[] for _ in range(ranks)]
     loads = [0] * ranks
     for number in sorted(numbers, key=lambda number: -lengths[number]):
@@ -53,7 +51,7 @@ def scheduled(lengths: Sequence[int], numbers: range, max_tokens: int, ranks: in
 
 
 def first_fit_decreasing(lengths: Sequence[int], numbers: range, max_tokens: int, ranks: int) -> Step | None:
-    """Each sample, the longest first, to the first rank with room for it; None if none has."""
+    """Give each sample, longest first, to the first rank with room for it; None if none has."""
     packs: Step = [[] for _ in range(ranks)]
     rooms = [max_tokens] * ranks
     for number in sorted(numbers, key=lambda number: -lengths[number]):
@@ -68,11 +66,11 @@ def first_fit_decreasing(lengths: Sequence[int], numbers: range, max_tokens: int
 def published(
     allot: Callable[[Sequence[int], range, int, int], Step | None],
 ) -> Planner:
-    """Multipack as github.com/imoneoi/multipack_sampler describes it, version 2, without its compiled code.
+    """Return multipack version 2 as github.com/imoneoi/multipack_sampler describes it, without its compiled code.
 
-    A step is the most of the next samples that ``allot`` can place, found by bisection: ``scheduled`` is its variant
+    A step takes as many of the next samples as ``allot`` can place, found by bisection: ``scheduled`` is its variant
     for quadratic attention, ``first_fit_decreasing`` the linear one. A step that leaves a rank without a sample ends
-    the epoch, and what it holds is left out.
+    the epoch, and its samples are left out.
     """
 
     def plan(lengths: list[int], max_tokens: int, ranks: int) -> list[Step]:
@@ -98,7 +96,7 @@ def published(
 
 
 def ours(objective: str) -> Planner:
-    """`MultipackBatchSampler`'s plan."""
+    """Return the planner of `MultipackBatchSampler`."""
     from streampack.map_style.multipack import plan_steps
 
     return lambda lengths, max_tokens, ranks: plan_steps(
@@ -107,7 +105,7 @@ def ours(objective: str) -> Planner:
 
 
 def streamed(strategy: str) -> Planner:
-    """A stream's packs as ranks take them: one each, in the order in which they are made."""
+    """Return a planner that gives each rank the next pack of a stream."""
     from streampack import plan_packs
 
     def plan(lengths: list[int], max_tokens: int, ranks: int) -> list[Step]:
@@ -119,7 +117,7 @@ def streamed(strategy: str) -> Planner:
 
 
 def planners() -> dict[str, Planner]:
-    """The rows of the table."""
+    """Return the planner of each row."""
     return {
         "multipack, quadratic": ours("quadratic"),
         "multipack, linear": ours("linear"),
@@ -131,7 +129,7 @@ def planners() -> dict[str, Planner]:
 
 
 class Measured(NamedTuple):
-    """What a plan is worth."""
+    """Measures of a plan."""
 
     steps: int
     efficiency: float  # tokens / room for tokens
@@ -141,7 +139,7 @@ class Measured(NamedTuple):
 
 
 def measure(steps: list[Step], lengths: Sequence[int], max_tokens: int) -> Measured:
-    """As multipack's README defines them; every step counts, the last too."""
+    """Compute the measures that multipack's README defines, over all steps."""
     loads = [[sum(lengths[number] for number in pack) for pack in step] for step in steps]
     costs = [[sum(lengths[number] ** 2 for number in pack) for pack in step] for step in steps]
     tokens = sum(map(sum, loads))
@@ -155,16 +153,14 @@ def measure(steps: list[Step], lengths: Sequence[int], max_tokens: int) -> Measu
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print and keep the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Measure, and print and write the table."""
+    parser = report.parser(__doc__, smoke="2,000 samples")
     add = parser.add_argument
     add("--samples", type=int, default=100_000, help="lengths to plan (%(default)s)")
     add("--ranks", type=int, default=8, help="packs of a step (%(default)s)")
     add("--max-tokens", type=int, default=16 * 2048, help="tokens of a pack (%(default)s)")
-    add("--repeats", type=int, default=3, help="plans of which the fastest is told (%(default)s)")
-    add("--seed", type=int, default=0, help="decides the order of the samples (%(default)s)")
-    add("--smoke", action="store_true", help="a second, to see that it runs: 2,000 samples, no file")
-    add("--out", type=Path, help="folder of the result file (benchmarks/results)")
+    add("--repeats", type=int, default=3, help="plans; the table shows the fastest (%(default)s)")
+    add("--seed", type=int, default=0, help="of the order of the samples (%(default)s)")
     options = parser.parse_args(arguments)
     count, repeats = (2_000, 1) if options.smoke else (options.samples, options.repeats)
     lengths = draw(CHAT, count=count, seed=options.seed, longest=LONGEST).tolist()
@@ -194,19 +190,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 f"{min(seconds):.2f}",
             ]
         )
-    text = "\n\n".join(
-        [
-            f"# Multipack: {options.ranks} ranks, packs of {options.max_tokens:,} tokens",
-            report.row_id("streampack", "numpy"),
-            f"{count:,} chat-like lengths, {sum(lengths):,} tokens: median {statistics.median(lengths):,.0f}, "
-            f"mean {statistics.fmean(lengths):,.0f}, longest {max(lengths):,}; seed {options.seed}, "
-            f"best of {repeats} plan(s). No plan has fewer than {bound:,} steps. How to read it: ../README.md.",
-            report.table(HEADER, rows),
-        ]
+    report.publish(
+        "multipack",
+        options,
+        f"# Multipack: {options.ranks} ranks, packs of {options.max_tokens:,} tokens",
+        report.machine_line("streampack", "numpy"),
+        f"{count:,} chat-like lengths, {sum(lengths):,} tokens: median {statistics.median(lengths):,.0f}, "
+        f"mean {statistics.fmean(lengths):,.0f}, longest {max(lengths):,}; seed {options.seed}, "
+        f"best of {repeats} plan(s). No plan has fewer than {bound:,} steps. Explained in ../README.md.",
+        report.table(HEADER, rows),
     )
-    print(text)
-    if options.out or not options.smoke:
-        print(f"\nwritten to {report.save('multipack', text, options.out or report.RESULTS)}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Other packers on the same samples: one function each, and the copying floor.
+"""Other packers on the same samples, and the floor: copying alone.
 
-Every function takes samples and returns what runs the packer once, so that imports, and conversion to the
-form that this packer likes best, stay outside the clock. A peer that is not installed raises
-``ModuleNotFoundError`` there, before anything is measured.
+Every function takes samples and returns a function that runs the packer once, so that imports and the conversion to
+the input that suits this packer best are not timed. A packer that is not installed raises ``ModuleNotFoundError``
+before anything is measured.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ Samples = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Run:
-    """What one packer made of the samples."""
+    """Result of one run of a packer."""
 
     packs: int
-    tokens: int  # real ones, counted in the packs
+    tokens: int  # of samples, counted in the packs
     checksum: int  # the sum of all token ids in the packs
     seconds: float
 
 
 def stream(make: Callable[[], Iterable[dict[str, Any]]]) -> Run:
-    """Take every pack that ``make()`` yields and drop it, as training does; counting stays off the clock."""
+    """Take every pack that ``make()`` yields and drop it, as training does; counting is not timed."""
     packs = tokens = checksum = 0
     start = time.perf_counter()
     iterator = iter(make())
@@ -52,9 +52,9 @@ def stream(make: Callable[[], Iterable[dict[str, Any]]]) -> Run:
 
 
 def torchtune(samples: Samples, *, max_seq_len: int) -> Callable[[], Run]:
-    """``torchtune.datasets.PackedDataset``: everything packed before the first step, all held in memory.
+    """Run ``torchtune.datasets.PackedDataset``, which packs everything before the first step and holds it in memory.
 
-    Gets Python lists: with arrays its ``list += tokens`` makes a scalar object of every token.
+    It gets Python lists: with arrays its ``list += tokens`` makes a scalar object of every token.
     """
     from torchtune.datasets import PackedDataset
 
@@ -72,10 +72,10 @@ def torchtune(samples: Samples, *, max_seq_len: int) -> Callable[[], Run]:
 
 
 def trl(samples: Samples, *, max_seq_len: int, batch: int | None) -> Callable[[], Run]:
-    """TRL's ``pack_dataset(strategy="bfd")`` in batches of ``batch`` samples; ``None``: all at once.
+    """Run TRL's ``pack_dataset(strategy="bfd")`` in batches of ``batch`` samples; ``None``: all at once.
 
-    Arrow in, Arrow out, in memory: the clock stops before anything is padded or a tensor. It cuts samples
-    longer than ``max_seq_len`` without a word, which is one reason why what comes out is counted.
+    Arrow in, Arrow out, in memory: padding and tensors are not timed. It truncates samples longer than
+    ``max_seq_len`` silently, which is one reason to count the tokens of the output.
     """
     import pyarrow as pa
     from datasets import Dataset, disable_progress_bars, enable_progress_bars
@@ -87,7 +87,7 @@ def trl(samples: Samples, *, max_seq_len: int, batch: int | None) -> Callable[[]
         return pa.ListArray.from_arrays(offsets, np.concatenate([sample[key] for sample in samples]))
 
     dataset = Dataset(pa.table({"input_ids": column("tokens"), "labels": column("labels")}))
-    # Without the last setting, a second round would be answered from the cache of the first.
+    # Without the last setting, a second round would be read from the cache of the first.
     settings = {"batch_size": batch or len(samples), "keep_in_memory": True, "load_from_cache_file": False}
 
     def run() -> Run:
@@ -107,16 +107,14 @@ def trl(samples: Samples, *, max_seq_len: int, batch: int | None) -> Callable[[]
 
 
 def grain(samples: Samples, *, max_seq_len: int, bins: int = 64) -> Callable[[], Run]:
-    """Grain's ``BestFitPackIterDataset`` with ``bins`` open bins, NumPy arrays out."""
-    absl = logging.getLogger(
-        "absl"
-    )  # grain warns through it that jax is missing, which packing does not need
+    """Run Grain's ``BestFitPackIterDataset`` with ``bins`` open bins, NumPy arrays out."""
+    absl = logging.getLogger("absl")  # grain warns there that jax is missing, which packing does not need
     level = absl.level
     absl.setLevel(logging.ERROR)
     import grain.python as pygrain
 
     absl.setLevel(level)
-    # No threads: Grain's own advice for data that is in memory already.
+    # No threads, as Grain's documentation advises for data in memory.
     options = pygrain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     keys = ("tokens", "labels")
 
@@ -135,10 +133,10 @@ def grain(samples: Samples, *, max_seq_len: int, bins: int = 64) -> Callable[[],
 
 
 def copy_floor(samples: Samples, *, max_seq_len: int, keep: bool) -> Callable[[], Run]:
-    """No packer at all: three int64 arrays copied, pack by pack, the least that any packer of tensors does.
+    """Copy three int64 arrays pack by pack, the least that any packer of tensors does.
 
-    ``keep=True`` holds all packs, so every copy goes to memory fresh from the system (page faults included),
-    as an offline packer's must; ``keep=False`` drops each, so that the allocator hands out warm memory.
+    ``keep=True`` holds all packs, so that every copy goes to fresh memory of the system (page faults included), as
+    an offline packer's does; ``keep=False`` drops each, so that memory is used again.
     """
     tokens = np.concatenate([sample["tokens"] for sample in samples])
     labels = np.concatenate([sample["labels"] for sample in samples])

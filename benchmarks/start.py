@@ -1,6 +1,6 @@
-"""How soon the first batch comes, and how much memory reading takes, for a large and a small JSONL file.
+"""Time to the first batch, and memory of reading, for a large and a small JSONL file.
 
-One command: ``python -m benchmarks.start``. README.md in this folder says how to read the table.
+Run ``python -m benchmarks.start``; README.md in this folder explains the table.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -41,7 +40,7 @@ HEADER = (
 
 
 class WordTokenizer:
-    """One token a word: it costs next to nothing, so that it is the reading that gets measured."""
+    """A tokenizer with one token a word, which costs next to nothing, so that reading is measured."""
 
     def __init__(self) -> None:
         self.ids = {word: number for number, word in enumerate(WORDS, start=4)}  # 0 is the padding
@@ -67,9 +66,9 @@ class CountingEncoder:
 
 
 def write_rows(path: Path, size: int) -> int:
-    """Write about ``size`` bytes of ``{"text": ...}`` rows with FLAN-like lengths; returns how many rows."""
+    """Write about ``size`` bytes of ``{"text": ...}`` rows with FLAN-like lengths; return how many rows."""
     rng = np.random.default_rng(0)
-    # Two tokens short of a pack: a beginning and an end are added.
+    # Two tokens shorter than a pack: the tokenizer adds a beginning and an end.
     counts = corpora.lengths("flan", count=min(2000, max(1, size // 3000)), longest=MAX_SEQ_LEN - 2)
     words = np.array(WORDS)
     block = [
@@ -87,8 +86,8 @@ def write_rows(path: Path, size: int) -> int:
     return rows
 
 
-def forget(path: Path) -> None:
-    """Ask the system to drop the file from its cache, so that the first batch is read from the disk."""
+def drop_from_cache(path: Path) -> None:
+    """Ask the system to drop a file from its cache, so that the first batch is read from the disk."""
     if hasattr(os, "posix_fadvise"):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -97,24 +96,18 @@ def forget(path: Path) -> None:
             os.close(descriptor)
 
 
-def resident(field: str) -> float:
-    """Megabytes of ``VmRSS`` (now) or ``VmHWM`` (the most so far) of this process.
-
-    Not ``ru_maxrss``: that one is inherited from the process which started this one.
-    """
-    found = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    if found is None:
-        raise ValueError(f"/proc/self/status has no {field}; memory is measured on Linux only")
-    return int(found[1]) * 1024 / 1e6
+def megabytes(field: str) -> float:
+    """Return `report.resident_memory` in megabytes."""
+    return (report.resident_memory(field) or 0) / 1e6
 
 
-def child(path: Path, *, whole: bool) -> dict[str, Any]:
-    """What one fresh process measures. The clock starts after the imports, before the source is opened."""
+def measure_file(path: Path, *, whole: bool) -> dict[str, Any]:
+    """Measure one file in this process, from after the imports, before the source is opened."""
     import torch
 
     from streampack import IterablePackedDataset, JSONLSource, TextEncoder
 
-    before = resident("VmRSS")
+    before = megabytes("VmRSS")
     start = time.perf_counter()
     source = JSONLSource(path)
     encoder = CountingEncoder(TextEncoder(WordTokenizer()))
@@ -125,7 +118,7 @@ def child(path: Path, *, whole: bool) -> dict[str, Any]:
         "first_batch": time.perf_counter() - start,
         "rows": encoder.rows,
         "bytes": source.bytes_read,
-        "growth_first": resident("VmRSS") - before,
+        "growth_first": megabytes("VmRSS") - before,
     }
     assert batch["tokens"].shape == (BATCH_SIZE, MAX_SEQ_LEN)
     if whole:
@@ -137,15 +130,15 @@ def child(path: Path, *, whole: bool) -> dict[str, Any]:
         measured |= {
             "packs": count,
             "rate": tokens / (time.perf_counter() - start) / 1e6,
-            "growth_end": resident("VmRSS") - before,
-            "growth_peak": resident("VmHWM") - before,
+            "growth_end": megabytes("VmRSS") - before,
+            "growth_peak": megabytes("VmHWM") - before,
         }
     return measured
 
 
 def in_fresh_process(path: Path, *, whole: bool) -> dict[str, Any]:
-    """Run `child` in a new interpreter."""
-    forget(path)
+    """Run `measure_file` in a new interpreter."""
+    drop_from_cache(path)
     command = [sys.executable, "-m", "benchmarks.start", "--child", str(path), *["--whole"] * whole]
     folder = Path(__file__).resolve().parents[1]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
@@ -156,7 +149,7 @@ def in_fresh_process(path: Path, *, whole: bool) -> dict[str, Any]:
 
 
 def measure(sizes: Sequence[int], repeats: int) -> str:
-    """The table: every file ``repeats`` times to its first batch, then once to its end."""
+    """Read every file ``repeats`` times to its first batch, then once to its end; return the table."""
     step = report.progress(len(sizes) * (repeats + 2))
     firsts: dict[int, list[float]] = {size: [] for size in sizes}
     wholes: dict[int, dict[str, Any]] = {}
@@ -200,45 +193,36 @@ def measure(sizes: Sequence[int], repeats: int) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print and keep the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Measure, and print and write the table."""
+    parser = report.parser(__doc__, smoke="2 MB against 0.5 MB, once")
     add = parser.add_argument
     add("--bytes", type=int, default=1_000_000_000, help="size of the large file (%(default)s)")
     add(
         "--repeats",
         type=int,
         default=3,
-        help="fresh processes per file, of which the table shows medians (%(default)s)",
+        help="fresh processes for each file; the table shows their medians (%(default)s)",
     )
-    add(
-        "--smoke",
-        action="store_true",
-        help="seconds, to see that it runs: 2 MB against 0.5 MB, once, no file",
-    )
-    add("--out", type=Path, help="folder of the result file (benchmarks/results)")
     add("--child", type=Path, help=argparse.SUPPRESS)
     add("--whole", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child:
-        print(json.dumps(child(options.child, whole=options.whole)))
+        print(json.dumps(measure_file(options.child, whole=options.whole)))
         return
     if not Path("/proc/self/status").exists():
-        parser.error("resident memory is read from /proc, which this system has not; run it on Linux")
+        parser.error("resident memory is read from /proc, which this system does not have; run it on Linux")
     sizes = (2_000_000, 500_000) if options.smoke else (options.bytes, SMALL)
     repeats = 1 if options.smoke else options.repeats
     if sizes[0] <= sizes[1] or repeats < 1:
         parser.error(f"--bytes {sizes[0]} must be above {sizes[1]}, and --repeats {repeats} at least 1")
-    text = "\n\n".join(
-        [
-            f"# The first batch ({BATCH_SIZE} packs of {MAX_SEQ_LEN:,} tokens), and memory",
-            report.row_id("streampack", "torch", "numpy"),
-            f"First batch: median of {repeats} fresh process(es). How to read it: ../README.md.",
-            measure(sizes, repeats),
-        ]
+    report.publish(
+        "start",
+        options,
+        f"# The first batch ({BATCH_SIZE} packs of {MAX_SEQ_LEN:,} tokens), and memory",
+        report.machine_line("streampack", "torch", "numpy"),
+        f"First batch: median of {repeats} fresh process(es). Explained in ../README.md.",
+        measure(sizes, repeats),
     )
-    print(text)
-    if options.out or not options.smoke:
-        print(f"\nwritten to {report.save('start', text, options.out or report.RESULTS)}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""JSON lines of text to batches, beside what bounds them: the tokenizer alone, and a plain DataLoader that tokenizes.
+"""Speed from JSON lines of text to batches, beside the tokenizer alone and a plain DataLoader that tokenizes.
 
-One command: ``python -m benchmarks.text``. README.md in this folder says how to read the table.
+Run ``python -m benchmarks.text``; README.md in this folder explains the table.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import multiprocessing as mp
@@ -55,13 +54,13 @@ HEADER = (
 
 
 class Tokenizer(Protocol):
-    """As torchtune's."""
+    """The interface of torchtune's tokenizers."""
 
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]: ...
 
 
 class FastTokenizer:
-    """A byte-level BPE of Hugging Face's `tokenizers`, trained on the spot, behind torchtune's interface."""
+    """A byte-level BPE of Hugging Face's `tokenizers`, trained here, with torchtune's interface."""
 
     def __init__(self, texts: Iterable[str], *, vocab_size: int) -> None:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -111,7 +110,7 @@ class Corpus:
 
     @classmethod
     def write(cls, folder: Path, some: Sequence[str], *, size: int) -> Corpus:
-        """About ``size`` bytes of ``{"text": ...}``; the texts come again and again, whole."""
+        """Write about ``size`` bytes of ``{"text": ...}`` rows, repeating the texts."""
         path, kept, written = folder / "text.jsonl", [], 0
         with path.open("w", encoding="utf-8") as file:
             for text in cycle(some):
@@ -119,42 +118,42 @@ class Corpus:
                     return cls(path, kept)
                 written += file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
                 kept.append(text)
-        raise AssertionError("a cycle has no end")
+        raise AssertionError("there is no text")
 
 
 class Cost(NamedTuple):
-    """What a run takes."""
+    """Time of a run."""
 
-    seconds: float
-    cpu: float  # seconds too, of all its processes
+    seconds: float  # elapsed
+    cpu: float  # seconds of all its processes
 
 
 def measured(run: Callable[[], Result]) -> tuple[Cost, Result]:
-    """What ``run`` takes, with the processes that it starts and waits for, and what it returns."""
+    """Measure ``run`` with the processes that it starts and waits for; return the cost and the result."""
     begun, cpu = time.perf_counter(), sum(os.times()[:4])
     result = run()
     return Cost(time.perf_counter() - begun, sum(os.times()[:4]) - cpu), result
 
 
 def in_processes(work: Callable[[int], object], count: int) -> None:
-    """Run ``work(0)`` to ``work(count - 1)`` at once, each in a process of its own, and wait for them."""
+    """Run ``work(0)`` to ``work(count - 1)`` in parallel, each in a process of its own, and wait for them."""
     processes = [mp.get_context("fork").Process(target=work, args=(number,)) for number in range(count)]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
     if any(process.exitcode for process in processes):
-        raise RuntimeError("a process of the benchmark failed; it says why above")
+        raise RuntimeError("a process of the benchmark failed; its error is printed above")
 
 
 def encode_share(tokenizer: Tokenizer, corpus: Corpus, count: int, number: int) -> None:
-    """The tokenizer alone: every ``count``-th text, from memory, the tokens dropped as they come."""
+    """Run the tokenizer alone on every ``count``-th text in memory; drop the tokens."""
     for text in islice(corpus.texts, number, None, count):
         tokenizer.encode(text)
 
 
 def read_share(tokenizer: Tokenizer, corpus: Corpus, count: int, number: int) -> None:
-    """The reading alone: lines to rows, in the lanes of worker ``number``; nothing is tokenized."""
+    """Read the rows of worker ``number``'s lanes, without tokenizing them."""
     source = JSONLSource(corpus.path)
     for lane in range(number, LANES, count):
         for _ in source.read(Reading(lane, num_lanes=LANES)):
@@ -162,7 +161,7 @@ def read_share(tokenizer: Tokenizer, corpus: Corpus, count: int, number: int) ->
 
 
 class Lines(IterableDataset[list[int]]):
-    """What one writes without a library: each worker takes every n-th line, parses it and tokenizes it."""
+    """A dataset as written without a library: each worker parses and tokenizes every n-th line."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
         self.path = path
@@ -177,7 +176,7 @@ class Lines(IterableDataset[list[int]]):
 
 
 def plain(tokenizer: Tokenizer, corpus: Corpus, count: int) -> int:
-    """The tokens of a DataLoader whose batches are lists of lists."""
+    """Iterate over a plain DataLoader, whose batches are lists of lists; return the tokens."""
     loader = DataLoader(
         Lines(corpus.path, tokenizer), batch_size=DOCUMENTS, num_workers=count, collate_fn=list
     )
@@ -185,7 +184,7 @@ def plain(tokenizer: Tokenizer, corpus: Corpus, count: int) -> int:
 
 
 def packed(tokenizer: Tokenizer, corpus: Corpus, count: int, mode: str) -> int:
-    """The same of ours: all of it, to batches of tensors."""
+    """Iterate over a `PackedDataLoader`, whose batches are tensors; return the tokens."""
     data = IterablePackedDataset(
         JSONLSource(corpus.path),
         encoder=TextEncoder(tokenizer),
@@ -197,8 +196,8 @@ def packed(tokenizer: Tokenizer, corpus: Corpus, count: int, mode: str) -> int:
     return sum(batch.num_tokens for batch in loader)
 
 
-def a_round(tokenizer: Tokenizer, corpus: Corpus, count: int) -> tuple[int, dict[str, Cost]]:
-    """The tokens of the corpus, and what each run takes, one after the other."""
+def measure_round(tokenizer: Tokenizer, corpus: Corpus, count: int) -> tuple[int, dict[str, Cost]]:
+    """Make each run once; return the corpus's tokens and the cost of each run."""
     costs = {}
     for what, share in (("alone", encode_share), ("json", read_share)):
         work = partial(share, tokenizer, corpus, count)
@@ -214,13 +213,13 @@ def a_round(tokenizer: Tokenizer, corpus: Corpus, count: int) -> tuple[int, dict
 def rows(
     tokenizers: dict[str, Tokenizer], corpus: Corpus, *, processes: int, repeats: int
 ) -> Iterator[list[str]]:
-    """A line of the table for every tokenizer and mode."""
+    """Yield a row of the table for every tokenizer and mode."""
     begin = report.progress(len(tokenizers) * repeats)
     for name, tokenizer in tokenizers.items():
         rounds = []
         for number in range(repeats):
             begin(f"{name}, round {number + 1}")
-            rounds.append(a_round(tokenizer, corpus, processes))
+            rounds.append(measure_round(tokenizer, corpus, processes))
         for mode in MODES:
             runs = ("alone", "json", "plain", mode)
             rates = [[tokens / costs[run].seconds / 1e6 for tokens, costs in rounds] for run in runs]
@@ -228,44 +227,35 @@ def rows(
                 name,
                 mode,
                 *(f"{statistics.median(column):.2f}" for column in rates),
-                *quotients([costs["alone"].seconds / costs[mode].seconds for _, costs in rounds]),
-                *quotients([costs["plain"].seconds / costs[mode].seconds for _, costs in rounds]),
+                *report.median_and_range(
+                    [costs["alone"].seconds / costs[mode].seconds for _, costs in rounds]
+                ),
+                *report.median_and_range(
+                    [costs["plain"].seconds / costs[mode].seconds for _, costs in rounds]
+                ),
                 *(
-                    quotients([costs[run].cpu / costs["alone"].cpu for _, costs in rounds])[0]
+                    report.median_and_range([costs[run].cpu / costs["alone"].cpu for _, costs in rounds])[0]
                     for run in runs[2:]
                 ),
             ]
 
 
-def quotients(of_rounds: Sequence[float]) -> tuple[str, str]:
-    """The median, and from where to where.
-
-    >>> quotients([0.75, 1.0, 2.0])
-    ('1.00', '0.75 to 2.00')
-    """
-    return f"{statistics.median(of_rounds):.2f}", f"{min(of_rounds):.2f} to {max(of_rounds):.2f}"
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print and keep the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Measure, and print and write the table."""
+    parser = report.parser(__doc__, smoke="0.3 MB, once, one tokenizer")
     add = parser.add_argument
-    add("--bytes", type=int, default=40_000_000, help="of JSON lines (%(default)s)")
-    add("--processes", type=int, default=2, help="workers, and processes of what bounds them (%(default)s)")
-    add("--repeats", type=int, default=5, help="rounds, of which the table shows medians (%(default)s)")
+    add("--bytes", type=int, default=40_000_000, help="size of the JSON lines (%(default)s)")
     add(
-        "--smoke",
-        action="store_true",
-        help="seconds, to see that it runs: 0.3 MB, once, one tokenizer, no file",
+        "--processes", type=int, default=2, help="workers, and processes of the tokenizer alone (%(default)s)"
     )
-    add("--out", type=Path, help="folder of the result file (benchmarks/results)")
+    add("--repeats", type=int, default=5, help="rounds; the table shows their medians (%(default)s)")
     options = parser.parse_args(arguments)
     size, repeats = (300_000, 1) if options.smoke else (options.bytes, options.repeats)
     if size < 1 or repeats < 1 or not 1 <= options.processes <= LANES:
         parser.error(
             f"--bytes {size} and --repeats {repeats} must be at least 1, --processes {options.processes} 1 to {LANES}"
         )
-    # A thread for each process, as a worker has one; otherwise it would also warn of having been forked.
+    # One thread in each process, as in a worker; with more, `tokenizers` would also warn of the fork.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     some, vocabulary = (texts()[:200], 1000) if options.smoke else (texts(), VOCABULARY)
     print(f"training a tokenizer of {vocabulary:,} tokens", file=sys.stderr)
@@ -275,19 +265,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         corpus = Corpus.write(Path(folder), some, size=size)
         table = report.table(HEADER, rows(tokenizers, corpus, processes=options.processes, repeats=repeats))
-        text = "\n\n".join(
-            [
-                "# JSON lines of text to batches",
-                report.row_id("streampack", "torch", "numpy", "tokenizers", "sentencepiece"),
-                f"{corpus.path.stat().st_size / 1e6:,.0f} MB in {len(corpus.texts):,} rows, in the page cache; "
-                f"{options.processes} processes; packs of {MAX_SEQ_LEN:,}; medians of {repeats} round(s), each of "
-                "which runs all of a tokenizer's one after the other. How to read it: ../README.md.",
-                table,
-            ]
+        report.publish(
+            "text",
+            options,
+            "# JSON lines of text to batches",
+            report.machine_line("streampack", "torch", "numpy", "tokenizers", "sentencepiece"),
+            f"{corpus.path.stat().st_size / 1e6:,.0f} MB in {len(corpus.texts):,} rows, in the page cache; "
+            f"{options.processes} processes; packs of {MAX_SEQ_LEN:,}; medians of {repeats} rounds, each of "
+            "which makes all runs of a tokenizer. Explained in ../README.md.",
+            table,
         )
-    print(text)
-    if options.out or not options.smoke:
-        print(f"\nwritten to {report.save('text', text, options.out or report.RESULTS)}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""Token shards to batches, beside the floor: copying the same tokens into fresh memory and nothing else.
+"""Speed from token shards to batches, beside the floor: copying the same tokens to fresh memory.
 
-One command: ``python -m benchmarks.tokens``. README.md in this folder says how to read the table.
+Run ``python -m benchmarks.tokens``; README.md in this folder explains the table.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -39,7 +38,7 @@ HEADER = (
 
 
 class Documents:
-    """Random documents of about ``mean`` tokens, map-style."""
+    """A map-style dataset of random documents of about ``mean`` tokens."""
 
     def __init__(self, tokens: int, *, mean: int) -> None:
         rng = np.random.default_rng(0)
@@ -54,9 +53,9 @@ class Documents:
 
 
 def floor(folder: Path, max_seq_len: int, *, keep: bool = True) -> int:
-    """Tokens, labels and positions copied from the mapped shards to fresh memory, which is kept; nothing else.
+    """Copy tokens, labels and positions from the mapped shards to fresh memory, which is kept; return the tokens.
 
-    Without ``keep``, to the same memory again and again.
+    Without ``keep``, copy to the same memory again and again.
     """
 
     def fresh() -> list[np.ndarray]:
@@ -77,14 +76,14 @@ def floor(folder: Path, max_seq_len: int, *, keep: bool = True) -> int:
 
 
 def documents(folder: Path, max_seq_len: int) -> int:
-    """The source alone: every document as int32, dropped as it comes."""
+    """Read every document by the source alone, as int32; return the tokens."""
     source = TokenShardSource(folder)
     lanes = [source.read(Reading(lane, num_lanes=LANES)) for lane in range(LANES)]
     return sum(row.data["tokens"].size for lane in lanes for row in lane)
 
 
 def batches(folder: Path, max_seq_len: int) -> int:
-    """All of it, in the mode for pretraining."""
+    """Iterate over the loader with ``split_across_pack``; return the tokens."""
     data = IterablePackedDataset(
         TokenShardSource(folder), max_seq_len=max_seq_len, split_across_pack=True, num_lanes=LANES
     )
@@ -93,14 +92,14 @@ def batches(folder: Path, max_seq_len: int) -> int:
 
 
 def seconds(run: Callable[[Path, int], int], folder: Path, max_seq_len: int) -> float:
-    """For a million tokens."""
+    """Return the seconds of a run for each million tokens."""
     report.give_memory_back()
     start = time.perf_counter()
     return (1e6 / run(folder, max_seq_len)) * (time.perf_counter() - start)
 
 
 def rows(tokens: int, *, repeats: int) -> Iterator[list[str]]:
-    """A line of the table for every mean length and pack length."""
+    """Yield a row of the table for every mean length and pack length."""
     begin = report.progress(len(MEANS) * len(PACKS))
     for mean in MEANS:
         with tempfile.TemporaryDirectory() as name:
@@ -108,7 +107,7 @@ def rows(tokens: int, *, repeats: int) -> Iterator[list[str]]:
             for max_seq_len in PACKS:
                 begin(f"documents of {mean:,}, packs of {max_seq_len:,}")
                 runs = (floor, partial(floor, keep=False), documents, batches)
-                for run in runs:  # the files into the page cache
+                for run in runs:  # brings the files into the page cache
                     run(folder, max_seq_len)
                 rounds = [[seconds(run, folder, max_seq_len) for run in runs] for _ in range(repeats)]
                 ratios = [least / ours for least, *_, ours in rounds]
@@ -117,38 +116,32 @@ def rows(tokens: int, *, repeats: int) -> Iterator[list[str]]:
                     f"{mean:,}",
                     f"{max_seq_len:,}",
                     *(f"{1 / statistics.median(column):.0f}" for column in zip(*rounds, strict=True)),
-                    f"{statistics.median(ratios):.2f}",
-                    f"{min(ratios):.2f} to {max(ratios):.2f}",
+                    *report.median_and_range(ratios),
                     f"{statistics.median(overhead):.0f}",
                 ]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print and keep the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Measure, and print and write the table."""
+    parser = report.parser(__doc__, smoke="a million tokens, once")
     add = parser.add_argument
-    add("--tokens", type=int, default=20_000_000, help="in the shards (%(default)s)")
-    add("--repeats", type=int, default=7, help="rounds, of which the table shows medians (%(default)s)")
-    add("--smoke", action="store_true", help="seconds, to see that it runs: a million tokens, once, no file")
-    add("--out", type=Path, help="folder of the result file (benchmarks/results)")
+    add("--tokens", type=int, default=20_000_000, help="tokens in the shards (%(default)s)")
+    add("--repeats", type=int, default=7, help="rounds; the table shows their medians (%(default)s)")
     options = parser.parse_args(arguments)
     tokens, repeats = (1_000_000, 1) if options.smoke else (options.tokens, options.repeats)
     if tokens < 2 * max(PACKS) or repeats < 1:
         parser.error(
             f"--tokens {tokens} must be at least {2 * max(PACKS)}, and --repeats {repeats} at least 1"
         )
-    text = "\n\n".join(
-        [
-            "# Token shards to batches, splitting",
-            report.row_id("streampack", "torch", "numpy"),
-            f"{tokens:,} tokens in the page cache, one process, {LANES} lanes; medians of {repeats} round(s), each of "
-            "which runs the four one after the other. How to read it: ../README.md.",
-            report.table(HEADER, rows(tokens, repeats=repeats)),
-        ]
+    report.publish(
+        "tokens",
+        options,
+        "# Token shards to batches, splitting",
+        report.machine_line("streampack", "torch", "numpy"),
+        f"{tokens:,} tokens in the page cache, one process, {LANES} lanes; medians of {repeats} rounds, each of "
+        "which makes the four runs. Explained in ../README.md.",
+        report.table(HEADER, rows(tokens, repeats=repeats)),
     )
-    print(text)
-    if options.out or not options.smoke:
-        print(f"\nwritten to {report.save('tokens', text, options.out or report.RESULTS)}")
 
 
 if __name__ == "__main__":

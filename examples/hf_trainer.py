@@ -1,4 +1,4 @@
-"""transformers' Trainer on a stream of packs: a small llama learns the standard library's docstrings, on a CPU.
+"""Train a small llama on the standard library's docstrings with transformers' Trainer, on a stream of packs.
 
     pip install "streampack[hf]"
     python examples/hf_trainer.py                                  # half a minute on two cores

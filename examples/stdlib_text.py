@@ -1,4 +1,4 @@
-"""Questions and answers about the standard library, and a tokenizer trained on them: nothing is downloaded."""
+"""Questions and answers about the standard library, a tokenizer and a small llama, without a download."""
 
 import importlib
 import inspect
@@ -16,7 +16,7 @@ MODULES = (
 
 
 def pairs() -> list[dict[str, str]]:
-    """``{"prompt": "What does json.dumps do?", "completion": ...}``, each answer once: about 2,000 rows."""
+    """Return about 2,000 rows ``{"prompt": "What does json.dumps do?", "completion": ...}``, each answer once."""
     rows = {answer: name for module in MODULES for name, answer in _documented(module)}
     return [
         {"prompt": f"What does {name} do?\n", "completion": answer} for answer, name in sorted(rows.items())
@@ -36,7 +36,7 @@ def _documented(module: str) -> Iterator[tuple[str, str]]:
 
 
 def train_tokenizer(rows: list[dict[str, str]]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 2,048 tokens; takes a second."""
+    """Train a byte-level BPE of 2,048 tokens, in a second."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -49,7 +49,7 @@ def train_tokenizer(rows: list[dict[str, str]]) -> PreTrainedTokenizerFast:
 
 
 def random_llama(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A llama of two layers, the size that a CPU trains in seconds."""
+    """Build a llama of two layers with random weights, which a CPU trains in seconds."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_hidden_layers": 2}
     ids = {
         "pad_token_id": tokenizer.pad_token_id,

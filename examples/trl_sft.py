@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer on a stream of packs: TRL tokenizes and masks the prompts, streampack packs, on a CPU.
+"""Train with TRL's SFTTrainer on a stream of packs: TRL tokenizes and masks the prompts, streampack packs.
 
     pip install "streampack[hf]" trl
     python examples/trl_sft.py                                     # half a minute on two cores

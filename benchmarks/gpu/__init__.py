@@ -1,1 +1,1 @@
-"""Training speed on one GPU: padding, stock packing and ours, beside the ceiling. ``python -m benchmarks.gpu``."""
+"""Training speed on one GPU with padding and with packing, beside the ceiling: ``python -m benchmarks.gpu``."""

@@ -1,6 +1,6 @@
-"""Tests and benchmark on one GPU, in parts. Rows are kept as they end, and a later call goes on with what is open.
+"""Run the GPU tests and the benchmark in parts; each row is written as it ends, and a later call runs the open ones.
 
-One command: ``make gpu``, or ``python -m benchmarks.gpu``. README.md in the folder above says how to read the tables.
+Run ``make gpu`` or ``python -m benchmarks.gpu``; README.md in the folder above explains the tables.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from benchmarks.gpu.settings import Settings, parts_of, rows_of
 PART_SECONDS = 540
 TESTS_SECONDS = 480
 ROW_SECONDS = 240
-LEAST_SECONDS = 15  # with less left, a row would hardly have imported torch
+LEAST_SECONDS = 15  # with less time left no row is started: importing torch takes seconds
 
 
 class Job(NamedTuple):
-    """A row of a part. The part that runs the tests has no settings, and a file of tests for a row."""
+    """A row of a part. The part that runs the tests has no settings; its rows are files of tests."""
 
     part: str
     settings: Settings | None
     row: str
 
     def key(self, machine: Machine) -> tuple[str, ...]:
-        """Its key in the journal."""
+        """Return the row's key in the journal."""
         settings = self.settings.key() if self.settings else code_digest()
         return machine["device"], machine["torch"], self.part, settings, self.row
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is open and draw the tables; 1 if a test or a row failed, else 0."""
+    """Run the open rows and format the tables; return 1 if a test or a row failed, else 0."""
     options = parse(arguments)
     ends = time.monotonic() + 60 * options.minutes
     parts = parts_of(options.device)
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     call = {**machine, "call": datetime.now().isoformat(timespec="seconds")}
     files = gpu_tests()
     if options.device == "cpu":
-        del files[1:]  # all skip there, and one shows that it runs
+        del files[1:]  # all tests are skipped there; one file shows that it runs
     jobs = [
         Job(part, settings, row)
         for part, settings in parts.items()
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def keep(job: Job, done: dict[str, Any]) -> None:
         journal.add({**call, **dict(zip(KEYS, job.key(machine), strict=True)), **done})
         print(f"{job.part:12} {job.row:10} {in_short(done)}", flush=True)
-        tables.save(drawn(), machine["device"], out)  # the call may be ended before the next row
+        tables.save(drawn(), machine["device"], out)  # the call may end before the next row
 
     def drawn() -> str:
         keys = {Job(part, settings, "").key(machine)[:-1] for part, settings in parts.items()}
@@ -83,26 +83,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if done:
         print(f"\n{drawn()}\n\nwritten to {tables.save(drawn(), machine['device'], out)}")
     if left:
-        print(f"{len(left)} of {len(jobs)} rows are open; the same command goes on with them")
+        print(f"{len(left)} of {len(jobs)} rows are open; the same command runs them")
     return int(any(map(failed, done)))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options, checked."""
+    """Parse and check the options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     add = parser.add_argument
     add(
         "--device",
         default="cuda",
         choices=["cuda", "cpu"],
-        help="cpu: tiny sizes, to see that it runs (cuda)",
+        help="cpu: tiny sizes, a check that it runs (cuda)",
     )
     add("--parts", nargs="+", metavar="PART", help="only these parts")
     add("--rows", nargs="+", metavar="ROW", help="only these rows of the parts that have rows")
     add("--list", action="store_true", help="name the parts and rows, and stop")
-    add("--minutes", type=float, default=math.inf, help="be done so soon; what is left stays open (no limit)")
-    add("--fresh", action="store_true", help="forget what this device gave, and measure it again")
-    add("--retry", action="store_true", help="run what failed again")
+    add("--minutes", type=float, default=math.inf, help="time limit; rows that do not fit stay open (none)")
+    add("--fresh", action="store_true", help="drop this device's results, and measure again")
+    add("--retry", action="store_true", help="run failed rows again")
     add(
         "--out", type=Path, help="folder of the rows and tables (benchmarks/results; for the CPU outputs/gpu)"
     )
@@ -112,14 +112,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         ("--rows", options.rows, rows_of(options.device)),
     ):
         if unknown := [value for value in chosen or () if value not in known]:
-            parser.error(f"{name}: {', '.join(unknown)} unknown; choose of {', '.join(known)}")
+            parser.error(f"{name}: {', '.join(unknown)} unknown; choose one of {', '.join(known)}")
     return options
 
 
 def work(
     jobs: Iterable[Job], *, device: str, ends: float, keep: Callable[[Job, dict[str, Any]], None]
 ) -> list[Job]:
-    """Run the jobs, in the order of their parts, and keep each outcome. Returns those there was no time for."""
+    """Run the jobs in the order of their parts, and keep each outcome; return those there was no time for."""
     left = []
     begun: dict[str, float] = {}
     for job in jobs:
@@ -133,7 +133,7 @@ def work(
 
 
 def run_job(job: Job, *, device: str, seconds: float) -> dict[str, Any] | None:
-    """Its outcome, or None if there was no time for it."""
+    """Run a job; return its outcome, None if there was no time for it."""
     own = ROW_SECONDS if job.settings else TESTS_SECONDS
     limit = min(own, seconds)
     if limit < LEAST_SECONDS:
@@ -148,12 +148,12 @@ def run_job(job: Job, *, device: str, seconds: float) -> dict[str, Any] | None:
 
 
 def failed(done: Done) -> bool:
-    """Whether something is to be mended. Out of memory is a result, and what is not installed is not measured."""
+    """Return whether a row failed. Running out of memory, and a package that is not installed, are no failures."""
     return str(done["outcome"]).startswith("failed")
 
 
 def in_short(done: Done) -> str:
-    """An outcome in a line."""
+    """Format an outcome as one line."""
     if "tokens" in done:
         return f"{tables.rate(done):12,.0f} real tok/s"
     if "passed" in done:

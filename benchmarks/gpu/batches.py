@@ -1,6 +1,6 @@
-"""The same samples, batched in every way that the rows compare.
+"""The same samples, batched in each of the ways that the rows compare.
 
-Everything is a pack: a padded row is a pack of one sample, a flattened mini-batch one pack of all its samples.
+All batches are made of packs: a padded row is a pack of one sample, a flattened mini-batch a pack of all its samples.
 """
 
 from __future__ import annotations
@@ -24,43 +24,43 @@ StockBatch = list[dict[str, torch.Tensor]]  # torchtune's packs, before its coll
 
 
 class Step(NamedTuple):
-    """One optimizer step: the batches of its forward passes, on the host, and what they hold."""
+    """The batches of one optimizer step's forward passes, on the host, and their counts."""
 
     passes: Sequence[Batch | StockBatch]
-    tokens: int  # real ones
-    places: int  # with padding
+    tokens: int  # of samples
+    places: int  # tokens and padding
     pairs: int  # (query, key) that causal attention within the sequences needs
     trained: int  # labels that the loss counts
 
 
 def samples_per_step(settings: Settings) -> int:
-    """How many samples hold ``tokens_per_step`` on average."""
+    """Return how many samples hold ``tokens_per_step`` on average."""
     mean = float(corpora.lengths(settings.lengths, longest=settings.max_seq_len).mean())
     return max(1, round(settings.tokens_per_step / mean))
 
 
 def samples_of(settings: Settings) -> list[dict[str, Any]]:
-    """Samples for all timed steps and one more, since the last step of a row may be part-empty."""
+    """Draw samples for all timed steps and one more, since the last step may not be full."""
     count = samples_per_step(settings) * (settings.steps + 1)
     values = corpora.lengths(settings.lengths, count=count, seed=settings.seed, longest=settings.max_seq_len)
     return corpora.samples(values, seed=settings.seed)
 
 
 def steps_of(kind: str, samples: Samples, settings: Settings) -> list[Step]:
-    """All samples, each once, in the steps that a way of batching makes of them."""
+    """Batch all samples, each once, in one of the ways of `BATCHES`."""
     return list(BATCHES[kind](samples, settings))
 
 
 def padded(samples: Samples, settings: Settings) -> Iterator[Step]:
-    """As many samples a step, in order of arrival, each padded to the longest of its batch."""
+    """Take the samples in their order, a fixed number for each step, padded to the longest."""
     for mini_batch in slices(samples, samples_per_step(settings)):
         yield padded_step(mini_batch, settings)
 
 
 def grouped(samples: Samples, settings: Settings) -> Iterator[Step]:
-    """The same, of samples sorted by length; the batches are shuffled, as the loss needs it.
+    """Do the same with samples sorted by length, and shuffle the batches.
 
-    Sorting them all groups better than a trainer does, which sorts some fifty batches at a time.
+    Sorting all samples groups better than a trainer does, which sorts some fifty batches at a time.
     """
     ordered = sorted(samples, key=lambda sample: len(sample["tokens"]))
     batches = list(slices(ordered, samples_per_step(settings)))
@@ -69,33 +69,27 @@ def grouped(samples: Samples, settings: Settings) -> Iterator[Step]:
 
 
 def padded_step(mini_batch: Samples, settings: Settings) -> Step:
-    """In as few passes, of as many samples each, as keep below ``most_places``."""
-    for passes in range(1, len(mini_batch) + 1):
-        parts = list(even_parts(mini_batch, passes))
-        if all(len(part) * longest(part) <= settings.most_places for part in parts):
-            break
+    """Pad a mini-batch, in the fewest equal passes of at most ``most_places`` each."""
+    parts = fewest_parts(mini_batch, lambda part: len(part) * longest(part), settings.most_places)
     return step([collate_packed([pack([s], longest(part)) for s in part]) for part in parts])
 
 
 def flattened(samples: Samples, settings: Settings) -> Iterator[Step]:
-    """The padded row's mini-batches without their padding: one row of all their samples, of any length."""
+    """Flatten the mini-batches of `padded` to one row of all their samples."""
     for mini_batch in slices(samples, samples_per_step(settings)):
-        for passes in range(1, len(mini_batch) + 1):
-            parts = list(even_parts(mini_batch, passes))
-            if all(size(part) <= settings.most_places for part in parts):
-                break
+        parts = fewest_parts(mini_batch, size, settings.most_places)
         yield step([collate_packed([pack(part, size(part))]) for part in parts])
 
 
 def packed(samples: Samples, settings: Settings) -> Iterator[Step]:
-    """Ours: packs from a stream, with the default strategy."""
+    """Stream packs of streampack's default strategy."""
     packs = IterablePackedDataset(samples, max_seq_len=settings.max_seq_len, num_lanes=1)
     for batch in slices(list(packs), packs_per_step(settings)):
         yield step([collate_packed(batch)])
 
 
 def wrapped(samples: Samples, settings: Settings) -> Iterator[Step]:
-    """All tokens in a row, cut at ``max_seq_len``: what is left when nobody asks where a sample ends."""
+    """Concatenate all tokens and cut them at ``max_seq_len``, whatever the samples' boundaries."""
     packs = IterablePackedDataset(
         samples, max_seq_len=settings.max_seq_len, num_lanes=1, split_across_pack=True
     )
@@ -106,7 +100,7 @@ def wrapped(samples: Samples, settings: Settings) -> Iterator[Step]:
 
 
 def stock(samples: Samples, settings: Settings) -> Iterator[Step]:
-    """torchtune's ``PackedDataset``. Its collate makes the mask, on the GPU, so that happens within the step."""
+    """Pack by torchtune's ``PackedDataset``; its collate function, run within the step, makes the mask."""
     from torchtune.datasets import PackedDataset
 
     packs = PackedDataset(
@@ -137,7 +131,7 @@ BATCHES: dict[str, Callable[[Samples, Settings], Iterable[Step]]] = {
 
 
 def step(passes: Sequence[Batch]) -> Step:
-    """A step of batches, with its counts."""
+    """Make a step of batches, and count what they hold."""
     lengths = [f.stop - f.start for batch in passes for pack in batch.fragments for f in pack]
     return Step(
         passes,
@@ -149,7 +143,7 @@ def step(passes: Sequence[Batch]) -> Step:
 
 
 def pack(samples: Samples, max_seq_len: int) -> dict[str, Any]:
-    """A pack of just these samples."""
+    """Assemble a pack of exactly these samples."""
     sequences = [as_sample(sample) for sample in samples]
     arrays = assemble(sequences, max_seq_len=max_seq_len)
     lengths = tuple(sequence.tokens.size for sequence in sequences)
@@ -158,7 +152,7 @@ def pack(samples: Samples, max_seq_len: int) -> dict[str, Any]:
 
 
 def causal_pairs(length: int) -> int:
-    """How many (query, key) a causal sequence has.
+    """Count the (query, key) pairs of a causal sequence.
 
     >>> causal_pairs(3)  # 1 + 2 + 3
     6
@@ -167,17 +161,23 @@ def causal_pairs(length: int) -> int:
 
 
 def packs_per_step(settings: Settings) -> int:
-    """Packs of ``max_seq_len`` that hold ``tokens_per_step``."""
+    """Return how many packs of ``max_seq_len`` hold ``tokens_per_step``."""
     return max(1, settings.tokens_per_step // settings.max_seq_len)
 
 
 def slices(items: Sequence[T], count: int) -> Iterator[Sequence[T]]:
-    """So many at a time; the last may be fewer."""
+    """Split into slices of ``count`` items; the last may be shorter."""
     return (items[start : start + count] for start in range(0, len(items), count))
 
 
+def fewest_parts(samples: Samples, places: Callable[[Samples], int], most: int) -> list[Samples]:
+    """Split samples into the fewest even parts of at most ``most`` places each."""
+    splits = (list(even_parts(samples, count)) for count in range(1, len(samples) + 1))
+    return next(parts for parts in splits if max(map(places, parts)) <= most or len(parts) == len(samples))
+
+
 def even_parts(items: Sequence[T], count: int) -> Iterator[Sequence[T]]:
-    """So many parts, in order, whose sizes differ by one at most.
+    """Split into ``count`` parts whose sizes differ by one at most.
 
     >>> list(even_parts("abcdefg", 3))
     ['ab', 'cd', 'efg']
@@ -187,10 +187,10 @@ def even_parts(items: Sequence[T], count: int) -> Iterator[Sequence[T]]:
 
 
 def longest(samples: Samples) -> int:
-    """The most tokens of a sample."""
+    """Return the tokens of the longest sample."""
     return max(len(sample["tokens"]) for sample in samples)
 
 
 def size(samples: Samples) -> int:
-    """All tokens."""
+    """Return the tokens of all samples."""
     return sum(len(sample["tokens"]) for sample in samples)

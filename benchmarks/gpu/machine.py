@@ -1,6 +1,6 @@
-"""Which device, and which versions: ``python -m benchmarks.gpu.machine cuda`` prints it as JSON.
+"""Device and versions: ``python -m benchmarks.gpu.machine cuda`` prints them as JSON.
 
-In a process of its own, because whoever asks CUDA for its name holds half a gigabyte of the device from then on.
+This runs in a process of its own, because a process that initialises CUDA holds half a gigabyte of the device.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ PACKAGES = ("torch", "triton", "torchtune", "torchao", "transformers", "flash-at
 
 
 class Machine(TypedDict):
-    """Where a row was measured."""
+    """The machine that a row was measured on."""
 
     device: str
     torch: str
-    about: str  # memory, system and versions, in words
+    about: str  # memory, system and versions
 
 
 def describe(device: str) -> Machine:
-    """The device that torch calls ``device``.
+    """Describe the device that torch calls ``device``.
 
     Raises:
         ValueError: if it is ``"cuda"`` and torch sees none.
@@ -53,7 +53,7 @@ def describe(device: str) -> Machine:
 
 
 def ask(device: str) -> Machine:
-    """The same, from a process of its own."""
+    """Run `describe` in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.gpu.machine", device]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if run.returncode:

@@ -1,4 +1,4 @@
-"""A llama of known sizes, the FLOPs its training takes, and what devices can do."""
+"""A llama of known sizes, the FLOPs of its training, and the peak FLOPs of devices."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-OUTPUT_CHUNKS = 8  # as in the recipes: torchtune's fp32 copy of the logits is then not made
+OUTPUT_CHUNKS = 8  # as in the recipes: avoids torchtune's fp32 copy of all logits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,14 +24,14 @@ class Shape:
 
     @property
     def head_dim(self) -> int:
-        """The size of an attention head."""
+        """Channels of an attention head."""
         return self.embed_dim // self.num_heads
 
     @property
     def matmul_weights(self) -> int:
-        """Weights that every token is multiplied with: all but the norms' and the embedding's lookup.
+        """Weights that every token is multiplied with: all but the norms and the embedding.
 
-        The embedding is tied to the output, and counts there.
+        (The embedding is tied to the output, and counts there.)
         """
         heads = 2 * self.num_heads + 2 * self.num_kv_heads  # q and output, k and v
         layer = self.embed_dim * (heads * self.head_dim + 3 * self.intermediate_dim)
@@ -53,16 +53,15 @@ class Shape:
         return 6 * self.matmul_weights * tokens + 12 * attention
 
     def build(self, *, device: str, dtype: str, seed: int) -> nn.Module:
-        """The model with random weights, in training mode."""
+        """Build the model with random weights, in training mode."""
         from torchtune import training
         from torchtune.models.llama3_2 import llama3_2
 
         torch.manual_seed(seed)  # layers initialise themselves from it; nothing else runs in this process
         with training.set_default_dtype(DTYPES[dtype]), torch.device(device):
             model: nn.Module = llama3_2(**asdict(self), max_seq_len=131_072, rope_base=500_000)
-        with (
-            torch.no_grad()
-        ):  # torch's N(0, 1) in a tied embedding would give logits as large as its width's root
+        # torch draws embeddings from N(0, 1); tied to the output, they would give logits of the root of the width.
+        with torch.no_grad():
             model.tok_embeddings.weight.mul_(0.02)
         model.set_num_output_chunks(OUTPUT_CHUNKS)
         return model.train()
@@ -94,6 +93,6 @@ PEAK_FLOPS = {
 
 
 def utilization(shape: Shape, *, tokens: int, pairs: int, seconds: float, device: str) -> float | None:
-    """MFU: `Shape.train_flops` by what the device could have done in that time; None where that is not known."""
+    """Return the MFU, `Shape.train_flops` over the device's peak in that time; None where the peak is not known."""
     peak = next((peak for name, peak in PEAK_FLOPS.items() if name in device), None)
     return peak and shape.train_flops(tokens=tokens, pairs=pairs) / (seconds * peak)

@@ -1,4 +1,4 @@
-"""One row, in a process of its own, so that what it compiles and allocates is its own, and it may run out of memory.
+"""Measure one row. It has a process of its own, for its compiled graphs and memory, and because it may run out of it.
 
 ``python -m benchmarks.gpu.row '{"row": ..., "device": ..., "settings": ...}'`` prints the outcome as its last line.
 """
@@ -22,16 +22,15 @@ from benchmarks.gpu.batches import Step, samples_of, steps_of
 from benchmarks.gpu.model import MODELS, utilization
 from benchmarks.gpu.settings import ROWS, Settings
 
-Feed = Callable[
-    [Any], tuple[Mapping[str, Any], torch.Tensor]
-]  # a batch to what the model takes, and its labels
+# Turns a batch into the model's arguments and the labels.
+Feed = Callable[[Any], tuple[Mapping[str, Any], torch.Tensor]]
 
 
 def measure(name: str, settings: Settings, *, device: str) -> dict[str, Any]:
-    """Train on the row's batches: warm up, then time every step but the last, which may be part-empty.
+    """Train on the row's batches: warm up, then time every step but the last, which may not be full.
 
-    A step's clock starts with batches on the host and stops when the device has nothing left to do: transfer, mask,
-    forward, backward, optimizer. Making the batches is not in it; see benchmarks.density for that.
+    A step is timed from batches on the host until the device is idle: transfer, mask, forward, backward, optimizer.
+    Making the batches is not timed; benchmarks.density measures that.
     """
     row = ROWS[name]
     if row.needs and not any(map(find_spec, row.needs)):
@@ -42,7 +41,7 @@ def measure(name: str, settings: Settings, *, device: str) -> dict[str, Any]:
     feed = feed_of(name, model, device=device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
-    # The largest step too: memory is then taken, and shapes that vary have been seen to vary, before the clock runs.
+    # Also the largest step, so that memory is allocated and varying shapes are compiled for before the timed steps.
     for step in [*timed[: settings.warmup], max(timed, key=lambda step: step.places)]:
         train(model, optimizer, feed, step)
     synchronize(device)
@@ -82,13 +81,13 @@ def measure(name: str, settings: Settings, *, device: str) -> dict[str, Any]:
         "peak_bytes": None if device == "cpu" else torch.cuda.max_memory_allocated(),
         "mfu": mfu,
         "compiled": compile_count(),
-        "compiled_late": compile_count() - compiled,  # on the clock
+        "compiled_late": compile_count() - compiled,  # in timed steps
         "loss": loss,
     }
 
 
 def build_model(settings: Settings, *, device: str) -> nn.Module:
-    """As the recipes build one: layers compiled, then checkpointed."""
+    """Build the model as the recipes do: layers compiled, then with activation checkpointing."""
     from torchtune import modules, training
 
     model = MODELS[settings.model].build(device=device, dtype=settings.dtype, seed=settings.seed)
@@ -100,7 +99,7 @@ def build_model(settings: Settings, *, device: str) -> nn.Module:
 
 
 def feed_of(name: str, model: nn.Module, *, device: str) -> Feed:
-    """What brings a batch of the row to the device and says how the model is to take it."""
+    """Return the function that moves a batch of the row to the device and makes the model's arguments."""
     row = ROWS[name]
     if row.batches == "stock":
         from torchtune.data import padded_collate_packed
@@ -113,9 +112,7 @@ def feed_of(name: str, model: nn.Module, *, device: str) -> Feed:
 
         return stock
 
-    if (
-        row.attention is None
-    ):  # causal over the whole row, which needs no mask: padding comes after what is real
+    if row.attention is None:  # causal over the whole row: right padding needs no mask
 
         def plain(batch: Any) -> tuple[Mapping[str, Any], torch.Tensor]:
             return {"tokens": batch.tokens.to(device)}, batch.labels.to(device)
@@ -134,7 +131,7 @@ def feed_of(name: str, model: nn.Module, *, device: str) -> Feed:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, feed: Feed, step: Step) -> torch.Tensor:
-    """One optimizer step. Returns the loss summed over its trained tokens, still on the device."""
+    """Make one optimizer step; return the loss summed over its trained tokens, on the device."""
     from streampack.losses import summed_cross_entropy
 
     total = torch.zeros((), device=next(model.parameters()).device)
@@ -149,27 +146,27 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, feed: Feed, step: 
 
 
 def synchronize(device: str) -> None:
-    """Wait until the device has done all it was given."""
+    """Wait until the device is idle."""
     if device != "cpu":
         torch.cuda.synchronize()
 
 
 def compile_count() -> int:
-    """Graphs that torch.compile has made in this process, flex attention's own among them."""
+    """Count the graphs that torch.compile has made in this process, those of flex attention included."""
     from torch._dynamo.utils import counters
 
     return counters["stats"]["unique_graphs"]
 
 
 def spread(seconds: list[float]) -> tuple[float, float]:
-    """The tenth and the ninetieth of a hundred."""
+    """Return the 10th and the 90th percentile."""
     tenths = statistics.quantiles(seconds, n=10, method="inclusive")
     return tenths[0], tenths[-1]
 
 
 def main() -> None:
-    """Measure what the argument names and print the outcome, also where there is nothing to measure."""
-    # It prints a line about CUDA extensions when torchtune imports it.
+    """Measure the row that the argument names, and print the outcome, also of an error."""
+    # torchao logs a line about CUDA extensions when torchtune imports it.
     logging.getLogger("torchao").setLevel(logging.ERROR)
     job = json.loads(sys.argv[1])
     try:

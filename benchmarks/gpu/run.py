@@ -1,4 +1,4 @@
-"""Processes with a time limit: a row of the table, and the tests marked gpu."""
+"""Rows and the tests marked gpu, each in a process with a time limit."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from benchmarks.gpu.settings import Settings
 
 
 def run_row(name: str, settings: Settings, *, device: str, limit: float) -> dict[str, Any] | None:
-    """A row's outcome, whatever becomes of its process; None if it was ended at the limit."""
+    """Measure a row in a process of its own; return its outcome, None if the time limit ended it."""
     job = {"row": name, "device": device, "settings": asdict(settings)}
-    code, said = run(["-m", "benchmarks.gpu.row", json.dumps(job)], limit=limit)
+    code, output = run(["-m", "benchmarks.gpu.row", json.dumps(job)], limit=limit)
     if code is None:
         return None
     try:
-        outcome = json.loads(said.splitlines()[-1])
+        outcome = json.loads(output.splitlines()[-1])
     except (IndexError, json.JSONDecodeError):
         return {"outcome": f"failed: ended with exit code {code}"}
     return dict(outcome)
 
 
 def gpu_tests() -> list[str]:
-    """The files that have a test marked gpu. Only these are imported: others may need what the machine lacks."""
+    """Return the files with a test marked gpu; others may import packages that the machine lacks."""
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     return [str(path.relative_to(ROOT)) for path in files if "mark.gpu" in path.read_text("utf-8")]
 
 
 @cache
 def code_digest() -> str:
-    """A short hash of what the tests depend on, read once: when it has changed, a later call runs them again."""
+    """Return a short hash of the code that the tests depend on; when it changes, a later call runs them again."""
     digest = hashlib.sha256()
     for folder in ("streampack", "tests"):
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -52,24 +52,24 @@ def code_digest() -> str:
 
 
 def run_tests(file: str, *, limit: float) -> dict[str, Any] | None:
-    """The tests marked gpu in a file: how many passed, failed and were skipped, and the names of those that failed."""
+    """Run a file's tests marked gpu; return how many passed, failed and were skipped, and the failed ones' names."""
     with tempfile.TemporaryDirectory() as folder:
         seen = Path(folder) / "junit.xml"
-        # Other versions than those of constraints.txt may warn of other things, which is not what is asked here.
+        # Versions other than those of constraints.txt may warn of other things, which is no failure here.
         quiet = ["-q", "-W", "default", "-p", "no:cacheprovider"]
         begun = time.perf_counter()
-        code, said = run(["-m", "pytest", "-m", "gpu", *quiet, f"--junitxml={seen}", file], limit=limit)
+        code, output = run(["-m", "pytest", "-m", "gpu", *quiet, f"--junitxml={seen}", file], limit=limit)
         seconds = time.perf_counter() - begun
         if code is None:
             return None
         if code not in (0, 1) or not seen.exists():
-            lines = said.strip().splitlines() or ["it said nothing"]
+            lines = output.strip().splitlines() or ["no output"]
             return {"outcome": f"failed: pytest ended with exit code {code}: {lines[-1]}"}
         return {**count(seen.read_text("utf-8")), "seconds": seconds}
 
 
 def count(junit: str) -> dict[str, Any]:
-    """The counts of a JUnit report.
+    """Count the tests of a JUnit report.
 
     >>> seen = count('<a><testcase name="x"/><testcase classname="t" name="y"><failure/></testcase></a>')
     >>> seen["outcome"], seen["passed"], seen["failures"]
@@ -88,29 +88,29 @@ def count(junit: str) -> dict[str, Any]:
 
 
 def run(arguments: Sequence[str], *, limit: float) -> tuple[int | None, str]:
-    """Python with these arguments: exit code (None if it was ended at the limit) and standard output.
+    """Run Python with these arguments; return the exit code (None if the limit ended it) and standard output.
 
-    In this process' group, so that whoever ends that for taking too long ends all, and nothing is left on the GPU.
+    It stays in this process's group, so that a signal to the group ends it too, and nothing is left on the GPU.
     """
     with subprocess.Popen(
         [sys.executable, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True
     ) as process:
         try:
-            said, _ = process.communicate(timeout=limit)
+            output, _ = process.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
             end(process)
             return None, ""
         except BaseException:
             end(process)
             raise
-    return process.returncode, said
+    return process.returncode, output
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """Kill it and what it started: torch.compile has workers, which would hold on to the pipe."""
+    """Kill a process and its children: the workers of torch.compile would keep the pipe open."""
     started = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     for child in started:
         with suppress(psutil.NoSuchProcess):
             child.kill()
-    psutil.wait_procs(started, timeout=10)  # a kill is not at once
+    psutil.wait_procs(started, timeout=10)  # a kill takes a moment

@@ -1,19 +1,19 @@
-"""What is measured: the parts of a run, their settings, and the rows of their tables. Needs no torch."""
+"""The parts of a run, their settings, and the rows of their tables. Needs no torch."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
+
+from benchmarks.gpu.journal import settings_key
 
 TESTS = "tests"  # the part that runs the tests marked gpu
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What all rows of a part have in common. Rows of other settings are other rows.
+    """Settings that all rows of a part share. A row measured with other settings does not count.
 
     >>> Settings(lengths="flan", max_seq_len=4096).key() == Settings(lengths="orca", max_seq_len=4096).key()
     False
@@ -35,7 +35,7 @@ class Settings:
 
     def key(self) -> str:
         """A short hash of all settings."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+        return settings_key(self)
 
 
 class Row(NamedTuple):
@@ -43,9 +43,7 @@ class Row(NamedTuple):
 
     label: str
     batches: Literal["padded", "grouped", "flattened", "stock", "packed", "wrapped"]
-    attention: str | None = (
-        None  # for prepare_model_for_packing; without it the model is causal over whole rows
-    )
+    attention: str | None = None  # of prepare_model_for_packing; None: the model is causal over whole rows
     needs: tuple[str, ...] = ()  # any of these packages
 
 
@@ -62,17 +60,10 @@ ROWS = {
     "ceiling": Row("ceiling: no boundaries", "wrapped"),
 }
 
-# In the order in which they run: a call that ends early has what the ratios need.
+# In the order in which they run: first those that the ratios need.
 GPU_ROWS = ("padding", "varlen", "ceiling", "stock", "flex", "flattened", "grouped", "flash")
-CPU_ROWS = (
-    "padding",
-    "varlen",
-    "ceiling",
-    "stock",
-    "dense",
-    "flattened",
-    "grouped",
-)  # flex cannot train there
+# flex attention cannot train on a CPU.
+CPU_ROWS = ("padding", "varlen", "ceiling", "stock", "dense", "flattened", "grouped")
 
 GPU_PARTS: Mapping[str, Settings | None] = {
     TESTS: None,
@@ -82,7 +73,7 @@ GPU_PARTS: Mapping[str, Settings | None] = {
         for lengths in ("flan", "orca", "stack")
     },
 }
-# Seconds, to see that it runs.
+# Takes seconds: a check that it runs.
 CPU_PARTS: Mapping[str, Settings | None] = {
     TESTS: None,
     "flan-256": Settings(
@@ -100,10 +91,10 @@ CPU_PARTS: Mapping[str, Settings | None] = {
 
 
 def parts_of(device: str) -> Mapping[str, Settings | None]:
-    """The parts that are run on a device, in order."""
+    """Return the parts that are run on a device, in order."""
     return CPU_PARTS if device == "cpu" else GPU_PARTS
 
 
 def rows_of(device: str) -> tuple[str, ...]:
-    """The rows of each part, in the order in which they run."""
+    """Return the rows of each part, in the order in which they run."""
     return CPU_ROWS if device == "cpu" else GPU_ROWS

@@ -1,1 +1,1 @@
-"""Every method of batching, on the same data, model and seeds: ``python -m benchmarks.paper``."""
+"""All methods of batching on the same data, model and seeds: ``python -m benchmarks.paper``."""

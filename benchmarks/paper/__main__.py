@@ -1,7 +1,7 @@
-"""An epoch by every method of batching, on every data set, for several seeds. Rows are kept as they end.
+"""Train an epoch by every method of batching, on every data set, for several seeds; each row is written as it ends.
 
-One command: ``make paper``, or ``python -m benchmarks.paper``. A later call goes on with what is open. A call for some
-of the rows draws their table and does not keep it.
+Run ``make paper`` or ``python -m benchmarks.paper``. A later call runs the open rows. A call for some of the rows
+prints their table and does not write it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from benchmarks.paper.settings import ROWS, SMOKE, data_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is open and draw the tables; 1 if a row failed, else 0."""
+    """Run the open rows and format the tables; return 1 if a row failed, else 0."""
     options = parse(arguments)
     data = {"flan": SMOKE} if options.smoke else data_of(options.device)
     jobs = [
         Job(ROWS[row], replace(settings, seed=seed))
-        for seed in range(options.seeds)  # outside, so that a call that is ended has all rows for some seeds
+        for seed in range(
+            options.seeds
+        )  # the outer loop: a call that is ended early has all rows of some seeds
         for name, settings in data.items()
         for row in options.rows or ROWS
         if not options.data or name in options.data
@@ -50,13 +52,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = [journal.rows[job.key(machine)] for job in jobs]
     text = tables.draw(data, rows)
     print(text)
-    if not (options.smoke or options.data or options.rows):  # a part would replace the whole
+    if not (
+        options.smoke or options.data or options.rows
+    ):  # the table of some rows would replace that of all
         print(f"\nwritten to {tables.save(text, options.device, machine['device'])}")
     return int(any(row["outcome"].startswith("failed") for row in rows))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options, checked."""
+    """Parse and check the options."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.paper", description=__doc__)
     add = parser.add_argument
     add("--device", default="cpu", choices=["cpu", "cuda"], help="cuda: the paper's sizes (cpu)")
@@ -64,8 +68,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--rows", nargs="+", choices=list(ROWS), metavar="ROW", help=f"only these: {', '.join(ROWS)}")
     add("--seeds", type=int, default=3, help="how many, from 0 (%(default)s)")
     add("--jobs", type=int, help="rows at a time (a CPU's cores; 1 on CUDA)")
-    add("--fresh", action="store_true", help="measure again what has been measured")
-    add("--smoke", action="store_true", help="seconds, to see that it runs: 48 samples, no table is kept")
+    add("--fresh", action="store_true", help="measure again what was measured")
+    add("--smoke", action="store_true", help="a quick check that it runs: 48 samples, no table is written")
     add("--out", type=Path, default=ROOT / "outputs" / "paper", help="folder of the rows (outputs/paper)")
     options = parser.parse_args(arguments)
     if options.seeds < 1:

@@ -1,4 +1,4 @@
-"""Samples with something to learn: an urn of known entropy, and the standard library's docstrings."""
+"""Samples that a model can learn from: urns of known entropy, and the standard library's docstrings."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ Samples = list[dict[str, npt.NDArray[np.int64]]]
 
 PADDING, START = 0, 1  # a sample begins with START; its words follow
 WORDS = 64
-MEMORY = 8.0  # words that the language weighs; with 4, the tiny model has learned all it can in 22 steps
+MEMORY = 8.0  # weight of the language, in words; with 4, the tiny model learns all it can in 22 steps
 
 
 class Corpus(NamedTuple):
-    """What a model is trained and held against."""
+    """Samples to train on and to validate with."""
 
     train: Samples
     validation: Samples
     vocab_size: int
-    floor: (
-        float | None
-    )  # nats a token of the validation samples, below which no model can go; unknown for text
+    # Lower bound of any model's validation loss, in nats a token; None for text, where it is not known.
+    floor: float | None
 
 
 def corpus_of(settings: Settings) -> Corpus:
-    """The samples of these settings. They do not depend on the seed."""
+    """Make the samples of some settings, the same for every seed."""
     if settings.data == "docstrings":
         return docstrings(settings)
     train, _ = urns(_lengths(settings, settings.samples, seed=0), seed=0)
@@ -42,18 +41,18 @@ def corpus_of(settings: Settings) -> Corpus:
 def _lengths(settings: Settings, count: int, *, seed: int) -> npt.NDArray[np.int64]:
     like = DISTRIBUTIONS[settings.data]
     shape = LogNormal(like.median / settings.shorter, like.sigma, like.like)
-    # START alone would train nothing.
+    # A sample of START alone would train nothing.
     return np.maximum(draw(shape, count=count, seed=seed, longest=settings.max_seq_len), 2)
 
 
 def urns(lengths: npt.NDArray[np.int64], *, seed: int) -> tuple[Samples, float]:
-    """A sample for each length, and the nats that the best possible model needs for their words.
+    """Draw a sample for each length; return them and the nats that the best possible model needs for their words.
 
     A word is drawn by the language, which knows only the word before, or from the words of the sample so far:
     ``p(word) = (MEMORY * language[before, word] + times seen in this sample) / (MEMORY + words seen)``, a Pólya
-    urn. The language is the same in all samples, so it is learned step by step; what a sample repeats must be read
-    from the sample itself, and another one's words mislead. That is what packing can spoil: too few steps for the
-    one, a leak for the other.
+    urn. The language is the same in all samples: to learn it takes steps. The words that a sample repeats are known
+    only from that sample, and those of another mislead. So packing can do harm in two ways: by too few steps, and by
+    samples that see one another.
     """
     rng = np.random.default_rng([seed, 2])
     chances = language()
@@ -63,28 +62,28 @@ def urns(lengths: npt.NDArray[np.int64], *, seed: int) -> tuple[Samples, float]:
     seen = np.zeros((lengths.size, WORDS))
     nats = 0.0
     for i in range(1, tokens.shape[1]):
-        going = int(np.searchsorted(-ends, -i, "left"))  # samples that have a token here: the first ones
-        odds = MEMORY * chances[tokens[:going, i - 1] - START] + seen[:going]
+        count = int(np.searchsorted(-ends, -i, "left"))  # the first samples have a token here
+        odds = MEMORY * chances[tokens[:count, i - 1] - START] + seen[:count]
         sums = odds.cumsum(1)
-        words = (rng.random(going)[:, None] * sums[:, -1:] >= sums).sum(1).clip(max=WORDS - 1)
-        rows = np.arange(going)
+        words = (rng.random(count)[:, None] * sums[:, -1:] >= sums).sum(1).clip(max=WORDS - 1)
+        rows = np.arange(count)
         nats -= float(np.log(odds[rows, words] / sums[:, -1]).sum())
         seen[rows, words] += 1
-        tokens[:going, i] = START + 1 + words
+        tokens[:count, i] = START + 1 + words
     made = {int(number): tokens[row, : ends[row]] for row, number in enumerate(order)}
     return [{"tokens": made[i], "labels": made[i]} for i in range(lengths.size)], nats
 
 
 def language() -> npt.NDArray[np.float64]:
-    """The chance of each word after START and after each word.  # [WORDS + 1, WORDS]"""
+    """Return the probability of each word after START and after each word.  # [WORDS + 1, WORDS]"""
     return np.random.default_rng(99).dirichlet(np.full(WORDS, 0.1), size=WORDS + 1)
 
 
 def docstrings(settings: Settings) -> Corpus:
-    """Questions and answers of the standard library. Answers are trained; what is longer than a row is cut off."""
+    """Return questions and answers of the standard library; answers are trained, and long samples truncated."""
     from torchtune.models.llama2 import llama2_tokenizer
 
-    # By its folder's name: on a GPU machine that has only the wheels, streampack is not installed.
+    # Imported by its folder: on a GPU machine that has only the wheels, streampack is not installed.
     from recipes import stdlib_corpus
 
     paths = stdlib_corpus.prepare()

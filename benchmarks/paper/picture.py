@@ -1,4 +1,4 @@
-"""The same twelve samples under every method, as docs/guides/methods.svg: ``python -m benchmarks.paper.picture``."""
+"""Draw twelve samples under every method as docs/guides/methods.svg: ``python -m benchmarks.paper.picture``."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ TITLE, MARGIN = 16, 8
 
 
 def planned(method: str) -> list[list[Row]]:
-    """The batches of the twelve samples."""
+    """Return the batches of the twelve samples."""
     return plan_batches(method, SAMPLES, max_seq_len=MAX_SEQ_LEN, batch_size=BATCH_SIZE)
 
 
 def draw() -> str:
-    """The whole picture, an SVG."""
+    """Return the whole picture as SVG."""
     panels = []
     top = 0
     names = list(METHODS)
@@ -41,9 +41,9 @@ def draw() -> str:
 
 
 def panel(method: str) -> tuple[str, int]:
-    """One method's batches under its name, and how high they are. A frame is around what sees one another."""
+    """Draw one method's batches under its name; return shapes and height. A frame means: not isolated."""
     batches = planned(method)
-    shapes = [f'<text y="10">{method}: {in_words(batches)}</text>']
+    shapes = [f'<text y="10">{method}: {len(batches)} step{"s" * (len(batches) != 1)}</text>']
     top = TITLE
     for batch in batches:
         width = width_of(method, batch)
@@ -57,23 +57,18 @@ def panel(method: str) -> tuple[str, int]:
     return "\n".join(shapes), top
 
 
-def in_words(batches: list[list[Row]]) -> str:
-    """How many there are."""
-    return f"{len(batches)} step{'s' * (len(batches) != 1)}"
-
-
 def width_of(method: str, batch: list[Row]) -> int:
-    """Tokens of each row of a batch, padding included."""
+    """Return the tokens of each row of a batch, padding included."""
     return MAX_SEQ_LEN if METHODS[method].packed else max(sum(map(length_of, row)) for row in batch)
 
 
 def draw_row(row: Row, *, width: int, top: int) -> str:
-    """A row's samples, each with its number, from 1, over the grey of its padding."""
+    """Draw a row's samples, each with its number, over its padding in grey."""
     shapes = [f'<rect class="p" y="{top}" width="{width * TOKEN}" height="{ROW - 1}"/>']
     left = 0
     for span in row:
         size = length_of(span) * TOKEN
-        colour = f"hsl({span.index * 150 % 360} 60% 75%)"  # so far apart that neighbours differ
+        colour = f"hsl({span.index * 150 % 360} 60% 75%)"  # hues of neighbours differ clearly
         shapes.append(
             f'<rect x="{left}" y="{top}" width="{size - 1}" height="{ROW - 1}" fill="{colour}"/>'
             f'<text class="n" x="{left + size / 2:g}" y="{top + 8}">{span.index + 1}</text>'
@@ -83,13 +78,13 @@ def draw_row(row: Row, *, width: int, top: int) -> str:
 
 
 def length_of(span: tuple[int, int, int]) -> int:
-    """Tokens of a sample, or of a part of one."""
+    """Return the tokens of a span."""
     _, start, stop = span
     return stop - start
 
 
 def save(path: Path = ROOT / "docs" / "guides" / "methods.svg") -> Path:
-    """Write the picture and return where."""
+    """Write the picture and return its path."""
     path.write_text(draw(), encoding="utf-8")
     return path
 

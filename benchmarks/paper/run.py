@@ -1,4 +1,4 @@
-"""Rows in processes of their own, several at a time."""
+"""Rows in processes of their own, several in parallel."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from benchmarks.paper.settings import Row, Settings
 
 
 class Job(NamedTuple):
-    """A row for a seed, which is one of the settings."""
+    """A row and its settings, the seed among them."""
 
     row: Row
     settings: Settings
 
     def key(self, machine: Machine) -> tuple[str, ...]:
-        """Its key in the journal."""
+        """Return the row's key in the journal."""
         return machine["device"], machine["torch"], self.settings.data, self.settings.key(), self.row.name
 
 
@@ -29,8 +29,8 @@ def work(
 ) -> None:
     """Run each job in a process of its own, and keep its outcome.
 
-    The processes are forked from one that has imported torch and torchtune and done nothing else: importing takes
-    as long as a small row does.
+    The processes are forked from one that has imported torch and torchtune and nothing else: the imports take as long
+    as a small row.
     """
     if not jobs:
         return
@@ -46,14 +46,14 @@ def work(
                 keep(job, future.result())
             except BrokenProcessPool:
                 raise SystemExit(
-                    "a row's process was killed, perhaps for its memory; the same command goes on, with --jobs 1 "
-                    "one row at a time"
+                    "a row's process was killed, perhaps for its memory; the same command runs the open rows, with "
+                    "--jobs 1 one at a time"
                 ) from None
             step(f"{job.settings.data} {job.row.name} seed {job.settings.seed}")
 
 
 def outcome_of(job: Job, device: str) -> dict[str, Any]:
-    """The row's figures, or why there are none. Out of memory is a result too."""
+    """Measure a row; return its figures, or why there are none."""
     import torch
 
     from benchmarks.paper.train import measure

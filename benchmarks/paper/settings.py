@@ -1,19 +1,18 @@
-"""What is measured: the data sets, the settings that their rows share, and the rows. Needs no torch."""
+"""The data sets, the settings that their rows share, and the rows. Needs no torch."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from benchmarks.gpu.journal import settings_key
 from streampack.map_style.methods import METHODS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What all rows of a data set have in common. Rows of other settings are other rows."""
+    """Settings that all rows of a data set share. A row measured with other settings does not count."""
 
     data: str  # a name of benchmarks.lengths, or "docstrings"
     samples: int
@@ -29,12 +28,11 @@ class Settings:
 
     def key(self) -> str:
         """A short hash of all settings."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+        return settings_key(self)
 
 
 # Some 100,000 tokens each. The learning rate is the one of 0.001, 0.0015, 0.003 and 0.006 (for docstrings 0.012 too)
-# that gives mini-batches their lowest validation loss, with seed 0: so what changes the steps is held against them at
-# their best.
+# that gives mini-batches their lowest validation loss, with seed 0: all others are compared with them at their best.
 TINY = Settings(
     data="flan",
     samples=1800,
@@ -77,12 +75,12 @@ SMOKE = replace(TINY, samples=48, validation=8, shorter=16, max_seq_len=64)
 
 
 def data_of(device: str) -> Mapping[str, Settings]:
-    """The data sets that are run on a device, in order."""
+    """Return the data sets that are run on a device, in order."""
     return CPU_DATA if device == "cpu" else GPU_DATA
 
 
 class Row(NamedTuple):
-    """A method, and what it puts into an optimizer step (`Budget.of` says how much that is)."""
+    """A method, and the kind of its optimizer steps; see `Budget.of`."""
 
     step: Literal["samples", "wide", "narrow", "scaled"]
     method: str
@@ -93,7 +91,7 @@ class Row(NamedTuple):
         return f"{self.step}/{self.method}"
 
 
-# The paper's three groups, and a fourth to see what the learning rate can mend.
+# The paper's three groups, and a fourth with a higher learning rate.
 ROWS = {
     row.name: row
     for row in (
@@ -106,7 +104,7 @@ ROWS = {
 
 
 class Budget(NamedTuple):
-    """What an optimizer step is made of."""
+    """The size of an optimizer step, and its learning rate."""
 
     batch_size: int  # rows of a batch
     accumulate: int  # batches of a step
@@ -114,11 +112,11 @@ class Budget(NamedTuple):
 
     @classmethod
     def of(cls, row: Row, settings: Settings, *, mean: float) -> Budget:
-        """Of a row, for samples of ``mean`` tokens.
+        """Return the budget of a row, for samples of ``mean`` tokens.
 
-        ``"samples"``: so many samples. ``"wide"``: as many packs as that are samples, so far fewer steps an epoch.
-        ``"narrow"``: as many packs as hold the tokens of so many samples, so about as many steps. ``"scaled"``: wide,
-        and the learning rate grows with the root of the samples of a step, as Adam's noise asks (Malladi et al. 2022,
+        ``"samples"``: a step is a mini-batch of n samples. ``"wide"``: n packs, so far fewer steps an epoch.
+        ``"narrow"``: as many packs as hold the tokens of n samples, so about as many steps. ``"scaled"``: n packs, and
+        the learning rate grows with the root of the samples of a step, as Adam's noise requires (Malladi et al. 2022,
         arXiv 2205.10287).
 
         >>> Budget.of(ROWS["narrow/exact_fit"], FULL, mean=435)  # the paper has 2 x 4 packs here

@@ -1,19 +1,15 @@
-"""One row: an epoch on the batches of a method, on the clock, and the loss on samples it has not seen.
+"""One row: an epoch on the batches of a method, timed, and the loss on held-out samples.
 
-It seeds torch's global generator and reads the peak of its process' memory, so it wants a process of its own.
+It seeds torch's global generator and measures its process's peak memory, so it needs a process of its own.
 """
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import logging
 import os
-import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -22,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from benchmarks import report
 from benchmarks.gpu.model import Shape
 from benchmarks.paper.data import PADDING, Corpus, Samples, corpus_of
 from benchmarks.paper.settings import Budget, Row, Settings
@@ -31,7 +28,7 @@ from streampack.map_style.method_loader import method_loader
 from streampack.map_style.methods import METHODS
 from streampack.packing.batch import Batch
 
-logging.getLogger("torchao").setLevel(logging.ERROR)  # says at import that it has no C++ extensions
+logging.getLogger("torchao").setLevel(logging.ERROR)  # logs at import that it has no C++ extensions
 
 T = TypeVar("T")
 Feed = Callable[[Batch], Mapping[str, Any]]
@@ -43,10 +40,10 @@ MODELS = {
 
 
 def measure(row: Row, settings: Settings, *, device: str) -> dict[str, Any]:
-    """Train for an epoch. The clock has the planning and making of batches in it, and not the validation.
+    """Train for an epoch and time it, planning and making of batches included, validation not.
 
-    On a CPU it counts the seconds that this process, of one thread, had a core: on a machine that others use too,
-    those are the figure of the method, and the wall's are the figure of the others.
+    On a CPU the time is that for which this process, of one thread, had a core: elapsed time would depend on the
+    machine's other users.
     """
     if device == "cpu":
         torch.set_num_threads(1)
@@ -93,14 +90,14 @@ def measure(row: Row, settings: Settings, *, device: str) -> dict[str, Any]:
 def build(
     corpus: Corpus, settings: Settings, *, lr: float, device: str
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Random weights, the same for all methods, and their optimizer."""
+    """Build a model with random weights, the same for all methods, and its optimizer."""
     shape = MODELS[settings.model](vocab_size=corpus.vocab_size)
     model = shape.build(device=device, dtype=settings.dtype, seed=settings.seed)
     return model, torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95))
 
 
 def warm_up(method: str, corpus: Corpus, settings: Settings, *, device: str) -> None:
-    """A step of a model that is thrown away: a first one takes some 20 MiB, and the time to read code from disk."""
+    """Make a step of another model: a process's first step takes some 20 MiB, and time to read code from disk."""
     budget = Budget(1, 1, settings.lr)
     model, optimizer = build(corpus, settings, lr=budget.lr, device=device)
     batches = list(loader_of(method, corpus.validation[:1], settings, budget))
@@ -108,10 +105,10 @@ def warm_up(method: str, corpus: Corpus, settings: Settings, *, device: str) -> 
 
 
 def feed_of(method: str, model: nn.Module) -> Feed:
-    """How the model takes the batches of a method.
+    """Return the function that makes the model's arguments from the batches of a method.
 
-    Where a row is one sequence, it needs no more than the model's own causal attention: padding stands after what is
-    real. So padding is not made slower than it is; and ``fixed_length`` is packing as it was before position ids.
+    A row of one sequence needs only the model's own causal attention, since its padding comes last: padding is then
+    not slower than it has to be. ``fixed_length`` has it too: it is packing as it was before position ids.
     """
     if METHODS[method].isolated and (METHODS[method].packed or method == "minibatch_packing"):
         return prepare_model_for_packing(model)
@@ -121,11 +118,9 @@ def feed_of(method: str, model: nn.Module) -> Feed:
 def loader_of(
     method: str, samples: Samples, settings: Settings, budget: Budget
 ) -> torch.utils.data.DataLoader[Batch]:
-    """The batches of an epoch."""
+    """Return the batches of an epoch."""
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="method='fixed_length' lets"
-        )  # it is here to be compared with
+        warnings.filterwarnings("ignore", message="method='fixed_length' lets")  # it is here for comparison
         return method_loader(
             samples,
             method=method,
@@ -141,7 +136,7 @@ def loader_of(
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, feed: Feed, batches: list[Batch], *, device: str
 ) -> torch.Tensor:
-    """One optimizer step on the mean loss of its trained tokens. Returns their sum, still on the device."""
+    """Make one optimizer step on the mean loss of its trained tokens; return their sum, on the device."""
     trained = max(1, sum(int(batch.num_trained) for batch in batches))
     total = torch.zeros((), device=device)
     for batch in batches:
@@ -156,7 +151,7 @@ def train(
 
 @torch.no_grad()
 def validate(model: nn.Module, corpus: Corpus, settings: Settings, *, device: str) -> float:
-    """Nats a token of the held-out samples, each by itself, whatever the model was trained on."""
+    """Return the nats a token of the held-out samples, each in a row of its own."""
     model.eval()
     budget = Budget(4 * settings.batch_size, 1, settings.lr)
     total = trained = 0.0
@@ -168,14 +163,14 @@ def validate(model: nn.Module, corpus: Corpus, settings: Settings, *, device: st
 
 
 def batched(items: Iterator[T] | torch.utils.data.DataLoader[T], count: int) -> Iterator[list[T]]:
-    """So many at a time; the last may be fewer."""
+    """Yield lists of ``count`` items; the last may be shorter."""
     rest = iter(items)
     while some := list(islice(rest, count)):
         yield some
 
 
 def now(device: str) -> float:
-    """Seconds: the wall's once the device has done all it was given, or those of this process on a CPU."""
+    """Return seconds: elapsed ones once the device is idle, or those of this process on a CPU."""
     if device == "cpu":
         return time.process_time()
     torch.cuda.synchronize()
@@ -183,27 +178,18 @@ def now(device: str) -> float:
 
 
 def reset_peak(device: str) -> int | None:
-    """Forget the peak of memory so far. Returns what is held now and is not the training's, in bytes."""
-    gc.collect()
+    """Reset the peak of memory; return the bytes in use that do not belong to the training."""
+    report.give_memory_back()  # otherwise memory that was freed before would be used again, and not count
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
-        return 0  # weights, gradients and the optimizer's state are what training takes
-    with suppress(OSError, AttributeError):  # glibc alone has it
-        ctypes.CDLL(None).malloc_trim(0)  # or what was freed before would be taken again, and not be seen
+        return 0  # weights, gradients and optimizer state belong to the training
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # sets the peak to what is held, see proc(5)
+        Path("/proc/self/clear_refs").write_text("5")  # sets the peak to the memory in use, see proc(5)
     except OSError:
         return None
     return read_peak(device)
 
 
 def read_peak(device: str) -> int | None:
-    """Bytes: what torch had at most on the device, or what this process did; None where the system does not tell."""
-    if device != "cpu":
-        return torch.cuda.max_memory_allocated()
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return None
-    found = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
+    """Return the peak bytes of torch on the device, or of this process; None where the system does not tell."""
+    return report.resident_memory("VmHWM") if device == "cpu" else torch.cuda.max_memory_allocated()

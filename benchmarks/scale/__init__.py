@@ -1,1 +1,1 @@
-"""What large runs cost: measured here at two sizes and worked out, and simulated. ``python -m benchmarks.scale``."""
+"""Costs of large runs, measured at two sizes and extrapolated, and a simulation: ``python -m benchmarks.scale``."""

@@ -1,11 +1,10 @@
-"""What a run on a thousand ranks costs, measured and worked out; and that run, simulated from lengths alone.
+"""Costs of a run on a thousand ranks, measured and extrapolated, and a simulation of that run from lengths alone.
 
-One command: ``python -m benchmarks.scale``. docs/scale.md explains the tables and says what follows.
+Run ``python -m benchmarks.scale``; docs/scale.md explains the tables and draws conclusions.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,14 +19,11 @@ from benchmarks.scale import costs
 from benchmarks.scale import simulation as sim
 from streampack.packing.settings import Packing
 
-ROW_BYTES, TOKEN_BYTES = 20, 4  # of a row of JSON, beside its text; and of a token's text
+ROW_BYTES, TOKEN_BYTES = 20, 4  # of a row of JSON without its text; of a token's text
 FILES = 100_000
 PACKING = Packing(4096)  # of the epoch
-TICKS = 20  # of the progress bar for each plan
-DENSE, ATTENTION = (
-    6 * 7.5e9,
-    6 * 32 * 4096,
-)  # FLOPs a token, and a pair of tokens, of Llama 3.1 8B with its backward
+# FLOPs a token, and a pair of tokens, of a forward and backward pass of Llama 3.1 8B.
+DENSE, ATTENTION = 6 * 7.5e9, 6 * 32 * 4096
 
 EPOCH = (
     "lanes",
@@ -61,55 +57,42 @@ SPREAD = (
 
 
 class Settings(NamedTuple):
-    """How large the run is that gets simulated."""
+    """Size of the simulated run."""
 
     packs: int = 1_000_000
     ranks: int = 1024
     lost: int = 64
     files: int = FILES
-    steps: int = 32  # of each context length, for the spread of the cost
+    steps: int = 32  # for each context length, to measure the spread of the cost
     contexts: tuple[int, ...] = (4096, 32_768, 131_072)
 
     @property
     def left(self) -> int:
-        """Ranks after the loss."""
+        """Number of ranks after the loss."""
         return self.ranks - self.lost
 
     @property
     def common(self) -> int:
-        """The fewest lanes that the ranks divide, before and after."""
+        """Smallest number of lanes that the ranks divide, before and after the loss."""
         return int(np.lcm(self.ranks, self.left))
 
 
 def drawn(name: str, count: int, longest: int) -> sim.Ints:
-    """Random lengths, not quantiles: lanes differ as they do.  # [count]"""
+    """Draw random lengths, not quantiles, so that lanes differ.  # [count]"""
     shape = DISTRIBUTIONS[name]
     normal = np.random.default_rng(0).standard_normal(count)
     return np.clip(np.rint(shape.median * np.exp(shape.sigma * normal)), 1, longest).astype(np.int64)
 
 
 def corpus(name: str, packs: int, longest: int, *, files: int, lanes: int) -> sim.Corpus:
-    """Enough samples for about so many packs of ``longest`` tokens, in JSONL files."""
+    """Draw samples for about ``packs`` packs of ``longest`` tokens, in JSONL files."""
     mean = drawn(name, 100_000, longest).mean()
     lengths = drawn(name, round(packs * longest / mean), longest)
     return sim.by_bytes(lengths, TOKEN_BYTES * lengths + ROW_BYTES, -(-len(lengths) // files), lanes)
 
 
-def ticker(begin: Callable[[str], None], step: str, lanes: int) -> Callable[[], None]:
-    """To be called once a lane: the bar moves `TICKS` times."""
-    done = 0
-
-    def tick() -> None:
-        nonlocal done
-        if done * TICKS // lanes != (done - 1) * TICKS // lanes:
-            begin(step)
-        done += 1
-
-    return tick
-
-
 class Run(NamedTuple):
-    """An epoch that nothing interrupts."""
+    """An uninterrupted epoch."""
 
     corpus: sim.Corpus
     packs: sim.Packs
@@ -118,27 +101,28 @@ class Run(NamedTuple):
 
     @property
     def lanes(self) -> int:
-        """Of the corpus."""
+        """Number of lanes."""
         return len(self.corpus.ends)
 
     @property
     def dry(self) -> int:
-        """The step in which the first lane lacks a pack."""
+        """First step in which a lane lacks a pack."""
         return sim.first_dry(self.packs, self.lanes, self.topology.packs_per_step)
 
 
 def null_share(packs: int, dealt: sim.Dealt, topology: sim.Topology) -> float:
-    """Of all places of all ranks in all steps, those that hold a null pack."""
+    """Return the fraction of null packs over all ranks and steps."""
     return 1 - packs / (dealt.steps * topology.places)
 
 
 def simulate(settings: Settings, begin: Callable[[str], None]) -> tuple[str, str]:
-    """One epoch on all ranks; and its rest on those that are left, from the middle on."""
+    """Simulate one epoch on all ranks, and a resume in its middle on those that are left; return both tables."""
     ranks, left, many = settings.ranks, settings.left, settings.common
     epochs, resumes = [], []
     for lanes, sizes in ((ranks, (ranks,)), (many, (ranks, 4 * ranks, many))):
+        begin(f"plan {lanes:,} lanes")
         data = corpus("flan", settings.packs, 4096, files=settings.files, lanes=lanes)
-        packs = sim.plan(data, PACKING, tick=ticker(begin, f"plan {lanes:,} lanes", lanes))
+        packs = sim.plan(data, PACKING)
         assert (packs.pack >= 0).all(), "every sample is in a pack"
         for size in sizes:
             topology = sim.Topology(ranks, size)
@@ -146,8 +130,8 @@ def simulate(settings: Settings, begin: Callable[[str], None]) -> tuple[str, str
             epochs.append(epoch_row(run))
             half = run.dealt.steps // 2
             handed = sim.handed_after(packs, run.dealt, half, lanes)
-            tick = ticker(begin, f"resume {lanes:,} lanes, {size:,} packs a step", lanes)
-            rest = sim.plan(data, PACKING, before=packs, handed=handed, tick=tick)
+            begin(f"resume {lanes:,} lanes, {size:,} packs a step")
+            rest = sim.plan(data, PACKING, before=packs, handed=handed)
             check_rest(packs, run.dealt, half, rest)
             resumes.append(resume_row(run, half, rest, sim.Topology(left, size)))
             if (lanes, size) == (many, ranks):
@@ -156,7 +140,7 @@ def simulate(settings: Settings, begin: Callable[[str], None]) -> tuple[str, str
 
 
 def epoch_row(run: Run) -> list[str]:
-    """How even and how full it is."""
+    """Format an epoch's row."""
     counts = np.bincount(run.packs.lane, minlength=run.lanes)
     padding = 1 - run.packs.tokens.sum() / (counts.sum() * PACKING.max_seq_len)
     return [
@@ -172,7 +156,7 @@ def epoch_row(run: Run) -> list[str]:
 
 
 def resume_row(run: Run, half: int, rest: sim.Packs, after: sim.Topology) -> list[str]:
-    """The rest of it, from step ``half`` on, beside the rest of the run that nothing interrupts."""
+    """Format a resume's row: the steps from ``half`` on, beside those of the uninterrupted run."""
     before = run.topology.packs_per_step
     again = sim.deal(rest, after, slot=half * before)
     unbroken = sim.Dealt(
@@ -198,7 +182,7 @@ def resume_row(run: Run, half: int, rest: sim.Packs, after: sim.Topology) -> lis
 
 
 def check_rest(packs: sim.Packs, dealt: sim.Dealt, half: int, rest: sim.Packs) -> None:
-    """Every sample exactly once: before the loss or after it, and there in the pack that it would have been in."""
+    """Check that every sample is trained once, before or after the loss, and in the same pack as without it."""
     done, after = dealt.step[packs.pack] < half, rest.pack >= 0
     assert (done ^ after).all(), "every sample exactly once"
     was, now = packs.pack[after], rest.pack[after]
@@ -207,7 +191,7 @@ def check_rest(packs: sim.Packs, dealt: sim.Dealt, half: int, rest: sim.Packs) -
 
 
 def same_steps(packs: sim.Packs, dealt: sim.Dealt, half: int, rest: sim.Packs, again: sim.Dealt) -> int:
-    """How many steps from the resume on train on the same packs as the run without."""
+    """Count the steps from the resume on whose packs are those of the uninterrupted run."""
 
     def keyed(packs: sim.Packs, step: sim.Ints) -> list[npt.NDArray[Any]]:
         keys = packs.number * (int(packs.lane.max()) + 1) + packs.lane
@@ -223,13 +207,14 @@ def same_steps(packs: sim.Packs, dealt: sim.Dealt, half: int, rest: sim.Packs, a
 
 
 def spread(settings: Settings, begin: Callable[[str], None]) -> str:
-    """How evenly a step's cost lies on the ranks, one pack of each, as packs come and sorted in windows."""
+    """Measure how evenly a step's cost is spread over ranks, one pack each, as streamed and sorted in windows."""
     rows = []
     for longest in settings.contexts:
         lanes = settings.ranks
-        # Some lanes end early; steps are counted until the first does.
+        # Lanes differ in length; only steps before the end of the first are counted.
         data = corpus("stack", lanes * (settings.steps + 8), longest, files=10 * lanes, lanes=lanes)
-        packs = sim.plan(data, Packing(longest), tick=ticker(begin, f"plan packs of {longest:,}", lanes))
+        begin(f"plan packs of {longest:,}")
+        packs = sim.plan(data, Packing(longest))
         for window in (1, 4, 16):
             moved = sim.sorted_in_windows(packs, packs.cost, window)
             dealt = sim.deal(moved, sim.Topology(lanes, lanes))
@@ -249,46 +234,41 @@ def spread(settings: Settings, begin: Callable[[str], None]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, simulate, print and keep the tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Measure, simulate, and print and write the tables."""
+    parser = report.parser(__doc__, smoke="32 ranks, 8,000 packs")
     add = parser.add_argument
     add("--packs", type=int, default=Settings().packs, help="packs of the simulated epoch (%(default)s)")
-    add("--smoke", action="store_true", help="seconds, to see that it runs: 32 ranks, 8,000 packs, no file")
-    add("--out", type=Path, help="folder of the result file (benchmarks/results)")
     options = parser.parse_args(arguments)
     if not Path("/proc/self/fd").exists():
         parser.error(
-            "memory, files and sockets are read from /proc, which this system has not; run it on Linux"
+            "memory, files and sockets are read from /proc, which this system does not have; run it on Linux"
         )
     settings = Settings(packs=options.packs)
     if options.smoke:
         settings = Settings(8_000, ranks=32, lost=2, files=100, steps=8, contexts=(4096,))
     began = time.perf_counter()
-    step = report.progress(len(costs.GROUPS) + TICKS * (6 + len(settings.contexts)))
+    step = report.progress(len(costs.GROUPS) + 6 + len(settings.contexts))
     grown = []
     for group in costs.GROUPS:
         step(group.step)
         grown += group.rows(shrink=10 if options.smoke else 1)
     epoch, resume = simulate(settings, step)
     even = spread(settings, step)
-    text = "\n\n".join(
-        [
-            f"# Scale: {costs.SHARDS:,} shards on {costs.RANKS:,} ranks",
-            report.row_id("streampack", "torch", "numpy"),
-            f"How to read it: ../../docs/scale.md. {time.perf_counter() - began:,.0f} s in all.",
-            "## What grows",
-            report.table(costs.HEADER, grown),
-            f"## One epoch of {settings.packs:,} packs on {settings.ranks:,} ranks, simulated",
-            epoch,
-            f"## {settings.lost} ranks lost in the middle of it, simulated",
-            resume,
-            f"## The cost of a step, one pack on each of {settings.ranks:,} ranks, simulated",
-            even,
-        ]
+    report.publish(
+        "scale",
+        options,
+        f"# Scale: {costs.SHARDS:,} shards on {costs.RANKS:,} ranks",
+        report.machine_line("streampack", "torch", "numpy"),
+        f"Explained in ../../docs/scale.md. {time.perf_counter() - began:,.0f} s in all.",
+        "## What grows",
+        report.table(costs.HEADER, grown),
+        f"## One epoch of {settings.packs:,} packs on {settings.ranks:,} ranks, simulated",
+        epoch,
+        f"## {settings.lost} ranks lost in the middle of it, simulated",
+        resume,
+        f"## The cost of a step, one pack on each of {settings.ranks:,} ranks, simulated",
+        even,
     )
-    print(text)
-    if options.out or not options.smoke:
-        print(f"\nwritten to {report.save('scale', text, options.out or report.RESULTS)}")
 
 
 if __name__ == "__main__":

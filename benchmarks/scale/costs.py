@@ -1,4 +1,4 @@
-"""What grows with shards, lanes and ranks: measured at two sizes, the larger one predicted from the smaller."""
+"""Costs that grow with shards, lanes and ranks, measured at two sizes: the smaller one predicts the larger."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from benchmarks.scale import probes, ranks
 
-SHARDS, LANES, RANKS = 100_000, 15_360, 1024  # what is worked out; one worker process a rank
+SHARDS, LANES, RANKS = 100_000, 15_360, 1024  # of the extrapolation; one worker process a rank
 OWN = LANES // RANKS
 WINDOW = 2048  # rows, the default of a shuffled dataset
 
@@ -26,7 +26,7 @@ HEADER = (
 
 
 def volume(value: float) -> str:
-    """Bytes, for people."""
+    """Format bytes."""
     for unit in ("B", "kB", "MB", "GB"):
         if value < 1000 or unit == "GB":
             break
@@ -35,25 +35,21 @@ def volume(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """Also for people."""
-    return (
-        f"{value * 1e6:.3g} us"
-        if value < 1e-3
-        else f"{value * 1e3:.3g} ms"
-        if value < 1
-        else f"{value:.3g} s"
-    )
+    """Format seconds."""
+    if value < 1e-3:
+        return f"{value * 1e6:.3g} us"
+    return f"{value * 1e3:.3g} ms" if value < 1 else f"{value:.3g} s"
 
 
 def count(value: float) -> str:
-    """Things."""
+    """Format a number."""
     return f"{value:,.0f}"
 
 
 class Cost(NamedTuple):
-    """One quantity: proportional to ``units`` of the sizes, as the code in ``where`` has it."""
+    """One quantity, proportional to ``units`` of the sizes; the code that causes it is in ``where``."""
 
-    key: str  # in what the probe gives
+    key: str  # of the probe's result
     what: str
     where: str
     formula: str
@@ -62,18 +58,18 @@ class Cost(NamedTuple):
 
 
 class Group(NamedTuple):
-    """What one probe measures."""
+    """The costs that one probe measures."""
 
     step: str
     probe: Callable[..., dict[str, float]]
     names: tuple[str, ...]  # of the sizes
     small: tuple[int, ...]
     large: tuple[int, ...]
-    full: tuple[int, ...]  # what is worked out
+    full: tuple[int, ...]  # of the extrapolation
     costs: tuple[Cost, ...]
 
     def rows(self, *, shrink: int = 1) -> list[list[str]]:
-        """Measure at both sizes; ``shrink`` divides what is above 100."""
+        """Measure at both sizes; ``shrink`` divides sizes above 100."""
         small, large = (
             tuple(size if size <= 100 else size // shrink for size in sizes)
             for sizes in (self.small, self.large)
@@ -100,7 +96,7 @@ def number(things: int) -> float:
 
 
 def parts(shards: int, lanes: int) -> float:
-    """At most: a cut every 16th of a lane, and one at each file's end."""
+    """Return the most parts: a cut every 16th of a lane, and one at each file's end."""
     return shards + 16 * lanes
 
 
@@ -113,12 +109,12 @@ def others(ranks: int) -> float:
 
 
 def own_shards(shards: int, ranks: int) -> float:
-    """Of each rank."""
+    """Return the shards that each rank reads."""
     return shards / ranks
 
 
 FILES, JSONL, CORPUS = "storage/listing.py", "sources/jsonl.py", "distributed/corpus.py"
-LOCKSTEP, OWN_SHARDS = "distributed/rank_sync.py", "shards / ranks"
+RANK_SYNC, OWN_SHARDS = "distributed/rank_sync.py", "shards / ranks"
 EACH_PART, EACH_ROW, EACH_OTHER = "shards + 16 x lanes", "lanes of the process x window", "ranks - 1"
 
 GROUPS = (
@@ -137,8 +133,8 @@ GROUPS = (
             Cost("read", "fingerprint, bytes read by each rank", CORPUS, OWN_SHARDS, own_shards, volume),
             Cost("seconds", "fingerprint, reading, each rank", CORPUS, OWN_SHARDS, own_shards, seconds),
             Cost(
-                "heard",
-                "fingerprint, each rank hears",
+                "received",
+                "fingerprint, received by each rank",
                 CORPUS,
                 "shards of the others",
                 lambda shards, ranks: shards - own_shards(shards, ranks),
@@ -151,8 +147,8 @@ GROUPS = (
         costs=(
             Cost("read", "Parquet footers, read by each rank", CORPUS, OWN_SHARDS, own_shards, count),
             Cost(
-                "heard",
-                "Parquet row groups, each rank hears",
+                "received",
+                "Parquet row groups, received by each rank",
                 CORPUS,
                 "shards of the others",
                 lambda shards, ranks: shards - own_shards(shards, ranks),
@@ -216,7 +212,7 @@ GROUPS = (
         costs=(
             Cost(
                 "memory",
-                "a pack that waits, memory",
+                "a waiting pack, memory",
                 "packing/assemble.py",
                 "16 x max_seq_len",
                 number,
@@ -242,13 +238,20 @@ GROUPS = (
     Group(
         *("agreement of ranks", ranks.agreement, ("ranks",), (4,), (12,), (RANKS,)),
         costs=(
-            Cost("sockets", "sockets of each rank, each group", LOCKSTEP, EACH_OTHER, others, count),
-            Cost("heard", "agreement on 8 batches, each rank hears", LOCKSTEP, EACH_OTHER, others, volume),
-            Cost("seconds", "agreement on 8 batches, each rank", LOCKSTEP, EACH_OTHER, others, seconds),
+            Cost("sockets", "sockets of each rank, each group", RANK_SYNC, EACH_OTHER, others, count),
             Cost(
-                "gathered",
-                "state, 15 lanes a rank, each rank hears",
-                LOCKSTEP,
+                "received",
+                "agreement on 8 batches, received by each rank",
+                RANK_SYNC,
+                EACH_OTHER,
+                others,
+                volume,
+            ),
+            Cost("seconds", "agreement on 8 batches, each rank", RANK_SYNC, EACH_OTHER, others, seconds),
+            Cost(
+                "merged",
+                "state, 15 lanes a rank, received by each rank",
+                RANK_SYNC,
                 "lanes of the others",
                 others,
                 volume,

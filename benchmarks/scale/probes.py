@@ -1,6 +1,6 @@
-"""What grows with a run, measured at one size: memory, seconds, bytes, files.
+"""Costs of one process of a run, measured at one size: memory, seconds, bytes, files.
 
-Seconds are of the CPU, not of the clock: other programs on the machine do not change them much.
+Seconds are CPU time, which other programs on the machine do not change much.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PROBED = 64  # rows that an estimate asks for
 
 
 def clocked(call: Callable[[], Result], *, times: int = 3) -> tuple[float, Result]:
-    """Seconds of this process's CPU, the least of ``times``, and the last result."""
+    """Return the CPU seconds of a call, the least of ``times``, and the last result."""
     spent = []
     for _ in range(times):
         gc.collect()
@@ -39,7 +39,7 @@ def clocked(call: Callable[[], Result], *, times: int = 3) -> tuple[float, Resul
 
 
 def kept(call: Callable[[], Any]) -> float:
-    """Bytes of Python objects and arrays that live as long as the result."""
+    """Return the bytes of Python objects and arrays that live as long as the result."""
     gc.collect()
     tracemalloc.start()
     try:
@@ -54,28 +54,28 @@ def kept(call: Callable[[], Any]) -> float:
 
 
 def open_files() -> int:
-    """Regular files that this process holds open."""
+    """Count the regular files that this process holds open."""
     found = 0
     for entry in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # the one of the listing itself
+        with suppress(OSError):  # the descriptor of this listing is closed by then
             found += entry.resolve().is_file()
     return found
 
 
 def read_so_far() -> int:
-    """Bytes that this process has read, from the cache or the disk."""
+    """Return the bytes that this process has read, from the cache or the disk."""
     return int(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])
 
 
 def manifest(shards: int) -> dict[str, float]:
-    """A source of so many files, which are not read."""
+    """Measure a source of so many files, which are not read."""
     from streampack import JSONLSource
 
     with TemporaryDirectory() as folder:
         for number in range(shards):
             path = Path(folder, f"shard-{number:06}-of-100000.jsonl")
             path.touch()
-            os.truncate(path, SHARD_BYTES)  # takes no room
+            os.truncate(path, SHARD_BYTES)  # sparse: takes no disk space
         pattern = f"{folder}/*.jsonl"
         source = JSONLSource(pattern)
         tags = [f"{number:016x}" for number in range(shards)]
@@ -88,7 +88,7 @@ def manifest(shards: int) -> dict[str, float]:
 
 
 def write_shards(folder: Path, shards: int) -> None:
-    """JSONL files of 150 kB, all alike."""
+    """Write equal JSONL files of 150 kB."""
     first = folder / "0.jsonl"
     write_rows(first, 150_000)
     for number in range(1, shards):
@@ -96,7 +96,7 @@ def write_shards(folder: Path, shards: int) -> None:
 
 
 def estimate(shards: int) -> dict[str, float]:
-    """What an estimate reads of so many files."""
+    """Count the rows that an estimate reads of so many files."""
     from streampack import JSONLSource
 
     with TemporaryDirectory() as folder:
@@ -105,7 +105,7 @@ def estimate(shards: int) -> dict[str, float]:
 
 
 def division(shards: int, lanes: int) -> dict[str, float]:
-    """The parts of all lanes, which every process that reads makes for itself."""
+    """Measure the division of files into the parts of all lanes, which every reading process makes."""
     from streampack.sources.files import divide
 
     sizes = [SHARD_BYTES] * shards
@@ -116,7 +116,7 @@ def division(shards: int, lanes: int) -> dict[str, float]:
 
 
 def reading(lanes: int, window: int) -> dict[str, float]:
-    """One consumer's lanes: its first pack of each, and going on from their states."""
+    """Measure the lanes of one process: the first pack of each, and a resume from their states."""
     from streampack import IterablePackedDataset, JSONLSource, TextEncoder
 
     with TemporaryDirectory() as folder:
@@ -150,7 +150,7 @@ def reading(lanes: int, window: int) -> dict[str, float]:
 
 
 def pack(max_seq_len: int) -> dict[str, float]:
-    """A pack on its way to the trainer; ``max_seq_len`` tokens in one sequence."""
+    """Measure a pack that waits for the trainer; ``max_seq_len`` tokens in one sequence."""
     from streampack import IterablePackedDataset
 
     tokens = np.ones(max_seq_len, dtype=np.int64)
@@ -159,7 +159,7 @@ def pack(max_seq_len: int) -> dict[str, float]:
 
 
 def state(lanes: int, packs: int = 12) -> dict[str, float]:
-    """A checkpoint's part of the stream, after some packs of each lane."""
+    """Measure the state of a dataset after some packs of each lane."""
     import torch
 
     from streampack import IterablePackedDataset, Sample

@@ -1,8 +1,7 @@
-"""What ranks say to one another and read together, measured on processes of this machine that speak over gloo."""
+"""Messages and reads that ranks share, measured on processes of this machine that communicate over gloo."""
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import socket
 import struct
@@ -11,153 +10,133 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import fmean
+from typing import Any
+
+import torch.distributed as dist
 
 from benchmarks.scale.probes import read_so_far, write_shards
+from streampack import IterablePackedDataset, JSONLSource, PackedDataLoader, ParquetSource
+from streampack.accounting import Ledger
+from streampack.distributed.corpus import gather_division, gather_fingerprint
+from streampack.distributed.one_run import listing
+from streampack.distributed.rank_sync import RankSync
+from streampack.sources.row_groups import Footers
+from streampack.streaming.lane_state import LaneState
+from stress.ranks import Ranks
 
 ROUNDS = 200
 LANES = 15  # of each rank
-RECEIPT_BYTES = 40  # as large as most
-TCP_BYTES_RECEIVED = 128  # where tcpi_bytes_received stands in Linux's struct tcp_info
-
-
-Rank = Callable[[int, int], dict[str, float]]  # what rank r of so many measures
+TCP_BYTES_RECEIVED = 128  # offset of tcpi_bytes_received in Linux's struct tcp_info
 
 
 def agreement(size: int) -> dict[str, float]:
-    """Means over ``size`` ranks."""
-    return _means(size, _agree)
+    """Measure agreements and a state among ``size`` ranks; return means over ranks."""
+    return means_over_ranks(size, measure_agreement)
 
 
 def fingerprint(shards: int, size: int) -> dict[str, float]:
-    """Means over ``size`` ranks, for so many files."""
+    """Measure the fingerprint of so many files among ``size`` ranks; return means over ranks."""
     with tempfile.TemporaryDirectory() as folder:
         write_shards(Path(folder), shards)
-        return _means(size, partial(_identify, f"{folder}/*.jsonl"))
+        return means_over_ranks(size, measure_fingerprint, f"{folder}/*.jsonl")
 
 
 def footers(shards: int, size: int) -> dict[str, float]:
-    """Means over ``size`` ranks, for so many Parquet files, each larger than two parts."""
+    """Measure the division of so many Parquet files, each larger than two parts, among ``size`` ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        first = Path(folder) / "0.parquet"
+        with Ranks(1) as process:  # pyarrow leaves threads behind
+            process.run(write_parquet, first)
+        for number in range(1, shards):
+            (Path(folder) / f"{number}.parquet").write_bytes(first.read_bytes())
+        return means_over_ranks(size, measure_division, f"{folder}/*.parquet", shards // 6)
+
+
+def write_parquet(path: Path) -> None:
+    """In a process of its own: write a file of six row groups."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    with tempfile.TemporaryDirectory() as folder:
-        first = Path(folder) / "0.parquet"
-        pq.write_table(pa.table({"text": ["x" * 100] * 60}), first, row_group_size=10)
-        for number in range(1, shards):
-            (Path(folder) / f"{number}.parquet").write_bytes(first.read_bytes())
-        return _means(size, partial(_divide, f"{folder}/*.parquet", shards // 6))
+    pq.write_table(pa.table({"text": ["x" * 100] * 60}), path, row_group_size=10)
 
 
-def _means(size: int, measure: Rank) -> dict[str, float]:
-    context = mp.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            arguments = (measure, rank, size, f"{folder}/store", theirs)
-            processes.append(context.Process(target=_run, args=arguments))
-            processes[-1].start()
-            theirs.close()
-            pipes.append(ours)
-        try:
-            found: list[dict[str, float]] = [pipe.recv() for pipe in pipes]
-        finally:
-            for process in processes:
-                process.join(10)
-                process.kill()
-    return {key: fmean(one[key] for one in found) for key in found[0]}
+def means_over_ranks(
+    size: int, measure: Callable[..., dict[str, float]], *arguments: Any
+) -> dict[str, float]:
+    """Run ``measure(*arguments)`` on every rank; return the means."""
+    with Ranks(size) as ranks:
+        results = ranks.run(measure, *arguments)
+    return {key: fmean(result[key] for result in results) for key in results[0]}
 
 
-def _run(measure: Rank, rank: int, size: int, store: str, pipe: Connection) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
-    pipe.send(measure(rank, size))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _identify(pattern: str, _rank: int, _size: int) -> dict[str, float]:
-    import torch.distributed as dist
-
-    from streampack import JSONLSource
-    from streampack.distributed.corpus import gather_fingerprint
-    from streampack.distributed.one_run import listing
-    from streampack.distributed.rank_sync import RankSync
-
+def measure_fingerprint(pattern: str) -> dict[str, float]:
+    """In a rank: measure the exchange of the files' fingerprint."""
     source = JSONLSource(pattern)
     rank_sync = RankSync(timeout=timedelta(seconds=60))
-    rank_sync.gather(listing(source))  # the first one may do more
+    rank_sync.gather(listing(source))  # the first exchange of a group does more
     dist.barrier()
-    read, heard, begin = read_so_far(), _heard(), time.process_time()
+    read, received, begin = read_so_far(), bytes_received(), time.process_time()
     gather_fingerprint(source, rank_sync)
-    return {"read": read_so_far() - read, "seconds": time.process_time() - begin, "heard": _heard() - heard}
+    return {
+        "read": read_so_far() - read,
+        "seconds": time.process_time() - begin,
+        "received": bytes_received() - received,
+    }
 
 
-def _divide(pattern: str, lanes: int, _rank: int, _size: int) -> dict[str, float]:
-    import torch.distributed as dist
-
-    from streampack import ParquetSource
-    from streampack.distributed.corpus import gather_division
-    from streampack.distributed.one_run import listing
-    from streampack.distributed.rank_sync import RankSync
-    from streampack.sources.row_groups import Footers
-
+def measure_division(pattern: str, lanes: int) -> dict[str, float]:
+    """In a rank: measure the exchange of the files' row groups."""
     source = ParquetSource(pattern)
     rank_sync = RankSync(timeout=timedelta(seconds=60))
-    rank_sync.gather(listing(source))  # the first one may do more
+    rank_sync.gather(listing(source))  # the first exchange of a group does more
     dist.barrier()
-    read, own = [], Footers._read
-    Footers._read = lambda *args: read.append(own(*args)) or read[-1]  # type: ignore[method-assign, func-returns-value]
-    heard = _heard()
+    read, original = [], Footers._read
+    Footers._read = lambda *args: read.append(original(*args)) or read[-1]
+    received = bytes_received()
     gather_division(source, lanes, rank_sync)
-    return {"read": len(read), "heard": _heard() - heard}
+    return {"read": len(read), "received": bytes_received() - received}
 
 
-def _agree(rank: int, size: int) -> dict[str, float]:
-    import torch.distributed as dist
-
-    from streampack import IterablePackedDataset, PackedDataLoader
-    from streampack.distributed.rank_sync import RankSync
-
+def measure_agreement() -> dict[str, float]:
+    """In a rank: measure sockets, agreements, the merge of a state, and the batches made ahead."""
+    rank, size = dist.get_rank(), dist.get_world_size()
     before = len(connections())
     rank_sync = RankSync(timeout=timedelta(seconds=60))
     sockets = len(connections()) - before
-    rank_sync.agree(1).wait()  # the first one may do more
+    rank_sync.agree(1).wait()  # the first exchange of a group does more
     dist.barrier()
-    heard, begin = _heard(), time.process_time()
+    received, begin = bytes_received(), time.process_time()
     for _ in range(ROUNDS):
         rank_sync.agree(8).wait()
-    spent = time.process_time() - begin
+    seconds = time.process_time() - begin
     dist.barrier()
-    said = _heard() - heard
-    heard = _heard()
-    rank_sync.merge(
-        {lane: lane.to_bytes(RECEIPT_BYTES, "little") for lane in range(rank, LANES * size, size)}
-    )
-    gathered = _heard() - heard
+    agreed = bytes_received() - received
+    received = bytes_received()
+    state = LaneState(
+        packs=1_000, done=False, epoch=0, cursor=(3, 10**8), first=10**5, offset=0, next_piece=10**5 + 100,
+        consumed=2**99, ledger=Ledger(10**5, 10**8, 10**3, 10**8, 10**8),
+    )  # fmt: skip
+    rank_sync.merge({lane: state.as_dict() for lane in range(rank, LANES * size, size)})
+    merged = bytes_received() - received
     rows = [{"tokens": [1], "labels": [1]}] * (100 * size)
-    loader = PackedDataLoader(IterablePackedDataset(rows, max_seq_len=1, num_lanes=size))
+    loader = PackedDataLoader(IterablePackedDataset(rows, max_seq_len=1, num_lanes=size, untrained="keep"))
     batches = iter(loader)
     for _ in range(40):
         next(batches)
     ahead = batches.made - batches.batches
     return {
         "sockets": sockets,
-        "heard": said / ROUNDS,
-        "seconds": spent / ROUNDS,
-        "gathered": gathered,
+        "received": agreed / ROUNDS,
+        "seconds": seconds / ROUNDS,
+        "merged": merged,
         "ahead": ahead,
     }
 
 
 def connections() -> list[int]:
-    """Descriptors of this process's TCP connections."""
+    """Return the descriptors of this process's TCP connections."""
     found = []
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
@@ -169,8 +148,8 @@ def connections() -> list[int]:
     return found
 
 
-def _heard() -> int:
-    """Bytes that came in over all of them, so far."""
+def bytes_received() -> int:
+    """Return the bytes that this process has received over its TCP connections."""
     total = 0
     for descriptor in connections():
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:

@@ -1,12 +1,12 @@
-"""A run of any number of ranks, from lengths alone: what each rank trains on in each step.
+"""Simulation of a run of any number of ranks from lengths alone: the packs of each rank in each step.
 
-`Planner` chooses the packs as it does in training. Which rank takes which pack at which step is here the loader's
-arithmetic on whole arrays; ``tests/benchmarks/test_scale.py`` compares it, pack by pack, with real loaders.
+`Planner` chooses the packs as it does in training. The assignment of packs to ranks and steps is the loader's
+arithmetic, here on whole arrays; ``tests/benchmarks/test_scale.py`` compares it, pack by pack, with real loaders.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,17 +24,17 @@ Ints = npt.NDArray[np.int64]
 class Corpus(NamedTuple):
     """Samples in lanes: lane ``l`` reads ``samples[ends[l - 1]:ends[l]]``, in this order."""
 
-    samples: Ints  # [samples] their numbers
+    samples: Ints  # [samples] row numbers
     lengths: Ints  # [samples] their tokens, in the same order
     ends: Ints  # [lanes]
 
     def lane(self, number: int) -> slice:
-        """Which samples are a lane's."""
+        """Return the slice of a lane's samples."""
         return slice(int(self.ends[number - 1]) if number else 0, int(self.ends[number]))
 
 
 def by_bytes(lengths: Ints, row_bytes: Ints, rows_per_file: int, num_lanes: int) -> Corpus:
-    """The rows of JSONL files of ``rows_per_file`` rows each, in the lanes that `JSONLSource` gives them."""
+    """Put the rows of JSONL files of ``rows_per_file`` rows each into the lanes that `JSONLSource` gives them."""
     begins = np.concatenate([[0], np.cumsum(row_bytes)])
     files = begins[np.append(np.arange(0, len(lengths), rows_per_file), len(lengths))]
     lanes = divide(np.diff(files).tolist(), num_lanes)
@@ -54,19 +54,19 @@ class Packs(NamedTuple):
     number: Ints  # [packs] of the pack within its lane
     tokens: Ints  # [packs]
     cost: Ints  # [packs] sum of squared lengths: pairs of tokens that attention looks at, twice
-    pulled: Ints  # [packs] pieces that its lane had read when it was closed
-    pack: Ints  # [samples] which of these packs holds it, in the order of `Corpus.lengths`; -1: none
+    pulled: Ints  # [packs] pieces that the lane had read when the pack was complete
+    pack: Ints  # [samples] the pack of each sample of `Corpus.lengths`; -1: none
 
 
-class Coming:
-    """The samples of a lane from number ``pulled`` on."""
+class LaneReader:
+    """A reader of a lane's samples, from number ``pulled`` on."""
 
     def __init__(self, lengths: list[int], pulled: int) -> None:
         self.lengths = lengths
         self.pulled = pulled
 
     def next(self) -> Span | None:
-        """Return the next one."""
+        """Return the next sample, None at the end."""
         if self.pulled == len(self.lengths):
             return None
         self.pulled += 1
@@ -79,12 +79,11 @@ def plan(
     *,
     before: Packs | None = None,
     handed: Ints | None = None,
-    tick: Callable[[], None] = lambda: None,
 ) -> Packs:
-    """What every lane makes in one epoch.
+    """Plan the packs of all lanes in one epoch.
 
-    With ``before``, only what it makes after its first ``handed[lane]`` of those packs, planned anew from
-    what a state says then: which pieces wait, and where reading goes on.  # handed: [lanes]
+    With ``before``, plan those that follow the first ``handed[lane]`` of its packs, from what a state has then: the
+    waiting pieces, and the place to read on.  # handed: [lanes]
     """
     rows: list[tuple[int, int, int, int, int]] = []
     pack = np.full(len(corpus.lengths), -1)
@@ -98,22 +97,21 @@ def plan(
             begin = int(before.pulled[last])
             numbers = np.flatnonzero(before.pack[own][:begin] > last).tolist()
             waiting = [Span(piece, 0, lengths[piece]) for piece in numbers]
-        coming = Coming(lengths, begin)
-        planner = Planner(packing, coming.next)
+        reader = LaneReader(lengths, begin)
+        planner = Planner(packing, reader.next)
         planner.restore(waiting, offset=0)
         while placed := planner.next_pack():
             sizes = [stop - start for _, start, stop in placed]
             pack[[own.start + span.index for span, _, _ in placed]] = len(rows)
             cost = sum(size * size for size in sizes)
-            rows.append((lane, number, sum(sizes), cost, coming.pulled))
+            rows.append((lane, number, sum(sizes), cost, reader.pulled))
             number += 1
-        tick()
     columns = np.array(rows, dtype=np.int64).reshape(-1, 5).T
     return Packs(*columns, pack)
 
 
 class Topology(NamedTuple):
-    """Who takes packs, and how many at once."""
+    """The number of ranks, and of packs in a step and a batch."""
 
     ranks: int
     packs_per_step: int
@@ -121,17 +119,17 @@ class Topology(NamedTuple):
 
     @property
     def share(self) -> int:
-        """Packs of a step that a rank has, at most."""
+        """The most packs of a step that one rank has."""
         return -(-self.packs_per_step // self.ranks)
 
     @property
     def batches_per_step(self) -> int:
-        """Of every rank."""
+        """Batches of every rank in a step."""
         return -(-self.share // self.batch_size)
 
     @property
     def packs_per_batch(self) -> int:
-        """Null packs included."""
+        """Packs of a batch, null packs included."""
         return -(-self.share // self.batches_per_step)
 
     @property
@@ -141,18 +139,18 @@ class Topology(NamedTuple):
 
 
 class Dealt(NamedTuple):
-    """Who trains on which pack, and when."""
+    """The rank, step and batch of each pack."""
 
     rank: Ints  # [packs]
     step: Ints  # [packs]
     batch: Ints  # [packs] of its rank, over all steps
-    steps: int  # that every rank makes
+    steps: int  # of every rank
 
 
 def deal(packs: Packs, topology: Topology, *, slot: int = 0) -> Dealt:
-    """The packs' ranks and steps, where step 0 begins at ``slot`` of the epoch.
+    """Assign packs to ranks and steps, where step 0 begins at ``slot`` of the epoch.
 
-    A rank has the slots ``rank, rank + ranks, ...`` and puts its packs there by (number, lane).
+    A rank has the slots ``rank, rank + ranks, ...`` and fills them with its packs in the order of (number, lane).
     """
     ranks, per_step, _ = topology
     rank = packs.lane % ranks
@@ -170,7 +168,7 @@ def deal(packs: Packs, topology: Topology, *, slot: int = 0) -> Dealt:
 
 
 def agreed(counts: Ints) -> int:
-    """How many batches there are, where rank r has a share of the first ``counts[r]``; told round by round."""
+    """Return the batches that ranks agree on, round by round, if rank r has packs for the first ``counts[r]``."""
     batches = rounds = 0
     while True:
         size = min(2**rounds, ROUND)
@@ -182,32 +180,32 @@ def agreed(counts: Ints) -> int:
 
 
 def handed_after(packs: Packs, dealt: Dealt, steps: int, num_lanes: int) -> Ints:
-    """How many packs of each lane the first ``steps`` steps trained on.  # [lanes]"""
+    """Count the packs of each lane in the first ``steps`` steps.  # [lanes]"""
     return np.bincount(packs.lane[dealt.step < steps], minlength=num_lanes)
 
 
 def first_dry(packs: Packs, num_lanes: int, packs_per_step: int) -> int:
-    """When a lane first lacks a pack for its slot. Steps before it are the same wherever ranks divide the lanes."""
+    """Return the first step in which a lane lacks a pack. Steps before it are equal wherever ranks divide the lanes."""
     counts = np.bincount(packs.lane, minlength=num_lanes)
     return int((counts * num_lanes + np.arange(num_lanes)).min()) // packs_per_step
 
 
 def cost_of_ranks(packs: Packs, dealt: Dealt, ranks: int, cost: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The sum of ``cost`` over each rank's packs of each step.  # [steps, ranks]"""
+    """Sum ``cost`` over each rank's packs of each step.  # [steps, ranks]"""
     spent = np.bincount(dealt.step * ranks + dealt.rank, weights=cost, minlength=dealt.steps * ranks)
     return spent.reshape(-1, ranks)
 
 
 def sorted_in_windows(packs: Packs, cost: npt.NDArray[Any], window: int) -> Packs:
-    """Every ``window`` packs of a lane by cost, the costliest first; what a lane would hand out that holds so many."""
+    """Sort every ``window`` packs of a lane by cost, the costliest first, as a lane could that holds so many."""
     order = np.lexsort((-cost, packs.number // window, packs.lane))
     moved = packs.number.copy()
-    moved[order] = packs.number  # both go lane by lane, window by window
+    moved[order] = packs.number  # both are in the order of lanes and windows
     return packs._replace(number=moved)
 
 
 def samples_of(corpus: Corpus, packs: Packs, count: int) -> Sequence[list[int]]:
-    """The sample numbers in each of ``count`` packs, in the order in which the lane read them."""
+    """Return the sample numbers in each of ``count`` packs, in the order in which the lane read them."""
     held: list[list[int]] = [[] for _ in range(count)]
     for sample, pack in zip(corpus.samples.tolist(), packs.pack.tolist(), strict=True):
         if pack >= 0:

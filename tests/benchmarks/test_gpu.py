@@ -142,10 +142,10 @@ def test_each_part_has_time_of_its_own(rows, monkeypatch):
 def test_the_error_names_an_unknown_part_or_row(capsys):
     with pytest.raises(SystemExit):
         command.main(["--device", "cpu", "--parts", "flan-4096"])
-    assert "--parts: flan-4096 unknown; choose of tests, flan-256" in capsys.readouterr().err
+    assert "--parts: flan-4096 unknown; choose one of tests, flan-256" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         command.main(["--rows", "dense"])  # needs no GPU
-    assert "--rows: dense unknown; choose of padding, varlen" in capsys.readouterr().err
+    assert "--rows: dense unknown; choose one of padding, varlen" in capsys.readouterr().err
 
 
 # ---- the journal
