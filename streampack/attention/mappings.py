@@ -38,7 +38,6 @@ class PackedRows:
     tokens: torch.Tensor  # [batch, max_seq_len]
     input_pos: torch.Tensor  # [batch, max_seq_len]
     seq_lens: torch.Tensor  # [batch, most sequences] int32, zeros at the end
-    labels: torch.Tensor | None  # [batch, max_seq_len]
 
 
 def packed_of(batch: Packed | Mapping[str, Any]) -> Packed:
@@ -70,7 +69,7 @@ def packed_of(batch: Packed | Mapping[str, Any]) -> Packed:
             "seq_lens must be a tensor of 2 dimensions, [batch, sequences], zeros at the end of each row"
         )
     positions = positions_of(seq_lens, max_seq_len=tokens.shape[1])
-    return PackedRows(tokens, positions, seq_lens, batch.get("labels"))
+    return PackedRows(tokens, positions, seq_lens)
 
 
 def labels_of(batch: Mapping[str, Any], packed: Packed) -> torch.Tensor | None:

@@ -17,7 +17,6 @@ from streampack.attention.dense import dense_mask
 from streampack.attention.flash import flash_attention
 from streampack.attention.flex import flex_attention_of, flex_mask
 from streampack.attention.mappings import packed_of
-from streampack.attention.positions import position_table, within_table
 from streampack.attention.varlen import cu_seqlens_of, varlen_attention
 
 if TYPE_CHECKING:
@@ -76,25 +75,21 @@ class TorchtuneInputs:
     attention: str
     windows: frozenset[int | None]
     model: TransformerDecoder  # inside any wrappers
-    table: int | None  # number of positions of its rotary embeddings
 
     def __call__(self, batch: Packed | Mapping[str, Any]) -> dict[str, Any]:
         """Return ``tokens``, ``mask`` and ``input_pos``.
 
         Raises:
-            ValueError: if the rows are longer than the model's ``max_seq_len``, or a sample than its positions.
+            ValueError: if the rows are longer than the model's ``max_seq_len``.
         """
         batch = packed_of(batch)
         self.require_length(batch.tokens.shape[1])
-        positions = batch.input_pos
-        if self.table is not None:
-            positions = within_table(positions, batch, table=self.table, model="torchtune")
         mask: torch.Tensor | Sequences
         if self.attention == "dense":
             mask = dense_mask(batch.seq_lens, max_seq_len=batch.tokens.shape[1])
         else:
             mask = Sequences(batch, attention=self.attention, windows=self.windows)
-        return {"tokens": batch.tokens, "mask": mask, "input_pos": positions}
+        return {"tokens": batch.tokens, "mask": mask, "input_pos": batch.input_pos}
 
     def require_length(self, max_seq_len: int) -> None:
         """Check that packs are not longer than the model's ``max_seq_len``.
@@ -133,7 +128,7 @@ def prepare(model: nn.Module, *, attention: str) -> TorchtuneInputs:
 
 def _inputs(attention: str, decoder: TransformerDecoder) -> TorchtuneInputs:
     windows = frozenset(getattr(module, "sliding_window_size", None) for module in _attentions(decoder))
-    return TorchtuneInputs(attention, windows, decoder, position_table(decoder))
+    return TorchtuneInputs(attention, windows, decoder)
 
 
 def _decoder(model: nn.Module) -> TransformerDecoder:
@@ -190,7 +185,7 @@ def _attentions(decoder: TransformerDecoder) -> list[Attention]:
 
 
 def _is_known(attention: Attention) -> bool:
-    """Whether a module's forward is torchtune's. The type does not show it, because FSDP2 makes new classes."""
+    """Return whether a module's forward is torchtune's. The type does not show it, because FSDP2 makes new classes."""
     from torchtune.models.gemma2._attention import Gemma2Attention
     from torchtune.modules import MultiHeadAttention
 
@@ -214,7 +209,7 @@ def _why_not(
 
 
 def _is_gemma2(attention: Attention) -> bool:
-    """Whether a module is a Gemma2Attention, which computes scores inline instead of calling a function."""
+    """Return whether a module is a Gemma2Attention, which computes scores inline instead of calling a function."""
     return not hasattr(attention, "_attention_call")
 
 

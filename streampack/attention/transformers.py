@@ -21,7 +21,7 @@ from streampack.attention.calls import PREPARED
 from streampack.attention.families import BLIND, PROVEN, longest_pack, missing, refusal, window_of
 from streampack.attention.flash import flash_attention
 from streampack.attention.mappings import labels_of, packed_of, positions_of
-from streampack.attention.positions import position_table, within_table
+from streampack.attention.positions import position_table
 from streampack.attention.pretrained import disable_cache, find_pretrained, set_attention, stock_attention
 from streampack.attention.probe import find_leaks
 from streampack.attention.varlen import cu_seqlens_of, varlen_attention
@@ -49,8 +49,8 @@ class TransformersInputs:
         begin at 0 for its continuation.
 
         Raises:
-            ValueError: if packs are too long for the model, a sample is longer than its table of positions, or a dict
-                does not say where its samples begin (see `packed_of`).
+            ValueError: if packs are too long for the model, or a dict does not say where its samples begin (see
+                `packed_of`).
         """
         if isinstance(batch, Mapping):
             packed = packed_of(batch)
@@ -59,8 +59,6 @@ class TransformersInputs:
         config, max_seq_len = self.model.config.get_text_config(), batch.tokens.shape[1]
         self.require_length(max_seq_len)
         positions = positions_of(batch.seq_lens, max_seq_len=max_seq_len)
-        if self.table is not None:
-            positions = within_table(positions, batch, table=self.table, model=config.model_type)
         inputs = {"input_ids": batch.tokens, "position_ids": positions, "use_cache": False}
         if self.attention in _REGISTERED:
             cu_seqlens = cu_seqlens_of(batch.seq_lens, max_seq_len=max_seq_len)
@@ -77,12 +75,17 @@ class TransformersInputs:
         return inputs
 
     def require_length(self, max_seq_len: int) -> None:
-        """Check that packs are not too long to keep their samples apart in this model.
+        """Check that packs are not longer than the model's table of positions, nor too long to keep samples apart.
 
         Raises:
             ValueError: if they are.
         """
         config = self.model.config.get_text_config()
+        if self.table is not None and max_seq_len > self.table:
+            raise ValueError(
+                f"max_seq_len is {max_seq_len}, and this {config.model_type} model has {self.table} positions; set "
+                f"max_seq_len={self.table} or less"
+            )
         limit = longest_pack(config, self.attention)
         if limit is not None and max_seq_len > limit[0]:
             raise ValueError(

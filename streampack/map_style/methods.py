@@ -118,7 +118,7 @@ def _random_padding(pieces: list[Span], shape: Shape) -> list[list[Row]]:
 
 
 def _group_by_length_padding(pieces: list[Span], shape: Shape) -> list[list[Row]]:
-    """As transformers: sort within 50 batches, or a quarter of the data if that is less; the longest comes first."""
+    """Sort as transformers does: within 50 batches, or a quarter of the data if that is less; the longest first."""
     size = max(1, min(len(pieces) // (shape.batch_size * 4), 50)) * shape.batch_size
     groups = [sorted(group, key=_length, reverse=True) for group in _groups(pieces, size)]
     longest = max(groups, key=lambda group: _length(group[0]))

@@ -6,7 +6,6 @@ import re
 from typing import TYPE_CHECKING
 
 from streampack.attention import Inputs
-from streampack.attention.positions import require_positions
 from streampack.integrations.hf_trainer.callback import step_callback
 from streampack.integrations.hf_trainer.epochs import require_epochs
 from streampack.integrations.hf_trainer.evaluation import require_end
@@ -98,7 +97,6 @@ def prepare_trainer_for_packing(
     for data in (packs, *(held_out.values() if isinstance(held_out, dict) else [held_out])):
         if isinstance(data, IterablePackedDataset):
             inputs.require_length(data.lane_config.packing.max_seq_len)
-            require_positions(trainer.model, data.lane_config.packing)
     trainer.train_dataset, trainer.eval_dataset = packs, held_out
     hooks.patch(step_callback(hooks))
     return inputs
