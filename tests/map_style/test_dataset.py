@@ -334,6 +334,14 @@ def test_a_sample_that_changed_is_refused() -> None:
         packed[0]
 
 
+def test_an_error_of_the_dataset_names_the_sample() -> None:
+    data = Counted([3, 4])
+    data.lengths[1] = -1  # numpy refuses it
+    with pytest.raises(ValueError, match="negative") as caught:
+        PackedDataset(data, max_seq_len=8)
+    assert caught.value.__notes__ == ["while reading sample 1"]
+
+
 # The progress bar
 
 
