@@ -26,8 +26,7 @@ from streampack.streaming.epochs import EpochCounter
 from streampack.streaming.estimate import Estimate, estimate
 from streampack.streaming.iteration import PackDicts, RefusedIteration
 from streampack.streaming.lane import Lane
-from streampack.streaming.lane_config import UNTRAINED, LaneConfig, must_check
-from streampack.streaming.lane_count import count_lanes
+from streampack.streaming.lane_config import UNTRAINED, LaneConfig, count_lanes, must_check
 from streampack.streaming.lane_state import LaneState, as_dicts
 from streampack.streaming.ledger_messages import UntrainedWarning
 from streampack.streaming.loaded_state import STATE_VERSION, Resume, checked_state

@@ -1,4 +1,4 @@
-"""The configuration that all lanes of a run share: the source, the encoder, and how samples become pieces."""
+"""The configuration that all lanes of a run share: the source, the encoder, how samples become pieces; their number."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from streampack.sources.source import Source
 from streampack.types import Row, RowId, Sample
 
 UNTRAINED = ("keep", "drop", "error")
+DEFAULT_LANES = 8
 Encode = Callable[[Mapping[str, Any]], Sample]
 
 
@@ -96,3 +97,34 @@ def must_check(source: Source, encode: Encode, vocab_size: int | None) -> bool:
         return True
     bound = encode.ids_below(source.ids_below)
     return bound is None or (vocab_size is not None and bound > vocab_size)
+
+
+def count_lanes(source: Source, consumers: int, *, wanted: int | None, fixed: bool) -> int:
+    """Return ``wanted``, or by default a multiple of ``consumers`` (ranks x workers), at least 8 unless data is small.
+
+    Args:
+        source: may limit the number of lanes it can be read as.
+        consumers: that read the lanes.
+        wanted: as set, loaded or begun with.
+        fixed: the user set it, so that too few are an error; a resumed run may have fewer lanes than consumers.
+
+    Raises:
+        ValueError: if fewer were asked for, or the source cannot be read as so many.
+    """
+    if wanted is None:
+        at_least = min(DEFAULT_LANES, source.natural_lanes())
+        wanted = -(-at_least // consumers) * consumers
+        if source.max_lanes is not None and wanted > source.max_lanes >= consumers:
+            # Of four shards three consumers read a lane each.
+            wanted = source.max_lanes // consumers * consumers
+    if wanted < consumers and fixed:
+        raise ValueError(
+            f"{wanted} lanes cannot feed {consumers} consumers (ranks x workers): some would get nothing; "
+            "use fewer workers, or start a new run with more num_lanes"
+        )
+    if source.max_lanes is not None and wanted > source.max_lanes:
+        raise ValueError(
+            f"{source.limiting} can be read as {source.max_lanes} lane(s) and {wanted} are needed for "
+            f"{consumers} consumers (ranks x workers): {source.way_out}"
+        )
+    return wanted

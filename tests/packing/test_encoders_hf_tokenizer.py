@@ -261,7 +261,7 @@ def test_torchtunes_own_class_for_tokenizer_json(folder: Path) -> None:
         TextEncoder(theirs, add_bos=False)
 
 
-def test_in_the_config_of_a_recipe(folder: Path, tmp_path: Path) -> None:
+def test_tokenizers_work_in_the_config_of_a_recipe(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("torchtune")
     from streampack.training.config import read_config
     from streampack.training.data import build_data

@@ -157,7 +157,9 @@ def test_accelerate_never_shares_a_samplers_batches_out_a_second_time() -> None:
     assert len(list(loader(2, prepared=False))) == len(list(loader(1, prepared=True))) == 16
 
 
-def test_alone_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_process_may_read_epochs_and_is_warned_of_a_missing_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert consumers.Ranks.here() is None
     assert seen(stream(epochs=1), 99) == set(range(1, 33))
     monkeypatch.setenv("WORLD_SIZE", "3")

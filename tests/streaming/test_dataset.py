@@ -25,7 +25,6 @@ from streampack import (
 from streampack.streaming.lane_state import as_dicts
 from tests.support.conformance import content
 from tests.support.corpus import Numbers, all_of, make_source, rows, samples_in, write
-from tests.support.strategies import WAYS, settings_of
 from tests.support.streams import make
 
 # Epochs.
@@ -336,35 +335,6 @@ def test_every_sequence_leads_back_to_its_text(tmp_path: Path, kind: str, settin
             begin += length
             traced += 1
     assert traced >= 80
-
-
-def test_the_packs_are_torchtunes_dicts() -> None:
-    data = rows(100)
-    for pack in make(MapSource(data), num_lanes=1, padding_idx=9):
-        used = int(pack["seq_lens"][: pack["num_seqs"]].sum())
-        assert int(pack["seq_lens"].sum()) == 24
-        assert (pack["seq_lens"] > 0).all()
-        assert pack["tokens"][used:].tolist() == [9] * (24 - used)
-        assert pack["labels"][used:].tolist() == [IGNORE_INDEX] * (24 - used)
-        starts = np.cumsum([0, *pack["seq_lens"].tolist()])[:-1]
-        assert (pack["labels"][starts] == IGNORE_INDEX).all()
-        assert (pack["input_pos"][starts] == 0).all()
-        assert pack["input_pos"].tolist() == [i for n in pack["seq_lens"].tolist() for i in range(n)]
-
-
-@pytest.mark.parametrize("strategy", WAYS)
-@pytest.mark.parametrize(
-    ("lengths", "limit"),
-    [([1] * 50, 8), ([8] * 10, 8), ([1] * 10, 1), ([8, 1] * 10, 8), ([3], 8), ([1], 1), ([5] * 3, 64)],
-)
-def test_corners(strategy: str, lengths: list[int], limit: int) -> None:
-    data = [{"i": i, "n": n} for i, n in enumerate(lengths)]
-    dataset = make(MapSource(data), max_seq_len=limit, num_lanes=1, **settings_of(strategy))
-    packs = list(dataset)
-    assert samples_in(packs) == all_of(data)
-    ledger = dataset.ledger()
-    assert (ledger.samples, ledger.tokens_in, ledger.packed) == (len(lengths), sum(lengths), sum(lengths))
-    assert (ledger.packs, ledger.slots, ledger.buffered) == (len(packs), len(packs) * limit, 0)
 
 
 def test_a_source_is_whatever_holds_rows(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def test_a_state_of_another_corpus_is_refused(tmp_path: Path) -> None:
     make(MapSource(rows(50))).load_state_dict(state)
 
 
-def test_a_state_does_not_mind_what_decides_nothing() -> None:
+def test_settings_that_change_no_pack_may_differ_from_the_states() -> None:
     source = MapSource(rows(50))
     before = make(source, num_lanes=2)
     list(islice(before, 3))

@@ -18,7 +18,6 @@ from streampack import (
     PackedDataset,
     method_loader,
 )
-from streampack.integrations.hf_trainer.evaluation import Evaluation
 from streampack.map_style.samplers import PlannedSampler
 
 ROWS = [{"tokens": [i + 1] * 5, "labels": [i + 1] * 5} for i in range(40)]
@@ -52,7 +51,7 @@ def epoch(number: int) -> list[Any]:
     return [pack for pack in EXPECTED if pack[0] == number]
 
 
-def test_the_dataset_itself() -> None:
+def test_iterating_a_dataset_again_is_the_next_epoch() -> None:
     data = dataset()
     for number in range(3):
         assert order(data) == epoch(number)
@@ -78,7 +77,7 @@ def test_an_iteration_that_was_left_is_over() -> None:
     assert order(data) == epoch(1)
 
 
-def test_after_a_resume() -> None:
+def test_iterating_again_after_a_resume_is_the_next_epoch() -> None:
     first = dataset()
     list(first)
     iterator = iter(first)
@@ -99,7 +98,7 @@ def test_a_stream_without_an_end_goes_on_to_another_order() -> None:
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("keep", [False, True])
-def test_in_a_loader_of_torch(workers: int, keep: bool) -> None:
+def test_iterating_a_loader_of_torch_again_is_the_next_epoch(workers: int, keep: bool) -> None:
     data = dataset()
     loader = torch_loader(data, workers, keep=keep and workers > 0)
     for number in range(3):
@@ -111,7 +110,7 @@ def test_in_a_loader_of_torch(workers: int, keep: bool) -> None:
         )
 
 
-def test_in_workers_that_are_spawned() -> None:
+def test_spawned_workers_begin_the_next_epoch() -> None:
     loader = torch_loader(dataset(), 1, context="spawn")
     assert [order(loader)[0][0] for _ in range(2)] == [0, 1]
 
@@ -141,7 +140,7 @@ def test_forked_processes_count_for_themselves() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_in_a_packed_loader(workers: int) -> None:
+def test_iterating_a_packed_loader_again_is_the_next_epoch(workers: int) -> None:
     data = dataset()
     loader = PackedDataLoader(data, batch_size=2, num_workers=workers)
 
@@ -186,16 +185,7 @@ def test_an_error_at_the_beginning_keeps_the_loaded_state(monkeypatch: pytest.Mo
     assert [batch.tokens.tolist() for batch in resumed] == batches[5:]
 
 
-def test_an_evaluation_is_the_same_each_time() -> None:
-    data = dataset()
-    data.set_epoch(1)
-    evaluation = Evaluation(PackedDataLoader(data), lambda batch: {"tokens": batch.tokens.tolist()})
-    first, second = list(evaluation), list(evaluation)
-    assert first == second
-    assert sorted(str(batch["tokens"][0]) for batch in first) == sorted(str(pack[2]) for pack in epoch(1))
-
-
-def test_samplers() -> None:
+def test_iterating_a_sampler_again_is_the_next_epoch() -> None:
     sampler = PlannedSampler(lambda epoch: [[epoch, i] for i in range(4)], settings={})
     assert [batch[0] for _ in range(3) for batch in sampler] == [0] * 4 + [1] * 4 + [2] * 4
     sampler.set_epoch(1)
@@ -207,7 +197,7 @@ def test_samplers() -> None:
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_map_style_loaders(keep: bool) -> None:
+def test_iterating_a_map_style_loader_again_is_the_next_epoch(keep: bool) -> None:
     sampler = MultipackBatchSampler([len(row["tokens"]) for row in ROWS], max_tokens=20)
     ready = [{**row, "tokens": row["tokens"][:1]} for row in ROWS]
     loader = DataLoader(

@@ -84,14 +84,14 @@ def test_one_lane_goes_on_with_ranks() -> None:
     assert "1 lanes are too few for 2 ranks: 1 of them hand out null packs only" in warned[0]
 
 
-def test_what_was_asked_for_is_still_refused() -> None:
+def test_fewer_lanes_than_consumers_are_refused_where_they_were_set() -> None:
     with pytest.raises(
         ValueError, match=r"2 lanes cannot feed 3 consumers .*; use fewer workers, or .* num_lanes"
     ):
         iter(PackedDataLoader(dataset(num_lanes=2), num_workers=3))
 
 
-def test_a_look_at_the_data_decides_nothing() -> None:
+def test_iterating_in_one_process_does_not_fix_the_number_of_lanes() -> None:
     data = dataset()
     next(iter(data))
     assert len({str(batch) for batch in tokens(PackedDataLoader(data, num_workers=2))}) > 10
@@ -101,18 +101,18 @@ def test_a_look_at_the_data_decides_nothing() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 3])
-def test_a_stream_without_an_end_passes_by_empty_lanes(workers: int) -> None:
+def test_an_endless_stream_skips_empty_lanes(workers: int) -> None:
     data = dataset(FEW, epochs=None, num_lanes=8)
     batches = list(islice(PackedDataLoader(data, num_workers=workers), 25))
     assert [int(batch.tokens[0, 0]) for batch in batches] == [1, 2, 3, 4, 5] * 5
     assert all(batch.num_tokens > 8 for batch in batches), "samples of several epochs share packs"
 
 
-def test_and_resumes_exactly() -> None:
+def test_an_endless_stream_with_empty_lanes_resumes_exactly() -> None:
     check_resume_everywhere(lambda: dataset(FEW, epochs=None, num_lanes=8, shuffle=True), packs=40)
 
 
-def test_so_do_lanes_whose_rows_are_all_dropped() -> None:
+def test_an_endless_stream_skips_lanes_whose_rows_are_all_dropped() -> None:
     rows = [{"tokens": [9] * (20 if i % 4 else 5), "labels": [9] * (20 if i % 4 else 5)} for i in range(16)]
     data = dataset(rows, epochs=None, num_lanes=4, overlong="drop")
     packs = list(islice(data, 12))

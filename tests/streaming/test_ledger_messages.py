@@ -58,7 +58,7 @@ def test_a_run_of_nothing_in_worker_processes_is_an_error() -> None:
     assert CASES["bad"][2] in str(error.value)
 
 
-def test_on_all_ranks() -> None:
+def test_a_run_of_nothing_is_an_error_on_all_ranks() -> None:
     def act(rank_sync: Any) -> None:
         list(loader(rank_sync, LONG, overlong="drop"))
 
@@ -67,7 +67,7 @@ def test_on_all_ranks() -> None:
         assert CASES["long"][2] in str(error), "of all ranks' lanes"
 
 
-def test_a_consumer_without_packs_is_none() -> None:
+def test_a_consumer_without_packs_is_no_error_where_others_have_some() -> None:
     """Where others have some: the first one's lanes hold what is dropped alone."""
     data = [row for pair in zip(LONG, rows(40), strict=True) for row in pair]
     settings: dict[str, Any] = {"max_seq_len": 24, "num_lanes": 2, "overlong": "drop", "encoder": Numbers()}
@@ -78,7 +78,7 @@ def test_a_consumer_without_packs_is_none() -> None:
         assert sum(int(batch.num_seqs) for batch in batches) == len(rows(40))
 
 
-def test_a_run_that_ended_is_none(tmp_path: Path) -> None:
+def test_a_run_resumed_at_its_end_is_no_error(tmp_path: Path) -> None:
     """Resumed at its end it has packs, behind it."""
     settings: dict[str, Any] = {"max_seq_len": 24, "num_lanes": 4, "encoder": Numbers()}
     before = PackedDataLoader(IterablePackedDataset(rows(40), **settings))
@@ -89,7 +89,7 @@ def test_a_run_that_ended_is_none(tmp_path: Path) -> None:
         assert list(after) == []
 
 
-def test_it_is_said_early(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_warning_tells_early_that_all_rows_are_dropped(caplog: pytest.LogCaptureFixture) -> None:
     """A corpus whose rows are all dropped may take days to read."""
     caplog.set_level(logging.WARNING, logger="streampack")
     data = [{"i": i, "n": 30} for i in range(FIRST_ROWS)] + rows(500) + LONG * 100
@@ -105,7 +105,7 @@ def test_it_is_said_early(caplog: pytest.LogCaptureFixture) -> None:
     assert "all dropped" not in caplog.text
 
 
-def test_a_map_style_dataset_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_map_style_dataset_without_packs_warns(caplog: pytest.LogCaptureFixture) -> None:
     """Whose length says so as well."""
     data = [{"tokens": [1] * 30, "labels": [1] * 30}] * 4
     assert len(PackedDataset(data, max_seq_len=24, overlong="drop")) == 0

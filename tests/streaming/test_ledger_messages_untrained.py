@@ -50,7 +50,7 @@ def test_kept_samples_that_train_nothing_are_counted(side: str, untrained: str |
     assert ledger.as_dict()["untrained"] == ledger.untrained
 
 
-def test_they_are_dropped_and_their_tokens_booked() -> None:
+def test_dropped_samples_that_train_nothing_are_in_the_ledger() -> None:
     data = dataset(untrained="drop")
     assert ids(data) == set(range(60)) - set(CUT_OFF)
     ledger = data.ledger()
@@ -61,7 +61,7 @@ def test_they_are_dropped_and_their_tokens_booked() -> None:
     assert ledger.as_dict()["dropped_untrained"] == ledger.dropped["untrained"]
 
 
-def test_one_is_an_error_that_names_it_and_consumes_nothing() -> None:
+def test_a_sample_that_trains_nothing_is_named_and_not_consumed() -> None:
     stream = dataset(untrained="error", num_lanes=1).stream()
     for _ in range(2):
         with pytest.raises(ValueError) as error:
@@ -86,7 +86,7 @@ def test_an_unknown_word_is_refused() -> None:
         dataset(untrained="skip")
 
 
-def test_where_samples_are_split_each_counts_once() -> None:
+def test_a_split_sample_that_trains_nothing_counts_once() -> None:
     data = dataset(overlong="split")
     list(data)
     assert data.ledger().untrained == 0, "the answer is in the second piece"
@@ -116,7 +116,7 @@ def test_what_trains_nothing(tokens: list[int], labels: list[int], nothing: bool
 
 @pytest.mark.parametrize("untrained", ["keep", "drop"])
 @pytest.mark.parametrize("strategy", ["exact_fit", "wrap"])
-def test_resumes_exactly(untrained: str, strategy: str) -> None:
+def test_a_stream_with_samples_that_train_nothing_resumes_exactly(untrained: str, strategy: str) -> None:
     check_resume_everywhere(
         lambda: dataset(
             untrained=untrained, buffer_size=4, num_lanes=2, shuffle=True, **settings_of(strategy)
@@ -125,7 +125,7 @@ def test_resumes_exactly(untrained: str, strategy: str) -> None:
     )
 
 
-def test_a_state_names_what_was_dropped() -> None:
+def test_a_state_that_dropped_untrained_samples_is_refused_where_they_are_kept() -> None:
     state = dataset(untrained="drop").state_dict()
     with pytest.raises(ValueError, match="untrained"):
         dataset().load_state_dict(state)
@@ -134,7 +134,7 @@ def test_a_state_names_what_was_dropped() -> None:
     )  # an error drops nothing, and may be lifted
 
 
-def test_a_mixture_draws_around_them() -> None:
+def test_a_mixture_drops_samples_that_train_nothing() -> None:
     mix = Mix([{"name": name, "source": ROWS, "weight": 1} for name in ("a", "b")])
     data = dataset(mix, untrained="drop")
     list(data)
@@ -145,7 +145,7 @@ def test_a_mixture_draws_around_them() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_says_so_once(workers: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loader_warns_of_untrained_samples_once(workers: int, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         loader = PackedDataLoader(dataset(num_lanes=2), num_workers=workers)
         for _ in range(2):
@@ -155,7 +155,9 @@ def test_a_loader_says_so_once(workers: int, caplog: pytest.LogCaptureFixture) -
     assert "untrained='drop'" in record.message
 
 
-def test_the_stream_says_so_once_unless_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stream_warns_of_untrained_samples_once_unless_they_are_asked_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.WARNING):
         data = dataset()
         list(data), list(data)
@@ -165,7 +167,7 @@ def test_the_stream_says_so_once_unless_asked_for(caplog: pytest.LogCaptureFixtu
     assert sum("train nothing" in record.message for record in caplog.records) == 1
 
 
-def test_map_style_packs_count_and_drop_them_too(caplog: pytest.LogCaptureFixture) -> None:
+def test_map_style_packs_count_and_drop_samples_that_train_nothing(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         packs = PackedDataset(ROWS, max_seq_len=16, overlong="truncate")
         assert packs.ledger().untrained == len(CUT_OFF)

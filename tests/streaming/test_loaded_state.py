@@ -51,7 +51,7 @@ PEEKED = r"began from the loaded state and stopped before its end.*load it again
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_state_that_the_dataset_loaded_is_its_loaders(workers: int) -> None:
+def test_a_loader_resumes_from_a_state_that_its_dataset_loaded(workers: int) -> None:
     data = dataset()
     loader = PackedDataLoader(data, num_workers=workers)
     data.load_state_dict(STATE)
@@ -61,13 +61,13 @@ def test_a_state_that_the_dataset_loaded_is_its_loaders(workers: int) -> None:
     assert len(tokens(loader)) == pytest.approx(WHOLE, abs=2), "then comes the next epoch, a whole one"
 
 
-def test_a_state_that_a_loader_loaded_is_its_datasets() -> None:
+def test_a_dataset_resumes_from_a_state_that_its_loader_loaded() -> None:
     data = dataset()
     PackedDataLoader(data).load_state_dict(STATE)
     assert [content(pack) for pack in data] == PACKS[5:]
 
 
-def test_a_peek_uses_no_state_up_in_silence() -> None:
+def test_iterating_again_after_a_partial_iteration_from_a_state_is_refused() -> None:
     loader = PackedDataLoader(dataset())
     loader.load_state_dict(STATE)
     assert tokens(islice(loader, 1)) == BATCHES[5:6]
@@ -89,7 +89,7 @@ def test_a_peek_uses_no_state_up_in_silence() -> None:
     assert tokens(loader) == BATCHES
 
 
-def test_a_peek_at_the_dataset() -> None:
+def test_a_partial_iteration_of_the_dataset_blocks_its_loader() -> None:
     data = dataset()
     loader = PackedDataLoader(data)
     loader.load_state_dict(STATE)
@@ -102,7 +102,7 @@ def test_a_peek_at_the_dataset() -> None:
     assert tokens(loader) == BATCHES[6:]
 
 
-def test_an_iterator_that_gave_nothing_takes_nothing() -> None:
+def test_an_iterator_that_yielded_nothing_leaves_the_state() -> None:
     loader = PackedDataLoader(dataset())
     loader.load_state_dict(STATE)
     for _ in range(3):
@@ -122,7 +122,7 @@ class Moody(Numbers):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_error_takes_nothing(workers: int) -> None:
+def test_an_error_before_the_first_pack_leaves_the_state(workers: int) -> None:
     encode = Moody()
     data = IterablePackedDataset(MapSource(DATA), encoder=encode, **SETTINGS)
     loader = PackedDataLoader(data, num_workers=workers)
@@ -137,14 +137,14 @@ def test_an_error_takes_nothing(workers: int) -> None:
     assert tokens(loader) == BATCHES[5:]
 
 
-def test_without_a_state_a_peek_is_free() -> None:
+def test_without_a_state_a_partial_iteration_is_allowed() -> None:
     loader = PackedDataLoader(dataset())
     next(iter(loader))
     assert len(tokens(loader)) == pytest.approx(WHOLE, abs=2)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_worker_processes_of_torch_take_a_state_up_once(workers: int) -> None:
+def test_worker_processes_of_torch_resume_from_a_state_once(workers: int) -> None:
     """The dataset here never knew: every later epoch began with the rest of the first."""
     data = dataset()
     data.load_state_dict(STATE)
@@ -160,7 +160,7 @@ def _same(pack: Any) -> Any:
     return pack
 
 
-def test_a_peek_through_worker_processes() -> None:
+def test_a_partial_iteration_in_worker_processes_blocks_the_next() -> None:
     data = dataset(epochs=50)
     data.load_state_dict(STATE)
     loader = DataLoader(data, batch_size=None, num_workers=1, collate_fn=_same)
@@ -173,7 +173,7 @@ def test_a_peek_through_worker_processes() -> None:
         iter(data)
 
 
-def test_a_dataset_does_not_speak_for_its_loader() -> None:
+def test_a_dataset_that_a_loader_reads_refuses_to_give_a_state() -> None:
     """What it would say is where it began."""
     data = dataset()
     loader = PackedDataLoader(data)
@@ -189,7 +189,7 @@ def test_a_dataset_does_not_speak_for_its_loader() -> None:
     assert len(data.state_dict()["lanes"]) == 2
 
 
-def test_nor_for_worker_processes() -> None:
+def test_a_dataset_that_worker_processes_read_refuses_to_give_a_state() -> None:
     data = dataset()
     iterator = iter(DataLoader(data, batch_size=None, num_workers=1, collate_fn=_same))
     next(iterator)
@@ -203,7 +203,7 @@ def test_nor_for_worker_processes() -> None:
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda data: pickle.loads(pickle.dumps(data))])
-def test_a_copy_stands_where_the_original_stood(duplicate: Any) -> None:
+def test_a_copy_has_the_state_of_the_original(duplicate: Any) -> None:
     data = dataset()
     list(islice(data, 5))
     other = duplicate(duplicate(data))
@@ -219,7 +219,7 @@ def test_a_copy_stands_where_the_original_stood(duplicate: Any) -> None:
     assert [content(pack) for pack in loaded] == PACKS[5:], "a copy takes up its own"
 
 
-def test_worker_processes_that_are_kept_refuse_a_state_loaded_later() -> None:
+def test_persistent_workers_refuse_a_state_loaded_after_they_started() -> None:
     """They do not know it, and began the epoch from its beginning."""
     data = dataset()
     loader = DataLoader(data, batch_size=None, num_workers=1, collate_fn=_same, persistent_workers=True)
@@ -231,7 +231,7 @@ def test_worker_processes_that_are_kept_refuse_a_state_loaded_later() -> None:
     assert len(list(loader)) == pytest.approx(WHOLE, abs=2), "the state is put aside"
 
 
-def test_an_epoch_behind_the_resumed_one_may_be_left_early() -> None:
+def test_a_later_epoch_may_be_left_early() -> None:
     data = dataset(epochs=50)
     data.load_state_dict(state_after(5) | {"epoch": 0})
     data.epochs = 1
@@ -241,7 +241,7 @@ def test_an_epoch_behind_the_resumed_one_may_be_left_early() -> None:
         assert next(iter(loader))["epoch"] == epoch
 
 
-def test_more_worker_processes_than_before_take_nothing_up_again() -> None:
+def test_more_worker_processes_do_not_resume_from_the_state_again() -> None:
     data = dataset()
     data.load_state_dict(STATE)
     for workers, packs in ((1, WHOLE - 5), (2, WHOLE)):
@@ -263,7 +263,7 @@ def test_two_loaders_of_one_dataset_keep_their_epochs() -> None:
     assert begun + tokens(again) == BATCHES
 
 
-def test_a_copy_beside_worker_processes_refuses_too() -> None:
+def test_a_copy_of_a_dataset_that_worker_processes_read_refuses_to_give_a_state() -> None:
     data = dataset()
     data.load_state_dict(STATE)
     assert len(list(DataLoader(data, batch_size=None, num_workers=1, collate_fn=_same))) == WHOLE - 5

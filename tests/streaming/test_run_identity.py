@@ -199,7 +199,7 @@ def test_a_mended_encoder_may_go_on(error: type[Exception]) -> None:
     assert refusal(before, dataset(rows(50), shifted(7))) is not None
 
 
-def test_an_encoder_that_draws_is_said_to() -> None:
+def test_an_encoder_that_makes_random_tokens_warns() -> None:
     rng = np.random.default_rng(0)
 
     def encode(row: Mapping[str, Any]) -> Sample:
@@ -419,7 +419,7 @@ def test_rows_that_are_made_anew_are_another_split() -> None:
 # Token shards.
 
 
-def test_shards_of_another_encoder_are_not_gone_on_with(tmp_path: Path) -> None:
+def test_shards_of_another_encoder_are_refused(tmp_path: Path) -> None:
     source = MapSource(rows(30))
     tokenize(source, out=tmp_path, encoder=shifted(0), lanes=3, progress=False)
     (tmp_path / "index.json").unlink()
@@ -464,7 +464,7 @@ def test_states_stay_small_whatever_the_source(tmp_path: Path) -> None:
         assert len(pickle.dumps(dataset(make(), num_lanes=1).state_dict())) < 4096
 
 
-def test_rows_are_read_for_little(tmp_path: Path) -> None:
+def test_an_identity_reads_a_few_rows_once(tmp_path: Path) -> None:
     """A few rows of a corpus of many: neither all of it, nor any of them twice."""
     path = write(tmp_path / "a.jsonl", [{"i": i, "n": 3, "text": "x" * 200} for i in range(20_000)])
     source = JSONLSource(path)

@@ -66,8 +66,6 @@ class TokensEncoder(Encoder):
         tokens, labels = self.tokens, self.labels
         try:
             if labels == "labels" and tokens in (None, "input_ids"):
-                if type(row) is dict and "tokens" in row and tokens is None and "input_ids" not in row:
-                    return as_sample(row)  # the usual case, looked at first
                 if tokens is not None and isinstance(row, Mapping) and "tokens" in row:
                     row = {name: value for name, value in row.items() if name != "tokens"}
                 return sample_of(row)
