@@ -56,7 +56,7 @@ def aliased_state() -> None:
         self._live.update(lanes)
         return {
             "version": STATE_VERSION,
-            "identity": dict(self._identity()),
+            "identity": self._identity.plain(),
             "epoch": self.epoch,
             "num_lanes": self.num_lanes,
             "lanes": self._live,

@@ -53,7 +53,7 @@ def require_one_run(
         ours = {
             "is about to": doing,
             "files": listing(dataset.lane_config.source),  # first: other files also hold other rows
-            **dataset._identity(listed=True),
+            **dataset._identity.plain(listed=True),
             **settings(),
         }
     except Exception as own:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,6 @@ from streampack.packing.settings import Packing
 from streampack.packing.token_rows import encode_row
 from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import quarantine_for
-from streampack.sources.corpus_identity import difference, state_of
 from streampack.sources.mixture import Mix
 from streampack.streaming.consumers import Ranks, ranks_to_read
 from streampack.streaming.epochs import EpochCounter
@@ -31,7 +30,7 @@ from streampack.streaming.lane_state import LaneState, as_dicts
 from streampack.streaming.ledger_messages import UntrainedWarning
 from streampack.streaming.loaded_state import STATE_VERSION, Resume, checked_state
 from streampack.streaming.round_robin import PackStream, total_ledger, total_source_stats
-from streampack.streaming.run_identity import identity_of_run
+from streampack.streaming.run_identity import RunIdentity
 from streampack.types import Fragment, Sample
 from streampack.validation import require, require_positive, warn_user
 
@@ -167,7 +166,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         # As of the newest pack of the dataset that this is a copy of.
         self._copied: dict[int, LaneState] | None = None
         self._untrained = UntrainedWarning(self.lane_config)
-        self._compared_parts: dict[str, Any] | None = None
+        self._identity = RunIdentity(self.lane_config)
         self._estimates: dict[tuple[int, int], Estimate] = {}
         self._ranks: Ranks | None = None  # of the process that this was sent from
 
@@ -277,32 +276,6 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self._resume.set_epoch(epoch, keep=require_positive(epoch, "epoch", least=0) == self.epoch)
         self.epoch = epoch
 
-    def _identity(self, *, listed: bool = False) -> dict[str, Any]:
-        """Return what decides which tokens share a pack, as plain values. A state of another identity is refused.
-
-        ``listed`` leaves out what would have to be read from all files, for a comparison at a run's beginning.
-        """
-        found: dict[str, Any] = state_of(self._compared(), listed=listed)
-        return found
-
-    def _compared(self) -> dict[str, Any]:
-        if self._compared_parts is None:
-            self._compared_parts = identity_of_run(self.lane_config)
-        return self._compared_parts
-
-    def _require_identity(self, theirs: Any, *, names: Collection[str] | None = None) -> None:
-        """Compare with the identity in a state, or with the parts of it that are named.
-
-        Raises:
-            ValueError: saying which file, row or setting differs first.
-        """
-        ours = self._compared()
-        words = difference(theirs, {name: ours[name] for name in ours if names is None or name in names})
-        if words is not None:
-            raise ValueError(
-                f"the state was made {words}; resume with what the run began with, or start a new run"
-            )
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last pack yielded: ``{"lanes": {lane: {...}}, ...}``, plain values, a new dict.
 
@@ -336,7 +309,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         weights = {} if self.mix is None else {"weights": self.mix.target_fractions}
         return {
             "version": STATE_VERSION,
-            "identity": self._identity(),
+            "identity": self._identity.plain(),
             "epoch": self.epoch if epoch is None else epoch,
             "num_lanes": self.num_lanes,
             "lanes": dict(lanes),
@@ -350,7 +323,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             ValueError: if the state is from another corpus, encoder or config, or is no state.
         """
         loaded = checked_state(state)
-        self._require_identity(state["identity"])
+        self._identity.require(state["identity"])
         if self.mix is not None and (changes := self.mix.changed(state.get("weights"))):
             warn_user(changes)
         self._resume.load(loaded)
@@ -361,7 +334,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
     def __getstate__(self) -> dict[str, Any]:
         # What iterates has files open; it stays in its process.
         copied = self._copied if self._stream is None else self._stream.lane_states()
-        left = {"_stream": None, "_compared_parts": None, "_ranks": Ranks.here(), "_copied": copied}
+        left = {"_stream": None, "_ranks": Ranks.here(), "_copied": copied}
         return {**self.__dict__, **left}
 
     def ledger(self) -> Ledger:

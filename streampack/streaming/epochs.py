@@ -28,12 +28,10 @@ class _Entry:
     worker: int
     version: int = 0  # how often that process has set an epoch
     epoch: int = 0  # of the next iteration
-    iteration: int = (
-        0  # a number that the workers of one iteration share; of the owner: whether it loaded a state
-    )
-    phase: int = (
-        ENDED  # of this worker's iteration; of the owner: whether its workers iterate, and not itself
-    )
+    # A number that the workers of one iteration share; of the owner: whether it loaded a state.
+    iteration: int = 0
+    # Of this worker's iteration; of the owner: whether its workers iterate, and not itself.
+    phase: int = ENDED
 
 
 class EpochCounter:

@@ -4,19 +4,58 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from streampack.packing.encoders import TokensEncoder, qualified_name
-from streampack.sources.corpus_identity import identity_of
+from streampack.sources.corpus_identity import difference, identity_of, state_of
 from streampack.sources.examples import EXAMPLES, UNKNOWN, Example, MarkedRows, differs_at, mark
 from streampack.sources.source import Source
 from streampack.streaming.lane_config import Encode, LaneConfig
 from streampack.validation import warn_user
 
 
-def identity_of_run(config: LaneConfig) -> dict[str, Any]:
+class RunIdentity:
+    """What decides which tokens share a pack. It is read when it is first asked for."""
+
+    def __init__(self, config: LaneConfig) -> None:
+        self.config = config
+        self._parts: dict[str, Any] | None = None
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """Its parts by name: plain values, mappings of them, and `Compared`."""
+        if self._parts is None:
+            self._parts = _parts_of(self.config)
+        return self._parts
+
+    def plain(self, *, listed: bool = False) -> dict[str, Any]:
+        """Return plain values, for a state. A state of another identity is refused.
+
+        ``listed`` leaves out what would have to be read from all files, for a comparison at a run's beginning.
+        """
+        found: dict[str, Any] = state_of(self.parts, listed=listed)
+        return found
+
+    def require(self, theirs: Any, *, names: Collection[str] | None = None) -> None:
+        """Compare with the identity in a state, or with the parts of it that are named.
+
+        Raises:
+            ValueError: saying which file, row or setting differs first.
+        """
+        ours = {name: part for name, part in self.parts.items() if names is None or name in names}
+        words = difference(theirs, ours)
+        if words is not None:
+            raise ValueError(
+                f"the state was made {words}; resume with what the run began with, or start a new run"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"config": self.config, "_parts": None}  # each process reads it anew
+
+
+def _parts_of(config: LaneConfig) -> dict[str, Any]:
     """Return what decides which tokens share a pack: plain values, mappings of them, and `Compared`."""
     packing, mix = config.packing, config.mix
     encoder: Any = Encoded.of(config.encode, config.source) if mix is None else {}

@@ -156,7 +156,7 @@ class MethodLoader:
         return {
             "method": self.method,
             "identity": {
-                name: value for name, value in self.dataset._identity().items() if name in OF_SAMPLES
+                name: value for name, value in self.dataset._identity.plain().items() if name in OF_SAMPLES
             },
             "sampler": self.sampler.state_dict(consumed=self._handed),
             "ledger": self._totals.numbers(),
@@ -175,7 +175,7 @@ class MethodLoader:
                 f"the state is of {'a stream' if theirs is None else f'method={theirs!r}'} and this run has "
                 f"method={self.method!r}; go on with what the run began with, or start a new run"
             )
-        self.dataset._require_identity(state["identity"], names=OF_SAMPLES)
+        self.dataset._identity.require(state["identity"], names=OF_SAMPLES)
         self.sampler.load_state_dict(state["sampler"])
         self._handed = state["sampler"]["dealt"] // self.world.size
         self._totals = Ledger.from_numbers(state["ledger"])

@@ -146,9 +146,11 @@ def test_each_source_has_its_encoder_and_its_name() -> None:
             assert ("text" in traced) == (name == "in/twice")
             texts.add(traced.get("text"))
     assert len(texts) > 3
-    one = data._identity()["encoder"]
+    one = data._identity.plain()["encoder"]
     assert (
-        make(Mix([entry("own", source(0), encoder=Doubled("b")), entry("in", inner)]))._identity()["encoder"]
+        make(Mix([entry("own", source(0), encoder=Doubled("b")), entry("in", inner)]))._identity.plain()[
+            "encoder"
+        ]
         != one
     )
 

@@ -61,11 +61,9 @@ class ChatEncoder(Encoder):
         column = self.column or next((name for name in COLUMNS if name in row), COLUMNS[0])
         messages = conversation(row, column)
         refuse_left_out(row, used=(column, self.tools), ignore=self.ignore)
-        tools = (
-            None
-            if self.tools in self.ignore
-            else parsed(row.get(self.tools) or None, f"column {self.tools!r}")
-        )
+        tools = None
+        if self.tools not in self.ignore:
+            tools = parsed(row.get(self.tools) or None, f"column {self.tools!r}")
         trained = [_is_trained(m) for m in messages]
         if self.answers == "last":
             last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)

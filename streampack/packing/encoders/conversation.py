@@ -119,15 +119,15 @@ def _text(content: Any, place: str) -> str:
         raise ValueError(f"{place} has content of type {type(content).__name__}; it must be text")
     texts = []
     for part in content:
-        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
-        text = (
-            (part.get("text", part.get("content")) if isinstance(part, Mapping) else part)
-            if kind == "text"
-            else None
-        )
+        kind, text = "text", part
+        if isinstance(part, Mapping):
+            kind, text = part.get("type", "text"), part.get("text", part.get("content"))
+        if kind != "text":
+            raise ValueError(f"{place} has a part that is {kind!r}; only text can be packed")
         if not isinstance(text, str):
-            what = repr(kind) if kind != "text" else f"text of type {type(text).__name__}"
-            raise ValueError(f"{place} has a part that is {what}; only text can be packed")
+            raise ValueError(
+                f"{place} has a part that is text of type {type(text).__name__}; only text can be packed"
+            )
         texts.append(text)
     return "".join(texts)
 
