@@ -62,12 +62,6 @@ def test_a_pack_or_an_image_is_refused(door: str, column: str) -> None:
         DOORS[door]([ROW | {column: [3, 2]}])
 
 
-def test_packs_are_not_packed_again() -> None:
-    packs = PackedDataset(WHOLE, max_seq_len=5)
-    with pytest.raises(ValueError, match="sample 0: there is a column 'seq_lens': it is a pack already"):
-        list(IterablePackedDataset(packs, max_seq_len=5))
-
-
 @pytest.mark.parametrize("door", DOORS)
 def test_one_whole_sequence_passes(door: str) -> None:
     row = ROW | {

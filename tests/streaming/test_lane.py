@@ -15,7 +15,6 @@ from streampack.sources import IterableSource, JSONLSource, MapSource
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_config import LaneConfig
 from streampack.streaming.lane_state import LaneState
-from streampack.streaming.piece_reader import PieceReader
 from tests.support import oracle
 from tests.support.corpus import STRIDE, Numbers, make_source, rows, write
 from tests.support.strategies import WAYS, settings_of
@@ -51,24 +50,6 @@ def spans(pack: Pack) -> list[tuple[int, int, int]]:
 
 
 # What a lane makes.
-
-
-@pytest.mark.parametrize("overlong", POLICIES)
-def test_pieces_are_those_of_a_lanes_packs(overlong: str) -> None:
-    """In the order of reading."""
-    data, settings = rows(60, overlong=70), {"overlong": overlong, "strategy": "next_fit"}
-    packed = [
-        (fragment.row_id, fragment.start, fragment.stop)
-        for pack in drain(make(MapSource(data), **settings))
-        for fragment in pack.fragments
-    ]
-    reader, pieces = PieceReader(config_of(MapSource(data), **settings), lane=0, num_lanes=1), []
-    reader.open(0)
-    while (piece := reader.next()) is not None:
-        pieces.append((piece.row_id, piece.start, piece.start + piece.length))
-        assert piece.length == piece.sample.tokens.size
-    assert pieces == packed
-    assert reader.next() is None
 
 
 @pytest.mark.parametrize("strategy", WAYS)
@@ -192,23 +173,6 @@ def test_ids_are_held_against_the_vocabulary_with_their_place(tmp_path: Path) ->
         drain(lane)
     assert str(error.value) == f"{path}:2: token id 1001 is outside the vocabulary of 1000 ids (0 to 999)"
     assert len(drain(make(JSONLSource(path), vocab_size=1004))) == 1
-
-
-def test_epochs_one_after_the_other() -> None:
-    data = rows(40)
-    lane = make(MapSource(data), shuffle_window=1)
-    epochs = []
-    for epoch in range(3):
-        if epoch:
-            lane.start_epoch(epoch)
-        packs = drain(lane)
-        assert lane.next_pack() is None, "again and again"
-        assert [pack.number for pack in packs] == list(range(len(packs)))
-        assert {pack.epoch for pack in packs} == {epoch}
-        assert sorted(i for pack in packs for i, _, _ in spans(pack)) == list(range(40))
-        epochs.append([spans(pack) for pack in packs])
-    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
-    assert (lane.ledger.samples, lane.ledger.buffered) == (120, 0)
 
 
 # Errors consume nothing.
