@@ -174,7 +174,7 @@ class GuardedTransform:
     def _require_text(self, messages: list[dict[str, Any]]) -> None:
         """Raise unless OpenAI's messages are of what torchtune's transform reads: text, in roles that it knows."""
         for i, message in enumerate(messages):
-            if "tool_calls" in message or message["role"] == "tool":
+            if "tool_calls" in message or message["role"] in ("tool", "ipython"):
                 raise ValueError(
                     f"message {i} ({message['role']}) has tool calls or a tool's answer, which torchtune's transform "
                     "drops; render them by the model's chat template (streampack.ChatEncoder with "
