@@ -149,9 +149,7 @@ def test_imports_point_downward() -> None:
     ("unit", "package", "source"),
     [
         ("packing", "streampack.packing", "from streampack.streaming.lane import Lane"),
-        ("packing", "streampack.packing", "import streampack.streaming.lane"),
         ("packing", "streampack.packing", "from ..streaming.lane import Lane"),
-        ("packing", "streampack.packing", "from .. import streaming"),
         ("packing", "streampack.packing", "def f():\n    from streampack import streaming"),
         (  # its own layer
             "accounting",
@@ -160,9 +158,7 @@ def test_imports_point_downward() -> None:
         ),
         ("streaming", "streampack.streaming", "from streampack import IterablePackedDataset"),
         ("sources", "streampack.sources", "from ..packing.encoders import Encoder"),
-        ("training", "streampack.training", "import streampack.cli"),
         ("tune_cli", "streampack", "import streampack_recipes.full_finetune"),
-        ("types", "streampack", "from benchmarks import lengths"),
     ],
 )
 def test_an_import_upward_is_seen(unit: str, package: str, source: str) -> None:
@@ -178,7 +174,6 @@ def test_an_import_upward_is_seen(unit: str, package: str, source: str) -> None:
             "streampack.sources",
             "from .base import Source\nfrom streampack.sources.base import Reading",
         ),
-        ("training", "streampack.training", "from streampack import IterablePackedDataset"),
         ("recipes", "recipes", "from streampack import training\nimport streampack_recipes.stdlib_corpus"),
         ("packing", "streampack.packing", "import torch, numpy as np"),
     ],

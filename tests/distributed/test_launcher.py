@@ -19,7 +19,7 @@ import torch
 from omegaconf import OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from streampack.distributed.launcher import INTERVAL, end_with_launcher, launch
+from streampack.distributed.launcher import end_with_launcher, launch
 from streampack.distributed.world import join_world
 from streampack.storage.locks import lock_folder
 from tests.support.tiny import losses, tiny_config
@@ -85,19 +85,6 @@ def test_a_rank_whose_launcher_was_killed_before_it_joined_ends(tmp_path):
     launcher.join()
     assert gone([rank], within=60)
     assert (tmp_path / "error").read_text().startswith("the torchrun that launched this rank was killed")
-
-
-def test_a_process_that_torchrun_did_not_start_may_outlive_its_parent(tmp_path, monkeypatch):
-    """A rank that a shell started with nohup, for one."""
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    launcher, rank = start_rank(tmp_path)
-    try:
-        launcher.kill()
-        launcher.join()
-        time.sleep(3 * INTERVAL)
-        assert not gone([rank], within=0)
-    finally:
-        os.kill(rank, signal.SIGKILL)
 
 
 def test_a_rank_without_its_launchers_store_does_not_wait(monkeypatch):

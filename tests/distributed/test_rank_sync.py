@@ -220,24 +220,6 @@ def test_lanes_that_do_not_divide_evenly_warn() -> None:
     assert caught[0].filename == __file__
 
 
-@pytest.mark.parametrize(
-    ("num_lanes", "ranks", "workers"), [(12, 3, 3), (10, 2, 4), pytest.param(5, 2, 0, marks=UNEVEN)]
-)
-def test_steps_hold_other_packs_only_where_the_ranks_do_not_divide_the_lanes(
-    num_lanes: int, ranks: int, workers: int
-) -> None:
-    """Until the first lane ends. A warning would be an error, but for the last case; workers never matter."""
-    built, size = make(rows(400), num_lanes=num_lanes, epochs=1), 60
-    one, several = Topology(1, batch_size=size), Topology(ranks, workers, batch_size=size // ranks)
-    expected = steps_of_run(run(built, one), one)
-    steps = steps_of_run(run(built, several), several)
-    first = min(map(len, by_lane(built, num_lanes)[0])) * num_lanes // size
-    assert first > 0
-    same = [sorted(ours) == sorted(theirs) for ours, theirs in zip(steps[:first], expected, strict=False)]
-    assert any(same) == all(same) == (num_lanes % ranks == 0)
-    assert sorted(key for step in steps for key in step) == sorted(key for step in expected for key in step)
-
-
 def test_a_lane_in_the_middle_of_an_older_epoch_is_an_error() -> None:
     """A state in which one lane lags by an epoch: the rest of its epoch must not be skipped silently."""
     data = [

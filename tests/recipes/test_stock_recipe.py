@@ -165,19 +165,3 @@ def test_the_stock_recipe_trains_on_our_packs(folder: Path, monkeypatch: pytest.
     alone, samples = loss_of_the_samples_alone(packs, folder / "init/weights.pt")
     assert samples > 2 * BATCH_SIZE, "the packs hold too few samples to prove anything"
     assert losses[0] == pytest.approx(alone, rel=1e-5)
-
-
-def test_with_parity_the_packs_are_torchtunes(folder: Path) -> None:
-    from torchtune.datasets import instruct_dataset
-    from torchtune.models.llama2 import llama2_tokenizer
-
-    config = config_for(folder)
-    tokenizer = llama2_tokenizer(str(folder / "tokenizer.model"), max_seq_len=24)
-    ours = packed_dataset(tokenizer, **builders_arguments(config, parity="torchtune"))
-    node = {key: value for key, value in config["dataset"]["dataset"].items() if key != "_component_"}
-    theirs = instruct_dataset(tokenizer, **node, packed=True)
-    assert len(ours) == len(theirs) > 20
-    for i in range(len(ours)):
-        assert all(torch.equal(ours[i][key], theirs[i][key]) for key in theirs[i])
-    whole = packed_dataset(tokenizer, **builders_arguments(config, overlong="drop"))
-    assert whole.ledger().dropped["overlong"], "no sample was cut, so the tokenizer was not put to the test"

@@ -114,15 +114,6 @@ def test_a_fraction_that_holds_out_no_row_names_the_source(tmp_path: Path) -> No
             held_out_of(config, World())
 
 
-def test_the_error_names_a_bad_validation_row(tmp_path: Path) -> None:
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"text": 3}\n')
-    source = {"_component_": "streampack.JSONLSource", "paths": str(bad)}
-    config = tiny_config(tmp_path / "run", validation={"source": source})
-    with pytest.raises(ValueError, match=r"^validation rows: .*bad\.jsonl:1: column 'text' holds a int"):
-        held_out_of(config, World())
-
-
 def test_validation_that_trains_nothing_is_refused(tmp_path: Path) -> None:
     masked = tmp_path / "masked.jsonl"
     masked.write_text('{"text": "cat"}\n')  # one token, and a first label is never trained

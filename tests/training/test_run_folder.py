@@ -152,16 +152,6 @@ def test_weights_without_checkpoints_are_not_overwritten(tmp_path):
     assert train(config)["step"] == 4
 
 
-def test_adapters_of_another_program_are_not_overwritten_either(tmp_path):
-    config = read_config(tiny_config(tmp_path, **{"checkpointer.output_dir": str(tmp_path / "weights")}))
-    assert open_checkpoints(config, world=World())[1] is None
-    weights = tmp_path / "weights" / "adapter" / "adapter_model.pt"
-    weights.parent.mkdir(parents=True)
-    weights.touch()
-    with pytest.raises(ValueError, match=f"{weights.parent} holds weights of an earlier run"):
-        open_checkpoints(config, world=World())
-
-
 @pytest.mark.parametrize(
     ("every", "rest"), [(4, ""), (None, ", and leaves none, because checkpoint_every is not set")]
 )
