@@ -247,7 +247,7 @@ def draw(name: str, done: Measured) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, and print and write the tables."""
+    """Measure, print and write the tables."""
     parser = report.parser(__doc__, smoke="300 samples, one round")
     add = parser.add_argument
     add("--samples", type=int, default=20_000, help="samples of each distribution (%(default)s)")

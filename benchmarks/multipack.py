@@ -153,7 +153,7 @@ def measure(steps: list[Step], lengths: Sequence[int], max_tokens: int) -> Measu
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, and print and write the table."""
+    """Measure, print and write the table."""
     parser = report.parser(__doc__, smoke="2,000 samples")
     add = parser.add_argument
     add("--samples", type=int, default=100_000, help="lengths to plan (%(default)s)")

@@ -193,7 +193,7 @@ def measure(sizes: Sequence[int], repeats: int) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, and print and write the table."""
+    """Measure, print and write the table."""
     parser = report.parser(__doc__, smoke="2 MB against 0.5 MB, once")
     add = parser.add_argument
     add("--bytes", type=int, default=1_000_000_000, help="size of the large file (%(default)s)")

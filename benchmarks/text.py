@@ -82,7 +82,7 @@ class FastTokenizer:
 
 
 def sentencepiece_tokenizer() -> Tokenizer:
-    """torchtune's, of the quickstart."""
+    """Return the quickstart's SentencePiece tokenizer, in torchtune's class."""
     logging.getLogger("torchao").setLevel(logging.ERROR)  # says at import that it has no C++ extensions
     from streampack_recipes import stdlib_corpus
     from torchtune.models.llama2 import llama2_tokenizer
@@ -92,7 +92,7 @@ def sentencepiece_tokenizer() -> Tokenizer:
 
 
 def texts() -> list[str]:
-    """The standard library's sources and docstrings, in a seeded order: lengths as skewed as those of the web."""
+    """Return the standard library's sources and docstrings in a seeded order; lengths are as skewed as on the web."""
     from streampack_recipes.stdlib_corpus import docstring_pairs, source_files
 
     found = [source["text"] for source in source_files()]
@@ -241,7 +241,7 @@ def rows(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, and print and write the table."""
+    """Measure, print and write the table."""
     parser = report.parser(__doc__, smoke="0.3 MB, once, one tokenizer")
     add = parser.add_argument
     add("--bytes", type=int, default=40_000_000, help="size of the JSON lines (%(default)s)")

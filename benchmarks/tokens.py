@@ -122,7 +122,7 @@ def rows(tokens: int, *, repeats: int) -> Iterator[list[str]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, and print and write the table."""
+    """Measure, print and write the table."""
     parser = report.parser(__doc__, smoke="a million tokens, once")
     add = parser.add_argument
     add("--tokens", type=int, default=20_000_000, help="tokens in the shards (%(default)s)")

@@ -34,7 +34,7 @@ class Settings:
     seed: int = 0
 
     def key(self) -> str:
-        """A short hash of all settings."""
+        """Return a short hash of all settings."""
         return settings_key(self)
 
 

@@ -27,7 +27,7 @@ class Settings:
     seed: int = 0  # of the weights and of the order; the samples are the same for all seeds
 
     def key(self) -> str:
-        """A short hash of all settings."""
+        """Return a short hash of all settings."""
         return settings_key(self)
 
 

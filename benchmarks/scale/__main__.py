@@ -32,14 +32,14 @@ EPOCH = (
     "padding",
     "packs of a lane",
     "steps",
-    "first lane dry",
+    "first lane ends",
     "null packs",
 )
 RESUME = (
     "lanes",
     "packs a step",
     "resumed at step",
-    "first lane dry",
+    "first lane ends",
     "same packs until",
     "steps, unbroken",
     "steps",
@@ -105,9 +105,9 @@ class Run(NamedTuple):
         return len(self.corpus.ends)
 
     @property
-    def dry(self) -> int:
+    def lane_end(self) -> int:
         """First step in which a lane lacks a pack."""
-        return sim.first_dry(self.packs, self.lanes, self.topology.packs_per_step)
+        return sim.first_lane_end(self.packs, self.lanes, self.topology.packs_per_step)
 
 
 def null_share(packs: int, dealt: sim.Dealt, topology: sim.Topology) -> float:
@@ -150,7 +150,7 @@ def epoch_row(run: Run) -> list[str]:
         f"{padding:.2%}",
         f"{counts.min()} to {counts.max()}",
         f"{run.dealt.steps:,}",
-        f"{run.dry:,}",
+        f"{run.lane_end:,}",
         f"{null_share(int(counts.sum()), run.dealt, run.topology):.1%}",
     ]
 
@@ -165,13 +165,13 @@ def resume_row(run: Run, half: int, rest: sim.Packs, after: sim.Topology) -> lis
     until = "other size"
     if after.packs_per_step == before:
         same = half + same_steps(run.packs, run.dealt, half, rest, again)
-        assert run.lanes % after.ranks or same >= run.dry, "the same packs until the first lane is dry"
+        assert run.lanes % after.ranks or same >= run.lane_end, "the same packs until the first lane ends"
         until = f"{same:,}"
     return [
         f"{run.lanes:,}",
         f"{before:,}" + ("" if after.packs_per_step == before else f", then {after.packs_per_step:,}"),
         f"{half:,}",
-        f"{run.dry:,}",
+        f"{run.lane_end:,}",
         until,
         f"{unbroken.steps:,}",
         f"{again.steps:,}",
@@ -218,7 +218,7 @@ def spread(settings: Settings, begin: Callable[[str], None]) -> str:
         for window in (1, 4, 16):
             moved = sim.sorted_in_windows(packs, packs.cost, window)
             dealt = sim.deal(moved, sim.Topology(lanes, lanes))
-            steps = min(settings.steps, sim.first_dry(moved, lanes, lanes))
+            steps = min(settings.steps, sim.first_lane_end(moved, lanes, lanes))
             attention = sim.cost_of_ranks(moved, dealt, lanes, moved.cost)[:steps]
             model = DENSE * longest + ATTENTION * attention
             evenness = [float(c.mean() / c.max(axis=1).mean()) for c in (attention, model)]
@@ -234,7 +234,7 @@ def spread(settings: Settings, begin: Callable[[str], None]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, simulate, and print and write the tables."""
+    """Measure, simulate, print and write the tables."""
     parser = report.parser(__doc__, smoke="32 ranks, 8,000 packs")
     add = parser.add_argument
     add("--packs", type=int, default=Settings().packs, help="packs of the simulated epoch (%(default)s)")

@@ -184,7 +184,7 @@ def handed_after(packs: Packs, dealt: Dealt, steps: int, num_lanes: int) -> Ints
     return np.bincount(packs.lane[dealt.step < steps], minlength=num_lanes)
 
 
-def first_dry(packs: Packs, num_lanes: int, packs_per_step: int) -> int:
+def first_lane_end(packs: Packs, num_lanes: int, packs_per_step: int) -> int:
     """Return the first step in which a lane lacks a pack. Steps before it are equal wherever ranks divide the lanes."""
     counts = np.bincount(packs.lane, minlength=num_lanes)
     return int((counts * num_lanes + np.arange(num_lanes)).min()) // packs_per_step

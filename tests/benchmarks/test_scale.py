@@ -136,9 +136,9 @@ def test_a_resume_is_that_of_real_loaders(ranks: int, steps: int) -> None:
     whole = sorted(s for run in (first, second) for rank in run for batch in rank for p in batch for s in p)
     assert whole == list(range(len(DATA)))
     if num_lanes % ranks == 0:
-        dry = sim.first_dry(packs, num_lanes, 12)
-        assert dry > 7, "or nothing is shown"
-        for step in range(steps, dry):
+        lane_end = sim.first_lane_end(packs, num_lanes, 12)
+        assert lane_end > 7, "or nothing is shown"
+        for step in range(steps, lane_end):
             ours, theirs = packs.lane[dealt.step == step], rest.lane[again.step == step - steps]
             assert sorted(ours) == sorted(theirs)
 
