@@ -16,7 +16,7 @@ from streampack.loader import iteration, merge, workers
 from streampack.loader.workers import Worker
 from streampack.packing import batch
 from streampack.packing.planner import Planner
-from streampack.sources import map_style, shuffling
+from streampack.sources import map_style, parts, shuffling
 from streampack.streaming.dataset import STATE_VERSION
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_state import LaneState
@@ -77,7 +77,8 @@ def cursor_off_by_one() -> None:
     def following(self: Any) -> tuple[int, ...]:
         return (*self.kept[:-1], self.kept[-1] + 1)
 
-    _set(shuffling.InOrder, "cursor", property(following, lambda self, place: setattr(self, "kept", place)))
+    for reader in (parts.InOrder, shuffling.WindowReader):
+        _set(reader, "cursor", property(following, lambda self, place: setattr(self, "kept", place)))
 
 
 @bug

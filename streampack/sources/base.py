@@ -1,4 +1,4 @@
-"""`Reading`, `Reader` and `BadRecord`, the interface of sources and their readers; copies and samples of rows."""
+"""The interface of sources and their readers: `Reading`, `Reader` and `BadRecord`. Helpers for rows and their order."""
 
 from __future__ import annotations
 
@@ -21,6 +21,17 @@ class Reading:
 
     >>> Reading(2, num_lanes=8, epoch=1).key
     (0, 1, 2)
+
+    Attributes:
+        lane: which lane to read, from 0.
+        num_lanes: into how many lanes the source is divided.
+        epoch: which epoch to read, from 0.
+        seed: seed of the order.
+        shuffle_window: the number of rows among which the order is permuted; 0 keeps the order.
+        start: the cursor to begin at; None is the beginning.
+        stagger: how many trained tokens the deficits of a mixture's sources are apart at most when an epoch begins;
+            the length of the longest sample is enough. See `MixtureScheduler`.
+        replayed: how many pieces a resume reads a second time, from ``start`` on.
     """
 
     lane: int = 0
@@ -28,26 +39,34 @@ class Reading:
     num_lanes: int = 1
     epoch: int = 0
     seed: int = 0
-    shuffle_window: int = 0  # rows among which the order is permuted; 0 keeps the order
-    start: Cursor | None = None  # None: the beginning
-    stagger: int = 0  # most tokens that the lanes of a mixture begin apart; the longest sample is enough
-    replayed: int = 0  # pieces that a resume reads a second time, from ``start`` on
+    shuffle_window: int = 0
+    start: Cursor | None = None
+    stagger: int = 0
+    replayed: int = 0
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """The key of the order's permutations."""
+        """The key of the permutations that make the order: (seed, epoch, lane)."""
         return (self.seed, self.epoch, self.lane)
 
 
 class BadRecord(ValueError):
-    """A record that cannot be read. ``next()`` raises it again until `Reader.skip` goes on behind the record."""
+    """A record that cannot be read. ``next()`` raises it again until `Reader.skip` is called.
+
+    Args:
+        reason: why it cannot be read.
+        cursor: the cursor of the record's row.
+        row_id: which row of the corpus it is.
+        locate: turns the ``row_id`` into a place for the message. It is called only when the message is made, because
+            it may read a file to count lines.
+    """
 
     def __init__(self, reason: str, *, cursor: Cursor, row_id: RowId, locate: Callable[[RowId], str]) -> None:
         super().__init__(reason)
         self.reason = reason
         self.cursor = cursor
         self.row_id = row_id
-        self.locate = locate  # called only for the message: it may read a file to count lines
+        self.locate = locate
 
     def __str__(self) -> str:
         return f"{self.locate(self.row_id)}: {self.reason}"
@@ -64,11 +83,12 @@ class BadRecord(ValueError):
 class Reader(ABC):
     """An iterator over one lane's rows of one epoch. After an error, ``next()`` tries the same row again.
 
-    A lane reports the samples of each row with `charge`; a mixture chooses the next source by them.
+    A lane calls `charge` with the samples made of each row, before it reads the next row. A mixture chooses the source
+    of the next row by their trained tokens; other readers ignore them.
     """
 
-    begins = False
-    """Whether the newest row is the first of a turn of its source in a mixture."""
+    first_of_pass = False
+    """Whether the newest row is the first one since its source was begun or restarted in a mixture."""
 
     @property
     @abstractmethod
@@ -86,21 +106,22 @@ class Reader(ABC):
         """Skip the record that `BadRecord` was raised for."""
 
     def charge(self, parts: Sequence[Sample]) -> None:  # noqa: B027  # only a mixture has a use for it
-        """Count the pieces that the newest row was cut into; none if the row was dropped."""
+        """Count the trained tokens of the newest row. ``parts`` are its pieces, none if the row was dropped."""
 
     def continue_from(self, ended: Reader) -> None:  # noqa: B027  # only a mixture has a use for it
-        """Take over what outlives an epoch from the reader of the epoch before."""
+        """Take over from ``ended``, the reader of the epoch before, what is not reset when an epoch begins."""
 
 
 def reason_of(error: Exception) -> str:
-    """Return the reason for a list of bad records: a ValueError's message, other errors with their class."""
+    """Return an error as the reason in a list of bad records: its message, with its class unless it is a ValueError."""
     return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 
 def own_row(value: Any) -> Any:
-    """Copy a row, and the dicts, lists, arrays and tensors in it; its maker may reuse their memory for the next one.
+    """Copy a row with the dicts, lists, arrays and tensors in it, as an iterable may reuse them for its next row.
 
-    Other objects stay shared. A list of numbers or texts is copied as a whole: 1,000 ids take a microsecond.
+    Other objects stay shared. A list that begins with a number or text is copied without looking at its other items:
+    1,000 ids take a microsecond.
 
     >>> ids = [1, 2]
     >>> row = own_row({"messages": [{"ids": ids}]})
@@ -127,9 +148,10 @@ def permutation(count: int, *key: int) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 def spread(size: int, count: int) -> list[int]:
-    """Return about ``count`` numbers below ``size``, always the same: a random one of each of as many stretches.
+    """Return about ``count`` numbers from all over ``range(size)``, in order, the same ones at every call.
 
-    Evenly spaced numbers would see only one row of each period of a periodic corpus.
+    The range is cut into ``count`` stretches, and a number is drawn at random from each. In a corpus that repeats a
+    pattern, evenly spaced numbers could always hit the same place of the pattern.
     """
     if count >= size:
         return list(range(size))

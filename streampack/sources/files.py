@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from streampack.sources.base import Reader, Reading, spread
-from streampack.sources.shuffling import Part, Record, read_parts
+from streampack.sources.parts import Part, Record
+from streampack.sources.shuffling import read_parts
 from streampack.sources.source import Source
 from streampack.storage.base import ParallelMap, map_in_threads
 from streampack.storage.listing import Corpus

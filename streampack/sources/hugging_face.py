@@ -12,7 +12,8 @@ from streampack.sources.base import Reader, Reading
 from streampack.sources.corpus_identity import state_of
 from streampack.sources.examples import EXAMPLES, Example, MarkedRows, leading
 from streampack.sources.map_style import MapSource
-from streampack.sources.shuffling import Part, Record, read_parts
+from streampack.sources.parts import Part, Record
+from streampack.sources.shuffling import read_parts
 from streampack.sources.source import Source
 from streampack.sources.wrapped import WrappedSource
 from streampack.types import RowId

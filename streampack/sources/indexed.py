@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from streampack.sources.examples import EXAMPLES, Example, example
 from streampack.sources.files import FileSource, places
-from streampack.sources.shuffling import Damage, Part, Record
+from streampack.sources.parts import Damage, Part, Record
 from streampack.storage.base import File, LocalStorage, Storage, map_in_threads, redact
 from streampack.storage.compression import BUFFER_BYTES
 from streampack.storage.json_depth import shallow_json

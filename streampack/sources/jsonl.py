@@ -12,7 +12,7 @@ from streampack.sources.base import spread
 from streampack.sources.examples import EXAMPLES, Example, example
 from streampack.sources.files import FileSource, divide, places
 from streampack.sources.lines import ByteCount, Lines, parsed
-from streampack.sources.shuffling import Damage, Part, Record
+from streampack.sources.parts import Damage, Part, Record
 from streampack.storage.base import File, ParallelMap, map_in_threads
 from streampack.storage.compression import content
 from streampack.storage.formats import JSON_LINES, require_json_lines, whole_json

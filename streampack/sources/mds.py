@@ -17,7 +17,7 @@ from streampack.sources.examples import EXAMPLES, Example, example
 from streampack.sources.files import divide
 from streampack.sources.indexed import IndexedSource, Offsets, offsets_of, read_index, read_records
 from streampack.sources.mds_columns import Column, decoder, left_out, row_of
-from streampack.sources.shuffling import Damage, Part, Record
+from streampack.sources.parts import Damage, Part, Record
 from streampack.storage.base import File, ParallelMap, redact
 from streampack.storage.compression import DAMAGED, content
 from streampack.storage.listing import Name, Once, alone

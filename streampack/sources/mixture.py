@@ -21,17 +21,28 @@ from streampack.storage.listing import Corpus, Once, alone
 from streampack.types import Cursor, RowId, Sample
 from streampack.validation import require
 
-TOTAL_WEIGHT = 1 << 24  # about the sum of the weights as integers: fractions are exact to 0.00001 points
-TURN_BITS = 20  # a source's epoch is the mixture's, then its turn in it: no two are shuffled alike
+TOTAL_WEIGHT = 1 << 24
+"""The weights are rounded to integers that add up to about this number, so that deficits are exact. The rounding error
+of a source's fraction is below 6e-8 times the number of sources."""
+RESTART_BITS = 20
+"""The low bits of the epoch that is passed to a source. They count how often the source was restarted in the mixture's
+epoch, so each pass over it is shuffled with another key."""
 
 Encode = Callable[[Mapping[str, Any]], Sample]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One source of a mixture."""
+    """One source of a mixture.
 
-    name: str  # "code", or "web/en" for the source "en" of a mixture "web" within the mixture
+    Attributes:
+        name: such as ``"code"``, or ``"web/en"`` for the source ``"en"`` of a mixture ``"web"`` within the mixture.
+        source: yields the rows.
+        weight: target fraction of the trained tokens, up to a factor that all sources have in common.
+        encoder: for the rows of this source; None if they are encoded with the run's encoder.
+    """
+
+    name: str
     source: Source
     weight: float
     encoder: Encode | None = None
@@ -53,10 +64,12 @@ class Mix(Source):
     In each lane, the next row comes from the source that is furthest behind its weight (see `MixtureScheduler`), so
     each source must have rows in each lane. ``stop`` says when an epoch ends:
 
-    - ``"first_exhausted"``: when a source that is due has no row left. No row comes twice in an epoch.
-    - ``"all_exhausted"``: when every source was read to its end. One that is due again before that begins anew, in
-      another order. Every row comes at least once.
-    - ``"never"``: sources begin anew for ever; the run ends by its steps.
+    - ``"first_exhausted"``: when the next row should come from a source that has none left. No row comes twice in an
+      epoch.
+    - ``"all_exhausted"``: when every source was read to its end. A source that is needed again before that is
+      restarted, in another order. Every row comes at least once.
+    - ``"never"``: never. Sources are restarted as often as they are needed, and the run ends after its number of
+      steps.
 
     In a config, under ``data``::
 
@@ -68,19 +81,20 @@ class Mix(Source):
             - {name: web, weight: 0.7, source: {...}, encoder: {...}}
 
     A source may be a `Mix` itself, with the same ``stop``: its sources take its place, and their weights divide its
-    weight. Weights may be changed at a resume, with a warning: they choose from the next row on. Names, order and
-    ``stop`` may not.
+    weight. Weights may be changed at a resume, with a warning: the new ones apply from the next row on. Names, order
+    and ``stop`` may not be changed.
 
     Args:
         sources: a mapping for each, with ``name``, ``source`` (whatever an `IterablePackedDataset` takes), ``weight``
-            (above 0; only their ratios matter) and, if its rows need one of their own, ``encoder``.
+            (above 0; only the ratios of the weights matter) and, if its rows need another encoder than the run's,
+            ``encoder``. A mixture's `entries` are taken, too.
         stop: when an epoch ends.
         once: see `JSONLSource`.
 
     Raises:
         ValueError: for a name that is missing, used twice or holds a slash, a weight that is no number above 0, an
-            unknown ``stop``, or one that a mixture within does not have; when it is read, if a source has no rows in
-            some lane, or trains nothing.
+            unknown ``stop``, or another ``stop`` than that of a mixture within; when the mixture is read, if a source
+            has no rows in some lane, or none of its tokens is trained.
     """
 
     def __init__(
@@ -92,7 +106,7 @@ class Mix(Source):
     ) -> None:
         self.stop = stop
         require(stop, "stop", STOPS)
-        given = [entry if isinstance(entry, Entry) else _entry_of(entry, once) for entry in sources]
+        given = [_entry_of(entry, once) for entry in sources]
         if not given:
             raise ValueError("a mixture of no sources has no rows; name at least one")
         seen: set[str] = set()
@@ -100,15 +114,18 @@ class Mix(Source):
             if entry.name in seen:
                 raise ValueError(f"two sources are named {entry.name!r}; give each a name of its own")
             seen.add(entry.name)
-        found = [leaf for entry in given for leaf in self._flattened(entry)]
-        total = math.fsum(entry.weight for entry in found)
-        self.entries = [replace(entry, weight=entry.weight / total) for entry in found]
+        flat = [leaf for entry in given for leaf in self._flattened(entry)]
+        total = math.fsum(entry.weight for entry in flat)
+        self.entries = [replace(entry, weight=entry.weight / total) for entry in flat]
         self.weights = tuple(max(1, round(entry.weight * TOTAL_WEIGHT)) for entry in self.entries)
         limits = [entry.source.max_lanes for entry in self.entries]
         self.max_lanes = min((limit for limit in limits if limit is not None), default=None)
 
     def _flattened(self, entry: Entry) -> list[Entry]:
-        """Return the sources of an entry that is a mixture itself, with their fractions of its weight."""
+        """Return the entries that take an entry's place: the sources of a mixture, or the entry itself.
+
+        The weight of an entry that is a mixture is divided among its sources.
+        """
         mix = entry.source
         if not isinstance(mix, Mix):
             return [entry]
@@ -190,23 +207,28 @@ class Mix(Source):
         return [part for entry in self.entries for part in entry.source.divisible()]
 
     def read(self, reading: Reading) -> MixtureScheduler:
-        """See `Source.read`. Each row that is read must be charged."""
+        """Open a reader of one lane's rows in one epoch.
+
+        Whoever reads must call the reader's `Reader.charge` with the samples made of a row, before the next row is
+        read: the trained tokens decide which source that comes from. A lane of an `IterablePackedDataset` does.
+        """
         return MixtureScheduler(
             self.names,
-            opens=partial(self._open, reading),
+            open_source=partial(self._open, reading),
             locate=self.locate,
             stop=self.stop,
             weights=self.weights,
             reading=reading,
         )
 
-    def _open(self, reading: Reading, number: int, turn: int, start: Cursor | None) -> Reader:
-        """Open a source in its ``turn``-th turn of an epoch, at the beginning or at a cursor."""
-        entry = self.entries[number]
-        # A seed of its own, or sources of equal size would be permuted alike, pairs of aligned rows side by side.
+    def _open(self, reading: Reading, source_index: int, restarts: int, start: Cursor | None) -> Reader:
+        """Open a source that was restarted ``restarts`` times in the epoch; ``start`` None is its beginning."""
+        entry = self.entries[source_index]
+        # Without a seed per source, two sources of equal size get the same permutation, and row i of one always meets
+        # row i of the other.
         own = replace(
             reading,
-            epoch=reading.epoch << TURN_BITS | turn,
+            epoch=reading.epoch << RESTART_BITS | restarts,
             seed=crc32(f"{reading.seed} {entry.name}".encode()),
             start=start,
             replayed=0,
@@ -233,7 +255,7 @@ class Mix(Source):
         return max(entry.source.retry_budget for entry in self.entries)
 
     def natural_lanes(self) -> int:
-        """Return as many lanes as the smallest source fills: each must have rows in each lane."""
+        """Return as many lanes as the smallest source fills, as each source must have rows in each lane."""
         return min(entry.source.natural_lanes() for entry in self.entries)
 
     @property
@@ -251,7 +273,7 @@ class Mix(Source):
         return f"{entry.name} ({entry.source.limiting})"
 
     def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
-        """See `Source.probe`; about as many rows of each source, which may need different encoders."""
+        """See `Source.probe`; returns about equally many rows of each source."""
         rows: list[Mapping[str, Any]] = []
         total = 0.0
         for entry in self.entries:
@@ -263,33 +285,42 @@ class Mix(Source):
     def epoch_tokens(
         self, tokens_of: Callable[[Source, Encode | None], tuple[float, float]]
     ) -> tuple[float, float]:
-        """Return the tokens of one epoch, and how many are trained.
+        """Return the number of tokens in one epoch, and the number of trained ones among them.
 
         Args:
-            tokens_of: returns the same two numbers of one source that is read once, with its encoder.
+            tokens_of: returns both numbers for one pass over a source, given the source and its encoder.
 
         Raises:
             ValueError: if the mixture never ends, or a source trains nothing.
         """
         if self.stop == "never":
             raise ValueError("a mixture with stop='never' has no end; set max_steps")
-        found = []  # for each source: its tokens for each trained one; trained tokens of all when it is read once
+        # For each source: its tokens per trained token, and how many tokens of the whole mixture are trained when this
+        # source has been read once.
+        found = []
         for entry in self.entries:
             tokens, trained = tokens_of(entry.source, entry.encoder)
             if not trained:
                 raise ValueError(f"no token of source {entry.name!r} is trained, as far as a sample tells")
             found.append((tokens / trained, trained / entry.weight))
         ends = min if self.stop == "first_exhausted" else max
-        size = ends(size for _, size in found)
-        tokens = sum(size * entry.weight * each for entry, (each, _) in zip(self.entries, found, strict=True))
-        return tokens, size
+        all_trained = ends(size for _, size in found)
+        tokens = sum(
+            all_trained * entry.weight * per_trained
+            for entry, (per_trained, _) in zip(self.entries, found, strict=True)
+        )
+        return tokens, all_trained
 
 
-def _entry_of(given: Mapping[str, Any], once: Once) -> Entry:
-    """Check the settings of a source, a mapping of the fields of `Entry`."""
+def _entry_of(given: Mapping[str, Any] | Entry, once: Once) -> Entry:
+    """Check the settings of a source: an `Entry`, or a mapping of its fields."""
     keys = [field.name for field in fields(Entry)]
+    # A name with a slash is that of a mixture within another one. Only `_flattened` makes such names.
+    slash_allowed = isinstance(given, Entry)
+    if isinstance(given, Entry):
+        given = {key: getattr(given, key) for key in keys}
     name = given.get("name")
-    if not isinstance(name, str) or not name or "/" in name:
+    if not isinstance(name, str) or not name or ("/" in name and not slash_allowed):
         raise ValueError(f"a source of a mixture is named {name!r}; give it a name without a slash")
     if unknown := sorted(set(given) - set(keys)):
         raise ValueError(f"source {name!r} has no {unknown[0]!r}; its keys are {', '.join(keys)}")

@@ -17,18 +17,22 @@ STOPS = ("first_exhausted", "all_exhausted", "never")
 class WeightSchedule:
     """The weights of a mixture's sources, and the earlier weights that a replay still needs.
 
-    After a resume with other weights, rows that still wait to be packed are read again in the order that the old
-    weights gave; then the new ones apply. ``past`` holds (pieces still to replay, weights), oldest first.
+    A resume reads again the rows whose pieces were not packed yet. If the weights were changed, those rows must be read
+    in the order that the old weights gave; the new weights apply after them.
 
     >>> schedule = WeightSchedule((1, 3))
     >>> _ = schedule.change((2, 2), after=5)  # five pieces are replayed, then the new weights hold
     >>> schedule.tick(4), schedule.now, schedule.tick(1), schedule.now
     (None, (1, 3), None, (2, 2))
+
+    Args:
+        last: the weights of the sources that apply when all earlier ones have been used up.
+        past: earlier weights, the oldest first, as (number of pieces for which they still apply, weights).
     """
 
     def __init__(self, last: Sequence[int], past: Sequence[tuple[int, tuple[int, ...]]] = ()) -> None:
         self.last = tuple(last)
-        self.past = list(past)  # (pieces, weights)
+        self.past = list(past)
 
     @property
     def now(self) -> tuple[int, ...]:
@@ -36,7 +40,7 @@ class WeightSchedule:
         return self.past[0][1] if self.past else self.last
 
     def change(self, weights: Sequence[int], *, after: int) -> None:
-        """Use other weights when ``after`` pieces have been read."""
+        """Use other weights as soon as ``after`` more pieces have been read."""
         if tuple(weights) != self.last:
             left = after - sum(pieces for pieces, _ in self.past)
             if left > 0:
@@ -44,7 +48,7 @@ class WeightSchedule:
             self.last = tuple(weights)
 
     def tick(self, pieces: int) -> None:
-        """Count pieces that were read. A row's pieces beyond a change of weights count for the weights after it."""
+        """Count pieces that were read. If a row's pieces use up the current weights, the rest counts for the next."""
         while self.past and pieces:
             left, weights = self.past[0]
             if pieces < left:
@@ -67,20 +71,29 @@ class WeightSchedule:
 
 @dataclass(slots=True)
 class SourceState:
-    """The state of one source of a mixture in one lane's epoch."""
+    """The state of one source of a mixture in one lane's epoch.
 
-    deficit: int  # trained tokens that it is behind its target fraction, times the sum of the weights
+    Attributes:
+        deficit: how many trained tokens the source is behind its target fraction, times the sum of the weights.
+        restarts: how often the source was begun anew in this epoch.
+        exhausted: whether the source was read to its end at least once in this epoch.
+        has_trained: whether any token was trained since the source was last begun.
+        cursor: the source's own cursor of its next row; None if it was begun and no row was read yet.
+        reader: reads the source; None until its first row is needed.
+    """
+
+    deficit: int
     restarts: int = 0
-    exhausted: bool = False  # it was read to its end at least once
-    fed: bool = False  # has trained something since its restart
-    cursor: Cursor | None = None  # of its next row; None before the first
-    reader: Reader | None = None  # opened when it is due
+    exhausted: bool = False
+    has_trained: bool = False
+    cursor: Cursor | None = None
+    reader: Reader | None = None
 
     def numbers(self) -> list[int]:
         """Return the state, without the reader, as a part of a cursor."""
         cursor = self.cursor
-        flags = self.restarts << 2 | self.exhausted << 1 | self.fed
-        # Cursors hold no negative numbers.
+        flags = self.restarts << 2 | self.exhausted << 1 | self.has_trained
+        # A cursor holds no negative numbers, so the sign becomes the lowest bit.
         zigzag = self.deficit << 1 if self.deficit >= 0 else ~self.deficit << 1 | 1
         return [zigzag, flags, *((0,) if cursor is None else (len(cursor) + 1, *cursor))]
 
@@ -96,43 +109,52 @@ class SourceState:
 class MixtureScheduler(Reader):
     """One lane's rows of a mixture in one epoch, each from the source that is furthest behind its weight.
 
-    The reader's user reports after each row, with `charge`, how many tokens the row trains. A source's deficit is ``its
-    weight * the trained tokens of all - the sum of weights * its own trained tokens``, an integer, so the choice is the
-    same on every machine. The next row comes from the source with the largest deficit, of equals the first. So no
-    deficit falls below minus the longest sample, and as they add up to 0, none of S exceeds S - 1 of the longest.
-    (Deficit round robin, Shreedhar and Varghese 1996, with the choice by deficit instead of in turns.)
+    After each row, the lane that reads calls `charge` with the samples made of it, whose trained tokens are counted. A
+    source's deficit is ``its weight * the trained tokens of all sources - the sum of weights * its own trained
+    tokens``. Deficits are integers, so the choice is the same on every machine. The next row comes from the source with
+    the largest deficit; of several with the same deficit, from the first. (Deficit round robin, Shreedhar and Varghese
+    1996, in which sources take fixed turns instead.)
 
-    If all lanes began at 0, they would draw from the same sources at the same time, and from all of them at once: far
-    too much from those with long samples. So a lane begins with deficits that add up to 0 and are up to ``stagger``
-    tokens apart, by (seed, epoch, lane); a source is the first with the probability of its weight. In all, the fraction
-    of a source after T tokens is off by at most S * max(longest, stagger) / T.
+    If all lanes began with deficits of 0, all would choose the same sources at the same time, and after the first rows
+    all would have trained too many tokens of the sources with long rows. So each lane begins with other deficits, drawn
+    at random by (seed, epoch, lane), which add up to 0 and are at most ``stagger`` tokens apart. The probability that a
+    source has the largest one is its target fraction.
+
+    How far can a source's fraction be off after T trained tokens of a lane's epoch? Let S be the number of sources and
+    M the larger of ``stagger`` and the most trained tokens of a row, and let deficits be in tokens (divided by the sum
+    of weights). Deficits add up to 0, so the largest is never negative, and a source that is drawn falls to -M at the
+    lowest. Hence all stay between -M and (S - 1) M. They began no further than M (S - 1) / S from 0, and
+    their change since then is the error in tokens, so the fraction is off by at most S M / T.
 
     Args:
-        names: of the sources, for errors.
-        opens: ``(number, turn, start)`` opens a source in its ``turn``-th turn, at the beginning or at a cursor.
-        locate: see `Source.locate`, of the mixture.
-        stop: one of `STOPS`.
-        weights: of the sources; a cursor to start at may hold earlier ones.
-        reading: of the lane.
+        names: the sources' names, for errors.
+        open_source: ``(source_index, restarts, start)`` opens a source that was restarted ``restarts`` times in this
+            epoch, at the cursor ``start``, or at its beginning if that is None.
+        locate: the mixture's `Source.locate`.
+        stop: when an epoch ends, one of `STOPS`.
+        weights: the sources' weights. If the cursor to start at holds others, those apply to the rows that are read
+            again.
+        reading: the lane and epoch to read, and where to begin.
     """
 
     def __init__(
         self,
         names: Sequence[str],
         *,
-        opens: Callable[[int, int, Cursor | None], Reader],
+        open_source: Callable[[int, int, Cursor | None], Reader],
         locate: Callable[[RowId], str],
         stop: str,
         weights: Sequence[int],
         reading: Reading,
     ) -> None:
         self.names = names
-        self.opens = opens
+        self.open_source = open_source
         self.locate = locate
         self.stop = stop
         self.place = f"lane {reading.lane} of {reading.num_lanes}"
         rng = np.random.default_rng(reading.key)
-        self.delays = sorted(rng.integers(0, reading.stagger + 1, len(names)).tolist())
+        # Two sets of random numbers, from which `_begin` makes the deficits that the epoch begins with.
+        self.delays = sorted(rng.integers(0, reading.stagger + 1, len(names)).tolist())  # in tokens
         self.waits = rng.exponential(size=len(names))
         self.states: list[SourceState] = []
         if reading.start is None:
@@ -143,62 +165,63 @@ class MixtureScheduler(Reader):
             self.schedule = WeightSchedule.from_numbers(numbers, count=len(names))
             self.schedule.change(weights, after=reading.replayed)
             self.states = [SourceState.from_numbers(numbers) for _ in names]
-        self.due = 0  # the source that the newest row is from
-        self.drawn = False  # and that row is not charged yet
-        self.begins = False  # it is the first of its source's turn
+        self.current = 0  # index of the source that the newest row is from
+        self.awaits_charge = False  # whether `charge` must still be called for the newest row
+        self.first_of_pass = False
 
     @property
     def cursor(self) -> Cursor:
-        """The cursor of the newest row until that is charged, then of the next row."""
+        """The cursor of the newest row until `charge` is called for it, then of the next row."""
         numbers = self.schedule.numbers()
         for state in self.states:
             numbers += state.numbers()
         return tuple(numbers)
 
     def __next__(self) -> Row:
-        if self.drawn:
+        if self.awaits_charge:
+            name = self.names[self.current]
             raise RuntimeError(
-                f"{self.place}: a mixture was read on before the row of source {self.names[self.due]!r} was charged; "
+                f"{self.place}: a mixture was read on before the row of source {name!r} was charged; "
                 "read it by an IterablePackedDataset, and hold rows out of its sources, not of the whole"
             )
         while True:
-            self.due = max(range(len(self.states)), key=lambda i: self.states[i].deficit)
-            state = self.states[self.due]
+            self.current = max(range(len(self.states)), key=lambda i: self.states[i].deficit)
+            state = self.states[self.current]
             if state.reader is None:
-                state.reader = self.opens(self.due, state.restarts, state.cursor)
-            self.begins = state.cursor is None
+                state.reader = self.open_source(self.current, state.restarts, state.cursor)
+            self.first_of_pass = state.cursor is None
             try:
                 row = next(state.reader, None)
             except BadRecord as error:
                 raise BadRecord(
                     error.reason,
                     cursor=self.cursor,
-                    row_id=(self.due, *error.row_id),
+                    row_id=(self.current, *error.row_id),
                     locate=self.locate,
                 ) from error.__cause__
             if row is not None:
                 break
-            self._turn(self.due)
-        self.drawn = True
-        return Row(row.data, self.cursor, (self.due, *row.row_id))
+            self._restart(self.current)
+        self.awaits_charge = True
+        return Row(row.data, self.cursor, (self.current, *row.row_id))
 
     def skip(self) -> None:
-        """See `Reader.skip`; the record counts as a row that trains nothing."""
-        reader = self.states[self.due].reader
+        """See `Reader.skip`. The record counts as a row of one piece without trained tokens."""
+        reader = self.states[self.current].reader
         assert reader is not None
         reader.skip()
-        self._count(0, pieces=1)
+        self._count_row(0, pieces=1)
 
     def charge(self, parts: Sequence[Sample]) -> None:
-        """See `Reader.charge`. A row that was dropped counts as one piece."""
-        assert self.drawn, "every row is charged once"
-        self.drawn = False
-        self._count(sum(map(trained_tokens, parts)), pieces=max(1, len(parts)))
+        """See `Reader.charge`. A row that was dropped counts as one piece without trained tokens."""
+        assert self.awaits_charge, "every row is charged once"
+        self.awaits_charge = False
+        self._count_row(sum(map(trained_tokens, parts)), pieces=max(1, len(parts)))
 
-    def _count(self, trained: int, *, pieces: int) -> None:
-        state = self.states[self.due]
+    def _count_row(self, trained: int, *, pieces: int) -> None:
+        state = self.states[self.current]
         assert state.reader is not None
-        state.fed |= trained > 0
+        state.has_trained |= trained > 0
         state.cursor = state.reader.cursor
         weights = self.schedule.now
         for other, weight in zip(self.states, weights, strict=True):
@@ -207,22 +230,28 @@ class MixtureScheduler(Reader):
         self.schedule.tick(pieces)
 
     def continue_from(self, ended: Reader) -> None:
-        """See `Reader.continue_from`: a replay with earlier weights goes on in the next epoch."""
+        """See `Reader.continue_from`. Takes over earlier weights, as a replay may go on in the next epoch."""
         assert isinstance(ended, MixtureScheduler)
         self.schedule = ended.schedule
         self._begin()
 
     def _begin(self) -> None:
-        # Of exponential random numbers with rates w_i, the i-th is the smallest with probability w_i, its source's
-        # share of the tokens at any time. The smallest has the shortest delay.
+        """Set the deficits that an epoch begins with: the mean of the delays, minus a delay for each source."""
+        # Exponential random numbers are divided by the weights, and the source with the smallest quotient gets the
+        # shortest delay, so the largest deficit. The i-th quotient is the smallest with probability w_i / sum(w).
         weights = self.schedule.now
         ranks = np.argsort(np.argsort(self.waits / np.array(weights))).tolist()
         middle = sum(weights) * sum(self.delays) // len(weights)
         self.states = [SourceState(middle - sum(weights) * self.delays[rank]) for rank in ranks]
 
-    def _turn(self, number: int) -> None:
-        """End the epoch, or restart a source that was read to its end. At the end of the epoch, nothing changes."""
-        state, name = self.states[number], self.names[number]
+    def _restart(self, source_index: int) -> None:
+        """Restart a source that was read to its end.
+
+        Raises:
+            StopIteration: without changing anything, if this is the end of the epoch.
+            ValueError: if the source has no rows, or no token was trained since it was last begun.
+        """
+        state, name = self.states[source_index], self.names[source_index]
         if state.cursor is None:
             raise ValueError(
                 f"{self.place} has no rows of source {name!r}, and a mixture needs some of every source in every lane; "
@@ -233,12 +262,12 @@ class MixtureScheduler(Reader):
             self.stop == "all_exhausted" and all(other.exhausted for other in others)
         ):
             raise StopIteration
-        if not state.fed:
+        if not state.has_trained:
             raise ValueError(
                 f"{self.place}: source {name!r} trains no token from its beginning to its end, so its weight cannot be "
                 "reached; look at what is dropped or masked, or leave the source out"
             )
-        self.states[number] = SourceState(state.deficit, state.restarts + 1, exhausted=True)
+        self.states[source_index] = SourceState(state.deficit, state.restarts + 1, exhausted=True)
 
 
 def _take(numbers: Iterator[int], count: int) -> tuple[int, ...]:

@@ -11,8 +11,8 @@ from streampack.fingerprint import digest
 from streampack.sources.base import spread
 from streampack.sources.examples import EXAMPLES, Example
 from streampack.sources.files import PARTS_PER_LANE, FileSource, deal
+from streampack.sources.parts import Damage, Part, Record
 from streampack.sources.row_groups import Footers, RowGroups, group_of, plain_row, starts_of
-from streampack.sources.shuffling import Damage, Part, Record
 from streampack.sources.source import Divisible
 from streampack.storage.base import ParallelMap
 from streampack.storage.formats import PARQUET

@@ -9,7 +9,7 @@ from contextlib import suppress
 from itertools import accumulate
 from typing import Any
 
-from streampack.sources.shuffling import Damage, Part, Record
+from streampack.sources.parts import Damage, Part, Record
 from streampack.storage.base import File
 from streampack.storage.ranges import Block, Fetcher, blocks
 

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 from streampack.sources.base import Reader, Reading, own_row
 from streampack.sources.examples import EXAMPLES, Example, first_rows
-from streampack.sources.shuffling import Part, Record, read_parts
+from streampack.sources.parts import Part, Record
+from streampack.sources.shuffling import read_parts
 from streampack.storage.base import File, ParallelMap
 from streampack.storage.listing import Corpus
 from streampack.types import RowId

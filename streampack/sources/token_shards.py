@@ -16,7 +16,7 @@ import numpy.typing as npt
 from streampack.fingerprint import digest
 from streampack.sources.files import divide
 from streampack.sources.indexed import IndexedSource, Offsets, offsets_of, read_index, read_records
-from streampack.sources.shuffling import Damage, Part, Record
+from streampack.sources.parts import Damage, Part, Record
 from streampack.sources.token_files import HEADER_BYTES, Shard, require_described, shard_of
 from streampack.storage.base import File, ParallelMap, changed, redact
 from streampack.storage.file_marks import FileMarks

@@ -239,5 +239,5 @@ class PieceReader:
     def _begin_stats(self, row: Row) -> SourceStats:
         """Return the stats of the newest row's source, having counted whether it was begun anew."""
         stats = self.stats(row.row_id)
-        stats.epochs += self.reader.begins
+        stats.epochs += self.reader.first_of_pass
         return stats

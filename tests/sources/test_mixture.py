@@ -71,11 +71,11 @@ def test_all_exhausted_repeats_some_and_leaves_none_out(num_lanes: int) -> None:
     for source, stats in enumerate(source_stats.values()):
         samples = sum(n for counts in came.values() for (s, _), n in counts.items() if s == source)
         assert stats.samples == samples
-        if num_lanes == 1:  # per epoch, so many turns as it was read to the end, and one that was begun
-            turns = [sum(n for (s, _), n in came[e].items() if s == source) for e in (0, 1)]
-            assert stats.epochs == sum(-(-n // 60) for n in turns)
-    shares = np.array([stats.trained for stats in source_stats.values()])
-    assert np.abs(shares / shares.sum() - (0.7, 0.2, 0.1)).max() < 0.03
+        if num_lanes == 1:  # a pass over the source has 60 rows, and the last pass of an epoch may have fewer
+            rows_of_epochs = [sum(n for (s, _), n in came[e].items() if s == source) for e in (0, 1)]
+            assert stats.epochs == sum(-(-n // 60) for n in rows_of_epochs)
+    trained = np.array([stats.trained for stats in source_stats.values()])
+    assert np.abs(trained / trained.sum() - (0.7, 0.2, 0.1)).max() < 0.03
 
 
 def test_never_restarts_sources_within_one_epoch() -> None:
@@ -87,11 +87,12 @@ def test_never_restarts_sources_within_one_epoch() -> None:
     stats = data.source_stats()["short"]
     assert stats.epochs > 3
     assert stats.epochs == -(-stats.samples // 60)
-    turns = [tuple(sorted(order[i : i + 60])) for i in range(0, 180, 60)]
-    assert sum(turn == tuple(range(60)) for turn in turns) <= 3
+    times = Counter(order)
+    assert set(times) == set(range(60))
+    assert max(times.values()) - min(times.values()) <= 2, "every pass over the source has all of its rows"
 
 
-def test_turns_epochs_and_sources_are_shuffled_differently() -> None:
+def test_restarts_epochs_and_sources_are_shuffled_differently() -> None:
     mix = Mix(
         [entry("a", [{"i": i} for i in range(30)]), entry("b", [{"i": i} for i in range(30)])], stop="never"
     )

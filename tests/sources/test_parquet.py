@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from streampack.sources import ParquetSource, Reading, parquet
 from streampack.sources.parquet import FEW, LARGE
-from streampack.sources.shuffling import Part
+from streampack.sources.parts import Part
 from streampack.storage import base as storage
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from streampack.sources import Reading
 from streampack.sources.base import Reader
-from streampack.sources.shuffling import Part, Record, read_parts
+from streampack.sources.parts import Part, Record
+from streampack.sources.shuffling import read_parts
 from streampack.types import Row
 from tests.support.conformance import check_cursors
 

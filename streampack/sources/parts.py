@@ -1,0 +1,155 @@
+"""Parts of files and the records in them, and the reader that takes them one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from streampack.sources.base import BadRecord, Reader, Reading
+from streampack.types import Cursor, Row, RowId
+
+Record = tuple[int, Any, int]
+"""(offset, raw data, offset of the next record). An offset counts bytes or rows from the beginning of the file."""
+
+FoundRecord = tuple["Part", int, Any]
+"""(part, offset of the record in the part's file, raw data). In place of raw data there may be a `Damage`."""
+
+
+class Part(NamedTuple):
+    """A slice of a file: the records whose first unit (byte or row) lies in ``[start, stop)``.
+
+    ``file`` is the number of the file in its corpus. ``stop`` is None for a part that ends with the file.
+    """
+
+    file: int
+    start: int = 0
+    stop: int | None = None
+
+
+class Damage(ValueError):
+    """A stretch of a part that can never be read. It counts as one bad record.
+
+    Args:
+        reason: why it cannot be read.
+        offset: the byte or row number in the file where the stretch begins.
+        resume: the byte or row number behind the stretch, where reading can go on; None if the rest of the part is
+            lost.
+    """
+
+    def __init__(self, reason: str, *, offset: int, resume: int | None) -> None:
+        super().__init__(reason)
+        self.offset = offset
+        self.resume = resume
+
+
+class InOrder(Reader):
+    """Reads parts one after the other.
+
+    A cursor is ``(part_index, offset, 0)``: an index into the lane's parts, and the byte or row number in that part's
+    file where the next record begins or is searched for. (The third number is only used by `WindowReader`.)
+
+    Two places are kept, because a record is found before it is decoded, and decoding may fail::
+
+        parts[part_index]:   ... | record that was found | next record ...
+                                 ^ cursor                ^ position
+
+    `find` moves `position` behind the record. The cursor follows when the row is returned or skipped, so after an
+    error ``next()`` decodes the same record again. Without a found record, cursor and position differ only by parts
+    in which no record was left.
+
+    A `WindowReader` uses `find`, `row_of` and `position`, and keeps a cursor itself.
+    For the arguments see `read_parts`.
+    """
+
+    cursor: Cursor = ()
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        reading: Reading,
+        open_part: Callable[[Part, int, Part | None], Iterator[Record]],
+        decode: Callable[[Part, int, Any], Mapping[str, Any]],
+        place: Callable[[Part, int], str],
+        locate: Callable[[RowId], str],
+    ) -> None:
+        self.parts = parts
+        self.reading = reading
+        self.open_part = open_part
+        self.decode = decode
+        self.place = place
+        self.locate = locate
+        self.part_index = 0
+        self.offset = parts[0].start if parts else 0
+        if reading.start is not None:
+            self.part_index, self.offset, _ = reading.start
+        # The iterator over the current part's records. It is made at the first read, not here, because the reader may
+        # be made in one process and used in another.
+        self.records: Iterator[Record] | None = None
+        self.found: FoundRecord | None = None
+        self.cursor = (*self.position, 0)
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Where `find` goes on: the index of a part, and a byte or row number in its file."""
+        return self.part_index, self.offset
+
+    def __next__(self) -> Row:
+        if self.found is None:
+            self.found = self.find()
+        if self.found is None:
+            self.cursor = (*self.position, 0)  # behind the last part
+            raise StopIteration
+        row = self.row_of(self.found, self.cursor)
+        self.skip()
+        return row
+
+    def skip(self) -> None:
+        """Go on behind the record that was found; see `Reader.skip`."""
+        self.found, self.cursor = None, (*self.position, 0)
+
+    def row_of(self, found: FoundRecord, cursor: Cursor) -> Row:
+        """Decode a record that `find` returned, as the row whose cursor is ``cursor``.
+
+        Raises:
+            BadRecord: if the record is damaged or cannot be decoded.
+        """
+        part, offset, raw = found
+        row_id = (part.file, offset)
+        if isinstance(raw, Damage):
+            raise BadRecord(str(raw), cursor=cursor, row_id=row_id, locate=self.locate)
+        try:
+            data = self.decode(part, offset, raw)
+        except ValueError as error:
+            raise BadRecord(str(error), cursor=cursor, row_id=row_id, locate=self.locate) from None
+        return Row(data, cursor, row_id)
+
+    def find(self) -> FoundRecord | None:
+        """Return the next record and move `position` behind it; return None at the end of the parts."""
+        while self.part_index < len(self.parts):
+            part = self.parts[self.part_index]
+            try:
+                if self.records is None:
+                    following = self.parts[self.part_index + 1 : self.part_index + 2]
+                    self.records = self.open_part(part, self.offset, following[0] if following else None)
+                if record := next(self.records, None):
+                    offset, raw, self.offset = record
+                    return part, offset, raw
+            except Damage as damage:
+                if damage.resume is None:
+                    self._go_to_part(self.part_index + 1)
+                else:
+                    self.records, self.offset = None, damage.resume
+                return part, damage.offset, damage
+            except Exception as error:
+                # The iterator cannot be used again: half a line may be lost in its buffer, and a generator that raised
+                # is finished, so it would end the part early. The next call opens the part anew, at the record that
+                # failed.
+                self.records = None
+                error.add_note(f"while reading {self.place(part, self.offset)}")
+                raise
+            self._go_to_part(self.part_index + 1)
+        return None
+
+    def _go_to_part(self, part_index: int) -> None:
+        self.part_index, self.records = part_index, None
+        self.offset = self.parts[part_index].start if part_index < len(self.parts) else 0
