@@ -22,7 +22,7 @@ class Ledger:
 
     ``tokens_in == packed + buffered + sum(dropped)``, checked at every pack.
 
-    >>> ledger = Ledger(samples=2, tokens_in=12, packed=9, packs=1, slots=10)
+    >>> ledger = Ledger(samples=2, tokens_in=12, packed=9, packs=1, capacity=10)
     >>> ledger.drop("truncated", 1)
     >>> ledger.buffered, f"{ledger.padding:.0%}"
     (2, '10%')
@@ -31,7 +31,7 @@ class Ledger:
     samples: int = 0  # rows encoded
     tokens_in: int = 0  # tokens the encoder made
     packs: int = 0
-    slots: int = 0  # packs * max_seq_len
+    capacity: int = 0  # tokens that the packs have room for: packs * max_seq_len
     packed: int = 0  # real tokens in packs
     untrained: int = 0  # samples of which no token is trained, kept or dropped
     dropped: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DROP_REASONS, 0))
@@ -49,8 +49,8 @@ class Ledger:
 
     @property
     def padding(self) -> float:
-        """Fraction of the packs' slots that hold no token; 0 before the first pack."""
-        return 1 - self.packed / self.slots if self.slots else 0.0
+        """Fraction of the capacity that holds no token; 0 before the first pack."""
+        return 1 - self.packed / self.capacity if self.capacity else 0.0
 
     def numbers(self) -> list[int]:
         """Return all counts as a flat list, for a state."""
@@ -58,10 +58,16 @@ class Ledger:
 
     def copy(self) -> Ledger:
         """Return the counts as they are now."""
-        dropped, dropped_samples = self.dropped.copy(), self.dropped_samples.copy()
         return Ledger(
-            self.samples, self.tokens_in, self.packs, self.slots, self.packed, self.untrained, dropped, dropped_samples
-        )  # fmt: skip
+            samples=self.samples,
+            tokens_in=self.tokens_in,
+            packs=self.packs,
+            capacity=self.capacity,
+            packed=self.packed,
+            untrained=self.untrained,
+            dropped=self.dropped.copy(),
+            dropped_samples=self.dropped_samples.copy(),
+        )
 
     @classmethod
     def from_numbers(cls, numbers: list[int]) -> Ledger:

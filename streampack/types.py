@@ -13,18 +13,21 @@ IGNORE_INDEX = -100
 """The label that no loss counts, as in torch's ``cross_entropy`` and torchtune."""
 
 IntArray = npt.NDArray[np.signedinteger[Any]]
-"""Ids on their way: 32 bits wherever they fit, because a pack is copied and carried several times before it becomes
-tensors, which are int64."""
+"""Token ids or labels before they become tensors: int32 wherever they fit, else int64. A pack is copied several times
+before it becomes int64 tensors, and half the bytes are copied faster."""
+
+INT32, INT64 = np.dtype(np.int32), np.dtype(np.int64)
+"""The types of an `IntArray`. numpy takes longer with ``np.int32``, whose dtype it looks up for every new array."""
 
 Cursor = tuple[int, ...]
-"""Where reading can resume in one lane's epoch of a source; opaque to everything but that source."""
+"""Where reading can resume in a lane's part of a source, in one epoch; only that source can read it."""
 
 RowId = tuple[int, ...]
-"""Which row of the corpus; ``source.locate(row_id)`` prints it, such as file and line."""
+"""Which row of the corpus; ``source.locate(row_id)`` returns its place as text, such as file and line."""
 
 
 class Row(NamedTuple):
-    """What a source yields: a row's data, the cursor to resume AT it, and its place in the corpus."""
+    """What a source yields: a row's data and place, and the cursor from which reading begins with this row again."""
 
     data: Mapping[str, Any]
     cursor: Cursor
@@ -42,7 +45,7 @@ class Sample(NamedTuple):
     labels: IntArray  # [length]
 
     def cut(self, start: int, stop: int) -> Sample:
-        """Return tokens ``[start, stop)``, as a view."""
+        """Return tokens ``[start, stop)`` with their labels, as views of this sample's arrays."""
         if start == 0 and stop == self.tokens.size:
             return self
         tokens = self.tokens[start:stop]
@@ -50,26 +53,31 @@ class Sample(NamedTuple):
 
 
 class Fragment(NamedTuple):
-    """Provenance of one sequence of a pack: tokens ``[start, stop)`` of the sample that row ``row_id`` became."""
+    """Where one sequence of a pack came from: tokens ``[start, stop)`` of the sample that row ``row_id`` became.
+
+    ``trained`` is set only if the sample was split into several fragments: it counts the trained tokens in all of them
+    together. `label_weights`, which can give every sample the same weight in the loss, divides by that number, and
+    cannot find it from a batch, because the other fragments are in other packs.
+    """
 
     row_id: RowId
     start: int
     stop: int
-    trained: int | None = None  # of a split sample: trained tokens in all its fragments; None if it is whole
+    trained: int | None = None
 
 
 @dataclass(slots=True)
 class Pack:
-    """A row of ``max_seq_len`` tokens made of whole sequences, padded at the end.
+    """``max_seq_len`` tokens made of sequences that lie end to end, padded at the end.
 
-    Its positions follow from ``seq_lens``, and are made where it becomes tensors. An array has 32 bits if those of
-    all its sequences have.
+    Positions are not stored: they follow from ``seq_lens``, and are made when the pack becomes tensors. ``tokens`` is
+    int32 if those of all its sequences are, otherwise int64; so is ``labels``.
     """
 
     tokens: IntArray  # [max_seq_len]
     labels: IntArray  # [max_seq_len], IGNORE_INDEX at the first token of every sequence and in the padding
     seq_lens: tuple[int, ...]  # lengths of the real sequences; their sum is at most max_seq_len
     fragments: tuple[Fragment, ...]  # one per real sequence, in the same order
-    epoch: int  # 0 throughout when epochs roll into one another
-    number: int  # of this pack in its lane's epoch
+    epoch: int  # 0 for every pack of a stream without end, in which epochs run into one another
+    number: int  # how many packs its lane made before it in this epoch
     lane: int

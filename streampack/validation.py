@@ -40,6 +40,29 @@ def require_positive(value: object, name: str, *, least: int = 1) -> int:
     return number
 
 
+def require_token_id(value: object, name: str, *, vocab_size: int | None) -> int:
+    """Return a setting as a token id; raise if it is not one, or outside the vocabulary.
+
+    >>> require_token_id(5, "padding_idx", vocab_size=10)
+    5
+    """
+    number = require_positive(value, name, least=0)
+    if vocab_size is not None and number >= vocab_size:
+        raise ValueError(
+            f"{name}={number} is outside the vocabulary of {vocabulary_text(vocab_size)}; give a token of the model's"
+        )
+    return number
+
+
+def vocabulary_text(vocab_size: int | None) -> str:
+    """Return the ids of a vocabulary, for messages; without a ``vocab_size`` any id from 0 is allowed.
+
+    >>> vocabulary_text(10)
+    '10 ids (0 to 9)'
+    """
+    return "ids from 0" if vocab_size is None else f"{vocab_size} ids (0 to {vocab_size - 1})"
+
+
 def warn_user(message: str) -> None:
     """Warn, naming the line outside of this package that led here."""
     frame, level = sys._getframe(1), 2

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streampack import Ledger
-from streampack.accounting import DROP_REASONS, SourceStats
+from streampack import Ledger, Sample
+from streampack.accounting import DROP_REASONS, SourceStats, trained_tokens
 
 counts = st.integers(0, 10**9)
 
@@ -28,7 +29,7 @@ def test_numbers_round_trip(ledger: Ledger) -> None:
 @given(st.lists(ledgers(), max_size=4))
 def test_total_adds_every_count(parts: list[Ledger]) -> None:
     total = Ledger.total(parts)
-    for name in ("samples", "tokens_in", "packs", "slots", "packed", "untrained", "buffered"):
+    for name in ("samples", "tokens_in", "packs", "capacity", "packed", "untrained", "buffered"):
         assert getattr(total, name) == sum(getattr(part, name) for part in parts)
     for reason in DROP_REASONS:
         assert total.dropped[reason] == sum(part.dropped[reason] for part in parts)
@@ -64,13 +65,13 @@ def test_drops_are_booked_by_name() -> None:
 
 
 def test_as_dict_is_flat_numbers() -> None:
-    ledger = Ledger(samples=2, tokens_in=12, packs=1, slots=10, packed=9)
+    ledger = Ledger(samples=2, tokens_in=12, packs=1, capacity=10, packed=9)
     ledger.drop("overlong", 1)
     assert ledger.as_dict() == {
         "samples": 2,
         "tokens_in": 12,
         "packs": 1,
-        "slots": 10,
+        "capacity": 10,
         "packed": 9,
         "untrained": 0,
         "dropped_overlong": 1,
@@ -81,3 +82,12 @@ def test_as_dict_is_flat_numbers() -> None:
         "buffered": 2,
         "padding": pytest.approx(0.1),
     }
+
+
+@given(st.integers(1, 12), st.data())
+def test_trained_tokens_are_the_same_with_shared_and_separate_labels(
+    length: int, data: st.DataObject
+) -> None:
+    tokens = np.arange(length)
+    cuts = sorted(data.draw(st.sets(st.integers(1, length - 1)))) if length > 1 else []
+    assert trained_tokens(Sample(tokens, tokens), cuts) == trained_tokens(Sample(tokens, tokens.copy()), cuts)

@@ -15,8 +15,9 @@ import torch
 from benchmarks import lengths as corpora
 from benchmarks.gpu.settings import Settings
 from streampack import IGNORE_INDEX, Fragment, IterablePackedDataset, Pack, collate_packed
-from streampack.packing.assemble import as_sample, assemble
+from streampack.packing.assemble import assemble
 from streampack.packing.batch import Batch, to_torchtune
+from streampack.packing.samples import sample_from_columns
 
 T = TypeVar("T")
 Samples = Sequence[dict[str, Any]]
@@ -144,7 +145,7 @@ def step(passes: Sequence[Batch]) -> Step:
 
 def pack(samples: Samples, max_seq_len: int) -> dict[str, Any]:
     """Assemble a pack of exactly these samples."""
-    sequences = [as_sample(sample) for sample in samples]
+    sequences = [sample_from_columns(sample) for sample in samples]
     arrays = assemble(sequences, max_seq_len=max_seq_len)
     lengths = tuple(sequence.tokens.size for sequence in sequences)
     fragments = tuple(Fragment((), 0, length) for length in lengths)

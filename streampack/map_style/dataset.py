@@ -19,19 +19,20 @@ from streampack.accounting import Ledger, trains_nothing
 from streampack.map_style.parity import assemble as parity_assemble
 from streampack.map_style.parity import plan as parity_plan
 from streampack.map_style.parity import require_defaults
+from streampack.map_style.read_sample import read_sample
 from streampack.map_style.samplers import progress
-from streampack.packing.assemble import assemble, require_id, trained_if_split, untrained_error, with_eos
+from streampack.packing.assemble import assemble
 from streampack.packing.batch import to_torchtune
 from streampack.packing.collator_check import refuse_foreign_collator
+from streampack.packing.cut_samples import trained_if_split, untrained_error, with_eos
 from streampack.packing.encoders import guard_datasets
 from streampack.packing.planner import plan_samples
 from streampack.packing.settings import Packing
-from streampack.packing.token_rows import read_sample
 from streampack.sources.column_tables import by_rows
 from streampack.streaming.lane_config import UNTRAINED
 from streampack.streaming.ledger_messages import nothing_to_pack, warn_of_untrained
 from streampack.types import Fragment, Pack, Sample
-from streampack.validation import require, require_positive
+from streampack.validation import require, require_positive, require_token_id
 
 log = logging.getLogger(__name__)
 
@@ -115,9 +116,9 @@ class PackedDataset(Dataset[dict[str, Any]]):
             require_defaults((*settings, truncate_eos, empty, untrained))
         if vocab_size is not None:
             vocab_size = require_positive(vocab_size, "vocab_size")
-        padding_idx = require_id(padding_idx, "padding_idx", vocab_size=vocab_size)
+        padding_idx = require_token_id(padding_idx, "padding_idx", vocab_size=vocab_size)
         if truncate_eos is not None:
-            truncate_eos = require_id(truncate_eos, "truncate_eos", vocab_size=vocab_size)
+            truncate_eos = require_token_id(truncate_eos, "truncate_eos", vocab_size=vocab_size)
         if max_packs is not None and (type(max_packs) is not int or max_packs < 0):
             raise ValueError(
                 f"max_packs={max_packs!r} is no number of packs; give at least 0, or None for all"
@@ -165,7 +166,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         if not len(self) and not self.parity and self.max_packs != 0:
             log.warning("%s", nothing_to_pack(self._ledger))
         self._ledger.packs = len(self)
-        self._ledger.slots = len(self) * self.max_seq_len
+        self._ledger.capacity = len(self) * self.max_seq_len
         if self.untrained is None:
             warn_of_untrained(self._ledger, max_seq_len=self.max_seq_len)
         log.info("%r", self)

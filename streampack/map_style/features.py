@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from streampack.packing.assemble import check_sample
 from streampack.packing.boundaries import TELLING, require_no_padding, sequence_lengths
-from streampack.packing.token_rows import as_mapping, sample_of
+from streampack.packing.samples import as_mapping, check_sample, sample_from_row
 from streampack.types import IntArray, Sample
 
 Feature = Mapping[str, Any]
@@ -104,7 +103,7 @@ def samples_of(features: Sequence[Feature]) -> list[Sample]:
                 "not name: set remove_unused_columns=False in TrainingArguments, or name the column input_ids"
             )
         try:
-            sample = sample_of(feature)
+            sample = sample_from_row(feature)
             check_sample(sample)
         except ValueError as error:
             raise ValueError(f"sample {number} of the batch: {error}") from None

@@ -13,14 +13,15 @@ from torch.utils.data import DataLoader, Dataset
 
 from streampack.map_style.methods import METHODS, Method, Row, plan_batches
 from streampack.map_style.multipack import resolve_packs_per_step
+from streampack.map_style.read_sample import read_sample
 from streampack.map_style.samplers import PlannedSampler, digest_of, resolve_rank
-from streampack.packing.assemble import assemble, require_id, trained_if_split
+from streampack.packing.assemble import assemble
 from streampack.packing.batch import Batch, stack_packs
+from streampack.packing.cut_samples import trained_if_split
 from streampack.packing.encoders import guard_datasets
 from streampack.packing.settings import Packing
-from streampack.packing.token_rows import read_sample
 from streampack.types import Fragment, Pack, Sample
-from streampack.validation import require, require_positive, warn_user
+from streampack.validation import require, require_positive, require_token_id, warn_user
 
 
 def method_loader(
@@ -102,7 +103,7 @@ def method_loader(
         METHODS[method],
         METHODS[method].packing(max_seq_len=max_seq_len, overlong=overlong),
         lengths,
-        padding_idx=require_id(padding_idx, "padding_idx", vocab_size=vocab_size),
+        padding_idx=require_token_id(padding_idx, "padding_idx", vocab_size=vocab_size),
         pad_to_multiple_of=require_positive(pad_to_multiple_of, "pad_to_multiple_of"),
         vocab_size=vocab_size,
     )

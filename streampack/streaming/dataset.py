@@ -12,11 +12,10 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from streampack.accounting import Ledger, SourceStats
-from streampack.packing.assemble import require_id
 from streampack.packing.collator_check import refuse_foreign_collator
 from streampack.packing.encoders import TokensEncoder, guard_datasets
+from streampack.packing.samples import sample_from_encoded
 from streampack.packing.settings import Packing
-from streampack.packing.token_rows import encode_row
 from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import quarantine_for
 from streampack.sources.mixture import Mix
@@ -32,7 +31,7 @@ from streampack.streaming.loaded_state import STATE_VERSION, Resume, checked_sta
 from streampack.streaming.round_robin import PackStream, total_ledger, total_source_stats
 from streampack.streaming.run_identity import RunIdentity
 from streampack.types import Fragment, Sample
-from streampack.validation import require, require_positive, warn_user
+from streampack.validation import require, require_positive, require_token_id, warn_user
 
 
 class IterablePackedDataset(IterableDataset[dict[str, Any]]):
@@ -132,9 +131,9 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             if value is not None:
                 require_positive(value, name)
         seed = require_positive(seed, "seed", least=0)
-        padding_idx = require_id(padding_idx, "padding_idx", vocab_size=vocab_size)
+        padding_idx = require_token_id(padding_idx, "padding_idx", vocab_size=vocab_size)
         if truncate_eos is not None:
-            truncate_eos = require_id(truncate_eos, "truncate_eos", vocab_size=vocab_size)
+            truncate_eos = require_token_id(truncate_eos, "truncate_eos", vocab_size=vocab_size)
         packing = Packing(
             max_seq_len, strategy, buffer_size, split_across_pack, overlong, truncate_side, max_seqs_per_pack
         )
@@ -369,7 +368,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         """
         config = self.lane_config
         row, encode = config.source.fetch(fragment.row_id), config.encoder(fragment.row_id)
-        start, piece = [p for p in config.cut(encode_row(encode, row)) if p[0] <= fragment.start][-1]
+        start, piece = [p for p in config.cut(sample_from_encoded(encode(row))) if p[0] <= fragment.start][-1]
         tokens = piece.tokens[fragment.start - start : fragment.stop - start]
         found = {"place": config.source.locate(fragment.row_id), "row": row, "tokens": tokens.tolist()}
         if self.mix is not None:

@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from streampack.accounting import trained_tokens
-from streampack.packing.assemble import check_sample
 from streampack.packing.planner import plan_samples
-from streampack.packing.token_rows import encode_row
+from streampack.packing.samples import check_sample, sample_from_encoded
 from streampack.sources import MapSource
 from streampack.sources.bad_records import Quarantine
 from streampack.sources.base import Reading, permutation
@@ -145,7 +144,7 @@ class _Seen:
                 break
             row = sampled[number]
             try:
-                sample = encode_row(encode, row)
+                sample = sample_from_encoded(encode(row))
                 check_sample(sample, self.config.vocab_size)
             except Exception:
                 if self.config.quarantine is None:

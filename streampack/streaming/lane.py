@@ -104,7 +104,7 @@ class Lane:
         self.packs += 1
         ledger = self.ledger
         ledger.packs += 1
-        ledger.slots += packing.max_seq_len
+        ledger.capacity += packing.max_seq_len
         ledger.packed += sum(seq_lens)
         return Pack(
             tokens=tokens,

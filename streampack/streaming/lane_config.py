@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from streampack.packing.assemble import check_sample, with_eos
+from streampack.packing.cut_samples import with_eos
 from streampack.packing.encoders import Encoder
+from streampack.packing.samples import check_sample, sample_from_encoded
 from streampack.packing.settings import Packing
-from streampack.packing.token_rows import encode_row
 from streampack.sources.bad_records import Quarantine
 from streampack.sources.mixture import Mix
 from streampack.sources.source import Source
@@ -55,9 +55,13 @@ class LaneConfig:
         """
         try:
             encode = self.encoder(row.row_id)
+            encoded = encode(row.data)
             if not self.checks:
-                return encode(row.data)
-            sample = encode_row(encode, row.data)
+                return encoded
+            # Encoders of this package return a `Sample` in new memory. Anyone else's may return other forms, or memory
+            # that they use again, so that is converted and copied.
+            built_in = type(encode).__module__.startswith("streampack.")
+            sample = encoded if built_in else sample_from_encoded(encoded)
             check_sample(sample, self.vocab_size)
         except Exception as error:
             if self.quarantine is not None:

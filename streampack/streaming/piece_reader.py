@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from streampack.accounting import Ledger, SourceStats, trained_tokens, trains_nothing
-from streampack.packing.assemble import untrained_error
+from streampack.packing.cut_samples import untrained_error
 from streampack.sources.base import BadRecord, Reader, Reading
 from streampack.streaming.lane_config import LaneConfig
 from streampack.streaming.lane_state import LaneState

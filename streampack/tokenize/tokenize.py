@@ -17,8 +17,8 @@ from typing import Any
 from streampack.distributed.launcher import end_with_parent
 from streampack.instantiate import build
 from streampack.packing.encoders import TokensEncoder, check_tokenizer, guard_datasets
+from streampack.packing.samples import sample_from_encoded
 from streampack.packing.settings import Packing
-from streampack.packing.token_rows import encode_row
 from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import BAD_RECORDS_FOLDER, quarantine_for
 from streampack.sources.indexed import INDEX
@@ -229,7 +229,7 @@ def _bar(job: Job, found: list[Progress], *, shown: bool) -> Iterator[Report]:
 
 def _length(job: Job, row: Mapping[str, Any]) -> int:
     try:
-        return encode_row(job.config.encode, row).tokens.size
+        return sample_from_encoded(job.config.encode(row)).tokens.size
     except Exception:  # reported where the row is read
         return 0
 

@@ -12,7 +12,7 @@ from streampack.packing.batch import Batch
 from streampack.sources.mixture import Mix
 from streampack.training.methods import Loader
 
-COUNTS = ("loss", "z_loss", "weight", "trained", "tokens", "slots", "samples")
+COUNTS = ("loss", "z_loss", "weight", "trained", "tokens", "capacity", "samples")
 
 
 class StepMeter:
@@ -66,9 +66,9 @@ class StepMeter:
         sums[0] += self.loss
         sums[1] += self.z_loss
         self.world.all_reduce(sums)
-        weight, tokens, slots = (sums[COUNTS.index(name)] for name in ("weight", "tokens", "slots"))
+        weight, tokens, capacity = (sums[COUNTS.index(name)] for name in ("weight", "tokens", "capacity"))
         trained_before = self.total[COUNTS.index("weight")] > 0
-        self.empty_steps += (weight == 0) & (tokens > 0) & ((2 * tokens >= slots) | ~trained_before)
+        self.empty_steps += (weight == 0) & (tokens > 0) & ((2 * tokens >= capacity) | ~trained_before)
         self.step = sums
         self.window += sums
         self.total += sums
@@ -115,7 +115,7 @@ class StepMeter:
         metrics = {
             "loss": loss / weight if weight else 0.0,
             "tokens_per_second": sums["tokens"] / max(seconds, 1e-9),
-            "padding": 1 - sums["tokens"] / max(1, sums["slots"]),
+            "padding": 1 - sums["tokens"] / max(1, sums["capacity"]),
             "samples_per_step": sums["samples"] / max(1, self.steps),
             "trained_tokens": sums["trained"] / max(1, self.steps),
         }

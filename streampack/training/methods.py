@@ -199,7 +199,7 @@ class MethodLoader:
         for batch in self.sampler.batches[first : first + self.world.size]:
             held = [sum(stop - start for _, start, stop in row) for row in batch if row]
             self._totals.packs += len(held)
-            self._totals.slots += len(held) * rows.width(batch)  # type: ignore[attr-defined]
+            self._totals.capacity += len(held) * rows.width(batch)  # type: ignore[attr-defined]
             self._totals.packed += sum(held)
         self._handed += 1
 

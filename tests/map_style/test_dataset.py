@@ -118,7 +118,7 @@ def test_every_token_is_packed_buffered_or_dropped(
     # Counted from the packs themselves, token by token: none twice.
     places = [(f.row_id, i) for pack in packed for f in pack["fragments"] for i in range(f.start, f.stop)]
     assert len(places) == len(set(places)) == ledger.packed
-    assert (ledger.packs, ledger.slots) == (len(packed), len(packed) * limit)
+    assert (ledger.packs, ledger.capacity) == (len(packed), len(packed) * limit)
     overlong = [n for n in read if n > limit]
     lost = {"drop": sum(overlong), "truncate": sum(overlong) - limit * len(overlong), "split": 0}
     reason = {"drop": "overlong", "truncate": "truncated"}.get(settings["overlong"])

@@ -38,7 +38,7 @@ def test_packed_tokens_are_those_of_the_run(tmp_path):
     ledger = train(config)["ledger"]
     lines = quickstart.packed_and_padded(config, steps=5).splitlines()
     assert f"{ledger.packed:,} of them real" in lines[1]
-    assert lines[2].split() == ["packed", f"{ledger.slots:,}"]
+    assert lines[2].split() == ["packed", f"{ledger.capacity:,}"]
     padded = [int(line.split()[4].replace(",", "")) for line in lines[3:]]
     assert ledger.packed < padded[0] < padded[1]
 

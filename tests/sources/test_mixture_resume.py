@@ -129,7 +129,7 @@ def test_lane_states_stay_small_after_a_million_steps() -> None:
         -TOTAL_WEIGHT * 2**18, restarts=9, exhausted=True, has_trained=True, cursor=cursor
     ).numbers()
     stats = SourceStats(epochs=9, samples=2**30, tokens_in=2**40, packed=2**40, trained=2**40)
-    ledger = Ledger(samples=2**33, tokens_in=2**43, packs=2**31, slots=2**43, packed=2**43)
+    ledger = Ledger(samples=2**33, tokens_in=2**43, packs=2**31, capacity=2**43, packed=2**43)
     state = LaneState(
         2**31,
         False,

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from streampack import Holdout, IterablePackedDataset, MDSSource, Mix, TokenShardSource
-from streampack.packing.assemble import as_sample
 from streampack.packing.encoders import TokensEncoder
+from streampack.packing.samples import sample_from_columns
 from streampack.sources import Reading
 from streampack.sources.token_files import ShardWriter, read_header
 from streampack.tokenize.tokenize import tokenize
@@ -99,7 +99,7 @@ def test_a_document_is_copied_once(tmp_path: Path) -> None:
     row, peak = allocated(lambda: next(reader))
     assert 4 * count <= peak < 4.2 * count
     assert row.data["labels"] is row.data["tokens"]
-    sample, peak = allocated(lambda: as_sample(row.data))
+    sample, peak = allocated(lambda: sample_from_columns(row.data))
     assert peak < 0.1 * count
     assert np.shares_memory(sample.tokens, row.data["tokens"])
     assert sample.labels is sample.tokens
@@ -108,7 +108,7 @@ def test_a_document_is_copied_once(tmp_path: Path) -> None:
 def test_ids_above_31_bits(tmp_path: Path) -> None:
     rows = [{"tokens": tokens, "labels": tokens} for tokens in ([1, 2**31, 2**32 - 1], [2**31 - 1], [])]
     make(rows, tmp_path, dtype="uint32", lanes=1)
-    samples = [as_sample(row.data) for row in TokenShardSource(tmp_path).read(Reading())]
+    samples = [sample_from_columns(row.data) for row in TokenShardSource(tmp_path).read(Reading())]
     assert [sample.tokens.tolist() for sample in samples] == [row["tokens"] for row in rows]
     assert [sample.tokens.itemsize for sample in samples] == [8, 4, 4]
 

@@ -97,8 +97,8 @@ def test_packs_are_the_oracles(strategy: str, overlong: str, side: str) -> None:
             "bad": 0,
             "untrained": 0,
         }
-        assert [ledger.packs, ledger.slots, ledger.packed] == [
-            wanted[k] for k in ("packs", "slots", "packed")
+        assert [ledger.packs, ledger.capacity, ledger.packed] == [
+            wanted[k] for k in ("packs", "capacity", "packed")
         ]
         assert lane.state().ledger == ledger
     assert len(packs) == len(expected)

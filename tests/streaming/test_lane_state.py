@@ -56,7 +56,7 @@ def typical() -> LaneState:
         next_piece=1_250_090,
         consumed=(1 << 88) - 5,
         ledger=Ledger(
-            samples=1_250_090, tokens_in=543_789_150, packs=1234, slots=5_054_464, packed=5_054_000
+            samples=1_250_090, tokens_in=543_789_150, packs=1234, capacity=5_054_464, packed=5_054_000
         ),
     )
 

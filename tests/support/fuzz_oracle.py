@@ -213,7 +213,7 @@ class Oracle:
         real = [pack for pack in packs if pack.fragments]
         packed = sum(stop - start for pack in real for _, start, stop, _ in pack.fragments)
         assert (ledger["packs"], ledger["packed"]) == (len(real), packed), "the ledger miscounts packs"
-        assert (ledger["slots"], ledger["buffered"]) == (len(real) * self.limit, 0), "tokens are left"
+        assert (ledger["capacity"], ledger["buffered"]) == (len(real) * self.limit, 0), "tokens are left"
         dropped = {name: n for name, n in ledger.items() if name.startswith("dropped_")}
         assert ledger["tokens_in"] == packed + sum(dropped.values()), "tokens in are not packed + dropped"
         if self.stop is not None:

@@ -188,7 +188,7 @@ def ledger(
         "samples": len(lengths),
         "tokens_in": sum(lengths),
         "packs": len(packs),
-        "slots": len(packs) * limit,
+        "capacity": len(packs) * limit,
         "packed": packed,
         "overlong": sum(n for n, k in zip(lengths, kept_of, strict=True) if k == 0),
         "truncated": sum(n - k for n, k in zip(lengths, kept_of, strict=True) if 0 < k < n),

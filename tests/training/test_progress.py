@@ -43,7 +43,7 @@ def test_a_printing_logger_gets_lines_of_its_own(monkeypatch, capsys):
 
 
 def test_the_summary_balances_the_tokens():
-    ledger = Ledger(samples=4, tokens_in=100, packs=1, slots=80, packed=70)
+    ledger = Ledger(samples=4, tokens_in=100, packs=1, capacity=80, packed=70)
     ledger.drop("truncated", 10)
     result = {"ledger": ledger, "seconds": 2.0, "tokens": 70, "held_out": [(0, 7.5), (9, 4.25)]}
     text = summary(result)

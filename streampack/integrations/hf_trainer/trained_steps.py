@@ -17,7 +17,7 @@ class TrainedSteps:
 
     def __init__(self, config: LaneConfig) -> None:
         self.wanted = config.untrained != "keep"
-        self.steps: list[tuple[int, int, int]] = []  # since the last check: trained tokens, tokens, slots
+        self.steps: list[tuple[int, int, int]] = []  # since the last check: trained tokens, tokens, capacity
         self.now = (0, 0, 0)  # of the current step
         self.made = 0
         self.any_trained = False
@@ -26,11 +26,11 @@ class TrainedSteps:
         """Count a batch on the CPU; the step may end with it."""
         if not self.wanted:
             return
-        trained, tokens, slots = self.now
+        trained, tokens, capacity = self.now
         self.now = (
             trained + int(batch.num_trained),
             tokens + batch.num_tokens,
-            slots + batch.tokens.numel(),
+            capacity + batch.tokens.numel(),
         )
         if ends:
             self.steps.append(self.now)
@@ -48,9 +48,9 @@ class TrainedSteps:
             ValueError: if a step trained nothing.
         """
         for step in zip(*ranks, strict=True):
-            trained, tokens, slots = (sum(counts) for counts in zip(*step, strict=True))
+            trained, tokens, capacity = (sum(counts) for counts in zip(*step, strict=True))
             self.made += 1
-            if not trained and tokens and (2 * tokens >= slots or not self.any_trained):
+            if not trained and tokens and (2 * tokens >= capacity or not self.any_trained):
                 raise ValueError(
                     f"step {self.made} of this training trained nothing: no label of its {tokens} tokens is trained; "
                     "look at the labels, and whether overlong='truncate' cuts answers off; untrained='drop' leaves "

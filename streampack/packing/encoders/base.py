@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from streampack.fingerprint import digest
-from streampack.packing.assemble import as_sample
-from streampack.packing.token_rows import sample_of
+from streampack.packing.samples import sample_from_columns, sample_from_row
 from streampack.types import Sample
 
 PROBE = "The quick brown fox: 0123456789, naïve 漢字, def f(x): return x\n"
@@ -53,7 +52,7 @@ class TokensEncoder(Encoder):
 
     Args:
         tokens: the column of the ids. Default: ``tokens``, as torchtune names them, or ``input_ids``, as Hugging Face
-            does; a bare list of ids will do as well. Rows with ``input_ids`` may lack labels, see `sample_of`.
+            does; a bare list of ids will do as well. Rows with ``input_ids`` may lack labels, see `sample_from_row`.
         labels: the column of the labels.
     """
 
@@ -68,10 +67,10 @@ class TokensEncoder(Encoder):
             if labels == "labels" and tokens in (None, "input_ids"):
                 if tokens is not None and isinstance(row, Mapping) and "tokens" in row:
                     row = {name: value for name, value in row.items() if name != "tokens"}
-                return sample_of(row)
+                return sample_from_row(row)
             if tokens is None:
                 tokens = "input_ids" if "input_ids" in row else "tokens"
-            return as_sample(row, tokens=tokens, labels=labels)
+            return sample_from_columns(row, tokens=tokens, labels=labels)
         except ValueError as error:
             there = row if isinstance(row, Mapping) else ()
             hint = next((encoder for column, encoder in ENCODERS.items() if column in there), None)

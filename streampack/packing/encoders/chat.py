@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from streampack.fingerprint import digest, plain
-from streampack.packing.assemble import as_sample, missing_column
 from streampack.packing.encoders.base import PROBE, Encoder
 from streampack.packing.encoders.conversation import conversation, parsed, refuse_left_out
 from streampack.packing.encoders.hf_tokenizer import HFTokenizer
 from streampack.packing.encoders.tokenizer import check_ends, check_tokenizer, own_bos, own_fingerprint
+from streampack.packing.samples import missing_column, sample_from_columns
 from streampack.types import IGNORE_INDEX, Sample
 from streampack.validation import require
 
@@ -169,5 +169,5 @@ def _is_trained(message: Mapping[str, Any]) -> bool:
 
 
 def _sample(ids: Any, trained: Any) -> Sample:
-    tokens = as_sample({"tokens": ids}, labels=None).tokens
+    tokens = sample_from_columns({"tokens": ids}, labels=None).tokens
     return Sample(tokens, np.where(trained, tokens, IGNORE_INDEX))

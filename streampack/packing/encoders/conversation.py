@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from streampack.packing.assemble import missing_column
+from streampack.packing.samples import missing_column
 
 SHAREGPT_ROLES = {
     "system": "system",

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from streampack.fingerprint import digest, plain
-from streampack.packing.assemble import as_sample, missing_column
 from streampack.packing.encoders.base import PROBE, Encoder, qualified_name
 from streampack.packing.encoders.conversation import REASONING, conversation, refuse_left_out
 from streampack.packing.encoders.hf_tokenizer import HFTokenizer
 from streampack.packing.encoders.tokenizer import check_tokenizer, own_fingerprint
+from streampack.packing.samples import missing_column, sample_from_columns
 from streampack.types import IGNORE_INDEX, Sample
 
 ROLES = ("system", "user", "assistant")
@@ -73,7 +73,7 @@ class MessagesEncoder(Encoder):
             for message in messages:
                 message.text_content.encode()  # raises for half a surrogate pair, which the error may not mention
             raise
-        tokens = as_sample(encoded, labels=None).tokens
+        tokens = sample_from_columns(encoded, labels=None).tokens
         if tokens.size != len(encoded["mask"]):
             raise ValueError(f"the tokenizer gave {tokens.size} tokens and a mask of {len(encoded['mask'])}")
         return Sample(tokens, np.where(encoded["mask"], IGNORE_INDEX, tokens))

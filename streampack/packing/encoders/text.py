@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from streampack.fingerprint import digest, plain
-from streampack.packing.assemble import as_sample, missing_column
 from streampack.packing.encoders.base import PROBE, Encoder
 from streampack.packing.encoders.tokenizer import check_ends, check_tokenizer, own_bos, own_fingerprint
+from streampack.packing.samples import missing_column, sample_from_columns
 from streampack.types import Sample
 
 
@@ -46,7 +46,7 @@ class TextEncoder(Encoder):
         except Exception:
             text.encode()  # raises for half a surrogate pair, of which SentencePiece's RuntimeError says nothing
             raise
-        return as_sample({"tokens": tokens}, labels=None)
+        return sample_from_columns({"tokens": tokens}, labels=None)
 
     def decode(self, tokens: list[int]) -> str:
         """Decode tokens as the tokenizer does."""

@@ -1,4 +1,4 @@
-"""Rows of tokens in every form that users bring, and what their encoders give."""
+"""Rows of tokens in every form that users bring, and return values of their encoders."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from streampack import (
     PackedDataset,
     Sample,
     TokensEncoder,
-    method_loader,
 )
-from streampack.packing.token_rows import sample_of
+from streampack.packing.samples import sample_from_row
 from streampack.sources import MapSource
 
 IDS = [[1, 2, 3], [4, 5], [6]]
@@ -32,7 +31,7 @@ def packs_of(rows: Any, **settings: Any) -> tuple[list[list[int]], list[list[int
 
 
 @pytest.mark.parametrize("form", [list, np.array, torch.tensor, lambda ids: np.array(ids, ">i4")])
-def test_rows_with_input_ids_just_work(form: Callable[[list[int]], Any]) -> None:
+def test_rows_with_input_ids_are_packed(form: Callable[[list[int]], Any]) -> None:
     rows = [{"input_ids": form(ids)} for ids in IDS]
     assert packs_of(rows) == (PACKED, TRAINED)
     assert packs_of([{**row, "labels": row["input_ids"]} for row in rows]) == (PACKED, TRAINED)
@@ -52,7 +51,7 @@ def test_bare_sequences_of_ids_are_rows(form: Callable[[list[int]], Any]) -> Non
 
 
 @pytest.mark.parametrize("column", ["completion_mask", "assistant_masks"])
-def test_a_mask_of_what_is_trained_takes_the_place_of_labels(column: str) -> None:
+def test_a_mask_of_trained_tokens_replaces_labels(column: str) -> None:
     row = {"input_ids": [7, 8, 9, 6], column: [0, 1, 1, 0]}
     assert packs_of([row])[1] == [[-100, 8, 9, -100, -100, -100]]
     assert FlatteningCollator()([row])["labels"].tolist() == [[-100, 8, 9, -100]]
@@ -60,7 +59,7 @@ def test_a_mask_of_what_is_trained_takes_the_place_of_labels(column: str) -> Non
         packs_of([{"input_ids": [1, 2], column: [1]}])
 
 
-def test_a_column_that_was_named_goes_before_the_other() -> None:
+def test_a_named_column_wins_over_the_default_one() -> None:
     row = {"tokens": [1, 2], "input_ids": [3, 4], "labels": [3, 4]}
     assert TokensEncoder(tokens="input_ids")(row).tokens.tolist() == [3, 4]
     assert TokensEncoder(tokens="tokens", labels=None)(row).tokens.tolist() == [1, 2]
@@ -100,20 +99,20 @@ def test_a_column_that_was_named_goes_before_the_other() -> None:
         ({"tokens": [1]}, "column 'labels' is missing; the row's columns are 'tokens'"),
     ],
 )
-def test_what_is_no_row_of_tokens_is_refused_at_every_door(row: Any, message: str) -> None:
-    doors: list[tuple[str, Callable[[], Any]]] = [
+def test_rows_without_tokens_are_refused_by_every_reader(row: Any, message: str) -> None:
+    readers: list[tuple[str, Callable[[], Any]]] = [
         ("sample 0: ", lambda: packs_of([row])),
         ("sample 0: ", lambda: PackedDataset([row], max_seq_len=6)),
         ("sample 0 of the batch: ", lambda: FlatteningCollator()([row])),
-        ("", lambda: sample_of(row)),
+        ("", lambda: sample_from_row(row)),
     ]
-    for place, door in doors:
+    for place, reader in readers:
         with pytest.raises(ValueError) as error:
-            door()
+            reader()
         assert str(error.value).startswith(place + message)
 
 
-# What encoders give.
+# Return values of encoders.
 
 FORMS: dict[str, Callable[[list[int]], Any]] = {
     "a list": list,
@@ -130,7 +129,7 @@ FORMS: dict[str, Callable[[list[int]], Any]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_an_encoder_may_give(form: str) -> None:
+def test_encoders_may_return(form: str) -> None:
     dataset = IterablePackedDataset(
         [{"n": ids} for ids in IDS], max_seq_len=6, encoder=lambda row: FORMS[form](row["n"]), vocab_size=7
     )
@@ -142,20 +141,20 @@ def test_an_encoder_may_give(form: str) -> None:
 
 
 @pytest.mark.parametrize("nothing", [None, {}, Sample(5, 5)])  # type: ignore[arg-type]
-def test_what_an_encoder_may_not_give_is_named(nothing: Any) -> None:
+def test_other_return_values_of_encoders_are_refused(nothing: Any) -> None:
     with pytest.raises(ValueError, match=r"^sample 0: (the encoder gave|column 'tokens')"):
         packs_of([{"n": 1}], encoder=lambda row: nothing)
 
 
-@pytest.mark.parametrize("as_sample", [True, False])
-def test_an_encoder_may_use_its_memory_again(as_sample: bool) -> None:
-    """Each sample is a view of one array, which the next overwrites, and waits meanwhile."""
+@pytest.mark.parametrize("in_sample", [True, False])
+def test_encoders_may_overwrite_what_they_returned(in_sample: bool) -> None:
+    """Each sample is a view of one array. It waits in the planner while the next row overwrites that array."""
     memory = np.zeros(8, np.int64)
 
     def encode(row: Any) -> Any:
         view = memory[: row["n"]]
         view[:] = row["n"]
-        return Sample(view, view) if as_sample else view
+        return Sample(view, view) if in_sample else view
 
     rows = [{"n": n} for n in (5, 4, 2, 3, 1)]
     tokens, _ = packs_of(rows, encoder=encode)
@@ -164,8 +163,8 @@ def test_an_encoder_may_use_its_memory_again(as_sample: bool) -> None:
     )
 
 
-def test_a_row_may_be_used_again() -> None:
-    """A map-style dataset that fills one dict, and one list, for every row."""
+def test_datasets_may_overwrite_the_row_they_returned() -> None:
+    """The map-style dataset here fills the same dict and the same lists for every row."""
 
     class Reused:
         row: dict[str, list[int]] = {"tokens": [], "labels": []}  # noqa: RUF012
@@ -189,12 +188,12 @@ def test_a_row_may_be_used_again() -> None:
 
 
 @pytest.mark.parametrize("kind", ["<u8", ">u8"])
-def test_ids_beyond_int64_are_refused_in_any_order_of_bytes(kind: str) -> None:
+def test_ids_beyond_int64_are_refused_in_either_byte_order(kind: str) -> None:
     with pytest.raises(ValueError, match="column 'input_ids' holds 9223372036854775808, which is no int64"):
-        sample_of({"input_ids": np.array([1, 2**63], kind)})
+        sample_from_row({"input_ids": np.array([1, 2**63], kind)})
 
 
-def test_labels_below_zero_are_refused_at_every_door() -> None:
+def test_negative_labels_are_refused_by_every_reader() -> None:
     row = {"input_ids": [5, 6], "labels": [-100, -1]}
     message = "label -1 is neither -100 nor in the vocabulary of ids from 0"
     with pytest.raises(ValueError, match=f"^sample 0: {message}"):
@@ -207,54 +206,24 @@ def test_labels_below_zero_are_refused_at_every_door() -> None:
         FlatteningCollator()([row])
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"padding_idx": 10},
-            "padding_idx=10 is outside the vocabulary of 10 ids (0 to 9); give a token of the model's",
-        ),
-        (
-            {"truncate_eos": 10},
-            "truncate_eos=10 is outside the vocabulary of 10 ids (0 to 9); give a token of the",
-        ),
-        ({"padding_idx": True}, "padding_idx=True is not a whole number; give one of at least 0"),
-        ({"truncate_eos": -1}, "truncate_eos=-1 is below 0; give at least 0"),
-    ],
-)
-def test_settings_that_are_token_ids_are_checked_against_the_vocabulary(settings: Any, message: str) -> None:
-    rows = [{"input_ids": [1]}]
-    given = {"max_seq_len": 6, "vocab_size": 10, **settings}
-    doors: list[Callable[[], Any]] = [
-        lambda: IterablePackedDataset(rows, **given),
-        lambda: PackedDataset(rows, **given),
-    ]
-    if "truncate_eos" not in settings:
-        doors.append(lambda: method_loader(rows, method="exact_fit", batch_size=1, **given))
-    for door in doors:
-        with pytest.raises(ValueError) as error:
-            door()
-        assert str(error.value).startswith(message)
+# Generators that return the same object for every row, each time with other content.
 
 
-# Memory that is used again: the next row, or sample, lies where the last one did.
-
-
-def one_dict() -> Iterator[dict[str, Any]]:
+def reuse_dict() -> Iterator[dict[str, Any]]:
     row: dict[str, Any] = {}
     for number in range(60):
         row["tokens"] = row["labels"] = [1 + number] * (1 + number % 5)
         yield row
 
 
-def one_list() -> Iterator[dict[str, Any]]:
+def reuse_list() -> Iterator[dict[str, Any]]:
     tokens: list[int] = []
     for number in range(60):
         tokens[:] = [1 + number] * (1 + number % 5)
         yield {"tokens": tokens, "labels": tokens}
 
 
-def one_array() -> Iterator[dict[str, Any]]:
+def reuse_array() -> Iterator[dict[str, Any]]:
     memory = np.zeros(5, np.int32)
     for number in range(60):
         view = memory[: 1 + number % 5]
@@ -262,12 +231,12 @@ def one_array() -> Iterator[dict[str, Any]]:
         yield {"input_ids": view}
 
 
-def one_tensor() -> Iterator[dict[str, Any]]:
-    for row in one_array():
+def reuse_tensor() -> Iterator[dict[str, Any]]:
+    for row in reuse_array():
         yield {"input_ids": torch.from_numpy(row["input_ids"])}
 
 
-def one_message() -> Iterator[dict[str, Any]]:
+def reuse_message() -> Iterator[dict[str, Any]]:
     message: dict[str, Any] = {}
     for number in range(60):
         message["ids"] = [1 + number] * (1 + number % 5)
@@ -275,17 +244,17 @@ def one_message() -> Iterator[dict[str, Any]]:
 
 
 REUSED: dict[str, Any] = {
-    rows.__name__: rows for rows in (one_dict, one_list, one_array, one_tensor, one_message)
+    rows.__name__: rows for rows in (reuse_dict, reuse_list, reuse_array, reuse_tensor, reuse_message)
 }
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("name", REUSED)
-def test_a_generator_may_use_its_memory_again(name: str, shuffle: bool) -> None:
-    """With ``shuffle`` a window of rows is held; a state looks at some rows at once."""
+def test_generators_may_overwrite_the_row_they_returned(name: str, shuffle: bool) -> None:
+    """With ``shuffle`` a window of rows is held in memory, and taking a state reads several rows at once."""
     make = REUSED[name]
     settings: Any = {"max_seq_len": 8, "shuffle": shuffle, "shuffle_window": 16}
-    if name == "one_message":
+    if name == "reuse_message":
         settings["encoder"] = lambda row: row["messages"][0]["ids"]
     fresh = [copy.deepcopy(row) for row in make()]
     expected = list(IterablePackedDataset(lambda: iter(fresh), **settings))

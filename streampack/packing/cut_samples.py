@@ -1,0 +1,64 @@
+"""Samples that are cut: their new last token, and how many of their tokens are trained."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from streampack.accounting import trained_tokens
+from streampack.packing.settings import Packing
+from streampack.types import IGNORE_INDEX, INT64, Sample
+
+
+def with_eos(sample: Sample, eos: int) -> Sample:
+    """Copy a truncated sample, with ``eos`` for its last token, and for its last label if that was trained."""
+    tokens, labels = (array.astype(array.dtype if eos < 2**31 else INT64) for array in sample)
+    tokens[-1] = eos
+    if labels[-1] != IGNORE_INDEX:
+        labels[-1] = eos
+    return Sample(tokens, labels)
+
+
+def trained_if_split(
+    sample: Sample, start: int, stop: int, *, packing: Packing, isolated: bool = True
+) -> int | None:
+    """Count the trained tokens in all fragments of a sample, ``[start, stop)`` being one; None if it is not split.
+
+    It is the value of `Fragment.trained`. If samples are ``isolated``, the first label of every fragment is not
+    trained. If they are not, it is trained except where the fragment begins a pack.
+
+    >>> whole = Sample(np.arange(10), np.arange(10))
+    >>> trained_if_split(whole, 4, 8, packing=Packing(4, overlong="split"))
+    7
+    >>> trained_if_split(whole, 3, 7, packing=Packing(4, split_across_pack=True), isolated=False)
+    8
+    """
+    if start == 0 and stop == sample.tokens.size:
+        return None
+    bounds = packing.pieces_of(sample.tokens.size)
+    kept_start, kept_stop = bounds[0][0], bounds[-1][1]  # what overlong="truncate" leaves of the sample
+    cuts = packing.cuts(kept_stop - kept_start, start - kept_start, stop - kept_start)
+    if not cuts:
+        return None
+    kept = sample.cut(kept_start, kept_stop)
+    if isolated:
+        return trained_tokens(kept, cuts)
+    # After each cut a new pack begins. The sample's first fragment begins a pack, too, if it fills one.
+    pack_starts = [0, *cuts] if cuts[0] == packing.max_seq_len else cuts
+    not_trained = sum(1 for start in pack_starts if kept.labels[start] != IGNORE_INDEX)
+    return int(np.count_nonzero(kept.labels != IGNORE_INDEX)) - not_trained
+
+
+def untrained_error(length: int, packing: Packing) -> ValueError:
+    """Make the error for a sample of ``length`` tokens that trains nothing; the caller adds its place."""
+    kept = sum(stop - start for start, stop in packing.pieces_of(length))
+    way_out = "set untrained to 'drop' or 'keep'"
+    if kept == 1:
+        why = "one token is packed, and the first label of a sequence is never trained"
+    elif kept < length:
+        left = f"of the {kept} tokens that overlong={packing.overlong!r} leaves of its {length}"
+        why = f"{left}, none has a label to train"
+        way_out = f"raise max_seq_len, choose another overlong, or {way_out}"
+    else:
+        why = f"none of its {length} tokens has a label to train"
+        way_out = f"look at its labels, or {way_out}"
+    return ValueError(f"trains nothing: {why}; {way_out}")
