@@ -193,7 +193,7 @@ def epoch_not_in_key() -> None:
 @bug
 def merged_in_arrival_order() -> None:
     """Packs are merged in the order of the workers, not of the lanes."""
-    _set(merge, "_turn", lambda event: (0, 0))
+    _set(merge, "_order_of", lambda event: (0, 0))
 
 
 @bug
@@ -201,8 +201,8 @@ def lane_end_recorded_too_early() -> None:
     """A state says that a lane has ended before its last packs are returned."""
     good = iteration.Iteration._make
 
-    def make(self: Any) -> Any:
-        rank_batch = good(self)
+    def make(self: Any, number: int) -> Any:
+        rank_batch = good(self, number)
         for event in (*rank_batch.events, *(head for *_, head in self.rank_batches.heads)):
             if event.pack is None:
                 self.progress.handed.lane_states[event.lane] = event.state
@@ -216,8 +216,8 @@ def state_ahead_of_packs() -> None:
     """A state counts packs that were made and not returned yet."""
     good = iteration.Iteration._make
 
-    def make(self: Any) -> Any:
-        rank_batch = good(self)
+    def make(self: Any, number: int) -> Any:
+        rank_batch = good(self, number)
         self.progress.handed.lane_states.update({event.lane: event.state for event in rank_batch.events})
         return rank_batch
 

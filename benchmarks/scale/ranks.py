@@ -125,7 +125,7 @@ def measure_agreement() -> dict[str, float]:
     batches = iter(loader)
     for _ in range(40):
         next(batches)
-    ahead = batches.made - batches.batches
+    ahead = batches.agreed_batches.made - batches.batches
     return {
         "sockets": sockets,
         "received": agreed / ROUNDS,

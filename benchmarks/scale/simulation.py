@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streampack.distributed.rank_sync import verdict
-from streampack.loader.iteration import ROUND
+from streampack.loader.agreed_batches import ROUND
 from streampack.packing.planner import Planner, Span
 from streampack.packing.settings import Packing
 from streampack.sources.files import divide

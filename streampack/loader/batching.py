@@ -39,14 +39,17 @@ class Batching:
         return -(-self.packs_per_rank // self.batches_per_step)
 
     def room(self, number: int, *, slot: int, rank: int) -> int:
-        """Return how many packs of a rank batch ``number`` has room for, in an epoch whose first step is at ``slot``.
+        """Return how many packs of a rank fit into the epoch's batch ``number``, counted from its step at ``slot``.
 
-        Those of the step's slots that are the rank's, less those in its earlier batches.
+        The packs of an epoch are numbered by slots, one pack of each lane in turn, and those of a rank are ``rank``
+        modulo ``world_size``. A step takes ``packs_per_step`` slots. What of them is the rank's goes to its batches of
+        the step, the first ones first.
         """
-        step, batch = divmod(number, self.batches_per_step)
+        step, batch_of_step = divmod(number, self.batches_per_step)
         begin = slot + step * self.packs_per_step
-        ours = (rank - begin) // self.world_size - (rank - begin - self.packs_per_step) // self.world_size
-        return max(0, min(self.packs_per_batch, ours - batch * self.packs_per_batch))
+        end = begin + self.packs_per_step
+        own_slots = (rank - begin) // self.world_size - (rank - end) // self.world_size
+        return max(0, min(self.packs_per_batch, own_slots - batch_of_step * self.packs_per_batch))
 
     def warn(self, *, num_lanes: int, num_workers: int, rank: int) -> None:
         """Warn about workers without lanes, ranks without lanes or with fewer of them, and steps with null packs."""

@@ -127,7 +127,7 @@ class PackedDataLoader:
             self._batching, self.num_workers, self.prefetch_factor, self.max_worker_restarts, self.pin_memory
         )
         try:
-            batches = Iteration(dataset, self.rank_sync, options, begin=begin, start=start)
+            batches = Iteration(dataset, self.rank_sync, options, loaded=begin, start=start)
         except Exception:
             self._progress.midway = False
             raise

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from streampack.accounting import Ledger
 from streampack.distributed.corpus import gather_division
 from streampack.distributed.one_run import require_one_run
-from streampack.distributed.rank_sync import Agreement, RankSync
+from streampack.distributed.rank_sync import RankSync
 from streampack.fingerprint import digest
+from streampack.loader.agreed_batches import AgreedBatches
 from streampack.loader.batching import Batching
 from streampack.loader.merge import RankBatch, RankBatches
 from streampack.packing.batch import Batch, null_pack, stack_packs
@@ -23,36 +23,33 @@ from streampack.streaming.loaded_state import LoadedState
 from streampack.streaming.round_robin import total_ledger
 from streampack.types import Pack
 
-ROUND = 8
-"""Batches in one agreement of the ranks. It is under way while the batches of the round before are handed out."""
-
 
 class HandedOut(NamedTuple):
-    """How far one iteration is: up to its last batch that the trainer was given."""
+    """How far one iteration is: up to the last batch that the trainer was given."""
 
-    lane_states: dict[int, LaneState]  # never changed: a batch makes a new one
-    slot: int = 0  # of the epoch, after the steps handed out
+    lane_states: dict[int, LaneState]  # after that batch; a new dict for each batch, never changed
+    slot: int = 0  # where the next step begins: packs of this epoch in all steps so far, over all ranks
     epoch: int = 0
-    first_slot: int = 0  # at which this iteration began to make steps of that epoch
-    batches: int = 0  # of that epoch, in this iteration
+    first_slot: int = 0  # where this iteration's first step of this epoch began; 0 unless it resumed
+    batches: int = 0  # of this epoch, handed out by this iteration
 
 
 class Progress:
-    """How far an iteration is, for itself and its loader. ``handed`` is replaced as a whole, as a batch is returned.
+    """How far an iteration is, for itself and its loader. ``handed`` is replaced as a whole when a batch is returned.
 
-    ``midway`` is set during a ``next()``. If the next one finds it set, an exception has interrupted the last, and only
-    ``handed`` can be relied on.
+    ``midway`` is set while a ``next()`` runs. If the next call finds it set, an exception has interrupted the last one,
+    and only ``handed`` can be relied on.
     """
 
     def __init__(self, handed: HandedOut) -> None:
         self.handed = handed
         self.midway = False
 
-    def require_whole(self, rank_sync: RankSync, what: str) -> None:
+    def require_whole(self, rank_sync: RankSync, action: str) -> None:
         """Raise if an interrupted ``next()`` may have left this rank and the others at different collectives."""
         if self.midway and not rank_sync.alone:
             raise RuntimeError(
-                f"the loader of rank {rank_sync.rank} cannot be {what}: an exception cut its last next() or "
+                f"the loader of rank {rank_sync.rank} cannot be {action}: an exception cut its last next() or "
                 "iter() short, and the ranks may wait for different things; end this process, which the other ranks "
                 "will notice, and resume from the last checkpoint"
             )
@@ -70,16 +67,20 @@ class Options:
 
 
 class Iteration:
-    """Iterator over batches: makes this rank's part of each, and agrees with the other ranks which batches exist.
+    """Iterator over one rank's batches, from the packs that its workers, or this process, make.
 
-    A single rank agrees with nobody, and makes each batch when it is asked for.
+    A single rank makes each batch when it is asked for. Several ranks agree ahead of time which batches exist
+    (`AgreedBatches`).
+
+    Constructing it is a collective. It settles the dataset's number of lanes.
 
     Args:
         dataset: what is iterated.
         rank_sync: the ranks.
         options: the loader's.
-        begin: the state that the iteration starts from.
-        start: how far the loader is, in all lanes.
+        loaded: the state that the iteration resumes from, or the beginning of an epoch; its ``phase`` is kept up to
+            date.
+        start: how far the loader is, in the lanes of all ranks.
     """
 
     def __init__(
@@ -88,28 +89,30 @@ class Iteration:
         rank_sync: RankSync,
         options: Options,
         *,
-        begin: LoadedState,
+        loaded: LoadedState,
         start: HandedOut,
     ) -> None:
         self.dataset, self.rank_sync, self.options = dataset, rank_sync, options
-        self.batching, self.begin = options.batching, begin
+        self.batching, self.loaded = options.batching, loaded
         if not rank_sync.grouped:
             require_group_of_now(alone=rank_sync.alone)
         require_one_run(dataset, rank_sync, doing="iterate", settings=lambda: self._settings(start))
         rank, size = rank_sync.data_rank, rank_sync.data_world_size
-        dataset.num_lanes = num_lanes = dataset._lanes_for(size * max(1, options.num_workers))
+        num_lanes = dataset._lanes_for(size * max(1, options.num_workers))
+        dataset.num_lanes = num_lanes
         self.workers = min(options.num_workers, -(-num_lanes // size))
         self.batching.warn(num_lanes=num_lanes, num_workers=options.num_workers, rank=rank_sync.rank)
         gather_division(dataset.lane_config.source, num_lanes, rank_sync)
+        # Of the ranks that are given the same batches, one lists the bad records.
         self.read = dataset if rank_sync.reads_first() else dataset._unlisted()
-        # All ranks begin in the same epoch, also one whose lanes have made no pack in it yet.
         self.last_epoch = dataset._last_epoch
         epoch = 0
         if self.last_epoch is not None:
+            # The same on all ranks: also on one whose lanes have made no pack of this epoch yet.
             epochs = (state.epoch for state in start.lane_states.values())
             epoch = max(epochs, default=dataset.epoch)
         own = {lane: state for lane, state in start.lane_states.items() if lane % size == rank}
-        # A Progress of its own: the loader's may belong to a newer iteration.
+        # The loader's Progress cannot be shared: it may belong to a newer iteration by the time this one is used.
         self.progress = Progress(HandedOut(own, start.slot, epoch, start.slot))
         self._restart()
 
@@ -149,28 +152,20 @@ class Iteration:
             prefetch=self.options.prefetch,
             max_restarts=self.options.max_restarts,
         )
-        self.booked: dict[int, LaneState] = {}  # lane states that the next batch brings
-        self.made = self.batches  # rank batches of this epoch
-        self.open_round: list[RankBatch] = []  # not agreed on yet
-        self.agreeing: deque[tuple[list[RankBatch], Agreement]] = deque()  # rounds that are being agreed on
-        self.rounds = 0  # sent to the other ranks
-        self.agreed: deque[RankBatch] = deque()  # to be handed out
-        self.left_over: list[RankBatch] | None = (
-            None  # of a round that the epoch's end, or an error, cut short
-        )
-        self.failing = False  # an error on some rank comes next
-        self.error: Exception | None = None  # this rank's
+        self.agreed_batches = AgreedBatches(self.rank_sync)
+        self.agreed_batches.start_epoch(made=self.batches)
+        self.new_states: dict[int, LaneState] = {}  # lane states that the batch in the making brings
         self.over = False
 
     def __iter__(self) -> Iteration:
         return self
 
     def __next__(self) -> Batch:
-        """Return the next batch.
+        """Collective: return the next batch.
 
         Raises:
             Exception: whatever failed. Nothing is consumed: the next call of a single rank starts again after the last
-                batch handed out, and makes anew what it had made beyond it.
+                batch handed out, and makes what it had made beyond that anew.
             RuntimeError: if the previous call was interrupted and there are several ranks.
         """
         progress = self.progress
@@ -179,17 +174,17 @@ class Iteration:
             self.rank_batches.close()
             self._restart()
         progress.midway = True
-        self.booked = {}
+        self.new_states = {}
         batch = self._next()
         slot = self.first_slot + self.batches // self.batching.batches_per_step * self.batching.packs_per_step
         lane_states = progress.handed.lane_states.copy()
-        lane_states.update(self.booked)
+        lane_states.update(self.new_states)
         handed = HandedOut(lane_states, slot, self.epoch, self.first_slot, self.batches)
-        # CPython checks for signals at calls and loops. There are none below, so no Ctrl-C can come between booking a
-        # batch and returning it.
+        # CPython checks for signals at calls and loops. There are none below, so no Ctrl-C can come between recording
+        # a batch and returning it.
         progress.handed = handed
         progress.midway = False
-        self.begin.phase = ENDED if batch is None else BEGUN
+        self.loaded.phase = ENDED if batch is None else BEGUN
         if batch is None:
             raise StopIteration
         return batch
@@ -197,8 +192,8 @@ class Iteration:
     def _next(self) -> Batch | None:
         """Make the next batch; None at the end."""
         while not self.over:
-            rank_batch = self._take_alone() if self.rank_sync.alone else self._take()
-            # A step that has begun is filled up with null batches.
+            rank_batch = self._take_alone() if self.rank_sync.alone else self._take_agreed()
+            # Null batches complete a step that has begun.
             if rank_batch is not None or self.batches % self.batching.batches_per_step:
                 batch = self._collate(rank_batch.packs if rank_batch else [])
                 self._book([rank_batch] if rank_batch else [])
@@ -210,104 +205,54 @@ class Iteration:
                 self.over = True
             else:
                 self.epoch = self.rank_batches.epoch = self.epoch + 1
-                self.made = self.batches = self.first_slot = 0
-                self.left_over = None
+                self.batches = self.first_slot = 0
+                self.agreed_batches.start_epoch()
         return None
 
-    def _make(self) -> RankBatch:
-        """Make this rank's part of one more batch."""
+    def _make(self, number: int) -> RankBatch:
+        """Make this rank's part of batch ``number`` of the epoch."""
         return self.rank_batches.make(
-            self.batching.room(self.made, slot=self.first_slot, rank=self.rank_sync.data_rank)
+            self.batching.room(number, slot=self.first_slot, rank=self.rank_sync.data_rank)
         )
 
     def _take_alone(self) -> RankBatch | None:
         """Return a single rank's next batch; None at the epoch's end."""
-        rank_batch = self._make()
-        self.made += 1
+        rank_batch = self._make(self.batches)
         if rank_batch.exists:
             return rank_batch
         self._book([rank_batch])
         return None
 
-    # Several ranks.
-
-    def _take(self) -> RankBatch | None:
-        """Return this rank's part of the next batch; None when no rank has anything left in this epoch."""
-        if self.rounds and self.left_over is None:
-            for _ in range(2):  # replace the batch handed out, and one more until two rounds are ready
-                if self.made - self.batches < 2 * ROUND:
-                    self._prepare()
-        while not self.agreed:
-            if self.failing:
-                self._fail()
-            if self.left_over is not None:
-                self._settle(self.left_over)
-                return None
-            while not self.agreeing:
-                self._prepare()
-            rank_batches, agreement = self.agreeing.popleft()
-            try:
-                count, self.failing = agreement.wait()
-            except Exception:  # a rank is gone: no more batches, so no more packs
-                self.rank_batches.close()
-                raise
-            self.agreed.extend(rank_batches[:count])
-            if count < len(rank_batches):
-                self.left_over = rank_batches[count:]
-        return self.agreed.popleft()
-
-    def _prepare(self) -> None:
-        """Collective, after every round: make one more rank batch, and start the agreement on a complete round."""
-        rank_batch = RankBatch(failed=True)
-        if self.error is None:
-            try:
-                rank_batch = self._make()
-            except Exception as error:
-                self.error = error
-        self.open_round.append(rank_batch)
-        self.made += 1  # after an error, too: all ranks count alike
-        # The first rounds are short, so that the first batch comes at once.
-        if len(self.open_round) == min(2**self.rounds, ROUND):
-            count = next((i for i, one in enumerate(self.open_round) if not one.exists), len(self.open_round))
-            failed = count < len(self.open_round) and self.open_round[count].failed
-            self.agreeing.append((self.open_round, self.rank_sync.agree(count, failed=failed)))
-            self.open_round = []
-            self.rounds += 1
-
-    def _settle(self, rank_batches: list[RankBatch]) -> None:
-        """Book what was made beyond the epoch's last batch, ends of lanes at most; wait for all agreements."""
-        for later, agreement in self.agreeing:
-            agreement.wait()
-            rank_batches = rank_batches + later
-        self._book(rank_batches + self.open_round)
-        self.agreeing.clear()
-        self.open_round = []
-
-    def _fail(self) -> None:
-        """Collective: raise a rank's error on all ranks, for good."""
-        self.rank_batches.close()
+    def _take_agreed(self) -> RankBatch | None:
+        """Collective: return this rank's part of the next batch; None at the epoch's end on all ranks."""
         try:
-            self.rank_sync.raise_on_all(self.error, doing="making packs")
+            rank_batch = self.agreed_batches.take(self._make, self.batches)
         except Exception:
-            self.progress.midway = False  # all ranks are here
+            self.rank_batches.close()
+            if self.agreed_batches.failing:  # all ranks raise here, so none waits for another
+                self.progress.midway = False
             raise
+        if rank_batch is None:
+            self._book(self.agreed_batches.finish_epoch())
+        return rank_batch
 
     def _require_packs(self) -> None:
         """Collective, after an epoch without a batch: raise on all ranks if the run has no pack."""
-        lane_states = {**self.progress.handed.lane_states, **self.booked}
+        lane_states = {**self.progress.handed.lane_states, **self.new_states}
         ledgers = self.rank_sync.gather((self.rank_sync.data_rank, total_ledger(lane_states)))
         whole = Ledger.total(dict(ledgers).values())
         if not whole.packs:
             raise nothing_to_pack(whole)
 
     def _book(self, rank_batches: list[RankBatch]) -> None:
-        """Put the lane states after these rank batches into the state of the next batch."""
+        """Let the next batch bring the lane states after these rank batches."""
         for rank_batch in rank_batches:
             for event in rank_batch.events:
-                self.booked[event.lane] = event.state
+                self.new_states[event.lane] = event.state
                 self.dataset._untrained.look_at(event.state.ledger)
 
     def _collate(self, packs: list[Pack]) -> Batch:
+        """Stack packs to a batch, filled up with null packs."""
         config = self.dataset.lane_config
         if missing := self.batching.packs_per_batch - len(packs):
             packs = packs + [null_pack(config.packing.max_seq_len, padding_idx=config.padding_idx)] * missing

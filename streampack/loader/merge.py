@@ -13,16 +13,20 @@ from streampack.streaming.lane_state import LaneEvent, LaneState
 from streampack.streaming.round_robin import PackStream
 from streampack.types import Pack
 
-_Turn = tuple[int, int, int]  # epoch, number in the lane, lane: unique for each event
+Order = tuple[int, int, int]
+"""(epoch, number of the pack in its lane, lane) of an event: no two events have the same."""
 
 
 @dataclass
 class RankBatch:
     """One rank's part of one batch, on its way from the workers to the trainer."""
 
-    events: list[LaneEvent] = field(default_factory=list)  # packs, and ends of lanes before or among them
-    more: bool = False  # no room for a pack here, but there is one for a later batch of this epoch
+    events: list[LaneEvent] = field(default_factory=list)
+    """Packs, and ends of lanes before or among them."""
+    more: bool = False
+    """This batch has no room for a pack of this rank, and the rank has packs for later batches of the epoch."""
     failed: bool = False
+    """This rank failed when it made the batch."""
 
     @property
     def packs(self) -> list[Pack]:
@@ -36,16 +40,20 @@ class RankBatch:
 
 
 class RankBatches:
-    """Merge the events of this rank's worker processes by (epoch, number in the lane, lane).
+    """Merge the packs of this rank's worker processes into the order of a single process.
+
+    That order is (epoch, number of the pack in its lane, lane). It does not depend on which worker was quicker.
 
     Args:
-        dataset: what workers iterate.
-        lane_states: of all lanes, where to begin.
-        epoch: where to begin, for lanes without a state too; ``None`` if epochs roll on.
-        rank: of ``world_size``, whose lanes these are.
-        workers: processes; 0 does their work in this one.
-        prefetch: packs that each makes ahead.
-        max_restarts: deaths of each to survive.
+        dataset: what the workers iterate.
+        lane_states: where each lane resumes; a lane without a state begins.
+        epoch: the epoch to begin with, also for lanes without a state; None if epochs follow one another without an
+            end (``epochs=None``).
+        rank: this rank reads the lanes whose number is ``rank`` modulo ``world_size``.
+        world_size: see ``rank``.
+        workers: the number of processes; with 0, this process does their work.
+        prefetch: packs that each worker makes ahead.
+        max_restarts: how many deaths of each worker to survive.
     """
 
     def __init__(
@@ -77,21 +85,23 @@ class RankBatches:
                     )
                 )
             else:
-                begin = partial(dataset.stream, consumer, consumers, lane_states=own, first_epoch=epoch)
-                self.streams.append(_InProcess(begin))
+                open_stream = partial(dataset.stream, consumer, consumers, lane_states=own, first_epoch=epoch)
+                self.streams.append(_InProcess(open_stream))
         self.epoch = epoch or 0
-        self.unasked = [*reversed(range(len(self.streams)))]  # streams whose next event is not known
-        self.heads: list[tuple[_Turn, int, LaneEvent]] = []  # the others' next events, a heap
-        self.open = RankBatch()  # in the making; an error leaves it as it is
+        # The next event of each stream is in `heads`, a heap, or the stream's number is in `unasked`.
+        self.heads: list[tuple[Order, int, LaneEvent]] = []
+        self.unasked = [*reversed(range(len(self.streams)))]
+        # The batch in the making. It is kept when an error interrupts `make`, so that no event is lost.
+        self.unfinished = RankBatch()
 
     def make(self, room: int) -> RankBatch:
         """Make this rank's part of one more batch: at most ``room`` packs, fewer at the epoch's end.
 
         Raises:
-            Exception: whatever failed where packs are made. After an error of a stream or a worker the next call goes
-                on from there; after any other, such as an interrupt, start anew.
+            Exception: whatever failed where packs are made. After an error of a stream or a worker the next call
+                continues the same batch; after any other, such as an interrupt, make a new `RankBatches`.
         """
-        rank_batch = self.open
+        rank_batch = self.unfinished
         left = room - len(rank_batch.packs)
         while not room or left:
             event = self._first()
@@ -103,7 +113,7 @@ class RankBatches:
             rank_batch.events.append(event)
             left -= event.pack is not None
             self.unasked.append(heapq.heappop(self.heads)[1])
-        self.open = RankBatch()
+        self.unfinished = RankBatch()
         return rank_batch
 
     def _first(self) -> LaneEvent | None:
@@ -111,8 +121,8 @@ class RankBatches:
         while self.unasked:
             i = self.unasked[-1]
             if (event := next(self.streams[i], None)) is not None:
-                heapq.heappush(self.heads, (_turn(event), i, event))
-            self.unasked.pop()  # not before: after an error the stream is asked again
+                heapq.heappush(self.heads, (_order_of(event), i, event))
+            self.unasked.pop()  # only now, so that after an error the same stream is asked again
         if self.heads and (first := self.heads[0][2]).epoch == self.epoch:
             return first
         return None
@@ -120,14 +130,14 @@ class RankBatches:
     def close(self) -> None:
         """End the workers."""
         for stream in self.streams:
-            stream.close()  # even if the traceback of an error still holds it
+            stream.close()  # explicitly, because the traceback of an error may keep the stream alive
 
 
 class _InProcess:
-    """The events of this process in place of a `Worker`; it begins, and fails, at the first event."""
+    """Make events in this process, with the interface of a `Worker`. The stream is opened for the first event."""
 
-    def __init__(self, begin: Callable[[], PackStream]) -> None:
-        self.begin = begin
+    def __init__(self, open_stream: Callable[[], PackStream]) -> None:
+        self.open_stream = open_stream
         self.stream: PackStream | None = None
 
     def __iter__(self) -> _InProcess:
@@ -135,14 +145,14 @@ class _InProcess:
 
     def __next__(self) -> LaneEvent:
         if self.stream is None:
-            self.stream = self.begin()
+            self.stream = self.open_stream()
         return self.stream.next_event()
 
     def close(self) -> None:
-        """Let go of the lanes and their files."""
+        """Drop the lanes, which closes their files."""
         self.stream = None
 
 
-def _turn(event: LaneEvent) -> _Turn:
-    # A lane's end comes after all its packs, and may come as soon as it is known.
+def _order_of(event: LaneEvent) -> Order:
+    # The end of a lane follows all its packs, so it needs no place behind the packs of other lanes: it comes first.
     return (event.epoch, -1 if event.pack is None else event.pack.number, event.lane)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from streampack import IterablePackedDataset, IterableSource, MapSource, PackedDataLoader
 from streampack.distributed.rank_sync import RankSync
-from streampack.loader.iteration import ROUND
+from streampack.loader.agreed_batches import ROUND
 from streampack.streaming.lane_state import LaneState
 from tests.support.corpus import Numbers, rows
 from tests.support.strategies import WAYS, settings_of

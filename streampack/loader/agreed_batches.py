@@ -1,0 +1,109 @@
+"""`AgreedBatches`: the batches that exist on several ranks, which agree about them in rounds."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from streampack.distributed.rank_sync import Agreement, RankSync
+from streampack.loader.merge import RankBatch
+
+ROUND = 8
+"""Batches in one agreement of the ranks. It is under way while the batches of the round before are handed out."""
+
+
+Make = Callable[[int], RankBatch]
+
+
+class AgreedBatches:
+    """One rank's parts of the batches that all ranks make, in order, as far as the ranks agree that they exist.
+
+    Ranks have different numbers of packs, and must make the same number of batches. So each rank makes its parts of
+    the next batches ahead of time, tells the others how many it could make, and the longest rank decides:
+
+        make() -> open_round -> agreeing -> agreed -> take()
+
+    A part is put into ``open_round``. When that has `ROUND` parts, the ranks begin to agree on it (``agreeing``). What
+    they agree to exist moves to ``agreed``, and `take` returns it. If fewer batches exist than a round has parts, the
+    epoch ends, or a rank failed; the rest of the round is ``left_over``.
+
+    """
+
+    def __init__(self, rank_sync: RankSync) -> None:
+        self.rank_sync = rank_sync
+        self.made = 0  # parts made in this epoch
+        self.rounds = 0  # agreements begun, in all epochs
+        self.open_round: list[RankBatch] = []
+        self.agreeing: deque[tuple[list[RankBatch], Agreement]] = deque()
+        self.agreed: deque[RankBatch] = deque()
+        self.left_over: list[RankBatch] | None = None  # None: the epoch goes on
+        self.error: Exception | None = None  # this rank's, from making a part
+        self.failing = False  # the ranks have agreed that one of them failed
+
+    def start_epoch(self, made: int = 0) -> None:
+        """Begin to count an epoch's batches, of which ``made`` were handed out before."""
+        self.made = made
+        self.left_over = None
+
+    def take(self, make: Make, handed_out: int) -> RankBatch | None:
+        """Collective: return this rank's part of the next batch; None when no rank has a pack left in this epoch.
+
+        Args:
+            make: makes this rank's part of the batch with the number given. It is passed here and not kept, because a
+                cycle of references would keep the workers of an iteration that nobody uses any more alive.
+            handed_out: batches of this epoch that the trainer was given.
+
+        Raises:
+            Exception: on all ranks, if one failed while it made its part.
+        """
+        if self.rounds and self.left_over is None:
+            # Two rounds are kept ready. One part replaces the batch handed out last; while there are fewer, make two.
+            for _ in range(2):
+                if self.made - handed_out < 2 * ROUND:
+                    self._make_one(make)
+        while not self.agreed:
+            if self.failing:
+                self.rank_sync.raise_on_all(self.error, doing="making packs")
+            if self.left_over is not None:
+                return None
+            while not self.agreeing:
+                self._make_one(make)
+            parts, agreement = self.agreeing.popleft()
+            count, self.failing = agreement.wait()
+            self.agreed.extend(parts[:count])
+            if count < len(parts):
+                self.left_over = parts[count:]
+        return self.agreed.popleft()
+
+    def finish_epoch(self) -> list[RankBatch]:
+        """Collective: wait for all agreements; return the parts made beyond the last batch, which hold no packs.
+
+        They hold the ends of lanes, whose states count what was dropped since the last pack.
+        """
+        parts = self.left_over or []
+        for later, agreement in self.agreeing:
+            agreement.wait()
+            parts = parts + later
+        parts = parts + self.open_round
+        self.agreeing.clear()
+        self.open_round = []
+        return parts
+
+    def _make_one(self, make: Make) -> None:
+        """Collective when it completes a round: make one more part, and begin to agree on a complete round."""
+        part = RankBatch(failed=True)
+        if self.error is None:
+            try:
+                part = make(self.made)
+            except Exception as error:  # raised on all ranks, once they have agreed on the batches before it
+                self.error = error
+        self.open_round.append(part)
+        self.made += 1  # after an error, too: all ranks must begin the same agreements
+        # The first rounds are short (1, 2, 4, ... parts), so that the first batch comes at once.
+        if len(self.open_round) == min(2**self.rounds, ROUND):
+            exist = [part.exists for part in self.open_round]
+            count = exist.index(False) if False in exist else len(exist)
+            failed = count < len(exist) and self.open_round[count].failed
+            self.agreeing.append((self.open_round, self.rank_sync.agree(count, failed=failed)))
+            self.open_round = []
+            self.rounds += 1
