@@ -161,10 +161,10 @@ def drop_counted_twice() -> None:
     """A resume counts samples dropped before the state a second time."""
     good = PieceReader._pieces
 
-    def pieces(self: PieceReader, row: Any, *, replay: bool) -> Any:
+    def pieces(self: PieceReader, row: Any, *, again: bool) -> Any:
         before = self.next_number
-        found = good(self, row, replay=False)
-        if replay:  # counting also numbers a dropped row; undo that, or the resume itself would fail
+        found = good(self, row, again=False)
+        if again:  # counting also numbers a dropped row; undo that, or the resume itself would fail
             self.next_number = before
         return found
 

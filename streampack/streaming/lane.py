@@ -12,13 +12,17 @@ from streampack.types import Fragment, Pack
 
 
 class Lane:
-    """The packs of one lane, from its beginning or from a state.
+    """Make the packs of one lane, from its beginning or from a state.
 
-    They are a function of (config, seed, lane, state) alone. All state is in attributes, and an error (a broken row,
-    a failing disk) consumes nothing: the next call tries the same row again.
+    The packs are a function of (config, seed, lane, state). An error (a broken row, a failing disk) consumes nothing:
+    the next call tries the same row again.
 
-    `next_pack` returns None when the epoch's rows and the buffer are used up; `start_epoch` then begins
-    the next one. With ``endless`` it returns None only if no row makes a piece.
+    The lane asks its planner for the next pack, and the planner pulls pieces from the piece reader as it needs them:
+
+        Lane.next_pack -> Planner.next_pack -> PieceReader.next -> Source reader, encoder
+
+    `next_pack` returns None when the epoch's rows and the buffer are used up; `start_epoch` then begins the next one.
+    With ``endless``, epochs follow one another by themselves, and it returns None only if no row makes a piece.
     """
 
     def __init__(
@@ -26,39 +30,41 @@ class Lane:
     ) -> None:
         self.config = config
         self.lane = lane
-        self.pieces = PieceReader(config, lane=lane, num_lanes=num_lanes)
-        self.planner: Planner[Piece] = Planner(config.packing, self.pieces.next)
-        self.done = False  # this epoch is used up
-        self.packs = 0  # in this epoch (endless: since the beginning)
+        self.piece_reader = PieceReader(config, lane=lane, num_lanes=num_lanes)
+        self.planner: Planner[Piece] = Planner(config.packing, self.piece_reader.next)
+        self.done = False  # whether this epoch is used up
+        self.packs = 0  # made in this epoch; with ``endless``, since the beginning
         if state is None:
-            self.pieces.open(0)
+            self.piece_reader.open(0)
         else:
             self._restore(state)
 
     @property
     def epoch(self) -> int:
         """The epoch that is read, from 0."""
-        return self.pieces.epoch
+        return self.piece_reader.epoch
 
     @property
     def ledger(self) -> Ledger:
         """Counts of the tokens read, packed and dropped."""
-        return self.pieces.ledger
+        return self.piece_reader.ledger
 
     @property
     def source_stats(self) -> list[SourceStats]:
         """Counts of each source of a mixture; empty without a mixture."""
-        return self.pieces.source_stats
+        return self.piece_reader.source_stats
 
     def start_epoch(self, epoch: int) -> None:
         """Begin an epoch. The one before must be used up."""
-        if self.planner.buffered or (self.pieces.rows_in_epoch and not self.done):
+        if self.planner.buffered or (self.piece_reader.epoch_has_rows and not self.done):
             raise ValueError(
                 f"lane {self.lane} cannot begin epoch {epoch}: it is in the middle of epoch {self.epoch}, and "
                 f"{self.planner.buffered} tokens of it wait to be packed; the state does not fit together, or is of a "
                 "run without an end (epochs=None)"
             )
-        self.pieces.open(epoch)  # first: if this fails, it is the old epoch that is used up
+        self.piece_reader.open(
+            epoch
+        )  # before the lines below: if it fails, the lane still stands at the old epoch's end
         self.packs, self.done = 0, False
 
     def next_event(self) -> LaneEvent:
@@ -88,14 +94,15 @@ class Lane:
             sequence, length = piece.sample, stop - start
             if length < piece.length:
                 if piece.trained is None:
-                    # Any fragment determines all cuts, so the labels are counted once for each piece.
+                    # `label_weights` divides by the trained tokens of the whole sample, so that a split sample weighs
+                    # as much as another. All cuts of a piece follow from this one fragment, so they are counted once.
                     piece.trained = trained_tokens(sequence, packing.cuts(piece.length, start, stop))
                 sequence = sequence.cut(start, stop)
             sequences.append(sequence)
             seq_lens.append(length)
             fragments.append(Fragment(piece.row_id, piece.start + start, piece.start + stop, piece.trained))
             if mixed:
-                stats = self.pieces.stats(piece.row_id)
+                stats = self.piece_reader.stats(piece.row_id)
                 stats.packed += length
                 stats.trained += trained_tokens(sequence)
         tokens, labels = assemble(
@@ -118,7 +125,7 @@ class Lane:
 
     def state(self) -> LaneState:
         """Return a snapshot to resume from. Call it between packs only."""
-        planner, pieces = self.planner, self.pieces
+        planner, reader = self.planner, self.piece_reader
         assert not planner.placed, "a state is taken between packs"
         if self.ledger.buffered != planner.buffered:
             raise RuntimeError(
@@ -127,10 +134,11 @@ class Lane:
             )
         if planner.waiting:
             oldest = planner.waiting[0]
-            epoch, cursor, first = oldest.epoch, oldest.cursor, oldest.first
+            epoch, cursor, first = oldest.epoch, oldest.cursor, oldest.row_first
         else:
-            epoch, cursor, first = pieces.position()
-        consumed = (1 << pieces.next_number - first) - 1
+            epoch, cursor, first = reader.position()
+        # Bit i is set if piece first + i is packed or dropped: set all bits, and clear those of the waiting pieces.
+        consumed = (1 << reader.next_number - first) - 1
         for piece in planner.waiting:
             consumed ^= 1 << piece.number - first
         return LaneState(
@@ -140,16 +148,16 @@ class Lane:
             cursor=cursor,
             first=first,
             offset=planner.offset,
-            next_piece=pieces.next_number,
+            next_piece=reader.next_number,
             consumed=consumed,
             ledger=self.ledger.copy(),
             source_stats=tuple(stats.copy() for stats in self.source_stats),
         )
 
     def _restore(self, state: LaneState) -> None:
-        """Read again from the oldest waiting piece's row, and skip what is consumed."""
-        # Every piece after the last consumed one waits, and at most `buffer_size` can; without this check a damaged
-        # state could be read on without end.
+        """Read again from the row of the oldest waiting piece, and skip what is consumed."""
+        # All pieces after the last consumed one wait, and at most `buffer_size` can. Without this check, a damaged
+        # state could make the lane read the whole corpus.
         waiting = state.next_piece - state.first - state.consumed.bit_length()
         if waiting > (limit := self.config.packing.buffer_size):
             raise ValueError(
@@ -157,9 +165,10 @@ class Lane:
                 f"buffer_size={limit} allows {limit}; it is damaged, resume from another checkpoint"
             )
         self.packs = state.packs
-        # With epochs=None, a lane ends only if none of its rows makes a piece.
+        # A state that was saved at the end of the last epoch may be continued with epochs=None. There, a lane has an
+        # end only if none of its rows makes a piece.
         self.done = state.done and not (self.config.endless and state.ledger.packed)
-        self.planner.restore(self.pieces.replay(state), offset=state.offset)
+        self.planner.restore(self.piece_reader.replay(state), offset=state.offset)
         if self.planner.buffered != self.ledger.buffered:
             raise ValueError(
                 f"lane {self.lane}: {self.planner.buffered} tokens wait after reading again, the state says "

@@ -15,11 +15,11 @@ DAMAGED = "; the state of this lane is damaged, resume from another checkpoint"
 
 @dataclass(slots=True)
 class LaneState:
-    """State of a lane between two packs; no tokens, only where to read them again.
+    """State of a lane between two packs. It holds no tokens, only where to read them again.
 
-    A resume opens the source at ``cursor`` of ``epoch``, the row of the oldest waiting piece, numbers
-    pieces from ``first`` on, skips those whose bit in ``consumed`` is set, and is where it was when it reaches
-    ``next_piece``.
+    A resume opens the source at ``cursor`` of ``epoch``, which is the row of the oldest waiting piece. It numbers the
+    pieces that it reads from ``first`` on, and skips those whose bit in ``consumed`` is set. When it reaches
+    ``next_piece``, the lane stands where it stood.
 
     >>> state = LaneState(
     ...     packs=3, done=False, epoch=0, cursor=(2, 512, 0), first=40, offset=0, next_piece=42, consumed=0b10,
@@ -29,16 +29,16 @@ class LaneState:
     True
     """
 
-    packs: int  # so far in this epoch
-    done: bool  # the epoch is used up
+    packs: int  # made in this epoch
+    done: bool  # whether the epoch is used up
     epoch: int
     cursor: Cursor
-    first: int  # number of the first piece of the row at cursor
-    offset: int  # tokens of the oldest waiting piece that are packed (split_across_pack only)
-    next_piece: int  # number of the next piece
-    consumed: int  # bit i: piece first + i is packed or dropped
-    ledger: Ledger  # counts up to here
-    source_stats: tuple[SourceStats, ...] = ()  # one for each source of a mixture
+    first: int  # the number of the first piece of the row at ``cursor``
+    offset: int  # how many tokens of the oldest waiting piece are packed; above 0 with split_across_pack only
+    next_piece: int  # the number that the next piece to be read will get
+    consumed: int  # bit i is set if piece ``first + i`` is packed or dropped
+    ledger: Ledger  # of all packs so far
+    source_stats: tuple[SourceStats, ...] = ()  # one entry for each source of a mixture
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, which ``torch.load(weights_only=True)`` takes; ``consumed`` in hexadecimal digits.
@@ -90,11 +90,11 @@ class LaneState:
 
 @dataclass(slots=True)
 class LaneEvent:
-    """One step of a lane: a pack, or the end of its epoch, and the state to resume from after it."""
+    """What a lane makes in one step: a pack or the end of its epoch, and the state to resume from after it."""
 
     lane: int
-    epoch: int  # 0 throughout when epochs roll into one another
-    pack: Pack | None  # None: the lane's epoch is used up
+    epoch: int  # always 0 if epochs follow one another without an end
+    pack: Pack | None  # None at the end of the lane's epoch
     state: LaneState
 
 

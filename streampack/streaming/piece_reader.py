@@ -16,29 +16,37 @@ from streampack.streaming.ledger_messages import FIRST_ROWS, warn_of_first_rows
 from streampack.types import Cursor, Row, RowId, Sample
 
 UNREADABLE: Mapping[str, Any] = MappingProxyType({})
-"""Marks a row whose data could not be read, so that it is skipped."""
+"""The data of a row that could not be read and is skipped; compared by identity."""
 
 
 @dataclass(slots=True)
 class Piece:
-    """A sample, or a part of one that was too long, that waits to be packed."""
+    """A sample, or a part of one that was too long, that waits to be packed.
 
-    sample: Sample
-    length: int  # tokens of sample
+    Pieces are numbered through their lane, from 0. ``cursor``, ``epoch`` and ``row_first`` say where the piece's row
+    can be read again, and which number its first piece had.
+    """
+
+    sample: Sample  # the piece's own tokens and labels
+    length: int  # in tokens
     row_id: RowId
-    start: int  # of the piece in its row's sample, in tokens
+    start: int  # the piece's first token, counted in the row's whole sample
     epoch: int
-    cursor: Cursor  # of its row
-    first: int  # number of its row's first piece
-    number: int  # of this piece, counted from the lane's beginning
+    cursor: Cursor
+    row_first: int
+    number: int
     trained: int | None  # see Fragment
 
 
 class PieceReader:
-    """The pieces of one lane, in order, epoch by epoch.
+    """Read the rows of one lane, encode them, cut them to pieces, and count them in the ledger.
 
-    Every piece has a number, and so has a row that makes none, so that a replay of the same rows numbers them alike.
-    An error (a broken row, a failing disk) consumes nothing: the next call tries the same row again.
+    Pieces are numbered, and a row that makes none takes one number, too. So reading the same rows again gives the same
+    numbers, by which a state says which pieces are consumed.
+
+    A row passes through three attributes: the source's ``reader`` yields it, ``row`` holds it until it is encoded, and
+    ``pending`` holds its pieces until they are asked for. An error (a broken row, a failing disk) leaves them as they
+    are, so the next call tries the same row again.
     """
 
     def __init__(self, config: LaneConfig, *, lane: int, num_lanes: int) -> None:
@@ -49,11 +57,12 @@ class PieceReader:
         self.source_stats = [SourceStats() for _ in config.source.names]
         self.epoch = 0
         self.next_number = 0
-        self.pending: list[Piece] = []  # pieces of the newest row that were not handed out yet
-        self.row: Row | None = None  # read and not yet encoded; stays when encoding fails
-        self.unreadable = ""  # why that row could not be read, if it could not
-        self.rows_in_epoch = self.pieces_in_epoch = 0
         self.reader: Reader
+        self.row: Row | None = None
+        self.unreadable = ""  # why ``row`` could not be read, if its data is UNREADABLE
+        self.pending: list[Piece] = []
+        self.epoch_has_rows = False
+        self.epoch_has_pieces = False
 
     def open(self, epoch: int, start: Cursor | None = None, *, replayed: int = 0) -> None:
         """Begin to read an epoch, at a cursor or at its beginning. If this fails, nothing has changed."""
@@ -65,12 +74,12 @@ class PieceReader:
             seed=config.seed,
             shuffle_window=config.shuffle_window,
             start=start,
-            stagger=config.packing.max_seq_len,  # lanes of a mixture begin at most so many tokens apart
+            stagger=config.packing.max_seq_len,
             replayed=replayed,
         )
         self.reader = config.source.read(reading)
         self.epoch = epoch
-        self.rows_in_epoch = self.pieces_in_epoch = 0
+        self.epoch_has_rows = self.epoch_has_pieces = False
 
     def next(self) -> Piece | None:
         """Return the next piece; None at the end of the epoch.
@@ -81,27 +90,29 @@ class PieceReader:
         while not self.pending:
             if (row := self._read()) is None:
                 return None
-            self.pending = self._pieces(row, replay=False)
+            self.pending = self._pieces(row, again=False)
             self.row = None
             if not self.pending:
-                self.next_number += 1  # a row without pieces has one number
+                self.next_number += 1
                 self._warn_if_all_dropped()
         piece = self.pending.pop(0)
         self.next_number = piece.number + 1
-        self.pieces_in_epoch += 1
+        self.epoch_has_pieces = True
         self.ledger.tokens_in += piece.length
         if self.source_stats:
             self.stats(piece.row_id).tokens_in += piece.length
         return piece
 
     def position(self) -> tuple[int, Cursor, int]:
-        """Return where to read again if nothing waits: epoch, cursor, and the number of the first piece there."""
+        """Return where reading goes on if no piece waits: epoch, cursor, and the number of the first piece there."""
         if self.pending:
-            return self.pending[0].epoch, self.pending[0].cursor, self.pending[0].first
+            return self.pending[0].epoch, self.pending[0].cursor, self.pending[0].row_first
         return self.epoch, self.row.cursor if self.row else self.reader.cursor, self.next_number
 
     def replay(self, state: LaneState) -> list[Piece]:
-        """Read again from a state's cursor up to where it was taken; return the pieces that waited then.
+        """Read again from a state's cursor to where the state was taken; return the pieces that waited then.
+
+        The ledger is the state's; what is read again is not counted again.
 
         Raises:
             ValueError: if there are fewer pieces than the state counts.
@@ -109,7 +120,8 @@ class PieceReader:
         self.ledger = state.ledger.copy()
         self.source_stats = [stats.copy() for stats in state.source_stats]
         self.open(state.epoch, state.cursor, replayed=state.next_piece - state.first)
-        self.rows_in_epoch = self.pieces_in_epoch = 1  # not 0: a partly read epoch must not look empty
+        # Rows and pieces of this epoch may lie before the cursor.
+        self.epoch_has_rows = self.epoch_has_pieces = True
         self.next_number = state.first
         waiting = []
         while self.next_number < state.next_piece:
@@ -119,29 +131,32 @@ class PieceReader:
                     f"lane {self.lane}: the state says {state.next_piece} pieces were read and the "
                     f"corpus ends after {self.next_number}; the data or the encoder changed"
                 )
+            # Bit 0 is that of the row's first piece.
             consumed = state.consumed >> (self.next_number - state.first)
-            # A mixture draws by what its rows train, so it encodes those that are consumed, too.
+            # Consumed rows need no encoding, unless they may make several pieces, or belong to a mixture: it chooses
+            # sources by the trained tokens of all its rows.
             skip = consumed & 1 and self.config.packing.keeps_one_piece_per_sample and not self.source_stats
-            pieces = [] if skip else self._pieces(row, replay=True)
+            pieces = [] if skip else self._pieces(row, again=True)
             self.row = None
-            self.pieces_in_epoch += 1  # a replay may span whole epochs, which must not look empty
+            self.epoch_has_pieces = True  # again, because `_read` may have opened the next epoch
             for piece in pieces:
-                if self.next_number == state.next_piece:
+                if self.next_number == state.next_piece:  # the state was taken between the pieces of this row
                     self.pending.append(piece)
                     continue
                 if not consumed & 1:
                     waiting.append(piece)
                 self.next_number += 1
                 consumed >>= 1
-            if not pieces:  # packed or dropped: the row had one number
+            if not pieces:
                 self.next_number += 1
         return waiting
 
     def stats(self, row_id: RowId) -> SourceStats:
-        """Return the stats of a row's source in a mixture."""
+        """Return the statistics of the source, in a mixture, that a row comes from."""
         return self.source_stats[self.config.source.source_index(row_id)]
 
     def _read(self) -> Row | None:
+        """Return the row to encode next; None at the end of the epoch, and never if epochs follow without an end."""
         while self.row is None:
             try:
                 self.row = next(self.reader, None)
@@ -152,22 +167,22 @@ class PieceReader:
                 self.row = Row(UNREADABLE, error.cursor, error.row_id)
                 self.unreadable = error.reason
             if self.row is None:
-                # Without an end, a lane of which no row makes a piece would be read for ever.
-                if not self.config.endless or not self.pieces_in_epoch:
+                # A lane whose rows make no piece ends all the same: it would be read for ever without making a pack.
+                if not self.config.endless or not self.epoch_has_pieces:
                     return None
                 ended = self.reader
                 self.open(self.epoch + 1)
                 self.reader.continue_from(ended)
             else:
-                self.rows_in_epoch += 1
+                self.epoch_has_rows = True
         return self.row
 
-    def _pieces(self, row: Row, *, replay: bool) -> list[Piece]:
-        """Encode a row and cut it to pieces; none if it is dropped. A replay books nothing a second time."""
+    def _pieces(self, row: Row, *, again: bool) -> list[Piece]:
+        """Encode a row and cut it to pieces; none if it is dropped. Unless it is read again, count it."""
         config = self.config
         sample_or_reason = self.unreadable if row.data is UNREADABLE else config.sample(row)
         if isinstance(sample_or_reason, str):
-            self._skip_record(row, sample_or_reason, replay=replay)
+            self._skip_record(row, sample_or_reason, again=again)
             return []
         sample = sample_or_reason
         try:
@@ -193,11 +208,11 @@ class PieceReader:
         ]
         if self.source_stats:
             self.reader.charge([part for _, part in parts])
-        if not replay:
+        if not again:
             self.ledger.samples += 1
             self.ledger.untrained += untrained
             lost = 0
-            if not pieces or pieces[0].sample is not sample:  # most samples are one piece
+            if not pieces or pieces[0].sample is not sample:  # else the sample is one piece, as most are
                 lost = self._book_loss(sample, pieces, untrained=untrained)
             if self.source_stats:
                 stats = self._begin_stats(row)
@@ -206,7 +221,10 @@ class PieceReader:
         return pieces
 
     def _book_loss(self, sample: Sample, pieces: list[Piece], *, untrained: bool) -> int:
-        """Book and return the tokens of a sample that are in none of its pieces; those in pieces count as they come."""
+        """Count the tokens of a sample that are in none of its pieces, and return their number.
+
+        The tokens of pieces are counted when `next` returns them.
+        """
         lost = sample.tokens.size - sum(piece.length for piece in pieces)
         if lost or not pieces:
             self.ledger.tokens_in += lost
@@ -218,26 +236,26 @@ class PieceReader:
         return lost
 
     def _warn_if_all_dropped(self) -> None:
-        """Warn early where every row is dropped: a corpus may take days to read."""
+        """Warn early if every row is dropped, because reading the whole corpus may take days."""
         kept = self.ledger.packed or self.ledger.buffered
-        if self.next_number == FIRST_ROWS and not kept:  # a dropped row has one number
+        if self.next_number == FIRST_ROWS and not kept:  # each row took one number
             warn_of_first_rows(self.lane, self.ledger)
 
-    def _skip_record(self, row: Row, reason: str, *, replay: bool) -> None:
-        """Book a bad record as a dropped row; a replay books nothing a second time."""
+    def _skip_record(self, row: Row, reason: str, *, again: bool) -> None:
+        """Count and list a bad record as a dropped row, unless it is read again."""
         quarantine = self.config.quarantine
         assert quarantine is not None
-        if not replay:
+        if not again:
             source, before = self.config.source, self.ledger.dropped_samples["bad"]
             quarantine.skip(self.lane, source=source, row_id=row.row_id, reason=reason, before=before)
             self.ledger.drop("bad", 0)
             if self.source_stats:
                 self._begin_stats(row)
-        if row.data is not UNREADABLE:
+        if row.data is not UNREADABLE:  # of an unreadable row, `Reader.skip` has told the mixture already
             self.reader.charge([])
 
     def _begin_stats(self, row: Row) -> SourceStats:
-        """Return the stats of the newest row's source, having counted whether it was begun anew."""
+        """Return the statistics of the newest row's source; count an epoch of it if the row is its first."""
         stats = self.stats(row.row_id)
         stats.epochs += self.reader.first_of_pass
         return stats

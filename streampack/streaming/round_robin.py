@@ -18,18 +18,20 @@ Converted = TypeVar("Converted")
 
 
 class PackStream:
-    """The packs of some lanes, one of each lane in turn, epoch after epoch.
+    """Make the packs of some lanes, one of each lane in turn, epoch after epoch.
 
-    Whose turn it is follows from the lanes alone (the fewest packs in this epoch, then the lowest number),
-    so it needs no state of its own. Any exception, a `KeyboardInterrupt` among them, may strike a lane between two
-    statements, so the next call opens that lane again from its last state.
+    The next lane is the one with the fewest packs in this epoch, of equals the one with the lowest number. So the order
+    follows from the lanes, and a state needs nothing besides theirs.
+
+    An exception such as a `KeyboardInterrupt` may leave a lane half changed. So the stream keeps the state of each lane
+    after its last pack, and after an exception it makes that lane again from this state.
 
     Args:
         lanes: the numbers of the lanes.
-        open_lane: makes a lane from its number and its state, ``None`` at the beginning.
-        lane_states: of the lanes that do not begin.
-        last_epoch: the epoch after which the stream ends; ``None`` if it never does.
-        alone: these are all the lanes there are; then a run without a pack is an error.
+        open_lane: makes a lane from its number and its state, which is None for a lane that begins.
+        lane_states: where lanes resume; a lane without a state begins.
+        last_epoch: the epoch after which the stream ends; None if it never does.
+        alone: whether these are all the lanes of the run; then a run without a pack is an error.
     """
 
     def __init__(
@@ -48,10 +50,11 @@ class PackStream:
         self._lane_states = {
             lane.lane: lane_states[lane.lane] for lane in self.lanes if lane.lane in lane_states
         }
-        self._midway: int | None = None  # the lane whose step is not booked yet
-        # The smallest is next: within an epoch, the lanes that are done come last; then the epoch is over.
-        turn = ("done", "packs", "lane")
-        self._turn_key = attrgetter(*turn) if last_epoch is None else attrgetter("epoch", *turn)
+        self._midway: int | None = None  # the lane that may be half changed
+        # The lane with the smallest key is next. Lanes that are done come last in their epoch: if one of them is next,
+        # the epoch is over.
+        key = ("done", "packs", "lane")
+        self._order_key = attrgetter(*key) if last_epoch is None else attrgetter("epoch", *key)
         self._heap = self._build_heap()
 
     def __iter__(self) -> PackStream:
@@ -75,15 +78,15 @@ class PackStream:
             self._lane_states[event.lane], self._midway = event.state, None
 
     def next_event(self) -> LaneEvent:
-        """Return the next pack, or the end of a lane's epoch, whose state counts what was dropped since."""
+        """Return the next pack, or the end of a lane's epoch; its state counts rows dropped since the last pack."""
         event = self._event()
-        # No call between here and the return, so that CPython, which checks for signals at calls and loops, delivers
-        # no KeyboardInterrupt in between (tests/loader/test_interrupts.py).
+        # CPython checks for signals at calls and loops. There are none between here and the return, so that no
+        # KeyboardInterrupt can come between recording an event and returning it (tests/loader/test_interrupts.py).
         self._lane_states[event.lane], self._midway = event.state, None
         return event
 
     def _event(self) -> LaneEvent:
-        """Return the next event. Unless the caller books its state, the next call opens its lane again."""
+        """Return the next event. Unless the caller then records its state, the next call makes its lane again."""
         if self._midway is not None:
             self._open_again(self._midway)
         while True:
@@ -105,7 +108,7 @@ class PackStream:
                 continue
             self._midway = lane.lane
             event = lane.next_event()
-            heapq.heapreplace(self._heap, (self._turn_key(lane), lane))
+            heapq.heapreplace(self._heap, (self._order_key(lane), lane))
             return event
 
     def _open_again(self, number: int) -> None:
@@ -115,7 +118,9 @@ class PackStream:
         self._midway = None
 
     def _build_heap(self) -> list[tuple[tuple[int, ...], Lane]]:
-        return sorted((self._turn_key(lane), lane) for lane in self.lanes)  # no two lanes have the same turn
+        return sorted(
+            (self._order_key(lane), lane) for lane in self.lanes
+        )  # keys differ, so lanes are not compared
 
     def lane_states(self) -> dict[int, LaneState]:
         """Return the state of every lane that has yielded a pack or ended an epoch; a fresh dict."""

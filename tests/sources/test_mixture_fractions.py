@@ -234,8 +234,8 @@ def test_weights_changed_repeatedly_while_rows_wait(
             if state is not None:
                 data.load_state_dict(state)
         [lane] = unbroken.lanes
-        assert isinstance(lane.pieces.reader, MixtureScheduler)
-        lane.pieces.reader.schedule.last = mixed(weights).weights  # from the next row on
+        assert isinstance(lane.piece_reader.reader, MixtureScheduler)
+        lane.piece_reader.reader.schedule.last = mixed(weights).weights  # from the next row on
         found = [pack["tokens"].tolist() for pack in islice(data, 60 if weights == stages[-1] else 3)]
         assert found == [pack.tokens.tolist() for pack in islice(unbroken, len(found))]
         state = data.state_dict()

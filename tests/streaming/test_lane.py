@@ -87,7 +87,7 @@ def test_packs_are_the_oracles(strategy: str, overlong: str, side: str) -> None:
             wraps=strategy == "wrap",
         )
         # A sample that was split counts as its pieces are pulled; the rest of the newest one is still to come.
-        to_come = sum(piece.sample.tokens.size for piece in lane.pieces.pending)
+        to_come = sum(piece.sample.tokens.size for piece in lane.piece_reader.pending)
         assert ledger.tokens_in == wanted["tokens_in"] - to_come
         assert ledger.buffered == wanted["buffered"] - to_come
         assert {**ledger.dropped} == {
