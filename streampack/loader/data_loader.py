@@ -35,8 +35,8 @@ class PackedDataLoader:
 
     Every rank hands out the same number of batches, all of the same size, each of packs of one epoch. A rank whose data
     ends before the others' fills up with null packs, which train nothing; an error on one rank is raised on all. An
-    optimizer step takes ``packs_per_step`` packs over all ranks, the next ones of the stream: on every topology the
-    same. Where ranks cannot divide them evenly, null packs fill up as well. The order does not depend on
+    optimizer step takes ``packs_per_step`` packs over all ranks, the next ones of the stream: the same ones on every
+    number of ranks that divides the lanes. Where ranks cannot divide the packs evenly, null packs fill up as well. The order does not depend on
     ``num_workers``: each worker makes the packs of some lanes, and they are merged into the order of a single process.
     A worker that dies is restarted and nothing is lost.
 
