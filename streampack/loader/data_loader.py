@@ -34,11 +34,12 @@ class PackedDataLoader:
     [(2, 10), (2, 10)]
 
     Every rank hands out the same number of batches, all of the same size, each of packs of one epoch. A rank whose data
-    ends before the others' fills up with null packs, which train nothing; an error on one rank is raised on all. An
-    optimizer step takes ``packs_per_step`` packs over all ranks, the next ones of the stream: the same ones on every
-    number of ranks that divides the lanes. Where ranks cannot divide the packs evenly, null packs fill up as well. The order does not depend on
-    ``num_workers``: each worker makes the packs of some lanes, and they are merged into the order of a single process.
-    A worker that dies is restarted and nothing is lost.
+    ends before the others' fills up with null packs, which train nothing; an error on one rank is raised on all.
+
+    An optimizer step takes ``packs_per_step`` packs over all ranks, the next ones of the stream: the same ones on every
+    number of ranks that divides the lanes. Where ranks cannot divide the packs evenly, null packs fill up as well. The
+    order does not depend on ``num_workers``: each worker makes the packs of some lanes, and they are merged into the
+    order of a single process. A worker that dies is restarted and nothing is lost.
 
     Iterating again is the next epoch; after a resume, ``for epoch in range(loader.epoch, epochs)`` continues where it
     was. ``dataset.set_epoch`` chooses another one.
