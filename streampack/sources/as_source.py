@@ -45,9 +45,9 @@ def as_source(data: Any, *, once: Once = alone) -> Source:
     data = by_rows(data)
     if type(data).__module__ == "datasets.iterable_dataset":
         return HFSource(data)
-    # torch's IterableDataset inherits a __getitem__ that only raises, and may have a length.
-    streams = any(base.__name__ == "IterableDataset" for base in type(data).__mro__)
-    if hasattr(data, "__len__") and hasattr(data, "__getitem__") and not streams:
+    # torch's IterableDataset may have a length, and inherits a __getitem__ that only raises: it is not map-style.
+    is_stream = any(base.__name__ == "IterableDataset" for base in type(data).__mro__)
+    if hasattr(data, "__len__") and hasattr(data, "__getitem__") and not is_stream:
         return MapSource(data)
     if isinstance(data, Iterable) or callable(data):
         return IterableSource(data)
@@ -58,7 +58,7 @@ def as_source(data: Any, *, once: Once = alone) -> Source:
 
 
 def _are_paths(data: Any) -> bool:
-    """Return whether this is a list of files. A list of texts is none, and its rows are refused later."""
+    """Return whether this is a list of paths, URLs or globs. A list of other texts is refused when it is read."""
     if not isinstance(data, list | tuple) or not all(isinstance(item, str | os.PathLike) for item in data):
         return False
     first = next(iter(data), "")

@@ -14,40 +14,43 @@ from streampack.types import RowId
 from streampack.validation import require, require_positive
 
 log = logging.getLogger(__name__)
-LONGEST_REASON = 300  # characters: an encoder's message may hold the whole row
-BAD_RECORDS_FOLDER = "bad_records"  # in a run's output folder, where no other is set
-KINDS, LONGEST_KIND = 3, 60  # of reasons in a report, and characters of each
-LOGGED = 10  # records that each process logs where no folder lists them
+LONGEST_REASON = 300  # characters; longer reasons are cut, as an encoder's message may hold the whole row
+BAD_RECORDS_FOLDER = "bad_records"  # the default folder, within a run's output folder
+REPORTED_KINDS = 3  # kinds of reasons that a report counts
+LONGEST_KIND = 60  # characters of a kind of reason in a report
+MAX_LOGGED = 10  # records that each process logs if no folder lists them
 
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
     """A list of the broken records of a run, with a limit for each lane.
 
-    Each lane appends to a file of its own, ``lane-00003.jsonl``, a line for each record: ``shard`` (its name in the
-    corpus), ``offset`` (the byte of its line, or its row number) and ``reason``. A record is listed once, also after a
-    resume and in later epochs.
+    Each lane appends to its own file, such as ``lane-00003.jsonl``, which has a line for each record: ``shard`` (the
+    name of the record's file in the corpus), ``offset`` (the byte at which its line begins, or its row number) and
+    ``reason``. A record is listed once, also if later epochs or a resume read it again.
 
     Args:
-        folder: for the files of one stream; without one, the log names the first ten that each process skips.
-        quiet: where no folder lists them, do not log them either.
-        limit: of broken records in one lane, over all epochs and resumes.
+        folder: where the files of one stream are written. If it is None, nothing is listed, and each process logs the
+            first ten records that it skips.
+        limit: the most broken records that one lane may skip, over all epochs and resumes.
+        quiet: if there is no folder, do not log records either.
     """
 
     folder: str | None = None
     limit: int = 100
     quiet: bool = False
-    _known: dict[int, set[tuple[str, int]]] = field(default_factory=dict, compare=False)  # by lane
+    # For each lane, the (shard, offset) of the records that its file lists.
+    _known: dict[int, set[tuple[str, int]]] = field(default_factory=dict, compare=False)
     _logged: list[tuple[str, int]] = field(default_factory=list, compare=False)
 
     def __post_init__(self) -> None:
         require_positive(self.limit, "max_bad_records", least=0)
 
     def skip(self, lane: int, *, source: Source, row_id: RowId, reason: str, before: int) -> None:
-        """List a record that a lane skips, after ``before`` others.
+        """List a record that a lane skips. The lane has skipped ``before`` records so far.
 
         Raises:
-            ValueError: if the limit was reached before.
+            ValueError: if those are as many as the limit allows.
         """
         if before >= self.limit:
             raise ValueError(
@@ -57,7 +60,7 @@ class Quarantine:
         self.append(lane, shard=source.shard(row_id), offset=row_id[-1], reason=reason)
 
     def append(self, lane: int, *, shard: str, offset: int, reason: str) -> None:
-        """List one record, in one write: a kill leaves at most the newest line torn."""
+        """List one record. Its line is written at once, so a kill can cut off only the newest line."""
         if self.folder is None:
             if not self.quiet:
                 self._log(shard, offset, reason)
@@ -68,17 +71,19 @@ class Quarantine:
             self._known[lane] = _listed(path)
         if (shard, offset) not in self._known[lane]:
             line = json.dumps({"shard": shard, "offset": offset, "reason": reason[:LONGEST_REASON]})
-            known = self._known.pop(lane)  # interrupted from here on, it is read from the file again
+            # The lane's records are forgotten during the write: if that is interrupted, nobody knows whether the line
+            # is there, and the next call reads the file again.
+            known = self._known.pop(lane)
             with path.open("ab", buffering=0) as stream:
                 stream.write(line.encode() + b"\n")
             known.add((shard, offset))
             self._known[lane] = known
 
     def _log(self, shard: str, offset: int, reason: str) -> None:
-        if len(self._logged) > LOGGED or (shard, offset) in self._logged:
+        if len(self._logged) > MAX_LOGGED or (shard, offset) in self._logged:
             return
         self._logged.append((shard, offset))
-        if len(self._logged) > LOGGED:
+        if len(self._logged) > MAX_LOGGED:
             log.warning(
                 "more records are skipped, and only counted; set quarantine to a folder to list them all"
             )
@@ -91,7 +96,7 @@ class Quarantine:
         entries = [json.loads(line) for path in files for line in path.read_bytes().splitlines()]
         if not entries:
             return ""
-        kinds = Counter(entry["reason"].partition(":")[0] for entry in entries).most_common(KINDS)
+        kinds = Counter(entry["reason"].partition(":")[0] for entry in entries).most_common(REPORTED_KINDS)
         first = entries[0]
         counts = ", ".join(f"{count:,} {kind[:LONGEST_KIND]}" for kind, count in kinds)
         return f"{len(entries):,} listed in {self.folder}: {counts}; the first is {first['shard']}, {first['offset']}"
@@ -100,7 +105,7 @@ class Quarantine:
 def quarantine_for(
     on_bad_record: str, *, folder: str | os.PathLike[str] | None, limit: int
 ) -> Quarantine | None:
-    """Make the quarantine of a run; None where a broken record is an error.
+    """Make the quarantine of a run; return None if a broken record is an error.
 
     Raises:
         ValueError: for settings that make no sense together.
@@ -113,7 +118,7 @@ def quarantine_for(
 
 
 def _listed(path: Path) -> set[tuple[str, int]]:
-    """Return the records that a file lists, and cut off a torn last line, which will be written again."""
+    """Return the (shard, offset) of the records that a file lists. An incomplete last line is removed from the file."""
     if not path.exists():
         return set()
     lines = path.read_bytes()

@@ -1,4 +1,4 @@
-"""Rows of data that is stored by columns in memory: a pandas frame, a dict of columns."""
+"""Tables in memory that are stored by columns (a pandas frame, a dict of columns), read by rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Columns:
-    """Columns of equal length as a map-style dataset of rows.
+    """A map-style dataset of the rows of a table, given as columns of equal length.
 
     >>> rows = Columns({"input_ids": [[1, 2], [3]]})
     >>> len(rows), rows[1]
@@ -38,7 +38,7 @@ def by_rows(data: Any) -> Any:
     """Turn a pandas frame or a dict of columns into `Columns`; return other data unchanged.
 
     Raises:
-        ValueError: for a table of another library, with how to make rows of it.
+        ValueError: for a table of another library, and for a dict whose values are no columns.
     """
     library = type(data).__module__.partition(".")[0]
     if library == "pandas" and hasattr(data, "columns"):

@@ -1,4 +1,4 @@
-"""Compare the identities of two corpora or runs, and name the first difference."""
+"""Identities of corpora and runs: what distinguishes them, and the first difference between two."""
 
 from __future__ import annotations
 
@@ -15,16 +15,20 @@ class Compared(Protocol):
         """Return the plain values that a checkpoint keeps, some kilobytes at most."""
 
     def listed(self) -> Any:
-        """Return the same, as far as it is known before a run without reading files."""
+        """Return as much of `state` as is known before a run without reading files."""
 
     def difference(self, theirs: Any) -> str | None:
-        """Describe what differs from another's ``state``, which may be anything; None if nothing does."""
+        """Describe what differs from another's `state`; return None if nothing does.
+
+        ``theirs`` comes from a checkpoint, so it may be of any type.
+        """
 
 
 def identity_of(source: Source) -> dict[str, Any]:
-    """Return what distinguishes a source from others: plain values, mappings of them, and `Compared`.
+    """Return what distinguishes a source from others, by name: plain values, mappings of them, and `Compared`.
 
-    For a class that overrides only ``fingerprint``, the ``identity`` that it inherits from another source is not used.
+    A user's class may inherit from one of our sources and override only ``fingerprint``. The inherited ``identity``
+    then describes another corpus, so the identity is made of the fingerprint instead.
     """
     if _definer(source, "identity") is _definer(source, "fingerprint"):
         return source.identity()
@@ -32,7 +36,9 @@ def identity_of(source: Source) -> dict[str, Any]:
 
 
 def state_of(value: Any, *, listed: bool = False) -> Any:
-    """Return an identity as plain values; ``listed``: without those that would have to be read from files.
+    """Return an identity as plain values.
+
+    With ``listed``, values that must be read from files are left out.
 
     >>> state_of({"rows": 3, "of": {"source": "MapSource"}})
     {'rows': 3, 'of': {'source': 'MapSource'}}

@@ -1,4 +1,4 @@
-"""A few fixed rows of a source. Two runs are compared by their content, and by their tokens."""
+"""Examples: a few rows of a source, always the same, by whose content two runs are compared."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from streampack.types import RowId
 
 EXAMPLES = 12
 UNKNOWN = "-"
-"""The mark of a row that could not be read or encoded. It is equal to any other: a run may go on after the row, or the
-encoder's bug that it showed, was fixed."""
+"""The mark of a row that could not be read or encoded. It counts as equal to any other mark, so that a run can go on
+after the row, or a bug in the encoder, was fixed."""
 END = "end"
-"""The mark behind the last row of a source that has fewer than `EXAMPLES`."""
+"""The mark that follows the last row's, if a source has fewer rows than `EXAMPLES`."""
 
 
 class Example(NamedTuple):
@@ -44,7 +44,10 @@ def first_rows(reader: Reader, count: int) -> list[Example]:
 
 
 def leading(rows: Iterator[Any], count: int, *, part: int) -> list[Example]:
-    """Return an iterator's first rows, up to the first that raises; the ``row_id`` of row n is ``(part, n)``."""
+    """Return the first rows of an iterator. The ``row_id`` of row n is ``(part, n)``.
+
+    The first row that raises is the last one returned, and has no data.
+    """
     found: list[Example] = []
     try:
         for row in islice(rows, count):
@@ -55,7 +58,7 @@ def leading(rows: Iterator[Any], count: int, *, part: int) -> list[Example]:
 
 
 def example(row_id: RowId, read: Callable[[], Any]) -> Example:
-    """Return the row that ``read`` returns. An error leaves it without data: it is raised where the row is trained."""
+    """Return the row that ``read`` returns, without data if ``read`` raises: training will raise the error again."""
     try:
         return Example(row_id, own_row(read()))
     except Exception:
@@ -66,22 +69,22 @@ def mark(value: Any) -> str:
     """Return eight hex digits of the digest of a row or a sample."""
     try:
         return digest(plain(value))[:8]
-    except Exception:  # nested without end, or with an attribute that raises
+    except Exception:  # a row that contains itself, or an object with a property that raises
         return UNKNOWN
 
 
 @dataclass(frozen=True)
 class MarkedRows:
-    """The marks of some rows, and the places of those rows."""
+    """The marks of some rows, and functions that describe the place of each of them."""
 
     marks: tuple[str, ...]
-    places: tuple[Callable[[], str], ...]  # describe each row's place, only when called
+    places: tuple[Callable[[], str], ...]
 
     @classmethod
     def of(
         cls, examples: Iterable[Example], locate: Callable[[RowId], str], *, ended: bool = False
     ) -> MarkedRows:
-        """Mark rows by their content. ``ended``: the source has no more."""
+        """Mark rows by their content. ``ended`` says that the source has no other rows."""
         given = list(examples)
         marks = [UNKNOWN if row.data is None else mark(row.data) for row in given]
         places = tuple(partial(locate, row.row_id) for row in given)
@@ -110,7 +113,10 @@ class MarkedRows:
 
 
 def differs_at(theirs: Iterable[str], ours: Iterable[str]) -> int | None:
-    """Return the number of the first mark that differs. Where either list ends with `UNKNOWN`, only the shorter counts.
+    """Return the index of the first mark that differs; None if all are the same.
+
+    A list that ends with `UNKNOWN` may have broken off at an unreadable row, so then only as many marks are compared
+    as the shorter list has.
 
     >>> differs_at(["a", "-", "c"], ["a", "b", "d"]), differs_at(["a"], ["a", "b"]), differs_at(["-"], ["a", "b"])
     (2, 1, None)
@@ -126,7 +132,7 @@ def differs_at(theirs: Iterable[str], ours: Iterable[str]) -> int | None:
 
 
 def columns_of(examples: Iterable[Example]) -> list[str] | None:
-    """Return the names of the columns of the first row that could be read."""
+    """Return the names of the columns of the first row that could be read; None if there is none."""
     for row in examples:
         if isinstance(row.data, Mapping):
             return sorted(map(str, row.data))

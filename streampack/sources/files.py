@@ -1,4 +1,4 @@
-"""`FileSource`, the base class of the file formats, and how files are divided into lanes."""
+"""`FileSource`, the base class of the file formats, and functions that divide files into lanes."""
 
 from __future__ import annotations
 
@@ -18,24 +18,30 @@ from streampack.storage.listing import Corpus
 from streampack.storage.ranges import Fetcher
 from streampack.types import RowId
 
-PARTS_PER_LANE = 16  # enough for shuffling parts to mix a sorted corpus, few enough to keep reads long
+PARTS_PER_LANE = (
+    16  # Enough that shuffling the parts mixes a sorted corpus; so few that parts are long to read.
+)
 LONGEST_PART = 1 << 30  # bytes
 
 
 class FileSource(Source):
-    """Rows in files. A format implements `cut` (files into lanes), `records` (of one part) and `decode` (of one row).
+    """Rows in files.
 
-    A ``row_id`` is (number of the file, offset of the record in it): a byte of JSON lines, else a record's number.
+    A format implements `cut` (cuts files into lanes), `records` (returns the records of a part) and `decode` (makes a
+    row of a record). A ``row_id`` is (index of the file, offset of the record in it). An offset counts bytes in JSON
+    lines, and records in the other formats.
     """
 
-    unit = "row"  # what an offset counts, in messages
+    unit = "row"
+    """What an offset counts, for messages."""
 
     def __init__(self, corpus: Corpus, *, read_ahead: int) -> None:
         self.corpus = corpus
         self.files = corpus.files
         self.local = corpus.local
         self.read_ahead = corpus.read_ahead(read_ahead)
-        self._divided: dict[int, list[list[Part]]] = {}  # the lanes, by their number
+        # For a number of lanes, the parts of each lane.
+        self._divided: dict[int, list[list[Part]]] = {}
 
     @abstractmethod
     def cut(self, num_lanes: int, parallel_map: ParallelMap) -> list[list[Part]]:
@@ -45,18 +51,24 @@ class FileSource(Source):
     def records(
         self, part: Part, offset: int, fetcher: Fetcher, following: Part | None = None
     ) -> Iterator[Record]:
-        """Return the records of a part from ``offset`` on; may plan to fetch the ``following`` part ahead."""
+        """Return the records of a part from ``offset`` on.
+
+        ``following`` is the part that will be read next, if there is one. A format may have it fetched ahead.
+        """
 
     @abstractmethod
     def decode(self, part: Part, offset: int, raw: Any) -> Mapping[str, Any]:
-        """Make a row of a record.
+        """Make a row's data of a record's raw data.
 
         Raises:
             ValueError: if the record is broken.
         """
 
     def fingerprint(self) -> str:
-        """Return a digest of names, sizes, and ETags or hashes of each file's ends (64 KiB); no modification times."""
+        """Return a digest of the files' names and sizes, and of each file's ETag or its first and last 64 KiB.
+
+        Modification times are no part of it, so a corpus may be copied.
+        """
         return self.corpus.fingerprint()
 
     def identity(self) -> dict[str, Any]:
@@ -136,8 +148,8 @@ def divide(
     Args:
         lengths: bytes or records of each file.
         num_lanes: how many lanes.
-        sizes: bytes of each file, to balance lanes by; default ``lengths``.
-        whole: numbers of the files that cannot be read from the middle.
+        sizes: bytes of each file, by which lanes are balanced; by default ``lengths``.
+        whole: indices of the files that cannot be read from the middle, and are not cut.
     """
     total = sum(length for number, length in enumerate(lengths) if number not in whole)
     step = min(LONGEST_PART, max(1, -(-total // (num_lanes * PARTS_PER_LANE))))
@@ -156,9 +168,9 @@ def divide(
 
 
 def deal(parts: Iterable[tuple[Part, float]], num_lanes: int) -> list[list[Part]]:
-    """Give each part to the lane with the fewest bytes so far, of equals to the first. ``parts`` are (part, bytes)."""
+    """Give each of ``parts``, (part, bytes), to the lane with the fewest bytes so far; of several, to the first."""
     lanes: list[list[Part]] = [[] for _ in range(num_lanes)]
-    load = [(0.0, lane) for lane in range(num_lanes)]  # a heap
+    load = [(0.0, lane) for lane in range(num_lanes)]  # a heap of (bytes so far, lane)
     for part, size in parts:
         least, lane = load[0]
         lanes[lane].append(part)
@@ -167,7 +179,9 @@ def deal(parts: Iterable[tuple[Part, float]], num_lanes: int) -> list[list[Part]
 
 
 def places(lengths: Sequence[int], wanted: int) -> list[tuple[int, int]]:
-    """Return about ``wanted`` places from all over the files: (number of the file, offset in it).
+    """Return about ``wanted`` places from all over the files: (index of the file, offset in it).
+
+    ``lengths`` are the lengths of the files, in the unit of the offsets.
 
     >>> places([3, 0, 1], 9)
     [(0, 0), (0, 1), (0, 2), (2, 0)]

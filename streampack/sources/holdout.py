@@ -1,4 +1,4 @@
-"""`Holdout`: a held-out fraction of any source, chosen by the content of the rows; `hold_out`, both parts."""
+"""`Holdout`, a fraction of a source that is chosen by the content of rows, and `hold_out`, which splits a source."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ PARTS = ("train", "validation")
 
 
 class Holdout(WrappedSource):
-    """One part of a source: the rows held out, or the others. The choice is a function of a row's content.
+    """One part of a source: the rows held out for validation, or the others, for training.
 
-    So the split is the same on any topology, in any order and after rows are added, and equal rows are always on the
-    same side. Every lane of either part skips the rows of the other.
+    A hash of a row's content decides which part it belongs to. So the split is the same on any topology and in any
+    order, rows can be added without changing it, and equal rows are always in the same part. Both parts read the whole
+    source, and skip the rows of the other part.
 
     >>> from streampack.sources import MapSource, Reading
     >>> rows = MapSource([{"tokens": [i], "labels": [i]} for i in range(1000)])
@@ -34,11 +35,11 @@ class Holdout(WrappedSource):
 
     Args:
         source: any source.
-        fraction: of the rows to hold out, between 0 and 1, both excluded.
+        fraction: the fraction of rows to hold out, above 0 and below 1.
         part: ``"train"`` or ``"validation"``.
 
     Raises:
-        ValueError: for a fraction or part out of range.
+        ValueError: for another fraction or part.
     """
 
     def __init__(self, source: Source, *, fraction: float, part: str) -> None:
@@ -58,7 +59,7 @@ class Holdout(WrappedSource):
         return digest(self.source.fingerprint(), self.fraction, self.part, hashed)
 
     def identity(self) -> dict[str, Any]:
-        """See `Source.identity`. With other columns of the same files, other rows are held out."""
+        """See `Source.identity`. It includes the columns, because with other columns other rows are held out."""
         if self._examples is None:
             self._examples = self.source.examples()
         columns = columns_of(self._examples)
@@ -76,7 +77,7 @@ class Holdout(WrappedSource):
         return _Kept(self.source.read(reading), self)
 
     def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
-        """See `Source.probe`."""
+        """See `Source.probe`. The sample loses the same fraction of rows as the source, so the scale stays."""
         rows, scale = self.source.probe(count)
         return [row for row in rows if self.keeps(row)], scale
 
@@ -107,9 +108,10 @@ class _Kept(Reader):
 
 
 def hold_out(source: Source, *, fraction: float) -> tuple[Source, Source]:
-    """Split off a fraction of a source's rows with `Holdout`; of a mixture, the same fraction of each source.
+    """Split a source with `Holdout`, and return (training part, held-out part).
 
-    The held-out part of a mixture has the same weights and ends when the first source does: no row counts twice.
+    Of a mixture, the same fraction of each source is held out. The held-out mixture has the same weights, and ends when
+    the first of its sources does, so that no row is evaluated twice.
     """
     if not isinstance(source, Mix):
         train, held_out = (Holdout(source, fraction=fraction, part=part) for part in PARTS)

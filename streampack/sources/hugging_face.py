@@ -30,8 +30,9 @@ ROW_WISE = frozenset(
         "VerticallyConcatenatedMultiSourcesExamplesIterable",
     }
 )
-"""The parts of streams whose shards, read one by one, give the same rows as the whole. Those of interleaved streams do
-not: sharded three ways, datasets 5.2 gives three of the five rows of two interleaved streams of three shards."""
+"""Classes of ``datasets`` that change or drop rows one by one. If a stream is made of these only, its shards, read one
+after the other, give the same rows as the whole. Other streams may lose rows: datasets 5.2 yields five rows of two
+interleaved streams of three shards, and only three of them when that is sharded three ways."""
 
 
 class HFSource(WrappedSource):
@@ -46,24 +47,25 @@ class HFSource(WrappedSource):
     ['b', 'c']
 
     A map-style dataset is read as by `MapSource`. A streaming one can be divided into as many lanes as it has shards;
-    ``dataset.reshard()`` makes a shard of each row group of Parquet files. A resume reads the shard again up to its
-    place, as with the dataset's own ``state_dict()``, at about 8 us a row: slow work on rows belongs in the encoder,
-    not in ``map``. A stream that does more than change or drop rows one by one (interleaved, repeated, cut by ``take``)
-    is one lane.
+    ``dataset.reshard()`` makes a shard of each row group of Parquet files. A resume reads the shard again from its
+    first row up to the cursor, as the dataset's own ``state_dict()`` does. That takes about 8 us a row, and whatever
+    ``map`` does with a row: do slow work in the encoder. A stream that does more than change or drop rows one by one
+    (interleaved, repeated, cut by ``take``) is one lane.
 
     Args:
         dataset: a ``Dataset``, an ``IterableDataset``, or a name for ``datasets.load_dataset``.
-        name: the dataset's configuration, for a dataset by name, as for the arguments below.
-        split: such as ``"train"``.
-        data_files: of a local folder or a builder such as ``"json"``.
-        revision: of its repository: a commit keeps a run's corpus from changing.
-        streaming: read it from where it lies; False downloads it, for rows by number.
-        columns: the columns to keep; default: all.
+        name: the dataset's configuration. This and the next four arguments are for a dataset that is given by name.
+        split: the split to read, such as ``"train"``.
+        data_files: the files of a local folder, or those for a builder such as ``"json"``.
+        revision: the revision of the dataset's repository. A commit keeps a run's corpus from changing.
+        streaming: whether to read the rows from where they lie. If False, the dataset is downloaded, and its rows are
+            read by number.
+        columns: the columns to keep; None for all.
 
     Raises:
         ValueError: for a shuffled stream, whose buffer is lost on resume, so that rows would be lost and others
             repeated; for several splits, and for anything that is no dataset.
-        ImportError: without datasets.
+        ImportError: if ``datasets`` is not installed.
     """
 
     def __init__(
@@ -107,18 +109,19 @@ class HFSource(WrappedSource):
 
 
 class _Stream(Source):
-    """The rows of an ``IterableDataset``. A part is a shard, an offset the number of a row in it."""
+    """The rows of an ``IterableDataset``. A part is a shard, and an offset is a row's number in its shard."""
 
     def __init__(self, dataset: Any) -> None:
-        makers = set(_makers(dataset._ex_iterable))
-        if any("Shuffled" in maker for maker in makers):
+        classes = set(_class_names(dataset._ex_iterable))
+        if any("Shuffled" in name for name in classes):
             raise ValueError(
                 "the stream is shuffled, and datasets loses the shuffle buffer on resume: rows would be lost and "
                 "others come twice; leave .shuffle() out, and use IterablePackedDataset(..., shuffle=True)"
             )
         self.dataset = dataset
-        self.shards = dataset.num_shards if makers <= ROW_WISE else 1
-        self.whole = self.shards != dataset.num_shards  # its shards are not parts of it: read as one
+        self.shards = dataset.num_shards if classes <= ROW_WISE else 1
+        # Whether the stream has shards that cannot be read one by one, and is read as a whole, as one shard.
+        self.whole = self.shards != dataset.num_shards
         self.max_lanes = self.shards
         self._identity: dict[str, Any] | None = None
 
@@ -194,16 +197,16 @@ class _Stream(Source):
             from torch.utils.data import get_worker_info
 
             if get_worker_info() is not None:
-                # In a worker of torch's, ``iter(dataset)`` would give only this worker's share of the rows.
+                # In a worker of a torch DataLoader, ``iter(dataset)`` yields only this worker's share of the rows.
                 return ({key: values[0] for key, values in batch.items()} for batch in dataset.iter(1))
         rows: Iterator[Mapping[str, Any]] = iter(dataset)
         return rows
 
 
-def _makers(iterable: Any) -> Iterator[str]:
+def _class_names(iterable: Any) -> Iterator[str]:
     """Yield the names of the classes that a stream is made of, from the outermost on."""
     yield type(iterable).__name__
     inner = [getattr(iterable, "ex_iterable", None), *getattr(iterable, "ex_iterables", [])]
     for each in inner:
         if each is not None:
-            yield from _makers(each)
+            yield from _class_names(each)

@@ -1,4 +1,7 @@
-"""`IndexedSource`: a folder whose ``index.json`` names its shards and their records. The index is not trusted."""
+"""`IndexedSource`, for folders whose ``index.json`` lists shards and their numbers of records.
+
+The index is not trusted: it may come from the network, so its names and numbers are checked.
+"""
 
 from __future__ import annotations
 
@@ -32,19 +35,20 @@ Offsets = npt.NDArray[np.int64]
 
 
 class IndexedSource(FileSource):
-    """Numbered records in shards whose index says how many each has: token shards and MDS."""
+    """Numbered records in shards: token shards and MDS. The index says how many records each shard has."""
 
     def __init__(self, corpus: Corpus, counts: Sequence[int], *, read_ahead: int) -> None:
         super().__init__(corpus, read_ahead=read_ahead)
-        self.counts = list(counts)  # records of each shard
+        self.counts = list(counts)
+        """The number of records in each shard."""
 
     @abstractmethod
     def slice(self, part: Part, fetcher: Fetcher, following: Iterable[Block]) -> Iterator[Record]:
-        """Return the records of a part whose stop is known, and fetch the ``following`` blocks ahead."""
+        """Return the records of a part whose ``stop`` is a number. The ``following`` blocks are fetched ahead."""
 
     @abstractmethod
     def ahead(self, part: Part, fetcher: Fetcher) -> Iterable[Block]:
-        """Return the blocks that `slice` will ask for."""
+        """Return the blocks that `slice` will read of a part, to be fetched ahead."""
 
     def records(
         self, part: Part, offset: int, fetcher: Fetcher, following: Part | None = None
@@ -88,8 +92,8 @@ class Index(NamedTuple):
         """Return the shards, given as (name, size in bytes), in the index's order.
 
         Raises:
-            ValueError: for a name that leads out of the folder, and a file that is missing or of another size. Files
-                behind a URL are checked when they are read.
+            ValueError: for a name that leads out of the folder, and for a file on this machine that is missing or has
+                another size. Files behind a URL are checked when they are read.
         """
         if not shards:
             raise ValueError(f"{redact(self.path)} names no shard")
@@ -125,7 +129,7 @@ def read_index(
     timeout: float,
     once: Once = alone,
 ) -> Index:
-    """Read the index of a folder of this machine, or behind a URL.
+    """Read the index of a folder on this machine or behind a URL.
 
     Raises:
         ValueError: if there is none, or it is no JSON object.
@@ -163,23 +167,23 @@ def _whole(remote: RemoteStorage, path: str, tries: Retries) -> tuple[str, bytes
 def offsets_of(
     raw: bytes, dtype: str, *, file: File, first: int, limits: tuple[int, int], unit: int = 1, base: int = 0
 ) -> Offsets:
-    """Return where records begin and end in their file, ``[records + 1]``, from a table of little-endian numbers.
+    """Return the byte where each record begins, and where the last one ends, ``[records + 1]``, from a stored table.
 
     Args:
-        raw: the table, from record ``first`` on.
-        dtype: of its entries.
-        file: the shard.
-        first: the number of its first record.
+        raw: the bytes of the table.
+        dtype: of the table's entries, little-endian.
+        file: the shard, for the message.
+        first: the number of the table's first record.
         limits: the bytes between which all records must lie.
-        unit: bytes that an entry counts.
-        base: the byte that entries count from.
+        unit: how many bytes an entry counts as one: an entry may count tokens.
+        base: the byte from which entries count.
 
     Raises:
-        Damage: if a record ends before it begins, or lies outside.
+        Damage: if a record ends before it begins, or lies outside of ``limits``.
     """
     table = np.frombuffer(raw, dtype)
     offsets = table.astype(np.int64) * unit + base
-    # The table as it is stored is checked, too: 2**62 tokens of 4 bytes overflow to 0 bytes.
+    # The stored entries are checked as well as the offsets, which may overflow: 2**62 tokens of 4 bytes are 0 bytes.
     sound = (table[:-1] <= table[1:]).all() and int(table[0]) >= 0 and int(table[-1]) <= limits[1]
     if not (sound and limits[0] <= offsets[0] and offsets[-1] <= limits[1]):
         what = f"the offsets of its records lead out of {file.name}, or backwards: it is damaged"
@@ -190,7 +194,7 @@ def offsets_of(
 def read_records(
     fetcher: Fetcher, file: File, offsets: Offsets, following: Iterable[Block] = ()
 ) -> Iterator[bytes]:
-    """Return the bytes of one record after the other, and fetch the ``following`` blocks ahead."""
+    """Return an iterator over the bytes of each record. The ``following`` blocks are fetched ahead."""
     stretch = Stretch(fetcher, file, int(offsets[0]), int(offsets[-1]), following)
     stream = io.BufferedReader(stretch, BUFFER_BYTES)
     return (stream.read(size) for size in np.diff(offsets).tolist())

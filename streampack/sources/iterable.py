@@ -1,4 +1,4 @@
-"""Any deterministic Python iterable. It cannot seek, so a resume reads it again from its start."""
+"""`IterableSource`: the rows of any deterministic Python iterable."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Rows = Iterable[Mapping[str, Any]]
 
 
 class IterableSource(Source):
-    """Rows of an iterable that gives the same rows each time it is iterated, or a function that returns one.
+    """Rows of an iterable that yields the same rows each time it is iterated, or of a function that returns one.
 
-    It is one lane, and a resume reads it again from its start. With ``stride=True`` there may be several lanes, each of
-    which reads everything and keeps its part.
+    The source has one lane. With ``stride=True`` it can have several, each of which reads all rows and keeps its own.
+    An iterable cannot begin in the middle, so a resume reads it again from its start.
 
-    A row's memory may be reused for the next one: rows that must be kept are copied, with the dicts, lists, arrays and
-    tensors in them (make objects of other classes anew for each row).
+    The iterable may reuse a row's memory for the next row: rows that must be kept are copied, with the dicts, lists,
+    arrays and tensors in them. Objects of other classes are not copied, so they must be new for each row.
 
     >>> from streampack.sources import Reading
     >>> source = IterableSource(lambda: ({"tokens": [i], "labels": [i]} for i in range(3)))
@@ -39,14 +39,16 @@ class IterableSource(Source):
             )
         self.iterable = rows
         self.max_lanes = None if stride else 1
-        self._newest: Iterator[Any] | None = None  # to notice one that is returned twice
-        self._first: MarkedRows | None = None  # for the fingerprint
+        self._newest: Iterator[Any] | None = (
+            None  # the last iterator, to notice if the next one is the same object
+        )
+        self._first: MarkedRows | None = None  # marks of the first rows, once they were read
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_newest": None}
 
     def fingerprint(self) -> str:
-        """Digest the first rows: the others are not read for it."""
+        """Digest the first twelve rows. The other rows are not read for it."""
         return digest(self.identity()["content"].state())
 
     def identity(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""JSON lines: plain files are cut by byte range, compressed ones are a part each."""
+"""`JSONLSource`: JSON lines. Plain files are cut into byte ranges; each compressed file is one part."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from streampack.types import RowId
 from streampack.validation import require_positive
 
 LONGEST_LINE = 1 << 26  # bytes
-PROBED_FILES = 16  # compressed ones: each takes up to 4 MiB of reading
-PROBED_BYTES = 1 << 22  # of a compressed file's content, to learn how well it compresses
+PROBED_FILES = 16  # compressed files that `probe` reads from
+PROBED_BYTES = 1 << 22  # that `probe` decompresses of each, to learn how well they compress
 
 
 class JSONLSource(FileSource):
     r"""One JSON object a line, in one file, several, or whatever a glob finds; ``.gz`` and ``.zst`` too.
 
-    Plain files are divided into lanes by byte range: a row belongs to the part in which its first byte lies. A
-    compressed file cannot seek: it is one part of one lane, and is read again from its start on resume. The list of
+    Plain files are divided into lanes by byte range: a row belongs to the part in which its first byte lies. In a
+    compressed file one cannot seek: it is one part of one lane, and a resume reads it again from its start. The list of
     files and their sizes is fixed at construction. For ``hf://`` paths the commit is fixed too, and logged: if the
     branch moves, the run keeps reading that commit, and to resume it, name the commit:
     ``hf://datasets/org/name@<commit>/*.jsonl``.
@@ -45,12 +45,14 @@ class JSONLSource(FileSource):
     Args:
         paths: files, folders or globs of this machine, or URLs (``http``, ``https``, ``s3``, ``hf``); globs where the
             storage can list files. Of a folder, the ``.jsonl`` and ``.ndjson`` files in it, at any depth.
-        manifest: instead of ``paths``, a text file that names the files, one a line, relative to its folder.
+        manifest: instead of ``paths``, a text file with a file's name on each line, relative to the manifest's folder.
         storage_options: for the storage behind URLs, as fsspec takes them; may hold secrets, and is never shown.
-        retries: how often a read that fails is tried again, with growing waits; a missing file or permission is not.
+        retries: how often a failed read is tried again, with growing waits. A missing file and a missing permission
+            are errors at once.
         timeout: seconds that one request may take.
-        read_ahead: bytes, per lane, that are fetched ahead for remote files.
-        max_line_bytes: the longest line, decompressed; of a longer one no more than that is held in memory.
+        read_ahead: the most bytes that each lane fetches ahead from behind a URL.
+        max_line_bytes: bytes of the longest line, decompressed. A longer line is a broken record, of which no more than
+            that is held in memory.
         once: how ranks share the listing of remote files; by default each lists for itself. Recipes pass it.
 
     Raises:
@@ -110,7 +112,7 @@ class JSONLSource(FileSource):
         return row
 
     def locate(self, row_id: RowId) -> str:
-        """Return ``file:line`` for local files (counts lines from the start), the byte offset for remote ones."""
+        """Return ``file:line`` for local files, whose lines are counted for it, and the byte offset for remote ones."""
         number, offset = row_id
         file = self.files[number]
         if not self.local:
@@ -124,7 +126,7 @@ class JSONLSource(FileSource):
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of lines that this copy of the source has read, decompressed."""
+        """Bytes of lines, decompressed, that this object has read in this process."""
         return self._count.total
 
     def natural_lanes(self) -> int:
@@ -135,7 +137,9 @@ class JSONLSource(FileSource):
     def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
         """See `Source.probe`: rows from all over the plain files, the first rows of up to 16 compressed ones."""
         rows: dict[tuple[int, int], bytes | Damage] = {}
-        whole = float(sum(self.files[number].size for number in self._plain))  # bytes of content
+        whole = float(
+            sum(self.files[number].size for number in self._plain)
+        )  # bytes of all lines, decompressed
         wanted = max(1, round(count * whole / sum(file.size for file in self.files)))
         if self._plain:
             parts = self._places(wanted)
@@ -188,7 +192,7 @@ class JSONLSource(FileSource):
         return None
 
     def _first_from(self, place: Part) -> Record | None:
-        """Return the first row that begins at or after a place; after the last row, the file's first."""
+        """Return the first row that begins at or after a place; if there is none, the first row of the file."""
         starts = (place.start, 0) if place.start else (0,)
         lines = (self._lines(Part(place.file, at), at, self.fetcher(), few=True) for at in starts)
         return next(chain.from_iterable(lines), None)

@@ -1,4 +1,4 @@
-"""JSON lines: the lines of one part of a file, and the value of one line."""
+"""Lines of JSON: an iterator over the lines of one part of a file, and a parser for one line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _scan = json.JSONDecoder().raw_decode
 
 
 def parsed(line: bytes) -> Any:
-    """Return the value of a line of JSON. `json.loads` first finds out in which of five encodings it is.
+    """Return the value of a line of JSON. It must be UTF-8; `json.loads` would spend time on guessing the encoding.
 
     >>> parsed(b' {"text": "a"} ')
     {'text': 'a'}
@@ -28,7 +28,8 @@ def parsed(line: bytes) -> Any:
     Raises:
         ValueError: if it is no JSON, no UTF-8, or nested too deep.
     """
-    # Half a surrogate pair is accepted, as `json` does; a byte order mark stands where files were joined.
+    # Half a surrogate pair is accepted, as by `json`. A byte order mark at the beginning of a line is ignored: there is
+    # one where files were joined.
     text = line.decode("utf-8", "surrogatepass").rstrip(" \t\r\n")
     try:
         value, end = _scan(text, len(text) - len(text.lstrip(" \t\r\n\ufeff")))
@@ -36,7 +37,7 @@ def parsed(line: bytes) -> Any:
         require_shallow(line)
         raise ValueError("it is nested too deep to be parsed here") from None
     if type(value) is not dict or not NESTED.isdisjoint(map(type, value.values())):
-        require_shallow(line)  # which takes a tenth of the time that parsing does
+        require_shallow(line)  # takes a tenth of the time that parsing takes
     if end < len(text):
         raise json.JSONDecodeError("Extra data", text, len(text) - len(text[end:].lstrip(" \t\r\n")))
     return value
@@ -44,7 +45,7 @@ def parsed(line: bytes) -> Any:
 
 @dataclass(slots=True)
 class ByteCount:
-    """Bytes of lines that were read, decompressed."""
+    """A count of the bytes of lines, decompressed, that were read; shared by the readers of a source."""
 
     total: int = 0
 
@@ -53,14 +54,14 @@ class Lines:
     """An iterator over the lines of one part that are not blank, each with the offset of its first byte.
 
     Args:
-        file: whose lines they are.
-        part: the lines whose first byte lies in it.
-        offset: where to begin.
-        fetcher: for the file's bytes.
-        longest: bytes of the longest line; a longer one is `Damage`, and is not held in memory.
-        count: adds up the bytes.
-        following: blocks to fetch ahead behind the part's own.
-        few: only a line or two are wanted.
+        file: the file to read.
+        part: the part of the file; a line belongs to it if its first byte does.
+        offset: the byte at which to begin, of the decompressed content.
+        fetcher: reads the file's bytes.
+        longest: bytes of the longest line. A longer line is returned as `Damage`, and not held in memory.
+        count: is increased by the bytes of each line.
+        following: the blocks to fetch ahead when those of the part have been fetched.
+        few: whether only a line or two will be read, so that no more than those should be fetched.
     """
 
     def __init__(
@@ -86,7 +87,8 @@ class Lines:
                 f"{file.shown} has {file.size} bytes and cannot be read from byte {offset} on; the state "
                 "or the file is damaged"
             )
-        # A row that starts exactly at `offset` belongs to the part, one that started before does not.
+        # Reading begins one byte before `offset`, and goes on to the next line's end. If the byte is a line's end, the
+        # line that begins at `offset` is kept; otherwise `offset` is in the middle of a line of the part before.
         begin = max(0, offset - 1) if seekable else 0
         stop = part.stop if seekable and part.stop is not None else file.size
         self.raw = Stretch(fetcher, file, begin, begin + 1 if few else stop, following)
@@ -95,10 +97,10 @@ class Lines:
             raise not_text(file.shown, kind)
         if offset and seekable:
             self.offset = begin
-            self._pass_line()
+            self._skip_line()
+        # The content before `offset` is decompressed again and thrown away, in pieces that are smaller than the buffer.
+        # `readline` asks the decompressor for such pieces, too, so a damaged file fails at the same line both times.
         left = 0 if seekable else offset
-        # Decompressed again, and thrown away. In pieces that are below the buffer's size the stream below sees the same
-        # reads as it does from `readline`: a damaged file shows its damage at the same line.
         while left and (skipped := self._read(self.stream.read, min(left, BUFFER_BYTES // 4))):
             left -= len(skipped)
 
@@ -114,7 +116,7 @@ class Lines:
             self.count.total += len(line)
             if len(line) > self.longest:
                 if line[-1:] != b"\n":
-                    self._pass_line()
+                    self._skip_line()
                 what = (
                     f"the line is longer than max_line_bytes={self.longest}; write its rows shorter, or raise "
                     "max_line_bytes"
@@ -131,15 +133,15 @@ class Lines:
     def _line(self, most: int) -> bytes:
         return self.stream.readline(most) if self.seekable else self._read(self.stream.readline, most)
 
-    def _pass_line(self) -> None:
-        """Go to the end of the line, or of the part, whichever comes first; hold none of it."""
+    def _skip_line(self) -> None:
+        """Read up to the end of the line or of the part, whichever comes first, without holding the line in memory."""
         while (self.stop is None or self.offset < self.stop) and (some := self._line(BUFFER_BYTES // 4)):
             self.offset += len(some)
             if some.endswith(b"\n"):
                 return
 
     def _read(self, read: Callable[..., bytes], *size: int) -> bytes:
-        """Read from a compressed file."""
+        """Read from a compressed file. Its errors become `Damage`."""
         try:
             return read(*size)
         except DAMAGED as error:

@@ -1,4 +1,4 @@
-"""Any dataset with ``__len__`` and ``__getitem__``: torchtune's builders, HF datasets, a plain list."""
+"""`MapSource`: any dataset with ``__len__`` and ``__getitem__``, such as torchtune's, Hugging Face's or a list."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class MapDataset(Protocol):
 
 
 class MapSource(Source):
-    """Rows by number. Lane ``l`` reads rows ``l, l + num_lanes, ...``, all of them permuted when shuffling.
+    """The rows of a map-style dataset. Lane ``l`` reads rows ``l, l + num_lanes, ...``.
 
-    Memory when shuffling: 8 bytes a row of the lanes that this process reads.
+    Shuffling permutes all rows of a lane. That takes 8 bytes of memory for each row of the lanes that a process reads.
 
     >>> from streampack.sources import Reading
     >>> rows = [{"tokens": [i], "labels": [i]} for i in range(4)]
@@ -44,7 +44,7 @@ class MapSource(Source):
                 f"the dataset ({type(dataset).__name__}) is empty; it must have at least one row"
             )
         self.dataset = dataset
-        self._rows: MarkedRows | None = None  # for the fingerprint
+        self._rows: MarkedRows | None = None  # marks of the examples, once they were read
 
     def fingerprint(self) -> str:
         """Digest the number of rows and the content of twelve of them."""
@@ -64,7 +64,7 @@ class MapSource(Source):
         return [example((number,), partial(self.fetch, (number,))) for number in sorted(numbers)]
 
     def read(self, reading: Reading) -> _Rows:
-        """See `Source.read`. Random access needs no window: any ``shuffle_window`` but 0 permutes the lane."""
+        """See `Source.read`. Rows are read by number, so any ``shuffle_window`` but 0 permutes the whole lane."""
         numbers = range(reading.lane, len(self.dataset), reading.num_lanes)
         order = permutation(len(numbers), *reading.key) if reading.shuffle_window else None
         return _Rows(self, numbers, order, reading.start[0] if reading.start else 0)
@@ -92,6 +92,8 @@ class MapSource(Source):
 
 
 class _Rows(Reader):
+    """Reads the rows ``numbers``, or a permutation of them. A cursor is ``(index,)``, a place in that order."""
+
     def __init__(
         self, source: MapSource, numbers: range, order: np.ndarray[Any, Any] | None, index: int
     ) -> None:
@@ -110,11 +112,11 @@ class _Rows(Reader):
         number = self.numbers[self.index if self.order is None else int(self.order[self.index])]
         try:
             data = self.source.dataset[number]
-        except OSError as error:  # of a disk or a network: no property of the record
+        except OSError as error:  # A disk or a network failed: the record is not to blame, and not skipped.
             error.add_note(f"while reading sample {number}")
             raise
         except Exception as error:
-            if isinstance(error, StopIteration):  # would end the stream silently
+            if isinstance(error, StopIteration):  # raised again by the lane, it would end the stream silently
                 error = RuntimeError(f"sample {number}: the dataset raised StopIteration")
             raise BadRecord(
                 reason_of(error), cursor=(self.index,), row_id=(number,), locate=self.source.locate

@@ -1,7 +1,8 @@
-"""MosaicML's MDS shards, read without their package. The format is that of mosaicml-streaming, version 2 of its index.
+"""`MDSSource`: MosaicML's MDS shards with version 2 of their index, read without the package mosaicml-streaming.
 
-A shard is the number of its samples; the offset of each from the file's start, and of the end; a JSON header that the
-index repeats; then the samples, as `mds_columns` says. Numbers are ``uint32``.
+A shard begins with the number of its samples. Then come the offsets of the samples from the file's start, and that of
+the end; a JSON header, which the index repeats; and the samples, whose form is described in `mds_columns`. Numbers are
+``uint32``.
 https://docs.mosaicml.com/projects/streaming/en/stable/preparing_datasets/dataset_format.html
 """
 
@@ -23,17 +24,17 @@ from streampack.storage.compression import DAMAGED, content
 from streampack.storage.listing import Name, Once, alone
 from streampack.storage.ranges import Ahead, Block, Fetcher, Stretch, blocks
 
-LARGEST = 1 << 30  # bytes of a compressed shard's content, at most, whatever its index says
+MAX_CONTENT_BYTES = 1 << 30  # of a compressed shard, whatever its index says
 COMPRESSIONS = {"gz": ".gz", "zstd": ".zst"}
 
 
 class Shard(NamedTuple):
     """The index's entry of a shard."""
 
-    samples: int
+    samples: int  # how many samples the shard has
     columns: list[Column]
-    suffix: str  # of its compression; "" is none
-    size: int  # bytes of its content, at most
+    suffix: str  # ".gz" or ".zst" if the shard is compressed, else ""
+    size: int  # the most bytes that the content may have, decompressed
 
     @property
     def first_sample(self) -> int:
@@ -44,21 +45,21 @@ class Shard(NamedTuple):
 class MDSSource(IndexedSource):
     """The samples of a folder of MDS shards, as mappings of plain values and arrays.
 
-    Lanes share out slices of the samples. A compressed shard (zstd, gzip) cannot seek: it is a part of one lane, and
-    is held decompressed while that lane reads it.
+    The samples of each shard are cut into slices, which are divided among the lanes. In a compressed shard (zstd, gzip)
+    one cannot seek: it is one part of one lane, and is held decompressed while that lane reads it.
 
     Args:
-        folder: that holds ``index.json``, of this machine, or a URL.
-        columns: the columns to keep; default: all.
-        storage_options: for the storage behind URLs, see `JSONLSource`, as for the arguments below.
-        retries: how often a read that fails is tried again.
+        folder: the folder that holds ``index.json``, on this machine or behind a URL.
+        columns: the columns to keep; None for all.
+        storage_options: see `JSONLSource`, as for the arguments below.
+        retries: how often a failed read is tried again.
         timeout: seconds that one request may take.
-        read_ahead: bytes, per lane, fetched ahead behind a URL.
-        once: see `JSONLSource`.
+        read_ahead: the most bytes that each lane fetches ahead from behind a URL.
+        once: how ranks share the reading of the index.
 
     Raises:
-        ValueError: for an index that is missing, of another format, or with names that lead out of the folder; for a
-            shard of another size than it says; for pickled columns, which could run code, and for images.
+        ValueError: for an index that is missing, has another format, or names files outside of the folder; for a shard
+            whose size is not what the index says; for pickled columns, which could run code, and for images.
     """
 
     unit = "sample"
@@ -118,11 +119,11 @@ class MDSSource(IndexedSource):
         shard, file = self.shards[part.file], self.files[part.file]
         if shard.suffix:
             return blocks(fetcher.storage, file, 0, file.size)
-        if shard.first_sample > file.size:  # damaged, which is raised when its turn comes
+        if shard.first_sample > file.size:  # the shard is damaged: `slice` raises that
             return ()
 
         def rest(table: bytes) -> Iterator[Block]:
-            with suppress(Damage):  # raised when its turn comes
+            with suppress(Damage):  # `slice` raises it
                 offsets = _offsets(shard, file, part, table)
                 yield from blocks(fetcher.storage, file, int(offsets[0]), int(offsets[-1]))
 
@@ -139,7 +140,7 @@ class MDSSource(IndexedSource):
             return super().examples(count)
         number = next((i for i, samples in enumerate(self.counts) if samples), 0)
         part = Part(number, 0, min(count, self.counts[number]))
-        with suppress(ValueError):  # damage is raised where it is trained
+        with suppress(ValueError):  # training reports damage
             samples = list(self.records(part, 0, self.fetcher()))
             return [example((number, at), partial(self.decode, part, at, raw)) for at, raw, _ in samples]
         return []
@@ -177,13 +178,13 @@ def _decompressed(
 
 
 def _table(file: File, part: Part) -> Block:
-    """Return the block of the part's offsets; of the first part, with the count before them."""
+    """Return the block of the part's offsets, which in a shard's first part begins with the number of samples."""
     assert part.stop is not None
     return file, 4 * (1 + part.start) if part.start else 0, 4 * (part.stop + 2)
 
 
 def _offsets(shard: Shard, file: File, part: Part, table: bytes) -> Offsets:
-    """Return where the part's samples begin in the file, ``[samples + 1]``."""
+    """Return the byte where each of the part's samples begins, and where the last one ends, ``[samples + 1]``."""
     if not part.start:
         _check_count(table, shard, file)
         table = table[4:]
@@ -202,7 +203,7 @@ def _check_count(data: bytes, shard: Shard, file: File) -> None:
 
 
 def _entry(entry: Any, keep: list[str] | None) -> tuple[Shard, tuple[str, int]]:
-    """Check the entry of a shard. Returns it with its file's name and size."""
+    """Check the index's entry of a shard. Returns it with its file's (name, size in bytes)."""
     if not isinstance(entry, dict) or entry.get("format") != "mds" or entry.get("version") != 2:
         raise ValueError("it is no MDS shard, version 2")
     compression = entry.get("compression")
@@ -227,5 +228,5 @@ def _entry(entry: Any, keep: list[str] | None) -> tuple[Shard, tuple[str, int]]:
         raise ValueError(f"it has no column {lacking[0]!r}; it has {', '.join(map(repr, there))}")
     raw = entry.get("raw_data")
     size = raw.get("bytes") if isinstance(raw, dict) else None
-    size = min(size, LARGEST) if type(size) is int else LARGEST
+    size = min(size, MAX_CONTENT_BYTES) if type(size) is int else MAX_CONTENT_BYTES
     return Shard(samples, columns, suffix, size), (data.get("basename", ""), data.get("bytes", 0))

@@ -1,4 +1,8 @@
-"""The columns of an MDS sample: the ``uint32`` size of each that has no fixed one, then their bytes, end to end."""
+"""The columns of an MDS sample.
+
+A sample begins with the sizes, ``uint32``, of the columns that have no fixed size. Then come the bytes of all columns,
+end to end.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +17,25 @@ from streampack.storage.json_depth import shallow_json
 ARRAYS = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
           64: "uint64", 65: "int64", 66: "float64"}  # fmt: skip
 SCALARS = frozenset(ARRAYS.values())
-SHAPES = ("uint8", "uint16", "uint32", "uint64")  # by the code of an array's dimensions
+SHAPES = ("uint8", "uint16", "uint32", "uint64")  # types of an array's dimensions, by their code
 
 Decode = Callable[[bytes], Any]
 
 
 class Column(NamedTuple):
-    """One value of every sample."""
+    """A column: its name, its size in bytes (None if each sample has its own), and the function that decodes it."""
 
     name: str
-    size: int | None  # bytes; None: each sample says
+    size: int | None
     decode: Decode
 
 
 def row_of(columns: Sequence[Column], raw: bytes) -> dict[str, Any]:
-    """Return a sample's columns by name.
+    """Return the values of a sample's columns by name.
 
     Raises:
-        ValueError: if its bytes are not those of the columns. A damaged value may raise LookupError, too.
+        ValueError: if the sample is damaged.
+        LookupError: if a value is damaged.
     """
     variable = sum(column.size is None for column in columns)
     sizes = iter(np.frombuffer(raw, "<u4", variable).tolist())
@@ -46,11 +51,11 @@ def row_of(columns: Sequence[Column], raw: bytes) -> dict[str, Any]:
 
 
 def left_out(data: bytes) -> None:
-    """Stand in for the decoder of a column that is not kept."""
+    """Mark a column that is not kept, in place of its decoder. It is never called."""
 
 
 def decoder(name: str, encoding: str) -> Decode:
-    r"""Return the function that makes a column's value of its bytes.
+    r"""Return the function that decodes the bytes of a column.
 
     >>> decoder("text", "str")(b"caf\xc3\xa9"), decoder("ids", "ndarray:uint16:2")(b"\x01\x00\x02\x00").tolist()
     ('café', [1, 2])
@@ -84,7 +89,7 @@ def _scalar(dtype: str, data: bytes) -> Any:
 
 
 def _array(dtype: str, shape: list[int] | None, data: bytes) -> Any:
-    """Decode an array; its type and shape stand before its values where the encoding does not name them."""
+    """Decode an array. If the encoding does not name its type or its shape, they are stored before the values."""
     at = 0
     if not dtype:
         dtype, at = ARRAYS[data[0]], 1

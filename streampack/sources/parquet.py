@@ -1,4 +1,4 @@
-"""Parquet: parts are files or runs of row groups, and only the columns that are needed are read."""
+"""`ParquetSource`: parts are files or runs of row groups, and only the columns that are needed are read."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ from streampack.storage.listing import Name, Once, alone, find_files
 from streampack.storage.ranges import Fetcher
 from streampack.types import RowId
 
-LARGE = 2  # parts' worth: smaller files are a part each, and their footers are read when their turn comes
-FEW = (
-    2  # parts of a lane: with fewer, all files are cut as fine as possible, or lanes would be uneven or empty
-)
+WHOLE_FILE_PARTS = 2
+"""A file that is at most as large as this number of parts is not cut: it is one part, and its footer is read when that
+part is read."""
+FEWEST_PARTS = 2
+"""If lanes have fewer parts than this on average, all files are cut into single row groups, as lanes would be uneven or
+empty otherwise."""
 PROBED_FILES = 16
 
 
@@ -37,24 +39,24 @@ class ParquetSource(FileSource):
     >>> [row.data for row in ParquetSource(path, columns=["text"]).read(Reading())]
     [{'text': 'a'}, {'text': 'b'}]
 
-    Whole files are shared out over the lanes. Files that are large for that are cut into runs of row groups: their
-    footers are read before the first row (with a `PackedDataLoader`, each rank reads some of them for all). A row group
-    is read as a whole, as it is stored, and decoded 1,024 rows at a time.
+    Whole files are divided among the lanes. Files that are too large for that are cut into runs of row groups, so their
+    footers are read before the first row (with a `PackedDataLoader`, each rank reads some of them for all ranks). The
+    stored bytes of a row group are read at once, and decoded 1,024 rows at a time.
 
     Args:
         paths: files, folders or globs of this machine, or URLs (``http``, ``https``, ``s3``, ``hf``).
-        columns: the top-level columns to read; default: all.
+        columns: the top-level columns to read; None for all.
         manifest: see `JSONLSource`, as for the arguments below.
-        storage_options: for the storage behind URLs.
-        retries: how often a read that fails is tried again.
+        storage_options: settings of the storage behind URLs.
+        retries: how often a failed read is tried again.
         timeout: seconds that one request may take.
-        read_ahead: bytes, per lane, fetched ahead behind a URL.
-        once: see `JSONLSource`.
+        read_ahead: the most bytes that each lane fetches ahead from behind a URL.
+        once: how ranks share the listing of remote files.
 
     Raises:
         ValueError: if nothing matches, a file is empty, or one is named twice; for a column that a file lacks, and for
             a damaged page, when it is read, with file and row group.
-        ImportError: without pyarrow.
+        ImportError: if pyarrow is not installed.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class ParquetSource(FileSource):
         once: Once = alone,
     ) -> None:
         try:
-            import pyarrow.parquet  # noqa: F401 - to raise at once if it is missing
+            import pyarrow.parquet  # noqa: F401 - it is used later; if it is missing, that is an error now
         except ImportError as error:
             raise ImportError("reading Parquet needs pyarrow: pip install 'streampack[parquet]'") from error
         if isinstance(columns, str) or (columns is not None and not columns):
@@ -103,7 +105,7 @@ class ParquetSource(FileSource):
         return plain_row(raw)
 
     def locate(self, row_id: RowId) -> str:
-        """Return ``file, row N``, from 0, and its row group if the footer was read."""
+        """Return the file, the row's number in it, from 0, and its row group if the footer is in the cache."""
         file, row = row_id
         footer = self.footers.known(file)
         return super().locate(row_id) + (
@@ -111,7 +113,10 @@ class ParquetSource(FileSource):
         )
 
     def natural_lanes(self) -> int:
-        """Return one lane per 256 KiB, but no more than there are row groups, or, of eight files and more, files."""
+        """Return one lane per 256 KiB, but no more than there are parts to divide.
+
+        Those are row groups. For eight files or more, files are counted instead, so that no footers need be read.
+        """
         few = len(self.files) < 8
         parts = sum(len(self._runs(i, step=0)) for i in range(len(self.files))) if few else len(self.files)
         return max(1, min(parts, sum(file.size for file in self.files) >> 18))
@@ -120,15 +125,15 @@ class ParquetSource(FileSource):
         """See `Source.probe`: the first rows of row groups of up to 16 files."""
         numbers = spread(len(self.files), PROBED_FILES)
         rows: list[Mapping[str, Any]] = []
-        wanted = -(-count // len(numbers))  # of each file
+        wanted = -(-count // len(numbers))  # rows from each file
         known = size = 0
         for number in numbers:
-            with suppress(ValueError):  # damage is raised where it is trained
+            with suppress(ValueError):  # training reports damage
                 footer = self.footers.get(number, self.fetcher())
                 starts = starts_of(footer)
                 known += footer.num_rows
                 size += self.files[number].size
-                each = min(64, -(-footer.num_rows // max(1, len(starts) - 1)))  # rows of a group
+                each = min(64, -(-footer.num_rows // max(1, len(starts) - 1)))  # rows from a row group
                 for group in spread(len(starts) - 1, -(-wanted // max(1, each))):
                     part = Part(number, starts[group], min(starts[group] + each, starts[group + 1]))
                     rows += [plain_row(raw) for _, raw, _ in self.records(part, part.start, self.fetcher())]
@@ -137,7 +142,7 @@ class ParquetSource(FileSource):
 
     def examples(self, count: int = EXAMPLES) -> list[Example]:
         """See `Source.examples`: the first rows of one row group."""
-        with suppress(ValueError):  # damage is raised where it is trained
+        with suppress(ValueError):  # training reports damage
             starts = starts_of(self.footers.get(0, self.fetcher()))
             part = Part(0, 0, min(count, *starts[1:2]))
             records = self.records(part, 0, self.fetcher())
@@ -151,13 +156,13 @@ class ParquetSource(FileSource):
     def cut(self, num_lanes: int, parallel_map: ParallelMap) -> list[list[Part]]:
         """See `FileSource.cut`."""
         step = sum(file.size for file in self.files) // max(1, num_lanes * PARTS_PER_LANE)
-        parts = self._parts(step, LARGE * step, parallel_map)
-        if len(parts) < FEW * num_lanes:
+        parts = self._parts(step, WHOLE_FILE_PARTS * step, parallel_map)
+        if len(parts) < FEWEST_PARTS * num_lanes:
             parts = self._parts(0, 0, parallel_map)
         return deal(parts, num_lanes)
 
     def _parts(self, step: int, whole: int, parallel_map: ParallelMap) -> list[tuple[Part, float]]:
-        """Return files of up to ``whole`` bytes, and runs of some ``step`` bytes of the others, each with its bytes."""
+        """Return (part, bytes) for all files: one part for up to ``whole`` bytes, else runs of ``step`` bytes."""
         large = [number for number, file in enumerate(self.files) if file.size > whole]
         runs = dict(zip(large, parallel_map(partial(self._runs, step=step), large), strict=True))
         return [
@@ -167,14 +172,15 @@ class ParquetSource(FileSource):
         ]
 
     def _runs(self, number: int, step: int) -> list[tuple[Part, float]]:
-        """Return a file's row groups in runs of some ``step`` bytes, each with its bytes."""
+        """Return (part, bytes) for each run of a file's row groups: a run ends when it has ``step`` bytes."""
         size = self.files[number].size
         try:
             footer = self.footers.get(number, self.fetcher())
-        except Damage:  # raised where it is read
+        except Damage:  # reading the part raises it again
             return [(Part(number), size)]
         groups = [footer.row_group(i) for i in range(footer.num_row_groups)]
-        scale = size / max(1, sum(group.total_byte_size for group in groups))  # as it is stored
+        # Footers have the sizes of row groups before compression: scale them to the size of the file.
+        scale = size / max(1, sum(group.total_byte_size for group in groups))
         runs: list[tuple[Part, float]] = []
         start, held = 0, 0.0
         ends = starts_of(footer)[1:]

@@ -1,4 +1,4 @@
-"""Parquet footers, and the rows of row groups."""
+"""Parquet's footers and row groups: a cache of the footers, and a reader of a part's rows."""
 
 from __future__ import annotations
 
@@ -13,33 +13,38 @@ from streampack.sources.parts import Damage, Part, Record
 from streampack.storage.base import File
 from streampack.storage.ranges import Block, Fetcher, blocks
 
-FOOTER_BYTES = 1 << 13  # asked for at first; a longer footer takes a second request
-KEPT_FOOTERS = 64  # a footer of 1,000 row groups takes about 1 MB of memory
-BATCH_ROWS = 1024  # decoded at a time
-PADDING_BYTES = 100  # old writers' column chunks end that much later than their footers say (PARQUET-816)
+FOOTER_BYTES = 1 << 13  # bytes of the first request; a longer footer takes a second one
+KEPT_FOOTERS = 64  # footers in the cache; one of 1,000 row groups takes about 1 MB of memory
+BATCH_ROWS = 1024  # rows that are decoded at a time
+PADDING_BYTES = 100  # old writers' column chunks may end that much later than their footers say (PARQUET-816)
 
 
 class Footers:
-    """A cache of the metadata of Parquet files."""
+    """A cache of the metadata of Parquet files.
+
+    Args:
+        files: the files of the corpus.
+        columns: the columns that every file must have; None if it may have any.
+    """
 
     def __init__(self, files: Sequence[File], columns: Sequence[str] | None) -> None:
         self.files = files
-        self.columns = columns  # that every file must have
+        self.columns = columns
         self._kept: OrderedDict[int, Any] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": OrderedDict()}
 
     def known(self, number: int) -> Any:
-        """Return a file's metadata if it is in the cache."""
+        """Return a file's metadata if it is in the cache, else None."""
         return self._kept.get(number)
 
     def get(self, number: int, fetcher: Fetcher) -> Any:
-        """Return a file's metadata, as pyarrow has it.
+        """Return a file's metadata, pyarrow's ``FileMetaData``; read it if it is not in the cache.
 
         Raises:
-            Damage: if the file has none.
-            ValueError: if a column is not there.
+            Damage: if the file has no readable footer.
+            ValueError: if the file lacks a column.
         """
         if (footer := self._kept.get(number)) is None:
             footer = self._kept[number] = self._read(self.files[number], fetcher)
@@ -69,9 +74,9 @@ class Footers:
 
 
 class RowGroups:
-    """An iterator over the rows of one part, each with its number in the file.
+    """An iterator over the records of one part. Offsets are row numbers in the file.
 
-    A raw row is the columns of its batch, and its place there.
+    A record's raw data is (columns of its batch by name, index of the row in the batch).
     """
 
     def __init__(
@@ -83,7 +88,7 @@ class RowGroups:
         self.following = following
         self.footer = footers.get(part.file, fetcher)
         self.starts = starts_of(self.footer)
-        # Not the footer's own count of rows: where it differs from its row groups', they are what is there.
+        # A damaged footer's own count of rows may differ from the sum over its row groups, which are what is read.
         self.stop = self.starts[-1] if part.stop is None else part.stop
         self.offset = offset
         self.rows: Iterator[Record] = iter(())
@@ -116,7 +121,7 @@ class RowGroups:
             table = parquet.ParquetFile(
                 _Sparse(held, self.file.size),
                 metadata=self.footer,
-                pre_buffer=False,  # or it would read the columns in between, which are not here
+                pre_buffer=False,  # pre-buffering would also read columns in between, whose bytes are not held
                 page_checksum_verification=True,
             )
             at = first
@@ -132,12 +137,12 @@ class RowGroups:
             if at != last:
                 raise ValueError(f"{at - first} rows are there and {last - first} should be")
         except (pyarrow.ArrowException, OSError, ValueError) as error:
-            # All bytes of the group were read, so the storage is not at fault; the rest of the group is lost.
+            # The bytes of the group were all read before, so this is no error of the storage that may pass.
             what = f"row group {group} is damaged: {error}"
             raise Damage(what, offset=self.offset, resume=last if last < self.stop else None) from None
 
     def _ranges(self, group: int) -> list[tuple[int, int]]:
-        """Return the byte ranges of a row group's needed columns, neighbours joined."""
+        """Return the byte ranges ``[start, stop)`` of a row group's needed columns. Ranges that touch are joined."""
         metadata, found = self.footer.row_group(group), []
         for i in range(metadata.num_columns):
             column = metadata.column(i)
@@ -160,9 +165,12 @@ class RowGroups:
         return joined
 
     def _plan(self, group: int) -> Iterator[Block]:
-        """Yield the blocks of the row group, of those behind it in the part, and of the following part."""
+        """Yield the blocks to fetch ahead: of the row group, of the later ones of the part, and of the following part.
+
+        If the following part's footer is not known, that comes first, and its row groups are planned when it is read.
+        """
         while group < len(self.starts) - 1 and self.starts[group] < self.stop:
-            with suppress(Damage):  # raised when its turn comes
+            with suppress(Damage):  # reading the row group raises it again
                 for start, stop in self._ranges(group):
                     yield from blocks(self.fetcher.storage, self.file, start, stop)
             group += 1
@@ -176,7 +184,7 @@ class RowGroups:
 
 
 class _Sparse(io.RawIOBase):
-    """A file of which only some ranges are held, for pyarrow to read from."""
+    """A file object for pyarrow, of which only some ranges are held: pairs of (first byte, bytes)."""
 
     def __init__(self, held: list[tuple[int, bytes]], size: int) -> None:
         self.held = held
@@ -211,7 +219,7 @@ def _is_within(path: str, columns: Sequence[str]) -> bool:
 
 
 def plain_row(raw: tuple[Mapping[str, Any], int]) -> Mapping[str, Any]:
-    """Return the plain Python values of a raw row."""
+    """Return a row as plain Python values, given the raw data of its record."""
     columns, i = raw
     return {name: column[i].as_py() for name, column in columns.items()}
 
@@ -221,11 +229,11 @@ def _tail(file: File) -> Block:
 
 
 def starts_of(footer: Any) -> list[int]:
-    """Return the first row of every row group, and the end."""
+    """Return the number of each row group's first row, and the number of rows: ``[row groups + 1]``."""
     return [0, *accumulate(footer.row_group(i).num_rows for i in range(footer.num_row_groups))]
 
 
 def group_of(footer: Any, row: int) -> int:
-    """Return the number of the row group that holds a row."""
+    """Return the index of the row group that holds a row."""
     starts = starts_of(footer)
     return max(i for i, start in enumerate(starts[:-1]) if start <= row) if len(starts) > 1 else 0

@@ -34,20 +34,20 @@ class Source(ABC):
     >>> pack["tokens"].tolist(), [fragment.row_id for fragment in pack["fragments"]]
     ([0, 0, 2, 4], [(0, 0), (0, 2)])
 
-    The pack is of lane 0 of 2, which has rows 0, 2, 4, ...; a row_id is (0, row number).
+    The pack is the first of lane 0, which has rows 0, 2, 4, ... The ``row_id`` of such a source is (0, row number).
     """
 
     max_lanes: int | None = None
     """The most lanes that can divide the rows; None for any number."""
 
     ids_below: int | None = None
-    """A bound that all token ids in the rows are below, where rows are tokens already and it is known."""
+    """A number that is larger than all token ids in the rows; None if it is unknown, or the rows hold no tokens."""
 
     map_style = False
     """Whether the rows are numbered: ``fetch((n,))`` returns row ``n`` of `num_rows`."""
 
     probed_by_bytes = False
-    """Whether `probe` scales by the bytes of rows instead of their number."""
+    """Whether the scale that `probe` returns is a ratio of bytes; else it is a ratio of numbers of rows."""
 
     @abstractmethod
     def fingerprint(self) -> str:
@@ -80,12 +80,12 @@ class Source(ABC):
 
     @property
     def limiting(self) -> str:
-        """Name of what limits ``max_lanes``, for the error message where they are too few."""
+        """Name of the source that limits ``max_lanes``, for the error message if there are too few lanes."""
         return type(self).__name__
 
     @property
     def way_out(self) -> str:
-        """Suffix of the error message where ``max_lanes`` are too few: how to get more lanes."""
+        """Suffix of the error message if ``max_lanes`` is too small: how to get more lanes."""
         return (
             "each would read everything; use one consumer, or IterableSource(..., stride=True) to let each read "
             "everything and keep its part"
@@ -97,7 +97,7 @@ class Source(ABC):
         return 0.0
 
     def natural_lanes(self) -> int:
-        """Return a sensible number of lanes: about one per 100 packs, as the last pack of each is part-empty."""
+        """Return a sensible number of lanes: about one per 100 packs, as each lane's last pack is not full."""
         return 1
 
     def num_rows(self) -> int:
@@ -109,9 +109,9 @@ class Source(ABC):
         raise ValueError(f"the length of {type(self).__name__} is unknown; set max_steps")
 
     def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
-        """Return about ``count`` rows from all over the corpus, and the corpus's size relative to theirs.
+        """Return about ``count`` rows from all over the corpus, and how many times as large the corpus is.
 
-        A broken record counts as a row, and is left out.
+        Broken records are left out, but count as rows for the size.
 
         Raises:
             ValueError: if the corpus has no known length.
@@ -120,7 +120,7 @@ class Source(ABC):
         return [row.data for row in found if row.data is not None], size / max(1, len(found))
 
     def examples(self, count: int = EXAMPLES) -> list[Example]:
-        """Return about ``count`` rows, the same at each call and in each process; by default the first ones."""
+        """Return about ``count`` rows, the same ones at each call and in each process; by default the first rows."""
         return first_rows(self.read(Reading()), count)
 
     def identity(self) -> dict[str, Any]:
@@ -153,7 +153,7 @@ class Source(ABC):
         return None
 
     def _numbered(self, start: int, reading: Reading) -> Iterator[Record]:
-        """Rows with their numbers, copied where a shuffle window holds them while others are read."""
+        """Yield a lane's rows as records. Rows that a shuffle window will hold while others are read are copied."""
         number = start
         for row in self.rows(start, reading.num_lanes):
             yield number, own_row(row) if reading.shuffle_window else row, number + reading.num_lanes

@@ -8,11 +8,12 @@ A folder holds shards and an ``index.json`` that names them. A shard, all number
 | ``tokens`` x 2 or 4 | the documents' tokens, end to end, ``uint16`` or ``uint32`` as ``dtype`` says |
 | 0 to 6 | zeros, up to a multiple of 8 |
 | (``documents`` + 1) x 8 | ``int64``: where each document begins, counted in tokens; the end last |
-| ``tokens`` / 8, rounded up | only if ``masked``: a bit for each token, lowest first: 0 where its label is -100 |
+| ``tokens`` / 8, rounded up | only if ``masked``: a bit for each token, lowest first: 0 if its label is -100 |
 
-``crc32`` in the header is of all that follows it. The index repeats what a reader needs of every header; when a shard
-is opened, the two are compared.
-So ``np.memmap(path, "<u2", offset=4096, shape=tokens)`` has the tokens without any of our code.
+``crc32`` in the header is the checksum of all bytes behind the header. The index repeats what a reader needs of every
+header; when a shard is opened, the two are compared.
+
+Other programs can read the tokens with ``np.memmap(path, "<u2", offset=4096, shape=tokens)``.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from streampack.types import IntArray
 
 FORMAT = "streampack-tokens"
 VERSION = 1
-HEADER_BYTES = 4096  # a page, so that mapped tokens begin with one
+HEADER_BYTES = 4096  # a page of memory, so that the mapped tokens begin with a page
 DTYPES = ("uint16", "uint32")
 COUNTS = ("documents", "tokens", "crc32")
 
@@ -73,10 +74,10 @@ class Shard:
 
 
 def shard_of(name: str, header: Mapping[str, Any]) -> Shard:
-    """Check a header, or an entry of an index.
+    """Check the header of a shard, or its entry in an index, and return it as a `Shard`.
 
     Raises:
-        ValueError: if it is of another format, or a value is out of range.
+        ValueError: if it has another format or version, or a value is out of range.
     """
     if header.get("format") != FORMAT or header.get("version") != VERSION:
         raise ValueError(
@@ -94,7 +95,7 @@ def read_header(path: Path) -> dict[str, Any]:
     """Read the header of a shard, and check the file's size.
 
     Raises:
-        ValueError: for any other file.
+        ValueError: if the file is no token shard, or its size is not what the header says.
     """
     with path.open("rb") as file:
         header = _parsed(file.read(HEADER_BYTES), shown=str(path))
@@ -131,17 +132,17 @@ def _parsed(raw: bytes, *, shown: str) -> dict[str, Any]:
 
 
 class ShardWriter:
-    """Writes one shard. The file gets its name when it is complete.
+    """Writes one shard. The file has a temporary name until it is complete.
 
     Args:
-        path: of the shard.
-        dtype: of the tokens, one of `DTYPES`.
+        path: the path of the complete shard.
+        dtype: the type of the stored tokens, one of `DTYPES`.
     """
 
     def __init__(self, path: Path, *, dtype: str) -> None:
         self.path = path
         self.dtype = np.dtype(dtype).newbyteorder("<")
-        # Named by the process: one that a killed run left behind may still be writing its own.
+        # The name has the process id, because a process that a killed run left behind may still write its own file.
         self.unfinished = path.with_name(f".{path.name}.{os.getpid()}")
         self.file = self.unfinished.open("wb")
         self.file.write(bytes(HEADER_BYTES))
@@ -159,7 +160,7 @@ class ShardWriter:
         """Write one document.
 
         Raises:
-            ValueError: for a token that the shard's type cannot hold.
+            ValueError: for a token id that does not fit into the shard's type.
         """
         limit = np.iinfo(self.dtype).max
         if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) <= limit:
@@ -173,7 +174,7 @@ class ShardWriter:
         self.masked |= not trained.all()
 
     def close(self, notes: Mapping[str, Any]) -> Shard:
-        """Complete the shard. ``notes`` are plain values that go into the header, too."""
+        """Complete the shard and give it its name. ``notes`` are further values for the header, by name."""
         self._write(bytes(-(HEADER_BYTES + self.tokens * self.dtype.itemsize) % 8))
         self._write(np.asarray(self.offsets).astype("<i8").tobytes())
         if self.masked:
@@ -206,7 +207,10 @@ class ShardWriter:
 
 
 def settle(file: Any, unfinished: Path, path: Path) -> None:
-    """Rename a written file durably: if the machine fails, it has its name and all of its content, or no name."""
+    """Flush a written file to the disk, rename it to ``path``, and flush the folder.
+
+    So even after a failure of the machine, ``path`` is either complete or absent.
+    """
     file.flush()
     os.fsync(file.fileno())
     file.close()

@@ -1,4 +1,7 @@
-"""`TokenShardSource`: token shards, mapped into memory here, read by range behind a URL. Format: `token_files`."""
+"""`TokenShardSource`: reads token shards, whose format is described in `token_files`.
+
+Shards on this machine are mapped into memory. Behind a URL, they are read by ranges.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,17 @@ from streampack.storage.listing import Corpus, Name, Once, alone
 from streampack.storage.ranges import Ahead, Block, Fetcher, blocks
 from streampack.types import IGNORE_INDEX
 
-OFFSETS = 1024  # read at a time: one by one, they took 2 of the 5.7 us of a document of 1,000 tokens
-TOKENS_PER_LANE = 1 << 18  # that a lane should have at least: 64 packs of 4,096
+OFFSETS = (
+    1024  # that are read at a time. One by one, they took 2 us of the 5.7 us of a document of 1,000 tokens.
+)
+TOKENS_PER_LANE = 1 << 18  # for the default number of lanes: 64 packs of 4,096 tokens
 
 Raw = tuple[npt.NDArray[Any], npt.NDArray[np.uint8] | None, int]
-"""A document as it is stored: its tokens ``[length]``, uint16 or uint32, on this machine a view of the mapped file; the
-bytes that hold its mask, None if every token is trained; how many bits of the first byte precede its own."""
+"""A document as it is stored: (tokens, mask, skipped).
+
+``tokens`` ``[length]`` are uint16 or uint32, and a view of the file if that is mapped. ``mask`` are the bytes that
+hold a bit for each token; None if every token is trained. ``skipped`` is how many bits of the first byte belong to the
+document before."""
 
 
 class TokenShardSource(IndexedSource):
@@ -45,21 +53,21 @@ class TokenShardSource(IndexedSource):
     [5 6 7] [-100    6    7]
     [8 9] [8 9]
 
-    Lanes share out slices of the documents. A document is copied once when its turn comes, from the shard's 2 or 4
-    bytes a token to 4 (to 8 where an id needs them), and is read-only; where all of it is trained, ``tokens`` and
-    ``labels`` are one array.
+    The documents of each shard are cut into slices, which are divided among the lanes. When a document is read, it is
+    copied once, from the shard's 2 or 4 bytes a token to int32 (to int64 if an id needs it). The arrays are read-only.
+    If all tokens of a document are trained, ``tokens`` and ``labels`` are the same array.
 
     Args:
-        folder: of this machine, or a URL.
-        storage_options: for the storage behind URLs, see `JSONLSource`, as for the arguments below.
-        retries: how often a read that fails is tried again.
+        folder: the folder that holds ``index.json``, on this machine or behind a URL.
+        storage_options: see `JSONLSource`, as for the arguments below.
+        retries: how often a failed read is tried again.
         timeout: seconds that one request may take.
-        read_ahead: bytes, per lane, fetched ahead behind a URL.
-        once: see `JSONLSource`.
+        read_ahead: the most bytes that each lane fetches ahead from behind a URL.
+        once: how ranks share the reading of the index.
 
     Raises:
-        ValueError: if there is no index, one of another format, or one whose names lead out of the folder; for a shard
-            that is missing or of another size than the index says; when it is first read, for one whose header differs
+        ValueError: for an index that is missing, has another format, or names files outside of the folder; for a shard
+            that is missing or whose size is not what the index says; when a shard is first read, if its header differs
             from the index.
     """
 
@@ -86,12 +94,14 @@ class TokenShardSource(IndexedSource):
         corpus = index.corpus([(shard.name, shard.size) for shard in self.shards])
         super().__init__(corpus, [shard.documents for shard in self.shards], read_ahead=read_ahead)
         self.tokens = sum(shard.tokens for shard in self.shards)
-        if type(self) is TokenShardSource:  # a user's subclass may make other ids
-            self.ids_below = 1 << 8 * max(shard.width for shard in self.shards)  # whatever is in the shards
-        self._checked: set[int] = set()  # shards whose header is as the index says, in this process
+        if type(self) is TokenShardSource:  # A user's subclass may change the ids, so that no bound is known.
+            self.ids_below = 1 << 8 * max(shard.width for shard in self.shards)
+        self._checked: set[int] = (
+            set()
+        )  # indices of shards whose header this process has compared with the index
 
     def fingerprint(self) -> str:
-        """Digest the shards' names and checksums as the index has them: the same wherever the folder lies."""
+        """Digest the shards' names, sizes and checksums in the index. The folder's place is no part of it."""
         return digest("tokens", [(shard.name, shard.tokens, shard.crc32) for shard in self.shards])
 
     def identity(self) -> dict[str, Any]:
@@ -130,7 +140,7 @@ class TokenShardSource(IndexedSource):
 
         def rest(table: bytes) -> Iterator[Block]:
             yield from self._unchecked(part.file)
-            with suppress(Damage):  # raised when its turn comes
+            with suppress(Damage):  # `slice` raises it
                 offsets = _offsets(shard, file, part, table)
                 yield from _mask(shard, file, offsets)
                 yield from blocks(fetcher.storage, file, int(offsets[0]), int(offsets[-1]))
@@ -138,13 +148,13 @@ class TokenShardSource(IndexedSource):
         return Ahead(fetcher, _table(shard, file, part), rest)
 
     def decode(self, part: Part, offset: int, raw: Raw) -> Mapping[str, Any]:
-        """Copy the tokens, as signed integers: the one copy before the pack's."""
+        """Return the row. The tokens are copied as signed integers; that is the only copy before the pack's."""
         stored, bits, skipped = raw
         tokens = stored.astype(np.int32)
         if stored.itemsize == 4 and tokens.size and np.minimum.reduce(tokens) < 0:
-            # An id needs all of the 32 bits.
+            # An id of 2**31 or more does not fit into int32.
             tokens = stored.astype(np.int64)
-        tokens.setflags(write=False)  # what cannot change need not be copied again
+        tokens.setflags(write=False)  # An array that cannot change need not be copied again.
         if bits is None:
             return {"tokens": tokens, "labels": tokens}
         trained = np.unpackbits(bits, bitorder="little")[skipped : skipped + tokens.size]
@@ -157,12 +167,15 @@ class TokenShardSource(IndexedSource):
         return max(1, min(sum(self.counts), self.tokens // TOKENS_PER_LANE))
 
     def _unchecked(self, number: int) -> list[Block]:
-        """Return the block of a shard's header if it was not compared yet; a state knows the shard by the index."""
+        """Return the block of a shard's header, or nothing if the header was compared with the index before.
+
+        The comparison is needed because a state knows a shard only by the index.
+        """
         return [] if number in self._checked else [(self.files[number], 0, HEADER_BYTES)]
 
 
 def _mapped(shard: Shard, file: File, part: Part) -> Iterator[Record]:
-    """Yield views of the mapped file, which stays mapped as long as one of them is held."""
+    """Yield the records of a part as views of the mapped file, which stays mapped while one of them is held."""
     with Path(file.path).open("rb") as opened:
         data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
     if len(data) != file.size:
@@ -184,7 +197,7 @@ def _mapped(shard: Shard, file: File, part: Part) -> Iterator[Record]:
 def _fetched(
     shard: Shard, file: File, part: Part, fetcher: Fetcher, following: Iterable[Block]
 ) -> Iterator[Record]:
-    """Yield the same by ranges: the slice's offsets, its mask, then its tokens as they are needed."""
+    """Yield the records of a part, read by ranges: all its offsets, all its mask, then block after block of tokens."""
     if part.start == part.stop:
         return
     offsets = _offsets(shard, file, part, fetcher.take(_table(shard, file, part)))
@@ -204,7 +217,7 @@ def _table(shard: Shard, file: File, part: Part) -> Block:
 
 
 def _offsets(shard: Shard, file: File, part: Part, table: bytes) -> Offsets:
-    """Return where the slice's documents begin in the file, in bytes, ``[documents + 1]``."""
+    """Return the byte where each document of the part begins, and where the last one ends, ``[documents + 1]``."""
     limits = (HEADER_BYTES, HEADER_BYTES + shard.tokens * shard.width)
     return offsets_of(
         table, "<i8", file=file, first=part.start, limits=limits, unit=shard.width, base=HEADER_BYTES
@@ -212,7 +225,7 @@ def _offsets(shard: Shard, file: File, part: Part, table: bytes) -> Offsets:
 
 
 def _mask(shard: Shard, file: File, offsets: Offsets) -> list[Block]:
-    """Return the block that holds the slice's mask, if there is one."""
+    """Return the block that holds the mask of the part; nothing if there is no mask."""
     first, end = ((int(offset) - HEADER_BYTES) // shard.width for offset in (offsets[0], offsets[-1]))
     if not shard.masked or first == end:
         return []

@@ -1,4 +1,4 @@
-"""`WrappedSource`: the base class of sources that change one other source."""
+"""`WrappedSource`, the base class of sources that change another source."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from streampack.types import RowId
 
 
 class WrappedSource(Source):
-    """A source that does as ``source`` does, but for what a subclass overrides."""
+    """A source that passes all calls on to ``source``. A subclass overrides those that it changes."""
 
     def __init__(self, source: Source) -> None:
         self.source = source

@@ -1,4 +1,4 @@
-"""Bytes: files of this machine and behind URLs, listed, read by range, retried and decompressed."""
+"""Bytes: files on this machine and behind URLs are listed, read by range, retried and decompressed."""
 
 from streampack.storage.base import File, Storage
 from streampack.storage.listing import Corpus, find_files

@@ -1,4 +1,4 @@
-"""Files and storages. Each read is one range of one file; no file stays open, and a fork shares nothing."""
+"""Files and storages. Each read is one range of one file. No file stays open, so forked processes share none."""
 
 from __future__ import annotations
 
@@ -13,20 +13,27 @@ from urllib.parse import urlsplit
 from streampack.fingerprint import digest
 from streampack.storage.compression import COMPRESSED
 
-HASHED_BYTES = 1 << 16  # of a file's head and of its tail
-THREADS = 32  # requests at once, where their order does not matter
+HASHED_BYTES = 1 << 16  # at the beginning and at the end of a file
+THREADS = 32  # of `map_in_threads`
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file of a corpus, as it was when the corpus was listed."""
+    """A file of a corpus, as it was when the corpus was listed.
 
-    path: str = field(repr=False)  # or URL, which may hold secrets
-    name: str  # relative to the files' common folder, so that a corpus may move
-    size: int  # bytes in the storage, compressed where it is
-    tag: str | None = None  # the storage's name for this version of the content, such as an ETag
+    Attributes:
+        path: its path or URL. A URL may hold secrets.
+        name: its path relative to the files' common folder, so that a corpus can be moved.
+        size: its size in bytes, as it is stored (which may be compressed).
+        tag: the storage's name for this version of the content, such as an ETag; None if there is none.
+    """
+
+    path: str = field(repr=False)
+    name: str
+    size: int
+    tag: str | None = None
 
     @property
     def seekable(self) -> bool:
@@ -42,14 +49,17 @@ class File:
 class Storage(Protocol):
     """Something that holds files: this machine, or a service behind URLs."""
 
-    block: int  # bytes that one read should bring
-    patience: float  # seconds that one read may take
+    block: int
+    """A good number of bytes for one read."""
+
+    patience: float
+    """The most seconds that one read may take."""
 
     def fetch(self, file: File, start: int, stop: int) -> bytes:
         """Return exactly the bytes ``[start, stop)``.
 
         Raises:
-            OSError: for errors that may pass; one of `retries.PERMANENT` for others.
+            OSError: if reading failed. The class is one of `retries.PERMANENT` if another try would fail, too.
             ValueError: if the file has changed since it was listed.
         """
 
@@ -58,13 +68,13 @@ class Storage(Protocol):
 
 
 class LocalStorage:
-    """Files of this machine, or of a file system that looks like it."""
+    """Files on this machine, including mounted file systems."""
 
     block = 1 << 18
     patience = 0.0
 
     def fetch(self, file: File, start: int, stop: int) -> bytes:
-        """See `Storage.fetch`. Opens the file: 20 us, where parsing a block of 256 KiB of JSON takes milliseconds."""
+        """See `Storage.fetch`. Opening the file takes 20 us, and parsing a block of 256 KiB of JSON milliseconds."""
         with Path(file.path).open("rb", buffering=0) as raw:
             if (size := os.fstat(raw.fileno()).st_size) != file.size:
                 raise changed(file, f"has {size} bytes and had {file.size}")
@@ -82,13 +92,13 @@ class LocalStorage:
 
 
 def ends(storage: Storage, file: File) -> str:
-    """Return a digest of the first and last 64 KiB."""
+    """Return a digest of a file's first and last 64 KiB."""
     head = storage.fetch(file, 0, min(HASHED_BYTES, file.size))
     return digest(head, storage.fetch(file, max(0, file.size - HASHED_BYTES), file.size))
 
 
 def changed(file: File, what: str) -> ValueError:
-    """Make the error for a file that has changed since it was listed."""
+    """Make the error for a file that has changed since it was listed. ``what`` says how: "has 3 bytes and had 4"."""
     return ValueError(
         f"{file.shown} {what} when the run began; a corpus must not change during a run: restore the file, or "
         "start anew"
@@ -105,19 +115,19 @@ def redact(path: str) -> str:
         return path
     parts = urlsplit(path)
     user, _, host = parts.netloc.rpartition("@")
-    if parts.scheme == "hf" and ":" not in user:  # a repository, hf://gpt2@main
+    if parts.scheme == "hf" and ":" not in user:  # in hf://gpt2@main, what stands before the @ is no user
         host = parts.netloc
     return f"{parts.scheme}://{host}{parts.path}"
 
 
 class ParallelMap(Protocol):
-    """A parallel map: in threads (`map_in_threads`), or split over the ranks."""
+    """A parallel map. `map_in_threads` uses threads; another one divides the items among the ranks."""
 
     def __call__(self, call: Callable[[Item], Result], items: Sequence[Item], /) -> list[Result]:
         """Return the results, in the items' order."""
 
 
 def map_in_threads(call: Callable[[Item], Result], items: Sequence[Item] | Iterable[Item]) -> list[Result]:
-    """Call a function with each item, in threads. Returns the results in the items' order; raises the first error."""
+    """Call a function with each item, in threads. Return the results in the items' order, or raise the first error."""
     with ThreadPoolExecutor(THREADS) as pool:
         return list(pool.map(call, items))

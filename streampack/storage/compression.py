@@ -1,4 +1,4 @@
-"""The content of compressed files."""
+"""Compressed files: streams of their content, and kinds of files by their first bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 COMPRESSED = (".gz", ".zst")
 BUFFER_BYTES = 1 << 18
-LARGEST_WINDOW = 1 << 27  # bytes that a zstd frame may ask to be kept, as `zstd --long` does
+LARGEST_WINDOW = 1 << 27  # bytes of content that a zstd frame may refer back to; the window of `zstd --long`
 FRAME, SKIPPABLE = b"\x28\xb5\x2f\xfd", b"\x2a\x4d\x18"
 
 KINDS = {
@@ -36,11 +36,11 @@ class ArchiveError(Exception):
 
 
 DAMAGED = (gzip.BadGzipFile, zlib.error, EOFError, ArchiveError)
-"""Errors of a compressed stream that is broken or cut off."""
+"""The errors that are raised for a compressed stream that is broken or cut off."""
 
 
 def kind_of(head: bytes) -> str | None:
-    """Return the kind of a file by its first bytes, None for text.
+    """Return the kind of a file by its first bytes; None if it may be text.
 
     >>> kind_of(b"BZh91AY&SY"), kind_of(b'{"text": "a"}')
     ('bzip2 data', None)
@@ -49,7 +49,7 @@ def kind_of(head: bytes) -> str | None:
 
 
 def not_text(shown: str, kind: str) -> ValueError:
-    """Make the error for a file that is no plain text."""
+    """Make the error for a file that is not plain text but of the given kind."""
     way_out = (
         "read it with ParquetSource"
         if "Parquet" in kind
@@ -61,7 +61,7 @@ def not_text(shown: str, kind: str) -> ValueError:
 
 
 def content(raw: io.RawIOBase, *, name: str) -> io.BufferedReader:
-    """Return the stream of a file's content, decompressed as the ending of its name says."""
+    """Return the stream of a file's content. The ending of the name says how it is decompressed, if at all."""
     if name.endswith(".gz"):
         return io.BufferedReader(gzip.GzipFile(fileobj=raw), BUFFER_BYTES)
     if name.endswith(".zst"):
@@ -70,10 +70,11 @@ def content(raw: io.RawIOBase, *, name: str) -> io.BufferedReader:
 
 
 class _Zstd(io.RawIOBase):
-    """Decompresses frame after frame, and each frame block by block: a block has at most 128 KiB of content.
+    """The content of a zstd stream, decompressed one block at a time.
 
-    zstandard's own reader takes a file that was cut off for one that ends, and its decompressor returns all content of
-    its input at once: 600 MiB of 29 KB.
+    zstandard's own reader does not notice that a file was cut off. Its decompressor returns the content of all its
+    input at once, and 29 KB of input can have 600 MiB of content. So the stream is divided into frames and blocks here,
+    as a block has at most 128 KiB of content.
     """
 
     def __init__(self, raw: io.RawIOBase) -> None:
@@ -83,15 +84,15 @@ class _Zstd(io.RawIOBase):
             raise ImportError("reading .zst files needs zstandard: pip install 'streampack[zstd]'") from error
         self.zstandard = zstandard
         self.raw = io.BufferedReader(raw, 1 << 16)
-        self.frame: Any = None  # being decompressed
-        self.ready = memoryview(b"")  # decompressed
+        self.frame: Any = None  # the decompressor of the current frame
+        self.ready = memoryview(b"")  # decompressed content that was not returned yet
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         while not self.ready:
-            if (chunk := self._begin() if self.frame is None else self._block()) is None:
+            if (chunk := self._begin_frame() if self.frame is None else self._next_block()) is None:
                 return 0
             try:
                 self.ready = memoryview(self.frame.decompress(chunk))
@@ -104,8 +105,8 @@ class _Zstd(io.RawIOBase):
         self.ready = self.ready[count:]
         return count
 
-    def _begin(self) -> bytes | None:
-        """Read the header of the next frame; None at the file's end. RFC 8878, 3.1."""
+    def _begin_frame(self) -> bytes | None:
+        """Begin the next frame and return its header (RFC 8878, 3.1); return None at the file's end."""
         while (magic := self.raw.read(4)) and magic[1:] == SKIPPABLE and 0x50 <= magic[0] < 0x60:
             left = int.from_bytes(self._take(4), "little")
             while left:
@@ -124,11 +125,12 @@ class _Zstd(io.RawIOBase):
         self.frame = self.zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW).decompressobj()
         return magic + descriptor + self._take(size)
 
-    def _block(self) -> bytes:
-        """Read the next block of the frame, with the checksum that follows the last one."""
+    def _next_block(self) -> bytes:
+        """Return the next block of the frame. The last one comes with the checksum that follows it, if there is one."""
         head = self._take(3)
         number = int.from_bytes(head, "little")
-        size = 1 if number >> 1 & 3 == 1 else number >> 3  # a single byte that is repeated, or the block
+        is_one_repeated_byte = number >> 1 & 3 == 1
+        size = 1 if is_one_repeated_byte else number >> 3
         return head + self._take(size + 4 * (number & 1 and self.checked))
 
     def _take(self, size: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Digests of a corpus's files in at most 2 KiB, from which a changed file can be named."""
+"""`FileMarks`: digests of a corpus's files, at most 2 KiB in all, from which a changed file can be named."""
 
 from __future__ import annotations
 
@@ -12,19 +12,23 @@ from zlib import crc32
 from streampack.fingerprint import digest
 from streampack.storage.base import File
 
-GROUPS = 128  # at most; a power of two
-PRIME = (1 << 61) - 1
-WIDTH = 8  # bytes of a sum
+MAX_GROUPS = 128  # a power of two, like all numbers of groups
+PRIME = (1 << 61) - 1  # sums are taken modulo this
+SUM_BYTES = 8
 
 
 @dataclass(frozen=True)
 class FileMarks:
     """The files of a corpus, each with the tag of its content, compared with those of a state.
 
-    Files are divided into groups by a hash of their names. A state keeps two sums of each group, modulo a prime: of the
-    files' hashes, and of the same times a weight that is a hash of each name. If one file of a group changed, the
-    quotient of the two differences is its weight, and names it; if several did, only the group is known. (A sparse
-    signal is recovered from two measurements in this way.) A hundred thousand files take as many bytes as a hundred.
+    Files are divided into groups by a hash of their names. A state keeps two sums for each group, modulo a prime::
+
+        plain = sum of h(file)      weighted = sum of w(file) * h(file)
+
+    h is a hash of a file's name, size and tag, and w a hash of its name. If a single file of a group changed, its h
+    changed by some d, so the sums changed by d and w * d: the quotient w tells which file it is. If several files of a
+    group changed, only the group is known. The sums of a hundred thousand files take no more bytes than those of a
+    hundred.
     """
 
     files: Sequence[File]
@@ -46,8 +50,8 @@ class FileMarks:
 
     @cached_property
     def _state(self) -> dict[str, Any]:
-        groups = min(GROUPS, 4 << (len(self.files) - 1).bit_length())
-        sums = [number.to_bytes(WIDTH, "little") for pair in self._sums(groups) for number in pair]
+        groups = min(MAX_GROUPS, 4 << (len(self.files) - 1).bit_length())
+        sums = [number.to_bytes(SUM_BYTES, "little") for pair in self._sums(groups) for number in pair]
         return {
             "files": len(self.files),
             "bytes": sum(file.size for file in self.files),
@@ -72,10 +76,10 @@ class FileMarks:
         return "; ".join(word for word in words if word)
 
     def _changed(self, sums: bytes) -> str:
-        groups, rest = divmod(len(sums), 2 * WIDTH)
-        if rest or not groups or groups & (groups - 1) or groups > GROUPS:
+        groups, rest = divmod(len(sums), 2 * SUM_BYTES)
+        if rest or not groups or groups & (groups - 1) or groups > MAX_GROUPS:
             return ""
-        numbers = [int.from_bytes(sums[i : i + WIDTH], "little") for i in range(0, len(sums), WIDTH)]
+        numbers = [int.from_bytes(sums[i : i + SUM_BYTES], "little") for i in range(0, len(sums), SUM_BYTES)]
         differing: dict[int, tuple[int, int]] = {}
         for group, (plain, weighted) in enumerate(self._sums(groups)):
             change = (plain - numbers[2 * group]) % PRIME, (weighted - numbers[2 * group + 1]) % PRIME
@@ -112,4 +116,4 @@ def _weight(file: File) -> int:
 
 def _hash(file: File, tag: str) -> int:
     data = f"{file.name}\n{file.size}\n{tag}".encode("utf-8", "surrogateescape")
-    return int.from_bytes(blake2b(data, digest_size=WIDTH).digest(), "little") % PRIME
+    return int.from_bytes(blake2b(data, digest_size=SUM_BYTES).digest(), "little") % PRIME

@@ -1,4 +1,4 @@
-"""File formats by the endings of names: those that sources read, and those that datasets reads."""
+"""File formats by the endings of names: those that sources read, and those that the library ``datasets`` reads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ READ_BY_DATASETS = {
 
 
 def in_folder(folder: str, endings: Iterable[str]) -> list[str]:
-    """Return the files of a folder, at any depth, with one of these endings; without hidden ones.
+    """Return the files in a folder, at any depth, whose names have one of these endings; no hidden files.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
@@ -39,10 +39,10 @@ def in_folder(folder: str, endings: Iterable[str]) -> list[str]:
 
 
 def require_json_lines(files: Iterable[File], *, local: bool) -> None:
-    """Refuse files that are no JSON lines by their names, and local ones that begin with a JSON array.
+    """Refuse files that are not JSON lines, judging by their names, and local files that begin with a JSON array.
 
     Raises:
-        ValueError: with a way to read them.
+        ValueError: which names a way to read such a file.
     """
     for file in files:
         name = urlsplit(file.path).path
@@ -59,7 +59,7 @@ def require_json_lines(files: Iterable[File], *, local: bool) -> None:
 
 
 def whole_json(path: str) -> str:
-    """Return the advice for a JSON document that holds all rows."""
+    """Return the advice, for an error message, on a file that is one JSON document with all rows."""
     return f"let datasets read it: HFSource('json', data_files={path!r}, split='train')"
 
 

@@ -17,8 +17,8 @@ from streampack.storage.responses import Answer, Judged, head_of
 from streampack.storage.retries import Refused
 
 log = logging.getLogger(__name__)
-WAITS = 4  # of a request, each with its own limit: to connect and to answer, of two hosts
-# Models of the Hub's first years (gpt2) have no namespace.
+WAITS = 4  # of a request, each with its own time limit: to connect to two hosts, and for both to answer
+# A path at a commit: (kind, repository, commit, path in it). The Hub's first models, such as gpt2, have no namespace.
 PINNED = re.compile(r"hf://((?:datasets/|spaces/)?)([^/@]+(?:/[^/@]+)?)@([0-9a-f]{40})(?:/(.*))?")
 
 
@@ -29,12 +29,12 @@ def pinned(fs: Any, paths: Sequence[str], *, timeout: float) -> list[str]:
 
     Args:
         fs: an `HfFileSystem`.
-        paths: with or without a revision.
+        paths: paths of the Hub, with or without a revision.
         timeout: seconds that one request may take.
 
     Raises:
-        Judged: with a FileNotFoundError for a repository or revision that is not there, a ValueError for a bucket
-            and for a path that the installed huggingface_hub refuses.
+        Judged: holds a FileNotFoundError for a repository or revision that is not there, and a ValueError for a bucket
+            or a path that the installed huggingface_hub refuses.
     """
     from huggingface_hub import HfApi
 
@@ -62,7 +62,7 @@ def pinned(fs: Any, paths: Sequence[str], *, timeout: float) -> list[str]:
             continue
         repo = (where.repo_type, where.repo_id, where.revision)
         if repo not in commits:
-            # Without `expand`, the answer lists every file of the repository.
+            # `expand` limits the answer to the commit. Otherwise it would list every file of the repository.
             info = api.repo_info(
                 where.repo_id,
                 revision=where.revision,
@@ -78,7 +78,7 @@ def pinned(fs: Any, paths: Sequence[str], *, timeout: float) -> list[str]:
 
 
 def commit_of(path: str) -> str | None:
-    """Return the commit in a path of the Hub; None of other paths."""
+    """Return the commit in a path of the Hub; None if there is none."""
     found = PINNED.fullmatch(path)
     return found and found[3]
 
@@ -87,7 +87,7 @@ def fetch(fs: Any, path: str, start: int, stop: int, patience: float) -> Answer:
     """Read a range of a file at a commit. The answer has no tag: a commit does not change.
 
     Raises:
-        Judged: with the error of an answer without the range.
+        Judged: holds the error for an answer that is not the range.
     """
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers, get_session
@@ -110,6 +110,6 @@ def fetch(fs: Any, path: str, start: int, stop: int, patience: float) -> Answer:
             data += chunk
             if len(data) > stop - start:
                 raise Judged(Refused(f"{path}: the server sends more than the range that it was asked for"))
-            if time.monotonic() > deadline:  # each chunk in time, and all together too late
+            if time.monotonic() > deadline:  # the session's own limit is for each chunk, not for all together
                 raise TimeoutError
     return head._replace(data=bytes(data), tag=None)

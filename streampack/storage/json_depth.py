@@ -1,4 +1,8 @@
-"""A limit of nesting in JSON. Python's parser recurses, so its own limit depends on the caller's stack."""
+"""A limit on the nesting of JSON.
+
+Python's parser recurses, so how deep it can go depends on the stack of its caller. A fixed limit makes a row valid or
+broken wherever it is read.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import json
 import re
 from typing import Any
 
-DEEPEST = 500  # objects and arrays inside one another; Python's limit is 1,000, callers included
+DEEPEST = 500  # objects and arrays inside one another; Python's recursion limit is 1,000, callers included
 
 _STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _OTHERS = bytes(set(range(256)) - set(b"[]{}"))
@@ -21,9 +25,9 @@ def require_shallow(text: bytes) -> None:
     ValueError: 501 objects and arrays lie inside one another, and 500 may
 
     Raises:
-        ValueError: with its depth.
+        ValueError: which names the depth.
     """
-    # Most texts hold few brackets: counting those takes a hundredth of the parsing.
+    # Most texts have few brackets. To count them takes a hundredth of the time of parsing.
     if len(text) <= DEEPEST or text.count(b"[") + text.count(b"{") <= DEEPEST:
         return
     depth = deepest = 0
@@ -38,7 +42,7 @@ def shallow_json(text: bytes) -> Any:
     """Parse JSON that is not nested too deep.
 
     Raises:
-        ValueError: if it is, or if it is no JSON.
+        ValueError: if it is nested too deep, or no JSON.
     """
     require_shallow(text)
     try:

@@ -1,4 +1,4 @@
-"""List the files of a corpus, when the source is made."""
+"""Listing of a corpus's files, which happens when its source is made: `find_files` and `Corpus`."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ from streampack.validation import require_positive
 
 Name = str | os.PathLike[str]
 MAGIC = "*?["
-BLANK_BYTES = 4096  # a file up to this size is read: one of blank lines only counts as empty
+BLANK_BYTES = 4096  # A file up to this size is read, and counts as empty if it has blank lines only.
 
 
 Result = TypeVar("Result")
 
 
 class Once(Protocol):
-    """A function by which one process lists files behind URLs for all: a collective.
+    """A function that does some work in one process and returns its result in all: a collective.
 
-    Otherwise a thousand ranks would list the same 100,000 names, and get different ones while files are added. Files of
-    this machine are listed by each process, as they may differ.
+    It is used to list files behind URLs. If each of a thousand ranks listed them, the storage would get a thousand
+    requests for the same 100,000 names, and ranks would get different ones while files are added. Files on this machine
+    are listed by each process, as machines may have different files.
     """
 
     def __call__(self, work: Callable[[], Result], /, *, of: str) -> Result:
@@ -48,11 +49,12 @@ def alone(work: Callable[[], Result], /, *, of: str) -> Result:
 
 @dataclass
 class Corpus:
-    """The files of a source, with their storage."""
+    """The files of a source, the storage that holds them, and how often a read is tried."""
 
     files: tuple[File, ...]
     storage: Storage
     retries: Retries
+    # None until the files' tags are known, for which their ends may have to be read.
     _marks: FileMarks | None = field(default=None, init=False)
 
     @property
@@ -61,15 +63,18 @@ class Corpus:
         return isinstance(self.storage, LocalStorage)
 
     def fingerprint(self) -> str:
-        """Digest names, sizes, and each file's ETag or a hash of its first and last 64 KiB; no modification time."""
+        """Return a digest of names and sizes, and of each file's ETag or its first and last 64 KiB.
+
+        Modification times are no part of it, so a corpus may be copied.
+        """
         return self.marks().content
 
     def marks(self) -> FileMarks:
-        """Return the files' marks; reads their ends, once."""
+        """Return the marks of the files. The first call may read the ends of all files."""
         return self._marks or self.identify(map_in_threads(self.tag, self.files))
 
     def identify(self, tags: Sequence[str]) -> FileMarks:
-        """Keep the tags of all files, in the files' order, which other ranks may have read."""
+        """Set the tags of the files, in the files' order, which other ranks may have read, and return the marks."""
         self._marks = FileMarks(self.files, tags)
         return self._marks
 
@@ -90,12 +95,12 @@ class Corpus:
         return self.retries.call(partial(self.storage.tag, file))
 
     def read_ahead(self, most: int) -> int:
-        """Return how many bytes to fetch ahead: none on this machine, where the page cache does it."""
+        """Return how many bytes to fetch ahead: ``most``, or 0 on this machine, where the operating system does it."""
         return 0 if self.local else require_positive(most, "read_ahead", least=0)
 
     @property
     def retry_budget(self) -> float:
-        """Seconds that one read may take, in waits and in requests that bring no answer."""
+        """The most seconds that one read may take: in waits, and in requests that are not answered."""
         return self.retries.budget + (self.retries.attempts + 1) * self.storage.patience
 
 
@@ -112,7 +117,7 @@ def find_files(
     """Return the files that paths, folders, globs or a manifest name, sorted; of a folder, those with ``endings``.
 
     Raises:
-        ValueError: if nothing matches, a file is empty, one is named twice, or a name leads elsewhere.
+        ValueError: if nothing matches, a file is empty or named twice, or a manifest's name leads out of its folder.
     """
     tries = Retries(attempts=require_positive(retries, "retries", least=0))
     if (paths is None) == (manifest is None):
@@ -128,7 +133,7 @@ def find_files(
         raise ValueError(f"the files lie in several places ({', '.join(shown)}); make a source of each")
     [(scheme, _)] = places
     if not scheme:
-        once(lambda: None, of="files of each machine")  # raises where another rank has a URL
+        once(lambda: None, of="files of each machine")  # raises an error if another rank was given a URL
         patterns = [
             str(Path(pattern).expanduser()) if pattern[:1] == "~" else pattern for pattern in patterns
         ]
@@ -154,7 +159,7 @@ def _behind_urls(
         for pattern in patterns:
             found += _remote(storage, pattern, tries)
     lacking = [listed.path for listed in found if listed.size is None]
-    # The first one alone: on the Hub it lists the folder, and the others come from that listing.
+    # The first file is looked up alone: on the Hub, that lists the folder, and the others are found in the listing.
     looks = [tries.call(partial(storage.look, path)) for path in lacking[:1]]
     looks += map_in_threads(lambda path: tries.call(partial(storage.look, path)), lacking[1:])
     sizes = {listed.path: listed for listed in [*found, *looks]}
@@ -188,7 +193,10 @@ def _local(patterns: list[str], endings: Sequence[str]) -> list[Listed]:
 
 
 def _look(path: str) -> Listed | None:
-    """Return a file of this machine, by a single `stat`: 100,000 shards on 1,024 ranks take 102 million calls."""
+    """Return a file of this machine; None if the path is not a file.
+
+    A file costs a single `stat`: 100,000 shards on 1,024 ranks are 102 million calls as it is.
+    """
     try:
         found = Path(path).stat()
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -209,10 +217,10 @@ def _remote(storage: RemoteStorage, pattern: str, tries: Retries) -> list[Listed
 
 
 def require_distinct(found: Iterable[Listed]) -> None:
-    """Refuse a file that is listed twice, also by another name: a link, or ``./a`` beside ``a``.
+    """Refuse a file that is listed twice, also if it has two names: a link, or ``./a`` beside ``a``.
 
     Raises:
-        ValueError: naming both.
+        ValueError: which has both names.
     """
     known: dict[Any, Listed] = {}
     for listed in found:
@@ -229,12 +237,16 @@ def require_distinct(found: Iterable[Listed]) -> None:
 
 
 def inode_of(found: os.stat_result) -> tuple[int, int] | None:
-    """Return the identity of a file of this machine, whatever its name; None where there is none."""
+    """Return the device and number of a file on this machine; None if the file system does not number its files."""
     return (found.st_dev, found.st_ino) if found.st_ino else None
 
 
 def _sorted(found: list[Listed]) -> tuple[File, ...]:
-    """Return the files in the order of their paths, with names relative to their common folder."""
+    """Return the files in the order of their paths, with names relative to their common folder.
+
+    Raises:
+        ValueError: for a file that is empty or listed twice.
+    """
     found = sorted(found)
     require_distinct(found)
     paths = [unquote(urlsplit(f.path).path) if "://" in f.path else f.path for f in found]

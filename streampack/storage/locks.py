@@ -1,4 +1,4 @@
-"""A lock on a folder: one process at a time may write there."""
+"""`lock_folder`: a lock with which only one process at a time writes to a folder."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from streampack.validation import warn_user
 
 LOCK_FILE = ".lock"
 PATIENCE = 5.0
-"""Seconds to wait for a lock: the processes of a run that was killed need a moment to end."""
-NOT_SUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+"""Seconds to wait for a lock, as the processes of a run that was killed need a moment to end."""
+LOCKS_NOT_SUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 @contextmanager
 def lock_folder(folder: str | Path, *, way_out: str, patience: float = PATIENCE) -> Iterator[None]:
-    """Lock a folder for this process while the block runs; creates the folder.
+    """Create a folder and lock it for this process while the ``with`` block runs.
 
-    The lock is a POSIX record lock on ``.lock``: it ends with the process, however that ends, and forked processes do
-    not keep it. On a shared file system it holds between machines. Where locks are not supported, this warns.
+    The lock is a POSIX record lock on the file ``.lock``. It ends with the process, however that ends, and forked
+    processes do not inherit it. On a shared file system it holds between machines. If the file system has no locks,
+    nothing is locked, and the user is warned.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -34,12 +35,12 @@ def lock_folder(folder: str | Path, *, way_out: str, patience: float = PATIENCE)
     True
 
     Args:
-        folder: to lock.
-        way_out: end of the error message: what to do besides waiting.
+        folder: the folder to lock.
+        way_out: the end of the error message: what the user can do.
         patience: seconds to wait for another process to release the lock.
 
     Raises:
-        ValueError: if another process holds the folder; names its host and process id.
+        ValueError: if another process holds the lock. The message names its host and process id.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -51,7 +52,7 @@ def lock_folder(folder: str | Path, *, way_out: str, patience: float = PATIENCE)
                 fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except OSError as error:
-                if error.errno in NOT_SUPPORTED:
+                if error.errno in LOCKS_NOT_SUPPORTED:
                     warn_user(
                         f"{folder} cannot be locked ({error.strerror}): a second run that writes there would not be "
                         "noticed",
@@ -60,15 +61,15 @@ def lock_folder(folder: str | Path, *, way_out: str, patience: float = PATIENCE)
                 if error.errno not in (errno.EACCES, errno.EAGAIN):
                     raise
             if time.monotonic() > deadline:
-                raise ValueError(f"{folder} is in use by {_owner(descriptor)}; {way_out}")
+                raise ValueError(f"{folder} is in use by {_read_owner(descriptor)}; {way_out}")
             time.sleep(0.05)
-        _sign(descriptor)
+        _write_owner(descriptor)
         yield
     finally:
-        os.close(descriptor)  # and with it, the lock
+        os.close(descriptor)  # releases the lock
 
 
-def _sign(descriptor: int) -> None:
+def _write_owner(descriptor: int) -> None:
     owner = {
         "pid": os.getpid(),
         "host": socket.gethostname(),
@@ -78,9 +79,9 @@ def _sign(descriptor: int) -> None:
     os.pwrite(descriptor, json.dumps(owner).encode(), 0)
 
 
-def _owner(descriptor: int) -> str:
+def _read_owner(descriptor: int) -> str:
     try:
         owner = json.loads(os.pread(descriptor, 4096, 0))
         return f"process {owner['pid']} on {owner['host']}, since {owner['since']}"
-    except (ValueError, TypeError, KeyError):  # it is being written just now
+    except (ValueError, TypeError, KeyError):  # the other process has not finished writing it
         return "another process"

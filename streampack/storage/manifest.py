@@ -1,4 +1,7 @@
-"""Manifests: text files that list the files of a corpus. Not trusted: names must stay below the manifest's folder."""
+"""Manifests: text files that list the files of a corpus.
+
+A manifest is not trusted, as it may come from the network: the files must lie below its folder.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,15 @@ from streampack.storage.responses import opaque
 def named_in(manifest: str, text: str) -> list[Listed]:
     r"""Return the files that a manifest lists.
 
-    A line holds a name, relative to the manifest's folder; or ``{"name": ..., "size": ..., "tag": ...}``, whose size
-    (bytes) and tag (the ETag) save a request for each file. The query of a manifest's URL is added to each name.
+    A line holds a name, relative to the manifest's folder, or ``{"name": ..., "size": ..., "tag": ...}``. If the size
+    (in bytes) and the tag (the ETag) are given, the file need not be looked up. The query of the manifest's URL, which
+    may be a signature, is added to the URL of each file.
 
     >>> named_in("https://host/corpus/shards.txt?key=1", "a.jsonl\n")[0].path
     'https://host/corpus/a.jsonl?key=1'
 
     Raises:
-        ValueError: for a name that leads out of the folder, and a line that is no entry; with its number.
+        ValueError: for a name that leads out of the folder, and for a line that is no entry. It names the line.
     """
     found = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -51,10 +55,10 @@ def _entry(manifest: str, line: str) -> Listed:
 
 
 def placed(index: str, name: str, size: int | None = None, tag: str | None = None) -> Listed:
-    """Return the file of this name in the folder of a manifest or an index.
+    """Return the file with this name in the folder of a manifest or an index.
 
     Raises:
-        ValueError: for a name that leads out of the folder, and a file of this machine that is not there.
+        ValueError: for a name that leads out of the folder, and for a file that is missing on this machine.
     """
     leads_out = name.startswith(("/", "~")) or ".." in name.split("/") or re.match(r"[\w+.-]+:", name)
     if leads_out or "\\" in name or "::" in name or not name.isprintable():

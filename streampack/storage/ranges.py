@@ -13,17 +13,22 @@ from typing import Any
 from streampack.storage.base import File, Storage
 from streampack.storage.retries import Retries
 
-TAIL_BYTES = 1 << 12  # read first behind a part's end, for the line that crosses it: most are shorter
+TAIL_BYTES = (
+    1 << 12
+)  # Most that is first read behind a part's end, for its last line. Most lines are shorter.
 
 Block = tuple[File, int, int]  # (file, start, stop)
 
 
 class Fetcher:
-    """Fetches one lane's blocks, those of its plan ahead of need.
+    """Fetches one lane's blocks: those of its plan ahead, in threads, and others when they are asked for.
 
-    At most ``ahead`` bytes are held or in flight. Each block has a thread of its own, for as long as the request takes:
-    there is nothing to shut down, and no lock that a fork could copy. A block that failed in its thread is fetched
-    again by the reader, with all its retries.
+    A planned block is first in ``coming``; then in ``held``, if it is the next one but there is no room for it; then in
+    ``flying``, from the moment its thread starts until `take` returns its bytes. Blocks in ``flying`` have at most
+    ``ahead`` bytes together.
+
+    Each block has its own thread, which ends with the request. So there is no pool to shut down, and no lock that a
+    fork could copy. If the request fails in the thread, `take` tries it again, with all its retries.
     """
 
     def __init__(self, storage: Storage, retries: Retries, *, ahead: int) -> None:
@@ -32,19 +37,20 @@ class Fetcher:
         self.ahead = ahead
         self.flying: dict[Block, Future[bytes]] = {}
         self.coming: list[Iterator[Block]] = []
-        self.held: Block | None = None  # the next block, for which there is no room yet
+        self.held: Block | None = None
 
     def plan(self, *parts: Iterable[Block]) -> None:
-        """Set the blocks to fetch ahead, in order. Fetched blocks that are not in the new plan are dropped.
+        """Set the blocks to fetch ahead, in order, and start fetching. Other blocks that were fetched are dropped.
 
-        An iterator of ``parts`` that is exhausted is tried again whenever there is room: see `Ahead`.
+        An iterator of ``parts`` that is exhausted is asked again each time there is room, as it may know more blocks
+        then: see `Ahead`.
         """
         old, self.flying = self.flying, {}
         self.held, self.coming = None, [iter(blocks) for blocks in parts]
         self._top_up(old)
 
     def peek(self, block: Block) -> bytes | None:
-        """Return the bytes of a block if they were fetched ahead and have arrived. `take` still returns them."""
+        """Return the bytes of a block if they were fetched ahead and have arrived, else None. `take` still has them."""
         future = self.flying.get(block)
         if future is None or not future.done() or future.exception() is not None:
             return None
@@ -54,10 +60,10 @@ class Fetcher:
         """Return the bytes of one block.
 
         Raises:
-            OSError: when all tries failed.
+            OSError: if all tries failed.
         """
         future = [self.flying.pop(block)] if block in self.flying else []
-        if block == self.held:  # too large to be fetched ahead
+        if block == self.held:  # it was never fetched ahead, for want of room
             self.held = None
         self._top_up({}, taken=block)
         file, start, stop = block
@@ -69,7 +75,7 @@ class Fetcher:
     def _top_up(self, old: dict[Block, Future[bytes]], taken: Block | None = None) -> None:
         left = self.ahead - sum(stop - start for _, start, stop in self.flying)
         while (block := self.held or next(chain(*self.coming), None)) is not None:
-            if block == taken:  # planned late: the reader fetches it now
+            if block == taken:  # it was planned only now, and `take` fetches it itself
                 continue
             file, start, stop = block
             self.held = block
@@ -87,18 +93,19 @@ class Fetcher:
 def _fulfil(future: Future[bytes], storage: Storage, block: Block) -> None:
     try:
         future.set_result(storage.fetch(*block))
-    except BaseException as error:  # or the reader would wait for ever
+    except BaseException as error:  # whatever it is: without a result, the reader would wait for ever
         future.set_exception(error)
 
 
 class Ahead:
-    """The blocks of a part with a table of offsets: the table; once that has arrived, the blocks that it points to.
+    """An iterator over the blocks of a part that has a table of offsets: first the table, then what it points to.
 
-    Until then the iterator raises StopIteration, and goes on later, so that nothing waits for the table.
+    As long as the table has not arrived, the iterator raises StopIteration. It can be asked again later, so nothing
+    waits for the table.
 
     Args:
-        fetcher: whose plan this is a part of.
-        table: the first block.
+        fetcher: the fetcher whose plan this iterator is given to.
+        table: the block of the table.
         rest: returns the other blocks, given the table's bytes.
     """
 
@@ -106,15 +113,15 @@ class Ahead:
         self.fetcher = fetcher
         self.table = table
         self.rest = rest
-        self.begun = False  # the table was returned
-        self.blocks: Iterator[Block] | None = None
+        self.table_returned = False
+        self.blocks: Iterator[Block] | None = None  # the other blocks; None until the table has arrived
 
     def __iter__(self) -> Iterator[Block]:
         return self
 
     def __next__(self) -> Block:
-        if not self.begun:
-            self.begun = True
+        if not self.table_returned:
+            self.table_returned = True
             return self.table
         if self.blocks is None:
             if (table := self.fetcher.peek(self.table)) is None:
@@ -124,7 +131,11 @@ class Ahead:
 
 
 def tail_of(start: int, stop: int) -> int:
-    """Return how many bytes to read behind a part at first: few beside it; for a single row, enough for most."""
+    """Return how many bytes to read behind a part at first, for the line that crosses its end.
+
+    That is a small fraction of the part. For a part of a byte or two, from which a single row is read, it is as much as
+    most rows need.
+    """
     length = stop - start
     return TAIL_BYTES if length <= 2 else min(TAIL_BYTES, max(256, length // 32))
 
@@ -132,9 +143,9 @@ def tail_of(start: int, stop: int) -> int:
 def blocks(
     storage: Storage, file: File, start: int, stop: int, *, tail: int | None = None
 ) -> Iterator[Block]:
-    """Cut the bytes ``[start, stop)`` into blocks; the last one is at least ``tail`` bytes long.
+    """Cut the bytes ``[start, stop)`` of a file into blocks. The last may go beyond ``stop`` to have ``tail`` bytes.
 
-    ``tail`` is `tail_of` the whole part by default; give it where ``start`` is in the middle of the part.
+    By default ``tail`` is `tail_of` these bytes. If they are only the rest of a part, give that of the whole part.
     """
     tail = tail_of(start, stop) if tail is None else tail
     while start < stop:
@@ -144,9 +155,10 @@ def blocks(
 
 
 class Stretch(io.RawIOBase):
-    """A stream of a file from ``start`` on: blocks up to ``stop``, behind it small ones that grow.
+    """A stream of a file's bytes from ``start`` on.
 
-    So a part reads a few KiB beyond its end instead of a block, for the line that crosses it.
+    It reads whole blocks up to ``stop``, and behind that small blocks, each twice as long as the one before. So for the
+    line that crosses a part's end, a few KiB are read instead of a whole block.
     """
 
     def __init__(
@@ -154,10 +166,10 @@ class Stretch(io.RawIOBase):
     ) -> None:
         self.fetcher = fetcher
         self.file = file
-        self.at = start  # offset in the file behind the current block
+        self.at = start  # the byte of the file behind the current block
         self.stop = stop
         self.tail = tail_of(start, stop)
-        self.block = memoryview(b"")  # the rest of the current block
+        self.block = memoryview(b"")  # those bytes of the current block that were not returned yet
         fetcher.plan(blocks(fetcher.storage, file, start, stop), following)
 
     def readable(self) -> bool:
@@ -171,13 +183,13 @@ class Stretch(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         """See `io.RawIOBase`."""
         if not self.block:
-            self.block = memoryview(self._next())
+            self.block = memoryview(self._next_block())
         count = min(len(buffer), len(self.block))
         buffer[:count] = self.block[:count]
         self.block = self.block[count:]
         return count
 
-    def _next(self) -> bytes:
+    def _next_block(self) -> bytes:
         block = next(blocks(self.fetcher.storage, self.file, self.at, self.stop, tail=self.tail), None)
         if block is None:
             if self.at >= self.file.size:

@@ -1,4 +1,7 @@
-"""Files behind URLs, through fsspec: by range requests over HTTP and S3, whose answers are checked."""
+"""`RemoteStorage`: files behind URLs, read with fsspec's file systems.
+
+Over HTTP, S3 and from the Hub, files are read by range requests that are made here, so that the answers can be checked.
+"""
 
 from __future__ import annotations
 
@@ -15,28 +18,29 @@ from streampack.storage.retries import PERMANENT, Refused
 SCHEMES = ("http", "https", "s3", "hf", "memory")
 
 _INHERITED: list[Any] = []
-"""File systems copied by forks. If they were freed, they would close connections that the parent still uses."""
+"""File systems that a fork copied from the parent process. They are kept, because freeing them would close connections
+that the parent still uses."""
 
 Result = TypeVar("Result")
 Ask = Callable[[Any, str, int, int, float], Answer]
 
 
 class Listed(NamedTuple):
-    """An entry of a listing; ``None`` for unknown values."""
+    """An entry of a listing. Values that are not known are None."""
 
-    path: str
-    size: int | None = None
-    tag: str | None = None
-    inode: tuple[int, int] | None = None  # device and number, of a file of this machine
+    path: str  # or URL
+    size: int | None = None  # bytes
+    tag: str | None = None  # such as an ETag
+    inode: tuple[int, int] | None = None  # (device, number) of a file on this machine
 
 
 class RemoteStorage:
-    """The files of one scheme. The file system is made in the process that reads, after any fork.
+    """The files of one scheme. Each process makes its own file system when it first reads.
 
     Args:
         scheme: one of `SCHEMES`.
-        options: for fsspec; may hold secrets, so it is never shown.
-        patience: seconds that one request may take.
+        options: settings of fsspec's file system. They may hold secrets, so they are never shown.
+        patience: the most seconds that one request may take.
     """
 
     block = 1 << 21
@@ -46,13 +50,14 @@ class RemoteStorage:
         self.patience = patience
         self._options = dict(options)
         self._filesystem: tuple[int, Any] | None = None  # (process id, file system)
-        self._seen: dict[str, str] = {}  # first ETags of files that were listed without one
+        # For files that were listed without an ETag: the one that came with their first answer, by path.
+        self._seen: dict[str, str] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_filesystem": None}
 
     def filesystem(self) -> Any:
-        """Return this process's file system. One that was copied by a fork has lost its threads."""
+        """Return the file system of this process. One that a fork copied cannot be used, as its threads are gone."""
         if self._filesystem is None or self._filesystem[0] != os.getpid():
             if self._filesystem is not None:
                 _INHERITED.append(self._filesystem[1])
@@ -60,7 +65,7 @@ class RemoteStorage:
         return self._filesystem[1]
 
     def fetch(self, file: File, start: int, stop: int) -> bytes:
-        """See `Storage.fetch`. A part of the range, another range or another version is an error."""
+        """See `Storage.fetch`. An answer with a part of the range, another range or another version is an error."""
         answer = self._ask(file.path, start, stop)
         if answer.size != file.size:
             raise changed(file, f"has {answer.size} bytes and had {file.size}")
@@ -75,7 +80,7 @@ class RemoteStorage:
         return answer.data
 
     def tag(self, file: File) -> str:
-        """Return the listing's or the server's ETag, else a digest of the first and last 64 KiB."""
+        """Return the ETag of the listing or the server; without one, a digest of the first and last 64 KiB."""
         return file.tag or self._ask(file.path, 0, 1).tag or ends(self, file)
 
     def pinned(self, paths: Sequence[str]) -> list[str]:
@@ -85,11 +90,12 @@ class RemoteStorage:
         return self._call(paths[0], lambda fs: hub.pinned(fs, paths, timeout=self.patience))
 
     def look(self, path: str) -> Listed:
-        """Return size and tag of a file, by a request for one byte.
+        """Return the size and tag of a file, by a request for one byte.
 
-        HEAD is refused where a URL is signed, and does not show whether ranges are served.
+        A HEAD request would not do: it is refused if a URL is signed for GET, and does not show whether the server
+        serves ranges.
         """
-        if self.scheme in ("hf", "memory"):  # there, ``info`` is of the content
+        if self.scheme in ("hf", "memory"):  # their ``info`` has the size and version of the content
             return self._call(path, lambda fs: _listed(path, fs.info(path)))
         answer = self._ask(path, 0, 1)
         return Listed(path, answer.size, answer.tag)
@@ -98,7 +104,7 @@ class RemoteStorage:
         """Return the files that a glob matches, by one listing.
 
         Raises:
-            ValueError: over HTTP, which has no listings.
+            ValueError: for HTTP, which cannot list files.
         """
         if self.scheme in ("http", "https"):
             raise ValueError(
@@ -125,7 +131,7 @@ class RemoteStorage:
         return self._call(path, lambda fs: ask(fs, path, start, stop, self.patience))
 
     def _call(self, path: str, call: Callable[[Any], Result]) -> Result:
-        """Call a library, and raise errors of our own: those of libraries hold URLs and headers, with secrets."""
+        """Call a library. Its errors hold URLs and headers, with secrets, so they are replaced by errors without."""
         shown = redact(path)
         try:
             return call(self.filesystem())
@@ -137,7 +143,7 @@ class RemoteStorage:
             raise type(error)(f"{shown}: {_KIND.get(type(error), 'refused')}") from None
         except Exception as error:
             response: Any = getattr(error, "response", None)
-            if hasattr(response, "status_code"):  # the Hub's
+            if hasattr(response, "status_code"):  # an error of huggingface_hub
                 raise refusal(shown, response.status_code, response.headers) from None
             raise _class_of(error)(f"{shown}: {type(error).__name__}") from None
 
@@ -146,7 +152,7 @@ _KIND = {FileNotFoundError: "there is no such file", PermissionError: "access is
 
 
 def _class_of(error: Exception) -> type[OSError]:
-    """Return the class for an error of a library: misconfigured access is permanent, other errors may pass."""
+    """Return the class that replaces a library's error: `Refused` for wrong settings, else one that is retried."""
     permanent = (
         "NoCredentialsError",
         "PartialCredentialsError",
@@ -163,11 +169,12 @@ def _make(scheme: str, options: Mapping[str, Any]) -> Any:
     except ImportError as error:
         raise ImportError("reading URLs needs fsspec: pip install 'streampack[remote]'") from error
     if scheme == "s3":
-        # `Retries` does it: the tries of s3fs (five) and botocore (five) would multiply the budget.
+        # Retries are made by `Retries`. With the five tries of s3fs and the five of botocore below each of them, the
+        # time that a read may take would be many times the budget.
         config = {"retries": {"max_attempts": 0}, **options.get("config_kwargs", {})}
         options = {**options, "config_kwargs": config}
     try:
-        # fsspec's cache would outlive the source, with its secrets.
+        # fsspec's cache of file systems would keep this one, and its secrets, after the source is gone.
         filesystem = fsspec.filesystem(scheme, **options, skip_instance_cache=True)
     except ImportError as error:
         extra = {"s3": "s3", "hf": "hf"}.get(scheme, "remote")
@@ -178,10 +185,14 @@ def _make(scheme: str, options: Mapping[str, Any]) -> Any:
 
 
 async def _http(fs: Any, path: str, start: int, stop: int) -> Answer:
-    """Fetch a range. Fsspec's own reader accepts short and whole answers, and reports any failure as a missing file."""
+    """Fetch a range over HTTP.
+
+    fsspec's own reader accepts answers with less than the range or the whole file, and reports any failure as a missing
+    file.
+    """
     session = await fs.set_session()
     options = {name: value for name, value in fs.kwargs.items() if name != "headers"}
-    # Or a proxy might compress it, to another length.
+    # "identity" keeps proxies from compressing the range, which would change its length.
     headers = {
         **fs.kwargs.get("headers", {}),
         "Range": f"bytes={start}-{stop - 1}",
@@ -193,7 +204,7 @@ async def _http(fs: Any, path: str, start: int, stop: int) -> Answer:
 
 
 async def _s3(fs: Any, path: str, start: int, stop: int) -> Answer:
-    """Fetch a range. s3fs's own reader does not return the version beside the bytes."""
+    """Fetch a range from S3. s3fs's own reader does not return the file's version with the bytes."""
     bucket, key, version = fs.split_path(path)
     extra = {"VersionId": version} if version else {}
     ranged = f"bytes={start}-{stop - 1}"
@@ -205,7 +216,7 @@ async def _s3(fs: Any, path: str, start: int, stop: int) -> Answer:
 
 
 def _read(fs: Any, path: str, start: int, stop: int, patience: float) -> Answer:
-    """Read a range by fsspec's own file objects; ``cache_type`` keeps them from reading more."""
+    """Read a range with fsspec's own file objects; ``cache_type`` keeps them from reading more."""
     listed = _listed(path, fs.info(path))
     with fs.open(path, "rb", cache_type="none") as stream:
         stream.seek(start)
@@ -213,7 +224,7 @@ def _read(fs: Any, path: str, start: int, stop: int, patience: float) -> Answer:
 
 
 def _awaited(get: Callable[[Any, str, int, int], Awaitable[Answer]]) -> Ask:
-    """Wrap an async function, to be called from another thread than that of fsspec's event loop."""
+    """Make a blocking function of an async one, for threads other than that of fsspec's event loop."""
 
     def ask(fs: Any, path: str, start: int, stop: int, patience: float) -> Answer:
         from fsspec.asyn import sync
@@ -240,16 +251,16 @@ def _listed(path: str, info: Mapping[str, Any]) -> Listed:
 
 
 def scheme_of(path: str) -> str | None:
-    """Return the scheme of a URL, None of a local path.
+    """Return the scheme of a URL; None for a local path.
 
     Raises:
-        ValueError: for a scheme that is not read, and for fsspec's chains, which can run programs and open archives.
+        ValueError: for other schemes, and for fsspec's chains of URLs, which can run programs and open archives.
     """
     if "://" not in path:
         return None
     scheme = urlsplit(path).scheme
     if scheme not in SCHEMES or "::" in path:
-        # Not redacted but cut off: the parts of a chain cannot be told apart.
+        # The message has only the beginning: where a chain's secrets are cannot be told, so `redact` is of no use.
         raise ValueError(
             f"URLs that begin with {path.split('://')[0]!r} are refused: only plain ones of {', '.join(SCHEMES)} are "
             "read, and no chains (::)"

@@ -1,4 +1,4 @@
-"""Answers of servers to range requests: the bytes, or an error."""
+"""Servers' answers to range requests: checks of their headers, and errors for their statuses."""
 
 from __future__ import annotations
 
@@ -9,32 +9,36 @@ from typing import NamedTuple
 from streampack.storage.base import redact
 from streampack.storage.retries import Busy, Refused
 
-PASSING = (408, 425, 429)  # HTTP statuses that may pass, besides 5xx
+TEMPORARY = (408, 425, 429)  # HTTP statuses after which the request is tried again, besides 5xx
 
 
 class Answer(NamedTuple):
-    """A server's answer to a range request."""
+    """A server's answer to a range request, as its headers describe it."""
 
     data: bytes
-    start: int | None  # of the range, by its headers; None if that begins behind the file's end
-    size: int  # of the whole file, by its headers
-    tag: str | None
+    start: int | None  # the first byte of the range; None if that would be behind the file's end
+    size: int  # bytes of the whole file
+    tag: str | None  # the ETag, if the server sends one
 
 
 class Judged(Exception):
-    """Carries an error that is made here, with a message that holds no secrets, through a library's code."""
+    """Wraps an error whose message is known to hold no secrets, so that it need not be replaced.
+
+    Errors that come out of a library's code are replaced by ones without URLs and headers. An error that is made here,
+    but passes through such code, is raised in this wrapper.
+    """
 
     def __init__(self, error: Exception) -> None:
         self.error = error
 
 
 def head_of(path: str, status: int, headers: Mapping[str, str]) -> Answer:
-    """Check an HTTP answer before its body is read: a server without ranges would send the whole file.
+    """Check the headers of an HTTP answer, and return it without data.
 
-    The answer that is returned has no data yet.
+    This comes before the body is read, because a server without range requests sends the whole file.
 
     Raises:
-        Judged: with the error of a status other than 206.
+        Judged: holds the error, if the status is neither 206 nor the 416 of a range behind the file's end.
     """
     ranged = re.fullmatch(r"bytes (?:(\d+)-\d+|\*)/(\d+|\*)", headers.get("Content-Range", ""))
     start, size = ranged.groups() if ranged else (None, None)
@@ -54,9 +58,9 @@ def head_of(path: str, status: int, headers: Mapping[str, str]) -> Answer:
 
 
 def refusal(shown: str, status: int, headers: Mapping[str, str]) -> OSError:
-    """Make the error for an HTTP status other than 206; `PERMANENT` ones are not retried."""
+    """Make the error for an HTTP status other than 206. Its class decides whether the request is tried again."""
     what = f"{shown}: HTTP {status}"
-    if status in PASSING or status >= 500:
+    if status in TEMPORARY or status >= 500:
         busy = Busy(what)
         after = headers.get("Retry-After", "")
         busy.retry_after = float(after) if after.isdecimal() else 0.0
@@ -71,10 +75,10 @@ def refusal(shown: str, status: int, headers: Mapping[str, str]) -> OSError:
 
 
 def opaque(tag: str | None) -> str | None:
-    """Return an ETag without its quotes, and without the mark of a weak one.
+    """Return an ETag without quotes and without ``W/``, the mark of a weak tag.
 
-    A proxy that compresses for other clients may mark the tags of what it passes on unchanged. RFC 9110, 8.8.3.2: in a
-    weak comparison, ``W/"1"`` and ``"1"`` are the same.
+    A proxy that compresses files for other clients may mark tags as weak even if it passes a file on unchanged. So tags
+    are compared as RFC 9110, 8.8.3.2 describes the weak comparison: ``W/"1"`` and ``"1"`` are the same.
 
     >>> opaque('W/"1"'), opaque('"1"')
     ('1', '1')

@@ -1,4 +1,4 @@
-"""Retries with backoff, for storage that fails for a moment."""
+"""Retries with growing waits, for storage that fails temporarily."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ Result = TypeVar("Result")
 
 
 class Busy(OSError):
-    """A server that is overloaded, and may name a wait."""
+    """The error for a server that is overloaded."""
 
-    retry_after = 0.0  # seconds
+    retry_after = 0.0
+    """Seconds that the server asks to wait; 0 if it does not say."""
 
 
 class Refused(OSError):
-    """A server that refuses a request, and would refuse it again."""
+    """The error for a request that a server refuses, and would refuse again."""
 
 
 PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, Refused)
@@ -29,10 +30,11 @@ PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirector
 
 @dataclass(frozen=True, slots=True)
 class Retries:
-    """Retries with waits that double from ``first`` seconds up to ``longest``, each times a random 0.5 to 1.
+    """Up to ``attempts`` retries. The waits before them double, from ``first`` seconds up to ``longest``.
 
-    The jitter keeps a thousand ranks from returning to a server in the same moment. A wait that a server names
-    (`Busy`) is kept, as long as all waits together stay within the budget.
+    Each wait is multiplied by a random number between 0.5 and 1, so that a thousand ranks do not return to a server at
+    the same moment. If a server asks for a longer wait (`Busy`), it gets that, as long as all waits together stay
+    within the budget.
 
     >>> Retries(attempts=3, first=1.0).budget
     7.0
@@ -44,14 +46,17 @@ class Retries:
 
     @property
     def budget(self) -> float:
-        """Seconds that all waits together take at most."""
+        """The most seconds that all waits together may take."""
         return sum(self._waits())
 
     def _waits(self) -> Iterator[float]:
         return (min(self.longest, self.first * 2**attempt) for attempt in range(self.attempts))
 
     def call(self, read: Callable[[], Result], *, doing: str = "") -> Result:
-        """Call ``read``, and again after each `OSError` that may pass; raise the last one."""
+        """Call ``read``, and call it again after an `OSError` that is not `PERMANENT`. Raise the last error.
+
+        ``doing`` says for the log what is tried: "reading a.jsonl".
+        """
         left = self.budget
         for wait in self._waits():
             try:
@@ -64,6 +69,6 @@ class Retries:
                 left -= pause
                 log.warning("%s%s; trying again in %.1f s", error, f" while {doing}" if doing else "", pause)
                 time.sleep(pause)
-                if left <= 0:  # a server's own time used it up: one last try
+                if left <= 0:  # the waits that the server asked for used up the budget: try one last time
                     break
         return read()

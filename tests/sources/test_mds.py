@@ -211,7 +211,7 @@ def test_a_shard_that_decompresses_to_more_than_is_read(
     entry["zip_data"]["bytes"] = len(bomb)
     entry["raw_data"] = {**entry["raw_data"], "bytes": says}
     (tmp_path / "index.json").write_text(json.dumps(index))
-    monkeypatch.setattr("streampack.sources.mds.LARGEST", 2 << 20)
+    monkeypatch.setattr("streampack.sources.mds.MAX_CONTENT_BYTES", 2 << 20)
     reader = MDSSource(tmp_path).read(Reading())
     tracemalloc.start()
     try:

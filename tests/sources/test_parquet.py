@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from streampack.sources import ParquetSource, Reading, parquet
-from streampack.sources.parquet import FEW, LARGE
+from streampack.sources.parquet import FEWEST_PARTS, WHOLE_FILE_PARTS
 from streampack.sources.parts import Part
 from streampack.storage import base as storage
 
@@ -146,14 +146,16 @@ def test_lanes_are_even_and_parts_few(
     assert [lane == sorted(lane) for lane in lanes] == [True] * num_lanes, "in corpus order"
     step = sum(file.size for file in source.files) // (num_lanes * per_lane)
     groups = sum(map(bool, itertools.chain(*files)))
-    assert len(found) <= max(len(files) + num_lanes * per_lane, FEW * num_lanes) or len(found) == groups
+    assert (
+        len(found) <= max(len(files) + num_lanes * per_lane, FEWEST_PARTS * num_lanes) or len(found) == groups
+    )
     assert all(lanes) or groups < num_lanes
-    largest = LARGE * step
+    largest = WHOLE_FILE_PARTS * step
     for number, counts in enumerate(files):
         parts = [part for part in found if part.file == number]
         if parts == [Part(number)]:
-            assert len(found) >= FEW * num_lanes
-            assert source.files[number].size <= LARGE * step
+            assert len(found) >= FEWEST_PARTS * num_lanes
+            assert source.files[number].size <= WHOLE_FILE_PARTS * step
             assert source.footers.known(number) is None
             continue
         ends = [part.stop for part in parts]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from streampack import IterablePackedDataset, JSONLSource
 from streampack.storage.base import File
-from streampack.storage.file_marks import GROUPS, FileMarks
+from streampack.storage.file_marks import MAX_GROUPS, FileMarks
 from tests.support.corpus import Numbers, rows, write
 
 
@@ -80,7 +80,7 @@ def test_marks_of_20_000_files_take_two_kilobytes() -> None:
     files = corpus(20_000)
     before = marks(files)
     state = before.state()
-    assert len(pickle.dumps(state)) < 16 * GROUPS + 200 < 2300
+    assert len(pickle.dumps(state)) < 16 * MAX_GROUPS + 200 < 2300
     files["017777.jsonl"] = (1, "other")
     assert str(marks(files).difference(state)).startswith("/c/017777.jsonl is another file; ")
 
