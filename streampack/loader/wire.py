@@ -1,7 +1,7 @@
 """Wire format: events as plain values, sent from a worker to the trainer's process.
 
-Pickled as they are, a pack's arrays and fragments would name and call their classes, in Python, on both sides: a tenth
-of a worker's time beside tokenizing.
+Pickling the arrays and fragments of a pack as objects calls their classes, in Python, on both sides. Beside tokenizing,
+that took a tenth of a worker's time.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ Folded = tuple[Any, ...]
 
 
 def fold(event: LaneEvent) -> Folded:
-    """Return numbers, bytes and tuples of them; buffers of the arrays, which pickle copies as they lie in memory."""
+    """Return an event as numbers, tuples and buffers; pickle copies the arrays' memory without calling their class."""
     pack, head = event.pack, (event.lane, event.epoch, event.state)
     if pack is None:
         return head
     arrays: list[Any] = []
     for ids in (pack.tokens, pack.labels):
-        if ids.itemsize > 4:  # one wide sample makes its pack wide
+        if ids.itemsize > 4:  # a pack is int64 if one of its samples was
             ids = narrowed(ids)
         arrays += [ids.dtype.char, PickleBuffer(ids.data)]
     return (*head, *arrays, pack.seq_lens, tuple(map(tuple, pack.fragments)), pack.number)
 
 
 def unfold(folded: Folded) -> LaneEvent:
-    """Return the event again. Its arrays are the bytes that arrived, and can be written to."""
+    """Invert `fold`. The arrays use the memory of the bytes that arrived, and are writable."""
     lane, epoch, state, *rest = folded
     if not rest:
         return LaneEvent(lane, epoch, None, state)

@@ -27,9 +27,12 @@ from streampack.streaming.lane_state import LaneEvent, LaneState
 log = logging.getLogger(__name__)
 
 EVENTS, END, ERROR, DIED = "events", "end", "error", "died"
-TOGETHER = 4  # packs in one message, at most: those that are ready wait while the next one is made ...
-PATIENCE = 0.1  # ... which is not begun after so many seconds
-LINGER = 10.0  # seconds that `Worker.close` waits for a killed process, and for its receiver
+MAX_EVENTS = 4
+"""The most events in one message. Packs that are ready wait until the message has so many, ..."""
+MAX_DELAY = 0.1
+"""... but after so many seconds no further pack is begun for it."""
+CLOSE_TIMEOUT = 10.0
+"""Seconds that `Worker.close` waits for a killed process, and for its receiver thread."""
 
 
 class Worker:
@@ -67,28 +70,29 @@ class Worker:
         self.dataset = dataset
         self.consumer = consumer
         self.consumers = consumers
-        self.lane_states = dict(lane_states)  # as of the last event that was handed on
+        self.lane_states = dict(lane_states)  # after the last event that `__next__` returned
         self.first_epoch = first_epoch
         self.prefetch = prefetch
         self.max_restarts = max_restarts
         self.restarts = 0
         self.ended = False
-        self.erred = False  # its last message was an error; it waits for a request to try again
-        self.arrived: deque[LaneEvent] = deque()  # not handed on yet
+        self.erred = False  # whether the process has sent an error, and waits for a request to try again
+        self.arrived: deque[LaneEvent] = deque()  # events that `__next__` has not returned yet
         self._start()
 
     def _start(self) -> None:
-        # `close` ends whatever exists when an interrupt strikes.
+        # An interrupt may strike between these lines; `close` ends whatever exists by then.
         self.home = os.getpid()
         self.receiver: threading.Thread | None = None
         # Both are implemented in C and hold no lock of Python's: an interrupted wait leaves nothing locked, as it may
         # with `queue.Queue`, whose other side would wait without end.
         self.inbox: SimpleQueue[tuple[str, Any]] = SimpleQueue()
-        self.room: SimpleQueue[bool] = (
-            SimpleQueue()
-        )  # a True for each message that may come, a False at the end
-        most = max(1, min(TOGETHER, self.prefetch // 2))
-        for _ in range(1 + self.prefetch // most - (most > 1)):  # as many more are being handed on, and made
+        # Holds a True for each message that the receiver may read, and a False when it shall end.
+        self.room: SimpleQueue[bool] = SimpleQueue()
+        most = max(1, min(MAX_EVENTS, self.prefetch // 2))
+        # Besides the messages that wait here, one is being returned and, if messages hold several events, one is being
+        # made; together they hold about `prefetch` packs.
+        for _ in range(1 + self.prefetch // most - (most > 1)):
             self.room.put(True)
         self.pipe, self.theirs = mp.Pipe()
         arguments = (
@@ -102,7 +106,7 @@ class Worker:
         )
         self.process = mp.Process(target=_serve, args=arguments, daemon=True)
         self.process.start()
-        self.theirs.close()  # or the pipe would not end with the process
+        self.theirs.close()  # an open copy here would keep the pipe open when the process has died
         self.receiver = threading.Thread(
             target=_receive, args=(self.pipe, self.inbox, self.room), daemon=True
         )
@@ -117,7 +121,7 @@ class Worker:
         self._require_open()
         if self.erred:
             self.erred = False
-            with suppress(OSError):  # if it died since, the inbox has a message
+            with suppress(OSError):  # if the process has died since, the inbox says so
                 self.pipe.send(None)
         while not self.arrived:
             kind, value = self.inbox.get()
@@ -149,12 +153,12 @@ class Worker:
             )
 
     def _restart(self) -> None:
-        _end(self.process)  # if it only closed its pipe
+        _end(self.process)  # it may have closed its pipe only
         what = f"worker {self.consumer} of {self.consumers} (pid {self.process.pid}) died"
         code = self.process.exitcode or 0
         what += f" of signal {signal.Signals(-code).name}" if code < 0 else f" with exit code {code}"
         if self.restarts >= self.max_restarts:
-            self.inbox.put((DIED, None))  # the next call raises again
+            self.inbox.put((DIED, None))  # so that the next call raises again
             raise RuntimeError(
                 f"{what}, after {self.restarts} restart(s); if the system killed it, it may lack memory: use "
                 "fewer workers or a smaller buffer_size"
@@ -165,7 +169,7 @@ class Worker:
         self._start()
 
     def close(self) -> None:
-        """End the process and its receiver thread; wait for each `LINGER` seconds at most.
+        """End the process and its receiver thread; wait for each `CLOSE_TIMEOUT` seconds at most.
 
         After an interrupt it can be called again.
         """
@@ -173,31 +177,32 @@ class Worker:
             return
         if hasattr(self, "process"):
             _end(self.process)
-        _shut(self.pipe)  # the process may be held up, and others may hold its end of the pipe
+        _shut(self.pipe)  # ends the receiver even if the process hangs, or another holds its end of the pipe
         self.room.put(False)
         receiver = self.receiver
-        # The garbage collector may run in any thread. One that was not started cannot be waited for.
+        # The garbage collector may call this in the receiver's own thread, which cannot join itself. Neither can a
+        # thread be joined that was not started.
         if receiver is not None and receiver.is_alive() and receiver is not threading.current_thread():
-            receiver.join(LINGER)
+            receiver.join(CLOSE_TIMEOUT)
         if hasattr(self, "process"):
-            with suppress(ValueError):  # it still runs, or is closed already
+            with suppress(ValueError):  # raised if the process still runs, or is closed already
                 self.process.close()
         self.theirs.close()
         self.pipe.close()
 
     def __del__(self) -> None:
-        # At the interpreter's end the modules that `close` needs are gone, and daemons are ended anyway. A copy
-        # that some process forked along is not the one to end anything.
+        # When the interpreter ends, the modules that `close` needs are gone, and daemon processes are ended anyway. In
+        # a forked process, this is a copy, which must not end the original's worker.
         if hasattr(self, "pipe") and not sys.is_finalizing() and self.home == os.getpid():
             self.close()
 
 
 def _end(process: mp.Process) -> None:
-    """Kill a process, if it was started, and wait until it is gone, `LINGER` seconds at most."""
-    with suppress(ValueError, AttributeError):  # it is closed, or was not started
+    """Kill a process, if it was started, and wait until it is gone, `CLOSE_TIMEOUT` seconds at most."""
+    with suppress(ValueError, AttributeError):  # raised if it is closed, or was not started
         process.kill()
         # Not `process.join`: with a limit, it waits for a pipe that the process's own children may hold.
-        give_up, pause = time.monotonic() + LINGER, 0.0005
+        give_up, pause = time.monotonic() + CLOSE_TIMEOUT, 0.0005
         while process.is_alive() and time.monotonic() < give_up:
             time.sleep(pause)
             pause = min(0.05, 2 * pause)
@@ -212,12 +217,14 @@ def _shut(pipe: Connection) -> None:
 def _receive(pipe: Connection, inbox: SimpleQueue[tuple[str, Any]], room: SimpleQueue[bool]) -> None:
     """Keep the inbox filled, in a thread of the trainer's process."""
     ends = False
-    with suppress(Exception):  # EOFError or OSError; after any other, too, the trainer must not wait for ever
+    with suppress(
+        Exception
+    ):  # mostly EOFError or OSError; whatever it is, the trainer must not wait for ever
         while not ends and room.get():
             message = pipe.recv()
             ends = message[0] == END
             inbox.put(message)
-            del message  # an error in it would keep its traceback, and all that the trainer's frames hold
+            del message  # an error in it holds a traceback, and so all that the trainer's frames hold
     if not ends:
         inbox.put((DIED, None))
 
@@ -232,8 +239,8 @@ def _serve(
     most: int,
 ) -> None:
     """Run the stream and send its events, in the worker's process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not by a handler of the trainer's that was forked along
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # instead of a handler that was forked from the trainer
     end_with_parent()
     stream, size = None, 1
     while True:
@@ -243,13 +250,13 @@ def _serve(
             if stream is None:
                 stream = dataset.stream(consumer, consumers, lane_states=lane_states, first_epoch=first_epoch)
             begun = time.monotonic()
-            while not events or (len(events) < size and time.monotonic() < begun + PATIENCE):
+            while not events or (len(events) < size and time.monotonic() < begun + MAX_DELAY):
                 events.append(fold(stream.next_event()))
         except StopIteration:
             message = (END, None)
         except Exception as error:
             where = f"in worker {consumer} of {consumers}:\n{traceback.format_exc()}"
-            # Apart from the error: not every class of errors pickles its notes.
+            # The notes are sent beside the error, because not every class of errors pickles them.
             message = (ERROR, (_portable(error), [*getattr(error, "__notes__", ()), where]))
         try:
             if events:
@@ -261,11 +268,14 @@ def _serve(
                 pipe.recv()
         except (EOFError, OSError):
             return
-        size = min(2 * size, most)  # the first packs come alone, so that the first batch comes at once
+        size = min(2 * size, most)  # the first messages are short, so that the first batch comes at once
 
 
 def _portable(error: Exception) -> Exception:
-    """Return the error if its class survives pickling: many that take several arguments do not; else a RuntimeError."""
+    """Return the error if it can be pickled, else a RuntimeError with its message.
+
+    Many classes of errors with several arguments cannot be unpickled.
+    """
     try:
         if type(pickle.loads(pickle.dumps(error))) is type(error):
             return error

@@ -12,8 +12,10 @@ from typing import Any
 from torch.utils.data import get_worker_info
 
 ENTRIES = 1024
-FIELDS = 6  # of an `_Entry`
-OWNER = -1  # in the place of a worker's number: the entry of the loader's process
+FIELDS = 6
+"""The shared table has `ENTRIES` entries, each of the `FIELDS` integers of an `_Entry`."""
+OWNER = -1
+"""Marks the entry of the process that makes the workers, in place of a worker's number."""
 
 WAITING, BEGUN, ENDED = 0, 1, 2
 """Phases of an iteration that resumes from a loaded state: it has yielded nothing, something, or everything.
@@ -22,24 +24,24 @@ Any other iteration counts as `ENDED`."""
 
 @dataclass
 class _Entry:
-    """One process's row of the table that a dataset and its worker processes share."""
+    """The entry of one process in the table that a dataset and its worker processes share."""
 
-    process: int  # of the loader
-    worker: int
-    version: int = 0  # how often that process has set an epoch
-    epoch: int = 0  # of the next iteration
-    # A number that the workers of one iteration share; of the owner: whether it loaded a state.
+    process: int  # the process that makes the workers
+    worker: int  # the worker's number, or OWNER
+    version: int = 0  # how often the owner had set an epoch when this was written
+    epoch: int = 0  # with which the next iteration begins
+    # In a worker's entry, a number that the workers of one iteration share; in the owner's, whether it loaded a state.
     iteration: int = 0
-    # Of this worker's iteration; of the owner: whether its workers iterate, and not itself.
+    # In a worker's entry, the phase of its iteration; in the owner's, BEGUN if its workers iterate, and not itself.
     phase: int = ENDED
 
 
 class EpochCounter:
-    """Count the iterations of a dataset, each from the epoch behind the one before.
+    """Count the iterations of a dataset; each begins with the epoch after the last one's.
 
-    A torch DataLoader tells a dataset of a new iteration only in its worker processes, which it makes anew for each
-    (or keeps). So a worker leaves the number of the next epoch in memory that it shares with its successor, under the
-    number of its parent process and its own. A process that is no worker counts for itself, after a fork too.
+    torch's DataLoader tells a dataset of a new iteration only in its worker processes, which it makes for each
+    iteration (or keeps). So a worker writes the number of the next epoch to memory that it shares with the worker that
+    follows it, under the numbers of its parent process and its own. A process that is no worker counts for itself.
 
     >>> counter = EpochCounter(3)
     >>> counter.upcoming(), counter.begin(5), counter.upcoming()
@@ -47,9 +49,11 @@ class EpochCounter:
     """
 
     def __init__(self, epoch: int = 0) -> None:
-        self.next = epoch  # of an iteration in this process
-        self.known = 0  # the version when this was set, or sent to a worker process
-        self.copied_from_workers = False  # the original's newest iteration was theirs
+        self.next = epoch  # the epoch with which an iteration in this process begins
+        self.known = 0  # the owner's version when ``next`` was set, or when this was sent to a worker process
+        self.copied_from_workers = (
+            False  # whether this is a copy, made while worker processes iterated the original
+        )
         self._shared = RawArray("q", ENTRIES * FIELDS)
 
     def upcoming(self) -> int:
@@ -67,7 +71,7 @@ class EpochCounter:
         self._store(owner)
 
     def set(self, epoch: int, *, loaded: bool = False) -> None:
-        """Let the next iteration begin with this epoch, in workers that are kept, too."""
+        """Let the next iteration begin with this epoch, also in worker processes that are kept."""
         self.copied_from_workers = False
         if get_worker_info() is None:
             version = max(self._owner().version, self.known) + 1
@@ -81,7 +85,7 @@ class EpochCounter:
             self._write(self.next, phase)
 
     def phase(self) -> int:
-        """Return the phase of the workers of an earlier iteration since the epoch was last set."""
+        """Return the phase of the last iteration in worker processes since the epoch was set; WAITING without one."""
         phases = {entry.phase for entry in self._workers(before=True)}
         return next(iter(phases)) if len(phases) == 1 else BEGUN if phases else WAITING
 
@@ -119,7 +123,7 @@ class EpochCounter:
         return entry if (entry.process, entry.worker) == (process, OWNER) else _Entry(process, OWNER)
 
     def _workers(self, *, before: bool = False) -> list[_Entry]:
-        """Return the entries of the workers since the epoch was set; ``before``: of other iterations than this."""
+        """Return the entries of workers since the epoch was set; with ``before``, only those of earlier iterations."""
         owner, worker = self._owner(), get_worker_info()
         numbers = self._shared[:]
         entries = [_Entry(*numbers[at : at + FIELDS]) for at in range(0, len(numbers), FIELDS) if numbers[at]]
@@ -137,9 +141,9 @@ class EpochCounter:
         self._shared[at : at + FIELDS] = astuple(entry)
 
     def __getstate__(self) -> dict[str, Any]:
-        if get_spawning_popen() is not None:  # on the way to a worker
-            return self.__dict__
-        return {"next": self.upcoming(), "known": 0, "copied_from_workers": self.in_workers}  # a copy
+        if get_spawning_popen() is not None:
+            return self.__dict__  # pickled for a worker process, which shares the table
+        return {"next": self.upcoming(), "known": 0, "copied_from_workers": self.in_workers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update({"_shared": None, **state})
@@ -148,7 +152,7 @@ class EpochCounter:
 
 
 def _iteration(worker: Any) -> int:
-    """Return a number that the workers of one iteration share; torch draws their seeds for each, unless they stay."""
+    """Return a number that the workers of one iteration share: the seed that torch draws for each set of workers."""
     return int(worker.seed - worker.id)
 
 
@@ -158,5 +162,5 @@ def _parent() -> int:
 
 
 def _place(process: int, worker: int) -> int:
-    # Should two share a place, each overwrites the other, and begins where its process stands.
+    # If two processes share a place, each overwrites the other's entry; both then count for themselves.
     return (31 * process + worker) % ENTRIES * FIELDS

@@ -18,26 +18,29 @@ from streampack.streaming.lane_config import Encode, LaneConfig
 from streampack.streaming.piece_reader import PieceReader
 from streampack.types import Sample
 
-COUNTED_ROWS = 4096  # a source of no more rows is counted, ...
-COUNTED_TOKENS = 1 << 22  # ... unless they have more tokens; nor are more of a sample encoded, once it has
+COUNTED_ROWS = 4096
+COUNTED_TOKENS = 1 << 22
+"""A source with no more rows and no more tokens is counted, a larger one is estimated."""
 ENOUGH_ROWS = 64
-SIMULATED_PACKS = 100  # made of the sampled lengths, to see how full the strategy makes them
+"""Once so many rows with `COUNTED_TOKENS` tokens are encoded, the estimate takes no more."""
+SIMULATED_PACKS = 100
+"""About so many packs are planned from the sampled lengths, to find how full the strategy makes them."""
 
 
 class Estimate(NamedTuple):
     """An epoch's packs, and what it truncates or drops, before it is read."""
 
     packs: float
-    error: float  # of it, one standard error; 0 where the packs were counted
-    samples: int  # that were encoded; the fractions below are of these
+    error: float  # the standard error of ``packs``; 0 if they were counted
+    samples: int  # how many samples were encoded; the fractions below are of these
     longer: float  # fraction of the samples that are longer than max_seq_len
     cut: float  # fraction of the tokens that are truncated or dropped
-    cut_trained: float  # fraction of the trained tokens that are
-    untrained: float  # fraction of the samples that train nothing, at all or once truncated
+    cut_trained: float  # fraction of the trained tokens that are truncated or dropped
+    untrained: float  # fraction of the samples that train nothing, before or after truncation
 
     @property
     def at_most(self) -> int:
-        """The packs and two standard errors: a schedule that ends too late is better than one that ends too early."""
+        """The packs and two standard errors more, for schedules: one that ends too late is better than too early."""
         return max(1, math.ceil(self.packs + 2 * self.error))
 
 
@@ -62,9 +65,8 @@ def estimate(config: LaneConfig, *, rows: int, num_lanes: int = 1) -> Estimate:
         tokens, _ = tokens_of(config.source, None)
     if config.mix is None and seen.rows_in_all <= COUNTED_ROWS and seen.tokens_in_all <= COUNTED_TOKENS:
         return seen.estimate(_count(config, num_lanes), error=0.0)
-    packs = (
-        tokens / (config.packing.max_seq_len * seen.fill()) + num_lanes / 2
-    )  # each lane's last is part-empty
+    # The last pack of each lane is half empty on average.
+    packs = tokens / (config.packing.max_seq_len * seen.fill()) + num_lanes / 2
     return seen.estimate(packs, error=packs * seen.relative_error)
 
 
@@ -81,11 +83,11 @@ def _one_epoch(config: LaneConfig) -> LaneConfig:
 
 
 def packed_lengths(config: LaneConfig, rows: range) -> list[int]:
-    """Encode every n-th row of map-style data: the tokens of each that are packed, 0 for rows that the run drops.
+    """Encode every n-th row of map-style data; return how many tokens of each are packed, 0 for rows that are dropped.
 
     Args:
         config: of a stream of map-style data.
-        rows: their numbers, up to the end of the data.
+        rows: the numbers of the rows, up to the end of the data.
 
     Raises:
         ValueError: for a row that the run does not take, with its place.
@@ -111,7 +113,7 @@ def count_packs(config: LaneConfig, lengths: list[int], *, epoch: int, lane: int
         lengths: of all its rows, as `packed_lengths` gives them.
         epoch: from 0; it decides the order when shuffling.
         lane: from 0.
-        num_lanes: how many there are.
+        num_lanes: the number of lanes.
     """
     reading = Reading(
         lane, num_lanes=num_lanes, epoch=epoch, seed=config.seed, shuffle_window=config.shuffle_window
@@ -123,18 +125,18 @@ def count_packs(config: LaneConfig, lengths: list[int], *, epoch: int, lane: int
 
 
 class _Seen:
-    """Counts over a sample of the rows."""
+    """Counts over the rows that were encoded for an estimate."""
 
     def __init__(self, config: LaneConfig) -> None:
         self.config = config
-        self.kept: list[int] = []  # tokens of every piece
+        self.kept: list[int] = []  # the length of each piece
         self.samples = self.longer = self.untrained = 0
         self.tokens = self.trained = self.lost = self.lost_trained = 0
         self.rows_in_all = self.tokens_in_all = 0.0
-        self.relative_error = 0.0  # of the source with the largest
+        self.relative_error = 0.0  # the largest of all sources
 
     def look(self, source: Source, encode: Encode, rows: int) -> tuple[float, float]:
-        """Encode some rows of a source; estimate its tokens that are packed, and those trained."""
+        """Encode some rows of a source; return estimates of its tokens that are packed, and of those trained."""
         sampled, scale = source.probe(rows)
         sizes: list[int] = []
         lengths: list[int] = []
@@ -152,7 +154,7 @@ class _Seen:
                 length = trains = 0
             else:
                 length, trains = self._add(sample)
-            sizes.append(len(str(dict(row))))  # roughly its bytes in a file
+            sizes.append(len(str(dict(row))))  # about the bytes of the row in a file
             lengths.append(length)
             trained += trains
         scale *= len(sampled) / max(1, len(lengths))
@@ -162,7 +164,7 @@ class _Seen:
         return sum(lengths) * scale, trained * scale
 
     def _add(self, sample: Sample) -> tuple[int, int]:
-        """Count a sample; return its tokens that are packed, and how many are trained."""
+        """Count a sample; return how many of its tokens are packed, and how many of those are trained."""
         packing, length = self.config.packing, sample.tokens.size
         if not length:
             return 0, 0
@@ -215,8 +217,8 @@ def _relative_error(source: Source, lengths: list[int], sizes: list[int], scale:
     if count < 2 or not total:
         return 0.0
     expected = [total / count] * count
-    if source.probed_by_bytes:  # what counts is how tokens go with them
+    if source.probed_by_bytes:  # the corpus's size is known in bytes, so the error is that of tokens per byte
         expected = [total / max(1, sum(sizes)) * size for size in sizes]
     variance = sum((length - mean) ** 2 for length, mean in zip(lengths, expected, strict=True)) / (count - 1)
-    left = max(0.0, 1 - 1 / max(1.0, scale))  # nothing is unknown of a source that was seen as a whole
+    left = max(0.0, 1 - 1 / max(1.0, scale))  # 0 for a source that was read as a whole
     return math.sqrt(variance * left / count) / (total / count)

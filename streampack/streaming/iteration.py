@@ -14,7 +14,7 @@ from streampack.types import Pack
 
 
 class PackDicts:
-    """The packs of a stream in torchtune's format; one that cannot be converted is not consumed."""
+    """Iterate over the packs of a stream as dicts in torchtune's format. A failed conversion consumes no pack."""
 
     def __init__(
         self, stream: PackStream, begin: LoadedState, *, untrained: UntrainedWarning, counter: EpochCounter

@@ -9,7 +9,8 @@ from streampack.streaming.lane_config import LaneConfig
 
 log = logging.getLogger(__name__)
 
-FIRST_ROWS = 1000  # of a lane: where all of them are dropped, that is said before the rest is read
+FIRST_ROWS = 1000
+"""If all of the first so many rows of a lane are dropped, a warning says so before the rest is read."""
 WORDS = {
     "overlong": "longer than a pack",
     "empty": "without a token",
@@ -53,9 +54,9 @@ def _reasons(ledger: Ledger) -> str:
 
 
 class UntrainedWarning:
-    """Warn once when the ledger first counts such a sample, unless a setting says what becomes of it.
+    """Warn once when the ledger first counts an untrained sample, unless a setting says what becomes of those.
 
-    Used by the process that consumes the packs, because every worker process would warn of its own first one.
+    The process that consumes the packs uses it: each worker process would warn of its own first one.
     """
 
     def __init__(self, config: LaneConfig) -> None:

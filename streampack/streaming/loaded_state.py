@@ -13,7 +13,8 @@ from streampack.streaming.epochs import BEGUN, ENDED, WAITING, EpochCounter
 from streampack.streaming.lane_state import LaneState
 
 STATE_VERSION = 1
-MAX_LANES = 1 << 16  # a lane costs kilobytes, and a damaged state may ask for any number
+MAX_LANES = 1 << 16
+"""The most lanes that a state may have. A lane takes kilobytes, and a damaged state may hold any number."""
 
 UNFINISHED = (
     "an iteration began from the loaded state and stopped before its end, so another one would begin elsewhere than "
@@ -26,12 +27,12 @@ UNFINISHED = (
 class LoadedState:
     """Where an iteration begins: at a loaded state, or at the beginning of an epoch."""
 
-    lane_states: Mapping[int, LaneState] = field(default_factory=dict)  # of the lanes that do not begin
-    slot: int = 0  # see `PackedDataLoader`
-    epoch: int = 0  # in which the run began
+    lane_states: Mapping[int, LaneState] = field(default_factory=dict)  # a lane without a state begins
+    slot: int = 0  # the slot at which the next step begins
+    epoch: int = 0  # in which the iteration that made the state began
     num_lanes: int | None = None
-    phase: int = WAITING  # of the iteration that goes on from it, in this process
-    in_worker: bool = False  # loaded there, so that no other iteration goes on from it
+    phase: int = WAITING  # how far the iteration that resumes from it is, in this process; see `epochs`
+    in_worker: bool = False  # loaded in a worker process, so that only an iteration there resumes from it
 
 
 def checked_state(state: Any) -> LoadedState:
@@ -65,14 +66,14 @@ def checked_state(state: Any) -> LoadedState:
 class Resume:
     """Keep a loaded state until the iteration that resumes from it has ended.
 
-    That may be an iteration of the dataset, of a `PackedDataLoader`, or of the worker processes of a DataLoader of
-    torch's, which tell the process that started them by way of the `EpochCounter`.
+    That may be an iteration of the dataset, of a `PackedDataLoader`, or of the worker processes of torch's DataLoader.
+    Worker processes tell the process that started them through the memory that an `EpochCounter` shares.
     """
 
     def __init__(self, counter: EpochCounter) -> None:
         self.counter = counter
         self.loaded: LoadedState | None = None
-        self.by_loader = False  # the newest iteration is a `PackedDataLoader`'s
+        self.by_loader = False  # whether the newest iteration is a `PackedDataLoader`'s
 
     def load(self, loaded: LoadedState) -> None:
         """Keep a state for the next iteration."""
@@ -81,17 +82,22 @@ class Resume:
         self.loaded, self.by_loader = loaded, False
 
     def set_epoch(self, epoch: int, *, keep: bool) -> None:
-        """Begin the next iteration with this epoch; ``keep`` a loaded state from which nothing was handed out."""
+        """Let the next iteration begin with this epoch.
+
+        Args:
+            epoch: from 0.
+            keep: keep a loaded state, if no pack was handed out since it was loaded.
+        """
         self.loaded = self.pending if keep else None
         self.counter.set(epoch, loaded=self.loaded is not None)
 
     @property
     def pending(self) -> LoadedState | None:
-        """The loaded state, as long as nothing was handed out since."""
+        """The loaded state, as long as no pack was handed out since; then None."""
         return self.loaded if self._phase() == WAITING else None
 
     def begin(self, *, by_loader: bool = False) -> LoadedState:
-        """Return where an iteration begins.
+        """Return where a new iteration begins.
 
         Raises:
             ValueError: if one began from the loaded state and did not end, or the state was loaded after this worker
@@ -107,7 +113,7 @@ class Resume:
         return LoadedState(epoch=self.counter.upcoming(), phase=ENDED) if self.loaded is None else self.loaded
 
     def require_here(self) -> None:
-        """Raise if the dataset is iterated by a loader or by worker processes, which alone can give its state.
+        """Raise if a loader or worker processes iterate the dataset, because then only they know the state.
 
         Raises:
             ValueError: naming whose state_dict() to call.
@@ -133,6 +139,6 @@ class Resume:
         return self.counter.phase()
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.loaded is None or get_spawning_popen() is not None:  # on the way to a worker
-            return self.__dict__
-        return {**self.__dict__, "loaded": replace(self.loaded, phase=self._phase())}  # a copy
+        if self.loaded is None or get_spawning_popen() is not None:
+            return self.__dict__  # pickled for a worker process, which asks the counter for the phase
+        return {**self.__dict__, "loaded": replace(self.loaded, phase=self._phase())}

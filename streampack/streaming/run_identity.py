@@ -17,7 +17,7 @@ from streampack.validation import warn_user
 
 
 class RunIdentity:
-    """What decides which tokens share a pack. It is read when it is first asked for."""
+    """What decides which tokens share a pack: corpus, encoders and settings. It is computed when first asked for."""
 
     def __init__(self, config: LaneConfig) -> None:
         self.config = config
@@ -25,15 +25,16 @@ class RunIdentity:
 
     @property
     def parts(self) -> dict[str, Any]:
-        """Its parts by name: plain values, mappings of them, and `Compared`."""
+        """The parts by name: plain values, mappings of them, and `Compared`."""
         if self._parts is None:
             self._parts = _parts_of(self.config)
         return self._parts
 
     def plain(self, *, listed: bool = False) -> dict[str, Any]:
-        """Return plain values, for a state. A state of another identity is refused.
+        """Return the parts as plain values, as a state keeps them.
 
-        ``listed`` leaves out what would have to be read from all files, for a comparison at a run's beginning.
+        Args:
+            listed: leave out what would have to be read from all files; ranks compare the rest when a run begins.
         """
         found: dict[str, Any] = state_of(self.parts, listed=listed)
         return found
@@ -52,7 +53,7 @@ class RunIdentity:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"config": self.config, "_parts": None}  # each process reads it anew
+        return {"config": self.config, "_parts": None}  # each process computes it again
 
 
 def _parts_of(config: LaneConfig) -> dict[str, Any]:
@@ -68,14 +69,14 @@ def _parts_of(config: LaneConfig) -> dict[str, Any]:
         "encoder": encoder,
         "max_seq_len": packing.max_seq_len,
         "split_across_pack": bool(packing.split_across_pack),
-        "strategy": None if packing.split_across_pack else packing.strategy,  # not used there
+        "strategy": None if packing.split_across_pack else packing.strategy,  # without effect there
         "buffer_size": packing.buffer_size,
         "overlong": packing.overlong,
         "truncate_side": packing.truncate_side,
         "max_seqs_per_pack": packing.max_seqs_per_pack,
         "truncate_eos": config.truncate_eos,
         "empty": config.empty,
-        "untrained": "drop" if config.untrained == "drop" else "keep",  # what is an error drops nothing
+        "untrained": "drop" if config.untrained == "drop" else "keep",  # "error" drops nothing
         "shuffle_window": config.shuffle_window,
         "seed": config.seed,
     }
@@ -85,12 +86,13 @@ def _parts_of(config: LaneConfig) -> dict[str, Any]:
 class Encoded:
     """Identity of an encoder: digests of what it makes of a few fixed rows of its source.
 
-    Its name is for messages only: a function that was renamed is the same, a closure over another value is not.
+    The name is used in messages only: a function that was renamed is the same encoder, a closure over another value is
+    not.
 
     Args:
-        name: of the function or class.
-        fingerprint: its own, if it has one.
-        samples: the marks of what it made.
+        name: the name of the function or class.
+        fingerprint: what the encoder's own ``fingerprint`` returns; None if it has none.
+        samples: digests of the samples that it made.
     """
 
     name: str
@@ -103,7 +105,7 @@ class Encoded:
         own = getattr(encode, "fingerprint", None)
         fingerprint = None if own is None else str(own())
         name = name_of(encode)[:200]
-        # Of rows that are tokens already, the columns' names say all, and the corpus says the rest.
+        # If rows are tokens already, the encoder is known by its columns' names, which its fingerprint holds.
         rows = [] if type(encode) is TokensEncoder else source.examples(EXAMPLES)
         marks = [_mark(encode, row) for row in rows]
         again = [_mark(encode, row) for row in rows]
@@ -160,5 +162,5 @@ def _mark(encode: Encode, row: Example) -> str:
         return UNKNOWN
     try:
         return mark(encode(copy.deepcopy(row.data)))
-    except Exception:  # it is raised where the row is read for training
+    except Exception:  # raised when the row is read for training
         return UNKNOWN

@@ -43,7 +43,7 @@ def test_a_worker_gives_the_events_of_its_stream(consumers: int, prefetch: int) 
 @pytest.mark.parametrize(("prefetch", "most"), [(3, 1), (4, 2), (40, 4)])
 def test_packs_come_several_at_a_time(prefetch: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every arrival takes a core from whatever works there. The first one comes alone, so that it comes soon."""
-    monkeypatch.setattr(workers, "PATIENCE", 60.0)  # the machine may pause
+    monkeypatch.setattr(workers, "MAX_DELAY", 60.0)  # the machine may pause
     one = worker(dataset(epochs=8, num_lanes=1), prefetch=prefetch)
     sizes = []
     while not one.ended:
@@ -62,7 +62,7 @@ def test_a_pack_that_takes_long_comes_alone() -> None:
     """Nobody waits for the next one, too."""
 
     def slow(row: Any) -> Sample:
-        time.sleep(1.5 * workers.PATIENCE)
+        time.sleep(1.5 * workers.MAX_DELAY)
         return Numbers()(row)
 
     full = [{"i": i, "n": 24} for i in range(6)]
