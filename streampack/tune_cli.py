@@ -40,12 +40,12 @@ def hand_over(command: str, words: Sequence[str]) -> int:
         tune.run(args)
         return 0
     _check_run(args, registry)
-    from streampack.distributed.launcher import launch, silence_torchrun
+    from streampack.distributed.launcher import run_torchrun, silence_torchrun
 
     tracebacks = "--traceback" in args.recipe_args
     if not (tracebacks or args.max_restarts or args.rdzv_endpoint):
         silence_torchrun()
-    return launch(lambda: tune.run(args), tracebacks=tracebacks)
+    return run_torchrun(lambda: tune.run(args), tracebacks=tracebacks)
 
 
 def theirs(name: str) -> Path:

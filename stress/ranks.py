@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from streampack.distributed.rank_sync import Agreement, verdict
+from streampack.distributed.rank_sync import Agreement, combine_counts
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
@@ -147,7 +147,7 @@ class OwnAgreement(Agreement):
 
     def wait(self) -> tuple[int, bool]:
         """Return what follows from this rank's number."""
-        return verdict([self.number])
+        return combine_counts([self.number])
 
 
 class RankPools:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from benchmarks.scale.probes import read_so_far, write_shards
 from streampack import IterablePackedDataset, JSONLSource, PackedDataLoader, ParquetSource
 from streampack.accounting import Ledger
-from streampack.distributed.corpus import gather_division, gather_fingerprint
+from streampack.distributed.corpus import divide_across_ranks, identify_across_ranks
 from streampack.distributed.one_run import listing
 from streampack.distributed.rank_sync import RankSync
 from streampack.sources.row_groups import Footers
@@ -78,7 +78,7 @@ def measure_fingerprint(pattern: str) -> dict[str, float]:
     rank_sync.gather(listing(source))  # the first exchange of a group does more
     dist.barrier()
     read, received, begin = read_so_far(), bytes_received(), time.process_time()
-    gather_fingerprint(source, rank_sync)
+    identify_across_ranks(source, rank_sync)
     return {
         "read": read_so_far() - read,
         "seconds": time.process_time() - begin,
@@ -95,7 +95,7 @@ def measure_division(pattern: str, lanes: int) -> dict[str, float]:
     read, original = [], Footers._read
     Footers._read = lambda *args: read.append(original(*args)) or read[-1]
     received = bytes_received()
-    gather_division(source, lanes, rank_sync)
+    divide_across_ranks(source, lanes, rank_sync)
     return {"read": len(read), "received": bytes_received() - received}
 
 
@@ -118,7 +118,7 @@ def measure_agreement() -> dict[str, float]:
         packs=1_000, done=False, epoch=0, cursor=(3, 10**8), first=10**5, offset=0, next_piece=10**5 + 100,
         consumed=2**99, ledger=Ledger(10**5, 10**8, 10**3, 10**8, 10**8),
     )  # fmt: skip
-    rank_sync.merge({lane: state.as_dict() for lane in range(rank, LANES * size, size)})
+    rank_sync.merge_lanes({lane: state.as_dict() for lane in range(rank, LANES * size, size)})
     merged = bytes_received() - received
     rows = [{"tokens": [1], "labels": [1]}] * (100 * size)
     loader = PackedDataLoader(IterablePackedDataset(rows, max_seq_len=1, num_lanes=size, untrained="keep"))

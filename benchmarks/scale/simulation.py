@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from streampack.distributed.rank_sync import verdict
+from streampack.distributed.rank_sync import combine_counts
 from streampack.loader.agreed_batches import ROUND
 from streampack.packing.planner import Planner, Span
 from streampack.packing.settings import Packing
@@ -172,7 +172,7 @@ def agreed(counts: Ints) -> int:
     batches = rounds = 0
     while True:
         size = min(2**rounds, ROUND)
-        more, _ = verdict(np.clip(counts - batches, 0, size).tolist())
+        more, _ = combine_counts(np.clip(counts - batches, 0, size).tolist())
         batches += more
         rounds += 1
         if more < size:

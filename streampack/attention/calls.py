@@ -15,12 +15,14 @@ from torch import nn
 from streampack.attention.pretrained import find_pretrained, unprepared
 from streampack.packing.batch import Batch
 
-COLUMNS = 4096  # of the vocabulary are compared, or up to twice as many: all logits of a long pack would be gigabytes
+# Of a larger vocabulary, at least so many columns are compared, and fewer than twice as many. All logits of a long pack
+# would take gigabytes.
+COMPARED_COLUMNS = 4096
 
 PREPARED: WeakKeyDictionary[nn.Module, Callable[[nn.Module], Callable[..., dict[str, Any]]]] = (
     WeakKeyDictionary()
 )
-"""For each prepared model, a function that makes its inputs again. It must not refer to the model itself."""
+"""A function for each prepared model that makes its inputs again. A reference to the model would keep it alive."""
 
 
 def inputs_of(model: nn.Module) -> Callable[[Batch], dict[str, Any]] | None:
@@ -30,7 +32,8 @@ def inputs_of(model: nn.Module) -> Callable[[Batch], dict[str, Any]] | None:
     as a loop without any support for packing would.
     """
     inner = model
-    for name in ("module", "_orig_mod", "module"):  # DistributedDataParallel, torch.compile, in either order
+    # DistributedDataParallel has its model in ``module``, torch.compile in ``_orig_mod``; either may be the outer one.
+    for name in ("module", "_orig_mod", "module"):
         wrapped = inner._modules.get(name)
         inner = inner if wrapped is None else wrapped
     roots = {cls.__module__.partition(".")[0] for cls in type(inner).__mro__}
@@ -64,10 +67,10 @@ def _plain_inputs(pretrained: Any) -> Callable[[Batch], dict[str, Any]]:
 def logits_of(output: Any, *, tokens: int) -> torch.Tensor:
     """Extract the logits of a single pack, ``[tokens, columns]``, from a model's output.
 
-    From more than 4,096 entries of the vocabulary every n-th is kept.
+    Of a vocabulary of 8,192 entries or more, only every n-th column is kept.
 
     Raises:
-        ValueError: if there are not logits of every token.
+        ValueError: if the output does not hold logits of every token.
     """
     chunks = output if isinstance(output, list) else [output]  # torchtune's output chunks
     if not torch.is_tensor(chunks[0]):
@@ -78,18 +81,18 @@ def logits_of(output: Any, *, tokens: int) -> torch.Tensor:
             f"the model gives {shape} for a pack of {tokens} tokens; the probe needs logits of every token, "
             f"[1, {tokens}, vocab]"
         )
-    step = max(1, shape[2] // COLUMNS)
-    logits = torch.cat([chunk[0, :, ::step].detach() for chunk in chunks])
+    stride = max(1, shape[2] // COMPARED_COLUMNS)
+    logits = torch.cat([chunk[0, :, ::stride].detach() for chunk in chunks])
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
 @contextmanager
-def native(
+def native_call(
     module: nn.Module | None, inputs: object
 ) -> Iterator[Callable[[torch.Tensor], torch.Tensor] | None]:
-    """Yield a function from one sequence ``[1, length]`` to its logits, by the model as its authors wrote it.
+    """Yield a function from one sequence ``[1, length]`` to its logits, with the model's own attention.
 
-    Yields None where only the caller knows how to call the model.
+    Yields None for a model of neither library, which only the caller knows how to call.
     """
     if module is None or inputs is None:
         yield None

@@ -1,4 +1,4 @@
-"""Boolean masks, which work with any attention and are the oracle for the other backends."""
+"""Boolean masks, which work with any attention; tests compare the other backends with them."""
 
 from __future__ import annotations
 
@@ -6,25 +6,27 @@ import torch
 
 
 def document_ids(seq_lens: torch.Tensor, *, max_seq_len: int) -> torch.Tensor:
-    """Number the sequence of each token, ``[batch, max_seq_len]`` int64; padding is a sequence of its own.
+    """Return the number of each token's sequence in its pack, ``[batch, max_seq_len]`` int64, from 0.
 
-    ``seq_lens`` ``[batch, segments]`` may have zeros at the end of a row, and may leave out the padding's length. There
-    is no host sync.
+    Padding is a sequence of its own.
+
+    ``seq_lens`` ``[batch, segments]`` may have zeros at the end of a row, and may leave out the padding's length.
+    Nothing is copied to the host.
 
     >>> document_ids(torch.tensor([[3, 2, 1], [4, 2, 0]], dtype=torch.int32), max_seq_len=6)
     tensor([[0, 0, 0, 1, 1, 2],
             [0, 0, 0, 0, 1, 1]])
     """
-    ends = seq_lens.cumsum(1)  # [batch, segments]: the place after each segment
-    places = torch.arange(max_seq_len, device=seq_lens.device).repeat(len(seq_lens), 1)
-    return torch.searchsorted(ends, places, right=True)  # the number of segments that have ended
+    ends = seq_lens.cumsum(1)  # [batch, segments]: the index after each segment's last token
+    indices = torch.arange(max_seq_len, device=seq_lens.device).repeat(len(seq_lens), 1)
+    return torch.searchsorted(ends, indices, right=True)  # counts the segments that end before a token
 
 
 def dense_mask(seq_lens: torch.Tensor, *, max_seq_len: int) -> torch.Tensor:
-    """Make a mask ``[batch, max_seq_len, max_seq_len]``, True where the row's token sees the column's.
+    """Make a mask ``[batch, query, key]``, True where a query attends to a key; both count ``max_seq_len`` tokens.
 
-    A token sees itself and the tokens before it in its sequence. Padding sees padding: a row without a True would be
-    NaN after softmax.
+    A token attends to itself and to the tokens before it in its sequence. Padding attends to padding, because a row
+    without a True would be NaN after softmax.
 
     >>> dense_mask(torch.tensor([[2, 1]]), max_seq_len=4).int()
     tensor([[[1, 0, 0, 0],

@@ -1,7 +1,7 @@
 """Facts about families of Hugging Face models: which can be packed, and with which attention.
 
-Tests prove them with transformers 5.23, and write the table of docs/guides/models.md. A family that is not listed here
-is tried with `find_leaks`.
+Tests prove these facts with transformers 5.23, and write the table of docs/guides/models.md. A model of a family that
+is not listed here is probed with `find_leaks`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ PROVEN = frozenset(
         *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2"),
     )
 )
-"""Families (``config.model_type``) for which a test shows that packed equals alone."""
+"""Families (``config.model_type``) for which a test shows that a packed sample has the logits of the sample alone."""
 
-BLIND = frozenset({"falcon", "gpt_oss"})
-"""Families that make their masks without ``position_ids``, so that packs need masks made for them."""
+IGNORE_POSITIONS = frozenset({"falcon", "gpt_oss"})
+"""Families that make their masks without ``position_ids``, so that the masks of packs must be made for them."""
 
 _ALIBI = (
     "adds a bias for the distance of tokens (ALiBi) counted from the start of the pack, and has no argument that says "
@@ -31,14 +31,14 @@ _REASONS = {"bloom": _ALIBI, "mpt": _ALIBI, "lfm2": _STATE, "lfm2_moe": _STATE}
 _STATEFUL_LAYERS = frozenset({"linear_attention", "conv", "mamba", "recurrent", "hybrid", "hybrid_sliding"})
 
 
-def refusal(config: Any, *, stateful: bool = False) -> str | None:
+def why_not_packable(config: Any, *, stateful: bool = False) -> str | None:
     """Return why a model with this config cannot be packed at all, and what to do; None if no reason is known.
 
     ``stateful`` is ``_is_stateful`` of the model's class in transformers.
 
     >>> class Config:
     ...     model_type, alibi = "falcon", True
-    >>> print(refusal(Config()))
+    >>> print(why_not_packable(Config()))
     falcon adds a bias for the distance of tokens (ALiBi) counted from the start of the pack, and has no argument that \
 says where samples begin; train it on padded batches, one sample a row
     """
@@ -54,12 +54,12 @@ says where samples begin; train it on padded batches, one sample a row
     return reason and f"{config.model_type} {reason}; {_NO_PACK}"
 
 
-def missing(config: Any, attention: str) -> str | None:
+def why_not_family(config: Any, attention: str) -> str | None:
     """Return why this backend cannot pack a model with this config, or None if it can.
 
     >>> class Config:
     ...     model_type, attention_dropout = "llama", 0.1
-    >>> missing(Config(), "varlen")
+    >>> why_not_family(Config(), "varlen")
     'the model drops out attention weights (0.1), which varlen cannot'
     """
     if attention not in ("varlen", "flash"):
@@ -73,12 +73,12 @@ def missing(config: Any, attention: str) -> str | None:
 
 
 def longest_pack(config: Any, attention: str) -> tuple[int, str] | None:
-    """Return the longest pack that keeps its samples apart, and the reason; None if there is no limit.
+    """Return the length of the longest pack that keeps samples apart, and what limits it; None if nothing does.
 
-    In longer packs of these models a sample's logits depend on the lengths of the others, or on its place in the pack.
+    In a longer pack, the logits of a sample would depend on the lengths of other samples or on its place in the pack.
     """
     limits = []
-    for rope in _ropes(getattr(config, "rope_parameters", None) or {}):
+    for rope in _rope_settings(getattr(config, "rope_parameters", None) or {}):
         kind = rope.get("rope_type", "default")
         if kind == "longrope" or "dynamic" in kind:
             length = rope.get("original_max_position_embeddings") or config.max_position_embeddings
@@ -92,15 +92,15 @@ def longest_pack(config: Any, attention: str) -> tuple[int, str] | None:
     return min(limits, default=None)
 
 
-def _ropes(parameters: dict[str, Any]) -> list[dict[str, Any]]:
+def _rope_settings(parameters: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the RoPE settings of a config: one set, or one for each type of layer."""
     return [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
 
 
 def window_of(config: Any, layer: int) -> int | None:
-    """Return how many tokens a query of this layer sees, itself included; None if it sees all before it.
+    """Return how many tokens a query of this layer attends to, its own included; None if to all before it.
 
-    Some families (qwen2_moe) pass no window to their attention function, only to their masks.
+    Attention functions need it for families such as qwen2_moe, which pass their window to masks only.
 
     >>> class Config:
     ...     sliding_window, layer_types = 4096, ["sliding_attention", "full_attention"]

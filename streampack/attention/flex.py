@@ -1,4 +1,4 @@
-"""Block masks for ``torch.nn.attention.flex_attention``, which skips blocks that no token sees."""
+"""Block masks for ``torch.nn.attention.flex_attention``, which skips blocks of keys that no query attends to."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from streampack.attention.dense import document_ids
 
-BLOCK = 128  # tokens on a side, flex attention's default
+BLOCK_SIZE = 128
+"""Queries and keys of one block of a mask; flex attention's default."""
 
 
 def flex_mask(seq_lens: torch.Tensor, *, max_seq_len: int, window: int | None = None) -> BlockMask:
     """Make the mask of `dense_mask` as a `BlockMask` on the device of ``seq_lens``, which torchtune models accept.
 
-    The result is that of torch's ``create_block_mask``, which evaluates the mask for every pair of tokens; here the
-    sequence ids at the ends of each block suffice. For a pack of 16,384 on one core of a CPU that is 2 ms and 11 MiB
-    instead of 2.1 s and 2.5 GiB. Blocks without a hidden pair are marked as full, so the kernel applies no mask there.
+    The result equals that of torch's ``create_block_mask``, which evaluates the mask for every pair of tokens. This
+    function compares only the sequence ids at both ends of each block: for a pack of 16,384 tokens on one core of a CPU
+    it takes 2 ms and 11 MiB instead of 2.1 s and 2.5 GiB. Blocks in which every query attends to every key are marked
+    as full, and the kernel evaluates no mask in them.
 
     >>> mask = flex_mask(torch.tensor([[256, 128]]), max_seq_len=512)  # blocks of 128 tokens
     >>> mask.to_dense().int()
@@ -31,42 +33,47 @@ def flex_mask(seq_lens: torch.Tensor, *, max_seq_len: int, window: int | None = 
     Args:
         seq_lens: ``[batch, segments]``, as in a `Batch`; the padding's length may be left out.
         max_seq_len: the length of a pack.
-        window: tokens that a query sees, itself included; None: all before it in its sequence.
+        window: how many tokens a query attends to, its own included; None: all before it in its sequence.
     """
     ids = document_ids(seq_lens, max_seq_len=max_seq_len)
 
-    def sees(
+    def may_attend(
         batch: torch.Tensor, _head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     ) -> torch.Tensor:
-        seen = (ids[batch, query] == ids[batch, key]) & (query >= key)
-        return seen if window is None else seen & (query - key < window)
+        allowed = (ids[batch, query] == ids[batch, key]) & (query >= key)
+        return allowed if window is None else allowed & (query - key < window)
 
-    # Ids never decrease along a pack. So an earlier block of keys shares a sequence with a block of queries only if its
-    # last id is their first, and both lie in one sequence if its first id is their last. A block that reaches past the
-    # end of the pack is never full.
-    first = ids[:, ::BLOCK]  # [batch, blocks]
-    blocks = torch.arange(first.shape[1], device=ids.device)
-    last = ids[:, (blocks * BLOCK + BLOCK - 1).clamp(max=max_seq_len - 1)]
-    # [blocks, blocks]: distance from the block of queries back to that of keys
-    back = blocks[:, None] - blocks
-    filled = (blocks + 1) * BLOCK <= max_seq_len
-    partly = (first[:, :, None] == last[:, None, :]) & (back > 0) | (back == 0)
-    wholly = (last[:, :, None] == first[:, None, :]) & (back > 0) & filled[:, None]
+    # Ids never decrease along a pack. So a block of queries shares a sequence with an earlier block of keys only if the
+    # first id of the queries is the last id of the keys. Both blocks lie wholly in one sequence if the last id of the
+    # queries is the first id of the keys. A block that reaches past the end of the pack is never full.
+    first_ids = ids[:, ::BLOCK_SIZE]  # [batch, blocks]
+    blocks = torch.arange(first_ids.shape[1], device=ids.device)
+    last_ids = ids[:, (blocks * BLOCK_SIZE + BLOCK_SIZE - 1).clamp(max=max_seq_len - 1)]
+    # [blocks, blocks]: how many blocks lie between the keys and the queries after them
+    distance = blocks[:, None] - blocks
+    within_pack = (blocks + 1) * BLOCK_SIZE <= max_seq_len
+    any_visible = (first_ids[:, :, None] == last_ids[:, None, :]) & (distance > 0) | (distance == 0)
+    all_visible = (last_ids[:, :, None] == first_ids[:, None, :]) & (distance > 0) & within_pack[:, None]
     if window is not None:
-        partly &= (back - 1) * BLOCK + 1 < window  # the closest pair of tokens
-        wholly &= (back + 1) * BLOCK - 1 < window  # the farthest
+        any_visible &= (distance - 1) * BLOCK_SIZE + 1 < window  # the closest query and key of both blocks
+        all_visible &= (distance + 1) * BLOCK_SIZE - 1 < window  # the two that are farthest apart
     return BlockMask.from_kv_blocks(
-        *_listed(partly & ~wholly),
-        *_listed(wholly),
-        BLOCK_SIZE=BLOCK,
-        mask_mod=sees,
+        *_key_blocks(any_visible & ~all_visible),
+        *_key_blocks(all_visible),
+        BLOCK_SIZE=BLOCK_SIZE,
+        mask_mod=may_attend,
         seq_lengths=(max_seq_len, max_seq_len),
     )
 
 
-def _listed(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return how many blocks of keys each block of queries has in ``[batch, blocks, blocks]``, and their numbers."""
-    table = table[:, None].int()  # [batch, 1, blocks, blocks]: the same for all heads
+def _key_blocks(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Convert a table ``[batch, blocks, blocks]`` to what `BlockMask` takes.
+
+    Returns:
+        The number of key blocks of each query block ``[batch, 1, blocks]``, and their indices, which come first in
+        ``[batch, 1, blocks, blocks]``. The 1 stands for all heads.
+    """
+    table = table[:, None].int()
     return table.sum(-1, dtype=torch.int32), table.argsort(stable=True, dim=-1, descending=True).int()
 
 
@@ -85,21 +92,21 @@ def flex_attention_of(
         q: ``[batch, heads, max_seq_len, head_dim]``.
         k: ``[batch, kv_heads, max_seq_len, head_dim]``; ``heads`` is a multiple of ``kv_heads``.
         v: as ``k``.
-        block_mask: of `flex_mask`.
-        scale: of the scores; None: ``head_dim ** -0.5``.
-        softcap: scores become ``softcap * tanh(score / softcap)``.
+        block_mask: from `flex_mask`.
+        scale: factor of the scores; None: ``head_dim ** -0.5``.
+        softcap: scores become ``softcap * tanh(score / softcap)``; None: they stay as they are.
 
     Returns:
-        ``[batch, heads, max_seq_len, head_dim]``. On a CPU, torch has no backward pass for it.
+        ``[batch, heads, max_seq_len, head_dim]``. On a CPU, torch has no backward pass for this.
     """
     attend: Callable[..., Any] = flex_attention
     if q.is_cuda and not torch.compiler.is_compiling():
-        attend = _compiled()
+        attend = _compiled_flex_attention()
     out: torch.Tensor = attend(
         q,
         k,
         v,
-        score_mod=None if softcap is None else _capped(softcap),
+        score_mod=None if softcap is None else _make_softcap(softcap),
         block_mask=block_mask,
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
@@ -107,7 +114,7 @@ def flex_attention_of(
     return out
 
 
-def flex_unfit(*, head_dim: int) -> str | None:
+def why_not_flex(*, head_dim: int) -> str | None:
     """Return why torch's flex attention on CUDA cannot compute this attention, or None if it can."""
     if head_dim < 16:
         return f"torch's flex attention needs a head_dim of at least 16 on CUDA, the model's is {head_dim}"
@@ -115,11 +122,11 @@ def flex_unfit(*, head_dim: int) -> str | None:
 
 
 @cache
-def _compiled() -> Callable[..., Any]:
+def _compiled_flex_attention() -> Callable[..., Any]:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def _capped(softcap: float) -> Callable[..., torch.Tensor]:
+def _make_softcap(softcap: float) -> Callable[..., torch.Tensor]:
     def cap(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
         return softcap * torch.tanh(score / softcap)
 

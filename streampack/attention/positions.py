@@ -24,23 +24,23 @@ def position_table(model: nn.Module) -> int | None:
             name == "wpe" or ("position" in name and "relative" not in name)
         ):
             counts.append(module.num_embeddings - getattr(module, "offset", 0))
-        tables = [getattr(module, "embed_positions", None)]  # GPT-J's
-        if hasattr(module, "rope_init"):  # torchtune's rotary embeddings
+        tables = [getattr(module, "embed_positions", None)]  # as GPT-J calls it
+        if hasattr(module, "rope_init"):  # a rotary embedding of torchtune
             tables.append(getattr(module, "cache", None))
         counts += [table.shape[0] for table in tables if torch.is_tensor(table)]
     return min(counts, default=None)
 
 
 def _text_modules(
-    model: nn.Module, name: str = "", kind: str | None = None
+    model: nn.Module, name: str = "", model_type: str | None = None
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield (name, module) of a model's parts, leaving out inner models of another modality."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         own = config.get_text_config().model_type
-        if kind is not None and own != kind:
+        if model_type is not None and own != model_type:
             return
-        kind = own
+        model_type = own
     yield name, model
     for child, module in model.named_children():
-        yield from _text_modules(module, child, kind)
+        yield from _text_modules(module, child, model_type)

@@ -1,4 +1,4 @@
-"""Prepare models to keep a pack's sequences apart, and make masks on the batch's device."""
+"""Prepare models to keep a pack's sequences apart, and make masks on the device of a batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from streampack.attention.dense import dense_mask
 from streampack.attention.flex import flex_mask
-from streampack.attention.mappings import Packed, packed_of
+from streampack.attention.mappings import Packed, as_packed
 from streampack.streaming.consumers import model_parallel_warning
 from streampack.validation import require, warn_user
 
@@ -31,17 +31,17 @@ class Inputs(Protocol):
     def __call__(self, batch: Packed | Mapping[str, Any]) -> dict[str, Any]:
         """Return keyword arguments for a batch, on its device.
 
-        A dict may come from any collator that says where its sequences begin: see `packed_of`.
+        A dict may come from any collator that says where its sequences begin: see `as_packed`.
         """
 
     def require_length(self, max_seq_len: int) -> None:
-        """Raise a ValueError if the model cannot take packs of so many tokens. Every call checks this."""
+        """Raise a ValueError if the model cannot take packs of ``max_seq_len`` tokens. Every call checks this too."""
 
 
 def prepare_model_for_packing(model: nn.Module, *, attention: str = "auto") -> Inputs:
-    """Make a torchtune or Hugging Face model keep a pack's sequences apart, or refuse it.
+    """Make a torchtune or Hugging Face model keep a pack's sequences apart, or raise if it cannot.
 
-    Sets the model's attention function, and returns a function from a packed batch to the model's arguments.
+    Changes the attention function of ``model``, and returns a function from a packed batch to the model's arguments.
 
     >>> from torchtune.models.llama3 import llama3
     >>> from streampack import IterablePackedDataset, collate_packed
@@ -54,17 +54,17 @@ def prepare_model_for_packing(model: nn.Module, *, attention: str = "auto") -> I
 
     ``inputs`` takes a `Batch`, or a dict such as `FlatteningCollator` returns, whose ``labels`` it passes on:
     ``loss = model(**inputs(batch)).loss``. Called without ``inputs``, the model computes what it did before. A model
-    may be prepared again; the last call holds.
+    may be prepared again; the last call counts.
 
     Args:
-        model: on the device and in the dtype that it will train in. LoRA, activation checkpointing, ``torch.compile``
-            and FSDP2 may be applied before or after.
+        model: the model, on the device and in the dtype in which it will train. LoRA, activation checkpointing,
+            ``torch.compile`` and FSDP2 may be applied before or after.
         attention: ``"dense"``, a boolean mask, works anywhere; time and memory grow with ``max_seq_len ** 2``.
-            ``"sdpa"``, torchtune's and transformers' word, is the same. ``"flex"`` skips hidden blocks; CUDA only
-            (on a CPU, torch has no backward pass for it). ``"varlen"`` needs no mask: torch's varlen flash attention
-            on CUDA, for 16-bit floats only; one sequence at a time on a CPU. ``"flash"`` is the same by the
-            flash-attn package. ``"auto"`` is the first of varlen, flex and dense that supports the model on its
-            device.
+            ``"sdpa"``, torchtune's and transformers' name for it, is the same. ``"flex"`` skips blocks of tokens that
+            do not attend to one another; it trains on CUDA only (on a CPU, torch has no backward pass for it).
+            ``"varlen"`` needs no mask: on CUDA it is torch's varlen flash attention, for 16-bit floats only; on a CPU
+            it computes one sequence at a time. ``"flash"`` is the same with the flash-attn package, on CUDA only.
+            ``"auto"`` is the first of varlen, flex and dense that supports the model; on a CPU, of varlen and dense.
 
     Raises:
         ValueError: for an unknown ``attention``, and for a model whose sequences would see one another; the
@@ -74,7 +74,7 @@ def prepare_model_for_packing(model: nn.Module, *, attention: str = "auto") -> I
     attention = _backend(attention, ATTENTIONS)
     if warning := model_parallel_warning(model):
         warn_user(warning)
-    # Wrappers such as PEFT hide the model, so go by its first module from either library.
+    # Wrappers such as PEFT's hide the model, so the first module of either library decides.
     for module in model.modules():
         roots = {cls.__module__.partition(".")[0] for cls in type(module).__mro__}
         if "torchtune" in roots:
@@ -108,13 +108,13 @@ def make_mask(batch: Packed | Mapping[str, Any], *, attention: str = "auto") -> 
         ValueError: for an unknown ``attention``.
     """
     attention = _backend(attention, ("auto", "dense", "sdpa", "flex"))
-    batch = packed_of(batch)
+    batch = as_packed(batch)
     if attention == "auto":
         attention = "flex" if batch.tokens.device.type == "cuda" else "dense"
     return _MASKS[attention](batch.seq_lens, max_seq_len=batch.tokens.shape[1])
 
 
 def _backend(attention: str, known: tuple[str, ...]) -> str:
-    """Return the backend that a value of ``attention`` names."""
+    """Check a value of ``attention``, and return the backend that it names or ``"auto"``."""
     require(attention, "attention", known)
     return "dense" if attention == "sdpa" else attention

@@ -39,7 +39,7 @@ def set_attention(pretrained: Any, name: str) -> None:
 
 @contextmanager
 def unprepared(pretrained: Any) -> Iterator[None]:
-    """In the block, let a prepared model use transformers' own attention."""
+    """Let a prepared model use transformers' own attention within the block."""
     prepared = pretrained.config._attn_implementation
     set_attention(pretrained, stock_attention(pretrained))
     try:
@@ -49,9 +49,10 @@ def unprepared(pretrained: Any) -> Iterator[None]:
 
 
 def disable_cache(model: nn.Module) -> None:
-    """Let forward passes make no cache unless asked for one: with a cache, transformers ignores packed positions.
+    """Let forward passes make no cache unless asked for one; with a cache, transformers ignores packed positions.
 
-    ``config.use_cache`` stays as it is: it would be saved with the model, for all who generate with it.
+    ``config.use_cache`` is not changed, because it is saved with the model, and generating would be slow without a
+    cache.
     """
     for module in model.modules():
         takes_it = hasattr(module, "config") and "use_cache" in inspect.signature(module.forward).parameters

@@ -1,4 +1,4 @@
-"""The leak probe: change one sample of a pack and see whether the logits of others move."""
+"""The leak probe: change one sample of a pack and check whether the logits of other samples change."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from streampack.attention.calls import inputs_of, logits_of, native
+from streampack.attention.calls import inputs_of, logits_of, native_call
 from streampack.attention.probe_pack import (
-    PROBED,
+    PROBE_LENGTH,
     first_pack,
     make_pack,
     pack_alone,
     probe_length,
-    rows_of,
+    sample_slices,
 )
 from streampack.attention.report import Kind, Leak, LeakReport
 from streampack.attention.undisturbed import seed_all, train_without_dropout, undisturbed
 from streampack.packing.batch import Batch
 
-SAMPLES = 4  # of a pack that are changed
+NUM_CHANGED = 4
+"""How many times a sample of the pack is changed, and compared with itself alone."""
 
-# Relative moves of logits that rounding may cause. Tiny models of the 25 proven families moved by up to 8e-7 in fp32,
-# 1.2e-3 in fp16 and 1.6e-2 in bf16; deeper models round more often. The tests' mistakes move fp32 logits by over 1e-2:
-# in TF32, fp16 and bf16 a weaker leak can stay below the limit, so probe in fp32 to be sure.
+# Relative changes of logits that rounding may cause. In tiny models of the 25 proven families they were up to 8e-7 in
+# fp32, 1.2e-3 in fp16 and 1.6e-2 in bf16; deeper models round more often. The leaks that the tests plant change fp32
+# logits by more than 1e-2. In TF32, fp16 and bf16 a weaker leak can stay below the limit, so probe in fp32 to be sure.
 LIMIT = 1e-4
 LIMIT_TF32 = 1e-2
 LIMIT_16_BIT = {torch.float16: 0.02, torch.bfloat16: 0.1}
@@ -42,15 +43,16 @@ def find_leaks(
     limit: float | None = None,
     seed: int = 0,
 ) -> LeakReport:
-    """Look for samples of a pack that see one another, for padding that is seen, and for wrong positions.
+    """Look for samples of a pack that attend to one another or to padding, and for wrong positions.
 
-    Four samples are changed in turn, then the padding; no other sample's logits may move. Each of the four also goes
-    through the model alone, and must have the logits that it has in the pack. All but the last is repeated in training
-    mode, with dropout layers off, because some models then take another path. A module makes 19 forward passes of one
-    pack, without gradients (4,864 tokens for a model without a window), any other callable 12. Afterwards the model's
-    mode, its buffers and the random generators of Python, numpy and torch are as before.
+    The tokens of the padding and of four samples are changed in turn, and the logits of all other samples must stay the
+    same. Each of the four samples is also given to the model alone, and must get the logits that it has in the pack.
+    The changes are repeated in training mode, with dropout layers off, because some models compute attention in another
+    way then. A module makes 19 forward passes of one pack without gradients (4,864 tokens for a model without a
+    window), any other callable 12. Afterwards the model's mode, its buffers and the random generators of Python, numpy
+    and torch are as before.
 
-    >>> def leaky(batch):  # every token sees all before it, of other samples too
+    >>> def leaky(batch):  # the logits of a token depend on all tokens before it, of other samples too
     ...     return batch.tokens.cumsum(1)[..., None].double()
     >>> report = find_leaks(leaky, vocab_size=50)
     >>> report.ok, report.leaks[0].source, report.leaks[0].sample
@@ -60,21 +62,22 @@ def find_leaks(
         model: a module that is called as ``model(**inputs(batch))``. Without ``inputs``, a torchtune or Hugging Face
             model, or any callable from a batch to logits ``[batch, max_seq_len, vocab]``. If the model is sharded,
             this is a collective.
-        batch: a batch on the model's device, whose first pack is used; by default a pack is made.
-        inputs: the result of `prepare_model_for_packing`; by default the last one for this model. A model that was
-            never prepared is called with tokens and positions only.
+        batch: a batch on the model's device, whose first pack is used; None: a pack of random tokens is made.
+        inputs: the result of `prepare_model_for_packing`; None: the last result for this model. A model that was never
+            prepared is called with tokens and positions only.
         max_seq_len: length of the pack that is made. Its longest sample has 0.4 of the first 256 tokens and all tokens
-            beyond them, because only a sample longer than a sliding window can show that the window was lost. By
-            default 256 plus the model's longest window or chunk, up to 16,384 and the model's number of positions.
-        vocab_size: token ids are below it; by default the size of the model's first embedding, or what the batch has.
-        limit: the largest change of a token's logits that is not a leak, as norm of the change / mean norm (for samples
-            alone, the mean change); by default 1e-4 in fp32, 0.01 with TF32,
-            0.02 in fp16, 0.1 in bf16.
+            beyond them, because only a sample longer than a sliding window can show that the window was lost. None:
+            256 plus the model's longest window or chunk, but at most 16,384 and the model's number of positions.
+        vocab_size: token ids are below it; None: the size of the model's first embedding, or else the batch's largest
+            id plus 1.
+        limit: the largest change of a token's logits that is not a leak: the norm of the change, divided by the mean
+            norm of the pack's logits. For a sample alone, the mean over its tokens counts. None: 1e-4 in fp32, 0.01
+            with TF32, 0.02 in fp16, 0.1 in bf16.
         seed: seed of the random tokens.
 
     Raises:
-        ValueError: if the vocabulary has fewer than two tokens, the batch has no sample, all logits are 0, or there are
-            not logits of every token.
+        ValueError: if the vocabulary has fewer than two tokens, the batch has no sample, all logits are 0, or the model
+            does not return logits of every token.
     """
     module = model if isinstance(model, nn.Module) else None
     device = batch.tokens.device if batch is not None else _device(module)
@@ -87,85 +90,90 @@ def find_leaks(
     if inputs is None and module is not None:
         inputs = inputs_of(module)
     if max_seq_len is None:
-        max_seq_len = PROBED if module is None else probe_length(module)
+        max_seq_len = PROBE_LENGTH if module is None else probe_length(module)
     pack = (
         first_pack(batch) if batch is not None else make_pack(max_seq_len, vocab_size, generator).to(device)
     )
-    rows = rows_of(pack)
+    places = sample_slices(pack)
     shifts = torch.randint(1, vocab_size, pack.tokens.shape, generator=generator).to(device)
-    other = (pack.tokens + shifts) % vocab_size  # differs from the pack at every token
+    other_tokens = (pack.tokens + shifts) % vocab_size  # no token is the same as in the pack
 
-    def logits(of: Batch) -> torch.Tensor:
+    def run_model(single: Batch) -> torch.Tensor:
+        """Return the logits of a batch of one pack, ``[max_seq_len, columns]``."""
         seed_all(seed, device)
-        output = model(of) if inputs is None else model(**inputs(of))
-        return logits_of(output, tokens=of.tokens.shape[1])
+        output = model(single) if inputs is None else model(**inputs(single))
+        return logits_of(output, tokens=single.tokens.shape[1])
 
-    def logits_with_other(where: slice) -> torch.Tensor:
+    def run_with_change(place: slice) -> torch.Tensor:
+        """Return the logits of the pack when the tokens at ``place`` are others."""
         tokens = pack.tokens.clone()
-        tokens[:, where] = other[:, where]
-        return logits(replace(pack, tokens=tokens))
+        tokens[:, place] = other_tokens[:, place]
+        return run_model(replace(pack, tokens=tokens))
 
     moves: list[Leak] = []
 
     def compare(
-        kind: Kind, ours: torch.Tensor, sample: int, source: int | None = None, *, training: bool = False
+        kind: Kind, logits: torch.Tensor, sample: int, source: int | None = None, *, training: bool = False
     ) -> None:
-        """Record how far ``ours``, the sample's logits, are from those of the unchanged pack."""
-        distances = ((ours - base[rows[sample]]).norm(dim=-1) / scale).nan_to_num(nan=torch.inf)
-        # "alone" uses the mean: by rounding, a token may be routed to another expert than in the pack, while lost
-        # positions or windows move many tokens.
+        """Record how far a sample's logits are from those of the unchanged pack."""
+        distances = ((logits - base[places[sample]]).norm(dim=-1) / mean_norm).nan_to_num(nan=torch.inf)
+        # A sample alone is judged by the mean of its tokens. Rounding may route a single token to another expert than
+        # in the pack, which moves that token far, whereas lost positions or windows move many tokens.
         moved = float(distances.mean() if kind == "alone" else distances.max())
         moves.append(Leak(kind, sample, moved, source, training))
 
-    # With fewer samples some are changed twice: passes of a sharded model are collectives, so all ranks must make the
-    # same number.
-    looked_at = [number % len(rows) for number in range(SAMPLES)]
+    # If a pack has fewer samples, some are changed twice. The forward passes of a sharded model are collectives, so all
+    # ranks must make the same number, whatever their packs hold.
+    changed_samples = [number % len(places) for number in range(NUM_CHANGED)]
 
     def change_each(*, training: bool) -> None:
-        """Change nothing, the padding and each sample in turn; one pass at a time, because logits may be large."""
-        # slice(0) changes nothing: whatever moves then is the noise of the model.
-        for kind, where in (("noise", slice(0)), ("padding", slice(rows[-1].stop, None))):
-            changed = logits_with_other(where)
-            for sample, place in enumerate(rows):
+        """Compare all samples after changing nothing, the padding, and each sample in turn.
+
+        The logits of only one pass are in memory at a time, because they may be large.
+        """
+        # slice(0) changes no token, so any difference is noise of the model.
+        for kind, changed_place in (("noise", slice(0)), ("padding", slice(places[-1].stop, None))):
+            changed = run_with_change(changed_place)
+            for sample, place in enumerate(places):
                 compare(kind, changed[place], sample, training=training)  # type: ignore[arg-type]
-        for source in looked_at:
-            changed = logits_with_other(rows[source])
-            for sample, place in enumerate(rows):
+        for source in changed_samples:
+            changed = run_with_change(places[source])
+            for sample, place in enumerate(places):
                 if sample != source:
                     compare("sample", changed[place], sample, source, training=training)
 
     with undisturbed(module, device, eager=batch is None):
-        base = logits(pack)
-        scale = base[: rows[-1].stop].norm(dim=-1).mean()
-        if scale == 0:
+        base = run_model(pack)
+        mean_norm = base[: places[-1].stop].norm(dim=-1).mean()
+        if mean_norm == 0:
             raise ValueError(
                 "all logits of the model are 0, so nothing shows; give it weights, random ones will do"
             )
-        # If half of a sample does not move its other half, the probe is blind.
-        longest = max(rows, key=lambda where: where.stop - where.start)
+        # If the first half of a sample does not change the logits of its second half, the probe could not show a leak.
+        longest = max(places, key=lambda place: place.stop - place.start)
         middle = (longest.start + longest.stop) // 2
-        halved = logits_with_other(slice(longest.start, middle))[middle : longest.stop]
-        seen = (halved - base[middle : longest.stop]).norm(dim=-1).max() / scale
+        second_half = run_with_change(slice(longest.start, middle))[middle : longest.stop]
+        moved_within = (second_half - base[middle : longest.stop]).norm(dim=-1).max() / mean_norm
         change_each(training=False)
-        with native(module, inputs) as as_written:
-            for sample in looked_at:
-                tokens = pack.tokens[:, rows[sample]]
-                alone = logits(pack_alone(pack, tokens)) if as_written is None else as_written(tokens)
+        with native_call(module, inputs) as as_written:
+            for sample in changed_samples:
+                tokens = pack.tokens[:, places[sample]]
+                alone = run_model(pack_alone(pack, tokens)) if as_written is None else as_written(tokens)
                 compare("alone", alone[: tokens.shape[1]], sample)
         if module is not None:
             train_without_dropout(module)
-            base = logits(pack)
+            base = run_model(pack)
             change_each(training=True)
     allowed = _limit(module, base.dtype, device) if limit is None else limit
     leaks = [move for move in dict.fromkeys(moves) if move.moved > allowed]
-    # Those of training mode would repeat the others.
+    # Leaks in training mode are listed only if there are none in eval mode, which they would repeat.
     leaks = [leak for leak in leaks if not leak.training] or leaks
     return LeakReport(
-        lengths=tuple(where.stop - where.start for where in rows),
+        lengths=tuple(place.stop - place.start for place in places),
         leaks=tuple([leak for leak in leaks if leak.kind == "noise"] or leaks),
         limit=allowed,
         worst=max(move.moved for move in moves),
-        blind=bool(seen <= allowed),
+        blind=bool(moved_within <= allowed),
     )
 
 
@@ -175,12 +183,13 @@ def _device(module: nn.Module | None) -> torch.device:
 
 
 def _vocabulary(module: nn.Module | None) -> int:
+    """Return the size of the first embedding, or 0 if there is none."""
     parts = module.modules() if module is not None else ()
     return next((part.num_embeddings for part in parts if isinstance(part, nn.Embedding)), 0)
 
 
 def _limit(module: nn.Module | None, dtype: torch.dtype, device: torch.device) -> float:
-    """Return the limit for the coarsest type in use."""
+    """Return the limit for the coarsest dtype in use."""
     dtypes = {dtype} | (
         {parameter.dtype for parameter in module.parameters()} if module is not None else set()
     )

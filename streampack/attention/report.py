@@ -7,6 +7,7 @@ from typing import Literal
 
 Kind = Literal["noise", "sample", "padding", "alone"]
 
+# Likely causes. "backward", "neighbour" and "all" are cases of the kind "sample".
 CAUSES = {
     "noise": (
         "the same batch gives other logits at every pass, so nothing can be said; is there dropout in a function that "
@@ -38,10 +39,13 @@ class Leak:
     """A sample whose logits moved although they must not."""
 
     kind: Kind
-    sample: int  # number of the sample that moved, from 0
-    moved: float  # logits of the worst token ("alone": the mean of all), by norm, relative to the mean norm
-    source: int | None = None  # number of the sample that was changed
-    training: bool = False  # seen in training mode, without dropout
+    sample: int  # index in the pack of the sample whose logits moved
+    # The norm of the change, divided by the mean norm of the pack's logits: of the token that moved farthest, or for
+    # kind "alone" the mean over the sample's tokens.
+    moved: float
+    # Index in the pack of the sample that was changed; None for other kinds than "sample".
+    source: int | None = None
+    training: bool = False  # whether the model was in training mode, without dropout
 
     def __str__(self) -> str:
         """Describe the leak in one line."""
@@ -67,15 +71,16 @@ position 0
 attention; if none will do, train on padded batches, one sample a row
     """
 
-    lengths: tuple[int, ...]  # of the pack's samples
+    lengths: tuple[int, ...]  # tokens of each sample of the pack
     leaks: tuple[Leak, ...]
-    limit: float
-    worst: float  # the farthest that any logits moved, within the limit or not
-    blind: bool = False  # tokens did not even move later ones of their own sample, so leaks could not show
+    limit: float  # a change above it is a leak
+    worst: float  # the largest change of logits, whether it is a leak or not
+    # Whether tokens did not change even the logits of later tokens of their own sample; then leaks could not show.
+    blind: bool = False
 
     @property
     def ok(self) -> bool:
-        """Whether no sample saw another."""
+        """Whether there is no leak."""
         return not self.leaks
 
     @property
@@ -87,8 +92,8 @@ attention; if none will do, train on padded batches, one sample a row
         if "noise" in kinds:
             return CAUSES["noise"]
         if "sample" in kinds:
-            steps = {leak.sample - leak.source for leak in self.leaks if leak.source is not None}
-            return CAUSES["backward" if min(steps) < 0 else "neighbour" if steps == {1} else "all"]
+            distances = {leak.sample - leak.source for leak in self.leaks if leak.source is not None}
+            return CAUSES["backward" if min(distances) < 0 else "neighbour" if distances == {1} else "all"]
         return CAUSES["padding" if "padding" in kinds else "alone"]
 
     def __str__(self) -> str:
@@ -96,12 +101,12 @@ attention; if none will do, train on padded batches, one sample a row
         lengths = ", ".join(map(str, self.lengths))
         pack = f"a pack of {len(self.lengths)} samples ({lengths} tokens)"
         if self.ok:
-            but = (
+            caveat = (
                 "; but tokens do not see those of their own sample either (weights that begin at zero?), so ask again "
                 "after some steps"
             )
-            seen = f"no leak in {pack}; logits moved by {self.worst:.1g} at most, and may by {self.limit:g}"
-            return seen + but * self.blind
+            text = f"no leak in {pack}; logits moved by {self.worst:.1g} at most, and may by {self.limit:g}"
+            return text + caveat * self.blind
         count = f"{len(self.leaks)} leak{'s' if len(self.leaks) > 1 else ''}"
         lines = [f"{count} in {pack}, where logits may move by {self.limit:g}:"]
         lines += [f"  {leak}" for leak in self.leaks]

@@ -1,4 +1,4 @@
-"""torchtune models on packed batches: objects in place of a mask, and attention modules that accept them."""
+"""torchtune models on packed batches: `Sequences` is given in place of a mask, to attention modules that accept it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import torch
 from torch import nn
 
-from streampack.attention.backends import auto_backends, unfit
+from streampack.attention.backends import auto_backends, why_not_backend
 from streampack.attention.calls import PREPARED
 from streampack.attention.dense import dense_mask
 from streampack.attention.flash import flash_attention
 from streampack.attention.flex import flex_attention_of, flex_mask
-from streampack.attention.mappings import packed_of
+from streampack.attention.mappings import as_packed
 from streampack.attention.varlen import cu_seqlens_of, varlen_attention
 
 if TYPE_CHECKING:
@@ -28,18 +28,20 @@ Attention: TypeAlias = Any  # torchtune's MultiHeadAttention or Gemma2Attention,
 
 
 class Sequences:
-    """Stands in for a mask: where the sequences of a batch begin, for a kernel that needs no mask, or block masks.
+    """The boundaries of a batch's sequences, given to torchtune's attention in place of a mask.
 
-    A plain class: torchtune passes it on unchanged, and ``torch.compile`` traces through it. A NamedTuple made 10
-    graphs for 6 packs.
+    Holds ``cu_seqlens`` for a kernel that needs no mask, or block masks for flex attention. torchtune passes the object
+    on unchanged, and ``torch.compile`` traces through it. It is a plain class because a NamedTuple made
+    ``torch.compile`` build 10 graphs for 6 packs.
     """
 
     def __init__(self, batch: Packed, *, attention: str, windows: Iterable[int | None]) -> None:
         size = batch.tokens.shape[1]
         self.max_seq_len = size
-        self.blocks = None  # the block mask for each window that the model's layers have
+        # A mask for each window that the model's layers have; None with other backends than flex.
+        self.block_masks = None
         if attention == "flex":
-            self.blocks = {w: flex_mask(batch.seq_lens, max_seq_len=size, window=w) for w in windows}
+            self.block_masks = {w: flex_mask(batch.seq_lens, max_seq_len=size, window=w) for w in windows}
         else:
             self.cu_seqlens = cu_seqlens_of(batch.seq_lens, max_seq_len=size)
             self.kernel = varlen_attention if attention == "varlen" else flash_attention
@@ -55,8 +57,10 @@ class Sequences:
         softcap: float | None = None,
     ) -> torch.Tensor:
         """Compute causal attention within each sequence, ``[batch, heads, max_seq_len, head_dim]``."""
-        if self.blocks is not None:
-            return flex_attention_of(q, k, v, block_mask=self.blocks[window], scale=scale, softcap=softcap)
+        if self.block_masks is not None:
+            return flex_attention_of(
+                q, k, v, block_mask=self.block_masks[window], scale=scale, softcap=softcap
+            )
         out = self.kernel(
             *(x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)),
             cu_seqlens=self.cu_seqlens,
@@ -74,7 +78,7 @@ class TorchtuneInputs:
 
     attention: str
     windows: frozenset[int | None]
-    model: TransformerDecoder  # inside any wrappers
+    model: TransformerDecoder  # without its wrappers
 
     def __call__(self, batch: Packed | Mapping[str, Any]) -> dict[str, Any]:
         """Return ``tokens``, ``mask`` and ``input_pos``.
@@ -82,7 +86,7 @@ class TorchtuneInputs:
         Raises:
             ValueError: if the rows are longer than the model's ``max_seq_len``.
         """
-        batch = packed_of(batch)
+        batch = as_packed(batch)
         self.require_length(batch.tokens.shape[1])
         mask: torch.Tensor | Sequences
         if self.attention == "dense":
@@ -97,16 +101,18 @@ class TorchtuneInputs:
         Raises:
             ValueError: if they are.
         """
-        most = self.model.max_seq_len
-        if isinstance(most, int) and max_seq_len > most:
+        limit = self.model.max_seq_len
+        if isinstance(limit, int) and max_seq_len > limit:
             raise ValueError(
-                f"packs have {max_seq_len} tokens, and the model has max_seq_len={most}; set max_seq_len={most} or "
+                f"packs have {max_seq_len} tokens, and the model has max_seq_len={limit}; set max_seq_len={limit} or "
                 f"less for the packs, or build the model with max_seq_len={max_seq_len}"
             )
 
 
 def prepare(model: nn.Module, *, attention: str) -> TorchtuneInputs:
-    """Prepare a ``TransformerDecoder``, with LoRA or without, bare or wrapped; see `prepare_model_for_packing`.
+    """Patch the attention of a ``TransformerDecoder``, bare or wrapped, with or without LoRA; return its inputs.
+
+    See `prepare_model_for_packing`.
 
     Raises:
         ValueError: for a model of unknown attention, and for an ``attention`` that cannot compute it.
@@ -115,24 +121,28 @@ def prepare(model: nn.Module, *, attention: str) -> TorchtuneInputs:
     decoder = _decoder(model)
     attentions = _attentions(decoder)
     parameter = next(model.parameters())
-    why_not = partial(_why_not, attentions=attentions, device=parameter.device, dtype=parameter.dtype)
+    why_not = partial(_why_not_backend, attentions=attentions, device=parameter.device, dtype=parameter.dtype)
     if attention == "auto":
-        attention = next(word for word in auto_backends(parameter.device) if why_not(word) is None)
+        attention = next(backend for backend in auto_backends(parameter.device) if why_not(backend) is None)
     elif why := why_not(attention):
         raise ValueError(f"attention={attention!r} cannot compute this model: {why}; use attention='auto'")
     for module in attentions:
         _patch(module)
-    PREPARED[decoder] = partial(_inputs, attention)
-    return _inputs(attention, decoder)
+    PREPARED[decoder] = partial(_make_inputs, attention)
+    return _make_inputs(attention, decoder)
 
 
-def _inputs(attention: str, decoder: TransformerDecoder) -> TorchtuneInputs:
+def _make_inputs(attention: str, decoder: TransformerDecoder) -> TorchtuneInputs:
     windows = frozenset(getattr(module, "sliding_window_size", None) for module in _attentions(decoder))
     return TorchtuneInputs(attention, windows, decoder)
 
 
 def _decoder(model: nn.Module) -> TransformerDecoder:
-    """Return the decoder inside ``torch.compile`` (``_orig_mod``) and DistributedDataParallel (``module``)."""
+    """Return the decoder inside ``torch.compile`` (``_orig_mod``) and DistributedDataParallel (``module``).
+
+    Raises:
+        ValueError: for another model.
+    """
     from torchtune.modules import TransformerDecoder
 
     inner: object = model
@@ -150,7 +160,7 @@ def _attentions(decoder: TransformerDecoder) -> list[Attention]:
     """Return the attention modules, one for each layer.
 
     Raises:
-        ValueError: for a layer whose attention is not known, or not causal self-attention without a cache.
+        ValueError: for a layer with unknown attention, or with other than causal self-attention without a cache.
     """
     from torchtune.modules import TransformerCrossAttentionLayer, TransformerSelfAttentionLayer
 
@@ -185,7 +195,7 @@ def _attentions(decoder: TransformerDecoder) -> list[Attention]:
 
 
 def _is_known(attention: Attention) -> bool:
-    """Return whether a module's forward is torchtune's. The type does not show it, because FSDP2 makes new classes."""
+    """Return whether a module's forward is torchtune's; its class does not tell, because FSDP2 makes new classes."""
     from torchtune.models.gemma2._attention import Gemma2Attention
     from torchtune.modules import MultiHeadAttention
 
@@ -193,19 +203,21 @@ def _is_known(attention: Attention) -> bool:
     return getattr(attention.forward, "__func__", None) in known
 
 
-def _why_not(
+def _why_not_backend(
     attention: str, *, attentions: list[Attention], device: torch.device, dtype: torch.dtype
 ) -> str | None:
     """Return why a backend cannot compute these attentions, or None if it can."""
     if attention == "dense":
         return None
-    # Gemma2Attention has the argument and does not use it.
+    # Gemma2Attention has the argument attn_dropout and ignores it.
     dropout = max((module.attn_dropout for module in attentions if not _is_gemma2(module)), default=0.0)
     if dropout > 0:
         return f"only 'dense' has dropout in its attention, and attn_dropout is {dropout}"
     softcaps = [getattr(module, "softcapping", None) for module in attentions]
     softcap = next((cap for cap in softcaps if cap is not None), None)
-    return unfit(attention, device=device, dtype=dtype, head_dim=attentions[0].head_dim, softcap=softcap)
+    return why_not_backend(
+        attention, device=device, dtype=dtype, head_dim=attentions[0].head_dim, softcap=softcap
+    )
 
 
 def _is_gemma2(attention: Attention) -> bool:
@@ -224,7 +236,7 @@ def _patch(attention: Attention) -> None:
 def _attention_call(
     stock: Callable[..., torch.Tensor],
     q: torch.Tensor,  # [batch, heads, max_seq_len, head_dim]
-    k: torch.Tensor,  # the same: torchtune has repeated the keys for every query head
+    k: torch.Tensor,  # the same shape: torchtune has repeated the keys for every query head
     v: torch.Tensor,
     *,
     mask: Any,
@@ -244,7 +256,7 @@ def _gemma2_forward(
     mask: Any = None,
     input_pos: torch.Tensor | None = None,  # [batch, max_seq_len]
 ) -> torch.Tensor:
-    """Compute Gemma2Attention's forward, but the scores, which it computes for every pair of tokens, by ``mask``."""
+    """Compute Gemma2Attention's forward, with the kernel of ``mask`` in place of scores for every pair of tokens."""
     if not isinstance(mask, Sequences):
         return cast(torch.Tensor, type(self).forward(self, x, y, mask=mask, input_pos=input_pos))
     q, k, v = (

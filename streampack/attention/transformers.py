@@ -1,9 +1,11 @@
 """Hugging Face models on packed batches: prepare the model once, make the arguments of each forward pass.
 
-Samples are kept apart in one of three ways. With ``dense`` and ``flex``, transformers makes a packed mask from
-``position_ids`` that restart, if there is neither a cache nor an ``attention_mask``. Families that ignore
-``position_ids`` get masks, one for each type of layer. With ``varlen`` and ``flash``, an attention function registered
-with transformers gets the boundaries in place of a mask.
+Samples are kept apart in one of three ways:
+
+- ``dense`` and ``flex``: transformers makes a packed mask where ``position_ids`` restart, provided that the call has
+  neither a cache nor an ``attention_mask``.
+- ``dense`` and ``flex``, families that ignore ``position_ids``: the inputs hold masks, one for each type of layer.
+- ``varlen`` and ``flash``: an attention function registered with transformers gets the boundaries in place of a mask.
 """
 
 from __future__ import annotations
@@ -16,11 +18,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from streampack.attention.backends import auto_backends, unfit
+from streampack.attention.backends import auto_backends, why_not_backend
 from streampack.attention.calls import PREPARED
-from streampack.attention.families import BLIND, PROVEN, longest_pack, missing, refusal, window_of
+from streampack.attention.families import (
+    IGNORE_POSITIONS,
+    PROVEN,
+    longest_pack,
+    why_not_family,
+    why_not_packable,
+    window_of,
+)
 from streampack.attention.flash import flash_attention
-from streampack.attention.mappings import labels_of, packed_of, positions_of
+from streampack.attention.mappings import as_packed, labels_of, positions_of
 from streampack.attention.positions import position_table
 from streampack.attention.pretrained import disable_cache, find_pretrained, set_attention, stock_attention
 from streampack.attention.probe import find_leaks
@@ -29,9 +38,10 @@ from streampack.attention.varlen import cu_seqlens_of, varlen_attention
 if TYPE_CHECKING:
     from streampack.attention.mappings import Packed
 
-# Names under which the functions are registered. With "flash" in a name, transformers would look for packages.
-_REGISTERED = {"varlen": "streampack_varlen", "flash": "streampack_fa"}
-ATTENTIONS = ("dense", "flex", *_REGISTERED)
+# Names under which the functions are registered with transformers. If a name contained "flash", transformers would look
+# for packages of flash attention.
+_REGISTERED_NAMES = {"varlen": "streampack_varlen", "flash": "streampack_fa"}
+BACKENDS = ("dense", "flex", *_REGISTERED_NAMES)
 
 
 @dataclass(frozen=True)
@@ -39,39 +49,40 @@ class TransformersInputs:
     """Makes the forward arguments of a prepared model for a packed batch: ``model(**inputs(batch))``."""
 
     attention: str  # "dense", "flex", "varlen" or "flash"
-    model: Any  # the PreTrainedModel inside any wrappers
-    table: int | None = None  # positions in its table, if it has one
+    model: Any  # the PreTrainedModel, without its wrappers
+    num_positions: int | None = None  # length of the model's table of positions; None if it has no table
 
     def __call__(self, batch: Packed | Mapping[str, Any]) -> dict[str, Any]:
         """Return keyword arguments on the batch's device; with ``labels`` where a dict has them.
 
-        Positions are made from ``seq_lens``: after a sequence of a single token, transformers takes one that does not
-        begin at 0 for its continuation.
+        Positions are made anew from ``seq_lens``, so that they begin at 0 in every sequence. transformers finds
+        boundaries where positions do not increase by 1: behind a single token (position 0), a sequence that begins at
+        position 1 would be taken for its continuation.
 
         Raises:
             ValueError: if packs are too long for the model, or a dict does not say where its samples begin (see
-                `packed_of`).
+                `as_packed`).
         """
         if isinstance(batch, Mapping):
-            packed = packed_of(batch)
+            packed = as_packed(batch)
             labels = labels_of(batch, packed)
             return self(packed) if labels is None else self(packed) | {"labels": labels}
         config, max_seq_len = self.model.config.get_text_config(), batch.tokens.shape[1]
         self.require_length(max_seq_len)
         positions = positions_of(batch.seq_lens, max_seq_len=max_seq_len)
         inputs = {"input_ids": batch.tokens, "position_ids": positions, "use_cache": False}
-        if self.attention in _REGISTERED:
+        if self.attention in _REGISTERED_NAMES:
             cu_seqlens = cu_seqlens_of(batch.seq_lens, max_seq_len=max_seq_len)
-            # A router's loss would read the mask as a mask of tokens.
+            # The loss of a router would take an attention_mask for a mask of tokens, so the boundaries go elsewhere.
             if getattr(config, "output_router_logits", False):
                 return inputs | {"cu_seq_lens_q": cu_seqlens}
-            # With 4 dimensions they pass for a finished mask, which every family passes on to its attention function;
-            # keyword arguments some do not (stablelm).
+            # As a tensor of 4 dimensions they look like a finished mask, which every family hands to its attention
+            # function. Some families (stablelm) do not hand on keyword arguments such as cu_seq_lens_q.
             cu_seqlens = cu_seqlens[None, None, None]
-            torch._dynamo.maybe_mark_dynamic(cu_seqlens, 3)  # or torch.compile makes two graphs
+            torch._dynamo.maybe_mark_dynamic(cu_seqlens, 3)  # without it, torch.compile makes two graphs
             return inputs | {"attention_mask": cu_seqlens}
-        if config.model_type in BLIND:
-            inputs["attention_mask"] = self._masks(config, positions)
+        if config.model_type in IGNORE_POSITIONS:
+            inputs["attention_mask"] = self._make_masks(config, positions)
         return inputs
 
     def require_length(self, max_seq_len: int) -> None:
@@ -81,10 +92,10 @@ class TransformersInputs:
             ValueError: if they are.
         """
         config = self.model.config.get_text_config()
-        if self.table is not None and max_seq_len > self.table:
+        if self.num_positions is not None and max_seq_len > self.num_positions:
             raise ValueError(
-                f"max_seq_len is {max_seq_len}, and this {config.model_type} model has {self.table} positions; set "
-                f"max_seq_len={self.table} or less"
+                f"max_seq_len is {max_seq_len}, and this {config.model_type} model has {self.num_positions} "
+                f"positions; set max_seq_len={self.num_positions} or less"
             )
         limit = longest_pack(config, self.attention)
         if limit is not None and max_seq_len > limit[0]:
@@ -93,20 +104,24 @@ class TransformersInputs:
                 f"samples apart up to {limit[0]}: {limit[1]}; set max_seq_len={limit[0]} or less"
             )
 
-    def _masks(self, config: Any, positions: torch.Tensor) -> Any:
+    def _make_masks(self, config: Any, positions: torch.Tensor) -> Any:
         """Make the masks that transformers would make if the model passed on its positions."""
         from transformers.masking_utils import create_masks_for_generate
 
-        shaped = torch.empty(*positions.shape, 0, dtype=self.model.dtype, device=positions.device)
-        return create_masks_for_generate(config, shaped, None, None, positions)
+        # transformers reads only shape, dtype and device of the embeddings.
+        embeddings = torch.empty(*positions.shape, 0, dtype=self.model.dtype, device=positions.device)
+        return create_masks_for_generate(config, embeddings, None, None, positions)
 
 
 def prepare(model: nn.Module, *, attention: str) -> TransformersInputs:
-    """Prepare a causal language model with its weights, bare or wrapped; see `prepare_model_for_packing`.
+    """Set the attention of a causal language model, bare or wrapped, and return its inputs.
+
+    The model must have its weights, because a family without a test is probed with `find_leaks`. See
+    `prepare_model_for_packing`.
 
     Raises:
-        ValueError: if samples would see one another in this model, or it lacks this kind of attention; with the
-            reason and the way out. Families without a test are tried with `find_leaks`.
+        ValueError: if samples would see one another in this model, or it lacks this kind of attention; the message has
+            the reason and the way out.
     """
     inner = find_pretrained(model)
     if inner is None:
@@ -115,32 +130,36 @@ def prepare(model: nn.Module, *, attention: str) -> TransformersInputs:
             "streampack.make_mask(batch), or call streampack.attention.varlen_attention in it"
         )
     config = inner.config.get_text_config()
-    if why := refusal(config, stateful=bool(inner._is_stateful)) or _virtual_tokens(model):
+    if why := why_not_packable(config, stateful=bool(inner._is_stateful)) or _why_not_with_prompts(model):
         raise ValueError(f"this model cannot be packed: {why}")
     before = inner.config._attn_implementation
     reasons = {}
-    for word in auto_backends(inner.device) if attention == "auto" else (attention,):
-        if why := _lacks(inner, word):
-            reasons[word] = why
+    for backend in auto_backends(inner.device) if attention == "auto" else (attention,):
+        if why := _why_not_backend(inner, backend):
+            reasons[backend] = why
             continue
-        set_attention(inner, _implementation(inner, word))
-        inputs = _inputs(word, inner)
-        why = None if config.model_type in PROVEN else _failed(model, inputs)
+        set_attention(inner, _implementation_name(inner, backend))
+        inputs = _make_inputs(backend, inner)
+        why = None if config.model_type in PROVEN else _try_on_pack(model, inputs)
         if why is None:
             disable_cache(inner)
-            PREPARED[inner] = partial(_inputs, word)
+            PREPARED[inner] = partial(_make_inputs, backend)
             return inputs
-        reasons[word] = f"nothing is known of {config.model_type}, and it failed a try: {why}"
+        reasons[backend] = f"nothing is known of {config.model_type}, and it failed a try: {why}"
         set_attention(inner, before)
-    others = [repr(word) for word in ATTENTIONS[:3] if word not in reasons and _lacks(inner, word) is None]
+    others = [
+        repr(backend)
+        for backend in BACKENDS[:3]
+        if backend not in reasons and _why_not_backend(inner, backend) is None
+    ]
     raise ValueError(
-        "; ".join(f"attention={word!r} will not do: {why}" for word, why in reasons.items())
+        "; ".join(f"attention={backend!r} will not do: {why}" for backend, why in reasons.items())
         + f"; use {' or '.join(others) or 'padded batches, one sample a row'}"
     )
 
 
-def _failed(model: nn.Module, inputs: TransformersInputs) -> str | None:
-    """Try a model of an unknown family on a small pack; return what went wrong, None if samples were kept apart."""
+def _try_on_pack(model: nn.Module, inputs: TransformersInputs) -> str | None:
+    """Probe a model of an unknown family on a small pack; return what went wrong, None if samples are kept apart."""
     if any(parameter.is_meta for parameter in model.parameters()):
         return "it has no weights yet; prepare it when they are loaded"
     try:
@@ -150,15 +169,15 @@ def _failed(model: nn.Module, inputs: TransformersInputs) -> str | None:
     return None if report.ok else str(report)
 
 
-def _inputs(attention: str, inner: nn.Module) -> TransformersInputs:
+def _make_inputs(attention: str, inner: nn.Module) -> TransformersInputs:
     return TransformersInputs(attention, inner, position_table(inner))
 
 
-def _lacks(inner: Any, attention: str) -> str | None:
+def _why_not_backend(inner: Any, attention: str) -> str | None:
     """Return why this model cannot use a backend on its device, or None if it can."""
     config = inner.config.get_text_config()
     routed = getattr(config, "output_router_logits", False)
-    if routed and config.model_type in BLIND and attention not in _REGISTERED:
+    if routed and config.model_type in IGNORE_POSITIONS and attention not in _REGISTERED_NAMES:
         return f"{config.model_type} needs packed masks, which its router's loss (output_router_logits) cannot read"
     if attention == "dense":
         return None
@@ -167,7 +186,7 @@ def _lacks(inner: Any, attention: str) -> str | None:
     if attention == "flex" and not inner._supports_flex_attn:
         return f"transformers has no flex attention for {config.model_type}"
     if inner.device.type == "cuda" or attention == "flash":
-        why = unfit(
+        why = why_not_backend(
             attention,
             device=inner.device,
             dtype=inner.dtype,
@@ -176,21 +195,21 @@ def _lacks(inner: Any, attention: str) -> str | None:
         )
         if why:
             return why
-    return missing(config, attention)
+    return why_not_family(config, attention)
 
 
-def _implementation(inner: Any, attention: str) -> str:
-    """Return transformers' name of a backend. Between sdpa and eager, the user's choice stands."""
-    if attention in _REGISTERED:
-        _register()
-        return _REGISTERED[attention]
+def _implementation_name(inner: Any, attention: str) -> str:
+    """Return transformers' name of a backend; for dense sdpa or eager, whichever the model was loaded with."""
+    if attention in _REGISTERED_NAMES:
+        _register_functions()
+        return _REGISTERED_NAMES[attention]
     return "flex_attention" if attention == "flex" else stock_attention(inner)
 
 
-def _virtual_tokens(model: nn.Module) -> str | None:
+def _why_not_with_prompts(model: nn.Module) -> str | None:
     """Return why a model with PEFT's prompt or prefix tuning cannot be packed; None for any other.
 
-    Trained tokens are put before each row, so only the first sample of a pack would have them.
+    Prompt tuning puts trained tokens before each row, so only the first sample of a pack would have them.
     """
     for module in model.modules():
         if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
@@ -198,17 +217,22 @@ def _virtual_tokens(model: nn.Module) -> str | None:
     return None
 
 
-def _register() -> None:
+def _register_functions() -> None:
+    """Register the attention functions of varlen and flash with transformers."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
     for attention, kernel in (("varlen", varlen_attention), ("flash", flash_attention)):
-        AttentionInterface.register(_REGISTERED[attention], _attention_function(kernel, attention))
-        AttentionMaskInterface.register(_REGISTERED[attention], sdpa_mask)  # for calls without boundaries
+        AttentionInterface.register(_REGISTERED_NAMES[attention], _make_attention_function(kernel, attention))
+        # The mask of calls without boundaries, as in generate.
+        AttentionMaskInterface.register(_REGISTERED_NAMES[attention], sdpa_mask)
 
 
-def _attention_function(kernel: Callable[..., torch.Tensor], attention: str) -> Callable[..., Any]:
-    """Make an attention function as transformers calls it; without boundaries, as in ``generate``, it is sdpa."""
+def _make_attention_function(kernel: Callable[..., torch.Tensor], attention: str) -> Callable[..., Any]:
+    """Make an attention function as transformers calls it.
+
+    Called without boundaries, as in ``generate``, it computes transformers' sdpa attention.
+    """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     def attend(
@@ -219,20 +243,20 @@ def _attention_function(kernel: Callable[..., torch.Tensor], attention: str) -> 
         attention_mask: torch.Tensor | None,
         *,
         cu_seq_lens_q: torch.Tensor | None = None,
-        **of_layer: Any,
+        **layer_arguments: Any,
     ) -> tuple[torch.Tensor, None]:
         if attention_mask is not None and attention_mask.dtype == torch.int32:
             cu_seq_lens_q = attention_mask.flatten()
         if cu_seq_lens_q is None:
             plain: tuple[torch.Tensor, None] = sdpa_attention_forward(
-                module, query, key, value, attention_mask, **of_layer
+                module, query, key, value, attention_mask, **layer_arguments
             )
             return plain
         for name, what in (("dropout", "dropout on attention weights"), ("s_aux", "attention sinks")):
-            if of_layer.get(name) not in (None, 0.0):
+            if layer_arguments.get(name) not in (None, 0.0):
                 raise ValueError(f"attention={attention!r} has no {what}; use attention='dense' or 'flex'")
-        if "sliding_window" in of_layer:
-            window = of_layer["sliding_window"]
+        if "sliding_window" in layer_arguments:
+            window = layer_arguments["sliding_window"]
         else:
             window = window_of(module.config, module.layer_idx)  # type: ignore[arg-type]
         batch, heads, max_seq_len, _ = query.shape
@@ -241,8 +265,8 @@ def _attention_function(kernel: Callable[..., torch.Tensor], attention: str) -> 
             cu_seqlens=cu_seq_lens_q,
             max_seqlen=max_seq_len,
             window=window,
-            scale=of_layer.get("scaling"),
-            softcap=of_layer.get("softcap"),
+            scale=layer_arguments.get("scaling"),
+            softcap=layer_arguments.get("softcap"),
         )
         return out.view(batch, max_seq_len, heads, -1), None
 

@@ -17,19 +17,19 @@ from torch.distributed.fsdp import FSDPModule
 def undisturbed(module: nn.Module | None, device: torch.device, *, eager: bool) -> Iterator[None]:
     """Run the block in eval mode without gradients, then restore the mode, buffers and random generators.
 
-    With ``eager``, compiled code is bypassed: a pack of another length would make torch.compile compile again for
-    dynamic lengths, and training would be slower from then on.
+    With ``eager``, the model runs uncompiled. Otherwise a pack of another length than in training would make
+    torch.compile compile again for dynamic lengths, and training would be slower from then on.
     """
-    training = {part: part.training for part in module.modules()} if module is not None else {}
-    # A forward pass in training mode may change buffers in place, as batch norm does, or replace them.
+    was_training = {part: part.training for part in module.modules()} if module is not None else {}
+    # A forward pass in training mode may change buffers in place, as batch norm does, or replace them by others.
     buffers = [
         (part, name, buffer, buffer.detach().clone())
-        for part in training
+        for part in was_training
         for name, buffer in part._buffers.items()
         if buffer is not None
     ]
     devices = [device.index or 0] if device.type != "cpu" else []
-    pythons, numpys = random.getstate(), np.random.get_state()  # noqa: NPY002
+    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
     with (
         torch.no_grad(),
         torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type),
@@ -37,22 +37,23 @@ def undisturbed(module: nn.Module | None, device: torch.device, *, eager: bool) 
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("ignore", message=".*flex_attention called without torch.compile")
-        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")  # of checkpointing
+        # activation checkpointing warns of it:
+        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
         try:
             if module is not None:
                 module.eval()
             yield
         finally:
-            random.setstate(pythons)
-            np.random.set_state(numpys)  # noqa: NPY002
-            for part, name, buffer, before in buffers:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)  # noqa: NPY002
+            for part, name, buffer, saved in buffers:
                 part._buffers[name] = buffer
-                if not torch.equal(buffer, before):
-                    buffer.copy_(before)
-            for part, mode in training.items():
+                if not torch.equal(buffer, saved):
+                    buffer.copy_(saved)
+            for part, mode in was_training.items():
                 part.training = mode
                 if isinstance(part, FSDPModule):
-                    part.reshard()  # usually the backward pass does
+                    part.reshard()  # no backward pass does it here
 
 
 def seed_all(seed: int, device: torch.device) -> None:

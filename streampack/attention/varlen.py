@@ -13,20 +13,24 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
-# Queries that see a window, or have a softcap, are computed in blocks of this many. A block of scores then has 0.5 GiB
-# in fp32 for 32 heads and 8,192 keys, where all queries at once would have 8 GiB.
-QUERIES = 512
+# On a CPU, attention with a sliding window or a softcap is computed for this many queries at a time. That bounds the
+# memory for scores: 512 queries of 32 heads over 8,192 keys take 0.5 GiB in fp32, and 8,192 queries would take 8 GiB.
+QUERY_BLOCK = 512
 
-# torch 2.11 infers grouped queries from the shapes, later versions take an argument.
-_varlen_attn: Callable[..., torch.Tensor] = varlen_attn  # type: ignore[assignment]  # a tuple only if asked for
-_GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+# torch's annotation allows a tuple, which varlen_attn returns only with ``return_aux``.
+_varlen_kernel: Callable[..., torch.Tensor] = varlen_attn  # type: ignore[assignment]
+# torch 2.11 infers from the shapes that several query heads share a key head; later versions need an argument.
+_GQA_ARGUMENT = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
-def cu_seqlens_of(seq_lens: torch.Tensor, *, max_seq_len: int, most: int | None = None) -> torch.Tensor:
+def cu_seqlens_of(
+    seq_lens: torch.Tensor, *, max_seq_len: int, max_segments: int | None = None
+) -> torch.Tensor:
     """Return the cumulative sequence lengths of a batch, all packs laid end to end.
 
-    Every pack has the same number of entries; unused ones are empty sequences at its end. All tokens are covered,
-    padding too, because kernels leave the output of uncovered tokens uninitialised. There is no host sync.
+    Every pack has the same number of entries; those that it does not need are empty sequences at its end. The
+    sequences cover all tokens, padding too, because kernels leave the output of other tokens uninitialised. Nothing is
+    copied to the host.
 
     >>> cu_seqlens_of(torch.tensor([[3, 2, 1], [4, 2, 0]]), max_seq_len=6).tolist()
     [0, 3, 5, 6, 6, 10, 12, 12, 12]
@@ -34,27 +38,30 @@ def cu_seqlens_of(seq_lens: torch.Tensor, *, max_seq_len: int, most: int | None 
     Args:
         seq_lens: ``[batch, segments]``, as in a `Batch`; the padding's length may be left out.
         max_seq_len: the length of a pack.
-        most: segments that a pack can have, padding included (``max_seqs_per_pack + 1``). It makes the result
-            as long for every batch, which CUDA graphs need. Without it the length depends on the batch and is
-            marked as dynamic, so that ``torch.compile`` does not compile again.
+        max_segments: the most segments that a pack can have, padding included (``max_seqs_per_pack + 1``). The result
+            then has the same length for every batch, which CUDA graphs need. With None the length depends on the
+            batch, and it is marked as dynamic so that ``torch.compile`` does not compile again for another length.
 
     Returns:
-        ``[batch * most + 1]`` int32 on the device of ``seq_lens``; ``most`` is ``segments + 1`` where not given.
+        ``[batch * max_segments + 1]`` int32 on the device of ``seq_lens``; with None, ``max_segments`` is
+        ``segments + 1``.
 
     Raises:
-        ValueError: if a pack has more segments than ``most``.
+        ValueError: if ``seq_lens`` has more than ``max_segments`` columns.
     """
     batch, segments = seq_lens.shape
-    if most is not None and segments > most:
-        raise ValueError(f"a pack has {segments} segments, most={most}; raise most, or leave it out")
-    columns = most or segments + 1
+    if max_segments is not None and segments > max_segments:
+        raise ValueError(
+            f"a pack has {segments} segments, max_segments={max_segments}; raise max_segments, or leave it out"
+        )
+    columns = max_segments or segments + 1
     ends = torch.full((batch, columns), max_seq_len, dtype=torch.int32, device=seq_lens.device)
-    # The last column stays max_seq_len, to cover a padding whose length was left out.
+    # The last column stays max_seq_len: seq_lens may leave out the padding's length.
     known = min(segments, columns - 1)
     ends[:, :known] = seq_lens[:, :known].cumsum(1)
     ends += max_seq_len * torch.arange(batch, dtype=torch.int32, device=seq_lens.device)[:, None]
     cu_seqlens = torch.nn.functional.pad(ends.flatten(), (1, 0))
-    if most is None and not torch.compiler.is_compiling():
+    if max_segments is None and not torch.compiler.is_compiling():
         torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
     return cu_seqlens
 
@@ -72,8 +79,8 @@ def varlen_attention(
 ) -> torch.Tensor:
     """Compute causal attention within each sequence.
 
-    On CUDA it is part of a compiled graph; elsewhere ``torch.compile`` breaks the graph here, because the lengths
-    are read.
+    On CUDA ``torch.compile`` includes it in the graph. On other devices it breaks the graph here, because the lengths
+    are read as Python integers.
 
     >>> q, k, v = torch.randn(3, 5, 2, 8, generator=torch.Generator().manual_seed(0))  # 5 tokens, 2 heads
     >>> out = varlen_attention(q, k, v, cu_seqlens=torch.tensor([0, 3, 5], dtype=torch.int32), max_seqlen=3)
@@ -85,39 +92,41 @@ def varlen_attention(
         k: ``[tokens, kv_heads, head_dim]``; ``heads`` is a multiple of ``kv_heads``.
         v: as ``k``.
         cu_seqlens: ``[sequences + 1]`` int32, from 0 to ``tokens``: where each sequence begins. See `cu_seqlens_of`.
-        max_seqlen: an upper bound for their lengths. Give ``max_seq_len``: ``torch.compile`` would compile again for
-            each new number.
-        window: tokens that a query sees, itself included; None: all before it.
-        scale: of the scores; None: ``head_dim ** -0.5``.
-        softcap: scores become ``softcap * tanh(score / softcap)``. CPU only.
+        max_seqlen: an upper bound for the sequences' lengths. Give the pack's ``max_seq_len``: ``torch.compile`` would
+            compile again for each new number.
+        window: how many tokens a query attends to, its own included; None: all tokens before it.
+        scale: factor of the scores; None: ``head_dim ** -0.5``.
+        softcap: scores become ``softcap * tanh(score / softcap)``; None: they stay as they are. CPU only.
 
     Returns:
-        ``[tokens, heads, head_dim]``, in the type of ``q``; under autocast, in autocast's.
+        ``[tokens, heads, head_dim]``, in the dtype of ``q``; under autocast, in autocast's dtype.
 
     Raises:
-        ValueError: on CUDA, for what torch's kernel cannot do: a ``softcap``, or other than 16-bit floats.
+        ValueError: on CUDA, for what torch's kernel cannot do: a ``softcap``, other dtypes than 16-bit floats, a
+            ``head_dim`` above 256 or no multiple of 8.
     """
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if q.device.type != "cuda":
-        out: torch.Tensor = _attend_each(q, k, v, cu_seqlens, window, scale, softcap)
+        out: torch.Tensor = _attend_sequences(q, k, v, cu_seqlens, window, scale, softcap)
         return out
-    if why := varlen_unfit(dtype=q.dtype, head_dim=q.shape[-1], softcap=softcap):
+    if why := why_not_varlen(dtype=q.dtype, head_dim=q.shape[-1], softcap=softcap):
         raise ValueError(f"attention='varlen' on CUDA: {why}; use attention='flex' or 'dense'")
-    sees = (-1 if window is None else window - 1, 0)  # keys before and after the query's own token
-    return _varlen_attn(
-        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=scale, window_size=sees,
-        **(_GROUPED if q.shape[1] != k.shape[1] else {}),
+    # How many keys a query attends to before and after its own token; -1 stands for all.
+    window_size = (-1 if window is None else window - 1, 0)
+    return _varlen_kernel(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=scale, window_size=window_size,
+        **(_GQA_ARGUMENT if q.shape[1] != k.shape[1] else {}),
     )  # fmt: skip
 
 
-def varlen_unfit(*, dtype: torch.dtype, head_dim: int, softcap: float | None = None) -> str | None:
+def why_not_varlen(*, dtype: torch.dtype, head_dim: int, softcap: float | None = None) -> str | None:
     """Return why torch's CUDA kernel cannot compute this attention, or None if it can.
 
-    >>> varlen_unfit(dtype=torch.bfloat16, head_dim=128) is None
+    >>> why_not_varlen(dtype=torch.bfloat16, head_dim=128) is None
     True
-    >>> varlen_unfit(dtype=torch.float32, head_dim=128)
+    >>> why_not_varlen(dtype=torch.float32, head_dim=128)
     "torch's kernel computes in 16 bits and the model is in torch.float32"
     """
     if dtype not in (torch.bfloat16, torch.float16):
@@ -129,8 +138,9 @@ def varlen_unfit(*, dtype: torch.dtype, head_dim: int, softcap: float | None = N
     return None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # it reads the lengths, which would be a graph for each pack
-def _attend_each(
+# Compiled, it would make a new graph for the lengths of every pack.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attend_sequences(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -141,16 +151,20 @@ def _attend_each(
 ) -> torch.Tensor:
     """Compute `varlen_attention` one sequence at a time.
 
-    16-bit inputs are computed in fp32: in bf16, sequences of 16 to 111 tokens took twice as long on an AMD EPYC.
+    16-bit inputs are computed in fp32, because bf16 took twice as long on an AMD EPYC for sequences of 16 to 111
+    tokens.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     lengths = [length for length in cu_seqlens.diff().tolist() if length]
-    parts = [torch.split(x.to(dtype).transpose(0, 1)[None], lengths, dim=2) for x in (q, k, v)]
-    outs = [_attend(*one, window=window, scale=scale, softcap=softcap) for one in zip(*parts, strict=True)]
+    sequences = [torch.split(x.to(dtype).transpose(0, 1)[None], lengths, dim=2) for x in (q, k, v)]
+    outs = [
+        _attend_sequence(*qkv, window=window, scale=scale, softcap=softcap)
+        for qkv in zip(*sequences, strict=True)
+    ]
     return torch.cat(outs, dim=2)[0].transpose(0, 1).to(q.dtype).contiguous()
 
 
-def _attend(
+def _attend_sequence(
     q: torch.Tensor,  # [1, heads, length, head_dim]
     k: torch.Tensor,  # [1, kv_heads, length, head_dim]
     v: torch.Tensor,
@@ -164,20 +178,20 @@ def _attend(
     if softcap is None and (window is None or window >= length):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     blocks = []
-    for first in range(0, length, QUERIES):
-        last = min(first + QUERIES, length)
-        # The first of the keys that some of these queries see.
-        begin = 0 if window is None else max(0, first - window + 1)
-        queries = torch.arange(first, last, device=q.device)[:, None]
-        back = queries - torch.arange(begin, last, device=q.device)
-        seen = (back >= 0) & (back < (window or length))
-        block = q[:, :, first:last], k[:, :, begin:last], v[:, :, begin:last]
+    for start in range(0, length, QUERY_BLOCK):
+        stop = min(start + QUERY_BLOCK, length)
+        # The first key that any query of this block attends to.
+        first_key = 0 if window is None else max(0, start - window + 1)
+        queries = torch.arange(start, stop, device=q.device)[:, None]
+        distance = queries - torch.arange(first_key, stop, device=q.device)
+        mask = (distance >= 0) & (distance < (window or length))
+        block = q[:, :, start:stop], k[:, :, first_key:stop], v[:, :, first_key:stop]
         if softcap is None:
             blocks.append(
-                F.scaled_dot_product_attention(*block, attn_mask=seen, scale=scale, enable_gqa=True)
+                F.scaled_dot_product_attention(*block, attn_mask=mask, scale=scale, enable_gqa=True)
             )
         else:
-            blocks.append(_attend_capped(*block, seen, scale=scale, softcap=softcap))
+            blocks.append(_attend_capped(*block, mask, scale=scale, softcap=softcap))
     return torch.cat(blocks, dim=2)
 
 
@@ -185,7 +199,7 @@ def _attend_capped(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    seen: torch.Tensor,
+    mask: torch.Tensor,  # [queries, keys], True where a query attends to a key
     *,
     scale: float | None,
     softcap: float,
@@ -193,5 +207,5 @@ def _attend_capped(
     """Compute attention with capped scores, which ``scaled_dot_product_attention`` does not have."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    capped = (softcap * torch.tanh(scores / softcap)).masked_fill(~seen, -torch.inf)
+    capped = (softcap * torch.tanh(scores / softcap)).masked_fill(~mask, -torch.inf)
     return capped.softmax(-1) @ v

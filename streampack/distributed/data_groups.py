@@ -1,4 +1,4 @@
-"""Data-parallel groups: which ranks are given the same batches, and which different ones."""
+"""Data-parallel groups: which ranks get the same batches, and which get different ones."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from streampack.validation import require_positive
 
-Place = tuple[int, int]
-"""(data rank, number of data ranks) of a process. Processes with the same data rank are given the same batches."""
+DataPlace = tuple[int, int]
+"""(data rank, number of data ranks) of a process. Processes with the same data rank get the same batches."""
 
 
 def data_place(
@@ -21,17 +21,19 @@ def data_place(
     data_dims: str | Sequence[str] | None = None,
     data_rank: int | None = None,
     data_world_size: int | None = None,
-) -> Place | None:
-    """Return this process's place among the data ranks; None if nothing was said, so that every rank is one.
+) -> DataPlace | None:
+    """Return this process's data rank and the number of data ranks; None without arguments.
+
+    None means that every rank is a data rank of its own.
 
     >>> data_place(data_rank=1, data_world_size=4)
     (1, 4)
 
     Args:
         mesh: the mesh that the model is parallelized over.
-        data_dims: names of its dimensions along which batches differ; along all others they are equal.
-        data_rank: this process's place, in place of a mesh.
-        data_world_size: the number of places, in place of a mesh.
+        data_dims: names of the mesh's dimensions along which batches differ; along all others they are equal.
+        data_rank: this process's data rank, instead of a mesh.
+        data_world_size: the number of data ranks, instead of a mesh.
 
     Raises:
         ValueError: for arguments that do not fit together, or a process outside the mesh.
@@ -65,35 +67,38 @@ def data_place(
             f"this process is not in the mesh {mesh}; make the loader on the ranks of the mesh only"
         )
     rank = 0
-    for name, size, at in zip(names, mesh.mesh.shape, coordinate, strict=True):
+    for name, size, index in zip(names, mesh.mesh.shape, coordinate, strict=True):
         if name in wanted:
-            rank = rank * size + at
+            rank = rank * size + index
     return rank, prod(mesh.size(names.index(name)) for name in set(wanted))
 
 
-def first_of_its_group(places: Sequence[Place], rank: int) -> bool:
-    """Return whether ``rank`` is the first with its data rank, given the place of every rank.
+def is_first_of_data_rank(places: Sequence[DataPlace], rank: int) -> bool:
+    """Return whether ``rank`` is the lowest rank with its data rank, given the place of every rank.
 
-    >>> first_of_its_group([(0, 2), (0, 2), (1, 2), (1, 2)], 2)
+    >>> is_first_of_data_rank([(0, 2), (0, 2), (1, 2), (1, 2)], 2)
     True
 
     Raises:
-        ValueError: if the places do not make up a whole: a part of the data would never be read.
+        ValueError: if the numbers of data ranks differ or a data rank is missing: part of the data would not be read.
     """
     sizes = {size for _, size in places}
     missing = sorted(set(range(places[0][1])) - {data_rank for data_rank, _ in places})
     if len(sizes) > 1 or missing:
-        said = ", ".join(f"rank {number}: {at} of {size}" for number, (at, size) in enumerate(places))
+        listed = ", ".join(f"rank {number}: {at} of {size}" for number, (at, size) in enumerate(places))
         why = "they count differently" if len(sizes) > 1 else f"nobody has data rank {missing[0]}"
         raise ValueError(
-            f"the data ranks do not make up a whole, {why} ({said}); every data rank must be held by at least "
+            f"the data ranks do not make up a whole, {why} ({listed}); every data rank must be held by at least "
             "one rank, or its part of the data would never be read"
         )
     return [data_rank for data_rank, _ in places].index(places[rank][0]) == rank
 
 
 def gloo_group(process_group: dist.ProcessGroup | None, *, timeout: timedelta) -> dist.ProcessGroup | None:
-    """Return a gloo group of the same ranks as ``process_group``, for messages beside its own; None for all ranks."""
+    """Make a gloo group of the same ranks as ``process_group``; a collective of these ranks.
+
+    Returns None for None, which stands for all ranks.
+    """
     if process_group is None:
         return None
     group: dist.ProcessGroup = dist.new_group(

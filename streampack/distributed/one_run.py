@@ -13,46 +13,47 @@ from streampack.storage.hub import commit_of
 from streampack.streaming.dataset import IterablePackedDataset
 
 Listing = tuple[int, int, str]
-"""Number of files, their bytes, and a digest of names, sizes and versions."""
+"""(number of files, their bytes, a digest of their names, sizes and versions)."""
 
-DATA = (
+DATA_ADVICE = (
     "give every rank the whole dataset: streampack shares it out among the ranks itself, so leave out slices such as "
     "rows[rank::world_size], split_dataset_by_node and DistributedSampler"
 )
-ENCODER = "give all ranks the same encoder: the same code, and the same files of its tokenizer"
-SETTINGS = "give all ranks the same"
+ENCODER_ADVICE = "give all ranks the same encoder: the same code, and the same files of its tokenizer"
+SETTINGS_ADVICE = "give all ranks the same"
 
 
-def require_one_run(
+def require_same_run(
     dataset: IterablePackedDataset,
     rank_sync: RankSync,
     *,
     doing: str,
     settings: Callable[[], Mapping[str, Any]],
 ) -> None:
-    """Collective: raise unless every rank has the data, the encoder and all settings of rank 0.
+    """Collective: raise on all ranks unless every rank has the same data, encoder and settings as rank 0.
 
-    Of files, names, sizes and known versions are compared, and the few rows of the corpus's identity. Each rank sends
-    one digest; the values follow only where digests differ.
+    Files are compared by name, size and version, where it is known; data and encoder also by the few rows that their
+    identity is made of. Each rank sends one digest; the ranks exchange the values only if digests differ.
 
     Args:
-        dataset: of this rank.
-        rank_sync: the ranks.
-        doing: what this rank is about to do, such as "iterate"; the others must be about to do the same.
-        settings: returns what else must be the same; an error it raises is raised on all ranks.
+        dataset: this rank's dataset.
+        rank_sync: the ranks to compare.
+        doing: what this rank is about to do, such as "iterate". It is compared too.
+        settings: returns further values to compare; an error that it raises is raised on all ranks.
 
     Raises:
         ValueError: on all ranks, naming the first rank that differs, and in what.
         Exception: on all ranks, whatever failed on one.
     """
     if rank_sync.alone:
-        settings()
+        settings()  # may raise
         return
     error, ours = None, {}
     try:
         ours = {
             "is about to": doing,
-            "files": listing(dataset.lane_config.source),  # first: other files also hold other rows
+            # Before the identity, so that the message is about the files where other files hold other rows.
+            "files": summarize_files(dataset.lane_config.source),
             **dataset._identity.plain(listed=True),
             **settings(),
         }
@@ -61,7 +62,7 @@ def require_one_run(
     try:
         rank_sync.raise_on_all(error, doing=f"preparing to {doing}")
     finally:
-        error = None  # its traceback holds this frame
+        error = None  # a traceback refers to this frame, so keeping the error would make a reference cycle
     if len(set(rank_sync.gather(digest(ours)))) == 1:
         return
     first, *others = rank_sync.gather(ours)
@@ -70,7 +71,7 @@ def require_one_run(
             raise ValueError(_message(rank, *found))
 
 
-def listing(source: Source) -> Listing | None:
+def summarize_files(source: Source) -> Listing | None:
     """Summarize a source's files as a `Listing`; None for a source without files."""
     files = source.listing()
     if not files:
@@ -80,28 +81,30 @@ def listing(source: Source) -> Listing | None:
 
 
 def _message(rank: int, name: str, theirs: Any, first: Any) -> str:
+    """Describe that the value ``name`` is ``theirs`` on ``rank``, and ``first`` on rank 0."""
     part, _, last = name.rpartition(".")
     if name == "is about to":
         return f"rank {rank} is about to {theirs} and rank 0 to {first}; all ranks must do the same, in the same order"
     if name == "files":
-        return _other_files(rank, theirs, first)
+        return _message_of_files(rank, theirs, first)
     if name.startswith("encoder"):
-        return f"the encoder of rank {rank} is another than that of rank 0 ({name}: {theirs} and {first}); {ENCODER}"
+        difference = f"{name}: {theirs} and {first}"
+        return f"the encoder of rank {rank} is another than that of rank 0 ({difference}); {ENCODER_ADVICE}"
     if last in ("content", "hashed"):
-        return f"rank {rank} is given other rows than rank 0 ({part or name}); {DATA}"
-    advice = DATA if name.startswith("corpus") else SETTINGS
+        return f"rank {rank} is given other rows than rank 0 ({part or name}); {DATA_ADVICE}"
+    advice = DATA_ADVICE if name.startswith("corpus") else SETTINGS_ADVICE
     return f"rank {rank} has {name}={theirs!r} and rank 0 has {name}={first!r}; {advice}"
 
 
-def _other_files(rank: int, theirs: Listing | None, first: Listing | None) -> str:
+def _message_of_files(rank: int, theirs: Listing | None, first: Listing | None) -> str:
     return (
-        f"rank {rank} lists {_shown(theirs)}, and rank 0 lists {_shown(first)}; all ranks must read one "
+        f"rank {rank} lists {_describe(theirs)}, and rank 0 lists {_describe(first)}; all ranks must read one "
         "corpus: check what is mounted there, and whether its listing is an old one from a cache; of the Hub, "
         "name the commit, hf://datasets/org/name@<commit>"
     )
 
 
-def _shown(found: Listing | None) -> str:
+def _describe(found: Listing | None) -> str:
     if found is None:
         return "no files"
     files, size, names = found

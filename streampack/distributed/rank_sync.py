@@ -1,8 +1,8 @@
-"""`RankSync`: collectives over CPU tensors that keep ranks in step, and notice at once when a rank dies.
+"""`RankSync`: collectives over CPU tensors that keep ranks in step, and raise at once when a rank dies.
 
-Ranks hold different numbers of packs. A rank that made one optimizer step more than another would wait in its gradient
-all-reduce for ever. So ranks agree ahead on how many of the next batches exist: a batch exists if any rank has packs
-for it, and the other ranks hand out null packs.
+Ranks have different numbers of packs. A rank that made one optimizer step more than another would wait in its gradient
+all-reduce for ever. So the ranks agree in advance on how many of the next batches exist: a batch exists if any rank has
+packs for it, and the other ranks hand out null packs.
 """
 
 from __future__ import annotations
@@ -15,54 +15,61 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from streampack.distributed.data_groups import Place, first_of_its_group
+from streampack.distributed.data_groups import DataPlace, is_first_of_data_rank
 
 T = TypeVar("T")
 StateT = TypeVar("StateT")
 
 
 class OtherRankFailed(RuntimeError):
-    """Another rank raised; this error holds its message, the other's traceback says where."""
+    """Another rank raised an error. This one has its message; its traceback is in the output of that rank."""
 
 
 class Agreement:
-    """The result of `RankSync.agree`, once every rank has sent its number."""
+    """The pending result of `RankSync.agree`.
+
+    Args:
+        received: where the numbers of all ranks arrive, by rank.
+        work: torch's handle of the exchange.
+    """
 
     def __init__(self, received: torch.Tensor, work: Any) -> None:
         self.received = received
         self.work = work
 
     def wait(self) -> tuple[int, bool]:
-        """Return how many batches exist over all ranks, and whether a rank failed after them."""
+        """Wait for all ranks; return how many batches exist, and whether a rank failed after them."""
         self.work.wait()
-        return verdict(self.received.tolist())
+        return combine_counts(self.received.tolist())
 
 
 class RankSync:
-    """Collectives over the ranks of a process group; without one, a single rank that exchanges nothing.
+    """Collectives over the ranks of a process group; without a group, of a single rank that exchanges nothing.
 
-    Messages go over gloo whatever the gradients use, so they neither wait for the GPU nor make it wait. They are
-    all-to-all: a rank that dies breaks its connections, and the collective raises at once on every other rank. In a
-    ring all-reduce only its neighbours would notice.
+    The constructor is a collective too, unless ``group`` is given: it makes a gloo group of all ranks.
+
+    Messages go over gloo, whatever backend the gradients use, so they neither wait for the GPU nor make it wait. They
+    are all-to-all, because a rank that dies breaks its connections, and then the collective raises at once on every
+    other rank. In a ring all-reduce only the neighbours of that rank would notice.
 
     Args:
         timeout: how long a collective waits for the slowest rank.
-        group: the gloo group to use; default: a new one of all ranks.
-        place: this rank's data rank, and their number; default: every rank is one.
+        group: the gloo group to use; None: a new one of all ranks.
+        place: this rank's data rank and the number of data ranks; None: every rank is a data rank of its own.
 
     Raises:
         ValueError: for several data ranks without a process group.
     """
 
     def __init__(
-        self, *, timeout: timedelta, group: dist.ProcessGroup | None = None, place: Place | None = None
+        self, *, timeout: timedelta, group: dist.ProcessGroup | None = None, place: DataPlace | None = None
     ) -> None:
         self.timeout = timeout
         initialized = dist.is_available() and dist.is_initialized()
         self.alone = not initialized or dist.get_world_size(group) == 1
         self.rank = 0 if self.alone else dist.get_rank(group)
         self.world_size = 1 if self.alone else dist.get_world_size(group)
-        self.grouped = place is not None
+        self.has_data_groups = place is not None
         self.data_rank, self.data_world_size = place or (self.rank, self.world_size)
         if self.data_world_size > self.world_size:
             raise ValueError(
@@ -70,10 +77,14 @@ class RankSync:
                 "the loader after torch.distributed.init_process_group"
             )
         self.group = None if self.alone else group or dist.new_group(backend="gloo", timeout=timeout)
-        self.gathering = False
+        # True while `gather` runs, and afterwards if an interrupt such as KeyboardInterrupt ended it.
+        self.in_gather = False
 
     def agree(self, count: int, *, failed: bool = False) -> Agreement:
-        """Collective, of several ranks: start an asynchronous all-to-all of (batches ready, failed after them)."""
+        """Collective: start to exchange with all ranks how many batches this one has ready, and whether it fails then.
+
+        Only for several ranks. Returns without waiting for them.
+        """
         number = ~count if failed else count
         return Agreement(*self._all_to_all(torch.tensor([number], device="cpu")))
 
@@ -81,16 +92,16 @@ class RankSync:
         """Collective: return every rank's value, by rank; for small values that can be pickled.
 
         Raises:
-            RuntimeError: if an exception interrupted the last call: the others may wait for another part of it.
+            RuntimeError: if the last call was interrupted: other ranks may still wait for a part of that call.
         """
         if self.alone:
             return [value]
-        if self.gathering:
+        if self.in_gather:
             raise RuntimeError(
                 f"rank {self.rank} was interrupted while it agreed with the other ranks, and may be out of step with "
                 "them; end this process, which they will notice, and resume from the last checkpoint"
             )
-        self.gathering = True
+        self.in_gather = True
         try:
             mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
             received, work = self._all_to_all(torch.tensor([mine.numel()], device="cpu"))
@@ -99,10 +110,10 @@ class RankSync:
             received, work = self._all_to_all(mine, sizes)
             work.wait()
             values = [pickle.loads(theirs.numpy().tobytes()) for theirs in torch.split(received, sizes)]
-        except Exception:  # a rank is gone, and every later collective raises
-            self.gathering = False
+        except Exception:  # another rank has died; later collectives will raise the error by themselves
+            self.in_gather = False
             raise
-        self.gathering = False
+        self.in_gather = False
         return values
 
     def gather_results(self, work: Callable[[], T], *, doing: str) -> list[T]:
@@ -116,31 +127,34 @@ class RankSync:
         return self.gather(result)
 
     def raise_on_all(self, error: Exception | None, *, doing: str = "") -> None:
-        """Collective: raise on all ranks if one failed while ``doing`` its part.
+        """Collective: raise on all ranks if any rank passes an ``error``; ``doing`` says what the ranks were doing.
 
         Raises:
             Exception: this rank's own error, unchanged.
-            OtherRankFailed: another rank's, with its rank and message.
+            OtherRankFailed: if another rank has an error; with its rank and message.
         """
         message = None
         if error is not None:
-            notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]  # no tracebacks
+            notes = [
+                note for note in getattr(error, "__notes__", ()) if "\n" not in note
+            ]  # leaves out tracebacks
             message = " ".join([f"{type(error).__name__}: {error}", *notes])
         messages = self.gather(message)
         try:
             if error is not None:
                 raise error
         finally:
-            del error  # the traceback holds this frame: a cycle would keep the workers alive
+            # A traceback refers to this frame; the reference cycle would keep worker processes alive.
+            del error
         for rank, failed in enumerate(messages):
             if failed is not None:
                 raise OtherRankFailed(f"rank {rank} failed{doing and f' while {doing}'}: {failed}")
 
-    def merge(self, lanes: Mapping[int, StateT]) -> dict[int, StateT]:
-        """Collective: return the states of all lanes, each from the ranks that read it.
+    def merge_lanes(self, lanes: Mapping[int, StateT]) -> dict[int, StateT]:
+        """Collective: return the states of all lanes, each as it is on the ranks that read it.
 
         Raises:
-            ValueError: if ranks that are given the same batches read a lane differently.
+            ValueError: if ranks with the same data rank have different states of a lane.
         """
         mine = {lane: state for lane, state in lanes.items() if lane % self.data_world_size == self.data_rank}
         merged: dict[int, StateT] = {}
@@ -154,22 +168,27 @@ class RankSync:
                     )
         return merged
 
-    def reads_first(self) -> bool:
-        """Collective: return whether this rank is the first with its data rank, the one that lists bad records.
+    def lists_bad_records(self) -> bool:
+        """Collective: return whether this rank lists bad records, as the lowest rank with its data rank does.
+
+        Without data ranks it is no collective, and every rank does.
 
         Raises:
-            ValueError: if the data ranks do not make up a whole.
+            ValueError: if the numbers of data ranks differ, or a data rank is missing.
         """
-        return not self.grouped or first_of_its_group(
+        return not self.has_data_groups or is_first_of_data_rank(
             self.gather((self.data_rank, self.data_world_size)), self.rank
         )
 
     def _all_to_all(self, sent: torch.Tensor, sizes: list[int] | None = None) -> tuple[torch.Tensor, Any]:
-        """Collective: start sending a tensor to every rank; return where theirs arrive, by rank, and the work.
+        """Collective: start to send a tensor to every rank.
 
         Args:
-            sent: this rank's tensor.
-            sizes: of every rank's tensor, if they differ.
+            sent: this rank's tensor, of one dimension.
+            sizes: lengths of all ranks' tensors; None if all have the length of this one.
+
+        Returns:
+            The tensor in which those of all ranks arrive, concatenated by rank, and torch's handle to wait for it.
         """
         received = sent.new_empty(self.world_size * sent.numel() if sizes is None else sum(sizes))
         own = None if sizes is None else [sent.numel()] * self.world_size
@@ -178,10 +197,12 @@ class RankSync:
         )
 
 
-def verdict(numbers: Sequence[int]) -> tuple[int, bool]:
-    """Return (batches that exist, whether a rank fails after them) for ``count``, or ``~count`` if failed, by rank.
+def combine_counts(numbers: Sequence[int]) -> tuple[int, bool]:
+    """Combine what the ranks sent in `RankSync.agree` to (batches that exist, whether a rank fails after them).
 
-    >>> verdict([3, 5, 0]), verdict([3, ~2, 5])
+    A rank sends how many batches it has ready, as ``count``, or as ``~count`` (negative) if it fails after them.
+
+    >>> combine_counts([3, 5, 0]), combine_counts([3, ~2, 5])
     ((5, False), (2, True))
     """
     failed = [~number for number in numbers if number < 0]

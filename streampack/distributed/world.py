@@ -1,4 +1,4 @@
-"""`World`: the processes that train as one, how they join and leave, and their collectives besides gradients."""
+"""`World`: the processes of one training run, how they join and leave, and their collectives besides gradients."""
 
 from __future__ import annotations
 
@@ -22,29 +22,31 @@ from streampack.distributed.rank_sync import RankSync
 
 T = TypeVar("T")
 
-GROUPS = 3
-"""Process groups that connect each rank to every other: torch's default, `World.background`, and the loader's."""
+CONNECTED_GROUPS = 3
+"""Process groups that connect each rank to every other one: torch's default, `World.background` and the loader's."""
 OTHER_FILES = 256
-"""File descriptors that a process may need besides: shards, pipes of workers, libraries."""
+"""File descriptors that a process may need besides connections: for shards, pipes of workers, libraries."""
 
 
 @dataclass(frozen=True)
 class World:
-    """The rank of this process among all that train as one. A single process exchanges nothing.
+    """The rank of this process in a training run, and its collectives. A single process exchanges nothing.
 
     >>> alone = World()
     >>> alone.is_main, alone.gather("x"), alone.broadcast(3)
     (True, ['x'], 3)
 
-    All methods are collectives: every rank calls them, in the same order. They go over gloo, on a GPU machine too,
-    except `all_reduce` of tensors on the GPU.
+    All methods are collectives: every rank calls them, in the same order. They use gloo, on a machine with GPUs too;
+    only `all_reduce` of a tensor on a GPU uses NCCL.
+
+    ``rank`` counts from 0 to ``size`` - 1; ``sync`` and ``background`` are None for a single process.
     """
 
     rank: int = 0
     size: int = 1
     sync: RankSync | None = None
     background: dist.ProcessGroup | None = None
-    """The group for a thread beside the training loop, whose collectives must not mix with the loop's."""
+    """The process group for a thread beside the training loop, so that its collectives do not mix with the loop's."""
 
     @property
     def is_main(self) -> bool:
@@ -69,7 +71,7 @@ class World:
         """Collective: run ``work`` on rank 0 and return its result on all ranks; if it fails there, all raise.
 
         Raises:
-            ValueError: on all ranks, if one wants the result ``of`` something else.
+            ValueError: on all ranks, if ``of``, which names what ``work`` reads, differs between ranks.
         """
         for rank, wanted in enumerate(asked := self.gather(of)):
             if wanted != asked[0]:
@@ -84,7 +86,7 @@ class World:
 
     @contextmanager
     def raise_on_all(self) -> Iterator[None]:
-        """Collective: all ranks leave the block, or all raise. For what one rank does for all.
+        """Collective: make the block raise on all ranks if it raises on one.
 
         Raises:
             OtherRankFailed: on the ranks whose own block succeeded.
@@ -101,7 +103,7 @@ class World:
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """Collective: rank 0 runs the block before the others, so that its downloads and caches are there."""
+        """Collective: let rank 0 run the block before the other ranks, which then find its downloads and caches."""
         if self.is_main:
             yield
         self.gather(None)
@@ -111,11 +113,11 @@ class World:
 
 @contextmanager
 def join_world(device: torch.device, *, timeout: float = 600) -> Iterator[World]:
-    """Join the processes that torchrun started to a `World`, and leave it after the block; without it, stay alone.
+    """Join the processes that torchrun started as a `World`, and leave it after the block.
 
-    Ranks that torchrun started end when it does, see `end_with_launcher`. Tensors on the CPU go over gloo, those on a
-    GPU over NCCL. After an error this process leaves at once, so that ranks that wait for it fail instead of waiting
-    for the timeout.
+    Yields the `World` of a single process without torchrun, or if torchrun started only one. Ranks that torchrun
+    started end when it ends, see `end_with_launcher`. Collectives of tensors on the CPU use gloo, those on a GPU NCCL.
+    After an error this process leaves at once, so that ranks that wait for it fail instead of waiting for the timeout.
 
     Args:
         device: the device that this process trains on.
@@ -130,7 +132,7 @@ def join_world(device: torch.device, *, timeout: float = 600) -> Iterator[World]
     allow_connections(int(os.environ["WORLD_SIZE"]))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        store = _meet(rank, size, timeout=timeout)
+        store = _open_store(rank, size, timeout=timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     else:
         dist.init_process_group(backend, timeout=limit)
@@ -154,9 +156,10 @@ def join_world(device: torch.device, *, timeout: float = 600) -> Iterator[World]
 def allow_connections(size: int) -> None:
     """Raise this process's limit of open files to what connections to ``size`` ranks need, as far as the system allows.
 
-    Most systems begin with 1,024, which is enough for 256 ranks, and let a process raise it up to a hard limit.
+    On most systems the limit is 1,024 at first, which is enough for 256 ranks, and a process may raise it up to a hard
+    limit.
     """
-    needed = GROUPS * (size - 1) + OTHER_FILES
+    needed = CONNECTED_GROUPS * (size - 1) + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY:
         needed = min(needed, hard)
@@ -164,13 +167,13 @@ def allow_connections(size: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def _meet(rank: int, size: int, *, timeout: float) -> Store:
-    """Return a store for this attempt's ranks to find one another, with keys that no earlier attempt has used.
+def _open_store(rank: int, size: int, *, timeout: float) -> Store:
+    """Return a store in which the ranks find one another, with keys that no earlier attempt has used.
 
-    When torchrun restarts ranks it hands them the store of those that died, in which torch would find the
-    addresses of the dead (https://github.com/pytorch/pytorch/issues/135712; with 2.13, a restart hangs). It gives them
-    no value that is new and the same for all, either. So rank 0 draws a random prefix, and every other rank requests
-    it under a random name of its own: an answer to that name cannot be an old one.
+    When torchrun restarts ranks, it gives them the store of the ranks that died, and torch would read the addresses of
+    dead ranks from it (https://github.com/pytorch/pytorch/issues/135712; with torch 2.13 a restart hangs). Nor does
+    torchrun give all ranks of an attempt a common value that is new. So rank 0 draws a random prefix for the keys, and
+    every other rank asks for it under a random name of its own. An answer to that name cannot be an old one.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     _require_store(address, port)
@@ -178,7 +181,7 @@ def _meet(rank: int, size: int, *, timeout: float) -> Store:
     name = uuid.uuid4().hex
     if rank > 0:
         store.set(f"streampack/question/{rank}", name)
-        answer: str = store.get(f"streampack/answer/{name}").decode()  # waits
+        answer: str = store.get(f"streampack/answer/{name}").decode()  # waits for rank 0
         store.set(f"streampack/{answer}/{rank}", "here")
         return PrefixStore(answer, store)
     missing = set(range(1, size))
@@ -187,7 +190,8 @@ def _meet(rank: int, size: int, *, timeout: float) -> Store:
         if time.monotonic() > deadline:
             raise TimeoutError(f"ranks {sorted(missing)} of {size} did not join within {timeout:.0f} s")
         for other in sorted(missing):
-            if store.check([f"streampack/question/{other}"]):  # a dead rank's, perhaps, until overwritten
+            # The question may be of a dead rank, until the rank of this attempt overwrites it.
+            if store.check([f"streampack/question/{other}"]):
                 store.set(f"streampack/answer/{store.get(f'streampack/question/{other}').decode()}", name)
             if store.check([f"streampack/{name}/{other}"]):
                 missing.remove(other)
@@ -196,9 +200,9 @@ def _meet(rank: int, size: int, *, timeout: float) -> Store:
 
 
 def _require_store(address: str, port: int) -> None:
-    """Raise at once if the store of torchrun is gone; torch would try for ``timeout`` seconds to reach it.
+    """Raise at once if nothing listens at the store's address; torch would try to connect until its timeout.
 
-    torchrun opens it before it starts ranks.
+    torchrun opens the store before it starts ranks, so a refused connection means that torchrun has ended.
     """
     try:
         socket.create_connection((address, port), timeout=10).close()
@@ -206,5 +210,5 @@ def _require_store(address: str, port: int) -> None:
         raise ConnectionRefusedError(
             f"the torchrun that keeps the ranks' store at {address}:{port} has ended, and this rank ends with it"
         ) from None
-    except OSError:  # something that may pass, for which torch waits
+    except OSError:  # other errors may pass, and torch tries again
         return

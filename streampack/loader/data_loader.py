@@ -10,9 +10,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from streampack.accounting import Ledger, SourceStats
-from streampack.distributed.corpus import gather_fingerprint
+from streampack.distributed.corpus import identify_across_ranks
 from streampack.distributed.data_groups import data_place, gloo_group
-from streampack.distributed.one_run import require_one_run
+from streampack.distributed.one_run import require_same_run
 from streampack.distributed.rank_sync import RankSync
 from streampack.fingerprint import digest, plain
 from streampack.loader.batching import Batching
@@ -153,7 +153,7 @@ class PackedDataLoader:
         epoch = self.dataset.epoch if begin is None else begin.epoch
         self._identify("save", lambda: {"slot": slot, "epoch": epoch})
         return {
-            **self.dataset._state_with(self.rank_sync.merge(as_dicts(lane_states)), epoch=epoch),
+            **self.dataset._state_with(self.rank_sync.merge_lanes(as_dicts(lane_states)), epoch=epoch),
             "slot": slot,
         }
 
@@ -169,9 +169,9 @@ class PackedDataLoader:
 
     def _identify(self, doing: str, settings: Callable[[], dict[str, Any]]) -> None:
         """Collective: compare what the ranks were given, and read the corpus's fingerprint once, each rank a part."""
-        require_one_run(self.dataset, self.rank_sync, doing=f"{doing} a state", settings=settings)
+        require_same_run(self.dataset, self.rank_sync, doing=f"{doing} a state", settings=settings)
         if not self._identified:
-            gather_fingerprint(self.dataset.lane_config.source, self.rank_sync)
+            identify_across_ranks(self.dataset.lane_config.source, self.rank_sync)
             self._identified = True
 
     # How far the trainer is.

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from streampack.accounting import Ledger
-from streampack.distributed.corpus import gather_division
-from streampack.distributed.one_run import require_one_run
+from streampack.distributed.corpus import divide_across_ranks
+from streampack.distributed.one_run import require_same_run
 from streampack.distributed.rank_sync import RankSync
 from streampack.fingerprint import digest
 from streampack.loader.agreed_batches import AgreedBatches
 from streampack.loader.batching import Batching
 from streampack.loader.merge import RankBatch, RankBatches
 from streampack.packing.batch import Batch, null_pack, stack_packs
-from streampack.streaming.consumers import require_group_of_now
+from streampack.streaming.consumers import require_loader_made_after_group
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.epochs import BEGUN, ENDED
 from streampack.streaming.lane_state import LaneState, as_dicts
@@ -94,17 +94,17 @@ class Iteration:
     ) -> None:
         self.dataset, self.rank_sync, self.options = dataset, rank_sync, options
         self.batching, self.loaded = options.batching, loaded
-        if not rank_sync.grouped:
-            require_group_of_now(alone=rank_sync.alone)
-        require_one_run(dataset, rank_sync, doing="iterate", settings=lambda: self._settings(start))
+        if not rank_sync.has_data_groups:
+            require_loader_made_after_group(made_for_one_rank=rank_sync.alone)
+        require_same_run(dataset, rank_sync, doing="iterate", settings=lambda: self._settings(start))
         rank, size = rank_sync.data_rank, rank_sync.data_world_size
         num_lanes = dataset._lanes_for(size * max(1, options.num_workers))
         dataset.num_lanes = num_lanes
         self.workers = min(options.num_workers, -(-num_lanes // size))
         self.batching.warn(num_lanes=num_lanes, num_workers=options.num_workers, rank=rank_sync.rank)
-        gather_division(dataset.lane_config.source, num_lanes, rank_sync)
+        divide_across_ranks(dataset.lane_config.source, num_lanes, rank_sync)
         # Of the ranks that are given the same batches, one lists the bad records.
-        self.read = dataset if rank_sync.reads_first() else dataset._unlisted()
+        self.read = dataset if rank_sync.lists_bad_records() else dataset._unlisted()
         self.last_epoch = dataset._last_epoch
         epoch = 0
         if self.last_epoch is not None:
@@ -129,7 +129,7 @@ class Iteration:
         return {
             "packs_per_step": self.batching.packs_per_step,
             "packs_per_batch": self.batching.packs_per_batch,
-            "data_world_size": rank_sync.data_world_size if rank_sync.grouped else None,
+            "data_world_size": rank_sync.data_world_size if rank_sync.has_data_groups else None,
             "epochs": dataset.epochs,
             "epoch": dataset.epoch,
             "on_bad_record": "error" if dataset.lane_config.quarantine is None else "skip",

@@ -45,7 +45,7 @@ class FileMarks:
         return dict(self._state)
 
     def listed(self) -> str:
-        """See `Compared`: before a run, files are compared by `require_one_run`."""
+        """See `Compared`: before a run, files are compared by `require_same_run`."""
         return "listed"
 
     @cached_property

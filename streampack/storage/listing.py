@@ -83,7 +83,7 @@ class Corpus:
         return self.marks().state()
 
     def listed(self) -> str:
-        """See `Compared`: before a run, files are compared by `require_one_run`."""
+        """See `Compared`: before a run, files are compared by `require_same_run`."""
         return "listed"
 
     def difference(self, theirs: Any) -> str | None:

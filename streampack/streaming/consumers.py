@@ -1,4 +1,4 @@
-"""Which rank of how many this process is, and whether each rank may read other data."""
+"""Rank and world size of this process, and checks that its ranks may read different data."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.utils.data import get_worker_info
 
 from streampack.validation import warn_user
 
-MODEL_PARALLEL = {
+MODEL_PARALLEL_DIMS = {
     *("tp", "cp", "sp", "pp", "mp", "etp", "tensor", "context", "sequence", "pipeline", "model"),
     *(f"{kind}_parallel" for kind in ("tensor", "context", "sequence", "pipeline", "model", "tensor_model")),
 }
-"""Names of mesh dimensions whose ranks work on the same batch."""
-DATA_PARALLEL = ("dp", "data", "replicate", "shard", "fsdp", "batch", "ep", "expert")
-"""Parts of names of mesh dimensions along which batches differ."""
+"""Names of mesh dimensions along which all ranks must get the same batch."""
+DATA_PARALLEL_NAME_PARTS = ("dp", "data", "replicate", "shard", "fsdp", "batch", "ep", "expert")
+"""Words in the name of a mesh dimension that show that batches differ along it."""
 
 
 class Ranks(NamedTuple):
@@ -26,21 +26,22 @@ class Ranks(NamedTuple):
 
     rank: int = 0
     world_size: int = 1
-    accelerated: bool = False  # accelerate has set them up
+    accelerated: bool = False  # whether accelerate has set up the process group
 
     @classmethod
     def here(cls) -> Ranks | None:
-        """Ask the process group; None without one."""
+        """Return those of the default process group; None without a group."""
         if not (dist.is_available() and dist.is_initialized()):
             return None
         state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
         return cls(dist.get_rank(), dist.get_world_size(), bool(state is not None and state._shared_state))
 
 
-def ranks_to_read(pickled: Ranks | None, *, epochs: int | None) -> Ranks:
-    """Find the rank that a plain iteration of a packed stream reads for, and refuse what would go wrong in silence.
+def ranks_for_plain_iteration(pickled: Ranks | None, *, epochs: int | None) -> Ranks:
+    """Return the rank for which a stream is read when it is iterated without a `PackedDataLoader`.
 
-    ``pickled`` is what the process that started this worker process knew: one that is spawned has no process group.
+    Raises where several ranks would silently train on wrong data or hang. ``pickled`` are the ranks as the process knew
+    them that pickled the dataset for this worker process: a spawned worker has no process group.
 
     Raises:
         ValueError: if ranks would end at different steps, accelerate would share the packs out once more, or ranks
@@ -70,11 +71,11 @@ def ranks_to_read(pickled: Ranks | None, *, epochs: int | None) -> Ranks:
 
 
 def require_data_parallel(what: str) -> None:
-    """Refuse to give ranks of one tensor-, context- or pipeline-parallel group different data.
+    """Raise if ranks of one tensor-, context- or pipeline-parallel group would get different data.
 
-    What shows them is the process group that a `DeviceMesh` makes for each named dimension. A mesh of one dimension
-    over all ranks makes none (see `model_parallel_warning`). Of a dimension without a name, or with one that says
-    neither, a warning asks for a choice.
+    Such groups are known by the process group that a `DeviceMesh` makes for each of its dimensions. A mesh of one
+    dimension over all ranks makes none (see `model_parallel_warning`). If a dimension has no name, or one that tells
+    nothing, a warning asks the user to say which it is. ``what`` says in messages who gives each rank its own data.
 
     Raises:
         ValueError: if there is such a group.
@@ -85,10 +86,10 @@ def require_data_parallel(what: str) -> None:
         if group.group_desc.startswith("mesh_") and group.size() > 1
     }
     for name, size in sizes.items():
-        if name in MODEL_PARALLEL:
-            raise ValueError(_same_batches(name, size, what))
+        if name in MODEL_PARALLEL_DIMS:
+            raise ValueError(_message_of_same_batches(name, size, what))
     for name, size in sizes.items():
-        if not any(part in name for part in DATA_PARALLEL):
+        if not any(part in name for part in DATA_PARALLEL_NAME_PARTS):
             warn_user(
                 f"there is a device mesh with a dimension {name!r} of {size} ranks, and {what}: if they must be given "
                 "the same batches, say so with PackedDataLoader(..., mesh=mesh, data_dims=...); if not, name it in "
@@ -97,16 +98,16 @@ def require_data_parallel(what: str) -> None:
 
 
 def model_parallel_warning(model: nn.Module) -> str | None:
-    """Say which ranks must be given the same batches, by the mesh of a model's parameters; None if there are none."""
+    """Return a warning if the mesh of a model's parameters has ranks that must get the same batches, else None."""
     for parameter in model.parameters():
-        mesh: Any = getattr(parameter, "device_mesh", None)  # of a DTensor
+        mesh: Any = getattr(parameter, "device_mesh", None)  # a DTensor has one
         for dimension, name in enumerate(getattr(mesh, "mesh_dim_names", None) or ()):
-            if name in MODEL_PARALLEL and (size := mesh.size(dimension)) > 1:
-                return _same_batches(name, size, "a PackedDataLoader gives each rank its own")
+            if name in MODEL_PARALLEL_DIMS and (size := mesh.size(dimension)) > 1:
+                return _message_of_same_batches(name, size, "a PackedDataLoader gives each rank its own")
     return None
 
 
-def _same_batches(name: str, size: int, what: str) -> str:
+def _message_of_same_batches(name: str, size: int, what: str) -> str:
     return (
         f"the device mesh has a dimension {name!r} of {size} ranks, which must be given the same batches, and {what}; "
         "iterate a PackedDataLoader that is told so: PackedDataLoader(..., mesh=mesh, data_dims=('dp',)), with the "
@@ -114,17 +115,21 @@ def _same_batches(name: str, size: int, what: str) -> str:
     )
 
 
-def require_group_of_now(*, alone: bool) -> None:
-    """Refuse a loader that was made before the process group, and so reads everything on every rank.
+def require_loader_made_after_group(*, made_for_one_rank: bool) -> None:
+    """Raise if a loader was made before the process group; it would read all the data on every rank.
+
+    Warns if there should be a group and still is none. ``made_for_one_rank`` says whether the loader found a single
+    rank when it was made.
 
     Raises:
-        ValueError: if there is a group by now.
+        ValueError: if the loader was made for one rank and there are several now, or if ranks of a model-parallel group
+            would get different data.
     """
     ranks = Ranks.here()
     if ranks is None:
         warn_of_missing_group()
     elif ranks.world_size > 1:
-        if alone:
+        if made_for_one_rank:
             raise ValueError(
                 f"this loader was made before the process group of {ranks.world_size} ranks, and each would read all "
                 "the data; make it after torch.distributed.init_process_group (in Lightning: in train_dataloader())"
@@ -133,10 +138,10 @@ def require_group_of_now(*, alone: bool) -> None:
 
 
 def require_not_sharded(caller: object, *, num_replicas: int) -> None:
-    """Refuse to hand one rank's batches to accelerate's `BatchSamplerShard`, which takes them for those of all ranks.
+    """Raise if accelerate's `BatchSamplerShard` is the ``caller``: it would take one rank's batches for all ranks'.
 
     Raises:
-        ValueError: if it is the ``caller``.
+        ValueError: if it is.
     """
     if type(caller).__name__ == "BatchSamplerShard" and getattr(caller, "num_processes", 1) > 1:
         raise ValueError(
@@ -146,7 +151,7 @@ def require_not_sharded(caller: object, *, num_replicas: int) -> None:
 
 
 def warn_of_missing_group() -> None:
-    """Warn if this process was launched as one of several that have not joined."""
+    """Warn if this process was launched as one of several and there is no process group."""
     size = os.environ.get("WORLD_SIZE", "1")
     if size.isdecimal() and int(size) > 1:
         warn_user(

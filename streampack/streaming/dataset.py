@@ -19,7 +19,7 @@ from streampack.packing.settings import Packing
 from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import quarantine_for
 from streampack.sources.mixture import Mix
-from streampack.streaming.consumers import Ranks, ranks_to_read
+from streampack.streaming.consumers import Ranks, ranks_for_plain_iteration
 from streampack.streaming.epochs import EpochCounter
 from streampack.streaming.estimate import Estimate, estimate
 from streampack.streaming.iteration import PackDicts, RefusedIteration
@@ -190,7 +190,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             return RefusedIteration(error)
 
     def _iterate(self) -> Iterator[dict[str, Any]]:
-        rank, world_size, _ = ranks_to_read(self._ranks, epochs=self.epochs)
+        rank, world_size, _ = ranks_for_plain_iteration(self._ranks, epochs=self.epochs)
         worker = get_worker_info()
         worker_id, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
         begin = self._resume.begin()

@@ -10,7 +10,7 @@ from streampack.loader.data_loader import PackedDataLoader
 from streampack.training.config import RunConfig
 from streampack.training.methods import Loader, MethodLoader
 
-PROBED = 1024  # rows that are encoded for an estimate
+PROBED_ROWS = 1024  # rows that are encoded for an estimate
 
 
 def total_steps(config: RunConfig, loader: Loader, *, world: World) -> int:
@@ -32,7 +32,7 @@ def total_steps(config: RunConfig, loader: Loader, *, world: World) -> int:
 def _estimated_steps(config: RunConfig, loader: PackedDataLoader, world: World) -> int:
     assert config.epochs is not None
     try:
-        packs = loader.dataset.estimate(rows=PROBED, num_lanes=_lanes(config, loader, world)).at_most
+        packs = loader.dataset.estimate(rows=PROBED_ROWS, num_lanes=_lanes(config, loader, world)).at_most
         return math.ceil(config.epochs * packs / loader.packs_per_step)
     except ValueError:
         if config.max_steps is None:
@@ -64,7 +64,7 @@ def _opening(config: RunConfig, loader: Loader, world: World) -> str:
     if config.epochs is not None or cuts:
         # Streams of unknown length and endless mixtures have no estimate. A bad row is reported where it is read.
         with suppress(Exception):
-            known = dataset.estimate(rows=PROBED, num_lanes=num_lanes)
+            known = dataset.estimate(rows=PROBED_ROWS, num_lanes=num_lanes)
     if known is None:
         return f"data         {', '.join(parts) or config.data['method']}"
     if isinstance(loader, MethodLoader):

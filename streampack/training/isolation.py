@@ -29,7 +29,7 @@ def verify_isolation(model: nn.Module, inputs: Inputs, *, max_seq_len: int, worl
         ValueError: with the report.
     """
     with world.raise_on_all():
-        report = find_leaks(model, inputs=inputs, max_seq_len=probe_length(model, most=max_seq_len))
+        report = find_leaks(model, inputs=inputs, max_seq_len=probe_length(model, max_length=max_seq_len))
         if not report.ok:
             raise ValueError(
                 f"{report}\nthe run was stopped before its first step; verify_isolation=False lets it train like this"
@@ -50,4 +50,6 @@ def probe_config(raw: Any) -> LeakReport:
         torch.manual_seed(cfg.seed)
         model: nn.Module = build(cfg.model)
     inputs = prepare_model_for_packing(model, attention=cfg.attention)
-    return find_leaks(model, inputs=inputs, max_seq_len=probe_length(model, most=cfg.data["max_seq_len"]))
+    return find_leaks(
+        model, inputs=inputs, max_seq_len=probe_length(model, max_length=cfg.data["max_seq_len"])
+    )

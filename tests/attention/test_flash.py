@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from streampack.attention import flash, varlen_attention
-from streampack.attention.flash import find_flash, flash_attention, flash_unfit
+from streampack.attention.flash import find_flash, flash_attention, why_not_flash
 from tests.attention.test_varlen import LIMIT, difference, tensors
 
 CUDA = torch.device("cuda")
@@ -76,7 +76,7 @@ STANDS_IN: dict[int, Callable[..., Any]] = {2: second, 3: third, 4: fourth}
 def install(patch: pytest.MonkeyPatch, *generations: int, gpu: tuple[int, int] = (9, 0)) -> None:
     """Pretend that this GPU and these generations of flash-attn are installed."""
     patch.setattr(torch.cuda, "get_device_capability", lambda device=None: gpu)
-    patch.setattr(flash, "_found", None)
+    patch.setattr(flash, "_chosen", None)
     parent = ModuleType("flash_attn")  # also the folder of 4, so that it is there without 2
     parent.__path__ = []
     modules: dict[str, ModuleType | None] = dict.fromkeys(NAMES.values())  # None: cannot be imported
@@ -160,7 +160,7 @@ def test_limits_of_the_generations(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     install(monkeypatch, generation)
-    assert flash_unfit(device=CUDA, dtype=dtype, softcap=softcap) == why
+    assert why_not_flash(device=CUDA, dtype=dtype, softcap=softcap) == why
     q, k, v, _ = tensors(20, heads=4, kv_heads=2, dtype=dtype)
     if why is not None:
         with pytest.raises(ValueError, match=f"attention='flash': {why}; use attention='flex' or 'dense'"):

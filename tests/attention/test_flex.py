@@ -39,7 +39,7 @@ def by_torch(mask: BlockMask, *, size: int, block: int) -> BlockMask:
 def test_block_masks_equal_torchs(case: tuple[list[list[int]], int], window: int | None, block: int) -> None:
     seq_lens, size = case
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flex, "BLOCK", block)
+        patch.setattr(flex, "BLOCK_SIZE", block)
         ours = flex_mask(padded(seq_lens), max_seq_len=size, window=window)
     theirs = by_torch(ours, size=size, block=block)
     for name in TABLES:

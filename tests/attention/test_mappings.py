@@ -15,7 +15,7 @@ from streampack import (
     make_mask,
     prepare_model_for_packing,
 )
-from streampack.attention.mappings import packed_of
+from streampack.attention.mappings import as_packed
 from streampack.map_style import collators
 from tests.support.hf_trainers import model, samples, truth
 
@@ -133,7 +133,7 @@ def test_torchtune_models_take_dicts_too() -> None:
 )
 def test_a_dict_without_boundaries_is_refused(batch: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        packed_of(batch)
+        as_packed(batch)
 
 
 def test_the_collator_warns_of_a_model_with_its_cache_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -302,8 +302,8 @@ def test_the_pack_is_longer_than_the_longest_window(values: dict[str, Any], leng
     model.positions = nn.Identity()  # type: ignore[assignment]
     model.config = Config(**values)  # type: ignore[assignment]
     assert probe_length(model) == length
-    assert probe_length(model, most=100) == 100
-    assert probe_length(model, most=3) == 8, "the shortest pack"
+    assert probe_length(model, max_length=100) == 100
+    assert probe_length(model, max_length=3) == 8, "the shortest pack"
     model.positions = nn.Embedding(200, 16)
     assert probe_length(model) == 200, "no more than it has positions"
 

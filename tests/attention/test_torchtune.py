@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from streampack import Batch, IterablePackedDataset, find_leaks, prepare_model_for_packing
 from streampack.attention import Inputs, varlen, varlen_attention
 from streampack.attention.backends import auto_backends
-from streampack.attention.torchtune import _why_not
+from streampack.attention.torchtune import _why_not_backend
 from streampack.losses import summed_cross_entropy
 from tests.attention.test_varlen import random_packs
 from tests.support.compiled import attend_in_graph
@@ -199,7 +199,7 @@ KINDS_OF_LAYERS = {"llama3": 1, "gemma2": 2}  # a graph each; gemma2 has layers 
 @uncompiled_flex
 @pytest.mark.parametrize("attention", ["varlen", pytest.param("flex", marks=pytest.mark.slow)])
 def test_other_packs_need_no_other_graph(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen, "_attend_each", attend_in_graph)
+    monkeypatch.setattr(varlen, "_attend_sequences", attend_in_graph)
     graphs = count_graphs(attention, device="cpu", backend="eager", dtype=torch.float32, family="gemma2")
     assert graphs == 2
 
@@ -288,7 +288,7 @@ def test_auto_on_cuda_is_the_first_that_fits(
     fits = [
         word
         for word in auto_backends(cuda)
-        if _why_not(word, attentions=attentions, device=cuda, dtype=dtype) is None
+        if _why_not_backend(word, attentions=attentions, device=cuda, dtype=dtype) is None
     ]
     assert fits[0] == chosen
 

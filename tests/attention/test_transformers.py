@@ -248,7 +248,7 @@ def test_a_wrapped_model() -> None:
 def test_other_packs_need_no_other_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packs of 1 to 20 samples of 1 to 30 tokens; the graph is right for each of them."""
     torch._dynamo.reset()
-    monkeypatch.setattr(varlen, "_attend_each", attend_in_graph)
+    monkeypatch.setattr(varlen, "_attend_sequences", attend_in_graph)
     data, real = stream_and_batch("overlong")
     counter = CompileCounterWithBackend("eager")
     model = torch.compile(build("gemma3_text"), backend=counter, fullgraph=True)

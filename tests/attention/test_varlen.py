@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from streampack.attention import cu_seqlens_of, varlen, varlen_attention
-from streampack.attention.varlen import varlen_unfit
+from streampack.attention.varlen import why_not_varlen
 from tests.attention.test_attention import packed, padded
 
 LIMIT = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-2}
@@ -26,10 +26,10 @@ LIMIT = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-2}
 @example(([[3, 2, 1], [6], [1, 1, 1, 1, 1, 1]], 6), None)
 def test_every_token_is_in_a_sequence(case: tuple[list[list[int]], int], spare: int | None) -> None:
     seq_lens, size = case
-    most = None if spare is None else max(map(len, seq_lens)) + 1 + spare
-    cu_seqlens = cu_seqlens_of(padded(seq_lens), max_seq_len=size, most=most)
+    max_segments = None if spare is None else max(map(len, seq_lens)) + 1 + spare
+    cu_seqlens = cu_seqlens_of(padded(seq_lens), max_seq_len=size, max_segments=max_segments)
     assert cu_seqlens.dtype == torch.int32
-    assert len(cu_seqlens) == len(seq_lens) * (most or max(map(len, seq_lens)) + 1) + 1
+    assert len(cu_seqlens) == len(seq_lens) * (max_segments or max(map(len, seq_lens)) + 1) + 1
     # Without empty ones: the sequences of each pack, and the rest of it.
     expected = [0]
     for number, lengths in enumerate(seq_lens):
@@ -40,17 +40,19 @@ def test_every_token_is_in_a_sequence(case: tuple[list[list[int]], int], spare: 
 
 
 def test_padding_without_an_entry_joins_the_last_sequence() -> None:
-    """No token of that sequence sees it."""
-    assert cu_seqlens_of(torch.tensor([[3, 2], [1, 4]]), max_seq_len=6, most=2).tolist() == [0, 3, 6, 7, 12]
+    """The padding comes last, so no token of that sequence attends to it."""
+    cu_seqlens = cu_seqlens_of(torch.tensor([[3, 2], [1, 4]]), max_seq_len=6, max_segments=2)
+    assert cu_seqlens.tolist() == [0, 3, 6, 7, 12]
 
 
-def test_more_segments_than_most_are_refused() -> None:
-    with pytest.raises(ValueError, match="a pack has 3 segments, most=2; raise most, or leave it out"):
-        cu_seqlens_of(torch.tensor([[3, 2, 1]]), max_seq_len=6, most=2)
+def test_more_segments_than_max_segments_are_refused() -> None:
+    message = "a pack has 3 segments, max_segments=2; raise max_segments, or leave it out"
+    with pytest.raises(ValueError, match=message):
+        cu_seqlens_of(torch.tensor([[3, 2, 1]]), max_seq_len=6, max_segments=2)
 
 
-def test_no_host_sync() -> None:
-    """On the meta device, reading a value raises."""
+def test_cu_seqlens_are_made_without_a_host_sync() -> None:
+    """Tensors on the meta device have no values, so reading one raises."""
     seq_lens = torch.empty(2, 5, dtype=torch.int32, device="meta")
     assert cu_seqlens_of(seq_lens, max_seq_len=16).shape == (13,)
 
@@ -70,12 +72,12 @@ def naive(
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     places = torch.arange(len(q))
     ids = sum((places[:, None] >= cu_seqlens).long().T)
-    back = places[:, None] - places
-    seen = (ids[:, None] == ids) & (back >= 0) & (back < (window or len(q)))
+    distance = places[:, None] - places
+    mask = (ids[:, None] == ids) & (distance >= 0) & (distance < (window or len(q)))
     scores = torch.einsum("qhd,khd->hqk", q, k) * (scale or q.shape[-1] ** -0.5)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~mask, -torch.inf).softmax(-1), v)
 
 
 def tensors(
@@ -104,7 +106,7 @@ def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     dtype=st.sampled_from(list(LIMIT)),
     queries=st.sampled_from([512, 7]),
 )
-def test_attention_equals_the_naive_one(
+def test_attention_matches_the_naive_reference(
     cuts: list[int],
     heads: tuple[int, int],
     window: int | None,
@@ -122,7 +124,7 @@ def test_attention_equals_the_naive_one(
         "softcap": softcap,
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(varlen, "QUERIES", queries)
+        patch.setattr(varlen, "QUERY_BLOCK", queries)
         ours = varlen_attention(q, k, v, max_seqlen=40, **settings)
         gradients = torch.autograd.grad(ours, (q, k, v), upstream)
     assert ours.dtype == dtype
@@ -139,7 +141,7 @@ def test_attention_equals_the_naive_one(
 def test_only_sequences_longer_than_the_window_get_a_mask(
     window: int | None, masked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 11, 18 and 11 tokens."""
+    """The three sequences have 11, 18 and 11 tokens."""
     masks: list[bool] = []
     sdpa = F.scaled_dot_product_attention
 
@@ -154,7 +156,7 @@ def test_only_sequences_longer_than_the_window_get_a_mask(
     assert (len(masks), sum(masks)) == (3, masked)
 
 
-def test_autocast_decides_the_type() -> None:
+def test_the_output_has_the_dtype_of_autocast() -> None:
     q, k, v, _ = tensors(12, heads=4, kv_heads=2, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = varlen_attention(
@@ -183,10 +185,10 @@ def test_memory_grows_with_the_longest_sequence_and_not_with_its_square(window: 
     tokens, heads = 4096, 2
     q, k, v, upstream = tensors(tokens, heads=heads, kv_heads=heads, dtype=torch.float32)
     cu_seqlens = torch.tensor([0, 1000, 1300, tokens], dtype=torch.int32)
-    with Largest() as seen:
+    with Largest() as largest:
         out = varlen_attention(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=tokens, window=window)
         torch.autograd.grad(out, (q, k, v), upstream)
-    assert seen.numel <= heads * varlen.QUERIES * (tokens - 1300)
+    assert largest.numel <= heads * varlen.QUERY_BLOCK * (tokens - 1300)
 
 
 def random_packs(count: int, *, max_seq_len: int, batch: int = 2) -> list[torch.Tensor]:
@@ -210,7 +212,7 @@ def random_packs(count: int, *, max_seq_len: int, batch: int = 2) -> list[torch.
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )  # of dynamo
 def test_compiled_code_attends_outside_the_graph() -> None:
-    """The lengths are read, so the graph breaks: 20 packs compile no more often than one."""
+    """The lengths are read on the host, which breaks the graph; 20 packs must not compile more often than one."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
     q, k, v, upstream = tensors(64, heads=4, kv_heads=2, dtype=torch.float32)
@@ -245,7 +247,7 @@ def test_compiled_code_attends_outside_the_graph() -> None:
 def test_limits_of_the_cuda_kernel(
     dtype: torch.dtype, head_dim: int, softcap: float | None, why: str | None
 ) -> None:
-    said = varlen_unfit(dtype=dtype, head_dim=head_dim, softcap=softcap)
+    said = why_not_varlen(dtype=dtype, head_dim=head_dim, softcap=softcap)
     assert said is None if why is None else why in str(said)
 
 
@@ -264,21 +266,21 @@ def test_the_cuda_kernel_accepts_the_call(heads: int, kv_heads: int, window: int
             varlen_attention(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=20, softcap=2.0)
 
 
-@pytest.mark.parametrize(("window", "sees"), [(None, (-1, 0)), (1, (0, 0)), (5, (4, 0))])
+@pytest.mark.parametrize(("window", "window_size"), [(None, (-1, 0)), (1, (0, 0)), (5, (4, 0))])
 def test_a_window_includes_the_querys_own_token(
-    window: int | None, sees: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    window: int | None, window_size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch counts the tokens before it; (-1, 0) means causal."""
+    """torch counts the tokens before and after the query's own; (-1, 0) stands for all before it."""
     got: dict[str, Any] = {}
-    monkeypatch.setattr(varlen, "_varlen_attn", lambda *_, **settings: got.update(settings))
+    monkeypatch.setattr(varlen, "_varlen_kernel", lambda *_, **settings: got.update(settings))
     with FakeTensorMode():
         q = torch.empty(40, 4, 16, dtype=torch.bfloat16, device="cuda")
         cu_seqlens = torch.empty(9, dtype=torch.int32, device="cuda")
         varlen_attention(q, q, q, cu_seqlens=cu_seqlens, max_seqlen=20, window=window)
-    assert got == {"scale": None, "window_size": sees}
+    assert got == {"scale": None, "window_size": window_size}
 
 
-# On CUDA, torch's kernel against the loop of the CPU.
+# The following tests compare torch's kernel on CUDA with the loop on the CPU.
 
 
 @pytest.mark.gpu
@@ -313,7 +315,7 @@ def test_the_cuda_kernel_refuses_fp32() -> None:
 
 
 @pytest.mark.gpu
-def test_other_packs_need_no_other_graph_on_cuda() -> None:
+def test_packs_of_other_lengths_reuse_the_graph_on_cuda() -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("inductor")
     q, k, v, upstream = tensors(512, heads=4, kv_heads=2, dtype=torch.bfloat16, device="cuda")

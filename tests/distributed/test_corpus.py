@@ -24,8 +24,8 @@ from streampack import (
     ParquetSource,
     TokenShardSource,
 )
-from streampack.distributed.corpus import gather_division, gather_fingerprint
-from streampack.distributed.one_run import require_one_run
+from streampack.distributed.corpus import divide_across_ranks, identify_across_ranks
+from streampack.distributed.one_run import require_same_run
 from streampack.sources import Reading
 from streampack.sources.holdout import Holdout
 from streampack.sources.row_groups import Footers
@@ -109,7 +109,7 @@ def test_ranks_find_the_fingerprint_of_a_single_process(
 
     def act(rank_sync: ThreadSync) -> str:
         source = copy.deepcopy(made)
-        gather_fingerprint(source, rank_sync)
+        identify_across_ranks(source, rank_sync)
         return str(source.fingerprint())
 
     assert on_ranks(size, act) == [alone] * size
@@ -149,8 +149,8 @@ def test_a_loader_reads_the_corpus_once_over_all_ranks(size: int, tmp_path: Path
 @pytest.mark.parametrize(
     ("make", "share", "doing"),
     [
-        (jsonl, gather_fingerprint, "reading the ends of the corpus's files"),
-        (parquet, partial(gather_division, num_lanes=12), "dividing the corpus into lanes"),
+        (jsonl, identify_across_ranks, "reading the ends of the corpus's files"),
+        (parquet, partial(divide_across_ranks, num_lanes=12), "dividing the corpus into lanes"),
     ],
 )
 def test_an_unreadable_file_is_raised_on_all_ranks(
@@ -193,7 +193,7 @@ def test_footers_are_read_once_over_all_ranks(
 
     def act(rank_sync: ThreadSync) -> Any:
         source = copy.deepcopy(made)
-        gather_division(source, 12, rank_sync)
+        divide_across_ranks(source, 12, rank_sync)
         [mine] = pickle.loads(pickle.dumps(source)).divisible()
         return mine._divided
 
@@ -226,7 +226,7 @@ def test_what_one_rank_has_divided_is_not_lost(tmp_path: Path, footers: Counter[
             next(source.read(Reading(num_lanes=12)))
         rank_sync.gather("looked")
         for num_lanes in (12, 5, 12, 5):
-            gather_division(source, num_lanes, rank_sync)
+            divide_across_ranks(source, num_lanes, rank_sync)
             rank_sync.gather(num_lanes)
             next(source.read(Reading(num_lanes=7 - rank_sync.rank)))
         return source._divided[12], source._divided[5]
@@ -347,7 +347,7 @@ def test_ranks_at_other_commits_of_the_hub_are_refused() -> None:
             commit = others if rank_sync.rank == 1 else commits[0]
             source = JSONLSource(f"hf://datasets/org/name@{commit}/c/*.jsonl", storage_options=hub.options)
             data = IterablePackedDataset(source, max_seq_len=8, num_lanes=2)
-            require_one_run(data, rank_sync, doing="iterate", settings=dict)
+            require_same_run(data, rank_sync, doing="iterate", settings=dict)
 
         assert on_ranks(2, lambda rank_sync: act(rank_sync, commits[0])) == [None] * 2
         for error in on_ranks(2, lambda rank_sync: act(rank_sync, commits[1])):
@@ -364,7 +364,7 @@ def test_a_state_is_refused_if_a_file_was_another_for_the_rank_that_read_it(tmp_
 
     def act(rank_sync: ThreadSync, other: int) -> Any:
         source = JSONLSource(f"{tmp_path}/{'b' if rank_sync.rank == other else 'a'}/*.jsonl")
-        gather_fingerprint(source, rank_sync)
+        identify_across_ranks(source, rank_sync)
         return source.fingerprint()
 
     a, b = (JSONLSource(f"{tmp_path}/{name}/*.jsonl").fingerprint() for name in "ab")

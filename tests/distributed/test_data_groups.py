@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from streampack import IterablePackedDataset, JSONLSource, PackedDataLoader
-from streampack.distributed.data_groups import Place, data_place, first_of_its_group
+from streampack.distributed.data_groups import DataPlace, data_place, is_first_of_data_rank
 from tests.support.corpus import Numbers, rows
 from tests.support.forked_ranks import run_ranks
 from tests.support.thread_ranks import (
@@ -35,7 +35,7 @@ Outcome = tuple[list[list[PackKey]], dict[str, Any]]
 
 def drive(
     built: Make,
-    place: Place,
+    place: DataPlace,
     sync: ThreadSync,
     *,
     state: dict[str, Any] | None = None,
@@ -51,7 +51,7 @@ def drive(
 
 
 def on_places(
-    places: Sequence[Place], built: Make, *, state: dict[str, Any] | None = None, limit: int | None = None
+    places: Sequence[DataPlace], built: Make, *, state: dict[str, Any] | None = None, limit: int | None = None
 ) -> list[Outcome]:
     found = on_ranks(
         len(places),
@@ -65,7 +65,7 @@ def on_places(
     return found
 
 
-def by_group(outcomes: Sequence[Outcome], places: Sequence[Place]) -> list[list[list[PackKey]]]:
+def by_group(outcomes: Sequence[Outcome], places: Sequence[DataPlace]) -> list[list[list[PackKey]]]:
     """Return the batches of each data rank, having checked that all its ranks have the same, and the same state."""
     groups: dict[int, list[list[PackKey]]] = {}
     for (data_rank, _), (batches, state) in zip(places, outcomes, strict=True):
@@ -119,7 +119,7 @@ def test_a_run_resumes_on_another_number_of_groups() -> None:
     ],
 )
 def test_places_that_do_not_make_up_a_whole_are_refused_on_all_ranks(
-    places: list[Place | None], message: str
+    places: list[DataPlace | None], message: str
 ) -> None:
     def begin(sync: ThreadSync) -> None:
         loader = PackedDataLoader(make(rows(60))(), packs_per_step=12)
@@ -189,7 +189,7 @@ def test_several_data_ranks_need_a_process_group() -> None:
 
 def test_the_first_of_each_group_is_found() -> None:
     places = LAYOUTS["uneven groups"]
-    firsts = [first_of_its_group(places, rank) for rank in range(6)]
+    firsts = [is_first_of_data_rank(places, rank) for rank in range(6)]
     assert firsts == [True, True, False, True, False, False]
 
 
@@ -232,7 +232,7 @@ def test_a_device_mesh_says_which_ranks_share_batches(
     check_whole([key for step in steps for key in step], rows(100), 2)
 
 
-def hybrid_sharded() -> tuple[Place, list[Place]]:
+def hybrid_sharded() -> tuple[DataPlace, list[DataPlace]]:
     names = ("pp", "dp_replicate", "dp_shard", "tp")
     mesh = init_device_mesh("cpu", (1, 2, 2, 2), mesh_dim_names=names)
     place = data_place(mesh=mesh, data_dims=("dp_shard", "dp_replicate"))

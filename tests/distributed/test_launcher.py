@@ -19,7 +19,7 @@ import torch
 from omegaconf import OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from streampack.distributed.launcher import end_with_launcher, launch
+from streampack.distributed.launcher import end_with_launcher, run_torchrun
 from streampack.distributed.world import join_world
 from streampack.storage.locks import lock_folder
 from tests.support.tiny import losses, tiny_config
@@ -110,17 +110,17 @@ def test_torchrun_does_not_repeat_errors_of_ranks(tmp_path, capsys):
     def fail():
         raise ChildFailedError("recipe", {0: ProcessFailure(0, 123, 1, str(told))})
 
-    assert launch(fail, tracebacks=False) == 1
+    assert run_torchrun(fail, tracebacks=False) == 1
     assert capsys.readouterr().err == ""
     with pytest.raises(ChildFailedError):
-        launch(fail, tracebacks=True)
+        run_torchrun(fail, tracebacks=True)
 
 
 def test_a_rank_that_was_killed_is_named(capsys):
     def fail():
         raise ChildFailedError("recipe", {1: ProcessFailure(1, 123, -9, "")})
 
-    assert launch(fail, tracebacks=False) == 1
+    assert run_torchrun(fail, tracebacks=False) == 1
     assert (
         capsys.readouterr().err == "rank 1 ended with exit code -9: Signal 9 (SIGKILL) received by PID 123\n"
     )

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from streampack import IterablePackedDataset, JSONLSource, MapSource, PackedDataLoader
-from streampack.distributed.rank_sync import RankSync, verdict
+from streampack.distributed.rank_sync import RankSync, combine_counts
 from tests.support.corpus import Numbers, rows, write
 from tests.support.forked_ranks import run_ranks
 from tests.support.thread_ranks import (
@@ -159,7 +159,8 @@ def agree_many_times() -> Any:
         store.wait(["sent 1", "sent 2"], timedelta(seconds=30))
     answers = [rank_sync.agree(max(word, ~word), failed=word < 0) for word in words]
     store.set(f"sent {rank}", "")
-    merged = rank_sync.merge(dict.fromkeys(range(7), b"%d" % rank))  # while the agreements are under way
+    # The agreements are still under way.
+    merged = rank_sync.merge_lanes(dict.fromkeys(range(7), b"%d" % rank))
     return words, [answer.wait() for answer in answers], merged, rank_sync.gather(rank)
 
 
@@ -167,7 +168,7 @@ def test_agreements_are_asynchronous_and_arrive_on_all_ranks(tmp_path: Path) -> 
     outcomes = run_ranks(3, agree_many_times, folder=tmp_path)
     said = [outcome[0] for outcome in outcomes]
     for _, heard, merged, gathered in outcomes:
-        assert heard == [verdict(words) for words in zip(*said, strict=True)]
+        assert heard == [combine_counts(words) for words in zip(*said, strict=True)]
         assert merged == {lane: b"%d" % (lane % 3) for lane in range(7)}
         assert gathered == [0, 1, 2]
 

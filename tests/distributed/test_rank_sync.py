@@ -69,7 +69,7 @@ def test_a_single_rank_exchanges_nothing() -> None:
     rank_sync = RankSync(timeout=timedelta(seconds=1))
     assert (rank_sync.alone, rank_sync.rank, rank_sync.world_size, rank_sync.group) == (True, 0, 1, None)
     assert rank_sync.gather("x") == ["x"]
-    assert rank_sync.merge({3: b"c", 0: b"a"}) == {0: b"a", 3: b"c"}
+    assert rank_sync.merge_lanes({3: b"c", 0: b"a"}) == {0: b"a", 3: b"c"}
 
 
 def test_a_merge_takes_each_lane_from_its_owner() -> None:
@@ -77,7 +77,7 @@ def test_a_merge_takes_each_lane_from_its_owner() -> None:
 
     def act(rank_sync: ThreadSync) -> Any:
         own = {lane: b"new" if lane % 3 == rank_sync.rank else b"stale" for lane in range(10)}
-        return rank_sync.merge(own)
+        return rank_sync.merge_lanes(own)
 
     assert on_ranks(3, act) == [dict.fromkeys(range(10), b"new")] * 3
 

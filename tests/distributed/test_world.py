@@ -14,7 +14,7 @@ import torch.distributed as dist
 from benchmarks.scale.ranks import connections
 from streampack import IterablePackedDataset, PackedDataLoader
 from streampack.distributed.rank_sync import OtherRankFailed
-from streampack.distributed.world import GROUPS, OTHER_FILES, World, allow_connections, join_world
+from streampack.distributed.world import CONNECTED_GROUPS, OTHER_FILES, World, allow_connections, join_world
 from tests.support.ranks import RankError, open_store, run_ranks
 from tests.support.tiny import tiny_config
 
@@ -139,7 +139,9 @@ def count_connections_of_a_recipe():
 def test_a_recipe_connects_each_rank_to_every_other_once_a_group():
     """And once to the store."""
     size = 3
-    assert run_ranks(count_connections_of_a_recipe, size) == [[GROUPS * (size - 1) + 1] * size] * size
+    assert (
+        run_ranks(count_connections_of_a_recipe, size) == [[CONNECTED_GROUPS * (size - 1) + 1] * size] * size
+    )
 
 
 @pytest.mark.parametrize(

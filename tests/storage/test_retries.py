@@ -212,7 +212,7 @@ class Ranks:
     def __init__(self, timeout: Any) -> None:
         self.timeout = timeout
 
-    def reads_first(self) -> bool:
+    def lists_bad_records(self) -> bool:
         return True
 
     def gather(self, value: Any) -> list[Any]:

@@ -14,7 +14,10 @@ def attend_in_graph(
     scale: float | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Stands in for `streampack.attention.varlen._attend_each`, which breaks the graph: all pairs of tokens, masked."""
+    """Compute attention over all pairs of tokens under a mask, in place of `varlen._attend_sequences`.
+
+    That function breaks the graph of ``torch.compile``; this one does not.
+    """
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     places = torch.arange(len(q))
     ids = torch.searchsorted(cu_seqlens, places, right=True)

@@ -11,8 +11,8 @@ from datetime import timedelta
 from typing import Any
 
 from streampack import IterablePackedDataset, MapSource, PackedDataLoader, Sample
-from streampack.distributed.data_groups import Place
-from streampack.distributed.rank_sync import RankSync, verdict
+from streampack.distributed.data_groups import DataPlace
+from streampack.distributed.rank_sync import RankSync, combine_counts
 from streampack.packing.batch import Batch
 from streampack.streaming.lane_state import LaneEvent, LaneState
 from streampack.streaming.round_robin import PackStream
@@ -64,16 +64,16 @@ class Board:
 class ThreadSync(RankSync):
     """A `RankSync` over a `Board` in place of gloo."""
 
-    def __init__(self, board: Board, rank: int, place: Place | None = None) -> None:
+    def __init__(self, board: Board, rank: int, place: DataPlace | None = None) -> None:
         self.board, self.rank, self.world_size = board, rank, board.world_size
-        self.grouped = place is not None
+        self.has_data_groups = place is not None
         self.data_rank, self.data_world_size = place or (rank, board.world_size)
         self.alone = board.world_size == 1
         self.timeout = timedelta(seconds=60)
         self.group = None
         self.numbers: list[int] = []  # sent by `agree`
 
-    def placed(self, place: Place | None) -> ThreadSync:
+    def placed(self, place: DataPlace | None) -> ThreadSync:
         """Return the same rank with a place among the data ranks."""
         return ThreadSync(self.board, self.rank, place)
 
@@ -90,7 +90,7 @@ class _Pending:
         self.board, self.index = board, index
 
     def wait(self) -> tuple[int, bool]:
-        return verdict(self.board.read(self.index))
+        return combine_counts(self.board.read(self.index))
 
 
 def run_threads(size: int, rank: Callable[[int], None]) -> None:

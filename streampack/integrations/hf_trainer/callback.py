@@ -23,7 +23,9 @@ def _verify_isolation(hooks: Hooks) -> None:
     def check() -> None:
         model = trainer.model_wrapped
         with trainer.accelerator.autocast():  # the probe allows for the rounding of 16 bits
-            report = find_leaks(model, inputs=hooks.inputs, max_seq_len=probe_length(model, most=max_seq_len))
+            report = find_leaks(
+                model, inputs=hooks.inputs, max_seq_len=probe_length(model, max_length=max_seq_len)
+            )
         if not report.ok:
             raise ValueError(
                 f"{report}\nthe training was stopped before its first step; "

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PROBED = 4096  # rows from which an epoch's packs are estimated
+PROBED_ROWS = 4096  # rows from which an epoch's packs are estimated
 
 
 def require_epochs(packs: IterablePackedDataset, args: TrainingArguments) -> None:
@@ -72,7 +72,7 @@ def plan_epochs(loader: PackedDataLoader, epochs: float) -> Plan:
     if not config.source.map_style:
         # All ranks take rank 0's estimate: with different numbers of steps they would deadlock.
         found, *_ = ranks.gather_results(
-            lambda: packs.estimate(rows=PROBED, num_lanes=num_lanes), doing="estimating an epoch"
+            lambda: packs.estimate(rows=PROBED_ROWS, num_lanes=num_lanes), doing="estimating an epoch"
         )
         steps = math.ceil(found.at_most / loader.packs_per_step)
         plan = Plan((steps,) * math.ceil(epochs), epochs, exact=False)
