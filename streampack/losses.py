@@ -1,4 +1,4 @@
-"""The loss: summed cross-entropy, weighted and computed in chunks, and the weights of its labels."""
+"""The loss: a sum of cross-entropies, weighted and computed in chunks, and the weights of its labels."""
 
 from __future__ import annotations
 
@@ -50,10 +50,11 @@ def summed_cross_entropy(
     weights: torch.Tensor | None = None,
     chunk_size: int = 512,
 ) -> torch.Tensor:
-    """Sum the cross-entropy of every trained token, in nats, to a 0-d tensor. It shifts the labels itself.
+    """Return the sum of the cross-entropies of all trained tokens, in nats, as a tensor of 0 dimensions.
 
-    Divide the sum once, by the weight of all trained tokens of the step (all ranks, all micro-batches): means
-    of batches with different numbers of trained tokens cannot be averaged. `token_losses` returns the summands.
+    The labels are given unshifted. Divide the sum once, by the weight of all trained tokens of the step (of all ranks
+    and micro-batches), because means of batches with different numbers of trained tokens cannot be averaged.
+    `token_losses` returns the summands.
 
     >>> logits, labels = torch.zeros(1, 3, 10), torch.tensor([[-100, 4, 7]])
     >>> summed_cross_entropy(logits, labels)  # two trained tokens, each ln(10)
@@ -71,10 +72,10 @@ def summed_cross_entropy(
     Args:
         logits: ``[batch, seq, vocab]``, or a list of ``[batch, part, vocab]`` that follow each other along
             ``seq``, as a torchtune model with output chunks returns it.
-        labels: ``[batch, seq]``, unshifted: the logits at token i are compared with label i + 1. -100 is
+        labels: ``[batch, seq]``, unshifted: the logits at token i are compared with label i + 1. A label of -100 is
             not trained.
-        weights: ``[batch, seq]``, the weight of each label (by default 1); 0 is not trained.
-        chunk_size: tokens.
+        weights: ``[batch, seq]``, the weight of each label; a label of weight 0 is not trained. None: all weigh 1.
+        chunk_size: how many tokens are computed at a time.
 
     Raises:
         ValueError: if the shapes do not agree, or for a ``chunk_size`` below 1.
@@ -89,7 +90,7 @@ def token_losses(
     weights: torch.Tensor | None = None,
     chunk_size: int = 512,
 ) -> torch.Tensor:
-    """Return the summands of `summed_cross_entropy`, ``[batch, seq]``, each at the place of its label.
+    """Return the summands of `summed_cross_entropy`, ``[batch, seq]``, each at the index of its label.
 
     >>> token_losses(torch.zeros(1, 3, 10), torch.tensor([[-100, 4, 7]]))
     tensor([[0.0000, 2.3026, 2.3026]])
@@ -127,15 +128,16 @@ def loss_terms(
         )
     dtype = torch.promote_types(parts[0].dtype, torch.float32)
     trained = labels != IGNORE_INDEX
-    # From here on, untrained labels have weight 0, and so has the last token of a row, which predicts nothing.
+    # From here on, labels and weights are at the index of the token that predicts them. Untrained labels have weight 0,
+    # and so has the last token of a row, which predicts nothing.
     weight = trained.to(dtype) if weights is None else torch.where(trained, weights.to(dtype), 0)
     weight = F.pad(weight[:, 1:], (0, 1))
     target = F.pad(torch.where(trained, labels, 0)[:, 1:], (0, 1))
     terms = [
         _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-            part.flatten(0, 1), targets.flatten(), counts.flatten(), chunk_size
+            part.flatten(0, 1), targets.flatten(), part_weights.flatten(), chunk_size
         )
-        for part, targets, counts in zip(
+        for part, targets, part_weights in zip(
             parts, torch.split(target, sizes, 1), torch.split(weight, sizes, 1), strict=True
         )
     ]
@@ -148,13 +150,16 @@ def loss_terms(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Cross-entropy that keeps logsumexp and recomputes the softmax; autograd would keep an fp32 softmax per chunk."""
+    """Cross-entropy that keeps one logsumexp per token for the backward pass, and computes the softmax again there.
+
+    Autograd would keep the softmax of every chunk, in fp32.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         logits: torch.Tensor,  # [tokens, vocab]
-        targets: torch.Tensor,  # [tokens], in the vocabulary
+        targets: torch.Tensor,  # [tokens], ids of the vocabulary
         weights: torch.Tensor,  # [tokens], 0 where not trained
         chunk_size: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -164,10 +169,10 @@ class _CrossEntropy(torch.autograd.Function):
         picked = logits.gather(1, targets[:, None])[:, 0]
         ctx.save_for_backward(logits, targets, weights, normalizers)
         ctx.chunk_size = chunk_size
-        # Not only a product: logits of untrained tokens may be infinite or NaN.
-        counts = weights != 0
-        losses = torch.where(counts, weights * (normalizers - picked), 0)
-        return losses, torch.where(counts, weights * normalizers.square(), 0)
+        # Multiplying by a weight of 0 is not enough: logits of untrained tokens may be infinite or NaN.
+        is_trained = weights != 0
+        losses = torch.where(is_trained, weights * (normalizers - picked), 0)
+        return losses, torch.where(is_trained, weights * normalizers.square(), 0)
 
     @staticmethod
     @once_differentiable
@@ -179,7 +184,8 @@ class _CrossEntropy(torch.autograd.Function):
         everywhere = at_target + 2 * weights * normalizers * grad_square
         result = torch.empty_like(logits)
         for chunk in _slices(len(logits), ctx.chunk_size):
-            # bf16 minus fp32 is fp32: the softmax, times its weight, less the token's own weight at the target
+            # The gradient is the softmax times the weight of its token, less that weight at the target. bf16 logits
+            # minus fp32 normalizers give fp32.
             part = (logits[chunk] - normalizers[chunk, None]).exp_()
             part *= everywhere[chunk, None]
             part[torch.arange(len(part), device=part.device), targets[chunk]] -= at_target[chunk]

@@ -20,7 +20,7 @@ from benchmarks.scale.probes import read_so_far, write_shards
 from streampack import IterablePackedDataset, JSONLSource, PackedDataLoader, ParquetSource
 from streampack.accounting import Ledger
 from streampack.distributed.corpus import divide_across_ranks, identify_across_ranks
-from streampack.distributed.one_run import listing
+from streampack.distributed.one_run import summarize_files
 from streampack.distributed.rank_sync import RankSync
 from streampack.sources.row_groups import Footers
 from streampack.streaming.lane_state import LaneState
@@ -75,7 +75,7 @@ def measure_fingerprint(pattern: str) -> dict[str, float]:
     """In a rank: measure the exchange of the files' fingerprint."""
     source = JSONLSource(pattern)
     rank_sync = RankSync(timeout=timedelta(seconds=60))
-    rank_sync.gather(listing(source))  # the first exchange of a group does more
+    rank_sync.gather(summarize_files(source))  # the first exchange of a group does more
     dist.barrier()
     read, received, begin = read_so_far(), bytes_received(), time.process_time()
     identify_across_ranks(source, rank_sync)
@@ -90,7 +90,7 @@ def measure_division(pattern: str, lanes: int) -> dict[str, float]:
     """In a rank: measure the exchange of the files' row groups."""
     source = ParquetSource(pattern)
     rank_sync = RankSync(timeout=timedelta(seconds=60))
-    rank_sync.gather(listing(source))  # the first exchange of a group does more
+    rank_sync.gather(summarize_files(source))  # the first exchange of a group does more
     dist.barrier()
     read, original = [], Footers._read
     Footers._read = lambda *args: read.append(original(*args)) or read[-1]

@@ -207,7 +207,7 @@ def test_a_permanent_failure_names_the_place(
 class Ranks:
     """A `RankSync` of two ranks, as far as a loader's start needs one."""
 
-    alone, grouped, rank, data_rank, world_size, data_world_size = False, True, 0, 0, 2, 2
+    alone, has_data_groups, rank, data_rank, world_size, data_world_size = False, True, 0, 0, 2, 2
 
     def __init__(self, timeout: Any) -> None:
         self.timeout = timeout

@@ -1,4 +1,4 @@
-"""The callback of a prepared trainer: it checks isolation before the first step, and keeps epochs and totals."""
+"""The callback of a prepared trainer: checks isolation before the first step, and updates epochs and token totals."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from streampack.integrations.hf_trainer.hooks import Hooks
 def _verify_isolation(hooks: Hooks) -> None:
     """Check that samples of a pack do not see one another in the model as it trains: wrapped, sharded, compiled.
 
-    A collective; but under a loader of the user's own, the other ranks do not learn that one failed.
+    A collective, in which all ranks raise if one does; with a loader of the user's own, only the one that fails raises.
 
     Raises:
-        ValueError: with the report; on the other ranks a RuntimeError that names the rank.
+        ValueError: with the report.
+        OtherRankFailed: on the other ranks, with the number of the rank that failed.
     """
     trainer = hooks.trainer
     max_seq_len = hooks.packs.lane_config.packing.max_seq_len
 
     def check() -> None:
         model = trainer.model_wrapped
-        with trainer.accelerator.autocast():  # the probe allows for the rounding of 16 bits
+        # As in training. The limit of the probe allows for rounding to 16 bits.
+        with trainer.accelerator.autocast():
             report = find_leaks(
                 model, inputs=hooks.inputs, max_seq_len=probe_length(model, max_length=max_seq_len)
             )
@@ -39,7 +41,7 @@ def _verify_isolation(hooks: Hooks) -> None:
 
 
 def step_callback(hooks: Hooks) -> Any:
-    """Make the callback, which runs after each step before that is logged."""
+    """Return the callback. Trainer runs it after each step, before the step is logged."""
     from transformers import TrainerCallback
 
     class StepEnd(TrainerCallback):  # type: ignore[misc]
@@ -50,17 +52,18 @@ def step_callback(hooks: Hooks) -> Any:
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             assert hooks.steps is not None
             stopped = control.should_epoch_stop or control.should_training_stop
-            # At max_steps Trainer itself ends its epoch, which is the whole training.
-            over = stopped or state.global_step >= state.max_steps
+            # At max_steps Trainer calls on_epoch_end itself, because for Trainer the training is a single epoch.
+            ends_training = stopped or state.global_step >= state.max_steps
             per_epoch = "epoch" in (args.logging_strategy, args.eval_strategy, args.save_strategy)
-            ends = (per_epoch or hooks.plan) and not over and hooks.steps.ends_epoch()
+            ends_epoch = (per_epoch or hooks.plan) and not ends_training and hooks.steps.ends_epoch()
             if hooks.plan is None:
-                state.epoch = state.global_step / state.max_steps  # Trainer's would count from the resume
-            elif ends or not (hooks.plan.exact or stopped or hooks.steps.has_more()):
+                # Trainer's own value would count the steps since the resume only.
+                state.epoch = state.global_step / state.max_steps
+            elif ends_epoch or not (hooks.plan.exact or stopped or hooks.steps.has_more()):
                 state.epoch = hooks.steps.epoch + 1
             else:
                 state.epoch = hooks.plan.position(hooks.steps.epoch, hooks.steps.steps_in_epoch())
-            if ends:
+            if ends_epoch:
                 handler = hooks.trainer.callback_handler
                 handler.on_epoch_end(args, state, control)
                 handler.on_epoch_begin(args, state, control)

@@ -12,13 +12,16 @@ import torch
 log = logging.getLogger(__name__)
 
 STREAM_FILE = "stream.pt"
-"""Holds plain values, so that it is read with ``weights_only=True``."""
+"""The stream's state as plain values, so that it can be read with ``weights_only=True``."""
 TRAINER_FILE = "trainer_state.json"
 PREFIX = "checkpoint-"
 
 
 def write_stream(state: dict[str, Any], folder: Path) -> None:
-    """Write the stream's state as the first file of a checkpoint, and invalidate an older checkpoint in its folder."""
+    """Write the stream's state as the first file of a checkpoint.
+
+    An older checkpoint in the folder becomes incomplete first, so that no mixture of the two passes for a complete one.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / TRAINER_FILE).unlink(missing_ok=True)
     torch.save(state, folder / STREAM_FILE)
@@ -41,16 +44,16 @@ def read_stream(folder: Path) -> dict[str, Any]:
 
 
 def read_trainer(folder: Path) -> dict[str, Any]:
-    """Read Trainer's own state, which it writes last."""
+    """Read Trainer's own state, which Trainer writes last, so that a checkpoint with it is complete."""
     state: dict[str, Any] = json.loads((folder / TRAINER_FILE).read_text(encoding="utf-8"))
     return state
 
 
 def newest_checkpoint(output_dir: str) -> str:
-    """Return the newest checkpoint that was written to its end; a run may be killed while it writes one.
+    """Return the newest complete checkpoint; a run may have been killed while it wrote a newer one.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if there is no complete checkpoint.
     """
     steps = {
         int(number): path

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PROBED_ROWS = 4096  # rows from which an epoch's packs are estimated
+PROBED_ROWS = 4096
+"""Rows from whose lengths the packs of an epoch are estimated."""
 
 
 def require_epochs(packs: IterablePackedDataset, args: TrainingArguments) -> None:
@@ -45,23 +46,23 @@ def require_epochs(packs: IterablePackedDataset, args: TrainingArguments) -> Non
 class Plan:
     """The number of steps that a training of some epochs takes."""
 
-    steps: tuple[int, ...]  # of each epoch
-    epochs: float
-    exact: bool
+    steps: tuple[int, ...]  # steps of each epoch, the last one counted as a whole
+    epochs: float  # num_train_epochs
+    exact: bool  # False if the steps were estimated
 
     @property
     def total(self) -> int:
-        """Steps of the training, whose last epoch may be read in part."""
+        """Steps of the training, which may read only a part of its last epoch."""
         whole = int(self.epochs)
         return max(1, sum(self.steps[:whole]) + math.ceil((self.epochs - whole) * self.steps[-1]))
 
     def position(self, epoch: int, step: int) -> float:
-        """Return how many epochs are done after some steps of an epoch."""
+        """Return how many epochs are done after ``step`` steps of the epoch ``epoch``, counted from 0."""
         return epoch + min(1.0, step / self.steps[min(epoch, len(self.steps) - 1)])
 
 
 def plan_epochs(loader: PackedDataLoader, epochs: float) -> Plan:
-    """Find how many steps this loader takes to read its data ``epochs`` times. A collective.
+    """Collective: find how many steps this loader takes to read its data ``epochs`` times.
 
     Raises:
         ValueError: for a row that cannot be encoded or is too long, naming it.
@@ -70,17 +71,17 @@ def plan_epochs(loader: PackedDataLoader, epochs: float) -> Plan:
     num_lanes = packs._lanes_for(ranks.world_size * max(1, loader.num_workers))
     config = packs.lane_config
     if not config.source.map_style:
-        # All ranks take rank 0's estimate: with different numbers of steps they would deadlock.
-        found, *_ = ranks.gather_results(
+        # All ranks take rank 0's estimate, because with different numbers of steps they would deadlock.
+        estimate, *_ = ranks.gather_results(
             lambda: packs.estimate(rows=PROBED_ROWS, num_lanes=num_lanes), doing="estimating an epoch"
         )
-        steps = math.ceil(found.at_most / loader.packs_per_step)
+        steps = math.ceil(estimate.at_most / loader.packs_per_step)
         plan = Plan((steps,) * math.ceil(epochs), epochs, exact=False)
         if ranks.rank == 0:
             log.warning(
                 "max_steps is %d, where the learning rate's schedule ends: an epoch is at most %d steps of %d packs, "
                 "estimated from %d samples; training ends with the data, or there",
-                plan.total, steps, loader.packs_per_step, found.samples,
+                plan.total, steps, loader.packs_per_step, estimate.samples,
             )  # fmt: skip
         return plan
     size = config.source.num_rows()
@@ -104,7 +105,10 @@ def plan_epochs(loader: PackedDataLoader, epochs: float) -> Plan:
 
 
 def _steps(packs: tuple[int, ...], loader: PackedDataLoader) -> int:
-    """Count the steps of an epoch from the packs of each rank: slots belong to the ranks in turn."""
+    """Return the steps of an epoch in which each rank has so many packs.
+
+    Slots belong to the ranks in turn, so the last pack of the epoch is in the last slot of one of the ranks.
+    """
     ranks = loader.rank_sync.world_size
-    last = max((count - 1) * ranks + rank for rank, count in enumerate(packs) if count)
-    return last // loader.packs_per_step + 1
+    last_slot = max((count - 1) * ranks + rank for rank, count in enumerate(packs) if count)
+    return last_slot // loader.packs_per_step + 1

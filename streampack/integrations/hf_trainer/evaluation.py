@@ -20,26 +20,26 @@ log = logging.getLogger(__name__)
 
 
 def require_end(packs: IterablePackedDataset, name: str) -> None:
-    """Check that packs end, because an evaluation reads all of them.
+    """Check that a stream of packs ends, because an evaluation reads all of it.
 
     Raises:
-        ValueError: if they do not.
+        ValueError: if it does not; ``name`` is the argument that holds it.
     """
     if packs.epochs is None:
         raise ValueError(f"{name} has epochs=None and would never end; give it epochs=1")
 
 
 class Evaluation:
-    """A loader of evaluation batches as the model's arguments, the same in every evaluation."""
+    """A loader of evaluation batches as the model's arguments; every iteration yields the same batches."""
 
     # accelerate's GradientState reads these from the loader that is iterated.
     end_of_dataloader = False
-    remainder = -1  # rows of the last batch to keep in predictions; -1: all
+    remainder = -1  # how many rows of the last batch are kept in predictions; -1 stands for all
 
     def __init__(self, loader: PackedDataLoader, as_inputs: AsInputs) -> None:
         self.loader = loader
         self.as_inputs = as_inputs
-        self.packs = 0  # of this rank in the newest evaluation, without null packs
+        self.packs = 0  # packs of this rank in the newest evaluation, without null packs
         self._epoch = loader.dataset.epoch
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -48,7 +48,7 @@ class Evaluation:
         self.packs, self.end_of_dataloader, self.remainder = 0, False, -1
         self.loader.dataset.set_epoch(self._epoch)
         state = GradientState()
-        state._add_dataloader(self)  # Trainer finds the last batch there (batch_eval_metrics)
+        state._add_dataloader(self)  # Trainer looks there for the last batch, with batch_eval_metrics
         try:
             batches = iter(self.loader)
             batch = next(batches, None)
@@ -57,7 +57,8 @@ class Evaluation:
                 self.end_of_dataloader = following is None
                 packs = sum(map(bool, batch.fragments))
                 if following is None and self.loader.rank_sync.alone:
-                    self.remainder = packs  # null packs come last; with several ranks they come anywhere
+                    # With one rank, the last batch ends with its null packs. With several they can be anywhere.
+                    self.remainder = packs
                 self.packs += packs
                 yield self.as_inputs(batch)
                 batch = following
@@ -65,20 +66,21 @@ class Evaluation:
             state._remove_dataloader(self)
 
     def count_packs(self) -> int:
-        """Count the packs of all ranks, without null packs. A collective."""
+        """Collective: count the packs of all ranks, without null packs."""
         return sum(self.loader.rank_sync.gather(self.packs))
 
 
 class TokenMean:
-    """The mean loss of an evaluation, each batch weighted by its trained tokens.
+    """The mean loss of an evaluation, in which each batch weighs as much as it has trained tokens.
 
-    Trainer's mean gives a part-empty last batch the same weight as a full one.
+    In Trainer's mean a part-empty last batch weighs as much as a full one.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self._losses: list[torch.Tensor] = []  # of this rank; a batch's loss is the mean over ranks
-        self._counts: list[torch.Tensor] = []  # trained tokens of all ranks
+        # This rank's loss of each batch. The mean over the ranks is the loss of the batch.
+        self._losses: list[torch.Tensor] = []
+        self._counts: list[torch.Tensor] = []  # trained tokens of each batch on all ranks
 
     def add(self, loss: torch.Tensor, count: torch.Tensor) -> None:
         """Add a batch: this rank's loss, and the trained tokens of all ranks."""
@@ -86,7 +88,7 @@ class TokenMean:
         self._counts.append(count)
 
     def apply(self, metrics: dict[str, Any], name: str) -> None:
-        """Replace Trainer's mean over batches by the mean over tokens. A collective."""
+        """Collective: replace Trainer's mean over batches by the mean over tokens."""
         if name not in metrics or not self._counts:
             return
         counts = torch.stack(self._counts).double().cpu()
@@ -100,7 +102,7 @@ class TokenMean:
         self._apply_to_trl(counts)
 
     def _apply_to_trl(self, counts: torch.Tensor) -> None:
-        """Weight the means that TRL's SFTTrainer logs in the same way."""
+        """Replace the means that TRL's SFTTrainer logs in the same way."""
         kept = getattr(self.trainer, "_metrics", {}).get("eval", {})
         for name in ("entropy", "mean_token_accuracy"):
             if len(kept.get(name, ())) == len(counts):

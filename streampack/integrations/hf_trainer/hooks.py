@@ -1,4 +1,4 @@
-"""Methods patched onto a `Trainer`."""
+"""The methods that `prepare_trainer_for_packing` patches onto a `Trainer`."""
 
 from __future__ import annotations
 
@@ -34,6 +34,13 @@ class Hooks:
     """Replacements for methods of one trainer, which call the original ones.
 
     They are set on the trainer instead of in a subclass, so that they work with any class derived from `Trainer`.
+    Nothing is patched before `patch`.
+
+    Args:
+        trainer: the trainer to patch.
+        packs: what it trains on.
+        attention: see `prepare_model_for_packing`.
+        verify: whether to check isolation before the first step.
     """
 
     NAMES = (
@@ -53,19 +60,23 @@ class Hooks:
         self, trainer: Trainer, packs: IterablePackedDataset, *, attention: str, verify: bool = True
     ) -> None:
         self.trainer = trainer
-        self.verify = verify  # check isolation before the first step
+        self.verify = verify
         self.packs = packs
         self.attention = attention
         self.originals = {name: getattr(trainer, name) for name in self.NAMES}
         self.callback: Any = None
-        self.checkpoint: Path | None = None  # resumed from
-        self.steps: Steps | None = None  # of the newest training
-        self.plan: Plan | None = None  # of the steps, if num_train_epochs sets their number
-        self.first_epoch = 0  # in which the first training began
+        self.checkpoint: Path | None = None  # the folder from which the current training resumes
+        self.steps: Steps | None = None  # the loader of the newest training
+        # The number of steps, if num_train_epochs sets it; None if max_steps does.
+        self.plan: Plan | None = None
+        self.first_epoch = 0  # the packs' epoch in which the first training began
         self.evaluations: dict[IterablePackedDataset, Evaluation] = {}
-        self.mean: TokenMean | None = None  # of the evaluation in progress
-        self.totals: dict[str, float] = {}  # for the logs
-        self._counted: Any = None  # trained tokens of the newest batch or step on all ranks
+        self.token_mean: TokenMean | None = None  # the loss of the evaluation that is running
+        self.totals: dict[str, float] = {}  # token totals of all ranks, to be logged
+        # Trained tokens of all ranks, as `_get_num_items_in_batch` counted them last: of a step, or of an evaluation's
+        # batch.
+        self._num_trained: Any = None
+        # `inputs` of which model on which device.
         self._inputs: tuple[Inputs, Any, torch.device] | None = None
 
     def patch(self, callback: Any) -> None:
@@ -75,7 +86,8 @@ class Hooks:
             setattr(self.trainer, name, getattr(self, name))
         self.trainer.add_callback(callback)
         self.ignored_data_skip = self.trainer.args.ignore_data_skip
-        self.trainer.args.ignore_data_skip = True  # the stream resumes by its own state
+        # Trainer must not skip batches: the stream resumes by its own state.
+        self.trainer.args.ignore_data_skip = True
 
     def restore(self) -> None:
         """Undo `patch`: put back the original methods and argument, and remove the callback."""
@@ -86,7 +98,7 @@ class Hooks:
 
     @property
     def inputs(self) -> Inputs:
-        """Inputs for the current model, which Trainer may make again (``model_init``) or move when it trains."""
+        """Inputs for the current model. Trainer may make the model again (``model_init``) or move it when it trains."""
         model = find_pretrained(self.trainer.model)
         if model is None:
             raise ValueError(
@@ -109,7 +121,7 @@ class Hooks:
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """Train; resume the stream from the checkpoint, and end its worker processes afterwards."""
+        """Train; resume the stream from the checkpoint, and end the stream's worker processes afterwards."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = newest_checkpoint(self.trainer.args.output_dir)
         self.checkpoint = Path(resume_from_checkpoint) if resume_from_checkpoint else None
@@ -118,15 +130,15 @@ class Hooks:
             trainer.accelerator.distributed_type.value.startswith("MULTI_")
             and trainer.model_wrapped is trainer.model
         ):
-            # An earlier evaluation has marked the model as prepared; accelerate would then silently leave out DDP, and
-            # each rank would train its own model.
+            # An earlier evaluation has marked the model as prepared. accelerate would then silently leave out DDP, and
+            # each rank would train a model of its own.
             trainer.model._is_accelerate_prepared = False
         max_steps, epochs = trainer.args.max_steps, self.packs.epochs
         try:
             result = self.originals["train"](resume_from_checkpoint, trial, ignore_keys_for_eval)
             if self.steps is not None:
                 self.steps.check_trained()
-            self._warn_of_rest()
+            self._warn_of_untrained_data()
             return result
         finally:
             self.checkpoint = self.plan = None
@@ -134,8 +146,8 @@ class Hooks:
             if self.steps is not None:
                 self.steps.close()
 
-    def _warn_of_rest(self) -> None:
-        """Warn if an estimated number of steps was too low to read all data. A collective."""
+    def _warn_of_untrained_data(self) -> None:
+        """Collective: warn if the training ended before the data, because its number of steps was estimated."""
         state = self.trainer.state
         if self.plan is None or self.plan.exact or self.plan.epochs % 1 or self.steps is None:
             return
@@ -147,25 +159,28 @@ class Hooks:
 
     def get_train_dataloader(self) -> Steps:
         """Return the packed batches, without accelerate, which would shard them among the ranks again."""
-        # _train_batch_size is args' own, or less (auto_find_batch_size).
+        # _train_batch_size is per_device_train_batch_size, or less with auto_find_batch_size.
         loader = self._loader(
             self.packs, self.trainer._train_batch_size, self.trainer.args.gradient_accumulation_steps
         )
         if self.steps is None:
             self.first_epoch = self.packs._epochs_begun.upcoming()
-        # A second training reads the same packs, as with Trainer's own loaders.
+        # A second training reads the same packs as the first, as with Trainer's own loaders.
         self.packs.set_epoch(self.first_epoch)
-        first = 0
+        steps_before = 0
         if self.checkpoint is not None:
             loader.load_state_dict(read_stream(self.checkpoint))
-            first = read_trainer(self.checkpoint)["global_step"]
+            steps_before = read_trainer(self.checkpoint)["global_step"]
         args = self.trainer.args
-        if self.plan is not None or args.max_steps <= 0:  # auto_find_batch_size comes here again: plan again
+        # With auto_find_batch_size, Trainer calls this again for another batch size, which needs another plan.
+        if self.plan is not None or args.max_steps <= 0:
             self.packs.epochs = math.ceil(args.num_train_epochs)
             self.plan = plan_epochs(loader, args.num_train_epochs)
             args.max_steps = self.plan.total
         epochs = None if self.plan is None else self.packs.epochs
-        self.steps = Steps(loader, self.as_inputs, trainer=self.trainer, first=first, planned_epochs=epochs)
+        self.steps = Steps(
+            loader, self.as_inputs, trainer=self.trainer, steps_before=steps_before, planned_epochs=epochs
+        )
         return self.steps
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
@@ -190,7 +205,7 @@ class Hooks:
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> Any:
-        """Evaluate; pass packs on as ``trainer.eval_dataset``, because TRL would tokenize the argument."""
+        """Evaluate; hand on packs as ``trainer.eval_dataset``, because TRL would tokenize them as an argument."""
         given = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
         if not any(isinstance(data, IterablePackedDataset) for data in given):
             return self.originals["evaluate"](eval_dataset, ignore_keys, metric_key_prefix)
@@ -208,15 +223,15 @@ class Hooks:
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        """Make the loss of `evaluate` and `predict` a mean over trained tokens, and count no null packs."""
-        self.mean = mean = TokenMean(self.trainer)
+        """Evaluate with the mean over trained tokens as the loss, and without null packs in the number of samples."""
+        self.token_mean = token_mean = TokenMean(self.trainer)
         try:
             output = self.originals["evaluation_loop"](
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
         finally:
-            self.mean = None
-        mean.apply(output.metrics, f"{metric_key_prefix}_loss")
+            self.token_mean = None
+        token_mean.apply(output.metrics, f"{metric_key_prefix}_loss")
         if isinstance(dataloader, Evaluation):
             output = output._replace(num_samples=dataloader.count_packs())
         return output
@@ -224,8 +239,9 @@ class Hooks:
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the stream's state before the model, when this is part of a checkpoint.
 
-        Trainer saves the model first and its own state last, on all ranks, and removes older checkpoints afterwards.
-        So a checkpoint that has both states is complete, and there always is one.
+        Trainer saves the model first and its own state last, and removes older checkpoints afterwards. So a checkpoint
+        that has both the stream's and Trainer's state is complete, and a run that is killed while saving still has the
+        one before.
         """
         if _internal_call and output_dir is not None and self.steps is not None:
             state = self.steps.state_dict()
@@ -234,32 +250,33 @@ class Hooks:
         self.originals["save_model"](output_dir, _internal_call=_internal_call)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log a step's numbers together with the token totals."""
+        """Log the training's numbers together with the token totals."""
         self.originals["log"](logs | self.totals if "loss" in logs else logs, start_time)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Compute a loss that weights the tokens of all ranks alike, in an evaluation too.
+        """Compute a loss that weights the tokens of all ranks equally, in an evaluation too.
 
-        TRL does not: a rank's null pack beside another rank's full pack would count as a loss of 0.
+        In an evaluation TRL weights the ranks equally: one rank's null pack beside another rank's full pack would count
+        as a loss of 0.
         """
         if num_items_in_batch is None:
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.trainer.args.device)
         result = self.originals["compute_loss"](
             model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
         )
-        if self.mean is not None and torch.is_tensor(self._counted):
-            self.mean.add(result[0] if return_outputs else result, self._counted)
+        if self.token_mean is not None and torch.is_tensor(self._num_trained):
+            self.token_mean.add(result[0] if return_outputs else result, self._num_trained)
         return result
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """Count trained tokens, at least 1: for a step of prompts alone the loss would be 0 / 0."""
-        self._counted = count = self.originals["_get_num_items_in_batch"](batch_samples, device)
+        """Count trained tokens; return at least 1, because the loss of a step of prompts only would be 0 / 0."""
+        self._num_trained = count = self.originals["_get_num_items_in_batch"](batch_samples, device)
         return count.clamp(min=1) if torch.is_tensor(count) else count
 
     def update_totals(self) -> None:
-        """Update the token totals of all ranks for the logs. A collective."""
+        """Collective: update the token totals of all ranks, which are logged next."""
         assert self.steps is not None
         self.steps.check_trained()
         ledger = self.steps.ledger()
@@ -269,13 +286,14 @@ class Hooks:
             "untrained": ledger.untrained,
             "dropped_tokens": sum(ledger.dropped.values()),
         }
-        # TRL sums the attention mask, which may hold boundaries, and would overwrite num_tokens.
+        # TRL logs num_tokens too, as the sum of the attention mask, which may hold boundaries here. So its numbers are
+        # replaced.
         if hasattr(self.trainer, "_total_train_tokens"):
             self.trainer._total_train_tokens = ledger.packed
             self.trainer._metrics["train"]["num_tokens"] = [ledger.packed]
 
     def _loader(
-        self, packs: IterablePackedDataset, batch_size: int, accumulated: int = 1
+        self, packs: IterablePackedDataset, batch_size: int, accumulation_steps: int = 1
     ) -> PackedDataLoader:
         args = self.trainer.args
         loader = PackedDataLoader(
@@ -283,7 +301,7 @@ class Hooks:
             batch_size=batch_size,
             num_workers=args.dataloader_num_workers,
             prefetch_factor=args.dataloader_prefetch_factor or 8,
-            packs_per_step=batch_size * accumulated * args.world_size,
+            packs_per_step=batch_size * accumulation_steps * args.world_size,
             pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
             timeout=args.ddp_timeout,
         )

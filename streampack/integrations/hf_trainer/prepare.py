@@ -25,7 +25,7 @@ def prepare_trainer_for_packing(
     attention: str = "auto",
     verify_isolation: bool = True,
 ) -> Inputs:
-    """Let a `Trainer` train on a stream of packs, on any number of ranks, with exact resumes.
+    """Patch a `Trainer` to train on a stream of packs, on any number of ranks, with exact resumes.
 
     >>> import tempfile
     >>> from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -60,7 +60,7 @@ def prepare_trainer_for_packing(
     ``dropped_tokens``. A step that trains nothing is an error, raised with the next log or at the end, unless the packs
     have ``untrained="keep"``.
 
-    A trainer may be prepared again; the last call holds. `Trainer` over map-style data needs none of this:
+    A trainer may be prepared again; the last call counts. `Trainer` over map-style data needs none of this:
     ``data_collator=FlatteningCollator()`` suffices.
 
     Args:
@@ -75,7 +75,7 @@ def prepare_trainer_for_packing(
 
     Raises:
         ValueError: for a model whose samples would see one another, data that is no stream of packs, and settings
-            under which the loss or the order would be wrong; each with the way out.
+            under which the loss or the order of packs would be wrong. The message says what to do.
     """
     _require_next_token_loss(trainer)
     packs = trainer.train_dataset if train_dataset is None else train_dataset
@@ -88,7 +88,7 @@ def prepare_trainer_for_packing(
     for name, data in (held_out if isinstance(held_out, dict) else {"eval_dataset": held_out}).items():
         if isinstance(data, IterablePackedDataset):
             require_end(data, name)
-    _check_settings(trainer, packs)
+    _require_settings(trainer, packs)
     earlier = getattr(trainer.train, "__self__", None)
     if isinstance(earlier, Hooks):
         earlier.restore()
@@ -103,10 +103,10 @@ def prepare_trainer_for_packing(
 
 
 def _require_next_token_loss(trainer: Trainer) -> None:
-    """Check that the trainer's and the model's loss is the cross-entropy of the next token.
+    """Check that trainer and model compute the cross-entropy of the next token.
 
     Raises:
-        ValueError: if it is not.
+        ValueError: if one of them does not.
     """
     for kind in type(trainer).__mro__:
         other = kind.__name__ not in ("SFTTrainer", "BaseTrainer", "_BaseTrainer")
@@ -126,7 +126,12 @@ def _require_next_token_loss(trainer: Trainer) -> None:
         )
 
 
-def _check_settings(trainer: Trainer, packs: IterablePackedDataset) -> None:
+def _require_settings(trainer: Trainer, packs: IterablePackedDataset) -> None:
+    """Check that no setting of the trainer would make the loss or the order of packs wrong.
+
+    Raises:
+        ValueError: if one would.
+    """
     args = trainer.args
     if args.n_gpu > 1:
         raise ValueError(
@@ -146,7 +151,7 @@ def _check_settings(trainer: Trainer, packs: IterablePackedDataset) -> None:
         )
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)
     for name in ("tp_size", "cp_size", "sp_size"):
-        # Trainer's methods take account of models loaded with a tp_plan and of DeepSpeed's settings.
+        # Trainer's get_tp_size and the like know of models loaded with a tp_plan and of DeepSpeed's settings.
         size = max(getattr(parallelism, name, 1), getattr(trainer, f"get_{name}", lambda: 1)())
         if size > 1:
             raise ValueError(

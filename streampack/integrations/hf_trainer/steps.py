@@ -1,4 +1,4 @@
-"""The training loader: batches as the model's arguments, and the stream's state as of the last step made."""
+"""The training loader: yields batches as the model's arguments, and knows the stream's state after the last step."""
 
 from __future__ import annotations
 
@@ -24,11 +24,18 @@ AsInputs = Callable[[Batch], dict[str, Any]]
 class Steps:
     """The training loader that a trainer iterates.
 
+    The loader may be ahead of the last step that was made, after which a checkpoint's state must resume. Trainer gets
+    all batches of a step before it makes the step, and may save between the two. And to find out whether an epoch or
+    the data has ended, this class fetches the first batch of the next step in advance::
+
+        steps that were made | a step that was handed out and not made, or the batch fetched in advance
+                             ^ the state of a checkpoint: `_before` if the loader is ahead, else the loader's own
+
     Args:
         loader: yields the batches.
         as_inputs: turns a batch into the model's arguments.
-        trainer: stopped when the data ends.
-        first: steps that a resumed run made before.
+        trainer: is told to stop when the data ends.
+        steps_before: steps that the run made before it was resumed.
         planned_epochs: epochs that the training reads, if ``num_train_epochs`` sets its length; None if
             ``max_steps`` does.
     """
@@ -39,31 +46,33 @@ class Steps:
         as_inputs: AsInputs,
         *,
         trainer: Trainer,
-        first: int,
+        steps_before: int,
         planned_epochs: int | None = None,
     ) -> None:
         self.loader = loader
         self.as_inputs = as_inputs
         self.trainer = trainer
-        self.first = first
+        self.steps_before = steps_before
         self.planned_epochs = planned_epochs
-        self.given = 0  # batches handed out
-        self.epoch = 0  # of the newest batch, counted from the run's first
-        # Lane states and slot when the newest step began.
+        self.given = 0  # batches handed out to Trainer
+        self.epoch = 0  # epoch of the last batch handed out, counted from the run's first epoch
+        # Lane states and slot before the first batch of the newest step was fetched.
         self._before: tuple[dict[int, LaneState], int] = ({}, 0)
-        self._batches: Any = None  # the loader's iteration
+        self._batches: Any = None  # the running iteration of the loader; None before the first batch
         self.trained = TrainedSteps(loader.dataset.lane_config)
-        self._fetched = False  # the first batch of the next step is in `_next`, None at the end of the data
+        # If `_fetched`, `_next` is the first batch of the next step, or None at the end of the data.
+        self._fetched = False
         self._next: Batch | None = None
 
     def __iter__(self) -> Steps:
-        return self  # after a callback has ended an epoch, Trainer iterates again and the stream goes on
+        # Trainer iterates again when a callback has ended an epoch; the stream then goes on where it is.
+        return self
 
     def __next__(self) -> dict[str, Any]:
         if self.given % self.loader.batches_per_step:
             batch = next(self._batches, None)
         elif self.trainer.state.global_step >= self.trainer.args.max_steps:
-            batch = None  # for a run resumed at its end Trainer would make one more step
+            batch = None  # otherwise Trainer would make one more step in a run that is resumed at its end
         else:
             batch = self._fetch()
             self._next, self._fetched = None, False
@@ -76,7 +85,10 @@ class Steps:
         return self.as_inputs(batch)
 
     def _fetch(self) -> Batch | None:
-        """Fetch the first batch of the next step; None at the end of the data. Between steps, a collective."""
+        """Return the first batch of the next step, fetched once; None at the end of the data.
+
+        A collective, to be called only between steps.
+        """
         if not self._fetched:
             if self._batches is None:
                 self._batches = iter(self.loader)
@@ -85,14 +97,15 @@ class Steps:
         return self._next
 
     def _epoch(self) -> int:
+        """Return the epoch of the last batch fetched, counted from the run's first epoch."""
         return int(self._batches.epoch - self.loader.dataset.epoch)
 
     def ends_epoch(self) -> bool:
-        """Return whether the newest step ended an epoch and another epoch follows. A collective."""
+        """Collective: return whether the newest step ended an epoch and another epoch follows."""
         return self._fetch() is not None and self._epoch() > self.epoch
 
     def has_more(self) -> bool:
-        """Return whether there is data after the newest step. A collective."""
+        """Collective: return whether there is data after the newest step."""
         return self._fetch() is not None
 
     def steps_in_epoch(self) -> int:
@@ -100,38 +113,42 @@ class Steps:
         return self._after_last_step()[1] // self.loader.packs_per_step
 
     def _after_last_step(self) -> tuple[dict[int, LaneState], int]:
-        """Return the lane states and the slot as of the last step made."""
-        made = self.trainer.state.global_step - self.first
-        # On SIGTERM (enable_jit_checkpoint) Trainer may save after a step's batches are given and before it is made.
+        """Return the lane states and the slot after the last step that was made."""
+        made = self.trainer.state.global_step - self.steps_before
+        # The loader is ahead if a batch was fetched in advance. It also is if Trainer has the batches of a step that it
+        # has not made: with enable_jit_checkpoint it saves a checkpoint at once when it gets a SIGTERM.
         if self._fetched or self.given > made * self.loader.batches_per_step:
             return self._before
         return self.loader._lane_states, self.loader.slot
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the stream's state as of the last step made. A collective."""
+        """Collective: return the stream's state after the last step that was made."""
         return self.loader._state_of(*self._after_last_step())
 
     def ledger(self) -> Ledger:
-        """Return the ledger of all ranks. A collective."""
+        """Collective: return the ledger of all ranks."""
         return Ledger.total(self.loader.rank_sync.gather(total_ledger(self._after_last_step()[0])))
 
     def check_trained(self) -> None:
-        """Check that each step since the last check trained something. A collective.
+        """Collective: check that each step since the last check trained something.
 
         Raises:
             ValueError: if a step trained nothing; on all ranks.
         """
-        self.trained.check(self.loader.rank_sync.gather(self.trained.take()))
+        self.trained.check(self.loader.rank_sync.gather(self.trained.take_counts()))
 
     def close(self) -> None:
         """End the worker processes."""
         self._batches, self._next, self._fetched = None, None, False
 
     def _end(self) -> None:
-        """End the training with the data, as Trainer does at max_steps; otherwise it would begin another epoch."""
+        """Stop the trainer at the end of the data; otherwise it would begin another epoch.
+
+        Ask for the log, evaluation and checkpoint that Trainer makes after the last step of ``max_steps``.
+        """
         args, state, control = self.trainer.args, self.trainer.state, self.trainer.control
         control.should_training_stop = True
-        steps = self.first + self.given // self.loader.batches_per_step
+        steps = self.steps_before + self.given // self.loader.batches_per_step
         if steps >= args.max_steps:
             return
         self._warn_of_end(steps)
