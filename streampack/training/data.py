@@ -37,9 +37,11 @@ class Datasets:
     """The training dataset of a run, and a held-out dataset for each of its sources."""
 
     train: IterablePackedDataset
-    held_out: dict[str, IterablePackedDataset]  # by the source's name; read in one lane, without shuffling
-    weights: dict[str, float]  # each source's fraction of the trained tokens
-    settings: dict[str, Any]  # arguments that they share, without encoder and epochs
+    held_out: dict[
+        str, IterablePackedDataset
+    ]  # held-out rows by the source's name, in one lane and not shuffled
+    weights: dict[str, float]  # target fraction of the trained tokens, by the source's name
+    settings: dict[str, Any]  # arguments that all datasets share, without encoder and epochs
 
 
 def build_data(
@@ -47,10 +49,11 @@ def build_data(
 ) -> tuple[IterablePackedDataset, dict[str, HeldOut]]:
     """Build the training dataset, and the held-out batches of every source (none without a ``validation`` section).
 
-    Held out is a ``fraction`` of the rows, chosen by their content (in a mixture, of each source), or a ``source`` of
-    its own, which may be a mixture too. The rows of every source are packed by themselves, in one lane and without
-    shuffling: the same packs in every run and on any topology. The ranks share them out; null packs give every rank
-    the same number of batches. The name of a source that is no mixture is empty.
+    The ``validation`` section holds out a ``fraction`` of the rows, chosen by their content (in a mixture, of each
+    source), or names a ``source`` of its own, which may be a mixture too. The held-out rows of every source are packed
+    by themselves, in one lane and without shuffling, so the packs are the same in every run and on any number of ranks.
+    They are divided among the ranks, and null packs give every rank the same number of batches. A source that is no
+    mixture has an empty name.
 
     Raises:
         ValueError: for a data or validation section that does not fit.
@@ -69,7 +72,7 @@ def build_data(
 
 
 def build_datasets(config: RunConfig, *, tokenizer: Any, vocab_size: int | None, world: World) -> Datasets:
-    """Build the datasets of `build_data`, before a row is read.
+    """Build the datasets of `build_data`, and do not read rows from them yet.
 
     Raises:
         ValueError: for a data or validation section that does not fit.
@@ -101,9 +104,11 @@ def build_datasets(config: RunConfig, *, tokenizer: Any, vocab_size: int | None,
     train = IterablePackedDataset(source, encoder=encoder, epochs=config.epochs, **common)
     if held_out is None:
         return Datasets(train, {}, {}, common)
-    # The limit holds for each lane of the training rows; here one lane reads until there are packs enough.
+    # The limit of bad records is for each lane of the training rows. A held-out dataset has one lane and reads only
+    # until it has enough packs, so no limit is needed.
     fixed = common | {"max_bad_records": sys.maxsize}
-    if folder := settings.get("quarantine"):  # rank 0 keeps a list of its own for these rows
+    # All ranks read the held-out rows, so only rank 0 lists their bad records, in a folder of their own.
+    if folder := settings.get("quarantine"):
         fixed["quarantine"] = Path(folder, "validation") if world.is_main else None
     entries = entries_of(held_out, train.lane_config.encode)
     datasets = {entry.name: first_rows(entry, fixed) for entry in entries}
@@ -127,7 +132,7 @@ def first_rows(entry: Entry, settings: Mapping[str, Any]) -> IterablePackedDatas
 def _batches_of_rank(
     packs: list[Pack], dataset: IterablePackedDataset, *, batch_size: int, world: World
 ) -> list[Batch]:
-    """Collate this rank's packs, filled up with null packs to as many batches as the other ranks have."""
+    """Collate this rank's part of the packs, with null packs added so that all ranks have as many batches."""
     batches = math.ceil(len(packs) / (world.size * batch_size))
     mine = packs[world.rank :: world.size]
     config = dataset.lane_config
@@ -143,7 +148,7 @@ def held_out_packs(dataset: IterablePackedDataset, *, name: str, max_packs: int)
     """Return the first packs of a held-out dataset; ``name`` is the source's, for messages.
 
     Raises:
-        ValueError: if the rows make none, or none that trains anything.
+        ValueError: if the rows make no pack, or none that trains anything.
     """
     of = f" of source {name!r}" if name else ""
     source = dataset.lane_config.source

@@ -11,7 +11,7 @@ def pick_device(name: str) -> torch.device:
     """Return this rank's device; ``auto`` is a GPU where there is one.
 
     Raises:
-        ValueError: for a device that this machine does not have. torchtune would take the CPU instead.
+        ValueError: for a device that this machine does not have. torchtune would silently use the CPU instead.
     """
     from torchtune import utils
 
@@ -22,7 +22,7 @@ def pick_device(name: str) -> torch.device:
         )
     try:
         device: torch.device = utils.get_device(None if name == "auto" else name)
-    except RuntimeError as error:  # more ranks than GPUs, or an index where each rank has its own
+    except RuntimeError as error:  # there are more ranks than GPUs, or an index is given for several ranks
         raise ValueError(f"device={name!r}, local rank {os.environ.get('LOCAL_RANK', 0)}: {error}") from error
     return device
 

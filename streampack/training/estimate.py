@@ -10,13 +10,15 @@ from streampack.loader.data_loader import PackedDataLoader
 from streampack.training.config import RunConfig
 from streampack.training.methods import Loader, MethodLoader
 
-PROBED_ROWS = 1024  # rows that are encoded for an estimate
+PROBED_ROWS = 1024
+"""Rows that are encoded for an estimate."""
 
 
 def total_steps(config: RunConfig, loader: Loader, *, world: World) -> int:
-    """Return the optimizer steps of a run, for schedules and progress bars; a collective.
+    """Collective: return the number of optimizer steps of a run, for schedules and progress bars.
 
-    ``max_steps``, or for a stream by epochs an estimate from a sample of the rows: such a run ends with the data.
+    It is ``max_steps``, or the steps of ``epochs`` if that is less. For a stream, the steps of an epoch are estimated
+    from a sample of the rows, and the run ends with the data.
     """
     if config.epochs is None:
         assert config.max_steps is not None
@@ -24,7 +26,7 @@ def total_steps(config: RunConfig, loader: Loader, *, world: World) -> int:
     if isinstance(loader, MethodLoader):
         by_epochs = config.epochs * loader.steps_per_epoch
     else:
-        # A thousand ranks need not all read the sample.
+        # Only rank 0 reads the sample, so that a thousand ranks do not all read the same rows.
         by_epochs = world.run_on_main(lambda: _estimated_steps(config, loader, world), of="an estimate")
     return min(by_epochs, config.max_steps or by_epochs)
 
@@ -45,9 +47,9 @@ def _lanes(config: RunConfig, loader: Loader, world: World) -> int:
 
 
 def opening(config: RunConfig, loader: Loader, *, world: World) -> str:
-    """Format the first lines of a run: lanes, length of an epoch, cost of truncation; a collective.
+    """Collective: format the first lines of a run: lanes, length of an epoch, cost of truncation.
 
-    Empty on all ranks but 0.
+    Returns an empty string on all ranks but 0.
     """
     with world.raise_on_all():
         return _opening(config, loader, world) if world.is_main else ""
@@ -59,29 +61,30 @@ def _opening(config: RunConfig, loader: Loader, world: World) -> str:
     by_method = isinstance(loader, MethodLoader)
     num_lanes = 1 if by_method else _lanes(config, loader, world)
     parts = [] if by_method else [f"{num_lanes} lane{'s' * (num_lanes > 1)}"]
-    cuts = packing.overlong in ("truncate", "drop")
-    known = None
-    if config.epochs is not None or cuts:
-        # Streams of unknown length and endless mixtures have no estimate. A bad row is reported where it is read.
+    loses_tokens = packing.overlong in ("truncate", "drop")
+    estimate = None
+    if config.epochs is not None or loses_tokens:
+        # Streams of unknown length and endless mixtures have no estimate. The error of a bad row is not raised here,
+        # but where training reads the row.
         with suppress(Exception):
-            known = dataset.estimate(rows=PROBED_ROWS, num_lanes=num_lanes)
-    if known is None:
+            estimate = dataset.estimate(rows=PROBED_ROWS, num_lanes=num_lanes)
+    if estimate is None:
         return f"data         {', '.join(parts) or config.data['method']}"
     if isinstance(loader, MethodLoader):
         parts.append(f"an epoch is {loader.steps_per_epoch:,} steps")
-    elif known.error:
+    elif estimate.error:
         parts.append(
-            f"an epoch is about {known.packs:,.0f} packs (standard error {known.error / known.packs:.1%})"
+            f"an epoch is about {estimate.packs:,.0f} packs (standard error {estimate.error / estimate.packs:.1%})"
         )
     else:
-        parts.append(f"an epoch is {known.packs:,.0f} packs")
+        parts.append(f"an epoch is {estimate.packs:,.0f} packs")
     lines = [f"data         {', '.join(parts)}"]
-    if known.longer and cuts:
+    if estimate.longer and loses_tokens:
         lines.append(
-            f"overlong     {known.longer:.1%} of {known.samples:,} samples looked at are longer than "
-            f"max_seq_len={packing.max_seq_len}: overlong={packing.overlong} loses {known.cut:.1%} of the tokens, "
-            f"{known.cut_trained:.1%} of the trained ones"
+            f"overlong     {estimate.longer:.1%} of {estimate.samples:,} samples looked at are longer than "
+            f"max_seq_len={packing.max_seq_len}: overlong={packing.overlong} loses {estimate.cut:.1%} of the tokens, "
+            f"{estimate.cut_trained:.1%} of the trained ones"
         )
-    if known.untrained:
-        lines.append(f"untrained    {known.untrained:.1%} of them train nothing (data.untrained)")
+    if estimate.untrained:
+        lines.append(f"untrained    {estimate.untrained:.1%} of them train nothing (data.untrained)")
     return "\n".join(lines)

@@ -19,8 +19,8 @@ from streampack.training.model import evaluating
 class HeldOut(NamedTuple):
     """Held-out batches of one source."""
 
-    batches: Sequence[Batch]  # this rank's; every rank has the same number
-    weight: float = 1.0  # the source's fraction of the trained tokens
+    batches: Sequence[Batch]  # this rank's batches; every rank has the same number of them
+    weight: float = 1.0  # the source's target fraction of the trained tokens
 
 
 def evaluate(
@@ -32,7 +32,7 @@ def evaluate(
     device: torch.device,
     world: World,
 ) -> dict[str, float]:
-    """Return the losses over the packs of all ranks, weighted as in training; a collective.
+    """Collective: return the losses over the packs of all ranks, with labels weighted as in training.
 
     ``validation_loss`` is the mean of the sources' losses, weighted by their fractions of the trained tokens; a
     mixture has ``validation_loss_<name>`` too.

@@ -20,13 +20,13 @@ from streampack.training.devices import pick_device
 
 
 def verify_isolation(model: nn.Module, inputs: Inputs, *, max_seq_len: int, world: World) -> LeakReport:
-    """Raise on all ranks if samples of a pack attend to one another in this model; a collective.
+    """Collective: raise on all ranks if samples of a pack attend to one another in this model.
 
-    Makes 19 forward passes of one pack of 256 tokens, or more where the model has a longer window. Leaves model and
-    random generators as they were. See `find_leaks`.
+    Makes 19 forward passes of one pack of 256 tokens, or of a longer pack if the model has a window. Model and random
+    generators are afterwards as before. See `find_leaks`.
 
     Raises:
-        ValueError: with the report.
+        ValueError: if they do, with the report.
     """
     with world.raise_on_all():
         report = find_leaks(model, inputs=inputs, max_seq_len=probe_length(model, max_length=max_seq_len))

@@ -1,4 +1,4 @@
-"""Metrics of a run: counts and losses of a step, by source of a mixture, and the stream's ledger."""
+"""Metrics of a run: losses and counts of its steps and of a mixture's sources, the stream's ledger, peak memory."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from streampack.sources.mixture import Mix
 from streampack.training.methods import Loader
 
 COUNTS = ("loss", "z_loss", "weight", "trained", "tokens", "capacity", "samples")
+"""What a `StepMeter` adds up, in this order; ``capacity`` is the tokens that fit, padding included."""
 
 
 class StepMeter:
@@ -20,24 +21,28 @@ class StepMeter:
 
     The sums stay on the device until `metrics` reads them, so that the loop does not wait for a GPU.
 
-    A step that trains nothing is an error, raised by `metrics` and `check` on all ranks, unless ``untrained`` is
-    ``"keep"``. Exempt is a step that is mostly padding, such as an epoch's last one, if a step before it trained.
+    A step that trains nothing is an error, which `metrics` and `check` raise on all ranks, unless ``untrained`` is
+    ``"keep"``. A step that is more than half padding, such as the last one of an epoch, is exempt if an earlier step
+    trained something.
+
+    A step is measured by `start`, `add` for each batch, `reduce` and `stop`, in this order.
     """
 
     def __init__(self, world: World, device: torch.device, *, untrained: str | None = None) -> None:
         self.world = world
         self.device = device
         self.untrained = untrained
-        self.empty_steps = torch.zeros((), dtype=torch.int64, device=device)  # that should have trained
-        self.window = self._zeros()  # sums of all ranks since the last `metrics`
-        self.total = self._zeros()  # sums of all ranks since the beginning
-        self.steps, self.seconds = 0, 0.0  # since the last `metrics`
-        self.made = 0  # steps since the beginning
+        # Number of steps that trained nothing and are not exempt.
+        self.empty_steps = torch.zeros((), dtype=torch.int64, device=device)
+        self.window = self._zeros()  # sums over all ranks since the last call of `metrics`
+        self.total = self._zeros()  # sums over all ranks since the beginning
+        self.steps, self.seconds = 0, 0.0  # steps, and their time, since the last call of `metrics`
+        self.total_steps = 0  # steps since the beginning
         self.start()
 
     def start(self) -> None:
         """Begin a step."""
-        self.started = time.perf_counter()
+        self.started_at = time.perf_counter()
         self.batches = 0
         self.loss: torch.Tensor | float = 0.0
         self.z_loss: torch.Tensor | float = 0.0
@@ -56,11 +61,11 @@ class StepMeter:
         self.counts = [a + b for a, b in zip(self.counts, counts, strict=True)]
 
     def reduce(self) -> torch.Tensor:
-        """Add up a step over the ranks; a collective.
+        """Collective: add up the counts of the step over all ranks.
 
         Returns:
-            The factor for gradients that every rank summed and FSDP averaged: ranks / weight, or 0 for a step
-            that trains nothing.
+            The factor that turns gradients of summed losses, which FSDP has averaged over the ranks, into those of the
+            mean loss: number of ranks / weight of all labels, or 0 for a step that trains nothing.
         """
         sums = torch.tensor(self.counts, dtype=torch.float64).to(self.device, non_blocking=True)
         sums[0] += self.loss
@@ -77,35 +82,35 @@ class StepMeter:
     def stop(self) -> None:
         """End the step."""
         self.steps += 1
-        self.made += 1
-        self.seconds += time.perf_counter() - self.started
+        self.total_steps += 1
+        self.seconds += time.perf_counter() - self.started_at
 
     def check(self) -> None:
-        """Raise if a step trained nothing; waits for the device.
+        """Raise if a step trained nothing. This waits for the device.
 
         Raises:
-            ValueError: with the number of such steps.
+            ValueError: if one did, with the number of such steps.
         """
         if self.untrained != "keep" and (count := int(self.empty_steps)):
             raise ValueError(
-                f"{count} of {self.made} step(s) trained nothing: no label of their tokens is trained. Look at the "
-                "labels, and whether data.overlong=truncate cuts answers off; ledger_untrained counts such samples in "
-                "the metrics. data.untrained=drop leaves them out, data.untrained=keep lets such steps be"
+                f"{count} of {self.total_steps} step(s) trained nothing: no label of their tokens is trained. Look at "
+                "the labels, and whether data.overlong=truncate cuts answers off; ledger_untrained counts such samples
+                in " "the metrics. data.untrained=drop leaves them out, data.untrained=keep lets such steps be"
             )
 
     @property
     def tokens(self) -> int:
-        """Real tokens of all ranks so far."""
+        """Tokens of all ranks since the beginning, without padding."""
         return int(self.total[COUNTS.index("tokens")])
 
     def metrics(self) -> dict[str, float]:
         """Return the loss of the last step, and means over the steps since the last call.
 
-        ``loss`` is per trained token (per sample, with sample weights), without ``z_loss``, which is listed only
-        where it is used; ``padding`` is a fraction of 1.
+        ``loss`` is a mean over trained tokens (over samples, with sample weights). It does not include ``z_loss``, which
+        is in the result only where it is used. ``padding`` is a fraction between 0 and 1.
 
         Raises:
-            ValueError: see `check`.
+            ValueError: if a step trained nothing, see `check`.
         """
         before = time.perf_counter()
         loss, z_loss, weight = self.step[:3].tolist()  # waits for the GPU
@@ -131,7 +136,7 @@ class StepMeter:
 class SourceMeter:
     """Adds up losses and tokens by source of a mixture, over all ranks. Without a mixture it does nothing.
 
-    The losses stay on the device until `metrics` reads them.
+    The sums of losses stay on the device until `metrics` reads them.
     """
 
     def __init__(self, loader: Loader, world: World, device: torch.device) -> None:
@@ -139,9 +144,9 @@ class SourceMeter:
         self.mix = loader.dataset.mix
         self.world = world
         self.device = device
-        self._start()
+        self._reset()
 
-    def _start(self) -> None:
+    def _reset(self) -> None:
         names = self.mix.names if self.mix is not None else []
         self.loss = torch.zeros(len(names), dtype=torch.float64, device=self.device)
         self.weight = torch.zeros(len(names), dtype=torch.float64)
@@ -156,17 +161,17 @@ class SourceMeter:
         self.loss.index_add_(0, ids.flatten(), losses.detach().double().flatten())
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of every source; a collective.
+        """Collective: return the metrics of every source, named ``source_<name>_<metric>``.
 
-        ``loss`` is since the last call, and missing if no token was trained. The others are since the beginning,
-        over all lanes: ``epochs`` (mean over the lanes), ``tokens_in``, ``packed``, ``trained``, and ``fraction``, the
-        source's fraction of the trained tokens.
+        ``loss`` covers the time since the last call, and is missing if no token was trained in it. The others cover all
+        lanes since the beginning: ``epochs`` (mean over the lanes), ``tokens_in``, ``packed``, ``trained``, and
+        ``fraction``, the source's fraction of the trained tokens.
         """
         if self.mix is None:
             return {}
         sums = torch.stack([self.loss, self.weight.to(self.device)])
         losses, weights = self.world.all_reduce(sums).tolist()
-        self._start()
+        self._reset()
         ranks = self.world.gather(self.loader.source_stats())
         totals = {name: SourceStats.total(stats[name] for stats in ranks) for name in self.mix.names}
         trained = sum(stats.trained for stats in totals.values())
@@ -201,19 +206,19 @@ def source_ids(batch: Batch, mix: Mix) -> torch.Tensor:
 
 
 def stream_totals(loader: Loader, world: World) -> tuple[Ledger, int]:
-    """Return the ledger of all ranks, and the epoch of the slowest; a collective."""
+    """Collective: return the ledger of all ranks, and the lowest epoch of any rank."""
     ledgers, epochs = zip(*world.gather((loader.ledger(), loader.epoch)), strict=True)
     return Ledger.total(ledgers), min(epochs)
 
 
 def stream_metrics(loader: Loader, world: World) -> dict[str, float]:
-    """Return `stream_totals` for the metric logger; a collective."""
+    """Collective: return `stream_totals` by name, for the metric logger."""
     ledger, epoch = stream_totals(loader, world)
     return {"epoch": epoch} | {f"ledger_{name}": value for name, value in ledger.as_dict().items()}
 
 
 def memory_metrics(world: World, device: torch.device) -> dict[str, float]:
-    """Return the peak GPU memory of each rank, in GiB; a collective."""
+    """Collective: return the peak GPU memory of each rank, in GiB; nothing on other devices."""
     if device.type != "cuda":
         return {}
     peaks = world.gather(torch.cuda.max_memory_allocated(device) / 2**30)

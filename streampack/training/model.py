@@ -1,4 +1,4 @@
-"""Build a torchtune model with its weights, whole or sharded over the ranks, and what a loop does with it."""
+"""Build a torchtune model with its weights, whole or sharded over the ranks; gather, evaluate and clip it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from streampack.instantiate import COMPONENT, build
 from streampack.training.config import RunConfig
 from streampack.training.lora import start_adapters
 
-OUTPUT_CHUNKS = 8  # torchtune makes an fp32 copy of the logits; in chunks it is made and freed piece by piece
+# torchtune copies the logits to fp32. In this many chunks, each copy is freed before the next is made.
+OUTPUT_CHUNKS = 8
 
 Weights = Mapping[str, Any]
 
@@ -29,22 +30,22 @@ def build_model(
 ) -> nn.Module:
     """Build the model that a config names, load its weights, and return it on ``device`` in training mode.
 
-    With several ranks it is sharded by FSDP2, each layer by itself: a rank holds a part of the weights, gradients and
-    optimizer states, and a whole layer only while it computes with it.
+    With several ranks it is sharded by FSDP2, layer by layer: each rank holds a part of the weights, gradients and
+    optimizer states, and gathers a whole layer only while it computes with it. Then this function is a collective.
 
     Args:
-        config: names a builder of torchtune's, or of any model with ``layers``.
-        weights: all weights of the base, under the names that the unsharded model has.
-        device: this rank's.
+        config: names a builder of torchtune, or of any model with ``layers``.
+        weights: all weights of the base model, under the names that the unsharded model has.
+        device: this rank's device.
         world: the ranks to shard the model over.
-        adapters_only: freeze all but the adapters, which begin as `start_adapters` says.
+        adapters_only: freeze all weights but the adapters, which `start_adapters` initializes.
 
     Raises:
         ValueError: for weights of another model, a dtype that does not fit, or a model that cannot be sharded.
     """
     try:
         torch_dtype = training.get_dtype(config.dtype, device=device)
-    except RuntimeError as error:  # this GPU does not compute in bf16
+    except RuntimeError as error:  # torchtune raises it if the GPU does not compute in bf16
         raise ValueError(f"dtype={config.dtype} on {device}: {error}") from error
     with training.set_default_dtype(torch_dtype), torch.device("meta") if world.size > 1 else device:
         model: nn.Module = build(config.model)
@@ -71,31 +72,36 @@ def build_model(
                 reshard_after_forward=config.fsdp_reshard_after_forward,
                 dp_mesh=init_device_mesh(device.type, (world.size,)),
             )
-        except AssertionError as error:  # torchao's: a rank needs whole groups of 64 * 256 quantized numbers
+        except (
+            AssertionError
+        ) as error:  # torchao raises it: a rank needs whole groups of 64 * 256 quantized numbers
             raise ValueError(
                 f"the model cannot be sharded over {world.size} ranks: {error}; use a number of ranks that "
                 "divides its quantized weights (powers of 2 usually do), or do not quantize"
             ) from error
         with training.set_default_dtype(torch_dtype), device:
             for module in model.modules():
-                if hasattr(module, "rope_init"):  # sets a buffer that no checkpoint holds
+                if hasattr(module, "rope_init"):  # computes a buffer that is in no checkpoint
                     module.rope_init()  # type: ignore[operator]
-        with _fitting(model, weights):
+        with _short_loading_errors(model, weights):
             training.load_from_full_model_state_dict(model, weights, device, strict=True)
         training.validate_no_params_on_meta_device(model)
     else:
-        with _fitting(model, weights):
+        with _short_loading_errors(model, weights):
             model.load_state_dict(weights)
     training.validate_expected_param_dtype(model.named_parameters(), dtype=torch_dtype)
     for module in model.modules():
-        if hasattr(module, "initialize_dora_magnitude"):  # from the norms of the base weights
+        if hasattr(module, "initialize_dora_magnitude"):  # needs the norms of the base weights
             module.initialize_dora_magnitude()  # type: ignore[operator]
     return model.train()
 
 
 @contextmanager
-def _fitting(model: nn.Module, weights: Weights) -> Iterator[None]:
-    """Raise a short error if loading fails: torch lists every weight, or has an AttributeError."""
+def _short_loading_errors(model: nn.Module, weights: Weights) -> Iterator[None]:
+    """Replace an error of loading ``weights`` in the block by a short one that names what does not fit.
+
+    torch lists every weight that does not fit, or raises an AttributeError that names none.
+    """
     wanted = {
         name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", ""): tuple(value.shape)
         for name, value in model.named_parameters()
@@ -144,18 +150,19 @@ def full_weights(model: nn.Module, *, device: torch.device, world: World) -> dic
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch dropout and gradients off in the block; afterwards, the model is in training mode."""
+    """Switch dropout and gradients off within the block; afterwards the model is in training mode."""
     model.eval()
     with torch.no_grad():
         yield
     model.train()
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # with reshard_after_forward=False, nothing else does before the next backward pass
+            # With reshard_after_forward=False, layers would stay whole until the next backward pass.
+            module.reshard()
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Scale the gradients so that their norm, over all shards, is at most ``max_norm``; return the norm before."""
+    """Scale the gradients so that their norm over all shards is at most ``max_norm``; return the norm before."""
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm=max_norm)
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 

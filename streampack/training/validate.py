@@ -24,11 +24,11 @@ from streampack.training.devices import missing_device, named_device
 from streampack.types import IGNORE_INDEX
 from streampack.validation import did_you_mean
 
-STEPS = 100  # of the schedule that is tried
+SCHEDULE_STEPS = 100  # number of training steps given to the schedule that is built
 
 
 def validate(config: Any, *, files: bool = True) -> list[str]:
-    """Return the problems of a config, one line each, which begins with the key; empty if it is well-formed.
+    """Return the problems of a config, each a line that begins with the key; an empty list if there are none.
 
     Args:
         config: a mapping, OmegaConf's or plain.
@@ -46,7 +46,7 @@ def validate(config: Any, *, files: bool = True) -> list[str]:
 
 
 def notes(config: Any) -> list[str]:
-    """Return what a well-formed config needs and this machine lacks: no problem, if it is for another machine."""
+    """Return what a config needs and this machine lacks; it is no problem if the config is for another machine."""
     device = to_plain(config).get("device", "auto")
     if device == "auto" or (lack := missing_device(named_device(device))) is None:
         return []
@@ -54,8 +54,8 @@ def notes(config: Any) -> list[str]:
 
 
 @contextmanager
-def _noted(problems: list[str], where: str) -> Iterator[None]:
-    """Append to ``problems`` what is raised in the block."""
+def _collect_errors(problems: list[str], where: str) -> Iterator[None]:
+    """Append an exception raised in the block to ``problems``, as a line that begins with the key ``where``."""
     try:
         yield
     except Exception as error:  # tokenizers and sources of users may raise anything
@@ -66,31 +66,32 @@ def _noted(problems: list[str], where: str) -> Iterator[None]:
 
 
 def _training_problems(cfg: RunConfig) -> list[str]:
-    """Return the problems of device, optimizer and schedule, which are built for a model of one number."""
+    """Return the problems of device, optimizer and schedule, by building them for a model of one parameter."""
     problems: list[str] = []
     optimizer = None
     if cfg.device != "auto":
-        with _noted(problems, "device"):
+        with _collect_errors(problems, "device"):
             named_device(cfg.device)
-    with _noted(problems, "optimizer"):
+    with _collect_errors(problems, "optimizer"):
         optimizer = build(cfg.optimizer, [torch.nn.Parameter(torch.zeros(1))])
     if optimizer is not None:
-        with _noted(problems, "lr_scheduler"):
-            build(cfg.lr_scheduler, inject={"optimizer": optimizer, "num_training_steps": STEPS})
+        with _collect_errors(problems, "lr_scheduler"):
+            build(cfg.lr_scheduler, inject={"optimizer": optimizer, "num_training_steps": SCHEDULE_STEPS})
     return problems
 
 
 def _file_problems(cfg: RunConfig) -> list[str]:
+    """Return the problems that show when files are opened and the first rows are encoded."""
     problems = list(_checkpoint_problems(cfg.checkpointer))
     tokenizer = None
-    with _noted(problems, "tokenizer"):
+    with _collect_errors(problems, "tokenizer"):
         tokenizer = build(cfg.tokenizer)
     if tokenizer is None:
         return problems  # no row can be encoded without it
-    # Lists of skipped records go to a folder that is removed.
+    # Lists of skipped records are written to a temporary folder, so that nothing is left of the check.
     with tempfile.TemporaryDirectory() as scratch:
         cfg = replace(cfg, output_dir=scratch, data={**cfg.data, "quarantine": None})
-        with _noted(problems, "data"):
+        with _collect_errors(problems, "data"):
             vocab_size = cfg.model.get("vocab_size")
             datasets = build_datasets(
                 cfg,
@@ -100,16 +101,20 @@ def _file_problems(cfg: RunConfig) -> list[str]:
             )
             config = datasets.train.lane_config
             for entry in entries_of(config.source, config.encode):
-                with _noted(problems, f"data: source {entry.name!r}" if entry.name else "data"):
+                with _collect_errors(problems, f"data: source {entry.name!r}" if entry.name else "data"):
                     _require_training(first_rows(entry, datasets.settings))
             for name, dataset in datasets.held_out.items():
-                with _noted(problems, "validation"):
+                with _collect_errors(problems, "validation"):
                     held_out_packs(dataset, name=name, max_packs=1)
     return problems
 
 
 def _require_training(dataset: IterablePackedDataset) -> None:
-    """Raise ValueError unless the first pack of a dataset trains something."""
+    """Check that the first pack of a dataset trains something.
+
+    Raises:
+        ValueError: if it does not.
+    """
     pack = next(iter(dataset.stream()))
     if not (pack.labels != IGNORE_INDEX).any():
         raise ValueError(
@@ -129,7 +134,7 @@ def _checkpoint_problems(node: Mapping[str, Any]) -> Iterator[str]:
         )
         yield f"checkpointer.model_type={kind!r} is unknown{hint}"
     if not isinstance(folder, str):
-        return  # a node that writes the files
+        return  # it is a node, which would write the files when it is built
     if not Path(folder).is_dir():
         yield f"checkpointer.checkpoint_dir={folder!r} is no folder; download the weights, or correct the path"
         return
