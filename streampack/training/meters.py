@@ -94,8 +94,8 @@ class StepMeter:
         if self.untrained != "keep" and (count := int(self.empty_steps)):
             raise ValueError(
                 f"{count} of {self.total_steps} step(s) trained nothing: no label of their tokens is trained. Look at "
-                "the labels, and whether data.overlong=truncate cuts answers off; ledger_untrained counts such samples
-                in " "the metrics. data.untrained=drop leaves them out, data.untrained=keep lets such steps be"
+                "the labels, and whether data.overlong=truncate cuts answers off; ledger_untrained counts such samples "
+                "in the metrics. data.untrained=drop leaves them out, data.untrained=keep lets such steps be"
             )
 
     @property
@@ -106,8 +106,8 @@ class StepMeter:
     def metrics(self) -> dict[str, float]:
         """Return the loss of the last step, and means over the steps since the last call.
 
-        ``loss`` is a mean over trained tokens (over samples, with sample weights). It does not include ``z_loss``, which
-        is in the result only where it is used. ``padding`` is a fraction between 0 and 1.
+        ``loss`` is a mean over trained tokens (over samples, with sample weights). It does not include ``z_loss``,
+        which is in the result only where it is used. ``padding`` is a fraction between 0 and 1.
 
         Raises:
             ValueError: if a step trained nothing, see `check`.
