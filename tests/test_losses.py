@@ -67,7 +67,9 @@ def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 @pytest.mark.parametrize("chunk_size", [1, 7, 512])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(3, 5, 2), (2, 16, 130)], ids=str)
-def test_equals_the_shifted_sum(shape: tuple[int, int, int], dtype: torch.dtype, chunk_size: int) -> None:
+def test_the_loss_matches_torchs_on_shifted_labels(
+    shape: tuple[int, int, int], dtype: torch.dtype, chunk_size: int
+) -> None:
     logits, labels = example(*shape, dtype=dtype)
     ours, theirs = summed_cross_entropy(logits, labels, chunk_size=chunk_size), naive_loss(logits, labels)
     assert ours.shape == ()
@@ -187,7 +189,7 @@ def test_no_fp32_copy_of_all_logits_exists() -> None:
 
 # torch's tracer instantiates the Function, of which torch warns.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_it_compiles_without_a_graph_break() -> None:
+def test_the_loss_compiles_without_a_graph_break() -> None:
     logits, labels = example(2, 9, 11)
     compiled = torch.compile(summed_cross_entropy, fullgraph=True, backend="eager")
     ours, plain = compiled(logits, labels, chunk_size=5), summed_cross_entropy(logits, labels, chunk_size=5)

@@ -1,4 +1,4 @@
-"""The keys of a recipe's config as typed fields, and what can be checked without opening a file."""
+"""The keys of a recipe's config as typed fields, and checks that open no file."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RunConfig:
     dtype: str = "bf16"
     validation: Node | None = None  # fraction of the rows or source, max_packs, every
     lr_scheduler: Node | None = None
-    epochs: int | None = None  # None with max_steps: the data is read as often as it takes
+    epochs: int | None = None  # None: the data is read again and again, until max_steps
     max_steps: int | None = None
     batch_size: int = 1  # packs in a forward pass of one rank, at most
     packs_per_step: int | None = None  # packs in an optimizer step, over all ranks; default: one batch a rank
@@ -51,17 +51,19 @@ class RunConfig:
     verify_isolation: bool = True  # check before the first step that no sample of a pack attends to another
     activation_checkpointing: bool = False
     compile: bool = False
-    custom_sharded_layers: list[str] = field(default_factory=list)  # sharded by themselves, like the layers
+    custom_sharded_layers: list[str] = field(
+        default_factory=list
+    )  # modules sharded one by one, as layers are
     fsdp_reshard_after_forward: bool = True  # False keeps layers whole until the backward pass: more memory
     collective_timeout: float = 600  # seconds that ranks wait for the slowest one
-    checkpoint_every: int | None = None  # steps; None: only the final weights
+    checkpoint_every: int | None = None  # steps between checkpoints; None: only the final weights are saved
     keep_checkpoints: int = 2
     async_checkpoint: bool = False  # write while training continues, from a copy in memory
     save_adapter_weights_only: bool = False  # LoRA: do not save the merged weights
     document_masking: bool = True  # pretraining: False lets a token attend to all documents before it
     z_loss: float = 0.0  # pretraining: weight of the squared log-normalizer in the loss; PaLM's was 1e-4
     resume: bool = False  # from the newest checkpoint in output_dir; from step 0 if there is none
-    log_every: int = 1  # steps
+    log_every: int = 1  # steps between two logs
     profiler: Node | None = None
 
     def __post_init__(self) -> None:

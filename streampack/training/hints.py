@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from streampack.validation import did_you_mean
 
-OF_TORCHTUNE = {
+TORCHTUNE_KEYS = {
     "gradient_accumulation_steps": "packs_per_step is the packs of an optimizer step over all ranks; "
     "batches accumulate until it is reached",
     "log_every_n_steps": "write log_every",
@@ -55,6 +55,6 @@ def hint_for(key: str, known: Collection[str], *, top: bool = False) -> str:
     >>> hint_for("shufle", ["shuffle", "seed"])
     "; did you mean 'shuffle'?"
     """
-    if top and key in OF_TORCHTUNE:
-        return f"; {OF_TORCHTUNE[key]}"
+    if top and key in TORCHTUNE_KEYS:
+        return f"; {TORCHTUNE_KEYS[key]}"
     return did_you_mean(key, known) or f"; the keys are {', '.join(sorted(known))}"

@@ -1,6 +1,6 @@
 """Low-rank adapters: initialize, merge, and save them for torchtune and PEFT.
 
-LoRA: Hu et al., 2021, https://arxiv.org/abs/2106.09685. The layers, those of QLoRA and DoRA too, are torchtune's.
+LoRA is by Hu et al., 2021, https://arxiv.org/abs/2106.09685. The layers of LoRA, QLoRA and DoRA are torchtune's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 from torchtune import training
 from torchtune.modules import peft
 
-# Layers that can have adapters: torchtune's names and Hugging Face's.
+# Layers that can have adapters, and the weights of an adapter: torchtune's name -> Hugging Face's and PEFT's name.
 TARGETS = {
     "q_proj": "self_attn.q_proj", "k_proj": "self_attn.k_proj", "v_proj": "self_attn.v_proj",
     "output_proj": "self_attn.o_proj", "w1": "mlp.gate_proj", "w2": "mlp.down_proj", "w3": "mlp.up_proj",
@@ -27,7 +27,8 @@ TARGETS = {
 PARTS = {
     "lora_a.weight": "lora_A.weight", "lora_b.weight": "lora_B.weight", "magnitude": "lora_magnitude_vector",
 }  # fmt: skip
-# The two numbers that are rotated together lie side by side, or half a head apart as in Hugging Face's format.
+# Rotary embeddings that rotate pairs of numbers which lie side by side, and those whose pairs are half a head apart, as
+# in Hugging Face's format.
 NEIGHBOURS, HALVES = ("RotaryPositionalEmbeddings", "Llama3ScaledRoPE"), ("Qwen2RotaryPositionalEmbeddings",)
 
 log = logging.getLogger(__name__)
@@ -36,8 +37,8 @@ log = logging.getLogger(__name__)
 def start_adapters(model: nn.Module, *, seed: int) -> dict[str, torch.Tensor]:
     """Freeze all but the adapters of a model, and return the adapters' initial weights.
 
-    As in the paper, A is random and B zero, so that the model begins as its base. The values depend on ``seed`` alone,
-    not on the number of ranks or the device.
+    As in the paper, A is random and B is zero, so that the model computes at first what its base computes. The values
+    depend on ``seed`` alone, not on the number of ranks or the device.
 
     Raises:
         ValueError: if the model has no adapters.
@@ -82,12 +83,13 @@ def split_and_merge(
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Split all weights of a model into the base with the adapters merged in, and the adapters.
 
-    Consumes ``weights``.
+    Changes ``weights``: the merged weights are computed in place.
     """
     adapters = peft.get_adapter_state_dict(weights)
     for name in [name for name in weights if name.endswith(".magnitude")]:
         layer = name.removesuffix(".magnitude")
-        if f"{layer}.bias" in weights:  # torchtune's DoRA layers scale the bias too; its merge does not
+        # torchtune's DoRA layers scale the bias too, and torchtune's merge does not.
+        if f"{layer}.bias" in weights:
             delta = weights[f"{layer}.lora_b.weight"] @ weights[f"{layer}.lora_a.weight"]
             whole = weights[f"{layer}.weight"] + config["lora_alpha"] / config["r"] * delta
             scale = weights[name] / torch.linalg.norm(whole, dim=1)
@@ -101,14 +103,14 @@ def save_adapters(
 ) -> Path:
     """Write adapters to a folder of their own: ``adapter_model.pt`` for torchtune, and two files for PEFT.
 
-    PEFT's are written only for a base in Hugging Face's format whose layers PEFT knows. They must not lie beside the
-    merged weights: transformers would apply the adapter a second time.
+    PEFT's files are written only if the base is in Hugging Face's format and PEFT knows its layers. They must not be in
+    the folder of the merged weights, because transformers would apply the adapter to these again.
 
     Args:
-        checkpointer: torchtune's, which loaded the base.
+        checkpointer: torchtune's checkpointer that loaded the base.
         weights: the adapters, under torchtune's names.
-        model: the model that they were trained in.
-        output_dir: the run's.
+        model: the model in which they were trained.
+        output_dir: the output folder of the run.
 
     Returns:
         The folder, ``adapter`` in ``output_dir``.

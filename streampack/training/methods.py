@@ -26,7 +26,7 @@ from streampack.validation import require
 OF_SAMPLES = (
     "corpus", "encoder", "max_seq_len", "overlong", "truncate_side", "truncate_eos", "empty", "untrained", "seed"
 )  # fmt: skip
-"""The entries of a dataset's identity that decide which samples there are."""
+"""Entries of a dataset's identity that decide which samples an epoch has; a state is compared by these only."""
 
 
 class MethodLoader:
@@ -36,7 +36,9 @@ class MethodLoader:
     it in memory: 4 bytes a token, 8 where labels differ from the tokens. The dataset decides what happens to empty,
     overlong and broken samples; its ``strategy``, buffer, lanes and shuffling are replaced by the method.
 
-    An iteration goes on behind the last batch that was handed out, or behind the loaded state.
+    An iteration begins after the last batch that was handed out, or at the loaded state.
+
+    The constructor is a collective: it reads the whole corpus on every rank and compares what the ranks have read.
 
     >>> rows = [{"tokens": [i] * n, "labels": [i] * n} for i, n in enumerate([5, 4, 2, 3])]
     >>> dataset = IterablePackedDataset(rows, max_seq_len=8)
@@ -45,13 +47,13 @@ class MethodLoader:
     ([(1, 2), (1, 5), (1, 4), (1, 3)], 2)
 
     Args:
-        dataset: its source, encoder, ``max_seq_len``, ``epochs`` and ``seed`` are used.
+        dataset: gives source, encoder, ``max_seq_len``, ``epochs`` and ``seed``.
         method: one of `METHODS`.
-        batch_size: rows of a batch; for ``minibatch_packing``, samples.
+        batch_size: rows of a batch; for ``minibatch_packing``, samples in its one row.
         packs_per_step: rows of an optimizer step, over all ranks; a multiple of ``batch_size`` times the ranks.
         num_workers: processes that make batches of the samples.
         pin_memory: put batches into page-locked memory, for faster copies to a GPU.
-        world: the ranks.
+        world: the ranks that divide the batches; None: a single process.
 
     Raises:
         ValueError: for a setting that does not fit, a row that is no sample, or ranks that read different samples.
@@ -102,7 +104,7 @@ class MethodLoader:
             batch_size=batch_size,
             lengths=[sample.tokens.size for sample in samples],
             packs_per_step=packs_per_step,
-            # `read_pieces` has dropped or cut the others.
+            # `read_pieces` has dropped or cut the samples that are too long, unless they are to be split.
             overlong="split" if packing.overlong == "split" else None,
             padding_idx=config.padding_idx,
             seed=config.seed,
@@ -112,17 +114,17 @@ class MethodLoader:
             rank=world.rank,
         )
         self.sampler: Any = self.loader.sampler
-        at_once = batch_size * world.size
-        self.batches_per_step = (packs_per_step or at_once) // at_once
-        self._handed = 0  # batches of this epoch that each rank has handed out
-        self._totals = Ledger()  # of all ranks
+        rows_at_once = batch_size * world.size
+        self.batches_per_step = (packs_per_step or rows_at_once) // rows_at_once
+        self._handed = 0  # batches that each rank has handed out in this epoch
+        self._totals = Ledger()  # what all ranks have handed out since the beginning
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: method {self.method}, of {self.dataset}>"
 
     def __iter__(self) -> Iterator[Batch]:
         while True:
-            # With worker processes the sampler is ahead of what was handed out.
+            # With worker processes the sampler is ahead of the batches that were handed out, so it is set back to them.
             self.sampler.load_state_dict(self.sampler.state_dict(consumed=self._handed))
             for batch in self.loader:
                 self._count_batch()
@@ -133,7 +135,10 @@ class MethodLoader:
             self._handed = 0
 
     def _traced(self, fragments: tuple[Fragment, ...]) -> tuple[Fragment, ...]:
-        """Refer fragments to rows of the source, where `IterablePackedDataset.trace` finds them."""
+        """Return fragments with row ids of the source, as `IterablePackedDataset.trace` needs them.
+
+        The method loader's fragments name a sample by its index.
+        """
         found = []
         for (number,), start, stop, trained in fragments:
             piece = self._pieces[number]
@@ -163,7 +168,7 @@ class MethodLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration go on after the batch at which ``state`` was taken.
+        """Let the next iteration begin after the batch at which ``state`` was taken.
 
         Raises:
             ValueError: for a state of a stream, of another method, corpus or config, or one that stands where this
@@ -210,8 +215,8 @@ Loader: TypeAlias = PackedDataLoader | MethodLoader
 def read_pieces(dataset: IterablePackedDataset, *, world: World) -> tuple[list[Piece], Ledger]:
     """Read a dataset's samples once, with a progress bar; return them, and a ledger of what was dropped.
 
-    Samples that are to be split are returned whole. Each rank reads everything; rank 0 writes the quarantine, whose
-    limit is that of all lanes of a stream.
+    Samples that are to be split are returned whole. Each rank reads all rows, and rank 0 lists bad records. The limit
+    of bad records is that of one lane times the number of lanes that a stream of this dataset would have.
     """
     from tqdm import tqdm
 

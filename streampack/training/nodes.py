@@ -10,13 +10,14 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from streampack.instantiate import COMPONENT, refuse_code, resolve, unknown_arguments
 
-NUMBERS = {bool: (bool,), int: (int,), float: (int, float), str: (str, Path)}
+# What a value of a YAML file may be for each plain type.
+PLAIN_TYPES = {bool: (bool,), int: (int,), float: (int, float), str: (str, Path)}
 
 
 def config_node_problems(values: Mapping[str, Any]) -> Iterator[str]:
     """Yield the problems of all nodes of a config.
 
-    A node that another key repeats by interpolation (``model: ${model}``) is checked once, where it is written.
+    A node that another key repeats by interpolation (``model: ${model}``) is checked once, under its own key.
     """
     nodes = [node for node in values.values() if isinstance(node, Mapping)]
     for key, node in values.items():
@@ -28,7 +29,7 @@ def node_problems(node: Any, where: str, *, elsewhere: Sequence[Mapping[str, Any
 
     Args:
         node: the value of the dotted key ``where``.
-        where: begins every problem.
+        where: the key with which every problem begins.
         elsewhere: nodes that are skipped when they occur within this one.
     """
     if isinstance(node, list):
@@ -82,21 +83,23 @@ def type_problems(
 def fits(value: Any, hint: Any) -> bool:
     """Return whether a value of a YAML file can be of a type; True where that cannot be decided."""
     if value is None or (isinstance(value, Mapping) and COMPONENT in value):
-        return True  # many arguments that may be None are not annotated so
+        return True  # None fits every type, because many arguments that may be None are not annotated so
     origin, args = get_origin(hint), get_args(hint)
     if hint is type(None):
         return False
     if origin in (Union, types.UnionType):
-        # A YAML file can hold no tensor or the like: where numbers are allowed, only plain types count.
-        if any(each in NUMBERS for each in args) and not isinstance(value, Mapping):
+        # A YAML file cannot hold a tensor, so in a union such as ``float | Tensor`` only the plain types count.
+        if any(each in PLAIN_TYPES for each in args) and not isinstance(value, Mapping):
             args = tuple(
-                each for each in args if each in (*NUMBERS, Any, list, dict) or get_origin(each) is not None
+                each
+                for each in args
+                if each in (*PLAIN_TYPES, Any, list, dict) or get_origin(each) is not None
             )
         return any(fits(value, each) for each in args)
     if origin is Literal:
         return value in args
-    if hint in NUMBERS:
-        return isinstance(value, NUMBERS[hint]) and (hint is bool or not isinstance(value, bool))
+    if hint in PLAIN_TYPES:
+        return isinstance(value, PLAIN_TYPES[hint]) and (hint is bool or not isinstance(value, bool))
     container = origin or hint
     if container in (list, tuple) or (origin is not None and _is_subclass(origin, Sequence)):
         inner = [each for each in args if each is not Ellipsis] or [Any]

@@ -15,7 +15,8 @@ from streampack.instantiate import COMPONENT, trust
 from streampack.training.errors import TRACEBACK, shown_errors
 from streampack.validation import did_you_mean
 
-AS_TEXT = "max_filename"  # a key of torchtune's checkpointers whose leading zeros count
+TEXT_KEY = "max_filename"
+"""A key of torchtune's checkpointers whose value stays text, because its leading zeros count."""
 
 
 def parse(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
@@ -72,15 +73,15 @@ def with_overrides(config: Any, words: Iterable[str]) -> Any:
 def _set(config: Any, key: str, value: str) -> None:
     try:
         values = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)
-    except Exception as error:  # the YAML parser's
+    except Exception as error:  # the YAML parser raises errors of its own
         raise ValueError(f"{key}: {value!r} is not YAML: {' '.join(str(error).split())}") from None
-    parsed = None if value == "None" else value if AS_TEXT in key else values["value"]  # type: ignore[call-overload, index]
+    parsed = None if value == "None" else value if TEXT_KEY in key else values["value"]  # type: ignore[call-overload, index]
     node = OmegaConf.to_container(config, resolve=False).get(key)  # type: ignore[union-attr]
     if isinstance(parsed, str) and isinstance(node, dict) and COMPONENT in node:
         key = f"{key}.{COMPONENT}"
     try:
         OmegaConf.update(config, key, parsed, force_add=True)
-    except (OmegaConfBaseException, TypeError) as error:  # no such entry in a list
+    except (OmegaConfBaseException, TypeError) as error:  # a list has no such entry
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{key}: {reason}; an entry of a list is named by its number, from 0") from None
 

@@ -45,8 +45,8 @@ def summary(result: Mapping[str, Any], *, quarantine: Quarantine | None = None) 
     """Format the closing lines of a run: packs, where every token went, speed, validation losses.
 
     Args:
-        result: as a recipe returns it.
-        quarantine: where skipped records are listed.
+        result: what a recipe returns.
+        quarantine: the list of skipped records, if there is one.
     """
     ledger: Ledger = result["ledger"]
     seconds, held_out = result["seconds"], result["held_out"]
@@ -71,9 +71,9 @@ def summary(result: Mapping[str, Any], *, quarantine: Quarantine | None = None) 
 
 @contextmanager
 def bar(total: int, *, done: int, enabled: bool = True) -> Iterator[Any]:
-    """Show a tqdm bar over optimizer steps; one that does not begin at 0 is announced by a line.
+    """Show a tqdm bar over optimizer steps within the block; print a line first if ``done`` steps were made before.
 
-    While it is shown, log messages of this process are printed on lines of their own, above it.
+    While the bar is shown, log messages of this process are printed above it, on lines of their own.
     """
     from tqdm import tqdm
     from tqdm.contrib.logging import logging_redirect_tqdm

@@ -1,4 +1,4 @@
-"""Weights as files: random ones to begin a run from, and the final ones."""
+"""Files of weights: random weights from which a run begins, and a run's final weights."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ def random_weights(model: nn.Module, *, folder: str, beside: Sequence[str] = ())
           model_type: LLAMA3
           output_dir: ${output_dir}
 
-    The recipe's ``seed`` decides them. The folder is named by its content and appears only when it is complete, so
-    equal weights are written once, also by several processes, and a killed run leaves no half-written ones.
+    The recipe's ``seed`` decides the weights. The folder is named by a digest of its weights and gets that name only
+    when it is complete. So equal weights are written once, even by several processes, and a killed run leaves no
+    incomplete ones.
 
     Args:
-        model: in a config, the node of the model to train.
-        folder: where to put them; made if need be. All nodes of a run must see it.
+        model: the model, in a config the node of the model to train.
+        folder: where to write the weights; made if it does not exist. All machines of a run must see it.
         beside: files to copy to the same folder, such as a tokenizer. torchtune copies them to the trained weights.
     """
     base = Path(folder)
@@ -56,7 +57,7 @@ def random_weights(model: nn.Module, *, folder: str, beside: Sequence[str] = ())
         made = base / f"random-{digest[:12]}"
         try:
             part.rename(made)
-        except OSError:  # it exists, from an earlier run or another process
+        except OSError:  # another process or an earlier run has written the folder
             if not made.is_dir():
                 raise
     finally:
@@ -67,14 +68,14 @@ def random_weights(model: nn.Module, *, folder: str, beside: Sequence[str] = ())
 def save_weights(checkpointer: Any, weights: dict[str, torch.Tensor], *, cfg: RunConfig) -> Path:
     """Write a model's final weights, and the files needed to load them.
 
-    From a base in Hugging Face's format come weights that ``from_pretrained`` loads: torchtune's checkpointer copies
-    config.json and whatever else lies beside the base. The tokenizer's files are copied too, where the run took them
-    from elsewhere. An adapter's files are removed, because transformers would apply it on top.
+    If the base was in Hugging Face's format, ``from_pretrained`` can load the result: torchtune's checkpointer copies
+    config.json and the other files beside the base. The tokenizer's files are copied too, if they are in another
+    folder. An adapter's files are removed, because transformers would apply the adapter to the merged weights again.
 
     Args:
         checkpointer: torchtune's, which loaded the base.
-        weights: under torchtune's names.
-        cfg: the run's.
+        weights: the weights, under torchtune's names.
+        cfg: the config of the run.
 
     Returns:
         The folder, ``epoch_0`` in the checkpointer's ``output_dir``.

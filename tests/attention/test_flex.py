@@ -115,10 +115,10 @@ def count_graphs(device: str, backend: str) -> int:
 
 
 @eager
-def test_other_packs_need_no_other_graph() -> None:
+def test_packs_of_other_lengths_reuse_the_graph() -> None:
     assert count_graphs("cpu", "eager") == 1
 
 
 @pytest.mark.gpu
-def test_other_packs_need_no_other_graph_on_cuda() -> None:
+def test_packs_of_other_lengths_reuse_the_graph_on_cuda() -> None:
     assert count_graphs("cuda", "inductor") == 1

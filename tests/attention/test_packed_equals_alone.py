@@ -135,7 +135,9 @@ MISTAKES: list[tuple[Callable[[IterablePackedDataset, Batch], Mistake], str]] = 
 
 
 @pytest.mark.parametrize(("mistake", "stream"), MISTAKES, ids=lambda value: getattr(value, "__name__", value))
-def test_a_mistake_shows(mistake: Callable[[IterablePackedDataset, Batch], Mistake], stream: str) -> None:
+def test_a_planted_mistake_changes_logits_and_gradients(
+    mistake: Callable[[IterablePackedDataset, Batch], Mistake], stream: str
+) -> None:
     """The gradient's difference, measured 0.06 to 0.9, is three orders above the limit."""
     model = build("llama3")
     data, batch = stream_and_batch(stream)
@@ -148,7 +150,7 @@ def test_a_mistake_shows(mistake: Callable[[IterablePackedDataset, Batch], Mista
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["dense", "flex"])
-def test_packed_is_alone_on_cuda(attention: str) -> None:
+def test_packed_samples_match_samples_alone_on_cuda(attention: str) -> None:
     """With torchtune's compiled flex attention, both passes."""
     model = build("llama3").cuda()
     data, batch = stream_and_batch("exact_fit")

@@ -69,7 +69,7 @@ def test_tables_of_an_image_model_do_not_count() -> None:
     assert position_table(model) is None
 
 
-def test_tables() -> None:
+def test_position_tables_are_found() -> None:
     sizes = {"vocab_size": VOCAB, "num_hidden_layers": 1, "num_attention_heads": 2}
     opt = OPTConfig(**sizes, hidden_size=16, ffn_dim=16, max_position_embeddings=64, word_embed_proj_dim=16)
     gptj = GPTJConfig(vocab_size=VOCAB, n_layer=1, n_head=2, n_embd=16, n_positions=96, rotary_dim=4)

@@ -109,13 +109,13 @@ def test_a_correct_model_passes(dtype: torch.dtype, max_seq_len: int) -> None:
     assert 1 in report.lengths
 
 
-def test_visible_padding() -> None:
+def test_visible_padding_is_found() -> None:
     report = find_leaks(OneLayer(padding_seen))
     assert {leak.kind for leak in report.leaks} == {"padding", "alone"}
     assert report.cause == CAUSES["padding"]
 
 
-def test_nan_logits() -> None:
+def test_nan_logits_are_a_leak() -> None:
     report = find_leaks(lambda batch: batch.tokens[..., None].double().log().log(), vocab_size=VOCAB)
     assert not report.ok
     assert report.worst == float("inf")
@@ -127,7 +127,7 @@ class RunningOn(OneLayer):
         return super().forward(Batch(batch.tokens, batch.labels, positions, batch.seq_lens, batch.fragments))
 
 
-def test_positions_that_do_not_restart() -> None:
+def test_positions_that_do_not_restart_are_found() -> None:
     """Nothing leaks; only the comparison with each sample alone shows it. The first sample begins at 0."""
     report = find_leaks(RunningOn(right))
     assert {leak.kind for leak in report.leaks} == {"alone"}
@@ -152,7 +152,7 @@ def test_the_text_of_a_report() -> None:
     assert text.startswith("no leak in a pack of 4 samples (76, 1, 102, 51 tokens); logits moved by ")
 
 
-def test_a_model_in_which_leaks_cannot_show() -> None:
+def test_a_model_in_which_leaks_cannot_show_is_reported_as_blind() -> None:
     """A model with attention weights of zero passes every comparison, and the report says so."""
     model = OneLayer(no_boundaries)
     assert not find_leaks(model).blind
@@ -186,7 +186,7 @@ def test_an_error_of_the_model_leaves_nothing_behind() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_given_batch() -> None:
+def test_the_first_pack_of_a_given_batch_is_probed() -> None:
     _, batch = stream_and_batch("overlong")
     assert find_leaks(OneLayer(right), batch).ok
     report = find_leaks(OneLayer(no_boundaries), batch)
@@ -217,7 +217,7 @@ class LeakyInTraining(OneLayer):
         return super().forward(batch)
 
 
-def test_a_leak_in_training_mode_only() -> None:
+def test_a_leak_in_training_mode_only_is_found() -> None:
     report = find_leaks(LeakyInTraining(right))
     assert {(leak.kind, leak.training) for leak in report.leaks} == {("sample", True)}
     assert report.cause == CAUSES["all"]
@@ -322,7 +322,7 @@ class LosesItsWindow(OneLayer):
         return right(places, ids) & (lost | (places[:, None] - places < 300))
 
 
-def test_a_lost_window_of_more_than_256_tokens() -> None:
+def test_a_lost_window_of_more_than_256_tokens_is_found() -> None:
     model = LosesItsWindow()
     assert find_leaks(model, max_seq_len=256).ok, "no sample of this pack is longer than the window"
     report = find_leaks(model)

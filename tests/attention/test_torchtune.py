@@ -76,7 +76,7 @@ def packed_and_alone(model: nn.Module, attention: str, device: str = "cpu") -> d
 
 @pytest.mark.parametrize("attention", ["dense", "varlen"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packed_is_alone(family: str, attention: str, record_model: Record) -> None:
+def test_packed_samples_match_samples_alone(family: str, attention: str, record_model: Record) -> None:
     """With and without LoRA; the worse of the two goes into the table."""
     seen = dict.fromkeys(LIMITS, 0.0)
     for lora in (False, True):
@@ -97,7 +97,7 @@ def test_packed_is_alone(family: str, attention: str, record_model: Record) -> N
 
 @uncompiled_flex
 @pytest.mark.parametrize("family", FAMILIES)
-def test_flex_packed_is_alone(family: str, record_model: Record) -> None:
+def test_flex_packed_samples_match_samples_alone(family: str, record_model: Record) -> None:
     """The forward pass; on a CPU, torch has no backward pass for it."""
     data, batch = stream()
     difference = 0.0
@@ -112,7 +112,7 @@ def test_flex_packed_is_alone(family: str, record_model: Record) -> None:
     record_model("torchtune", family, "flex", figures(logits=difference))
 
 
-def test_dora_packed_is_alone() -> None:
+def test_dora_packed_samples_match_samples_alone() -> None:
     """DoRA's magnitudes are parameters besides LoRA's."""
     model = build("llama3", lora=True, use_dora=True)
     for name, parameter in model.named_parameters():
@@ -198,7 +198,7 @@ KINDS_OF_LAYERS = {"llama3": 1, "gemma2": 2}  # a graph each; gemma2 has layers 
 @compiles
 @uncompiled_flex
 @pytest.mark.parametrize("attention", ["varlen", pytest.param("flex", marks=pytest.mark.slow)])
-def test_other_packs_need_no_other_graph(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packs_of_other_lengths_reuse_the_graph(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(varlen, "_attend_sequences", attend_in_graph)
     graphs = count_graphs(attention, device="cpu", backend="eager", dtype=torch.float32, family="gemma2")
     assert graphs == 2
@@ -240,7 +240,7 @@ def test_with_fsdp_on_two_ranks() -> None:
         assert (right, wrong) == (True, False)
 
 
-def test_the_last_of_several_preparations_holds() -> None:
+def test_the_last_of_several_preparations_counts() -> None:
     data, batch = stream()
     for family in ("llama3", "gemma2"):
         model = build(family)
@@ -414,7 +414,9 @@ def without_setting(name: str) -> Change:
     ],
     ids=["a token late", "positions run on", "no window", "no softcap", "no scale"],
 )
-def test_a_mistake_shows(change: Change, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_mistake_changes_logits_and_gradients(
+    change: Change, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data, batch = stream()
     model = build_llama(family) if family == "absolute" else build(family)
     alone = run_alone(model, data, batch)

@@ -15,14 +15,14 @@ from tests.support.tiny_torchtune import FAMILIES, build
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("attention", ["dense", "flex"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packed_is_alone_on_cuda(family: str, attention: str, lora: bool) -> None:
+def test_packed_samples_match_samples_alone_on_cuda(family: str, attention: str, lora: bool) -> None:
     assert max(packed_and_alone(build(family, lora=lora).cuda(), attention, "cuda").values()) < 1e-5
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["dense", "flex", "varlen", "flash"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packed_is_alone_in_bf16_on_cuda(family: str, attention: str) -> None:
+def test_packed_samples_match_samples_alone_in_bf16_on_cuda(family: str, attention: str) -> None:
     """Within twice the rounding error of the same model in bf16 against fp32."""
     data, batch = stream()
     batch = batch.to("cuda")
@@ -46,7 +46,7 @@ def test_packed_is_alone_in_bf16_on_cuda(family: str, attention: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["flex", "varlen"])
 @pytest.mark.parametrize("family", KINDS_OF_LAYERS)
-def test_other_packs_need_no_other_graph_on_cuda(attention: str, family: str) -> None:
+def test_packs_of_other_lengths_reuse_the_graph_on_cuda(attention: str, family: str) -> None:
     if (attention, family) == ("varlen", "gemma2"):
         pytest.skip("torch's kernel has no softcap")
     graphs = count_graphs(attention, device="cuda", backend="inductor", dtype=torch.bfloat16, family=family)

@@ -60,7 +60,7 @@ uncompiled_flex = pytest.mark.filterwarnings(
 
 @pytest.mark.parametrize("attention", ["dense", "varlen"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packed_is_alone(family: str, attention: str, record_model: Record) -> None:
+def test_packed_samples_match_samples_alone(family: str, attention: str, record_model: Record) -> None:
     if why := WITHOUT.get((family, attention)):
         refuses(family, attention, why, record_model)
         return
@@ -94,7 +94,7 @@ def refuses(family: str, attention: str, why: str, record_model: Record) -> None
 
 @uncompiled_flex
 @pytest.mark.parametrize("family", FAMILIES)
-def test_flex_packed_is_alone(family: str, record_model: Record) -> None:
+def test_flex_packed_samples_match_samples_alone(family: str, record_model: Record) -> None:
     """The forward pass, which is all that torch's flex attention has on a CPU."""
     if why := WITHOUT.get((family, "flex")):
         refuses(family, "flex", why, record_model)
@@ -137,7 +137,7 @@ def test_the_probe_finds_no_leak(family: str, attention: str) -> None:
         assert not report.blind
 
 
-def test_dropout_on_attention() -> None:
+def test_attention_dropout_needs_the_dense_backend() -> None:
     model = build("llama", attention_dropout=0.1)
     assert prepare_model_for_packing(model).attention == "dense"
     with pytest.raises(
@@ -162,7 +162,7 @@ def test_positions_come_from_the_lengths() -> None:
     assert torch.equal(inputs(without_padding)["position_ids"], batch.input_pos)
 
 
-def test_the_last_of_several_preparations_holds() -> None:
+def test_the_last_of_several_preparations_counts() -> None:
     data, batch = stream_and_batch("overlong")
     model, alone = build("mistral"), build("mistral")
     right = run_alone(alone, data, batch)
@@ -245,7 +245,7 @@ def test_a_wrapped_model() -> None:
         prepare_model_for_packing(build("llama").model.norm)
 
 
-def test_other_packs_need_no_other_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packs_of_other_lengths_reuse_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packs of 1 to 20 samples of 1 to 30 tokens; the graph is right for each of them."""
     torch._dynamo.reset()
     monkeypatch.setattr(varlen, "_attend_sequences", attend_in_graph)
@@ -346,7 +346,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("mistake", "family", "attention"), MISTAKES)
-def test_a_mistake_shows(mistake: Any, family: str, attention: str) -> None:
+def test_a_planted_mistake_changes_logits_and_gradients(mistake: Any, family: str, attention: str) -> None:
     """By orders of magnitude in logits and gradients; and the probe finds each of them."""
     data, batch = stream_and_batch("overlong")
     model, inputs, alone = prepared(family, attention)
@@ -386,7 +386,7 @@ def test_the_figures_of_the_page_are_within_the_limits() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["dense", "flex", "varlen"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma2", "gpt_oss"])
-def test_packed_is_alone_on_cuda(family: str, attention: str) -> None:
+def test_packed_samples_match_samples_alone_on_cuda(family: str, attention: str) -> None:
     """In fp32 as on a CPU; varlen, which has 16 bits only, within what bf16 itself does to the sample alone."""
     if (family, attention) in WITHOUT or (family, attention) == ("gemma2", "varlen"):
         pytest.skip("refused")

@@ -216,8 +216,8 @@ def test_a_loader_divides_before_its_workers_start(tmp_path: Path, monkeypatch: 
     assert (tmp_path / "read").read_text() == f"{os.getpid()}\n" * FILES
 
 
-def test_what_one_rank_has_divided_is_not_lost(tmp_path: Path, footers: Counter[str]) -> None:
-    """One has looked at a row or begun an epoch, another has not."""
+def test_ranks_may_have_divided_the_corpus_before(tmp_path: Path, footers: Counter[str]) -> None:
+    """One rank has read a row or begun an epoch before, another has not."""
     parquet(tmp_path / "a")
 
     def act(rank_sync: ThreadSync) -> Any:

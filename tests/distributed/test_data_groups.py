@@ -187,7 +187,7 @@ def test_several_data_ranks_need_a_process_group() -> None:
         PackedDataLoader(make(rows(9))(), data_rank=0, data_world_size=2)
 
 
-def test_the_first_of_each_group_is_found() -> None:
+def test_the_first_rank_of_each_data_rank_is_found() -> None:
     places = LAYOUTS["uneven groups"]
     firsts = [is_first_of_data_rank(places, rank) for rank in range(6)]
     assert firsts == [True, True, False, True, False, False]
@@ -271,7 +271,7 @@ def without_names() -> str:
     return str(caught[0].message)
 
 
-def test_a_mesh_that_says_nothing_asks_for_a_choice(tmp_path: Path) -> None:
+def test_a_mesh_with_unknown_dimension_names_warns(tmp_path: Path) -> None:
     assert all("data_dims" in message for message in run_ranks(4, without_names, folder=tmp_path))
 
 

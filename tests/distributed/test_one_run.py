@@ -165,7 +165,7 @@ def test_too_few_lanes_on_one_rank_are_raised_on_all() -> None:
     assert "1 lanes cannot feed 2 consumers" in str(errors[0])
 
 
-def test_equal_ranks_begin() -> None:
+def test_ranks_with_the_same_run_are_accepted() -> None:
     def act(rank_sync: ThreadSync) -> Any:
         made = loader(rank_sync, MapSource(list(DATA)), batch_size=2)
         packs = sum(int(batch.num_seqs) for batch in made)

@@ -383,7 +383,7 @@ def check_size(state: Mapping[str, Any]) -> None:
 @UNEVEN
 @settings(max_examples=80)
 @given(cases())
-def test_generated_cases(case: tuple[Any, ...]) -> None:
+def test_random_topologies_keep_the_order_and_every_sample(case: tuple[Any, ...]) -> None:
     check_case(case)
 
 
@@ -391,5 +391,5 @@ def test_generated_cases(case: tuple[Any, ...]) -> None:
 @UNEVEN
 @settings(max_examples=1500)
 @given(cases())
-def test_more_generated_cases(case: tuple[Any, ...]) -> None:
+def test_more_random_topologies_keep_the_order_and_every_sample(case: tuple[Any, ...]) -> None:
     check_case(case)

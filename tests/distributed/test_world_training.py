@@ -185,7 +185,7 @@ def numbers(folder, name="loss"):
     return {step: float(value) for step, value in losses(folder, name).items()}
 
 
-def test_two_ranks_train_as_one(tmp_path, alone):
+def test_two_ranks_have_the_losses_of_one(tmp_path, alone):
     expected, result = alone
     results = run_ranks(run, 2, tiny_config(tmp_path, num_workers=1, **RUN))
     for name, values in expected.items():

@@ -241,7 +241,7 @@ def test_a_step_of_prompts_alone_trains_nothing(tmp_path: Path, caplog: pytest.L
     assert "eval_loss is NaN: no token of the evaluation data is trained" in caplog.text
 
 
-def test_the_last_of_two_preparations_holds(tmp_path: Path, straight: Losses) -> None:
+def test_the_last_of_two_preparations_counts(tmp_path: Path, straight: Losses) -> None:
     trainer = packed(tmp_path, stream(seed=3), max_steps=16)
     callbacks = len(trainer.callback_handler.callbacks)
     prepare_trainer_for_packing(trainer, train_dataset=stream())

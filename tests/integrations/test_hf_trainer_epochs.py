@@ -67,7 +67,7 @@ def test_epochs_of_map_style_data_are_counted(tmp_path: Path) -> None:
     assert [entry["epoch"] for entry in again.state.log_history if "loss" in entry] == [1, 2, 3]
 
 
-def test_a_part_of_an_epoch(tmp_path: Path) -> None:
+def test_a_fraction_of_an_epoch_is_trained(tmp_path: Path) -> None:
     rows = samples(150)
     first = steps_of(stream(rows, epochs=1))
     second = steps_of(stream(rows, epochs=2)) - first

@@ -59,8 +59,8 @@ def test_the_best_model_by_several_datasets(tmp_path: Path, true_loss: float) ->
     assert trainer.state.best_metric == pytest.approx(truth(trainer.model, ROWS), rel=1e-5)
 
 
-def test_predict(tmp_path: Path, true_loss: float) -> None:
-    """Rows of null packs are left out, where one rank makes them all."""
+def test_predictions_of_one_rank_have_no_null_packs(tmp_path: Path, true_loss: float) -> None:
+    """With one rank, the rows of null packs are left out of the predictions."""
     packs = len(list(held_out()))
     output = packed(tmp_path, per_device_eval_batch_size=packs - 1).predict(held_out())
     assert output.metrics["test_loss"] == pytest.approx(true_loss, rel=1e-6)

@@ -80,6 +80,6 @@ def train_on_two_ranks(folder: Path) -> None:
 
 
 @pytest.mark.slow  # 5 s; the recipes' check has the same in the quick suite
-def test_all_ranks_stop(tmp_path: Path) -> None:
+def test_a_leak_on_one_rank_stops_all_ranks(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="the training was stopped before its first step"):
         run_ranks(train_on_two_ranks, 2, tmp_path)

@@ -5,7 +5,7 @@ import streampack_configs
 from omegaconf import OmegaConf
 
 from streampack.training.config import RunConfig, read_config
-from streampack.training.hints import OF_TORCHTUNE
+from streampack.training.hints import TORCHTUNE_KEYS
 from streampack.training.validate import validate
 
 QUICKSTART = Path(streampack_configs.__path__[0]) / "quickstart.yaml"
@@ -80,8 +80,8 @@ def test_every_key_of_torchtunes_fine_tuning_configs_is_known_or_has_a_hint():
             for config in recipe.configs:
                 keys |= set(OmegaConf.load(folder / config.file_path))
     assert len(keys) > 25
-    assert keys - set(RunConfig.__dataclass_fields__) - set(OF_TORCHTUNE) == set()
-    assert not set(RunConfig.__dataclass_fields__) & set(OF_TORCHTUNE)
+    assert keys - set(RunConfig.__dataclass_fields__) - set(TORCHTUNE_KEYS) == set()
+    assert not set(RunConfig.__dataclass_fields__) & set(TORCHTUNE_KEYS)
 
 
 def test_packs_longer_than_the_models_rows_are_refused():

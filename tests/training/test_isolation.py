@@ -97,7 +97,9 @@ def write(config: Any, path: Path) -> str:
     return str(path)
 
 
-def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verify_command_reports_the_isolation_of_a_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     good = write(tiny_config(tmp_path), tmp_path / "good.yaml")
     state = torch.get_rng_state()
     assert main(["verify", "--config", good]) == 0
