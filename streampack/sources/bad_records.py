@@ -14,7 +14,7 @@ from streampack.types import RowId
 from streampack.validation import require, require_positive
 
 log = logging.getLogger(__name__)
-LONGEST_REASON = 300  # characters; longer reasons are cut, as an encoder's message may hold the whole row
+LONGEST_REASON = 300  # characters; the rest is cut off, as an encoder's message may hold the whole row
 BAD_RECORDS_FOLDER = "bad_records"  # the default folder, within a run's output folder
 REPORTED_KINDS = 3  # kinds of reasons that a report counts
 LONGEST_KIND = 60  # characters of a kind of reason in a report

@@ -18,9 +18,8 @@ from streampack.storage.listing import Corpus
 from streampack.storage.ranges import Fetcher
 from streampack.types import RowId
 
-PARTS_PER_LANE = (
-    16  # Enough that shuffling the parts mixes a sorted corpus; so few that parts are long to read.
-)
+PARTS_PER_LANE = 16
+"""Enough parts that a sorted corpus is mixed when they are shuffled, and so few that each is a long read."""
 LONGEST_PART = 1 << 30  # bytes
 
 

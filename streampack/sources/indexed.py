@@ -139,7 +139,7 @@ def read_index(
     scheme = scheme_of(path)
     storage: Storage
     if scheme is None:
-        once(lambda: None, of="a folder of each machine")  # raises where another rank has a URL
+        once(lambda: None, of="a folder of each machine")  # raises an error if another rank was given a URL
         path = os.path.normpath(Path(path).expanduser().absolute() / INDEX)
         storage = LocalStorage()
         if not Path(path).is_file():

@@ -23,7 +23,7 @@ from streampack.validation import require_positive
 
 LONGEST_LINE = 1 << 26  # bytes
 PROBED_FILES = 16  # compressed files that `probe` reads from
-PROBED_BYTES = 1 << 22  # that `probe` decompresses of each, to learn how well they compress
+PROBED_BYTES = 1 << 22  # bytes of content that `probe` decompresses of each, to learn how well they compress
 
 
 class JSONLSource(FileSource):

@@ -24,7 +24,7 @@ from streampack.storage.compression import DAMAGED, content
 from streampack.storage.listing import Name, Once, alone
 from streampack.storage.ranges import Ahead, Block, Fetcher, Stretch, blocks
 
-MAX_CONTENT_BYTES = 1 << 30  # of a compressed shard, whatever its index says
+MAX_CONTENT_BYTES = 1 << 30  # A compressed shard may not have more content, whatever its index says.
 COMPRESSIONS = {"gz": ".gz", "zstd": ".zst"}
 
 

@@ -154,7 +154,7 @@ class MixtureScheduler(Reader):
         self.place = f"lane {reading.lane} of {reading.num_lanes}"
         rng = np.random.default_rng(reading.key)
         # Two sets of random numbers, from which `_begin` makes the deficits that the epoch begins with.
-        self.delays = sorted(rng.integers(0, reading.stagger + 1, len(names)).tolist())  # in tokens
+        self.delays = sorted(rng.integers(0, reading.stagger + 1, len(names)).tolist())  # trained tokens
         self.waits = rng.exponential(size=len(names))
         self.states: list[SourceState] = []
         if reading.start is None:

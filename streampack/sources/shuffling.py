@@ -30,7 +30,7 @@ class WindowReader(Reader):
     def __init__(self, ordered: InOrder) -> None:
         self.ordered = ordered
         self.reading = ordered.reading
-        self.window: list[FoundRecord] = []  # permuted
+        self.window: list[FoundRecord] = []  # the records of the current window, in permuted order
         self.window_start = ordered.position
         self.index = 0  # how many rows of the window have been returned or skipped
         # The records of the next window while it is being read. An error in the middle leaves them here, so that the

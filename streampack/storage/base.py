@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 from streampack.fingerprint import digest
 from streampack.storage.compression import COMPRESSED
 
-HASHED_BYTES = 1 << 16  # at the beginning and at the end of a file
-THREADS = 32  # of `map_in_threads`
+HASHED_BYTES = 1 << 16  # A digest is made of as many bytes at a file's beginning, and at its end.
+THREADS = 32  # the threads of `map_in_threads`
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 

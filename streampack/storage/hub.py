@@ -17,7 +17,7 @@ from streampack.storage.responses import Answer, Judged, head_of
 from streampack.storage.retries import Refused
 
 log = logging.getLogger(__name__)
-WAITS = 4  # of a request, each with its own time limit: to connect to two hosts, and for both to answer
+WAITS = 4  # A request waits to connect to two hosts and for both to answer, each time with a limit.
 # A path at a commit: (kind, repository, commit, path in it). The Hub's first models, such as gpt2, have no namespace.
 PINNED = re.compile(r"hf://((?:datasets/|spaces/)?)([^/@]+(?:/[^/@]+)?)@([0-9a-f]{40})(?:/(.*))?")
 

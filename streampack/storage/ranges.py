@@ -13,9 +13,8 @@ from typing import Any
 from streampack.storage.base import File, Storage
 from streampack.storage.retries import Retries
 
-TAIL_BYTES = (
-    1 << 12
-)  # Most that is first read behind a part's end, for its last line. Most lines are shorter.
+TAIL_BYTES = 1 << 12
+"""The most bytes that are first read behind a part's end, for its last line. Most lines are shorter."""
 
 Block = tuple[File, int, int]  # (file, start, stop)
 

@@ -13,7 +13,7 @@ from streampack.sources.as_source import as_source
 from tests.support.corpus import numbered, write
 
 
-def test_as_source(tmp_path: Path) -> None:
+def test_each_kind_of_data_becomes_its_source(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", numbered(3))
     for given_, kind in (
         (path, JSONLSource),

@@ -128,7 +128,7 @@ def test_an_estimate_leaves_bad_records_out(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_good_rows_and_the_list_are_exact(tmp_path: Path, kind: str) -> None:
+def test_all_good_rows_are_packed_and_all_bad_ones_listed(tmp_path: Path, kind: str) -> None:
     data, expected, bad = corpus(kind, tmp_path / "data")
     dataset = stream(data, quarantine=tmp_path / "bad", epochs=2)
     packs = list(dataset)
@@ -140,7 +140,7 @@ def test_good_rows_and_the_list_are_exact(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_packs_are_those_of_a_corpus_without_bad_records(tmp_path: Path, kind: str) -> None:
+def test_packs_match_those_of_a_corpus_without_the_bad_records(tmp_path: Path, kind: str) -> None:
     data, expected, _ = corpus(kind, tmp_path / "data")
     settings: Mapping[str, Any] = {"shuffle": False, "num_lanes": 1}
     packs = [pack["tokens"].tolist() for pack in stream(data, **settings)]
@@ -149,7 +149,7 @@ def test_packs_are_those_of_a_corpus_without_bad_records(tmp_path: Path, kind: s
 
 
 @pytest.mark.parametrize("kind", ["cut gz", "parquet", "map"])
-def test_resume_everywhere(tmp_path: Path, kind: str) -> None:
+def test_resume_at_every_pack(tmp_path: Path, kind: str) -> None:
     """The list holds each record once, however often it is read."""
     data, _, bad = corpus(kind, tmp_path / "data")
     folder = tmp_path / "bad"
@@ -163,7 +163,9 @@ def test_resume_everywhere(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("how", [{"strategy": "best_fit", "overlong": "split"}, {"split_across_pack": True}])
-def test_resume_everywhere_among_many(tmp_path: Path, how: dict[str, Any]) -> None:
+def test_resume_at_every_pack_with_bad_records_among_waiting_samples(
+    tmp_path: Path, how: dict[str, Any]
+) -> None:
     """Broken records between samples that wait are read again, and counted once."""
     lines = [json.dumps(row) if row["i"] % 3 else "{" for row in rows(120, longest=20, overlong=60)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
@@ -180,7 +182,7 @@ def test_resume_everywhere_among_many(tmp_path: Path, how: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize(("suffix", "damaged"), [(".gz", "flipped"), (".zst", "cut")])
-def test_damage_of_an_archive_shows_at_the_same_row_from_any_cursor(
+def test_a_damaged_archive_fails_at_the_same_row_from_any_cursor(
     tmp_path: Path, suffix: str, damaged: str
 ) -> None:
     rng = random.Random(0)
@@ -210,7 +212,7 @@ def test_damage_of_an_archive_shows_at_the_same_row_from_any_cursor(
         assert damage(cursors[row]) == (whole - row, row_id)
 
 
-def test_a_line_torn_by_a_kill_is_written_again(tmp_path: Path) -> None:
+def test_a_line_cut_off_by_a_kill_is_written_again(tmp_path: Path) -> None:
     data, _, bad = corpus("jsonl", tmp_path / "data")
     folder = tmp_path / "bad"
     dataset = stream(data, quarantine=folder)
@@ -292,7 +294,7 @@ def test_a_holdout_skips_bad_records(tmp_path: Path) -> None:
     assert {line[:2] for line in listed(tmp_path / "train")} >= {line[:2] for line in bad[:3]}
 
 
-def test_errors_of_the_storage_and_overlong_samples_are_no_broken_records(tmp_path: Path) -> None:
+def test_errors_of_the_storage_and_overlong_samples_are_not_skipped(tmp_path: Path) -> None:
     class Gone(Refusing):
         def __getitem__(self, i: int) -> Any:
             raise OSError("gone")

@@ -36,7 +36,7 @@ def test_a_pandas_frame() -> None:
     assert source.fetch((1,)) == {"input_ids": [4, 5], "weight": 1.0, "n": 2}
 
 
-def test_rows_by_number_in_a_dict_are_no_columns() -> None:
+def test_a_dict_of_rows_by_number_is_not_read_as_columns() -> None:
     rows = {i: {"input_ids": ids} for i, ids in enumerate(IDS)}
     assert tokens_of(rows) == [[1, 2, 3, 4, 5, 6]]
 

@@ -35,13 +35,13 @@ def test_the_fraction_is_about_right():
     assert 420 < len(read(held_out)) < 580
 
 
-def test_adding_rows_moves_none():
+def test_added_rows_move_no_other_row():
     _, before = both(MapSource(rows(100)))
     _, after = both(MapSource(rows(200)))
     assert [i for i in read(after) if i < 100] == read(before)
 
 
-def test_another_fraction_is_another_corpus():
+def test_the_fingerprint_depends_on_the_fraction():
     source = MapSource(rows(100))
     prints = {Holdout(source, fraction=s, part=p).fingerprint() for s in (0.1, 0.2) for p in PARTS}
     assert len(prints) == 4

@@ -80,7 +80,7 @@ def test_rows_are_those_of_the_dataset(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["stream", "filtered", "interleaved"])
-def test_every_cursor(tmp_path: Path, kind: str) -> None:
+def test_reading_resumes_at_every_cursor(tmp_path: Path, kind: str) -> None:
     source = HFSource(MADE[kind](shards(tmp_path, rows=14)))
     for lane in range(min(2, source.max_lanes or 2)):
         check_cursors(
@@ -167,7 +167,7 @@ def test_parquet_is_resharded_by_row_group(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-def test_by_name(tmp_path: Path, streaming: bool) -> None:
+def test_a_dataset_is_loaded_by_name(tmp_path: Path, streaming: bool) -> None:
     folder = shards(tmp_path)
     files = str(folder / "*.jsonl")
     source = HFSource("json", data_files=files, split="train", streaming=streaming, columns=["tokens"])
@@ -178,7 +178,7 @@ def test_by_name(tmp_path: Path, streaming: bool) -> None:
         HFSource("json", data_files=files, streaming=streaming)
 
 
-def test_code_is_not_run(tmp_path: Path) -> None:
+def test_no_code_of_a_dataset_is_run(tmp_path: Path) -> None:
     """Neither a dataset's own script, nor one to be trusted, nor pickles."""
     folder = tmp_path / "scripted"
     folder.mkdir()
@@ -194,7 +194,7 @@ def test_code_is_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_unusable_datasets_are_refused(tmp_path: Path) -> None:
     rows = Dataset.from_list(rows_of(3))
     with pytest.raises(ValueError, match="a list is no Hugging Face dataset; give one, or its name"):
         HFSource([1])
@@ -209,7 +209,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         HFSource(streamed(tmp_path / "shards")).probe(5)
 
 
-def test_places(tmp_path: Path) -> None:
+def test_rows_are_located_by_shard_and_number(tmp_path: Path) -> None:
     source = HFSource(streamed(shards(tmp_path)))
     for row in source.read(Reading(shuffle_window=5)):
         assert source.fetch(row.row_id) == row.data
@@ -217,7 +217,7 @@ def test_places(tmp_path: Path) -> None:
     assert HFSource(Dataset.from_list(rows_of(3))).locate((2,)) == "sample 2"
 
 
-def test_fingerprints(tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_columns_and_rows(tmp_path: Path) -> None:
     folder = shards(tmp_path)
     first = HFSource(streamed(folder)).fingerprint()
     assert HFSource(streamed(folder)).fingerprint() == first
@@ -250,7 +250,7 @@ def test_errors_of_the_stream_consume_nothing(tmp_path: Path) -> None:
     assert not failures
 
 
-def test_a_stream_in_a_worker_of_torch(tmp_path: Path) -> None:
+def test_a_torch_worker_reads_all_shards_of_a_stream(tmp_path: Path) -> None:
     """There, ``iter`` of a stream gives only the worker's own shards."""
     data = IterablePackedDataset(streamed(shards(tmp_path)), max_seq_len=32, num_lanes=3)
     packs = list(DataLoader(data, batch_size=None, num_workers=2))

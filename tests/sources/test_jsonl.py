@@ -118,14 +118,14 @@ def test_compressed_files_of_several_members(tmp_path: Path, suffix: str) -> Non
     assert source.locate(last.row_id) == f"{path}:2000"
 
 
-def test_files_are_read_as_needed(tmp_path: Path) -> None:
+def test_files_are_read_only_as_far_as_rows_are_needed(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", numbered(50_000))
     source = JSONLSource(path)
     next(source.read(Reading(3, num_lanes=4, shuffle_window=16)))
     assert source.bytes_read < 20 * 60
 
 
-def test_readers_may_be_abandoned(tmp_path: Path) -> None:
+def test_an_abandoned_reader_leaves_no_file_open(tmp_path: Path) -> None:
     """pytest turns an unclosed file's ResourceWarning into an error."""
     source = JSONLSource([write(tmp_path / f"a.jsonl{s}", numbered(50)) for s in ("", ".gz", ".zst")])
     for start in range(3):
@@ -197,7 +197,7 @@ def test_an_empty_compressed_file_is_an_error_when_it_is_read(tmp_path: Path) ->
         assert str(error.value) == f"{path} holds no rows; remove it from the corpus"
 
 
-def test_fingerprint_of_files(tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_names_and_content(tmp_path: Path) -> None:
     for folder in ("one", "other"):
         (tmp_path / folder / "sub").mkdir(parents=True)
         write(tmp_path / folder / "a.jsonl", numbered(5))
@@ -219,7 +219,7 @@ def test_fingerprint_of_files(tmp_path: Path) -> None:
     assert fingerprint("one") != fingerprint("other")
 
 
-def test_fingerprint_reads_the_ends_only(tmp_path: Path) -> None:
+def test_the_fingerprint_reads_only_the_ends_of_files(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", numbered(20_000))
     middle = path.stat().st_size // 2
     assert middle > 2 << 16
@@ -253,7 +253,7 @@ def test_a_file_that_changes_during_a_run(tmp_path: Path) -> None:
     assert [row.data["i"] for row in reader] == [0, 1, 2, 3, 4], "restored, it goes on"
 
 
-def test_a_failing_disk_loses_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_row_is_lost_when_a_disk_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without retries, the error comes in the middle of a line, whose beginning is already in a buffer."""
     rows = [{"i": i, "text": "x" * (i % 977)} for i in range(3000)]
     path = write(tmp_path / "a.jsonl", rows)

@@ -58,7 +58,7 @@ def test_bad_lines_are_named_by_file_and_line(tmp_path: Path, suffix: str, num_l
     [(".gz", "cut"), (".gz", "block"), (".gz", "checksum"), (".zst", "flipped"), (".zst", "checksum")],
 )
 def test_damaged_archives_are_errors_that_name_the_file(tmp_path: Path, suffix: str, damage: str) -> None:
-    """Whole rows, then the same error at each call: never a shorter corpus, never a made-up row."""
+    """The rows before the damage are read, and then each call raises the same error. No row is lost or invented."""
     rows = [{"i": i, "r": random.Random(i).random()} for i in range(8_000)]
     lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
     if suffix == ".gz":

@@ -38,7 +38,7 @@ class Dataset:
 
 
 @pytest.mark.parametrize("window", [0, 1])
-def test_map_style_errors_consume_nothing(window: int) -> None:
+def test_errors_of_a_dataset_consume_nothing(window: int) -> None:
     data = Dataset(numbered(20), 12, OSError("gone"))
     reader = MapSource(data).read(Reading(0, num_lanes=1, shuffle_window=window))
     found = []
@@ -53,13 +53,13 @@ def test_map_style_errors_consume_nothing(window: int) -> None:
     assert before[cursor[0] :] == [row.data for row in reader]
 
 
-def test_map_style_must_hold_something() -> None:
+def test_an_empty_dataset_is_refused() -> None:
     with pytest.raises(ValueError) as error:
         MapSource([])
     assert str(error.value) == "the dataset (list) is empty; it must have at least one row"
 
 
-def test_map_style_fingerprint() -> None:
+def test_the_fingerprint_depends_on_the_number_and_content_of_rows() -> None:
     rows = [{"tokens": [i, i + 1], "labels": [i, i + 1]} for i in range(100)]
     fingerprint = MapSource(rows).fingerprint()
     assert MapSource(Dataset(rows)).fingerprint() == fingerprint

@@ -57,7 +57,7 @@ def test_every_encoding(tmp_path: Path, compression: str | None) -> None:
         assert got["ndarray"].shape == (2, 3)
 
 
-def test_only_the_bytes_that_are_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_needed_bytes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, read = MDSSource(write_mds(tmp_path, texts(2000), TEXTS, per_shard=500)), [0]
     fetch = source.corpus.storage.fetch
 
@@ -73,7 +73,7 @@ def test_only_the_bytes_that_are_needed(tmp_path: Path, monkeypatch: pytest.Monk
     assert read[0] < 100
 
 
-def test_places_and_lanes(tmp_path: Path) -> None:
+def test_samples_are_located_and_lanes_counted(tmp_path: Path) -> None:
     source = MDSSource(write_mds(tmp_path, texts(35), TEXTS))
     assert source.locate((1, 2)) == f"{tmp_path / 'shard.00001.mds'}, sample 2"
     assert source.shard((1, 2)) == "shard.00001.mds"
@@ -81,7 +81,7 @@ def test_places_and_lanes(tmp_path: Path) -> None:
     assert MDSSource(write_mds(tmp_path / "zip", texts(35), TEXTS, compression="gz")).natural_lanes() == 4
 
 
-def test_columns(tmp_path: Path) -> None:
+def test_only_the_named_columns_are_read(tmp_path: Path) -> None:
     folder = write_mds(tmp_path, texts(3), TEXTS)
     assert read_all(MDSSource(folder, columns=["id"])) == [[("id", i - 3)] for i in range(3)]
     with pytest.raises(ValueError, match="shard 0: it has no column 'ids'; it has 'text', 'id'"):

@@ -53,7 +53,7 @@ def test_first_exhausted_repeats_no_row(num_lanes: int) -> None:
         assert num_lanes > 1 or 60 in sizes.values(), "one source was read to its end"
         assert num_lanes == 1 or max(sizes.values()) >= 60 / num_lanes
     begun = {stats.epochs for stats in data.source_stats().values()}
-    assert max(begun) == 3 * num_lanes, "one that comes late may not have begun when another ends"
+    assert max(begun) == 3 * num_lanes, "a source that is rarely read may not have begun when another ends"
     assert data.ledger().buffered == 0
 
 
@@ -187,7 +187,7 @@ def test_a_mixture_within_a_mixture_becomes_its_sources() -> None:
 
 
 @pytest.mark.parametrize("weight", [0, float("nan"), float("inf"), "1", True])
-def test_weights_are_numbers_above_0(weight: Any) -> None:
+def test_a_weight_that_is_no_number_above_0_is_refused(weight: Any) -> None:
     with pytest.raises(
         ValueError, match=r"source 'a' has weight=.*; give a number above 0, its fraction of the"
     ):
@@ -259,7 +259,7 @@ def test_a_fraction_is_held_out_of_every_source() -> None:
 
 
 @pytest.mark.parametrize("stop", ["all_exhausted", "first_exhausted"])
-def test_the_estimate_of_an_epoch(stop: str) -> None:
+def test_an_epochs_packs_are_estimated(stop: str) -> None:
     mix = three(stop, (3, 2, 5), short=900, middling=300, long=300)
     data = make(mix, num_lanes=1)
     packs = len(list(data))

@@ -33,7 +33,7 @@ from tests.support.mixtures import (
 )
 
 
-def drawn(
+def trained_by_source(
     mix: Mix,
     trained: Mapping[int, Iterable[int]],
     *,
@@ -42,22 +42,23 @@ def drawn(
     stagger: int = 2048,
     **reading: Any,
 ) -> list[int]:
-    """Return the trained tokens of each source, where the rows train the numbers in ``trained`` in turn.
+    """Read until ``tokens`` tokens are trained, and return how many of them each source trained.
 
-    Read from a new reader at its cursor every ``reopened`` rows.
+    ``trained`` has the numbers of trained tokens of each source's rows. Every ``reopened`` rows, the reader is replaced
+    by a new one at its cursor.
     """
-    draws = mix.read(Reading(**reading, stagger=stagger))
+    reader = mix.read(Reading(**reading, stagger=stagger))
     lengths = {i: iter(each) for i, each in trained.items()}
     totals = [0] * len(mix.names)
-    for drawn in count(1):
-        row = next(draws)
+    for rows_read in count(1):
+        row = next(reader)
         number = next(lengths[leaf := mix.source_index(row.row_id)])
-        draws.charge(training(number))
+        reader.charge(training(number))
         totals[leaf] += number
         if sum(totals) >= tokens:
             return totals
-        if reopened and drawn % reopened == 0:
-            draws = mix.read(Reading(**reading, start=draws.cursor))
+        if reopened and rows_read % reopened == 0:
+            reader = mix.read(Reading(**reading, start=reader.cursor))
     raise AssertionError
 
 
@@ -87,7 +88,7 @@ def test_fractions_stay_within_the_stated_bound(
     mix = plain(map(str, range(len(sources))), weights)
     rng = np.random.default_rng(seed)
     lengths = {i: [1, *rng.integers(0, most + 1, 10_000).tolist()] for i, most in enumerate(longest)}
-    totals = drawn(mix, lengths, tokens=tokens, seed=seed, stagger=stagger)
+    totals = trained_by_source(mix, lengths, tokens=tokens, seed=seed, stagger=stagger)
     for got, weight in zip(totals, weights, strict=True):
         wanted = weight / sum(weights) * sum(totals)
         assert abs(got - wanted) <= len(sources) * max(*longest, stagger) + 1e-5 * sum(totals)
@@ -104,46 +105,48 @@ def skewed(lane: int) -> dict[int, Iterable[int]]:
     return {i: of_mean(10 * 10**i) for i in range(3)}
 
 
-SHARES = (0.7, 0.2, 0.1)
+TARGETS = (0.7, 0.2, 0.1)
 
 
-def worst_and_all(lanes: int, few: int, tokens: int, reopened: int) -> tuple[float, float]:
+def worst_errors(lanes: int, few: int, tokens: int, reopened: int) -> tuple[float, float]:
     """Return how far the fractions of a lane, and of all lanes, are from the weights at most."""
-    mix = plain("abc", SHARES, size=64)
+    mix = plain("abc", TARGETS, size=64)
     found = [
-        drawn(mix, skewed(lane), tokens=tokens, reopened=reopened, lane=lane, num_lanes=lanes)
+        trained_by_source(mix, skewed(lane), tokens=tokens, reopened=reopened, lane=lane, num_lanes=lanes)
         for lane in range(0, lanes, max(1, lanes // few))
     ]
-    shares = [np.array(totals) / sum(totals) for totals in [*found, np.sum(found, 0)]]
-    off = [float(np.abs(share - SHARES).max()) for share in shares]
+    fractions = [np.array(totals) / sum(totals) for totals in [*found, np.sum(found, 0)]]
+    off = [float(np.abs(share - TARGETS).max()) for share in fractions]
     return max(off[:-1]), off[-1]
 
 
 def test_fractions_of_trained_tokens_with_skewed_lengths() -> None:
-    """After 200,000 tokens in a lane, the bound is 3 x 4,000 / 200,000, six points; at 2 M (below) it is 0.6."""
-    worst, together = worst_and_all(8, few=2, tokens=200_000, reopened=997)
+    """The bound of a lane is 3 x 4,000 / 200,000, so 6 points. After 2 million tokens (next test) it is 0.6 points."""
+    worst, together = worst_errors(8, few=2, tokens=200_000, reopened=997)
     assert worst < 0.03
     assert together < 0.03
 
 
 @pytest.mark.slow
 def test_fractions_within_half_a_point_after_two_million_tokens_in_every_lane() -> None:
-    worst, together = worst_and_all(64, few=16, tokens=2_000_000, reopened=997)
+    worst, together = worst_errors(64, few=16, tokens=2_000_000, reopened=997)
     assert worst < 0.005
     assert together < 0.005
 
 
 def test_errors_of_lanes_cancel() -> None:
     """After few tokens in each, 64 lanes together are nearer to the weights than a lane is on average."""
-    mix = plain("abc", SHARES, size=64)
+    mix = plain("abc", TARGETS, size=64)
     for tokens in (300, 1000, 3000):
         found = [
-            drawn(mix, {i: repeat(10 * 10**i) for i in range(3)}, tokens=tokens, lane=lane, num_lanes=64)
+            trained_by_source(
+                mix, {i: repeat(10 * 10**i) for i in range(3)}, tokens=tokens, lane=lane, num_lanes=64
+            )
             for lane in range(64)
         ]
         together = np.sum(found, 0) / np.sum(found)
-        alone = [np.abs(np.array(totals) / sum(totals) - SHARES).max() for totals in found]
-        assert np.abs(together - SHARES).max() < 0.5 * np.mean(alone)
+        alone = [np.abs(np.array(totals) / sum(totals) - TARGETS).max() for totals in found]
+        assert np.abs(together - TARGETS).max() < 0.5 * np.mean(alone)
         assert tokens == 300 or len({tuple(totals) for totals in found}) > 10
 
 
@@ -175,7 +178,7 @@ def resumed(state: dict[str, Any], weights: Iterable[float], **settings: Any) ->
 
 
 def test_weights_changed_at_a_resume() -> None:
-    """The rows that wait stay; a second resume with the same weights changes nothing."""
+    """The waiting rows stay the same, and a second resume with the same weights changes nothing."""
     settings = {**ENDLESS, **SHUFFLED, "num_lanes": 2, "overlong": "split", "max_seq_len": 9}
     before = make(three("never", (7, 2, 1)), **settings)
     for _ in islice(before, 50):
@@ -222,7 +225,7 @@ def rolling(weights: tuple[float, ...]) -> Mix:
 def test_weights_changed_repeatedly_while_rows_wait(
     mixed: Callable[[tuple[float, ...]], Mix], more: dict[str, Any]
 ) -> None:
-    """Compared with one process that changes its weights without a resume."""
+    """The packs match those of one process that changes its weights without a resume."""
     settings = {**ENDLESS, **SHUFFLED, "num_lanes": 1, "strategy": "best_fit", "buffer_size": 32, **more}
     stages = [(7, 2, 1), (1, 2, 7), (1, 1, 1), (5, 1, 1)]
     unbroken = make(mixed(stages[0]), **settings).stream()
@@ -240,4 +243,4 @@ def test_weights_changed_repeatedly_while_rows_wait(
         assert found == [pack.tokens.tolist() for pack in islice(unbroken, len(found))]
         state = data.state_dict()
         most = max(most, state["lanes"][0]["cursor"][0])
-    assert most >= 1, "weights that waiting rows were drawn by"
+    assert most >= 1, "the cursor holds the weights by which the waiting rows were drawn"

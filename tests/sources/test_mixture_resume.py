@@ -53,7 +53,7 @@ FEW = {"short": 24, "middling": 16, "long": 10}  # so that epochs end within the
 
 
 @pytest.mark.parametrize(("kind", "settings"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-def test_resume_at_every_step(kind: str, settings: dict[str, Any]) -> None:
+def test_resume_at_every_pack(kind: str, settings: dict[str, Any]) -> None:
     packs = check_resume_everywhere(lambda: make(three(kind, **FEW), **settings), packs=30)
     assert len(packs) > 8
 
@@ -79,7 +79,7 @@ def test_source_stats_after_a_resume_are_those_of_an_unbroken_run() -> None:
         assert sum(getattr(stats, name) for stats in source_stats.values()) == getattr(ledger, name)
 
 
-def test_workers_and_a_state_on_disk(tmp_path: Path) -> None:
+def test_workers_make_the_batches_of_one_process_and_their_state_can_be_saved(tmp_path: Path) -> None:
     """Two worker processes make the same batches and counts as one process; their state is plain."""
     settings = {**ENDLESS, **SHUFFLED, "num_lanes": 4}
     batches, loaders = [], []
@@ -97,20 +97,20 @@ def test_workers_and_a_state_on_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 4, 5])
-def test_every_cursor(seed: int) -> None:
+def test_reading_resumes_at_every_cursor(seed: int) -> None:
     class Charged(Reader):
         """A reader that charges each row at once, as a lane does."""
 
         def __init__(self, mix: Mix, start: Any) -> None:
-            self.draws = mix.read(Reading(seed=seed, shuffle_window=1, start=start))
+            self.reader = mix.read(Reading(seed=seed, shuffle_window=1, start=start))
 
         @property
         def cursor(self) -> Any:
-            return self.draws.cursor
+            return self.reader.cursor
 
         def __next__(self) -> Any:
-            row = next(self.draws)
-            self.draws.charge(training(row.data["n"]))
+            row = next(self.reader)
+            self.reader.charge(training(row.data["n"]))
             return row
 
         def skip(self) -> None: ...
@@ -120,7 +120,7 @@ def test_every_cursor(seed: int) -> None:
     assert len(found) >= 5
 
 
-def test_lane_states_stay_small_after_a_million_steps() -> None:
+def test_a_lane_state_with_the_largest_numbers_stays_small() -> None:
     """Shards of 1 TB, a billion rows, 2^40 tokens of each source, deficits of 2^18 tokens."""
     sources = 8
     schedule = WeightSchedule([TOTAL_WEIGHT // sources] * sources).numbers()

@@ -97,7 +97,7 @@ def test_names_with_dots_are_names(tmp_path: Path, columns: list[str] | None) ->
 
 
 @pytest.mark.parametrize(("compression", "version"), [("none", "1.0"), ("snappy", "1.0"), ("zstd", "2.0")])
-def test_ways_of_writing(tmp_path: Path, compression: str, version: str) -> None:
+def test_all_compressions_and_versions_are_read(tmp_path: Path, compression: str, version: str) -> None:
     data = [{"i": i, "text": "x" * (i % 50), "word": f"w{i % 7}"} for i in range(5000)]
     path = write(
         tmp_path / "a.parquet", data, group=3000, compression=compression, data_page_version=version,
@@ -107,7 +107,7 @@ def test_ways_of_writing(tmp_path: Path, compression: str, version: str) -> None
     assert [(row["i"], row["word"]) for row in read(source)] == [(d["i"], d["word"]) for d in data]
 
 
-def test_footers_are_read_late(tmp_path: Path) -> None:
+def test_a_footer_is_read_only_when_its_file_is(tmp_path: Path) -> None:
     paths = [write(tmp_path / f"{i:03}.parquet", [{"i": i}]) for i in range(40)]
     source = ParquetSource(paths)
     next(source.read(Reading(1, num_lanes=2)))
@@ -173,7 +173,7 @@ def test_lanes_are_even_and_parts_few(
     assert max(loads) - min(loads) <= 1.5 * largest + 1000
 
 
-def test_fingerprint(tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_columns_and_content(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", [{"i": 1, "j": 2}])
     prints = {
         ParquetSource(path, columns=columns).fingerprint() for columns in (None, ["i"], ["j"], ["i", "j"])
@@ -264,7 +264,7 @@ def rewrite(path: Path, before: int, after: int, *, first: bool = False) -> None
 
 
 @pytest.mark.parametrize("count", [999, 1001])
-def test_row_groups_count_where_the_footer_is_wrong(tmp_path: Path, count: int) -> None:
+def test_all_rows_are_read_if_the_footers_total_is_wrong(tmp_path: Path, count: int) -> None:
     """Rows are read as the row groups count them, also where the footer's total is wrong."""
     path, whole = (
         write(tmp_path / f"{group}.parquet", [{"i": i} for i in range(1000)], group=group)

@@ -137,7 +137,7 @@ def test_each_row_comes_once(source: Any, num_lanes: int, window: int) -> None:
 
 
 @pytest.mark.parametrize("window", [0, 7])
-def test_every_cursor(source: Any, kind: str, window: int) -> None:
+def test_reading_resumes_at_every_cursor(source: Any, kind: str, window: int) -> None:
     found = []
     for lane in range(3):
         found += check_cursors(
@@ -162,7 +162,7 @@ def test_resume_at_every_pack(source: Any) -> None:
     assert len(check_resume_everywhere(stream, packs=12)) > 5
 
 
-def test_rows_are_found_again(source: Any) -> None:
+def test_rows_are_fetched_again_by_row_id(source: Any) -> None:
     places, shards = set(), set()
     for row in source.read(Reading(shuffle_window=7)):
         assert plain(source.fetch(row.row_id)) == plain(row.data)

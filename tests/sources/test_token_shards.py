@@ -105,7 +105,7 @@ def test_a_document_is_copied_once(tmp_path: Path) -> None:
     assert sample.labels is sample.tokens
 
 
-def test_ids_above_31_bits(tmp_path: Path) -> None:
+def test_ids_that_need_32_bits_are_int64(tmp_path: Path) -> None:
     rows = [{"tokens": tokens, "labels": tokens} for tokens in ([1, 2**31, 2**32 - 1], [2**31 - 1], [])]
     make(rows, tmp_path, dtype="uint32", lanes=1)
     samples = [sample_from_columns(row.data) for row in TokenShardSource(tmp_path).read(Reading())]
@@ -113,7 +113,7 @@ def test_ids_above_31_bits(tmp_path: Path) -> None:
     assert [sample.tokens.itemsize for sample in samples] == [8, 4, 4]
 
 
-def test_the_fingerprint_is_of_the_content(tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_the_content_only(tmp_path: Path) -> None:
     rows = rows_of(20, masked=False)
     one = TokenShardSource(make(rows, tmp_path / "a", lanes=2)).fingerprint()
     assert TokenShardSource(make(rows, tmp_path / "b", lanes=2)).fingerprint() == one
@@ -157,7 +157,7 @@ def test_ids_are_checked_unless_the_dtype_bounds_them(tmp_path: Path, dtype: str
     ("name", "remote"), [("./{}", False), ("./{}", True), ("link.bin", False), ("linked.bin", False)]
 )
 def test_a_shard_by_two_names_is_refused(tmp_path: Path, name: str, remote: bool) -> None:
-    """All of its documents would be trained twice an epoch."""
+    """Otherwise all of its documents would be trained twice in each epoch."""
     folder = make(rows_of(9, masked=False), tmp_path / "shards", lanes=1)
     [first] = [entry["name"] for entry in json.loads((folder / "index.json").read_text())["shards"]]
     (folder / "link.bin").symlink_to(folder / first)
@@ -213,7 +213,7 @@ def test_a_shard_behind_a_url_that_is_gone(tmp_path: Path) -> None:
     assert caught.value.__notes__ == [f"while reading {folder}/tokens-00000-00000.bin, document 0"]
 
 
-def test_no_index(tmp_path: Path) -> None:
+def test_a_folder_without_an_index_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"there is no .*index.json; name the folder that holds index.json"):
         TokenShardSource(tmp_path)
     (tmp_path / "index.json").write_text("[1]")

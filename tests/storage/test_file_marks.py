@@ -66,7 +66,7 @@ def test_the_order_of_files_is_compared() -> None:
 
 
 @given(st.integers(1, 300), st.sets(st.integers(0, 299), min_size=1))
-def test_a_named_file_has_changed(count: int, changed: set[int]) -> None:
+def test_only_changed_files_are_named(count: int, changed: set[int]) -> None:
     files = corpus(count)
     names = {f"{number:06}.jsonl" for number in changed if number < count}
     after = marks({name: (size, "other" if name in names else tag) for name, (size, tag) in files.items()})

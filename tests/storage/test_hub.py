@@ -49,7 +49,7 @@ def data(hub: Hub, kind: str, *, revision: str = "", **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_ranges_and_little_else_whatever_fails(
+def test_little_more_than_the_ranges_is_read_while_requests_fail(
     hub: Hub, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     files = committed(hub, kind, 4, 240)
@@ -107,7 +107,7 @@ def test_a_pinned_path_is_parsed(web: Web, kind: str, repo: str, name: str) -> N
 
 
 @pytest.mark.parametrize("path", ["main/a.jsonl", "0123456789/a.jsonl", "0" * 41 + "/a.jsonl"])
-def test_a_branch_is_no_pin(path: str) -> None:
+def test_a_branch_is_not_taken_for_a_commit(path: str) -> None:
     assert PINNED.fullmatch(f"hf://gpt2@{path}") is None
     assert PINNED.fullmatch(f"{DATA}@{path}") is None
     assert PINNED.fullmatch(f"hf://datasets/org/name/more@{'0' * 40}/a.jsonl") is None

@@ -43,7 +43,7 @@ def test_brackets_in_strings_do_not_count() -> None:
     require_shallow(json.dumps([[]] * 5000).encode())
 
 
-def test_a_stack_that_is_full_is_a_bad_row() -> None:
+def test_a_line_that_exhausts_the_stack_is_a_bad_row() -> None:
     with pytest.raises(ValueError, match="nested too deep to be parsed here"):
         from_below(sys.getrecursionlimit() - 300, lambda: parsed(nested(400)))
 

@@ -133,7 +133,7 @@ def test_settings_are_checked(web: Web, tmp_path: Path) -> None:
         JSONLSource(f"{web.url}/a.jsonl")
 
 
-def test_redact() -> None:
+def test_redact_removes_user_query_and_fragment() -> None:
     assert redact("https://u:p@host:1/a/b.jsonl?x=1#y") == "https://host:1/a/b.jsonl"
     assert redact("s3://bucket/a.jsonl") == "s3://bucket/a.jsonl"
     assert redact("/a/b?c") == "/a/b?c"

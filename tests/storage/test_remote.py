@@ -31,7 +31,7 @@ from tests.support.web import Web, random_faults
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_lane_reads_ranges_and_little_else(web: Web, kind: str) -> None:
+def test_a_lane_reads_little_more_than_its_ranges(web: Web, kind: str) -> None:
     web.files = shards(kind, 6, 400)
     found = []
     data = source(kind, urls(web))
@@ -105,7 +105,9 @@ def test_read_ahead_is_bounded(web: Web, monkeypatch: pytest.MonkeyPatch) -> Non
     assert web.bytes <= 1.05 * size
 
 
-def test_threads_that_read_ahead_do_not_keep_a_process(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_read_ahead_do_not_keep_a_process_alive(
+    web: Web, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(RemoteStorage, "block", 10_000)
     web.files = shards("jsonl", 2, 1000)
     web.fault = lambda path: None if len(web.requests) < 8 else "stall"
@@ -119,7 +121,7 @@ def test_threads_that_read_ahead_do_not_keep_a_process(web: Web, monkeypatch: py
 
 
 @pytest.mark.parametrize("kind", ["gz", "parquet"])
-def test_faults_change_nothing(web: Web, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_stay_the_same_while_requests_fail(web: Web, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RemoteStorage, "block", 8192)
     web.files = shards(kind, 4, 60)
     whole = packs(source(kind, urls(web)))
@@ -231,7 +233,7 @@ def test_a_shard_that_changes_during_a_run_is_refused(web: Web, kind: str, chang
         list(reader)
 
 
-def test_the_fingerprint_is_the_servers_tag_not_its_address(web: Web) -> None:
+def test_the_fingerprint_has_the_servers_tag_and_not_its_address(web: Web) -> None:
     web.files = shards("jsonl", 3)
     before = source("jsonl", urls(web)).fingerprint()
     web.files = {f"/moved{path}": content for path, content in web.files.items()}

@@ -65,7 +65,7 @@ def read_all(data: Any, num_lanes: int = 2, **reading: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(("kind", "place"), [*((kind, "http") for kind in KINDS[1:]), ("tokens", "s3")])
-def test_ranges_and_little_else_whatever_fails(
+def test_little_more_than_the_ranges_is_read_while_requests_fail(
     web: Web, tmp_path: Path, kind: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RemoteStorage, "block", 4096)

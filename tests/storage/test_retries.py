@@ -223,7 +223,7 @@ class Ranks:
             raise error
 
 
-def test_a_budget_that_outlasts_the_other_ranks_is_refused(tmp_path: Path) -> None:
+def test_a_budget_longer_than_the_other_ranks_wait_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", ROWS)
     for source in (JSONLSource(path), Holdout(JSONLSource(path), fraction=0.1, part="train")):
         loader = PackedDataLoader(stream(source), timeout=15)
