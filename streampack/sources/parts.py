@@ -94,13 +94,13 @@ class InOrder(Reader):
         return self.part_index, self.offset
 
     def __next__(self) -> Row:
-        if self.found is None:
-            self.found = self.find()
-        if self.found is None:
+        if (found := self.found) is None and (found := self.find()) is None:
             self.cursor = (*self.position, 0)  # behind the last part
             raise StopIteration
-        row = self.row_of(self.found, self.cursor)
-        self.skip()
+        self.found = found  # until the row is returned: decoding may fail
+        row = self.row_of(found, self.cursor)
+        # This is `skip`, written out: as a call, it would make reading of JSON lines 4 % slower.
+        self.found, self.cursor = None, (self.part_index, self.offset, 0)
         return row
 
     def skip(self) -> None:
