@@ -90,7 +90,7 @@ def test_resumes_at_batches_with_any_number_of_workers(before, after):
         assert all(map(same, rest, whole[stop:]))
 
 
-def test_the_state_is_of_what_was_handed_over_not_of_what_workers_made():
+def test_a_state_counts_the_batches_that_were_returned():
     loader = PackedDataLoader(dataset(), batch_size=2, num_workers=2, prefetch_factor=8)
     batch = next(iter(loader))
     assert loader.ledger().packs == 2
@@ -107,7 +107,7 @@ def test_the_ledger_at_the_end_of_an_epoch():
     assert ledger.samples == 300
 
 
-def test_epoch_counts_up():
+def test_epoch_is_that_of_the_last_batch():
     loader = PackedDataLoader(dataset(), batch_size=3)
     seen = [loader.epoch for _ in loader]
     assert seen == sorted(seen)
@@ -121,7 +121,7 @@ def test_a_bad_row_in_a_worker_names_its_place():
         list(loader)
 
 
-def test_a_bad_row_does_not_end_the_stream_in_silence():
+def test_a_bad_row_raises_again_when_asked_again():
     data = [*rows(10), {"tokens": [1], "labels": [1, 2]}, *rows(10)]
     iterator = iter(PackedDataLoader(IterablePackedDataset(data, max_seq_len=16, num_lanes=1)))
     for _ in range(2):
@@ -160,7 +160,7 @@ def test_an_iterable_feeds_one_worker_unless_strided():
     assert samples(PackedDataLoader(strided, num_workers=2)) == list(range(1, 301))
 
 
-def test_from_a_batch_back_to_file_row_and_text(tmp_path):
+def test_a_batch_traces_to_file_row_and_text(tmp_path):
     from streampack import JSONLSource, TextEncoder
     from tests.support.tiny import WordTokenizer, write_rows
 

@@ -118,7 +118,7 @@ def test_an_interrupt_anywhere_in_next_consumes_nothing(run: Run) -> None:
     every(run, times=60)
 
 
-def test_with_workers(run: Run) -> None:
+def test_an_interrupt_with_workers_consumes_nothing(run: Run) -> None:
     every(Run(num_workers=2), times=8)
 
 
@@ -127,7 +127,7 @@ def test_what_a_signal_handler_raises_may_be_any_exception(run: Run) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gz", "mixture"])
-def test_other_sources(tmp_path: Path, kind: str) -> None:
+def test_an_interrupt_consumes_nothing_of_other_sources(tmp_path: Path, kind: str) -> None:
     if kind == "mixture":
         parts = {"a": MapSource(ROWS[::2]), "b": JSONLSource(write(tmp_path / "b.jsonl", ROWS[1::2]))}
         run = Run(Mix([{"source": part, "weight": 1, "name": name} for name, part in parts.items()]))
@@ -136,7 +136,7 @@ def test_other_sources(tmp_path: Path, kind: str) -> None:
     every(run, times=12)
 
 
-def test_a_dataset_iterated_by_itself() -> None:
+def test_an_interrupt_consumes_nothing_of_a_dataset() -> None:
     wanted = [pack["tokens"].tolist() for pack in dataset()]
     counting, places = Injector(), 0
     iterator = iter(dataset())
@@ -215,7 +215,7 @@ def test_a_loader_that_could_not_be_iterated_keeps_its_state(
     assert list(map(seen, loader)) == run.batches[6:]
 
 
-def test_several_ranks_refuse_to_go_on(run: Run) -> None:
+def test_several_ranks_refuse_to_continue_after_an_interrupt(run: Run) -> None:
     """What this rank has told the others, and what not, cannot be known."""
     loader = run.loader()
     iterator = iter(loader)
@@ -281,7 +281,7 @@ def by_signals(run: Run, *, times: int, seed: int) -> int:
     return struck
 
 
-def test_by_signals(run: Run) -> None:
+def test_an_interrupt_by_a_signal_consumes_nothing(run: Run) -> None:
     assert by_signals(run, times=30, seed=0) >= 30
 
 

@@ -56,7 +56,7 @@ def handed_over(workers: int) -> list[tuple[int, int, list[int]]]:
 
 @settings(max_examples=20, deadline=None)
 @given(workers=st.sampled_from([1, 2, 3]), fails=st.frozensets(st.integers(1, 60), max_size=12))
-def test_errors_of_any_worker_change_nothing(workers: int, fails: frozenset[int]) -> None:
+def test_batches_are_the_same_after_errors_of_any_worker(workers: int, fails: frozenset[int]) -> None:
     Failing.fails, Failing.calls = fails, 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("streampack.loader.merge.Worker", Failing)

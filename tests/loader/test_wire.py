@@ -41,7 +41,7 @@ def travelled(pack: Pack) -> Pack:
 
 
 @given(st.lists(st.integers(1, 6), max_size=4), st.sampled_from([7, 2**31 - 1, 2**31, 2**62]))
-def test_the_way_changes_nothing(seq_lens: list[int], largest: int) -> None:
+def test_unfold_inverts_fold(seq_lens: list[int], largest: int) -> None:
     """Whatever the ids; a part-empty pack and a null pack, too."""
     pack = pack_of(seq_lens, largest=largest)
     found = travelled(pack)
@@ -63,19 +63,19 @@ def test_arrays_may_differ_in_width() -> None:
     assert (found.tokens.dtype, found.labels.tolist()) == (np.int32, [-(2**31) - 1, 0, 5])
 
 
-def test_what_arrived_can_be_written_to() -> None:
+def test_unfolded_arrays_are_writable() -> None:
     pack = pack_of([3])
     found = travelled(pack)
     found.tokens[0] = found.labels[0] = 99
     assert pack.tokens[0] == 5
 
 
-def test_the_end_of_a_lane_travels() -> None:
+def test_the_end_of_a_lane_is_folded() -> None:
     end = LaneEvent(3, 1, None, STATE)
     assert unfold(pickle.loads(pickle.dumps(fold(end), 5))) == end
 
 
-def test_no_class_is_named_on_the_way_but_the_states() -> None:
+def test_folded_events_pickle_no_class_but_the_state() -> None:
     """A proxy for speed: each one would be called, in Python, for every fragment and array."""
     data = folded(pack_of([3, 4]))
     assert b"numpy" not in data

@@ -64,7 +64,7 @@ def mend(one: Worker) -> None:
     [(leave, False) for leave in (lambda one: None, finish, mend, give_up, fail, Worker.close)]
     + [(next, True)],
 )
-def test_nothing_is_left_behind(leave: Callable[[Worker], Any], cycle: bool) -> None:
+def test_no_process_thread_or_descriptor_is_left(leave: Callable[[Worker], Any], cycle: bool) -> None:
     finish(worker(dataset(epochs=1)))  # the first worker of a process opens what stays open
     gc.collect()
     before = held()
@@ -84,7 +84,7 @@ def test_nothing_is_left_behind(leave: Callable[[Worker], Any], cycle: bool) -> 
     assert held() == before
 
 
-def test_a_copy_that_was_forked_along_ends_nothing() -> None:
+def test_a_forked_copy_does_not_end_the_worker() -> None:
     one = worker(dataset(epochs=3), prefetch=1)
     found = [content(next(one))]
     if not (pid := os.fork()):
@@ -122,7 +122,7 @@ def test_the_garbage_collector_may_run_in_the_receiving_thread(monkeypatch: pyte
     assert not one.receiver.is_alive()
 
 
-def test_closing_waits_for_nobody_who_holds_the_other_end_of_the_pipe() -> None:
+def test_closing_does_not_wait_for_holders_of_the_pipe() -> None:
     """As a process does that was forked between the making of the pipe and the closing of its end here."""
     one = worker(dataset(epochs=99), prefetch=1)
     next(one)
@@ -139,7 +139,7 @@ def test_closing_waits_for_nobody_who_holds_the_other_end_of_the_pipe() -> None:
 @pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"
 )  # a socket that was not handed on
-def test_what_was_not_started_is_closed() -> None:
+def test_a_worker_that_was_not_started_is_closed() -> None:
     """An interrupt may strike between any two steps of a worker's start, and of its closing."""
     before, of, injector = held(), dataset(), Injector()
     one: list[Worker] = []
@@ -197,7 +197,7 @@ def test_workers_die_with_their_trainer(busy: str, how: signal.Signals) -> None:
     assert gone(pids, within=5)
 
 
-def test_a_stopped_worker_keeps_no_other_alive() -> None:
+def test_a_stopped_worker_does_not_keep_others_alive() -> None:
     """It holds the other end of the pipe by which the others notice that their trainer was killed."""
     of = dataset([{"i": i, "n": 100_000} for i in range(20)], max_seq_len=100_000)
     ours, theirs = mp.Pipe()
@@ -242,7 +242,7 @@ def train_and_leave(pipe: Any) -> None:
     threading.kept = one  # type: ignore[attr-defined]  # until the interpreter's end
 
 
-def test_a_trainer_with_a_handler_of_its_own_can_leave() -> None:
+def test_a_trainer_with_its_own_signal_handler_can_exit() -> None:
     """At exit, multiprocessing sends SIGTERM to workers and waits; a handler forked along would swallow it."""
     ours, theirs = mp.Pipe()
     trainer = fork(train_and_leave, theirs)
@@ -254,7 +254,7 @@ def test_a_trainer_with_a_handler_of_its_own_can_leave() -> None:
     assert gone(pids, within=5)
 
 
-def test_ctrl_c_is_the_trainers() -> None:
+def test_workers_ignore_ctrl_c() -> None:
     one = worker(dataset(), prefetch=1)
     found = [content(next(one))]
     os.kill(one.process.pid, signal.SIGINT)

@@ -31,7 +31,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(("consumers", "prefetch"), [(1, 1), (2, 8)])
-def test_a_worker_gives_the_events_of_its_stream(consumers: int, prefetch: int) -> None:
+def test_a_worker_yields_the_events_of_its_stream(consumers: int, prefetch: int) -> None:
     for consumer in range(consumers):
         one = worker(dataset(epochs=2), consumer=consumer, consumers=consumers, prefetch=prefetch)
         assert list(map(content, one)) == expected(dataset(epochs=2), consumer, consumers)
@@ -41,7 +41,7 @@ def test_a_worker_gives_the_events_of_its_stream(consumers: int, prefetch: int) 
 
 
 @pytest.mark.parametrize(("prefetch", "most"), [(3, 1), (4, 2), (40, 4)])
-def test_packs_come_several_at_a_time(prefetch: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_hold_several_packs(prefetch: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every arrival takes a core from whatever works there. The first one comes alone, so that it comes soon."""
     monkeypatch.setattr(workers, "MAX_DELAY", 60.0)  # the machine may pause
     one = worker(dataset(epochs=8, num_lanes=1), prefetch=prefetch)
@@ -58,7 +58,7 @@ def test_packs_come_several_at_a_time(prefetch: int, most: int, monkeypatch: pyt
     assert sum(sizes) == len(expected(dataset(epochs=8, num_lanes=1)))
 
 
-def test_a_pack_that_takes_long_comes_alone() -> None:
+def test_a_slow_pack_is_sent_alone() -> None:
     """Nobody waits for the next one, too."""
 
     def slow(row: Any) -> Sample:
@@ -71,7 +71,7 @@ def test_a_pack_that_takes_long_comes_alone() -> None:
         assert event.pack is None or not one.arrived
 
 
-def test_what_was_made_before_an_error_comes_before_it(tmp_path: Path) -> None:
+def test_packs_made_before_an_error_arrive_before_it(tmp_path: Path) -> None:
     """And what came is not made again."""
 
     def fail() -> None:
@@ -113,7 +113,7 @@ def test_a_worker_makes_a_bounded_number_of_packs_ahead() -> None:
 
 
 @pytest.mark.parametrize("at", range(0, 60, 10))
-def test_a_worker_that_dies_at_any_row_is_mended(at: int, tmp_path: Path) -> None:
+def test_a_worker_that_dies_at_any_row_is_restarted(at: int, tmp_path: Path) -> None:
     one = worker(dataset(Deadly(tmp_path, at=at), epochs=2), max_restarts=1)
     assert list(map(content, one)) == expected(dataset(epochs=2))
     assert one.restarts == 1
@@ -132,7 +132,7 @@ class DeadlyEnd:
             die()
 
 
-def test_a_worker_that_dies_at_the_end_of_each_epoch_is_mended(tmp_path: Path) -> None:
+def test_a_worker_that_dies_at_the_end_of_each_epoch_is_restarted(tmp_path: Path) -> None:
     source = IterableSource(DeadlyEnd(tmp_path))
     one = worker(dataset(source, epochs=2, num_lanes=1, shuffle=False))
     found = list(map(content, one))
@@ -141,7 +141,7 @@ def test_a_worker_that_dies_at_the_end_of_each_epoch_is_mended(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("taken", [0, 5, "all"])
-def test_a_kill_from_outside_is_mended(taken: Any) -> None:
+def test_a_killed_worker_is_restarted(taken: Any) -> None:
     """At its start, in the middle, and when all but its end was taken."""
     whole = expected(dataset(epochs=3))
     one = worker(dataset(epochs=3), prefetch=1)
@@ -151,7 +151,7 @@ def test_a_kill_from_outside_is_mended(taken: Any) -> None:
     assert found == whole
 
 
-def test_six_kills_in_a_row() -> None:
+def test_a_worker_is_restarted_after_six_kills_in_a_row() -> None:
     # Packs of 312 KB do not fit into a pipe, so each kill meets a worker that is still at work: writing, most times.
     data = [{"i": i, "n": 38_800 + i} for i in range(60)]
     large = {"source": data, "max_seq_len": 39_000, "num_lanes": 2}
@@ -168,7 +168,7 @@ def test_six_kills_in_a_row() -> None:
     assert found == expected(dataset(**large))
 
 
-def test_a_worker_that_only_closed_its_pipe_is_made_again(tmp_path: Path) -> None:
+def test_a_worker_that_closed_its_pipe_is_restarted(tmp_path: Path) -> None:
     def hang_up() -> None:
         os.closerange(3, 1000)
         time.sleep(60)
@@ -179,7 +179,7 @@ def test_a_worker_that_only_closed_its_pipe_is_made_again(tmp_path: Path) -> Non
     assert time.monotonic() - begin < 10
 
 
-def test_once_too_often(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_death_more_than_allowed_is_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     one = worker(dataset(Deadly(tmp_path, at=30, times=99)), max_restarts=2)
     begin = time.monotonic()
     message = (
@@ -206,7 +206,7 @@ def test_once_too_often(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
     ],
 )
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_death_is_named(tmp_path: Path, by: Callable[[], Any], what: str) -> None:
+def test_the_message_names_how_a_worker_died(tmp_path: Path, by: Callable[[], Any], what: str) -> None:
     one = worker(dataset(Deadly(tmp_path, at=30, by=by)), max_restarts=0)
     with pytest.raises(RuntimeError, match=rf"died {what}, after 0 restart\(s\)"):
         list(one)
@@ -280,7 +280,7 @@ def test_an_error_arrives_with_its_place_and_is_tried_again_when_asked(
     assert found == expected(dataset())
 
 
-def test_an_error_in_the_beginning_is_raised_and_tried_again(tmp_path: Path) -> None:
+def test_an_error_when_a_stream_opens_is_raised_and_retried(tmp_path: Path) -> None:
     """A state that does not fit, or a file that is missing for a moment, before there is a stream."""
     path = write(tmp_path / "a.jsonl", ROWS)
     settings = {"source": path, "shuffle": True, "shuffle_window": 8, "num_lanes": 1}
@@ -297,7 +297,7 @@ def test_an_error_in_the_beginning_is_raised_and_tried_again(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("repaired", [False, True])
-def test_a_death_after_an_error_is_mended(tmp_path: Path, repaired: bool) -> None:
+def test_a_worker_that_dies_after_an_error_is_restarted(tmp_path: Path, repaired: bool) -> None:
     faulty = Faulty(lambda: ValueError("no luck"), tmp_path)
     one = worker(dataset(encoder=faulty))
     found: list[Any] = []

@@ -77,7 +77,7 @@ def test_exact_fit_prefers_the_earliest_arrivals() -> None:
     overlong=st.sampled_from(["split", "drop", "truncate"]),
     side=st.sampled_from(["right", "left"]),
 )
-def test_packs_are_the_oracles(
+def test_plans_match_the_reference_implementation(
     strategy: str, corpus: tuple[list[int], int], buffer_size: int, overlong: str, side: str
 ) -> None:
     lengths, limit = corpus

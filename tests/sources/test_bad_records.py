@@ -44,7 +44,7 @@ class Refusing:
 
     def __getitem__(self, i: int) -> Any:
         if i in (17, 40, 41):
-            raise ValueError("is out of order")
+            raise ValueError("cannot be encoded")
         return json.loads(BROKEN[i]) if i in BROKEN else ROWS[i]
 
 
@@ -52,7 +52,7 @@ def corpus(kind: str, folder: Path) -> tuple[Any, list[int], list[tuple[str, int
     """Return a source, its good rows, and its bad records: shard, offset, beginning of the reason."""
     folder.mkdir(exist_ok=True)
     if kind == "map":
-        bad = [("Refusing", i, "is out of order") for i in (17, 40, 41)]
+        bad = [("Refusing", i, "cannot be encoded") for i in (17, 40, 41)]
         bad += [("Refusing", 300, "KeyError"), ("Refusing", 599, "TypeError")]
         return MapSource(Refusing()), [i for i in range(600) if i not in BROKEN], bad
     if kind == "parquet":

@@ -69,7 +69,7 @@ def _same(pack: Any) -> Any:
     return pack
 
 
-def test_an_endless_stream_rolls_on() -> None:
+def test_an_endless_stream_continues_with_the_next_epoch() -> None:
     data = rows(40)
     dataset = make(MapSource(data), epochs=None, num_lanes=2, shuffle=True)
     packs = list(islice(dataset, 200))
@@ -83,7 +83,7 @@ def test_an_endless_stream_rolls_on() -> None:
 
 
 @pytest.mark.parametrize("first", [1, 2])
-def test_a_run_that_ended_goes_on_when_it_is_given_more_epochs(first: int) -> None:
+def test_an_ended_run_resumes_when_it_is_given_more_epochs(first: int) -> None:
     data = rows(60)
     settings = {"num_lanes": 3, "shuffle": True}
     before = make(MapSource(data), epochs=first, **settings)
@@ -99,7 +99,7 @@ def test_a_run_that_ended_goes_on_when_it_is_given_more_epochs(first: int) -> No
     assert samples_in(more).keys() == all_of(data).keys()
 
 
-def test_no_endless_search_through_samples_that_are_all_dropped() -> None:
+def test_an_endless_stream_of_dropped_samples_is_an_error() -> None:
     class Impatient(Numbers):
         def __call__(self, row: Any, /) -> Any:
             if self.calls > 1000:
@@ -113,7 +113,7 @@ def test_no_endless_search_through_samples_that_are_all_dropped() -> None:
         next(iter(dataset))
 
 
-def test_an_endless_stream_needs_no_rows_in_some_lanes(tmp_path: Path) -> None:
+def test_an_endless_stream_may_have_empty_lanes(tmp_path: Path) -> None:
     dataset = make(MapSource(rows(3)), epochs=None, num_lanes=4)
     assert [pack["lane"] for pack in islice(dataset, 9)] == [0, 1, 2] * 3
     # The default number of lanes is never one that fails: a compressed file is one lane's, however large.
@@ -129,7 +129,7 @@ def test_an_endless_stream_needs_no_rows_in_some_lanes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["map", "jsonl", "stride"])
 @pytest.mark.parametrize("num_lanes", [5, None])
 @pytest.mark.parametrize("consumers", [1, 3, 5])
-def test_consumers_share_the_samples_out(
+def test_each_sample_goes_to_one_consumer(
     tmp_path: Path, kind: str, num_lanes: int | None, consumers: int
 ) -> None:
     data = rows(150)
@@ -149,7 +149,7 @@ def test_consumers_share_the_samples_out(
     assert samples_in(packs) == all_of(data, 2)
 
 
-def test_consumers_resume_in_another_number() -> None:
+def test_a_state_resumes_on_another_number_of_consumers() -> None:
     """Two stop in the middle, their states are merged, three go on: every sample once."""
     data = rows(300)
     settings = {"num_lanes": 6, "shuffle": True}
@@ -168,7 +168,7 @@ def test_consumers_resume_in_another_number() -> None:
     assert sorted(found) == sorted(1000 * row["i"] + 1 + j for row in data for j in range(row["n"]))
 
 
-def test_a_stream_is_its_lanes_in_turn() -> None:
+def test_a_stream_takes_one_pack_of_each_lane_in_turn() -> None:
     """One pack of each lane, in the lanes' order, until one runs dry; a lane's packs do not depend on the others."""
     dataset = make(MapSource(rows(200)), num_lanes=4)
     packs = list(dataset)
@@ -180,7 +180,7 @@ def test_a_stream_is_its_lanes_in_turn() -> None:
         ]
 
 
-def test_how_many_lanes() -> None:
+def test_the_default_number_of_lanes() -> None:
     many, few = MapSource([{"i": 0, "n": 1}] * 10_000), MapSource(rows(100))
     assert [make(many)._lanes_for(n) for n in (1, 2, 3, 5, 8, 12)] == [8, 8, 9, 10, 8, 12]
     assert [make(few)._lanes_for(n) for n in (1, 2, 3)] == [1, 2, 3]
@@ -203,7 +203,7 @@ def test_how_many_lanes() -> None:
 
 
 @pytest.mark.parametrize(("consumer", "consumers"), [(2, 2), (-1, 2), (0, 0)])
-def test_consumers_that_cannot_be(consumer: int, consumers: int) -> None:
+def test_an_impossible_consumer_number_is_refused(consumer: int, consumers: int) -> None:
     with pytest.raises(ValueError, match="consumer"):
         make(MapSource(rows(100)), num_lanes=4).stream(consumer, consumers)
 
@@ -226,7 +226,7 @@ def test_torchs_dataloader_gives_every_sample_once(tmp_path: Path, kind: str, wo
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize(("workers", "every"), [(0, 1), (2, 7)])
-def test_torchdatas_stateful_dataloader_resumes(workers: int, every: int) -> None:
+def test_stateful_dataloader_of_torchdata_resumes(workers: int, every: int) -> None:
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")
     data = rows(200)
 
@@ -252,7 +252,7 @@ def test_torchdatas_stateful_dataloader_resumes(workers: int, every: int) -> Non
         assert got + [said(batch) for batch in second] == whole, f"after {step} batches"
 
 
-def test_a_dataset_that_was_looked_at_can_be_sent_to_a_process(tmp_path: Path) -> None:
+def test_a_dataset_can_be_pickled_after_iteration(tmp_path: Path) -> None:
     """A DataLoader that spawns its workers pickles the dataset; an open file in it cannot be."""
     dataset = make(write(tmp_path / "a.jsonl", rows(100)), num_lanes=2)
     packs = [content(pack) for pack in dataset]
@@ -286,7 +286,7 @@ def test_the_first_batch_reads_little_of_a_large_file(tmp_path: Path) -> None:
         assert source.bytes_read <= rows_at_most * len(line)
 
 
-def test_the_encoder_meets_each_sample_as_late_as_it_can() -> None:
+def test_samples_are_encoded_as_late_as_possible() -> None:
     encoder = Numbers()
     iterator = iter(make(MapSource([{"i": i, "n": 12} for i in range(100)]), encoder=encoder, num_lanes=1))
     assert encoder.calls == 0
@@ -310,7 +310,7 @@ def test_the_encoder_meets_each_sample_as_late_as_it_can() -> None:
     ],
     ids=["split", "right", "left", "wrap", "eos"],
 )
-def test_every_sequence_leads_back_to_its_text(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
+def test_trace_finds_the_text_of_every_sequence(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
     data = rows(90, overlong=70)
     source = make_source(kind, tmp_path, data)
     dataset = make(source, shuffle=True, shuffle_window=8, num_lanes=1, **settings)
@@ -337,7 +337,7 @@ def test_every_sequence_leads_back_to_its_text(tmp_path: Path, kind: str, settin
     assert traced >= 80
 
 
-def test_a_source_is_whatever_holds_rows(tmp_path: Path) -> None:
+def test_sources_may_be_paths_datasets_and_iterables(tmp_path: Path) -> None:
     ready = [{"tokens": [i, i + 1], "labels": [-100, i + 1]} for i in range(1, 40)]
     path = write(tmp_path / "a.jsonl", ready)
     for source in (ready, MapSource(ready), str(path), path, str(tmp_path / "*.jsonl"), lambda: iter(ready)):
@@ -357,7 +357,7 @@ def test_a_source_is_whatever_holds_rows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["max_seq_len", "num_lanes", "epochs", "vocab_size", "shuffle_window"])
 @pytest.mark.parametrize("value", [0, 1.5])
-def test_numbers_out_of_range(name: str, value: Any) -> None:
+def test_settings_out_of_range_are_refused(name: str, value: Any) -> None:
     with pytest.raises(
         ValueError, match=rf"{name}={value!r} is (below 1; give at least 1|not a whole number)"
     ):
@@ -365,7 +365,7 @@ def test_numbers_out_of_range(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", [-1, None])
-def test_seeds_are_whole_numbers(seed: Any) -> None:
+def test_a_seed_must_be_a_whole_number(seed: Any) -> None:
     with pytest.raises(ValueError, match=f"seed={seed!r}"):
         make(MapSource(rows(3)), seed=seed)
     make(MapSource(rows(3)), seed=0)
@@ -378,13 +378,13 @@ def test_seeds_are_whole_numbers(seed: Any) -> None:
         ({"empty": "keep"}, "empty='keep' is unknown; choose one of 'error', 'drop'"),
     ],
 )
-def test_unknown_words(settings: dict[str, Any], message: str) -> None:
+def test_unknown_policies_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         make(MapSource(rows(3)), **settings)
     assert str(error.value).startswith(message)
 
 
-def test_repr_says_what_it_is():
+def test_repr_names_source_strategy_and_order():
     rows = [{"tokens": [1], "labels": [1]}]
     data = IterablePackedDataset(rows, max_seq_len=8)
     assert repr(data) == (

@@ -197,7 +197,7 @@ def test_settings_that_change_no_pack_may_differ_from_the_states() -> None:
         {"num_lanes": "two"},
     ],
 )
-def test_what_is_no_state_is_refused(state: Any) -> None:
+def test_objects_that_are_no_state_are_refused(state: Any) -> None:
     dataset = make(MapSource(rows(50)), num_lanes=2)
     next(iter(dataset))
     if isinstance(state, dict) and "version" not in state and state:

@@ -70,7 +70,7 @@ def test_several_epochs_at_a_time() -> None:
     assert order(data)[:20] == epoch(2)
 
 
-def test_an_iteration_that_was_left_is_over() -> None:
+def test_a_new_iteration_ends_the_one_before() -> None:
     data = dataset()
     iterator = iter(data)
     next(iterator)
@@ -89,7 +89,7 @@ def test_iterating_again_after_a_resume_is_the_next_epoch() -> None:
     assert order(data) == epoch(2)
 
 
-def test_a_stream_without_an_end_goes_on_to_another_order() -> None:
+def test_a_stream_without_an_end_reorders_each_epoch() -> None:
     data = dataset(epochs=None)
     first = order(pack for pack, _ in zip(data, range(25), strict=False))  # of 20 in an epoch
     again = order(pack for pack, _ in zip(data, range(25), strict=False))

@@ -67,7 +67,7 @@ def test_a_mixture_is_estimated() -> None:
     assert known.error > 0
 
 
-def test_what_truncation_costs() -> None:
+def test_an_estimate_counts_truncated_tokens() -> None:
     """Of 300 samples, a third is long; of half of these, the answer is cut off."""
     short = {"tokens": [1] * 10, "labels": [IGNORE_INDEX] * 5 + [1] * 5}
     answered = {"tokens": [1] * 40, "labels": [IGNORE_INDEX] * 10 + [1] * 30}
@@ -87,7 +87,7 @@ def test_what_truncation_costs() -> None:
     assert left.estimate(rows=300).packs == len(list(left))
 
 
-def test_long_documents_are_not_all_read() -> None:
+def test_an_estimate_encodes_a_few_long_documents() -> None:
     read = []
 
     class Counting(TokensEncoder):
@@ -102,7 +102,7 @@ def test_long_documents_are_not_all_read() -> None:
     assert len(read) == 64
 
 
-def test_bad_records_are_left_out_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_estimate_leaves_bad_records_out(caplog: pytest.LogCaptureFixture) -> None:
     rows = [{"tokens": [1] * 10} if i % 10 else {} for i in range(200)]
     data = dataset(rows, encoder=TokensEncoder(labels=None), on_bad_record="skip", num_lanes=1)
     known = estimate(data.lane_config, rows=50)
@@ -148,7 +148,7 @@ def broken(row: Any) -> Sample:
         {"num_lanes": 3, "source": [*LABELLED, {"tokens": [], "labels": []}], "empty": "drop"},
     ],
 )
-def test_as_many_packs_are_counted_as_are_made(changes: dict[str, Any]) -> None:
+def test_counted_packs_equal_the_packs_of_an_epoch(changes: dict[str, Any]) -> None:
     given = {
         "source": LABELLED,
         "max_seq_len": 64,
@@ -175,7 +175,7 @@ def test_as_many_packs_are_counted_as_are_made(changes: dict[str, Any]) -> None:
     assert found == expected.tolist()
 
 
-def test_what_would_fail_in_training_fails_before() -> None:
+def test_counting_packs_raises_errors_of_rows() -> None:
     config = IterablePackedDataset(LABELLED, max_seq_len=64, encoder=broken).lane_config
     with pytest.raises(ValueError, match="^sample 4: this one cannot be encoded"):
         packed_lengths(config, range(9))

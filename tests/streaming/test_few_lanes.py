@@ -41,7 +41,9 @@ def state_after(batches: int, **settings: Any) -> tuple[dict[str, Any], list[Any
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_one_lane_goes_on_with_workers(workers: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_of_one_lane_resumes_with_several_workers(
+    workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
     state, rest = state_after(5)
     loader = PackedDataLoader(dataset(), num_workers=workers)
     loader.load_state_dict(state)
@@ -55,7 +57,7 @@ def test_one_lane_goes_on_with_workers(workers: int, caplog: pytest.LogCaptureFi
     )
 
 
-def test_one_lane_goes_on_in_workers_of_torch() -> None:
+def test_a_run_of_one_lane_resumes_in_workers_of_torch() -> None:
     data = dataset()
     iterator = iter(data)
     for _ in range(5):
@@ -75,7 +77,7 @@ def _go_on(state: dict[str, Any]) -> tuple[list[Any], list[str]]:
     return tokens(iterator), [str(warning.message) for warning in warned]
 
 
-def test_one_lane_goes_on_with_ranks() -> None:
+def test_a_run_of_one_lane_resumes_on_several_ranks() -> None:
     state, rest = state_after(6)
     (first, warned), (second, _) = run_ranks(_go_on, 2, state)
     assert first == rest

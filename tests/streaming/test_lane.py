@@ -1,3 +1,9 @@
+"""Lanes, compared with the reference implementation in tests/support/oracle.py.
+
+`rows` makes rows ``{"i": number, "n": length}``, and `Numbers` encodes one as the tokens 1000 i + 1 to 1000 i + n, so
+that each token tells its row and place. `WAYS` are the strategies and, as "wrap", ``split_across_pack``.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -55,8 +61,8 @@ def spans(pack: Pack) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize("strategy", WAYS)
 @pytest.mark.parametrize("overlong", POLICIES)
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_packs_are_the_oracles(strategy: str, overlong: str, side: str) -> None:
-    """Plan, arrays, provenance and ledger, from references that know nothing of one another; after every pack."""
+def test_packs_match_the_reference_implementation(strategy: str, overlong: str, side: str) -> None:
+    """Plan, arrays, provenance and ledger equal those of the reference, after every pack."""
     data = rows(150, overlong=70)
     lengths = [row["n"] for row in data]
     lane = make(
@@ -166,7 +172,7 @@ def test_a_sample_that_is_too_long_is_named() -> None:
         )
 
 
-def test_ids_are_held_against_the_vocabulary_with_their_place(tmp_path: Path) -> None:
+def test_an_id_outside_the_vocabulary_is_an_error_with_its_place(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"i": 0, "n": 3}, {"i": 1, "n": 3}])
     lane = make(JSONLSource(path), vocab_size=1000)
     with pytest.raises(ValueError) as error:
@@ -215,16 +221,16 @@ class Flaky:
     fails=st.sets(st.integers(0, 60), min_size=1, max_size=12),
     kind=st.sampled_from([OSError, ValueError, KeyError]),
 )
-def test_errors_change_nothing(
+def test_a_lane_makes_the_same_packs_after_any_error(
     strategy: str, overlong: str, window: int, where: str, fails: set[int], kind: type[Exception]
 ) -> None:
     """Whatever fails, whenever: asked again, the lane makes the packs of a run without errors."""
     data = rows(40, overlong=70)
-    settings = {"overlong": overlong, "shuffle_window": window, **settings_of(strategy)}
-    whole = [content(pack) for pack in drain(make(MapSource(data), **settings))]
+    options = {"overlong": overlong, "shuffle_window": window, **settings_of(strategy)}
+    whole = [content(pack) for pack in drain(make(MapSource(data), **options))]
     dataset = Flaky(data, fails if where == "row" else set(), lambda: kind("no luck"))
     encode = Flaky(Numbers(), fails if where == "sample" else set(), lambda: kind("no luck"))
-    lane = make(MapSource(dataset), encode=encode, **settings)
+    lane = make(MapSource(dataset), encode=encode, **options)
     packs: list[Any] = []
     errors = 0
     while True:
@@ -238,12 +244,13 @@ def test_errors_change_nothing(
             break
         packs.append(content(pack))
     assert packs == whole
-    assert errors >= (min(fails) < 40)
+    if min(fails) < 40:
+        assert errors
 
 
 @pytest.mark.parametrize("endless", [False, True])
 @pytest.mark.parametrize("overlong", POLICIES)
-def test_a_bad_sample_stops_the_lane_until_it_is_repaired(endless: bool, overlong: str) -> None:
+def test_a_bad_sample_raises_again_until_it_is_repaired(endless: bool, overlong: str) -> None:
     data = rows(60, overlong=70)
     whole = [content(pack) for pack in drain(make(MapSource(data), endless=endless, overlong=overlong), 60)]
     encode = Numbers()
@@ -251,7 +258,7 @@ def test_a_bad_sample_stops_the_lane_until_it_is_repaired(endless: bool, overlon
     lane = make(MapSource(data), encode=encode, endless=endless, overlong=overlong)
     packs: list[Pack] = []
     for _ in range(4):
-        with pytest.raises(ValueError, match=r"^sample 30: is out of order$"):
+        with pytest.raises(ValueError, match=r"^sample 30: cannot be encoded$"):
             while True:
                 event = lane.next_event()
                 assert event.pack is not None
@@ -259,7 +266,7 @@ def test_a_bad_sample_stops_the_lane_until_it_is_repaired(endless: bool, overlon
                 state = event.state
     # Elsewhere too, from the last state.
     other = make(MapSource(data), encode=encode, endless=endless, overlong=overlong, state=state)
-    with pytest.raises(ValueError, match=r"^sample 30: is out of order$"):
+    with pytest.raises(ValueError, match=r"^sample 30: cannot be encoded$"):
         drain(other)
     encode.bad = None
     for resumed in (lane, other):
@@ -284,7 +291,7 @@ def test_a_bad_row_is_named_by_its_place_whatever_the_error() -> None:
 
 
 @pytest.mark.parametrize("where", ["row", "sample"])
-def test_a_stray_stop_iteration_is_no_end(where: str) -> None:
+def test_a_stop_iteration_of_the_encoder_does_not_end_the_lane(where: str) -> None:
     """``next(...)`` on something exhausted, in a user's code: the stream must not just be shorter."""
     dataset = Flaky(rows(20), {10} if where == "row" else set(), StopIteration)
     encode = Flaky(Numbers(), {10} if where == "sample" else set(), StopIteration)
@@ -302,7 +309,9 @@ def test_a_stray_stop_iteration_is_no_end(where: str) -> None:
     ],
     ids=["labels", "float", "2-d", "none"],
 )
-def test_what_is_no_sample_is_an_error_with_its_place(broken: Callable[[Sample], Any]) -> None:
+def test_an_encoder_result_that_is_no_sample_is_an_error_with_its_place(
+    broken: Callable[[Sample], Any],
+) -> None:
     """An encoder is the user's code: what it gives is checked before anything is taken."""
     made = Numbers()
     bad = [True]
@@ -335,19 +344,19 @@ def drain_until_error(lane: Lane) -> Any:
 
 @pytest.mark.parametrize("kind", ["map", "jsonl", "iterable"])
 @pytest.mark.parametrize("strategy", WAYS)
-def test_a_state_is_all_a_lane_is(tmp_path: Path, kind: str, strategy: str) -> None:
+def test_a_lane_made_from_a_state_has_the_same_state(tmp_path: Path, kind: str, strategy: str) -> None:
     """A lane made from a state gives the same state, and the same ledger, before it does anything."""
     data = rows(120, overlong=70)
     for overlong in POLICIES:
-        settings = {"overlong": overlong, "shuffle_window": 5, **settings_of(strategy)}
-        lane = make(make_source(kind, tmp_path, data), **settings)
+        options = {"overlong": overlong, "shuffle_window": 5, **settings_of(strategy)}
+        lane = make(make_source(kind, tmp_path, data), **options)
         while (event := lane.next_event()).pack is not None:
-            again = make(make_source(kind, tmp_path, data), state=event.state, **settings)
+            again = make(make_source(kind, tmp_path, data), state=event.state, **options)
             assert again.state() == event.state == lane.state()
             assert again.ledger == lane.ledger
             assert (again.packs, again.epoch, again.done) == (lane.packs, lane.epoch, False)
         done = lane.state()
-        again = make(make_source(kind, tmp_path, data), state=done, **settings)
+        again = make(make_source(kind, tmp_path, data), state=done, **options)
         assert again.done
         assert again.next_pack() is None
         assert again.state() == done
@@ -356,9 +365,9 @@ def test_a_state_is_all_a_lane_is(tmp_path: Path, kind: str, strategy: str) -> N
         assert [content(p) for p in drain(again)] == [content(p) for p in drain(lane)]
 
 
-def middle(source: Any, **settings: Any) -> LaneState:
+def middle(source: Any, **options: Any) -> LaneState:
     """A state with several pieces in flight."""
-    lane = make(source, **settings)
+    lane = make(source, **options)
     while (event := lane.next_event()).pack is not None:
         if event.state.packs > 5 and event.state.ledger.buffered > 10:
             return event.state
@@ -391,7 +400,7 @@ def test_a_state_refuses_data_that_changed() -> None:
         make(IterableSource(too_long), state=state, overlong="drop")
 
 
-def test_a_lane_that_lost_tokens_says_so() -> None:
+def test_lost_tokens_are_detected_when_a_state_is_taken() -> None:
     lane = make(MapSource(rows(50)))
     lane.next_pack()
     lane.ledger.tokens_in += 1

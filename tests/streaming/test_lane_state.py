@@ -80,7 +80,7 @@ def test_a_bitmap_of_any_length_loads_as_weights_only() -> None:
     assert LaneState.from_dict(torch.load(buffer, weights_only=True)) == state
 
 
-def test_the_dict_stays_as_it_is() -> None:
+def test_a_lane_state_dict_has_these_fields() -> None:
     """Checkpoints hold it."""
     assert typical().as_dict() == {
         "packs": 1234,
@@ -99,7 +99,7 @@ def test_the_dict_stays_as_it_is() -> None:
 
 @settings(max_examples=20)
 @given(states(), st.data())
-def test_every_changed_value_is_seen(state: LaneState, data: st.DataObject) -> None:
+def test_the_checksum_detects_every_changed_value(state: LaneState, data: st.DataObject) -> None:
     found = state.as_dict()
     for name, value in found.items():
         if isinstance(value, list):

@@ -42,7 +42,7 @@ def make(case: str, **more: Any) -> IterablePackedDataset:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("epochs", [1, 3, None])
-def test_a_run_of_nothing_is_an_error(case: str, epochs: int | None) -> None:
+def test_a_run_without_packs_is_an_error(case: str, epochs: int | None) -> None:
     def refused(data: Any) -> None:
         with pytest.raises(ValueError) as error:
             list(data)
@@ -52,13 +52,13 @@ def test_a_run_of_nothing_is_an_error(case: str, epochs: int | None) -> None:
     refused(PackedDataLoader(make(case, epochs=epochs)))
 
 
-def test_a_run_of_nothing_in_worker_processes_is_an_error() -> None:
+def test_a_run_without_packs_in_worker_processes_is_an_error() -> None:
     with pytest.raises(ValueError) as error:
         list(PackedDataLoader(make("bad"), num_workers=2))
     assert CASES["bad"][2] in str(error.value)
 
 
-def test_a_run_of_nothing_is_an_error_on_all_ranks() -> None:
+def test_a_run_without_packs_is_an_error_on_all_ranks() -> None:
     def act(rank_sync: Any) -> None:
         list(loader(rank_sync, LONG, overlong="drop"))
 
@@ -115,7 +115,7 @@ def test_a_map_style_dataset_without_packs_warns(caplog: pytest.LogCaptureFixtur
     assert "no row" not in caplog.text
 
 
-def test_a_list_of_paths_is_files(tmp_path: Path) -> None:
+def test_a_list_of_paths_is_read_as_files(tmp_path: Path) -> None:
     """Taken for rows, each was a broken record."""
     paths = [write(tmp_path / f"{number}.jsonl", rows(9)) for number in range(3)]
     for given in (paths, [str(path) for path in paths], [f"{tmp_path}/*.jsonl"]):

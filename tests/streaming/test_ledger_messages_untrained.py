@@ -79,7 +79,7 @@ def test_a_sample_that_trains_nothing_is_named_and_not_consumed() -> None:
         list(masked)
 
 
-def test_an_unknown_word_is_refused() -> None:
+def test_an_unknown_untrained_policy_is_refused() -> None:
     with pytest.raises(
         ValueError, match="untrained='skip' is unknown; choose one of 'keep', 'drop', 'error'"
     ):
@@ -107,7 +107,9 @@ def test_a_split_sample_that_trains_nothing_counts_once() -> None:
         ([5, 6, 7], [-100, -100, -100], True),
     ],
 )
-def test_what_trains_nothing(tokens: list[int], labels: list[int], nothing: bool) -> None:
+def test_a_sample_is_untrained_if_only_its_first_label_is_trained(
+    tokens: list[int], labels: list[int], nothing: bool
+) -> None:
     assert trains_nothing(Sample(np.array(tokens), np.array(labels))) == nothing
     if tokens == labels:
         both = np.array(tokens)

@@ -125,7 +125,7 @@ class Bare(Source):
         *(("closure", source) for source in ("iterable", "jsonl", "gz", "mds", "holdout", "bare")),
     ],
 )
-def test_an_encoder_is_what_it_makes(kind: str, source: str, tmp_path: Path) -> None:
+def test_encoders_are_compared_by_their_output(kind: str, source: str, tmp_path: Path) -> None:
     make, encoder = sources(tmp_path)[source], KINDS[kind]
     lanes = {"num_lanes": 1}
     before = dataset(make(), encoder(0), **lanes)
@@ -159,14 +159,14 @@ def test_the_message_names_both_encoders() -> None:
     )
 
 
-def test_a_fingerprint_of_its_own_counts_as_well() -> None:
+def test_an_encoders_own_fingerprint_is_compared_too() -> None:
     assert refusal(dataset(rows(9)), dataset(rows(9), Numbers("letters"))) == (
         "the state was made with another encoder: the fingerprint of tests.support.corpus.Numbers is 'letters' and was "
         "'numbers'"
     )
 
 
-def test_each_encoder_of_a_mixture_is_known() -> None:
+def test_each_encoder_of_a_mixture_is_compared() -> None:
     def mix(k: int) -> Mix:
         parts = {"a": shifted(0), "b": shifted(k)}
         return Mix(
@@ -186,12 +186,12 @@ class Bad(Numbers):
 
     def __call__(self, row: Mapping[str, Any], /) -> Sample:
         if row["i"] in self.others:
-            raise self.kind("is out of order")
+            raise self.kind("cannot be encoded")
         return super().__call__(row)
 
 
 @pytest.mark.parametrize("error", [ValueError, StopIteration])
-def test_a_mended_encoder_may_go_on(error: type[Exception]) -> None:
+def test_a_run_resumes_with_an_encoder_that_no_longer_fails(error: type[Exception]) -> None:
     """The first row could not be encoded; whoever repairs that has not changed what was trained."""
     before = dataset(rows(50), Bad(0, error=error))
     assert refusal(before, dataset(rows(50), Bad())) is None
@@ -243,7 +243,7 @@ found = [state_of(identity_of(source)), kept]
 """
 
 
-def test_identities_hold_in_another_process() -> None:
+def test_identities_are_equal_in_another_process() -> None:
     """No address and no order of a set gets into them: nor into what decides which rows are held out."""
     run = subprocess.run(
         [sys.executable, "-c", ELSEWHERE + "print(json.dumps(found))"],
@@ -277,7 +277,7 @@ def test_content_is_plain() -> None:
 # Rows.
 
 
-def test_map_style_data_are_known_by_more_than_ten_rows() -> None:
+def test_map_style_data_are_compared_by_more_than_ten_rows() -> None:
     data = rows(10_000)
     found = MapSource(data).examples()
     assert len(found) == EXAMPLES > 10
@@ -306,14 +306,14 @@ class Rowwise:
 
 
 @pytest.mark.parametrize("error", [KeyError("a"), StopIteration()])
-def test_rows_that_cannot_be_read_break_no_state(error: Exception) -> None:
+def test_a_state_can_be_made_of_rows_that_cannot_be_read(error: Exception) -> None:
     state = dataset(Rowwise(error), on_bad_record="skip").state_dict()
     assert state["identity"]["corpus"]["content"].split().count(UNKNOWN) > 1
     dataset(Rowwise(None)).load_state_dict(state)
     assert MapSource(Rowwise(error)).fingerprint() == MapSource(Rowwise(error)).fingerprint()
 
 
-def test_iterables_are_known_by_their_first_rows() -> None:
+def test_iterables_are_compared_by_their_first_rows() -> None:
     data = rows(40)
     for i in range(EXAMPLES):
         changed = [*data[:i], {**data[i], "n": 20}, *data[i + 1 :]]
@@ -352,9 +352,7 @@ class Once(Handle):
         (lambda: Once().__iter__, "the function returned the same iterator twice"),
     ],
 )
-def test_an_iterable_that_can_be_read_once_is_not_read_away_in_silence(
-    make: Callable[[], Any], message: str
-) -> None:
+def test_an_iterator_that_can_be_read_once_is_refused(make: Callable[[], Any], message: str) -> None:
     data = dataset(IterableSource(make()), num_lanes=1)
     iterator = iter(data)
     next(iterator)
@@ -362,7 +360,7 @@ def test_an_iterable_that_can_be_read_once_is_not_read_away_in_silence(
         data.state_dict()
 
 
-def test_an_iterable_that_breaks_off_breaks_no_state() -> None:
+def test_a_state_can_be_made_of_an_iterable_that_fails() -> None:
     def broken() -> Iterator[Any]:
         yield from rows(100)[:7]
         raise OSError("gone")
@@ -379,7 +377,7 @@ class Renamed(MapSource):
         return "mine"
 
 
-def test_a_fingerprint_that_was_overridden_counts() -> None:
+def test_an_overridden_fingerprint_is_compared() -> None:
     assert state_of(identity_of(Renamed(rows(5)))) == {"source": "Renamed", "fingerprint": "mine"}
 
 
@@ -391,7 +389,7 @@ def held_out_after(columns: list[str] | None, folder: Path, part: str) -> Iterab
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_other_columns_are_another_split(part: str, tmp_path: Path) -> None:
+def test_a_holdout_of_other_columns_is_refused(part: str, tmp_path: Path) -> None:
     """Which rows are held out follows from what is read of them: with another selection, held-out rows are trained."""
     data = [{**row, "url": f"u{row['i']}"} for row in rows(92)]
     folder = write_mds(tmp_path, data, {"i": "int", "n": "int", "url": "str"})
@@ -404,7 +402,7 @@ def test_other_columns_are_another_split(part: str, tmp_path: Path) -> None:
     assert refusal(before, held_out_after(["url", "n", "i"], folder, part)) is None, "the same rows"
 
 
-def test_rows_that_are_made_anew_are_another_split() -> None:
+def test_a_holdout_of_recomputed_rows_is_refused() -> None:
     """The column's name stays, and its content is cleaned in another way."""
 
     def source(suffix: str) -> Holdout:

@@ -43,7 +43,7 @@ class Numbers:
         self.name = name
         self.calls = 0
         self.bad: int | None = None  # the row that cannot be encoded
-        self.error: Exception = ValueError("is out of order")
+        self.error: Exception = ValueError("cannot be encoded")
 
     def __call__(self, row: Mapping[str, Any], /) -> Sample:
         self.calls += 1
