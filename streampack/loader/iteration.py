@@ -256,5 +256,5 @@ class Iteration:
         config = self.dataset.lane_config
         if missing := self.batching.packs_per_batch - len(packs):
             packs = packs + [null_pack(config.packing.max_seq_len, padding_idx=config.padding_idx)] * missing
-        batch = stack_packs(packs, segments=config.packing.segments)
+        batch = stack_packs(packs, segments=config.packing.max_segments)
         return batch.pin_memory() if self.options.pin_memory else batch

@@ -1,4 +1,4 @@
-"""The planner: it holds the waiting pieces and chooses those of the next pack."""
+"""The planner holds the pieces that wait, and chooses those of the next pack."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from streampack.packing.settings import Packing
-from streampack.packing.strategies import STRATEGIES
+from streampack.packing.strategies import STRATEGIES, Strategy
 
 
 class HasLength(Protocol):
-    """What a `Planner` packs: a span of a sample, or a piece with its tokens."""
+    """What a `Planner` packs: anything with a length, such as a `Span` or a piece with its tokens."""
 
     @property
     def length(self) -> int:
@@ -21,13 +21,13 @@ class HasLength(Protocol):
 
 PieceT = TypeVar("PieceT", bound=HasLength)
 Placed = tuple[PieceT, int, int]
-"""Tokens ``[start, stop)`` of a piece, in a pack."""
+"""``(piece, start, stop)``: tokens ``[start, stop)`` of the piece are in the pack."""
 
 
 class Span(NamedTuple):
     """Tokens ``[start, stop)`` of sample number ``index``."""
 
-    index: int  # type: ignore[assignment]  # hides tuple.index, which has no use for a span
+    index: int  # type: ignore[assignment]  # it hides tuple.index, which nobody calls on a span
     start: int
     stop: int
 
@@ -38,11 +38,13 @@ class Span(NamedTuple):
 
 
 class Planner(Generic[PieceT]):
-    """The buffer of waiting pieces, and the next pack out of it.
+    """Holds the buffer of waiting pieces and plans the next pack from it.
 
-    All state is in attributes, so an error raised by ``pull`` loses nothing: call `next_pack` again and it goes on.
-    Guarantee: at most ``buffer_size`` pieces wait, and every pack takes the oldest; so a piece leaves within
-    ``buffer_size`` packs, or begins to, where a piece may be longer than a pack.
+    At most ``buffer_size`` pieces wait, and every pack takes the oldest. So each piece leaves the buffer within
+    ``buffer_size`` packs; a piece that is longer than a pack, as ``split_across_pack`` allows, begins to leave it then.
+
+    All state is in attributes, so an error raised by ``pull`` loses nothing: call `next_pack` again, and it continues
+    with the pack that it was planning.
 
     Args:
         packing: the settings; they choose the strategy.
@@ -58,17 +60,18 @@ class Planner(Generic[PieceT]):
     def __init__(self, packing: Packing, pull: Callable[[], PieceT | None]) -> None:
         self.packing = packing
         self.pull = pull
-        # Where samples are split, nothing is chosen: the oldest piece is cut at the pack's end.
-        self.choose = None if packing.split_across_pack else STRATEGIES[packing.strategy]
-        self.waiting: list[PieceT] = []  # in the order in which they were pulled
-        self.lengths: list[int] = []  # theirs, in tokens
-        self.offset = 0  # tokens of the oldest waiting piece that are packed already (split_across_pack only)
-        self.placed: list[Placed[PieceT]] = []  # in the pack in the making
-        self.room = packing.max_seq_len  # free tokens of that pack
+        # The waiting pieces in the order in which they were pulled, and the length of each in tokens.
+        self.waiting: list[PieceT] = []
+        self.lengths: list[int] = []
+        # With split_across_pack, so many tokens of the oldest waiting piece were packed already. Otherwise always 0.
+        self.offset = 0
+        # The pack that is being planned: its pieces so far, and how many tokens it has room for still.
+        self.placed: list[Placed[PieceT]] = []
+        self.room = packing.max_seq_len
 
     @property
     def buffered(self) -> int:
-        """Tokens pulled and not yet in a finished pack."""
+        """Number of tokens that were pulled and are not in a finished pack yet."""
         return sum(self.lengths) - self.offset + self.packing.max_seq_len - self.room
 
     def add(self, piece: PieceT) -> None:
@@ -77,27 +80,27 @@ class Planner(Generic[PieceT]):
         self.lengths.append(piece.length)
 
     def restore(self, waiting: Iterable[PieceT], *, offset: int) -> None:
-        """Fill an empty buffer with the pieces that waited when a state was taken."""
+        """Fill an empty buffer with the pieces, and set the `offset`, that were in it when a state was taken."""
         for piece in waiting:
             self.add(piece)
         self.offset = offset
 
     def next_pack(self) -> list[Placed[PieceT]]:
-        """Plan one pack; an empty list when there are no more pieces and nothing waits."""
-        if self.choose is None:
+        """Plan one pack and return its pieces; an empty list when there are no more pieces and none waits."""
+        if self.packing.split_across_pack:
             self._fill_by_cutting()
         else:
-            self._fill_by_choosing()
+            self._fill_by_choosing(STRATEGIES[self.packing.strategy])
         placed, self.placed, self.room = self.placed, [], self.packing.max_seq_len
         return placed
 
     @property
-    def _limit(self) -> int:
-        """The most sequences that a pack may hold; each has at least one token."""
+    def _max_seqs(self) -> int:
+        """The most sequences that a pack may hold. Without a setting it is one for each token."""
         return self.packing.max_seqs_per_pack or self.packing.max_seq_len
 
     def _pull(self) -> bool:
-        """Add one more piece to the buffer; False if it is full or there are no more pieces."""
+        """Pull one more piece into the buffer; return False if the buffer is full or there are no more pieces."""
         if len(self.lengths) >= self.packing.buffer_size or (piece := self.pull()) is None:
             return False
         self.add(piece)
@@ -105,8 +108,8 @@ class Planner(Generic[PieceT]):
 
     def _fill_by_cutting(self) -> None:
         """Fill the pack in arrival order, and cut the piece that crosses its end."""
-        waiting, lengths, limit = self.waiting, self.lengths, self._limit
-        while self.room and len(self.placed) < limit and (lengths or self._pull()):
+        waiting, lengths, max_seqs = self.waiting, self.lengths, self._max_seqs
+        while self.room and len(self.placed) < max_seqs and (lengths or self._pull()):
             start, stop = self.offset, min(lengths[0], self.offset + self.room)
             self.placed.append((waiting[0], start, stop))
             self.room -= stop - start
@@ -115,36 +118,23 @@ class Planner(Generic[PieceT]):
                 self.offset = 0
                 del waiting[0], lengths[0]
 
-    def _fill_by_choosing(self) -> None:
+    def _fill_by_choosing(self, strategy: Strategy) -> None:
         """Take the oldest piece, then what the strategy chooses."""
-        assert self.choose is not None
         if not self.placed and (self.lengths or self._pull()):
             self._take([0])
-        # A strategy that takes everything that waits (many short pieces) has not closed the pack: it runs
-        # again over a fresh buffer. Otherwise a pack could never hold more than buffer_size + 1 pieces.
-        while self.room and (limit := self._limit - len(self.placed)) and (self.lengths or self._pull()):
-            taken = self.choose(self.lengths, self.room, self._pull)
-            self._take(taken if len(taken) <= limit else self._fewer(taken, limit))
+        # The strategy decided against every piece that it leaves in the buffer, so the pack is closed. If it took all
+        # that waited (many short pieces), it has not decided yet and is asked again, about the pieces that are pulled
+        # next. Otherwise a pack could never hold more than buffer_size + 1 pieces.
+        while self.room and (limit := self._max_seqs - len(self.placed)) and (self.lengths or self._pull()):
+            taken = strategy.choose(self.lengths, self.room, self._pull)
+            if len(taken) > limit:
+                taken = strategy.choose_at_most(taken, self.lengths, self.room, limit)
+            self._take(taken)
             if self.lengths:
                 break
 
-    def _fewer(self, taken: list[int], limit: int) -> list[int]:
-        """Replace a choice of more than ``limit`` pieces by the first of them, or by the longest that fit.
-
-        So where ``max_seqs_per_pack`` is reached, a pack of ``exact_fit`` is not filled exactly.
-        """
-        if self.packing.strategy in ("next_fit", "first_fit"):
-            return taken[:limit]
-        room = self.room
-        longest: list[int] = []
-        for i in sorted(range(len(self.lengths)), key=lambda i: -self.lengths[i]):
-            if self.lengths[i] <= room and len(longest) < limit:
-                longest.append(i)
-                room -= self.lengths[i]
-        return sorted(longest)
-
     def _take(self, taken: list[int]) -> None:
-        """Move waiting pieces, given by ascending indices, into the pack."""
+        """Move the waiting pieces with these ascending indices into the pack."""
         for i in taken:
             length = self.lengths[i]
             self.placed.append((self.waiting[i], 0, length))
@@ -164,11 +154,11 @@ def plan_packs(
     truncate_side: str = "right",
     max_seqs_per_pack: int | None = None,
 ) -> Iterator[list[Span]]:
-    """Plan the packs of a stream of sample lengths; consumes ``lengths`` as it goes.
+    """Plan the packs of a stream of sample lengths, reading ``lengths`` no further than the next pack needs.
 
-    Yields one list per pack, of ``Span(index, start, stop)``: tokens ``[start, stop)`` of sample
-    ``index``. With the default ``exact_fit`` it needed at most one pack more than the lower bound
-    ``ceil(tokens / max_seq_len)`` on each of the project's three benchmark distributions (``make bench``).
+    Each pack is a list of ``Span(index, start, stop)``: tokens ``[start, stop)`` of sample ``index``. With the default
+    ``exact_fit``, each of the project's three benchmark distributions (``make bench``) needed at most one pack more
+    than the lower bound, ``ceil(tokens / max_seq_len)``.
 
     >>> [[tuple(span) for span in pack] for pack in plan_packs([5, 4, 2, 3, 4], 8)]
     [[(0, 0, 5), (3, 0, 3)], [(1, 0, 4), (4, 0, 4)], [(2, 0, 2)]]
@@ -186,9 +176,9 @@ def plan_packs(
 
 
 def plan_samples(numbered: Iterable[tuple[int, int]], packing: Packing) -> Iterator[list[Span]]:
-    """Plan packs of ``(sample number, length)`` pairs, for callers that leave samples out."""
+    """Plan packs of ``(sample number, length)`` pairs, as `plan_packs`; numbers may be left out."""
     numbered = iter(numbered)
-    pending: list[Span] = []  # pieces of the newest sample
+    pending: list[Span] = []  # pieces of the newest sample that were not pulled yet
 
     def pull() -> Span | None:
         while not pending:
@@ -196,7 +186,7 @@ def plan_samples(numbered: Iterable[tuple[int, int]], packing: Packing) -> Itera
             if index < 0:
                 return None
             try:
-                whole = operator.index(length)  # a numpy integer would overflow in `exact_fit`'s shifts
+                whole = operator.index(length)  # a numpy integer would overflow when `exact_fit` shifts by it
                 pending.extend(Span(index, *bounds) for bounds in packing.pieces_of(whole))
             except TypeError:
                 raise ValueError(f"sample {index} has {length!r} tokens; give a whole number") from None

@@ -8,18 +8,18 @@ from streampack.packing.strategies import STRATEGIES
 from streampack.validation import require, require_positive
 
 OVERLONG = ("error", "drop", "truncate", "split")
-TO_SPLIT = "; for documents that continue in the next pack set split_across_pack=True"
+SPLIT_HINT = "; for documents that continue in the next pack set split_across_pack=True"
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """The settings that decide which tokens share a pack. Checked here, for every caller.
+    """The settings that decide which tokens share a pack. They are checked here, for every caller.
 
     ``overlong`` says what becomes of a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``,
-    ``"truncate"`` (``truncate_side`` names the side that is cut) or ``"split"`` into several pieces. Left
-    out, it is ``"error"``, and with ``split_across_pack=True`` it is ``"split"``, because there every
-    sample may continue in the next pack and ``strategy`` is not used. ``max_seqs_per_pack`` limits the sequences
-    in a pack.
+    ``"truncate"`` (``truncate_side`` names the side that is cut off) or ``"split"`` into several pieces. By default it
+    is ``"error"``. With ``split_across_pack=True`` every sample may continue in the next pack, so there it is
+    ``"split"`` by default, and ``strategy`` is not used. ``max_seqs_per_pack`` limits the sequences in a pack; None
+    sets no limit.
 
     Raises:
         ValueError: for a setting that is out of range or unknown.
@@ -39,7 +39,7 @@ class Packing:
         if self.max_seqs_per_pack is not None:
             limit = require_positive(self.max_seqs_per_pack, "max_seqs_per_pack")
             object.__setattr__(self, "max_seqs_per_pack", limit)
-        require(self.strategy, "strategy", STRATEGIES, hint=TO_SPLIT)
+        require(self.strategy, "strategy", STRATEGIES, hint=SPLIT_HINT)
         require(self.truncate_side, "truncate_side", ("right", "left"))
         if self.overlong is None:
             object.__setattr__(self, "overlong", "split" if self.split_across_pack else "error")
@@ -69,14 +69,20 @@ class Packing:
         )
 
     def cuts(self, length: int, start: int, stop: int) -> range:
-        """Return where a sample of ``length`` tokens is cut, given that ``[start, stop)`` is one of its fragments."""
+        """Return where a sample of ``length`` tokens is cut, given that ``[start, stop)`` is one of its fragments.
+
+        A cut at i separates tokens i - 1 and i. Any one fragment determines all cuts, because they are ``max_seq_len``
+        tokens apart.
+        """
         limit = self.max_seq_len
         if start == 0 and stop == length:
             return range(0)
         if not self.split_across_pack:
             return range(limit, length, limit)
-        # At the end of its first pack, then at every pack's end.
-        return range(stop if start == 0 else (start - 1) % limit + 1, length, limit)
+        # The first cut is at the end of the pack in which the sample begins, after 1 to max_seq_len tokens. A fragment
+        # that does not begin the sample begins at a later cut, or at this one.
+        first_cut = stop if start == 0 else (start - 1) % limit + 1
+        return range(first_cut, length, limit)
 
     @property
     def filled_by(self) -> str:
@@ -84,11 +90,11 @@ class Packing:
         return "split_across_pack" if self.split_across_pack else self.strategy
 
     @property
-    def segments(self) -> int | None:
-        """The most segments in a pack, counting its padding; None without a limit."""
+    def max_segments(self) -> int | None:
+        """The most segments of a pack: its sequences and its padding. None if ``max_seqs_per_pack`` is."""
         return None if self.max_seqs_per_pack is None else self.max_seqs_per_pack + 1
 
     @property
     def keeps_one_piece_per_sample(self) -> bool:
-        """Whether every sample is one piece, whatever its length."""
+        """Whether no sample becomes several pieces, whatever its length."""
         return self.split_across_pack or self.overlong != "split"

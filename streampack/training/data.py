@@ -139,7 +139,7 @@ def _batches_of_rank(
     filler = null_pack(config.packing.max_seq_len, padding_idx=config.padding_idx)
     mine += [filler] * (batches * batch_size - len(mine))
     return [
-        stack_packs(mine[first : first + batch_size], segments=config.packing.segments)
+        stack_packs(mine[first : first + batch_size], segments=config.packing.max_segments)
         for first in range(0, len(mine), batch_size)
     ]
 
