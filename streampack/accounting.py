@@ -1,4 +1,4 @@
-"""The ledger, which counts where every token went, and counts of trained tokens."""
+"""The ledger, which counts where every token went, and functions that count the trained tokens of a sample."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import numpy as np
 from streampack.types import IGNORE_INDEX, Sample
 
 DROP_REASONS = ("overlong", "truncated", "empty", "bad", "untrained")
-"""Reasons for dropping tokens or samples. ``overlong`` and ``untrained`` count whole samples, ``truncated`` the tokens
-cut off; ``bad`` counts broken records, whose number of tokens is unknown."""
+"""Reasons for dropping tokens. ``overlong`` and ``untrained`` samples are dropped whole, of ``truncated`` ones the part
+that is cut off, and ``empty`` ones have no token. The tokens of ``bad`` records, which are broken, are unknown: 0."""
 
 
 @dataclass(slots=True)
 class Ledger:
-    """Counts of one lane, or of several added up; in tokens unless a comment says otherwise.
+    """Counts of one lane, or of several added up.
 
-    ``tokens_in == packed + buffered + sum(dropped)``, checked at every pack.
+    ``tokens_in == packed + buffered + sum(dropped.values())``, which is checked at every pack.
 
     >>> ledger = Ledger(samples=2, tokens_in=12, packed=9, packs=1, capacity=10)
     >>> ledger.drop("truncated", 1)
@@ -29,11 +29,12 @@ class Ledger:
     """
 
     samples: int = 0  # rows encoded
-    tokens_in: int = 0  # tokens the encoder made
-    packs: int = 0
+    tokens_in: int = 0  # tokens that the encoder made
+    packs: int = 0  # packs made
     capacity: int = 0  # tokens that the packs have room for: packs * max_seq_len
-    packed: int = 0  # real tokens in packs
-    untrained: int = 0  # samples of which no token is trained, kept or dropped
+    packed: int = 0  # tokens in packs, without padding
+    untrained: int = 0  # samples of which no token is trained, whether they were kept or dropped
+    # Tokens dropped for each reason, and how many samples they are of.
     dropped: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DROP_REASONS, 0))
     dropped_samples: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DROP_REASONS, 0))
 
@@ -44,7 +45,7 @@ class Ledger:
 
     @property
     def buffered(self) -> int:
-        """Tokens encoded, neither packed nor dropped yet."""
+        """Number of tokens that were encoded, and neither packed nor dropped yet."""
         return self.tokens_in - self.packed - sum(self.dropped.values())
 
     @property
@@ -98,11 +99,11 @@ class Ledger:
 class SourceStats:
     """Counts of one source of a mixture, in one lane or in several added up."""
 
-    epochs: int = 0  # how often it was begun: its first row was packed or dropped
+    epochs: int = 0  # how often reading of the source began: how often its first row was packed or dropped
     samples: int = 0  # rows encoded
-    tokens_in: int = 0  # tokens the encoder made
-    packed: int = 0  # real tokens in packs
-    trained: int = 0  # of them, those that the loss counts
+    tokens_in: int = 0  # tokens that the encoder made
+    packed: int = 0  # tokens in packs, without padding
+    trained: int = 0  # tokens in packs that the loss counts
 
     def numbers(self) -> list[int]:
         """Return all counts as a flat list, for a state."""
@@ -124,7 +125,7 @@ _counts = attrgetter(*_COUNTS)
 
 
 def trained_tokens(sample: Sample, cuts: Sequence[int] = ()) -> int:
-    """Return how many labels of a sample are trained when it is cut at ``cuts``: all but the first of each part.
+    """Count the trained labels of a sample that is cut at ``cuts``: in each part, all but the first can be trained.
 
     >>> trained_tokens(Sample(np.array([5, 6, 4, 7, 8]), np.array([5, 6, -100, 7, 8])), cuts=[3])
     2
@@ -145,7 +146,7 @@ def trains_nothing(sample: Sample) -> bool:
     tokens, labels = sample
     if labels is tokens:
         return tokens.size < 2
-    # Most samples end in a trained token, so most need no look at the others.
+    # Most samples end in a trained token. Looking at that one first spares looking at the others.
     if labels.size > 1 and labels.item(-1) != IGNORE_INDEX:
         return False
     return not bool((labels[1:] != IGNORE_INDEX).any())

@@ -1,4 +1,4 @@
-"""Recipes and configs of ours by name, and what to say to a name that is none."""
+"""The project's recipes and configs by name, and the error message for an unknown name."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "lora_finetune": ("lora_quickstart", "llama3_2/1B_lora_streamed"),
     "pretrain": ("pretrain_quickstart", "llama3_2/1B_continued_fineweb_edu", "llama3_2/1B_pretrain_bucket"),
 }
-"""Every recipe, and the configs made for it. Written out: finding them would mean importing recipes.
-`tests/test_cli.py` holds the table against the folders."""
+"""Every recipe, and the configs made for it. The table is written by hand, because finding them would mean importing
+recipes; `tests/test_cli.py` compares it with the folders."""
 
-LISTED = "neither a name that `streampack ls` lists"
+NOT_LISTED = "neither a name that `streampack ls` lists"
+"""The beginning of a rule for `unknown`, which goes on with "nor ..."."""
 
 
 class UsageError(ValueError):
-    """What the user typed cannot be done; the message says what can."""
+    """Raised for a command line that cannot be carried out; the message says what can."""
 
 
 def our_files() -> dict[str, Path]:
@@ -40,7 +41,7 @@ def config_file(config: str) -> Path:
     path = our_files().get(config, Path(config))
     if path.suffix not in (".yaml", ".yml") or not path.is_file():
         names = [name for configs in RECIPES.values() for name in configs]
-        raise UsageError(unknown("config", config, names, rule=f"{LISTED} nor a YAML file"))
+        raise UsageError(unknown("config", config, names, rule=f"{NOT_LISTED} nor a YAML file"))
     return path
 
 

@@ -16,13 +16,13 @@ def digest(*parts: object) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return a row's content as plain values: equal content compares equal, be it lists, arrays or tensors.
+    """Convert a row's content to plain values, so that equal lists, arrays and tensors give equal results.
 
-    The ``repr`` of the result is the same in every process: it holds no memory address, and sets are sorted. Of an
-    object, the class and what `pickle` would store count; of a function, the name.
+    The ``repr`` of the result is the same in every process: it holds no memory address, and sets are sorted. An object
+    is represented by its class and by what `pickle` would store, a function by its name.
 
     Raises:
-        Exception: for what has no content to speak of, such as an open file, and for what is nested without end.
+        Exception: for what cannot be pickled, such as an open file, and for what contains itself.
     """
     kind = type(value)
     if kind in SCALARS:
@@ -30,7 +30,7 @@ def plain(value: Any) -> Any:
     if kind is dict or isinstance(value, Mapping):
         return sorted((str(key), plain(item)) for key, item in value.items())
     if isinstance(value, list | tuple):
-        # Lists of numbers are long.
+        # Lists of numbers may be long, so they are copied without a call for each.
         return list(value) if SCALARS.issuperset(map(type, value)) else [plain(item) for item in value]
     if hasattr(value, "tolist"):
         items = value.tolist()
@@ -39,7 +39,7 @@ def plain(value: Any) -> Any:
         return sorted(repr(plain(item)) for item in value)
     if isinstance(value, type | FunctionType | BuiltinFunctionType | MethodType):
         return f"{value.__module__}.{value.__qualname__}"
-    if " at 0x" not in repr(value):  # as that of `object` has
+    if " at 0x" not in repr(value):  # the default repr of an object holds its address
         return value
     reduced = value.__reduce_ex__(2)
     if isinstance(reduced, str):

@@ -128,7 +128,7 @@ def resolve(path: str) -> Any:
 
 
 def refuse_code(arguments: Mapping[str, Any]) -> None:
-    """Raise ValueError for arguments that make a library run the code they name."""
+    """Raise ValueError for arguments that would make a library run code that they name."""
     for key, value in arguments.items():
         if key == "trust_remote_code" and value:
             raise ValueError(

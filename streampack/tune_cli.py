@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from streampack.catalog import LISTED, RECIPES, UsageError, our_files, unknown
+from streampack.catalog import NOT_LISTED, RECIPES, UsageError, our_files, unknown
 
 
 def require_torchtune(command: str) -> None:
@@ -57,7 +57,8 @@ def theirs(name: str) -> Path:
     registry = registry_with_ours("cp")
     import torchtune
 
-    recipes: Path = Path(torchtune.__file__).parent.parent / "recipes"  # what is absolute, of ours, stays so
+    # Our recipes and configs are listed with absolute paths, which joining them to this folder does not change.
+    recipes: Path = Path(torchtune.__file__).parent.parent / "recipes"
     files: dict[str, Path] = {
         recipe.name: recipes / recipe.file_path for recipe in registry.get_all_recipes()
     }
@@ -102,7 +103,7 @@ def _check_run(args: argparse.Namespace, registry: Any) -> None:
             registry._ALL_RECIPES.append(recipe)
         elif not _is_module(args.recipe):
             raise UsageError(
-                unknown("recipe", args.recipe, recipes, rule=f"{LISTED} nor a Python file or module")
+                unknown("recipe", args.recipe, recipes, rule=f"{NOT_LISTED} nor a Python file or module")
             )
 
     words = args.recipe_args
@@ -113,7 +114,7 @@ def _check_run(args: argparse.Namespace, registry: Any) -> None:
     config = words[words.index("--config") + 1]
     names = [config.name for recipe in recipes.values() for config in recipe.configs]
     if config not in names and not Path(config).is_file():
-        raise UsageError(unknown("config", config, names, rule=f"{LISTED} nor a file"))
+        raise UsageError(unknown("config", config, names, rule=f"{NOT_LISTED} nor a file"))
 
 
 def _is_module(recipe: str) -> bool:

@@ -15,7 +15,7 @@ PACKAGE = str(Path(__file__).parent) + os.sep
 
 
 def require(value: object, name: str, allowed: Iterable[str], *, hint: str = "") -> None:
-    """Raise if ``value`` is not one of the ``allowed`` words; ``hint`` ends the message."""
+    """Raise ValueError if ``value`` is not one of the ``allowed`` words; the message ends with ``hint``."""
     if value not in (words := list(allowed)):
         raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(map(repr, words))}{hint}")
 
@@ -64,7 +64,7 @@ def vocabulary_text(vocab_size: int | None) -> str:
 
 
 def warn_user(message: str) -> None:
-    """Warn, naming the line outside of this package that led here."""
+    """Issue a warning that names the line outside of this package from which the call came."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
         frame, level = frame.f_back, level + 1

@@ -1,6 +1,6 @@
-"""Runs drawn at random, judged by an oracle of their own; and that it would see what it is there for.
+"""Runs that are drawn at random and compared with a reference, and bugs that this comparison must find.
 
-The slow test takes another seed with ``STREAMPACK_FUZZ_SEED``; what fails says how to run that case alone.
+The slow test takes another seed from ``STREAMPACK_FUZZ_SEED``. A failure says how to run its case alone.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def test_2000_configurations_and_200_chains_of_resumes() -> None:
     assert done["resumes"] > 500
 
 
-def test_a_case_is_the_same_whenever_it_is_drawn() -> None:
+def test_cases_are_drawn_reproducibly() -> None:
     assert fuzz.configuration(3, 2) == fuzz.configuration(3, 2) != fuzz.configuration(3, 4)
 
 
@@ -73,14 +73,14 @@ def test_a_failure_says_how_to_run_it_alone(monkeypatch: pytest.MonkeyPatch) -> 
         find(fuzz.configuration)
 
 
-# The oracle sees planted bugs: in packing by configurations, in resumes by chains.
+# Bugs are planted that the comparison must find: in packing by configurations, in resumes by chains.
 
 Plant = Callable[[pytest.MonkeyPatch], None]
-OWN: list[Plant] = []
+PACKING_BUGS: list[Plant] = []
 
 
 def bug(plant: Plant) -> Plant:
-    OWN.append(plant)
+    PACKING_BUGS.append(plant)
     return plant
 
 
@@ -89,15 +89,15 @@ def find(case: Callable[[int, int], Any], first: int = 0) -> None:
         case(1, number)
 
 
-RESUMES = [
+RESUME_BUGS = [
     "cursor-off-by-one", "lost-buffer", "bitmap-shifted-by-one", "offset-not-restored", "drop-counted-twice",
     "state-of-rank-0-only", "stale-lanes-win", "state-ahead-of-packs", "null-packs-train", "one-epoch-too-many",
     "ledger-not-restored", "one-piece-too-far",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RESUMES)
-def test_it_sees_bugs_in_resumes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", RESUME_BUGS)
+def test_bugs_in_resumes_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planted, "_set", partial(monkeypatch.setattr, raising=False))  # undone at the end
     {**planted.BUGS, "one-piece-too-far": lambda: one_piece_too_far(monkeypatch)}[name]()
     with pytest.raises(AssertionError, match="replay"):
@@ -105,7 +105,7 @@ def test_it_sees_bugs_in_resumes(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def patched(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, change: Callable[..., Any]) -> None:
-    """``change(good result, *arguments)`` in the place of a function's result."""
+    """Make a function return ``change(result, *arguments)`` in place of its result."""
     good = getattr(owner, name)
     monkeypatch.setattr(owner, name, lambda *args, **named: change(good(*args, **named), *args))
 
@@ -229,8 +229,8 @@ def one_piece_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lane.Lane, "_restore", restore)
 
 
-@pytest.mark.parametrize("plant", OWN, ids=lambda plant: plant.__name__)
-def test_it_sees_bugs_in_packing(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("plant", PACKING_BUGS, ids=lambda plant: plant.__name__)
+def test_bugs_in_packing_are_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     with pytest.raises(AssertionError, match="replay"):
         # The first mixture whose shares are far enough off.

@@ -1,4 +1,4 @@
-"""The builder that a stock torchtune recipe's YAML names."""
+"""The function that builds a `PackedDataset` from the YAML of a stock torchtune recipe."""
 
 from __future__ import annotations
 

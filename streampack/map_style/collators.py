@@ -18,9 +18,9 @@ from streampack.validation import require, require_positive, warn_user
 
 @dataclass(kw_only=True, eq=False)
 class FlatteningCollator:
-    """Collates the samples of a batch into one row, end to end, as transformers' ``DataCollatorWithFlattening``.
+    """Collates the samples of a batch into one row, end to end, as transformers' ``DataCollatorWithFlattening`` does.
 
-    The tensors are the same, bit for bit, and so are the options up to ``return_tensors``. A feature may be
+    It makes the same tensors, bit for bit, and has the same options up to ``return_tensors``. A feature may be
 
     - a sample: ``input_ids``, or ``tokens`` and ``labels``;
     - a row of several samples, such as TRL packs, with ``seq_lengths`` (which a Trainer keeps only with
@@ -214,7 +214,7 @@ _checked_caches = False
 
 
 def _warn_of_caches() -> None:
-    """Warn once if this process holds a model with its cache on, which takes a flat row for one sequence."""
+    """Warn once if this process holds a model whose cache is on: such a model takes a flat row for one sequence."""
     global _checked_caches
     library = sys.modules.get("transformers.modeling_utils")
     if _checked_caches or library is None:

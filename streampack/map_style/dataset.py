@@ -20,7 +20,7 @@ from streampack.map_style.parity import assemble as parity_assemble
 from streampack.map_style.parity import plan as parity_plan
 from streampack.map_style.parity import require_defaults
 from streampack.map_style.read_sample import read_sample
-from streampack.map_style.samplers import progress
+from streampack.map_style.samplers import range_with_progress
 from streampack.packing.assemble import assemble
 from streampack.packing.batch import to_torchtune
 from streampack.packing.collator_check import refuse_foreign_collator
@@ -144,9 +144,10 @@ class PackedDataset(Dataset[dict[str, Any]]):
         self._plan()
 
     def _plan(self) -> None:
-        """Read the lengths, no further than ``max_packs`` needs, and keep the plan.
+        """Read the lengths, no further than ``max_packs`` needs, and store the plan in arrays.
 
-        Arrays take a tenth of the memory of lists, and forked workers share them: reading writes no reference counts.
+        Arrays take a tenth of the memory of lists. Forked workers share their memory with the main process, because
+        reading an array changes no reference counts.
         """
         lengths, spans, ends = array("q"), array("q"), array("q", [0])
         samples, split, limit = self._read_lengths(lengths), self.packing.split_across_pack, self.max_packs
@@ -161,8 +162,9 @@ class PackedDataset(Dataset[dict[str, Any]]):
                 self._ledger.packed += span.stop - span.start
             ends.append(len(spans) // 3)
         self._lengths = np.array(lengths, np.int64)  # [samples read]
-        self._spans = np.array(spans, np.int64).reshape(-1, 3)  # [sequences, (sample, start, stop)]
-        self._ends = np.array(ends, np.int64)  # [packs + 1], the spans of pack i are ends[i] to ends[i + 1]
+        # [sequences, 3]: sample, start and stop of each sequence. Those of pack i are spans[ends[i] : ends[i + 1]].
+        self._spans = np.array(spans, np.int64).reshape(-1, 3)
+        self._ends = np.array(ends, np.int64)  # [packs + 1]
         if not len(self) and not self.parity and self.max_packs != 0:
             log.warning("%s", nothing_to_pack(self._ledger))
         self._ledger.packs = len(self)
@@ -172,11 +174,11 @@ class PackedDataset(Dataset[dict[str, Any]]):
         log.info("%r", self)
 
     def _read_lengths(self, lengths: array[int]) -> Iterator[tuple[int, int]]:
-        """Yield (number, tokens) of every sample to be packed, and count the others as dropped."""
-        for index in progress(len(self.ds)):
+        """Yield (number, length) of every sample to be packed; append every length to ``lengths``, and count drops."""
+        for index in range_with_progress(len(self.ds)):
             sample = read_sample(self.ds, index, vocab_size=self.vocab_size)
             length = sample.tokens.size
-            kept, untrained = (length, False) if self.parity else self._kept(index, sample)
+            kept, untrained = (length, False) if self.parity else self._count_kept(index, sample)
             lengths.append(length)
             self._ledger.samples += 1
             self._ledger.untrained += untrained
@@ -187,7 +189,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
             if kept or self.parity:
                 yield index, length
 
-    def _kept(self, index: int, sample: Sample) -> tuple[int, bool]:
+    def _count_kept(self, index: int, sample: Sample) -> tuple[int, bool]:
         """Return how many of a sample's tokens the settings keep, and whether none of them is trained."""
         length = sample.tokens.size
         if length == 0 and self.empty == "drop":
@@ -206,6 +208,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         return sum(stop - start for start, stop in bounds), untrained
 
     def _read_again(self, index: int) -> Sample:
+        """Read a planned sample, and raise if its length has changed. A truncated one gets its EOS."""
         sample, planned = read_sample(self.ds, index, vocab_size=self.vocab_size), self._lengths[index]
         if sample.tokens.size != planned:
             raise ValueError(
@@ -221,7 +224,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         return len(self._ends) - 1
 
     def __getitems__(self, indices: Iterable[int]) -> list[dict[str, Any]]:
-        # torch's DataLoader calls this for a batch.
+        # torch's DataLoader calls this, through its fetcher, with the numbers of a batch.
         refuse_foreign_collator(sys._getframe(1).f_locals.get("self"), map_style=True)
         return [self[index] for index in indices]
 
@@ -250,7 +253,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         return to_torchtune(pack, input_pos)
 
     def ledger(self) -> Ledger:
-        """Return where every token went that was read for the plan."""
+        """Return the ledger: where every token went that was read for the plan."""
         return self._ledger
 
     def trace(self, fragment: Fragment) -> dict[str, Any]:
@@ -272,8 +275,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
             f"{self.parity or self.packing.filled_by}>"
         )
 
-    # `isinstance` also looks at an object's `__class__`. So the object is an instance of torchtune's class as soon as
-    # torchtune is imported, without this module importing it, which takes nine seconds.
+    # `isinstance` also looks at an object's `__class__`, which here is a subclass of torchtune's class as soon as the
+    # program has imported torchtune. This module does not import it, because that takes nine seconds.
     @property  # type: ignore[misc]  # object's can be assigned to
     def __class__(self) -> type:
         ours: type = type(self)

@@ -1,4 +1,4 @@
-"""Features, as a DataLoader or a Trainer gives them to a collator, as samples or as one flat row."""
+"""Conversion of features, which a DataLoader or a Trainer gives to a collator, to samples or to one flat row."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from streampack.packing.boundaries import TELLING, require_no_padding, sequence_lengths
+from streampack.packing.boundaries import BOUNDARY_COLUMNS, require_no_padding, sequence_lengths
 from streampack.packing.samples import as_mapping, check_sample, sample_from_row
 from streampack.types import IntArray, Sample
 
@@ -15,7 +15,7 @@ Feature = Mapping[str, Any]
 
 
 class FlatRow(NamedTuple):
-    """The samples of a batch, end to end."""
+    """The samples of a batch, laid end to end without padding."""
 
     tokens: IntArray  # [total], fresh memory
     labels: IntArray  # [total], fresh memory
@@ -26,19 +26,19 @@ def flat_row(given: Sequence[Any]) -> FlatRow:
     """Lay the samples or packs of a batch end to end, without the padding of packs.
 
     Raises:
-        ValueError: for a feature that is neither, or both among the features, naming it.
+        ValueError: for a feature that is neither a sample nor a pack, naming it, and for a batch that holds both.
     """
     features = mappings_of(given)
     if any("seq_lens" in feature for feature in features):
         parts, seq_lens = [], []
         for number, feature in enumerate(features):
-            part, lengths = _pack(feature, number)
+            part, lengths = _unpad(feature, number)
             parts.append(part)
             seq_lens += lengths
         if not seq_lens:
             raise ValueError("the packs of this batch hold no sequence; give at least one that does")
     else:
-        parts = samples_of([{name: f[name] for name in f if name not in TELLING} for f in features])
+        parts = samples_of([{name: f[name] for name in f if name not in BOUNDARY_COLUMNS} for f in features])
         seq_lens = []
         for number, (feature, part) in enumerate(zip(features, parts, strict=True)):
             try:
@@ -53,7 +53,7 @@ def flat_row(given: Sequence[Any]) -> FlatRow:
     )
 
 
-def _pack(feature: Feature, number: int) -> tuple[Sample, list[int]]:
+def _unpad(feature: Feature, number: int) -> tuple[Sample, list[int]]:
     """Return the tokens and labels of a pack without its padding, and its sequences' lengths."""
     if missing := {"tokens", "labels", "seq_lens", "num_seqs"} - set(feature):
         raise ValueError(
@@ -69,7 +69,7 @@ def mappings_of(features: Sequence[Any]) -> list[Feature]:
     """Return features as mappings.
 
     Raises:
-        ValueError: for a feature that is none, naming it.
+        ValueError: for a text, a number or None among them, naming it.
     """
     found: list[Feature] = []
     for number, feature in enumerate(features):

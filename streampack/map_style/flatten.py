@@ -1,4 +1,4 @@
-"""Rearrange the tokens of a batch: flatten its rows to one without padding, or join the samples of each row."""
+"""Functions that rearrange a batch: they flatten its rows to one without padding, or join the samples of each row."""
 
 from __future__ import annotations
 
@@ -62,8 +62,9 @@ def flatten_batch(batch: Batch, *, pad_to_multiple_of: int = 1, padding_idx: int
 def join_documents(batch: Batch) -> Batch:
     """Join each row's samples to one sequence, without document masking. Call it before `Batch.to`.
 
-    Every token sees all before it, and positions go on from sample to sample, as was common in pretraining. Labels and
-    ``fragments`` stay as they are, so the first token of a document is still not trained. Padding stays apart.
+    Every token attends to all before it in the row, and positions continue from sample to sample, as was common in
+    pretraining. Labels and ``fragments`` stay as they are, so the first token of a document is still not trained.
+    Padding remains a segment of its own.
 
     >>> from streampack import IterablePackedDataset, collate_packed
     >>> rows = [{"tokens": [i] * 3, "labels": [i] * 3} for i in (7, 8)]

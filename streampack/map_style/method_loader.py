@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from streampack.map_style.methods import METHODS, Method, Row, plan_batches
 from streampack.map_style.multipack import resolve_packs_per_step
 from streampack.map_style.read_sample import read_sample
-from streampack.map_style.samplers import PlannedSampler, digest_of, resolve_rank
+from streampack.map_style.samplers import PlannedSampler, digest_lengths, resolve_rank
 from streampack.packing.assemble import assemble
 from streampack.packing.batch import Batch, stack_packs
 from streampack.packing.cut_samples import trained_if_split
@@ -123,7 +123,7 @@ def method_loader(
             lengths=lengths, num_replicas=num_replicas, packs_per_step=packs_per_step, epoch=epoch, **options
         )
 
-    settings = options | {"lengths": digest_of(np.array(lengths))}
+    settings = options | {"lengths": digest_lengths(np.array(lengths))}
     if method == "multipack":
         settings["packs_per_step"] = packs_per_step
     sampler = PlannedSampler(plan, settings=settings, num_replicas=num_replicas, rank=rank)

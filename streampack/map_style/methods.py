@@ -1,8 +1,8 @@
 """The methods of batching that the literature compares, by name: lengths in, rows of samples out.
 
 Eight are from Table 1 of Kundu et al., "Enhancing Training Efficiency Using Packing with Flash Attention" (2024,
-arXiv 2407.09105); ``exact_fit`` is this project's own. They differ only in which samples share a row, and which rows a
-batch.
+arXiv 2407.09105); ``exact_fit`` is this project's own. They differ only in which samples share a row, and which rows
+share a batch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from streampack.sources.base import permutation
 from streampack.validation import require, require_positive
 
 Row = list[Span]
-"""Sequences end to end. An empty row is all padding; it keeps the shapes and number of batches equal on all ranks."""
+"""Sequences that lie end to end in a row. An empty row is all padding; it fills up batches."""
 
 T = TypeVar("T")
 
@@ -36,10 +36,17 @@ class Shape(NamedTuple):
 class Method(NamedTuple):
     """A method of making batches."""
 
-    plan: Callable[[list[Span], Shape], list[list[Row]]]  # from pieces in a random order
-    packed: bool = True  # batches have batch_size rows of max_seq_len; otherwise rows as long as the longest
-    cuts: bool = False  # samples are cut at the end of a row
-    isolated: bool = True  # samples of a row do not see one another
+    plan: Callable[[list[Span], Shape], list[list[Row]]]
+    """Make batches of rows from the pieces of samples, which are in a random order."""
+
+    packed: bool = True
+    """Whether a batch has ``batch_size`` rows of ``max_seq_len``. If not, its rows are as long as its longest."""
+
+    cuts: bool = False
+    """Whether a sample that crosses the end of a row is cut there, and continues in the next."""
+
+    isolated: bool = True
+    """Whether the samples of a row do not see one another."""
 
     def packing(self, *, max_seq_len: int, overlong: str | None) -> Packing:
         """Return the settings that decide how long samples are cut or dropped."""
@@ -91,10 +98,10 @@ def plan_batches(
         ValueError: for a bad setting, or a sample that is empty or too long.
     """
     require(method, "method", METHODS)
-    made = METHODS[method]
+    chosen = METHODS[method]
     require_positive(batch_size, "batch_size")
     require_positive(num_replicas, "num_replicas")
-    packing = made.packing(max_seq_len=max_seq_len, overlong=overlong)
+    packing = chosen.packing(max_seq_len=max_seq_len, overlong=overlong)
     pieces = []
     for index, length in enumerate(lengths):
         try:
@@ -108,8 +115,8 @@ def plan_batches(
         raise ValueError("there is no sample to make batches of; give at least one that is not dropped")
     per_step = resolve_packs_per_step(packs_per_step, batch_size * num_replicas)
     shape = Shape(packing.max_seq_len, batch_size, num_replicas, per_step)
-    batches = made.plan([pieces[i] for i in permutation(len(pieces), seed, epoch)], shape)
-    filler: list[Row] = [[] for _ in range(batch_size if made.packed else 1)]
+    batches = chosen.plan([pieces[i] for i in permutation(len(pieces), seed, epoch)], shape)
+    filler: list[Row] = [[] for _ in range(batch_size if chosen.packed else 1)]
     return batches + [filler] * (-len(batches) % (per_step // batch_size))
 
 
@@ -118,7 +125,7 @@ def _random_padding(pieces: list[Span], shape: Shape) -> list[list[Row]]:
 
 
 def _group_by_length_padding(pieces: list[Span], shape: Shape) -> list[list[Row]]:
-    """Sort as transformers does: within 50 batches, or a quarter of the data if that is less; the longest first."""
+    """Sort groups of 50 batches by length, the longest first, as transformers does; a quarter of the data if less."""
     size = max(1, min(len(pieces) // (shape.batch_size * 4), 50)) * shape.batch_size
     groups = [sorted(group, key=_length, reverse=True) for group in _groups(pieces, size)]
     longest = max(groups, key=lambda group: _length(group[0]))

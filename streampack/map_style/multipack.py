@@ -1,8 +1,8 @@
 """Plan the packs of global steps so that they cost the ranks the same: lengths in, steps of packs out.
 
 As in multipack (github.com/imoneoi/multipack_sampler), a step takes the next of the shuffled samples and gives each,
-the longest first, to the pack with the lowest cost so far (longest-processing-time scheduling). Multipack goes on until
-nothing fits; here the last 1.5 % of the room is filled by exact sums.
+the longest first, to the pack with the lowest cost so far (longest-processing-time scheduling). Multipack continues in
+this way until no sample fits. Here the last 1.5 % of the room is filled by `exact_fit` instead.
 """
 
 from __future__ import annotations
@@ -16,14 +16,22 @@ from streampack.packing.planner import plan_packs
 from streampack.packing.strategies import exact_fit
 from streampack.validation import require, require_positive
 
-Step = list[list[int]]  # [packs_per_step], each the numbers of its samples
+Step = list[list[int]]
+"""The packs of a global step, ``packs_per_step`` of them; each is a list of the numbers of its samples."""
 
 OBJECTIVES = ("quadratic", "linear")
 
-# Measured on 100,000 chat-like lengths (benchmarks/multipack.py), 8 packs of 32,768 tokens a step.
-LAID = 0.985  # fraction of a step's room filled by cost; 0.98 makes packs 12 % less even, 0.99 one step more
-SURPLUS = 0.1  # samples read beyond what a step holds, as a fraction of its room; 0.05 makes one step more
-WINDOW = 128  # how many of the oldest of these an exact sum is made of; 32 makes one step more
+# The effects of other values were measured on 100,000 chat-like lengths (benchmarks/multipack.py), with 8 packs of
+# 32,768 tokens a step.
+
+FILLED_BY_COST = 0.985
+"""Fraction of a step's room that is filled by cost. 0.98 makes packs 12 % less even; 0.99 makes one step more."""
+
+READ_BEYOND_STEP = 0.1
+"""Tokens that are read beyond what a step can hold, as a fraction of its room. 0.05 makes one step more."""
+
+EXACT_FIT_WINDOW = 128
+"""How many of the oldest remaining samples `exact_fit` chooses from. 32 makes one step more."""
 
 
 def plan_steps(
@@ -61,7 +69,7 @@ def plan_steps(
         steps += (packs[i : i + packs_per_step] for i in range(0, full, packs_per_step))
         rest = chain.from_iterable(packs[full:])
     costs = [length * length for length in whole] if objective == "quadratic" else whole
-    steps += _steps(rest, whole, costs, max_tokens, packs_per_step, drop_last=drop_last)
+    steps += _plan_by_cost(rest, whole, costs, max_tokens, packs_per_step, drop_last=drop_last)
     if not steps:
         raise ValueError(
             f"{len(whole)} samples of {sum(whole)} tokens make no step of {packs_per_step} packs of {max_tokens}; "
@@ -73,7 +81,10 @@ def plan_steps(
 
 
 def resolve_packs_per_step(packs_per_step: int | None, at_once: int) -> int:
-    """Return ``packs_per_step``, a multiple of the packs that all ranks take at once, and by default those."""
+    """Return ``packs_per_step``, checked to be a multiple of ``at_once``, the packs that all ranks take at once.
+
+    It is ``at_once`` by default.
+    """
     if packs_per_step is None:
         return at_once
     if require_positive(packs_per_step, "packs_per_step") % at_once:
@@ -86,7 +97,7 @@ def resolve_packs_per_step(packs_per_step: int | None, at_once: int) -> int:
 
 def checked_lengths(lengths: Iterable[int], max_tokens: int) -> list[int]:
     """Return ``lengths`` as Python integers; raise for the first that is not from 1 to ``max_tokens``."""
-    try:  # a numpy integer would overflow in `exact_fit`'s shifts
+    try:  # a numpy integer would overflow when `exact_fit` shifts by it
         whole = [operator.index(length) for length in lengths]
     except TypeError as error:
         raise ValueError(f"lengths must be whole numbers of tokens: {error}") from None
@@ -101,7 +112,7 @@ def checked_lengths(lengths: Iterable[int], max_tokens: int) -> list[int]:
     return whole
 
 
-def _steps(
+def _plan_by_cost(
     numbers: Iterable[int],
     lengths: Sequence[int],
     costs: Sequence[int],
@@ -110,22 +121,23 @@ def _steps(
     *,
     drop_last: bool,
 ) -> Iterator[Step]:
+    """Plan steps of ``count`` packs, reading the samples with these ``numbers`` as steps need them."""
     upcoming = iter(numbers)
     room = count * max_tokens
     waiting: list[int] = []
     while True:
         held = sum(lengths[number] for number in waiting)
-        while held < (1 + SURPLUS) * room and (number := next(upcoming, -1)) >= 0:
+        while held < (1 + READ_BEYOND_STEP) * room and (number := next(upcoming, -1)) >= 0:
             waiting.append(number)
             held += lengths[number]
         last = held < room
         if not waiting or (last and drop_last):
             return
-        step, waiting = _step(waiting, lengths, costs, max_tokens, count, last=last)
+        step, waiting = _fill_step(waiting, lengths, costs, max_tokens, count, last=last)
         yield step
 
 
-def _step(
+def _fill_step(
     waiting: list[int],
     lengths: Sequence[int],
     costs: Sequence[int],
@@ -134,7 +146,10 @@ def _step(
     *,
     last: bool,
 ) -> tuple[Step, list[int]]:
-    """Make one step of the waiting samples; return it and those left. The last step is spread evenly, not filled."""
+    """Make one step of the waiting samples; return it, and the samples that are left for the next.
+
+    Packs of the ``last`` step are not filled one by one: the samples are spread evenly over them.
+    """
     packs: Step = [[] for _ in range(count)]
     rooms = [max_tokens] * count
     spent = [0] * count
@@ -144,26 +159,28 @@ def _step(
         rooms[pack] -= lengths[number]
         spent[pack] += costs[number]
 
-    cheapest = [(0, pack) for pack in range(count)]  # a heap
-    to_lay = count * max_tokens * (1 if last else LAID)
+    cheapest = [(0, pack) for pack in range(count)]  # a heap of (cost so far, pack)
+    unfilled = count * max_tokens * (1 if last else FILLED_BY_COST)  # tokens still to be placed by cost
     left = []
     longest_first = sorted(waiting, key=lengths.__getitem__, reverse=True)
     for place, number in enumerate(longest_first):
-        if lengths[number] > to_lay and place >= count:  # the first `count` fit in any case, into empty packs
+        if (
+            lengths[number] > unfilled and place >= count
+        ):  # the first `count` samples each fit into an empty pack
             left += longest_first[place:]
             break
         _, pack = cheapest[0]
         if lengths[number] > rooms[pack]:
             left.append(number)
             continue
-        to_lay -= lengths[number]
+        unfilled -= lengths[number]
         put(number, pack)
         heapreplace(cheapest, (spent[pack], pack))
-    left.sort()  # the oldest first: `exact_fit` prefers those, so no sample waits long
+    left.sort()  # `exact_fit` prefers what comes first, so the oldest come first, and no sample waits long
     by_cost = sorted(range(count), key=spent.__getitem__)
     if not last:
         for pack in by_cost:
-            window = [lengths[number] for number in left[:WINDOW]]
+            window = [lengths[number] for number in left[:EXACT_FIT_WINDOW]]
             for place in reversed(exact_fit(window, rooms[pack], lambda: False)):
                 put(left.pop(place), pack)
         by_cost.sort(key=spent.__getitem__)
@@ -171,7 +188,7 @@ def _step(
 
 
 def _leave_none_empty(steps: list[Step]) -> None:
-    """Move samples from the packs with the most into empty packs: a rank without a batch would deadlock."""
+    """Move a sample from the pack with the most into each empty pack, because a rank without a batch would deadlock."""
     packs = list(chain.from_iterable(steps))
     for pack in packs:
         if not pack:

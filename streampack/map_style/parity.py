@@ -2,10 +2,11 @@
 
 `torchtune.datasets.PackedDataset` (0.6.1) differs from the rest of streampack:
 
-- It packs greedily, in order. A pack closes when a sample *overflows* it, so a full pack waits for the next sample.
+- It packs greedily, in order. A pack closes when a sample *overflows* it, so a full pack is not yielded before the
+  next sample is read.
 - Labels are not changed: the first token of a sequence is trained, predicted from the sequence before.
 - Positions count through the whole sample modulo ``max_seq_len``, also in the parts of a split sample.
-- The padding's positions go on from the last token's, up to ``max_seq_len - 1``.
+- The padding's positions continue from the last token's, up to ``max_seq_len - 1``.
 - An empty sample is kept as a sequence of 0 tokens. It never closes a pack, and alone it makes none.
 - ``max_packs`` is checked after a sample, so 0 still reads the first one.
 """
@@ -21,7 +22,7 @@ from streampack.types import IGNORE_INDEX, IntArray, Sample
 
 
 def require_defaults(settings: tuple[object, ...]) -> None:
-    """Check that the settings of `PackedDataset` without a meaning for torchtune have their defaults.
+    """Check that those settings of `PackedDataset` that torchtune's does not have keep their defaults.
 
     Raises:
         ValueError: if one of them differs.

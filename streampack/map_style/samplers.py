@@ -22,8 +22,8 @@ T = TypeVar("T")
 class PlannedSampler(Sampler[T]):
     """Yields this rank's batches of a planned epoch: batch i goes to rank ``i % num_replicas``.
 
-    ``plan(epoch)`` returns the batches of all ranks, the same on every rank. An epoch is planned when it is first used.
-    The plan depends on ``settings``; states made with other settings are refused.
+    ``plan(epoch)`` returns the batches of all ranks, and must return the same on every rank. An epoch is planned when
+    it is first used. A state is refused if it was made with other ``settings``.
 
     >>> sampler = PlannedSampler(lambda epoch: [[0], [1], [2], [3]], settings={}, num_replicas=2, rank=1)
     >>> list(sampler), len(sampler)
@@ -31,7 +31,7 @@ class PlannedSampler(Sampler[T]):
 
     Args:
         plan: function from the number of an epoch to its batches, whose number is a multiple of ``num_replicas``.
-        settings: plain values.
+        settings: all that the plan depends on, as plain values by name.
         num_replicas: number of ranks. Default: the process group's size, 1 without one.
         rank: this rank. Default: its rank in the process group.
     """
@@ -48,14 +48,17 @@ class PlannedSampler(Sampler[T]):
         self.settings = dict(settings)
         self.epoch = 0
         self._plan = plan
-        self._batches: Sequence[T] | None = None  # of this epoch, of all ranks
-        self._start = 0  # batch of all ranks at which the next iteration begins
-        self._dealt = 0  # batches of all ranks that were handed out
-        self._begun = False  # this epoch was iterated, so the next iteration is the next epoch
+        # The batches of this epoch for all ranks; None until they are planned.
+        self._batches: Sequence[T] | None = None
+        # Two numbers in that list: where the next iteration begins, and the first batch that was not handed out yet.
+        self._start = 0
+        self._dealt = 0
+        # Whether an iteration over this epoch has begun, so that the next iteration is over the next epoch.
+        self._iterated = False
 
     @property
     def batches(self) -> Sequence[T]:
-        """The batches of this epoch, of all ranks."""
+        """The batches of this epoch for all ranks, planned when they are first asked for."""
         if self._batches is None:
             self._batches = self._plan(self.epoch)
             assert len(self._batches) % self.num_replicas == 0, (
@@ -68,18 +71,18 @@ class PlannedSampler(Sampler[T]):
         return len(self.batches) // self.num_replicas
 
     def __iter__(self) -> Iterator[T]:
-        """Iterate over this rank's batches from the loaded state on; iterating again is the next epoch."""
-        if self._begun:
+        """Iterate over this rank's batches, beginning where a loaded state says; iterating again is the next epoch."""
+        if self._iterated:
             self.set_epoch(self.epoch + 1)
-        self._begun = True
+        self._iterated = True
         self._dealt, self._start = self._start, 0
         for first in range(self._dealt, len(self.batches), self.num_replicas):
             self._dealt = first + self.num_replicas
             yield self.batches[first + self.rank]
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be this epoch. A loaded state is kept if it is of the same epoch."""
-        self._begun = False
+        """Set the epoch of the next iteration. A loaded state is kept if it is of the same epoch."""
+        self._iterated = False
         if epoch != self.epoch:
             self.epoch = epoch
             self._batches = None
@@ -95,7 +98,7 @@ class PlannedSampler(Sampler[T]):
         return {"epoch": self.epoch, "dealt": dealt, **self.settings}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration go on after the batch at which ``state`` was taken.
+        """Set where the next iteration begins: after the batch at which ``state`` was taken.
 
         Raises:
             ValueError: for a state made with other settings, or a number of batches that the ranks cannot share.
@@ -121,7 +124,7 @@ class PlannedSampler(Sampler[T]):
 
 
 class MultipackBatchSampler(Sampler[list[int]]):
-    """Yields batches of at most ``max_tokens``, nearly full, that cost the ranks of a step the same.
+    """Yields batches of at most ``max_tokens``, nearly full, that cost every rank of a step nearly the same.
 
     It is a ``batch_sampler`` for a DataLoader over map-style data of known lengths; `FlatteningCollator` makes one row
     of each batch. A global step has ``packs_per_step`` batches with the same budget of tokens and nearly the same sum
@@ -182,7 +185,7 @@ class MultipackBatchSampler(Sampler[list[int]]):
         self.drop_last = drop_last
         self._lengths = np.array(checked_lengths(lengths, require_positive(max_tokens, "max_tokens")))
         settings = {
-            "lengths": digest_of(self._lengths),
+            "lengths": digest_lengths(self._lengths),
             "max_tokens": max_tokens,
             "packs_per_step": self.packs_per_step,
             "objective": objective,
@@ -190,7 +193,7 @@ class MultipackBatchSampler(Sampler[list[int]]):
             "seed": seed,
             "drop_last": drop_last,
         }
-        # When accelerate shards batches, it looks for set_epoch here, as in torch's BatchSampler.
+        # It is called `sampler` as in torch's BatchSampler: accelerate, when it shards batches, calls its set_epoch.
         self.sampler = PlannedSampler(self._plan, settings=settings, num_replicas=num_replicas, rank=rank)
 
     def _plan(self, epoch: int) -> list[list[int]]:
@@ -225,7 +228,7 @@ class MultipackBatchSampler(Sampler[list[int]]):
         return len(self._lengths) - sum(map(len, self.sampler.batches))
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next iteration be this epoch. A loaded state is kept if it is of the same epoch."""
+        """Set the epoch of the next iteration. A loaded state is kept if it is of the same epoch."""
         self.sampler.set_epoch(epoch)
 
     def state_dict(self, *, consumed: int | None = None) -> dict[str, Any]:
@@ -256,12 +259,12 @@ def resolve_rank(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     return num_replicas, rank
 
 
-def digest_of(lengths: np.ndarray[Any, np.dtype[Any]]) -> str:
-    """Return a fingerprint of lengths: sixteen hex digits."""
+def digest_lengths(lengths: np.ndarray[Any, np.dtype[Any]]) -> str:
+    """Return a digest of lengths: 16 hex digits."""
     return hashlib.blake2b(lengths.astype("<i8").tobytes(), digest_size=8).hexdigest()
 
 
-def progress(count: int) -> Iterable[int]:
+def range_with_progress(count: int) -> Iterable[int]:
     """Return ``range(count)``, with tqdm's progress bar on rank 0 if it takes more than a second."""
     try:
         from tqdm import tqdm

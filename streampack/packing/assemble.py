@@ -19,8 +19,8 @@ def assemble(
 
     Each is int32 if all that goes into it is, otherwise int64.
 
-    The first label of every sequence is ``IGNORE_INDEX``: recipes shift labels by one, so it would be
-    predicted from the previous sequence's last token. No sequences at all make a null pack, which trains nothing.
+    The first label of every sequence becomes ``IGNORE_INDEX``: recipes shift labels by one, so that it would be
+    predicted from the previous sequence's last token. Without sequences the result is padding only, and trains nothing.
 
     >>> a, b = Sample(np.array([7, 8, 9]), np.array([7, 8, 9])), Sample(np.array([4, 5]), np.array([-100, 5]))
     >>> for row in assemble([a, b], max_seq_len=6):
@@ -36,15 +36,15 @@ def assemble(
         tokens.append(np.full(padding, padding_idx, INT32 if padding_idx < 2**31 else INT64))
         labels.append(np.full(padding, IGNORE_INDEX, INT32))
     row = np.concatenate(tokens)
-    # Where every label array is its token array, copying the row takes a quarter of concatenating again.
+    # If every sample's labels are its tokens, copying the row takes a quarter of the time of concatenating again.
     targets = row.copy() if all(map(operator.is_, tokens, labels)) else np.concatenate(labels)
-    for start in starts:  # numpy takes longer to make an index of a list
+    for start in starts:  # numpy takes longer to convert the list to an index
         targets[start] = IGNORE_INDEX
     return row, targets
 
 
 def positions(packs: Sequence[Sequence[int]], max_seq_len: int) -> IntArray:
-    """Return ``input_pos`` of packs with these ``seq_lens``: from 0 in every sequence and in the padding.
+    """Return ``input_pos`` of packs with these ``seq_lens``: it counts from 0 in every sequence and in the padding.
 
     >>> positions([[3, 2], [6]], 6).tolist()
     [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]]
@@ -60,7 +60,7 @@ def positions(packs: Sequence[Sequence[int]], max_seq_len: int) -> IntArray:
 
 @lru_cache(maxsize=4)
 def _count(length: int) -> IntArray:
-    """Return a cached, read-only ``0, 1, ..., length - 1``; making it anew took a fifth of a pack's time."""
+    """Return a cached, read-only ``0, 1, ..., length - 1``; to make it each time took a fifth of a pack's time."""
     count = np.arange(length)
     count.flags.writeable = False
     return count

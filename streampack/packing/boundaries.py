@@ -1,4 +1,4 @@
-"""Checks that a row of ready tokens is one sequence, without padding or images."""
+"""Checks that a row of ready tokens holds one sequence, and no padding or images."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from typing import Any
 
 import numpy as np
 
-SEVERAL = "its samples would see one another; give the dataset as it was before it was packed"
-REFUSED = {
+SEVERAL_SEQUENCES = "its samples would see one another; give the dataset as it was before it was packed"
+REFUSED_COLUMNS = {
     "seq_lens": "it is a pack already; give the dataset that was packed, or leave packing to one of the two",
     "encoder_input": "it has images, which a pack has no place for; train on it unpacked",
 }
-LENGTHS = "seq_lengths"  # TRL's name
+LENGTHS = "seq_lengths"
+"""The column in which TRL stores the lengths of a row's sequences."""
+
 POSITIONS = ("position_ids", "input_pos")
-TELLING = frozenset({*REFUSED, LENGTHS, *POSITIONS, "attention_mask"})
-"""Columns that say whether a row is one sequence, whole and without padding."""
+BOUNDARY_COLUMNS = frozenset({*REFUSED_COLUMNS, LENGTHS, *POSITIONS, "attention_mask"})
+"""Columns from which the functions below tell whether a row holds one sequence, without padding."""
 
 
 def require_one_sequence(row: Mapping[str, Any]) -> None:
-    """Refuse a row whose columns tell of several sequences, of padding, or of images.
+    """Refuse a row whose columns show that it holds several sequences, padding, or images.
 
     >>> require_one_sequence({"tokens": [5, 6, 7], "position_ids": [0, 1, 2]})
     >>> require_one_sequence({"tokens": [5, 6, 7], "position_ids": [0, 1, 0]})
@@ -31,16 +33,20 @@ give the dataset as it was before it was packed
     Raises:
         ValueError: for such a row.
     """
-    if TELLING.isdisjoint(row):
+    if BOUNDARY_COLUMNS.isdisjoint(row):
         return
-    for column, why in REFUSED.items():
+    for column, why in REFUSED_COLUMNS.items():
         if column in row:
             raise ValueError(f"there is a column {column!r}: {why}")
     if (lengths := row.get(LENGTHS)) is not None and len(lengths) > 1:
-        raise ValueError(f"column {LENGTHS!r} says that the row holds {len(lengths)} sequences: {SEVERAL}")
+        raise ValueError(
+            f"column {LENGTHS!r} says that the row holds {len(lengths)} sequences: {SEVERAL_SEQUENCES}"
+        )
     for column in POSITIONS:
         if row.get(column) is not None and (count := len(_starts(row[column], column))) > 1:
-            raise ValueError(f"column {column!r} begins anew, so the row holds {count} sequences: {SEVERAL}")
+            raise ValueError(
+                f"column {column!r} begins anew, so the row holds {count} sequences: {SEVERAL_SEQUENCES}"
+            )
     require_no_padding(row)
 
 
@@ -60,7 +66,7 @@ def require_no_padding(row: Mapping[str, Any]) -> None:
             "padding (padding=False)"
         )
     if ends != (1, 1):
-        raise ValueError(f"the attention_mask numbers the row's sequences: {SEVERAL}")
+        raise ValueError(f"the attention_mask numbers the row's sequences: {SEVERAL_SEQUENCES}")
 
 
 def sequence_lengths(row: Mapping[str, Any], size: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""The check that a DataLoader's or Trainer's collator can batch packs."""
+"""A check that the collator of a DataLoader or Trainer can batch packs."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from torch.utils.data import default_collate
 
 from streampack.packing.encoders.base import qualified_name
 
-REMOVED = "transformers.trainer_utils.RemoveColumnsCollator"
-"""A Trainer's wrapper around its collator, which hides all columns that the model's ``forward`` does not name."""
+COLUMN_REMOVER = "transformers.trainer_utils.RemoveColumnsCollator"
+"""A Trainer's wrapper around its collator. It removes all columns that the model's ``forward`` does not name."""
 
 
 def refuse_foreign_collator(caller: object, *, map_style: bool = False) -> None:
     """Raise if packs would go to a collator that drops their tokens or boundaries, or fails without a clear error.
 
-    Collators of unknown origin pass: they may well be right.
+    Collators of other libraries, and the user's own, pass: they may be made for packs.
 
     Args:
-        caller: the caller of the dataset; only torch's fetchers, which hold a ``collate_fn``, are checked.
+        caller: the object that asks the dataset for packs. Only torch's fetchers have a ``collate_fn``; anything else
+            passes.
         map_style: whether the packs are those of a `PackedDataset`.
 
     Raises:
@@ -33,8 +34,8 @@ def refuse_foreign_collator(caller: object, *, map_style: bool = False) -> None:
             "collate_fn=streampack.collate_packed, or iterate a PackedDataLoader"
         )
     name = qualified_name(collate)
-    removes = name == REMOVED and "tokens" not in collate.signature_columns
-    inner = qualified_name(collate.data_collator) if name == REMOVED else name
+    removes = name == COLUMN_REMOVER and "tokens" not in collate.signature_columns
+    inner = qualified_name(collate.data_collator) if name == COLUMN_REMOVER else name
     foreign = inner.startswith(("transformers.", "trl."))
     if removes and not foreign:
         prepare = "" if map_style else ", or call prepare_trainer_for_packing(trainer)"

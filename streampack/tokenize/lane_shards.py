@@ -14,9 +14,11 @@ from streampack.streaming.lane_config import LaneConfig
 from streampack.streaming.run_identity import Encoded
 from streampack.types import IGNORE_INDEX, Cursor, Row, RowId, Sample
 
-REPORT_EVERY = 64  # rows; how often a worker reports its progress and checks whether another one failed
+ROWS_PER_REPORT = 64
+"""After so many rows a worker reports its progress and checks whether another one failed."""
 
-Report = Callable[[int], object]  # takes the number of tokens written since the last call
+Report = Callable[[int], object]
+"""A function that is called with the number of tokens written since its last call."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Job:
 
     config: LaneConfig
     out: Path
-    plan: Mapping[str, Any]  # decides the bytes of the shards; saved in every header
+    plan: Mapping[str, Any]  # all that decides the bytes of the shards; it is saved in every header
 
     @property
     def recorded(self) -> dict[str, Any]:
@@ -39,13 +41,18 @@ class Job:
 
 
 class Progress(NamedTuple):
-    """The complete shards of a lane, and where to continue."""
+    """The complete shards of a lane, and where reading continues after them."""
 
     lane: int
     shards: list[Shard]
-    start: Cursor | None = None  # of the row after the shards
+    start: Cursor | None = None
+    """The cursor of the first row that is in no shard; None for the lane's beginning."""
+
     ended: bool = False
-    bad: int = 0  # records skipped before that row
+    """Whether the shards hold all rows of the lane."""
+
+    bad: int = 0
+    """How many records were skipped before ``start``."""
 
 
 def read_progress(job: Job, lane: int) -> Progress:
@@ -97,8 +104,8 @@ def write_lane(job: Job, progress: Progress, report: Report) -> Progress:
                 writer = None
             if writer is None:
                 writer = ShardWriter(job.path(lane, len(shards)), dtype=job.plan["dtype"])
-            unreported += _append(job, row, sample, writer)
-            if count % REPORT_EVERY == 0:
+            unreported += _append_document(job, row, sample, writer)
+            if count % ROWS_PER_REPORT == 0:
                 report(unreported)
                 unreported = 0
         if writer is not None:
@@ -145,8 +152,12 @@ class _Samples:
         self.bad += 1
 
 
-def _append(job: Job, row: Row, sample: Sample, writer: ShardWriter) -> int:
-    """Write a document and return its length. A sample that a shard cannot hold is an error, never skipped."""
+def _append_document(job: Job, row: Row, sample: Sample, writer: ShardWriter) -> int:
+    """Append a sample to a shard and return its length in tokens.
+
+    Raises:
+        ValueError: for a sample that a shard cannot hold; it is never skipped as a bad record.
+    """
     trained = sample.labels == sample.tokens
     try:
         if not (trained | (sample.labels == IGNORE_INDEX)).all():

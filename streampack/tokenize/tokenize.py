@@ -30,15 +30,24 @@ from streampack.tokenize.lane_shards import Job, Progress, Report, read_progress
 from streampack.validation import require, require_positive
 
 log = logging.getLogger(__name__)
-MOST_LANES = 64  # by default, and so the most workers that have work
-SHARD_TOKENS = 1 << 26  # 128 or 256 MiB
-SMALL_VOCABULARY = 1 << 16
-PROBED_ROWS = 64  # for the progress bar's total
-BAD_RECORDS = ("on_bad_record", "max_bad_records", "quarantine")  # keys of a config's data section
+MAX_DEFAULT_LANES = 64
+"""The most lanes unless the user says otherwise. A worker writes one lane at a time, so no more workers have work."""
+
+SHARD_TOKENS = 1 << 26
+"""Default of ``shard_tokens``: 128 MiB as uint16, 256 MiB as uint32."""
+
+UINT16_VOCABULARY = 1 << 16
+"""The largest vocabulary whose ids fit uint16."""
+
+PROBED_ROWS = 64
+"""How many rows are encoded to estimate the total of the progress bar."""
+
+BAD_RECORD_KEYS = ("on_bad_record", "max_bad_records", "quarantine")
+"""Keys of a config's ``data`` section that are arguments of `tokenize`, too."""
 
 
 class Stopped(Exception):
-    """Another worker failed, and this one stops."""
+    """Raised in a worker process to stop it, because another one failed."""
 
 
 def tokenize(
@@ -89,14 +98,14 @@ def tokenize(
     require_positive(workers, "workers")
     if on_bad_record == "skip" and quarantine is None:
         quarantine = Path(out, BAD_RECORDS_FOLDER)
-    kept = quarantine_for(on_bad_record, folder=quarantine, limit=max_bad_records)
+    bad_records = quarantine_for(on_bad_record, folder=quarantine, limit=max_bad_records)
     source, encode = as_source(source), TokensEncoder() if encoder is None else encoder
     guard_datasets(source)
     if source.names:
         raise ValueError(
             "a mixture is weighted while it is read; tokenize each of its sources to a folder of its own, and mix those"
         )
-    most = MOST_LANES if source.max_lanes is None else min(MOST_LANES, source.max_lanes)
+    most = MAX_DEFAULT_LANES if source.max_lanes is None else min(MAX_DEFAULT_LANES, source.max_lanes)
     lanes = min(source.natural_lanes(), most) if lanes is None else require_positive(lanes, "lanes")
     if source.max_lanes is not None and lanes > source.max_lanes:
         raise ValueError(f"the source can be read as {source.max_lanes} lane(s), not as {lanes}")
@@ -109,15 +118,15 @@ def tokenize(
         "dtype": _dtype_for(encode) if dtype == "auto" else dtype,
     }
     config = LaneConfig(
-        source, encode, Packing(1, split_across_pack=True), quarantine=kept
+        source, encode, Packing(1, split_across_pack=True), quarantine=bad_records
     )  # documents stay whole
     job = Job(config, Path(out), plan)
     with lock_folder(job.out, way_out="wait until it ends, stop it, or give another folder"):
         for leftover in job.out.glob(".tokens-*"):
             leftover.unlink(missing_ok=True)
         found = [read_progress(job, lane) for lane in range(lanes)]
-        with _bar(job, found, shown=progress) as report:
-            _write_index(job, _finish(job, found, workers, report))
+        with _progress_bar(job, found, shown=progress) as report:
+            _write_index(job, _write_missing(job, found, workers, report))
     return job.out
 
 
@@ -135,16 +144,20 @@ def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError("data.source is missing; name where the rows come from")
     source = as_source(build(data["source"], inject=inject))
     encoder = build(data.get("encoder"), inject=inject)
-    return {"source": source, "encoder": encoder, **{key: data[key] for key in BAD_RECORDS if key in data}}
+    return {
+        "source": source,
+        "encoder": encoder,
+        **{key: data[key] for key in BAD_RECORD_KEYS if key in data},
+    }
 
 
 def _dtype_for(encode: Encode) -> str:
     size = getattr(getattr(encode, "tokenizer", None), "vocab_size", None)
-    return "uint16" if isinstance(size, int) and size <= SMALL_VOCABULARY else "uint32"
+    return "uint16" if isinstance(size, int) and size <= UINT16_VOCABULARY else "uint32"
 
 
-def _finish(job: Job, found: list[Progress], workers: int, report: Report) -> list[Progress]:
-    """Write the missing shards; return all lanes in order."""
+def _write_missing(job: Job, found: list[Progress], workers: int, report: Report) -> list[Progress]:
+    """Write the missing shards of the lanes ``found``; return the progress of all lanes, in order."""
     missing = [progress for progress in found if not progress.ended]
     if workers == 1 or len(missing) < 2:
         made = [write_lane(job, progress, report) for progress in missing]
@@ -156,11 +169,11 @@ def _finish(job: Job, found: list[Progress], workers: int, report: Report) -> li
 
 @dataclass
 class Worker:
-    """State of a worker process."""
+    """The job of a worker process, and two variables that it shares with the others."""
 
     job: Job
-    counted: Any  # tokens written by all workers, in shared memory
-    stop: Any  # set when a worker failed
+    counted: Any  # how many tokens all workers have written
+    stop: Any  # 1 once a worker failed, otherwise 0
 
     def report(self, tokens: int) -> None:
         """Count tokens, and raise `Stopped` if another worker failed."""
@@ -173,21 +186,21 @@ class Worker:
 _worker: Worker | None = None
 
 
-def _begin(job: Job, counted: Any, stop: Any) -> None:
+def _start_worker(job: Job, counted: Any, stop: Any) -> None:
     global _worker
     _worker = Worker(job, counted, stop)
-    end_with_parent()  # waiting at its queue, it would not notice
+    end_with_parent()  # a worker that waits for its next lane would not notice that the main process was killed
 
 
-def _work(progress: Progress) -> Progress:
+def _write_lane_in_worker(progress: Progress) -> Progress:
     assert _worker is not None
     return write_lane(_worker.job, progress, _worker.report)
 
 
 def _write_in_processes(job: Job, missing: list[Progress], workers: int, report: Report) -> list[Progress]:
     counted, stop, reported = mp.Value("q", 0), mp.RawValue("b", 0), 0
-    with ProcessPoolExecutor(workers, initializer=_begin, initargs=(job, counted, stop)) as pool:
-        futures = [pool.submit(_work, progress) for progress in missing]
+    with ProcessPoolExecutor(workers, initializer=_start_worker, initargs=(job, counted, stop)) as pool:
+        futures = [pool.submit(_write_lane_in_worker, progress) for progress in missing]
         try:
             running = set(futures)
             while running:
@@ -208,7 +221,7 @@ def _write_in_processes(job: Job, missing: list[Progress], workers: int, report:
 
 
 @contextmanager
-def _bar(job: Job, found: list[Progress], *, shown: bool) -> Iterator[Report]:
+def _progress_bar(job: Job, found: list[Progress], *, shown: bool) -> Iterator[Report]:
     if not shown:
         yield lambda tokens: None
         return
@@ -223,7 +236,7 @@ def _bar(job: Job, found: list[Progress], *, shown: bool) -> Iterator[Report]:
     done = sum(shard.tokens for progress in found for shard in progress.shards)
     with tqdm(total=total, initial=done, unit="tok", unit_scale=True, desc=f"tokenize {job.out}") as bar:
         yield bar.update
-        bar.total = bar.n  # until here, an estimate
+        bar.total = bar.n  # this replaces the estimate
         bar.refresh()
 
 

@@ -13,7 +13,7 @@ from streampack.distributed.world import World
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.map_style.method_loader import method_loader
 from streampack.map_style.methods import METHODS
-from streampack.map_style.samplers import digest_of
+from streampack.map_style.samplers import digest_lengths
 from streampack.packing.batch import Batch
 from streampack.packing.settings import Packing
 from streampack.sources.bad_records import Quarantine
@@ -249,7 +249,7 @@ def _require_same_on_all_ranks(samples: Sequence[Sample], source: Source, world:
     """Check that all ranks read the same samples: otherwise they would plan different batches and deadlock."""
     lengths = np.array([sample.tokens.size for sample in samples], np.int64)
     first, *others = world.gather(
-        f"{len(samples):,} samples of {lengths.sum():,} tokens (lengths {digest_of(lengths)}, corpus "
+        f"{len(samples):,} samples of {lengths.sum():,} tokens (lengths {digest_lengths(lengths)}, corpus "
         f"{source.fingerprint()})"
     )
     for rank, theirs in enumerate(others, 1):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import multipack as bench
-from streampack.map_style.multipack import LAID, Step, _step, plan_steps
+from streampack.map_style.multipack import FILLED_BY_COST, Step, _fill_step, plan_steps
 
 LIMIT = 24
 lengths_of = st.lists(st.integers(1, LIMIT), min_size=12, max_size=60)
@@ -33,7 +33,7 @@ def naive_step(
     laying = True
     for place, i in enumerate(sorted(waiting, key=lambda i: -lengths[i])):
         laid = sum(map(tokens, range(count)))
-        if laid + lengths[i] > count * LIMIT * (1 if last else LAID) and place >= count:
+        if laid + lengths[i] > count * LIMIT * (1 if last else FILLED_BY_COST) and place >= count:
             laying = False
         cheapest = min(range(count), key=lambda pack: (cost(pack), pack))
         if laying and tokens(cheapest) + lengths[i] <= LIMIT:
@@ -64,13 +64,13 @@ def fullest(left: list[int], lengths: list[int], room: int) -> list[int]:
 
 
 @given(st.lists(st.integers(1, 9), min_size=8, max_size=40), st.integers(1, 4), st.booleans())
-def test_a_step_is_the_naive_one(lengths: list[int], count: int, last: bool) -> None:
+def test_steps_match_the_reference(lengths: list[int], count: int, last: bool) -> None:
     if last and sum(lengths) > count * LIMIT:
         lengths = lengths[: max(1, LIMIT * count // max(lengths))]
     for squared in (True, False):
         costs = [length * length for length in lengths] if squared else lengths
         waiting = list(range(len(lengths)))
-        found = _step(waiting, lengths, costs, LIMIT, count, last=last)
+        found = _fill_step(waiting, lengths, costs, LIMIT, count, last=last)
         assert found == naive_step(waiting, lengths, count, squared=squared, last=last)
 
 

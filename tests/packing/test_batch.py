@@ -29,7 +29,7 @@ def make_pack(seq_lens: list[int], *, first: int = 1) -> Pack:
 
 
 @given(contents)
-def test_one_pack_as_torchtune_gives_it(seq_lens: list[int]) -> None:
+def test_one_pack_becomes_the_dict_of_torchtune(seq_lens: list[int]) -> None:
     pack = make_pack(seq_lens)
     row = to_torchtune(pack)
     padding = LIMIT - sum(seq_lens)
@@ -55,7 +55,7 @@ def test_a_null_pack_trains_nothing() -> None:
 
 
 @given(st.lists(contents, min_size=1, max_size=4))
-def test_a_batch_is_its_packs(packs: list[list[int]]) -> None:
+def test_a_batch_stacks_its_packs(packs: list[list[int]]) -> None:
     rows = [to_torchtune(make_pack(seq_lens, first=1 + 100 * i)) for i, seq_lens in enumerate(packs)]
     batch = collate_packed(rows)
     for name in ("tokens", "labels", "input_pos"):
@@ -97,7 +97,7 @@ def test_a_batch_shares_no_memory_with_its_packs() -> None:
         assert pack.tokens.tolist()[:3] == [1, 2, 3]
 
 
-def test_a_batch_moves_as_a_whole() -> None:
+def test_all_tensors_of_a_batch_move_together() -> None:
     batch = collate_packed([to_torchtune(make_pack([3, 4]))])
     moved = batch.to("meta")
     assert isinstance(moved, Batch)
@@ -117,7 +117,7 @@ def test_torchtunes_own_collate_takes_the_packs(packs: list[list[int]]) -> None:
         assert batch["mask"][i].tolist() == oracle.block_causal_mask(row["seq_lens"].tolist())
 
 
-def test_a_batch_as_wide_as_it_is_told() -> None:
+def test_segments_sets_the_width_of_seq_lens() -> None:
     packs = [to_torchtune(make_pack(seq_lens)) for seq_lens in ([3, 2], [1])]
     assert collate_packed(packs, segments=4).seq_lens.shape == (2, 4)
     assert torch.equal(collate_packed(packs, segments=4).seq_lens[:, :3], collate_packed(packs).seq_lens)

@@ -21,7 +21,7 @@ CHOOSING = tuple(oracle.CHOOSE)
 
 @st.composite
 def corpora(draw: st.DrawFn, *, longest: int = 1, largest: int = 40) -> tuple[list[int], int]:
-    """(lengths, max_seq_len), no sample longer than ``longest * max_seq_len``."""
+    """Draw (lengths, max_seq_len), where no sample is longer than ``longest * max_seq_len``."""
     limit = draw(st.integers(1, 24))
     short = st.integers(1, max(1, limit // 3))
     any_length = st.integers(1, limit * longest)
@@ -39,9 +39,9 @@ def test_every_strategy_is_tested() -> None:
     assert set(CHOOSING) == set(STRATEGIES)
 
 
-@settings(max_examples=25)  # 2,048 subsets a pack for the oracle
+@settings(max_examples=25)  # the reference tries 2,048 subsets for each pack
 @given(corpus=corpora(largest=24))
-def test_exact_fit_is_the_oracles_over_a_larger_buffer(corpus: tuple[list[int], int]) -> None:
+def test_exact_fit_matches_the_reference_with_a_larger_buffer(corpus: tuple[list[int], int]) -> None:
     lengths, limit = corpus
     settings = {"strategy": "exact_fit", "buffer_size": 11}
     assert plan(lengths, limit, **settings) == oracle.plan(lengths, limit, **settings)
@@ -49,7 +49,7 @@ def test_exact_fit_is_the_oracles_over_a_larger_buffer(corpus: tuple[list[int], 
 
 @pytest.mark.parametrize(
     ("strategy", "expected"),
-    [  # by hand: 5 4 2 3 4 1 into 8
+    [  # samples of 5, 4, 2, 3, 4 and 1 tokens in packs of 8
         ("next_fit", [[5], [4, 2], [3, 4, 1]]),
         ("first_fit", [[5, 2, 1], [4, 3], [4]]),
         ("best_fit", [[5, 3], [4, 4], [2, 1]]),
@@ -57,16 +57,16 @@ def test_exact_fit_is_the_oracles_over_a_larger_buffer(corpus: tuple[list[int], 
         ("wrap", [[5, 3], [1, 2, 3, 2], [2, 1]]),
     ],
 )
-def test_the_packs_of_an_example(strategy: str, expected: list[list[int]]) -> None:
+def test_packs_of_an_example_worked_out_by_hand(strategy: str, expected: list[list[int]]) -> None:
     packs = plan_packs([5, 4, 2, 3, 4, 1], 8, **settings_of(strategy))
     assert [[span.stop - span.start for span in pack] for pack in packs] == expected
 
 
 def test_exact_fit_prefers_the_earliest_arrivals() -> None:
-    # 6 and then 4 = 1 + 3 (arrived by the third) rather than the single 4, and 2 + 2 rather than waiting for 4.
+    # The 6 leaves room for 4. The pieces of 1 and 3 arrive before the single 4, and in the second line so do 2 and 2.
     assert plan([6, 1, 3, 4], 10)[0] == [(0, 0, 6), (1, 0, 1), (2, 0, 3)]
     assert plan([6, 2, 3, 2, 4], 10)[0] == [(0, 0, 6), (1, 0, 2), (3, 0, 2)]
-    # Without an exact sum: the fullest, 3 + 3 + 3 of 10, the first two of the three 3s.
+    # No sum is exact. The fullest that buffer_size=3 allows is 3 + 3 + 3, with the first two of the three waiting 3s.
     assert plan([3, 3, 3, 3, 5], 10, buffer_size=3)[0] == [(0, 0, 3), (1, 0, 3), (2, 0, 3)]
 
 
@@ -92,21 +92,23 @@ def test_plans_match_the_reference_implementation(
 
 @pytest.mark.parametrize("strategy", WAYS)
 @given(corpus=corpora(longest=3), buffer_size=st.integers(1, 200), data=st.data())
-def test_laws_of_a_plan(strategy: str, corpus: tuple[list[int], int], buffer_size: int, data: Any) -> None:
-    """Of every plan, without an oracle: each kept token once, in order within its sample, no pack too long."""
+def test_every_kept_token_is_packed_once_and_in_order(
+    strategy: str, corpus: tuple[list[int], int], buffer_size: int, data: Any
+) -> None:
+    """This holds for every plan, without a reference to compare with; and no pack is too long."""
     lengths, limit = corpus
     overlong = data.draw(st.sampled_from(["split", "drop", "truncate"]))
-    seats = data.draw(st.none() | st.integers(1, 6))
+    max_seqs = data.draw(st.none() | st.integers(1, 6))
     packs = plan(
         lengths,
         limit,
         strategy=strategy,
         buffer_size=buffer_size,
         overlong=overlong,
-        max_seqs_per_pack=seats,
+        max_seqs_per_pack=max_seqs,
     )
     assert all(0 < sum(stop - start for _, start, stop in pack) <= limit for pack in packs)
-    assert seats is None or all(len(pack) <= seats for pack in packs)
+    assert max_seqs is None or all(len(pack) <= max_seqs for pack in packs)
     tokens = [(i, at) for pack in packs for i, start, stop in pack for at in range(start, stop)]
     if strategy == "wrap" or overlong == "split":
         expected = [(i, at) for i, length in enumerate(lengths) for at in range(length)]
@@ -122,20 +124,22 @@ def test_laws_of_a_plan(strategy: str, corpus: tuple[list[int], int], buffer_siz
         ]
     assert sorted(tokens) == expected
     if strategy == "wrap":
-        assert tokens == expected, "in order"
+        assert tokens == expected, "samples are packed in order"
         for pack in packs[:-1]:
-            assert sum(b - a for _, a, b in pack) == limit or len(pack) == seats, "full but for the last"
+            assert sum(b - a for _, a, b in pack) == limit or len(pack) == max_seqs, (
+                "every pack but the last is full"
+            )
     else:
         firsts = [min(i for i, _, _ in pack) for pack in packs]
-        assert firsts == sorted(firsts), "the oldest that waits goes with every pack"
+        assert firsts == sorted(firsts), "every pack takes the oldest waiting piece"
 
 
 @pytest.mark.parametrize("strategy", WAYS)
-@given(corpus=corpora(), buffer_size=st.integers(1, 12), seats=st.none() | st.integers(1, 6))
-def test_waiting_is_bounded(
-    strategy: str, corpus: tuple[list[int], int], buffer_size: int, seats: int | None
+@given(corpus=corpora(), buffer_size=st.integers(1, 12), max_seqs=st.none() | st.integers(1, 6))
+def test_a_piece_leaves_within_buffer_size_packs(
+    strategy: str, corpus: tuple[list[int], int], buffer_size: int, max_seqs: int | None
 ) -> None:
-    """At most buffer_size wait; every pack takes the oldest; so a piece leaves within buffer_size packs."""
+    """At most buffer_size pieces wait, and every pack takes the oldest of them."""
     lengths, limit = corpus
     pulled_in: dict[int, int] = {}  # piece -> the pack during which it was pulled
     rest = pieces(lengths)
@@ -148,7 +152,7 @@ def test_waiting_is_bounded(
             pulled_in[piece.index] = packs
         return piece
 
-    packing = Packing(limit, buffer_size=buffer_size, max_seqs_per_pack=seats, **settings_of(strategy))
+    packing = Packing(limit, buffer_size=buffer_size, max_seqs_per_pack=max_seqs, **settings_of(strategy))
     planner = Planner(packing, pull)
     while True:
         oldest = planner.waiting[0].index if planner.waiting else len(pulled_in)
@@ -185,35 +189,39 @@ def test_exact_fit_pulls_only_while_no_exact_sum_exists(
     planner = Planner(Packing(limit, "exact_fit", buffer_size), pull)
     before = 0
     while placed := planner.next_pack():
-        # An exact sum: its last member ended the search.
+        # If the sum is exact, the search ended with its last member, and nothing after that was pulled.
         if sum(stop - start for _, start, stop in placed) == limit:
             assert len(pulled) == max(before, max(piece.index for piece, _, _ in placed) + 1)
         before = len(pulled)
 
 
-class Hiccup(Exception):
-    pass
+class PullError(Exception):
+    """Raised in place of the next piece."""
 
 
 @pytest.mark.parametrize("strategy", WAYS)
 @given(
     corpus=corpora(),
     buffer_size=st.integers(1, 12),
-    hiccups=st.lists(st.integers(0, 60), max_size=30).map(set),
-    seats=st.none() | st.integers(1, 6),
+    failing_calls=st.lists(st.integers(0, 60), max_size=30).map(set),
+    max_seqs=st.none() | st.integers(1, 6),
 )
 def test_an_error_in_pull_changes_nothing(
-    strategy: str, corpus: tuple[list[int], int], buffer_size: int, hiccups: set[int], seats: int | None
+    strategy: str,
+    corpus: tuple[list[int], int],
+    buffer_size: int,
+    failing_calls: set[int],
+    max_seqs: int | None,
 ) -> None:
     lengths, limit = corpus
-    packing = Packing(limit, buffer_size=buffer_size, max_seqs_per_pack=seats, **settings_of(strategy))
+    packing = Packing(limit, buffer_size=buffer_size, max_seqs_per_pack=max_seqs, **settings_of(strategy))
 
     def packs_of(fails: set[int]) -> list[Any]:
         rest, calls, errors = pieces(lengths), itertools.count(), 0
 
         def pull() -> Span | None:
             if next(calls) in fails:
-                raise Hiccup
+                raise PullError
             return next(rest, None)
 
         planner = Planner(packing, pull)
@@ -221,7 +229,7 @@ def test_an_error_in_pull_changes_nothing(
         while True:
             try:
                 placed = planner.next_pack()
-            except Hiccup:
+            except PullError:
                 errors += 1
                 begun = sum(stop - start for _, start, stop in planner.placed)
                 assert planner.buffered == sum(planner.lengths) - planner.offset + begun
@@ -231,12 +239,12 @@ def test_an_error_in_pull_changes_nothing(
                 return packs
             packs.append(placed)
 
-    assert packs_of(hiccups) == packs_of(set())
+    assert packs_of(failing_calls) == packs_of(set())
 
 
 @pytest.mark.parametrize("strategy", WAYS)
-def test_lengths_are_read_as_needed(strategy: str) -> None:
-    """A stream without an end gives its first pack after at most a buffer."""
+def test_a_pack_reads_no_more_than_a_buffer(strategy: str) -> None:
+    """So a stream without an end yields packs."""
     read: list[int] = []
 
     def stream() -> Iterator[int]:
@@ -253,8 +261,8 @@ def test_lengths_are_read_as_needed(strategy: str) -> None:
 @pytest.mark.parametrize(
     ("name", "extra", "bound"), [("flan", 0, 2124), ("orca", 0, 1945), ("stack", 2, 5933)]
 )
-def test_the_three_distributions(name: str, extra: int, bound: int) -> None:
-    """20,000 samples into 4,096 with 128 waiting: the lower bound, but for two packs on the heavy tail."""
+def test_pack_counts_of_the_benchmark_distributions(name: str, extra: int, bound: int) -> None:
+    """20,000 samples in packs of 4,096, with a buffer of 128; ``bound`` is the lower bound of packs."""
     lengths = benchmark_lengths(name).tolist()
     assert oracle.lower_bound(lengths, 4096) == bound
     counts = {
@@ -272,7 +280,7 @@ def test_corner_cases(strategy: str) -> None:
     assert plan([], 8, **settings) == []
     assert plan([8], 8, **settings) == [[(0, 0, 8)]]
     assert plan([1] * 3, 1, **settings) == [[(0, 0, 1)], [(1, 0, 1)], [(2, 0, 1)]]
-    # More pieces in a pack than may wait: the buffer is filled again and again.
+    # A pack may hold more pieces than may wait, for which the buffer is filled again and again.
     for buffer_size in (1, 2, 128):
         ones = plan([1] * 20, 16, buffer_size=buffer_size, **settings)
         assert [len(pack) for pack in ones] == [16, 4]
@@ -337,7 +345,7 @@ def test_an_empty_sample_is_an_error(overlong: str) -> None:
 
 @pytest.mark.parametrize("convert", [np.array, lambda values: [np.int32(v) for v in values]])
 @pytest.mark.parametrize("strategy", ["exact_fit", "wrap"])
-def test_numpy_lengths_are_lengths(strategy: str, convert: Callable[[list[int]], Any]) -> None:
+def test_numpy_lengths_give_the_same_plan(strategy: str, convert: Callable[[list[int]], Any]) -> None:
     lengths = [5, 4, 2, 3, 4, 1]
     assert plan(convert(lengths), 8, strategy=strategy) == plan(lengths, 8, strategy=strategy)
 
@@ -347,13 +355,13 @@ def test_lengths_that_are_no_whole_numbers_are_errors() -> None:
         list(plan_packs([3, 2.5, 4], 8))  # type: ignore[list-item]
 
 
-def test_splitting_is_the_default_only_where_packs_are_cut() -> None:
+def test_overlong_is_split_by_default_with_split_across_pack_only() -> None:
     assert Packing(8).overlong == "error"
     assert Packing(8, split_across_pack=True).overlong == "split"
     assert Packing(8, split_across_pack=True, overlong="drop").overlong == "drop"
     with pytest.raises(ValueError, match="sample 0 has 9 tokens"):
         list(plan_packs([9], 8, split_across_pack=True, overlong="error"))
-    for strategy in CHOOSING:  # none is used
+    for strategy in CHOOSING:  # no strategy is used
         assert plan([9], 8, split_across_pack=True, strategy=strategy) == [[(0, 0, 8)], [(0, 8, 9)]]
 
 
@@ -362,18 +370,21 @@ def test_splitting_is_the_default_only_where_packs_are_cut() -> None:
     [
         ("next_fit", [[0, 1, 2], [3, 4, 5], [6, 7, 8]]),
         ("first_fit", [[0, 1, 2], [3, 4, 5], [6, 7, 8]]),
-        ("exact_fit", [[0, 1, 5], [2, 3, 8], [4, 6, 7]]),  # 8 was not pulled yet: an exact sum was there
+        (
+            "exact_fit",
+            [[0, 1, 5], [2, 3, 8], [4, 6, 7]],
+        ),  # number 8 was not pulled for the first pack, whose sum was exact before
         ("best_fit", [[0, 5, 8], [1, 2, 3], [4, 6, 7]]),
         ("wrap", [[0, 1, 2], [3, 4, 5], [6, 7, 8]]),
     ],
 )
-def test_a_limit_of_sequences(strategy: str, expected: list[list[int]]) -> None:
-    """Where a strategy would take more, those with a choice take the longest that fit."""
+def test_max_seqs_per_pack_keeps_the_first_or_the_longest(strategy: str, expected: list[list[int]]) -> None:
+    """What a strategy takes when the limit forbids its choice is listed in `STRATEGIES`."""
     packs = plan([1, 1, 1, 1, 1, 5, 1, 1, 4], 12, strategy=strategy, max_seqs_per_pack=3)
     assert [[i for i, _, _ in pack] for pack in packs] == expected
 
 
-def test_a_limit_that_does_not_bind_changes_nothing() -> None:
+def test_a_limit_that_no_pack_reaches_changes_nothing() -> None:
     lengths = [5, 4, 2, 3, 4, 8, 1, 1, 6]
     for strategy in WAYS:
         unlimited = plan(lengths, 8, strategy=strategy)

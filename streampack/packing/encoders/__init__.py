@@ -5,7 +5,7 @@ alike. A tokenizer's own length limit is switched off, because it would drop tok
 becomes of a long sample.
 """
 
-from streampack.packing.encoders.base import PROBE, Encoder, TokensEncoder, qualified_name
+from streampack.packing.encoders.base import PROBE_TEXT, Encoder, TokensEncoder, qualified_name
 from streampack.packing.encoders.chat import ChatEncoder, PromptCompletionEncoder
 from streampack.packing.encoders.hf_tokenizer import HFTokenizer
 from streampack.packing.encoders.messages import MessagesEncoder, guard_datasets
@@ -13,7 +13,7 @@ from streampack.packing.encoders.text import TextEncoder
 from streampack.packing.encoders.tokenizer import check_tokenizer, padding_id
 
 __all__ = [
-    "PROBE",
+    "PROBE_TEXT",
     "ChatEncoder",
     "Encoder",
     "HFTokenizer",

@@ -10,10 +10,10 @@ from streampack.fingerprint import digest
 from streampack.packing.samples import sample_from_columns, sample_from_row
 from streampack.types import Sample
 
-PROBE = "The quick brown fox: 0123456789, naïve 漢字, def f(x): return x\n"
-"""A text that fingerprints and checks encode."""
+PROBE_TEXT = "The quick brown fox: 0123456789, naïve 漢字, def f(x): return x\n"
+"""The text on which tokenizers are checked, and whose tokens are part of an encoder's fingerprint."""
 
-ENCODERS = {
+SUGGESTED_ENCODERS = {
     "text": "TextEncoder(tokenizer)",
     "messages": "ChatEncoder(tokenizer)",
     "conversations": "ChatEncoder(tokenizer)",
@@ -25,7 +25,7 @@ ENCODERS = {
 
 
 class Encoder(ABC):
-    """Base class of encoders: callables that make a `Sample` of a row. A plain function will do as well."""
+    """Base class of encoders, which are called with a row and return a `Sample`. Plain functions are encoders, too."""
 
     @abstractmethod
     def __call__(self, row: Mapping[str, Any], /) -> Sample:
@@ -33,19 +33,21 @@ class Encoder(ABC):
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Return a digest of all that decides the tokens; a state made with another one is refused."""
+        """Return a digest of all that decides the tokens. A state made with another fingerprint is refused."""
 
     def ids_below(self, stored: int | None) -> int | None:
-        """Return a bound that every token id is below, whatever the rows; None if samples must be checked.
+        """Return a number that every token id is below, whatever the rows; None if there is no such guarantee.
+
+        With it, samples need not be checked.
 
         Args:
-            stored: the same bound for rows that are tokens already.
+            stored: the number that every id in the rows is below, if the source guarantees one.
         """
         return None
 
 
 class TokensEncoder(Encoder):
-    """Rows that are tokens already. ``labels=None`` trains on every token.
+    """Encoder of rows that are tokens already. ``labels=None`` trains on every token.
 
     >>> TokensEncoder()({"input_ids": [4, 5]}).labels.tolist()
     [4, 5]
@@ -73,7 +75,7 @@ class TokensEncoder(Encoder):
             return sample_from_columns(row, tokens=tokens, labels=labels)
         except ValueError as error:
             there = row if isinstance(row, Mapping) else ()
-            hint = next((encoder for column, encoder in ENCODERS.items() if column in there), None)
+            hint = next((encoder for column, encoder in SUGGESTED_ENCODERS.items() if column in there), None)
             if hint is None or not {"tokens", "input_ids", tokens}.isdisjoint(there):
                 raise
             raise ValueError(
@@ -85,7 +87,7 @@ class TokensEncoder(Encoder):
         return digest("tokens", self.tokens, self.labels)
 
     def ids_below(self, stored: int | None) -> int | None:
-        """Return ``stored`` where the columns are those of token shards. A subclass may make other ids."""
+        """Return ``stored`` if this encoder reads the columns of token shards. A subclass may make other ids."""
         as_stored = self.tokens in ("tokens", None) and self.labels in ("labels", None)
         return stored if as_stored and type(self) is TokensEncoder else None
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from streampack.fingerprint import digest, plain
-from streampack.packing.encoders.base import PROBE, Encoder
-from streampack.packing.encoders.conversation import conversation, parsed, refuse_left_out
+from streampack.packing.encoders.base import PROBE_TEXT, Encoder
+from streampack.packing.encoders.conversation import parse_conversation, parse_json, refuse_left_out
 from streampack.packing.encoders.hf_tokenizer import HFTokenizer
 from streampack.packing.encoders.tokenizer import check_ends, check_tokenizer, own_bos, own_fingerprint
 from streampack.packing.samples import missing_column, sample_from_columns
@@ -22,19 +22,20 @@ COLUMNS = ("messages", "conversations")
 
 
 class ChatEncoder(Encoder):
-    """Conversations, rendered by a Hugging Face tokenizer's chat template; the assistant's answers are trained.
+    """Encoder of conversations, rendered by a Hugging Face tokenizer's chat template; it trains the answers.
 
-    Rows hold OpenAI's messages or ShareGPT's, as lists or JSON text. Tool calls and tools are rendered by the template,
-    or refused where it leaves them out. A message with ``weight: 0`` is not trained. The tokens of an answer
-    are found by the template's ``{% generation %}`` markers, else by rendering the conversation before it, see
-    `ChatTemplate`.
+    Rows hold OpenAI's messages or ShareGPT's, as lists or JSON text. The template renders tools and tool calls; a row
+    is refused if the template leaves them out. A message with ``weight: 0`` is not trained. The tokens of an answer
+    are found by the template's ``{% generation %}`` markers; without markers, by rendering the conversation before the
+    answer (see `ChatTemplate`).
 
     Args:
         tokenizer: a tokenizer of transformers, or an `HFTokenizer`.
-        column: which column holds the messages; default: ``"messages"``, or ``"conversations"`` in rows without it.
-        tools: which column holds the tools' descriptions, if there are any.
+        column: the column that holds the messages. Default: ``"messages"``, or ``"conversations"`` in rows without it.
+        tools: the column that holds the descriptions of tools, if there are any.
         answers: ``"all"``, or ``"last"`` to train the last answer of each row only.
-        ignore: columns to leave out on purpose, such as ``["tools"]``, which would be refused.
+        ignore: columns to leave out on purpose, such as ``["tools"]``. Otherwise a row is refused if it has a column
+            that belongs to the conversation and that the encoder does not use.
 
     Raises:
         ValueError: for another tokenizer, or one without a chat template.
@@ -59,16 +60,16 @@ class ChatEncoder(Encoder):
     def __call__(self, row: Mapping[str, Any], /) -> Sample:
         """See `Encoder`."""
         column = self.column or next((name for name in COLUMNS if name in row), COLUMNS[0])
-        messages = conversation(row, column)
+        messages = parse_conversation(row, column)
         refuse_left_out(row, used=(column, self.tools), ignore=self.ignore)
         tools = None
         if self.tools not in self.ignore:
-            tools = parsed(row.get(self.tools) or None, f"column {self.tools!r}")
+            tools = parse_json(row.get(self.tools) or None, f"column {self.tools!r}")
         trained = [_is_trained(m) for m in messages]
         if self.answers == "last":
             last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)
             trained = [flag and i == last for i, flag in enumerate(trained)]
-        return _sample(*self.tokenizer.chat(messages, trained, tools=tools or None))
+        return _masked_sample(*self.tokenizer.chat(messages, trained, tools=tools or None))
 
     def decode(self, tokens: list[int]) -> str:
         """Decode tokens, special tokens included."""
@@ -82,15 +83,16 @@ class ChatEncoder(Encoder):
 
 
 class PromptCompletionEncoder(Encoder):
-    """Prompts and completions: the completion is trained, the prompt is not.
+    """Encoder of prompts with completions: it trains the completion, and not the prompt.
 
-    Both are text, which is tokenized as one and ends with EOS, or both are lists of messages, which go through the
-    chat template of a Hugging Face tokenizer. The prompt's tokens must be the same with and without the completion.
+    Either both are text, or both are lists of messages. Texts are joined, tokenized and ended with EOS; messages go
+    through the chat template of a Hugging Face tokenizer. The prompt's tokens must be the same with and without the
+    completion.
 
     Args:
         tokenizer: one of transformers or torchtune.
-        prompt: which column holds the prompt.
-        completion: which column holds the completion.
+        prompt: the column that holds the prompt.
+        completion: the column that holds the completion.
         add_bos: as for `TextEncoder`.
         add_eos: whether a completion that is text ends with EOS.
 
@@ -121,17 +123,17 @@ class PromptCompletionEncoder(Encoder):
                 raise missing_column(row, column)
         prompt, completion = row[self.prompt], row[self.completion]
         if isinstance(prompt, str) and isinstance(completion, str):
-            return self._of_text(prompt, completion)
+            return self._encode_text(prompt, completion)
         if any(value is None or isinstance(value, str | bytes) for value in (prompt, completion)):
             raise ValueError(
                 f"column {self.prompt!r} holds a {type(prompt).__name__} and {self.completion!r} a "
                 f"{type(completion).__name__}; both must be text, or both lists of messages"
             )
-        before, after = conversation(row, self.prompt), conversation(row, self.completion)
+        before, after = parse_conversation(row, self.prompt), parse_conversation(row, self.completion)
         trained = [False] * len(before) + [_is_trained(m) for m in after]
-        return _sample(*_chat_tokenizer(self.tokenizer).chat([*before, *after], trained))
+        return _masked_sample(*_chat_tokenizer(self.tokenizer).chat([*before, *after], trained))
 
-    def _of_text(self, prompt: str, completion: str) -> Sample:
+    def _encode_text(self, prompt: str, completion: str) -> Sample:
         encode = self.tokenizer.encode
         head = encode(prompt, add_bos=self.add_bos, add_eos=False)
         ids = encode(prompt + completion, add_bos=self.add_bos, add_eos=self.add_eos)
@@ -140,7 +142,7 @@ class PromptCompletionEncoder(Encoder):
                 f"a token crosses from the prompt ({prompt[-16:]!r}) into the completion ({completion[:16]!r}), so no "
                 "mask is right; move white space from the prompt's end to the completion's beginning"
             )
-        return _sample(ids, np.arange(len(ids)) >= len(head))
+        return _masked_sample(ids, np.arange(len(ids)) >= len(head))
 
     def decode(self, tokens: list[int]) -> str:
         """Decode tokens as the tokenizer does."""
@@ -148,7 +150,7 @@ class PromptCompletionEncoder(Encoder):
 
     def fingerprint(self) -> str:
         """Return a digest of the columns, the settings and the tokenizer."""
-        probe = plain(self.tokenizer.encode(PROBE, add_bos=self.add_bos, add_eos=self.add_eos))
+        probe = plain(self.tokenizer.encode(PROBE_TEXT, add_bos=self.add_bos, add_eos=self.add_eos))
         settings = (self.prompt, self.completion, self.add_bos, self.add_eos)
         return digest("prompt", *settings, probe, own_fingerprint(self.tokenizer))
 
@@ -168,6 +170,6 @@ def _is_trained(message: Mapping[str, Any]) -> bool:
     return bool(message["role"] == "assistant" and message.get("weight", 1) == 1)
 
 
-def _sample(ids: Any, trained: Any) -> Sample:
+def _masked_sample(ids: Any, trained: Any) -> Sample:
     tokens = sample_from_columns({"tokens": ids}, labels=None).tokens
     return Sample(tokens, np.where(trained, tokens, IGNORE_INDEX))

@@ -1,4 +1,4 @@
-"""Conversations of a dataset, checked and converted to OpenAI's form without nulls."""
+"""Parsing of conversations: rows are checked and converted to OpenAI's form, without nulls."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys under which a message carries its chain of thought."""
 
 COMPANIONS = ("system", "tools", "functions", "history")
-"""Columns that often stand beside a conversation, and change what the model would have seen."""
+"""Columns beside a conversation that change what the model sees, so that they may not be left out unnoticed."""
 
 
-def conversation(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
-    """Return a row's messages: dicts with ``role``, ``content`` (text) and, where there are any, ``tool_calls``.
+def parse_conversation(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
+    """Parse a row's messages to dicts with ``role``, ``content`` (text) and, where there are any, ``tool_calls``.
 
     Accepts OpenAI's form and ShareGPT's (``from``, ``value``), as lists, arrays or JSON text. Content in parts is
     joined if all parts are text. The row is not changed.
 
-    >>> conversation({"messages": '[{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]'}, "messages")
+    >>> parse_conversation({"messages": '[{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]'}, "messages")
     [{'role': 'user', 'content': 'Hi'}]
 
     Raises:
@@ -38,17 +38,17 @@ def conversation(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
     """
     if column not in row:
         raise missing_column(row, column)
-    found = parsed(row[column], f"column {column!r}")
+    found = parse_json(row[column], f"column {column!r}")
     if not isinstance(found, list | tuple | np.ndarray):
         raise ValueError(
             f"column {column!r} holds a {type(found).__name__}; it must be a list of messages, or JSON text of one"
         )
     if len(found) == 0:
         raise ValueError(f"column {column!r} holds no message; leave the row out")
-    return [_message(message, f"column {column!r}, message {i}") for i, message in enumerate(found)]
+    return [_parse_message(message, f"column {column!r}, message {i}") for i, message in enumerate(found)]
 
 
-def parsed(value: Any, place: str) -> Any:
+def parse_json(value: Any, place: str) -> Any:
     """Parse JSON text; return anything else unchanged.
 
     Raises:
@@ -63,7 +63,7 @@ def parsed(value: Any, place: str) -> Any:
 
 
 def refuse_left_out(row: Mapping[str, Any], *, used: Sequence[str], ignore: Sequence[str]) -> None:
-    """Raise for a row with a filled companion column that is neither used nor ignored on purpose.
+    """Raise if a row has one of `COMPANIONS`, not empty, that is neither used nor ignored on purpose.
 
     Raises:
         ValueError: naming the column and the ways out.
@@ -76,7 +76,8 @@ def refuse_left_out(row: Mapping[str, Any], *, used: Sequence[str], ignore: Sequ
             )
 
 
-def _message(given: Any, place: str) -> dict[str, Any]:
+def _parse_message(given: Any, place: str) -> dict[str, Any]:
+    """Convert one message to OpenAI's form; ``place`` names it in errors."""
     if not isinstance(given, Mapping):
         raise ValueError(f"{place} is a {type(given).__name__}; it must be a dict with 'role' and 'content'")
     message = {str(key): value for key, value in given.items() if value is not None}
@@ -95,7 +96,7 @@ def _message(given: Any, place: str) -> dict[str, Any]:
         raise ValueError(f"{place} has a function_call, OpenAI's older form; write it as tool_calls")
     if not _empty(message.pop("refusal", None)):
         raise ValueError(f"{place} has a refusal; make it the content, or leave the row out")
-    calls = parsed(message.pop("tool_calls", None), f"{place}, tool_calls")
+    calls = parse_json(message.pop("tool_calls", None), f"{place}, tool_calls")
     content = message.pop("content", None)
     if content is None:
         if _empty(calls) and not any(message.get(key) for key in REASONING):
@@ -103,15 +104,15 @@ def _message(given: Any, place: str) -> dict[str, Any]:
                 f"{place} has no content (null) and no tool_calls; mend the row, or leave it out"
             )
         content = ""
-    made = {"role": role, "content": _text(content, place), **message}
+    made = {"role": role, "content": _join_text(content, place), **message}
     if not _empty(calls):
-        made["tool_calls"] = [_call(call, f"{place}, tool call {i}") for i, call in enumerate(calls)]
+        made["tool_calls"] = [_parse_call(call, f"{place}, tool call {i}") for i, call in enumerate(calls)]
     if made.get("weight", 1) not in (0, 1):
         raise ValueError(f"{place} has weight={made['weight']!r}; it must be 0 (not trained) or 1")
     return made
 
 
-def _text(content: Any, place: str) -> str:
+def _join_text(content: Any, place: str) -> str:
     """Join a message's content to one text."""
     if isinstance(content, str):
         return content
@@ -132,20 +133,20 @@ def _text(content: Any, place: str) -> str:
     return "".join(texts)
 
 
-def _call(call: Any, place: str) -> dict[str, Any]:
-    """Return a tool call with its arguments as a dict, as chat templates expect it."""
+def _parse_call(call: Any, place: str) -> dict[str, Any]:
+    """Convert a tool call to OpenAI's form, with its arguments as a dict, as chat templates expect it."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(
             f"{place} names no function; it must be {{'function': {{'name': ..., 'arguments': ...}}}}"
         )
     arguments = function.get("arguments")
-    arguments = {} if arguments in (None, "") else parsed(arguments, f"{place}, arguments")
+    arguments = {} if arguments in (None, "") else parse_json(arguments, f"{place}, arguments")
     rest = {key: value for key, value in call.items() if key != "function" and value is not None}
     outer = rest if function is not call else {}
     return {"type": "function", **outer, "function": {**function, "arguments": arguments}}
 
 
 def _empty(value: Any) -> bool:
-    """Return whether a value is None or empty, which tables hold where a row has none."""
+    """Return whether a value is None or empty; a table holds such values in rows that lack the column."""
     return value is None or (isinstance(value, str | Sequence | Mapping | np.ndarray) and len(value) == 0)

@@ -10,32 +10,34 @@ from pathlib import Path
 from typing import Any
 
 from streampack.fingerprint import digest
-from streampack.packing.encoders.base import PROBE
+from streampack.packing.encoders.base import PROBE_TEXT
 from streampack.packing.encoders.template import ChatTemplate
 from streampack.validation import warn_user
 
-TORCHTUNE_ROLES = {"ipython": "tool"}  # torchtune's name: the template's
+TORCHTUNE_ROLES = {"ipython": "tool"}
+"""torchtune's names of roles, and the names that chat templates have for them, where they differ."""
 
 
 class HFTokenizer:
     """A Hugging Face tokenizer for our encoders and recipes, and for torchtune's datasets.
 
-    BOS and EOS come exactly where they are asked for, whatever the tokenizer adds by itself (its post-processor,
-    ``add_bos_token``, ``add_eos_token``); nothing is truncated; chat goes through the chat template, which writes its
-    own BOS. In a config: ``tokenizer: {_component_: streampack.HFTokenizer, path: my_model}``.
+    BOS and EOS are added exactly where they are asked for, whatever the tokenizer adds by itself (its post-processor,
+    ``add_bos_token``, ``add_eos_token``). Nothing is truncated. Conversations are rendered by the chat template, which
+    writes its own BOS. In a config: ``tokenizer: {_component_: streampack.HFTokenizer, path: my_model}``.
 
     Args:
-        path: a folder, a name on the Hub, or a tokenizer that is loaded (which is copied).
+        path: a folder, a name on the Hub, or a loaded tokenizer, which is copied.
         chat_template: Jinja text, or the path of a file with it, in place of the tokenizer's own.
         template_kwargs: more variables of the template, such as ``{"enable_thinking": False}``.
-        date: the date (YYYY-MM-DD) for a template that writes today's.
+        date: the date (YYYY-MM-DD) that a template writes in place of today's.
         revision: branch, tag or commit on the Hub.
 
     Raises:
-        ValueError: if there is no tokenizer, or it adds tokens to a text that asks for none.
+        ValueError: if there is no tokenizer, or it adds special tokens where they were not asked for.
     """
 
-    max_seq_len: int | None = None  # as torchtune's tokenizers have it; nothing is truncated
+    # torchtune's datasets read this attribute of a tokenizer; None says that it truncates nothing.
+    max_seq_len: int | None = None
 
     def __init__(
         self,
@@ -61,7 +63,7 @@ class HFTokenizer:
         pad = self.tokenizer.pad_token_id
         # Padding is never attended and never trained, so any id will do.
         self.pad_id: int = next((i for i in (pad, self.eos_id) if i is not None), 0)
-        body, self._own_prefix = self._body(PROBE), self._found_prefix()
+        body, self._own_prefix = self._encode_bare(PROBE_TEXT), self._find_own_prefix()
         for name, index, token in (("BOS", 0, self.bos_id), ("EOS", -1, self.eos_id)):
             if token is not None and body and body[index] == token:
                 raise ValueError(
@@ -79,7 +81,7 @@ class HFTokenizer:
         Raises:
             ValueError: for ``add_eos=True`` where there is no EOS token.
         """
-        ids = self._body(text)
+        ids = self._encode_bare(text)
         if add_bos is None:
             ids = self._own_prefix + ids
         elif add_bos and self.bos_id is not None:
@@ -111,25 +113,26 @@ class HFTokenizer:
                 f"the tokenizer {self.name} has no chat template; give it one: chat_template: my.jinja"
             )
         chat = ChatTemplate(
-            self._templates, tokenize=self._body, settings=self._template_settings, date=self._date
+            self._templates, tokenize=self._encode_bare, settings=self._template_settings, date=self._date
         )
-        self._try(chat)
+        self._warn_if_answers_have_no_end(chat)
         return chat
 
     def tokenize_messages(
         self, messages: Sequence[Any], *, inference: bool = False
     ) -> tuple[list[int], list[bool]]:
         """Tokenize torchtune's messages: ids and mask (True: not trained). ``inference`` adds a generation prompt."""
-        turns = [
+        converted = [
             {"role": TORCHTUNE_ROLES.get(message.role, message.role), "content": message.text_content}
             for message in messages
         ]
         if inference:
-            if turns[-1] == {"role": "assistant", "content": ""}:  # as torchtune's generation asks for one
-                turns.pop()
-            ids = self._body(self.chat.render(turns, prompt=True)[0])
+            # torchtune's generation asks for an answer by an empty message at the end.
+            if converted[-1] == {"role": "assistant", "content": ""}:
+                converted.pop()
+            ids = self._encode_bare(self.chat.render(converted, prompt=True)[0])
             return ids, [True] * len(ids)
-        ids, trained = self.chat(turns, [not message.masked for message in messages])
+        ids, trained = self.chat(converted, [not message.masked for message in messages])
         return ids, (~trained).tolist()
 
     def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
@@ -142,11 +145,12 @@ class HFTokenizer:
         """Return a digest of the vocabulary, special tokens, templates and the tokens of a sentence."""
         vocabulary = sorted(self.tokenizer.get_vocab().items(), key=lambda item: item[1])
         return digest(
-            vocabulary, self.bos_id, self.eos_id, self._own_prefix, self._body(PROBE), sorted(self._templates.items()),
+            vocabulary, self.bos_id, self.eos_id, self._own_prefix, self._encode_bare(PROBE_TEXT),
+            sorted(self._templates.items()),
             sorted((key, repr(value)) for key, value in self._template_settings.items()), self._date,
         )  # fmt: skip
 
-    def _body(self, text: str) -> list[int]:
+    def _encode_bare(self, text: str) -> list[int]:
         """Tokenize a text without special tokens or truncation."""
         if self._backend is not None:
             ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
@@ -157,21 +161,27 @@ class HFTokenizer:
             ]
         )
 
-    def _found_prefix(self) -> list[int]:
+    def _find_own_prefix(self) -> list[int]:
         """Return the tokens that the tokenizer adds before a text by itself."""
         if self._backend is not None:
-            whole = self._backend.encode(PROBE).ids
+            whole = self._backend.encode(PROBE_TEXT).ids
         else:
-            whole = list(self.tokenizer(PROBE, truncation=False, padding=False, verbose=False)["input_ids"])
-        body = self._body(PROBE)
+            whole = list(
+                self.tokenizer(PROBE_TEXT, truncation=False, padding=False, verbose=False)["input_ids"]
+            )
+        body = self._encode_bare(PROBE_TEXT)
         at = next((i for i in range(len(whole) - len(body) + 1) if whole[i : i + len(body)] == body), 0)
         return list(whole[:at])
 
-    def _try(self, chat: ChatTemplate) -> None:
-        """Warn if the template ends an answer without a trained special token. Templates that refuse the probe pass."""
+    def _warn_if_answers_have_no_end(self, chat: ChatTemplate) -> None:
+        """Warn if the template does not end an answer with a special token that is trained.
+
+        A template that refuses the conversation tried here is not warned about.
+        """
         try:
             ids, trained = chat(
-                [{"role": "user", "content": PROBE}, {"role": "assistant", "content": "Yes."}], [False, True]
+                [{"role": "user", "content": PROBE_TEXT}, {"role": "assistant", "content": "Yes."}],
+                [False, True],
             )
         except ValueError as error:
             if "today's date" in str(error):
@@ -215,9 +225,10 @@ def _load(path: str, revision: str | None) -> Any:
 
 
 def _backend(tokenizer: Any) -> Any:
-    """Return the fast tokenizer behind one of transformers, truncation and padding off; None if a class overrides it.
+    """Return the fast tokenizer behind one of transformers, with truncation and padding switched off.
 
-    Calling it directly takes a fifth less time, and starts no threads, of which it would warn after a fork.
+    None if there is none, or the tokenizer's class overrides how it is called. Calling it directly takes a fifth less
+    time, and starts no threads, about which it would warn after a fork.
     """
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""Chat and instruct rows for torchtune: its message transforms, which silently change some rows, and an encoder."""
+"""The encoder of chat and instruct rows by torchtune's message transforms, and checks of what these change silently."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from streampack.fingerprint import digest, plain
-from streampack.packing.encoders.base import PROBE, Encoder, qualified_name
-from streampack.packing.encoders.conversation import REASONING, conversation, refuse_left_out
+from streampack.packing.encoders.base import PROBE_TEXT, Encoder, qualified_name
+from streampack.packing.encoders.conversation import REASONING, parse_conversation, refuse_left_out
 from streampack.packing.encoders.hf_tokenizer import HFTokenizer
 from streampack.packing.encoders.tokenizer import check_tokenizer, own_fingerprint
 from streampack.packing.samples import missing_column, sample_from_columns
@@ -28,10 +28,10 @@ NO_IMAGE = "it has an image, which a pack has no place for; train on it unpacked
 
 
 class MessagesEncoder(Encoder):
-    """Chat and instruct rows, encoded as by torchtune's ``SFTDataset``: row -> messages -> tokens and mask.
+    """Encoder of chat and instruct rows that works as torchtune's ``SFTDataset``: row -> messages -> tokens and mask.
 
-    Masked tokens get the label ``IGNORE_INDEX``. Rows of which torchtune's transforms would silently
-    drop or invent something are refused: nulls, tool calls, images, columns beside the conversation.
+    Masked tokens get the label ``IGNORE_INDEX``. Where one of torchtune's transforms would silently drop or invent
+    a part of a row, the row is refused: nulls, tool calls, images, columns beside the conversation.
 
     Args:
         tokenizer: one of torchtune's model tokenizers, or a Hugging Face tokenizer with a chat template.
@@ -89,7 +89,12 @@ class MessagesEncoder(Encoder):
         transform = self.message_transform
         settings = sorted((k, _setting(v)) for k, v in getattr(transform, "__dict__", {}).items())
         probe = self.tokenizer(
-            {"messages": [Message("user", PROBE, masked=True), Message("assistant", PROBE, eot=True)]}
+            {
+                "messages": [
+                    Message("user", PROBE_TEXT, masked=True),
+                    Message("assistant", PROBE_TEXT, eot=True),
+                ]
+            }
         )
         choices = (self.guarded.ignore, own_fingerprint(self.tokenizer))
         encoded = (plain(probe["tokens"]), plain(probe["mask"]))
@@ -97,7 +102,7 @@ class MessagesEncoder(Encoder):
 
 
 def _setting(value: Any) -> str:
-    """Show a value without memory addresses: an object without a better name by its class."""
+    """Return a value as text that is the same in every process: for an object whose text has an address, its class."""
     if isinstance(value, Mapping):
         return str(sorted((str(key), _setting(item)) for key, item in value.items()))
     if isinstance(value, list | tuple):
@@ -138,7 +143,7 @@ class GuardedTransform:
                 f"column_map of {self.kind} has {unknown[0]!r}, which it does not read; its keys are {', '.join(known)}"
             )
         self.columns = {name: given.get(name, name) for name in known}
-        self.mapped = given
+        self.column_map = given
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Transform a row to ``{"messages": [...]}``.
@@ -146,18 +151,18 @@ class GuardedTransform:
         Raises:
             ValueError: for a row of which something would be dropped or invented.
         """
-        weights: list[Any] = []
+        messages: list[Any] = []  # of the row, as it states their weights
         if self.kind:
             refuse_left_out(row, used=tuple(self.columns.values()), ignore=self.ignore)
             row = self._without_image(row)
         if self.kind == "OpenAIToMessages":
-            weights = conversation(row, self.columns["messages"])
-            self._require_text(weights)
-            row = {**row, self.columns["messages"]: weights}
+            messages = parse_conversation(row, self.columns["messages"])
+            self._require_text(messages)
+            row = {**row, self.columns["messages"]: messages}
         elif self.kind == "ShareGPTToMessages":
-            weights = self._conversations(row)
+            messages = self._sharegpt_messages(row)
         elif self.kind:
-            self._texts(row)
+            self._require_text_columns(row)
         try:
             made = self.transform(row)["messages"]
         except KeyError as error:
@@ -166,9 +171,9 @@ class GuardedTransform:
                 f"the message transform found no {error}, in the row or within it; the row's columns are "
                 f"{', '.join(map(repr, row)) or 'none'}"
             ) from error
-        self._mask(made, weights)
+        self._mask_weight_0(made, messages)
         for i, message in enumerate(made):
-            _check(message, i)
+            _require_text_content(message, i)
         return {"messages": made}
 
     def _require_text(self, messages: list[dict[str, Any]]) -> None:
@@ -192,7 +197,8 @@ class GuardedTransform:
                         f"ignore: [{key}], or use streampack.ChatEncoder"
                     )
 
-    def _conversations(self, row: Mapping[str, Any]) -> list[Any]:
+    def _sharegpt_messages(self, row: Mapping[str, Any]) -> list[Any]:
+        """Return the messages of a ShareGPT row, with ``role`` set; raise unless they are text."""
         column = self.columns["conversations"]
         if column not in row:
             raise missing_column(row, column)
@@ -206,14 +212,14 @@ class GuardedTransform:
                 )
         return [{**turn, "role": turn.get("from")} for turn in turns]
 
-    def _texts(self, row: Mapping[str, Any]) -> None:
+    def _require_text_columns(self, row: Mapping[str, Any]) -> None:
         """Raise unless the columns of a prompt and its answer are text."""
         for name, column in self.columns.items():
             optional = self.kind == "AlpacaToMessages" and name == "input"
             if name == "image" or (column in row and row[column] is None and optional):
                 continue
             if column not in row:
-                if optional and name in self.mapped:
+                if optional and name in self.column_map:
                     raise ValueError(
                         f"column {column!r}, which column_map gives for 'input', is missing; the row's columns are "
                         f"{', '.join(map(repr, row)) or 'none'}; where there is no input, it must be empty"
@@ -223,7 +229,7 @@ class GuardedTransform:
                 raise ValueError(f"column {column!r} holds a {type(row[column]).__name__}; it must be text")
 
     def _without_image(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the row without an empty image, which torchtune would open."""
+        """Return the row without a null in an image column, which torchtune would try to open."""
         names = {"image", self.columns.get("image", "image")} & set(row)
         if "image" not in COLUMNS[self.kind] or not names:
             return row
@@ -231,8 +237,8 @@ class GuardedTransform:
             raise ValueError(NO_IMAGE)
         return {name: value for name, value in row.items() if name not in names}
 
-    def _mask(self, made: Sequence[Any], given: Sequence[Mapping[str, Any]]) -> None:
-        """Mask messages of weight 0."""
+    def _mask_weight_0(self, made: Sequence[Any], given: Sequence[Mapping[str, Any]]) -> None:
+        """Mask each message ``made`` by the transform whose message in the row, among those ``given``, has weight 0."""
         replaced = getattr(self.transform, "new_system_prompt", None) is not None
         kept = [message for message in given if not (message["role"] == "system" and replaced)]
         if not kept:
@@ -247,10 +253,10 @@ class GuardedTransform:
 
 
 def guard_datasets(data: Any) -> None:
-    """Guard the message transforms of torchtune's datasets, however deep in a source.
+    """Put a `GuardedTransform` around each transform of torchtune's datasets, however deep they lie in ``data``.
 
     torchtune's builders (``chat_dataset``, ``alpaca_dataset``) create their transforms themselves, so their rows never
-    pass a `MessagesEncoder`.
+    pass a `MessagesEncoder`. The datasets are changed in place.
     """
     if isinstance(data, str | bytes | Mapping | None):
         return
@@ -275,7 +281,8 @@ def _kind(transform: Any) -> str:
     return ""
 
 
-def _check(message: Any, i: int) -> None:
+def _require_text_content(message: Any, i: int) -> None:
+    """Raise unless all content of message ``i`` is text."""
     for part in message.content:
         if part["type"] != "text":
             raise ValueError(f"message {i} ({message.role}): {NO_IMAGE}")

@@ -1,4 +1,4 @@
-"""`ChatTemplate`: renders conversations to tokens, and marks those of the answers."""
+"""`ChatTemplate`: renders conversations to tokens, and finds the tokens that are trained."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ChatTemplate:
         templates: ``{"default": template}``, and ``"tool_use"`` if there is another one for rows with tools.
         tokenize: text to ids, without special tokens.
         settings: variables of the template: special tokens, and the user's.
-        date: the date (YYYY-MM-DD) for a template that writes today's.
+        date: the date (YYYY-MM-DD) that a template writes in place of today's.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ChatTemplate:
         ids = self.tokenize(text)
         mask = np.zeros(len(ids), dtype=bool)
         is_answer = [message["role"] == "assistant" for message in messages]
-        if all(trained) and not all(is_answer):  # no boundaries are needed
+        if all(trained) and not all(is_answer):  # every token is trained, so no boundaries are needed
             mask[:] = True
             return ids, mask
         numbers = [i for i, chosen in enumerate(trained) if chosen]
@@ -79,7 +79,7 @@ class ChatTemplate:
             answers = {i: self._by_prefix(messages, i, text, tools) for i in numbers}
         for i in numbers:
             start, end = answers[i]
-            if _tail(messages[i]["content"]) not in text[start:end]:
+            if _end_of(messages[i]["content"]) not in text[start:end]:
                 raise ValueError(
                     f"what the chat template marks with {{% generation %}} for message {i} does not hold its content; "
                     "set the markers around it"
@@ -107,7 +107,7 @@ class ChatTemplate:
                 add_generation_prompt=prompt,
                 return_assistant_tokens_mask=spans,
                 **self.settings,
-                strftime_now=None,  # tomorrow's text must be today's
+                strftime_now=None,  # a resumed run must render the same text on another day
             )
         except (TemplateError, TypeError) as error:
             if isinstance(error, TypeError) and "strftime_now" in template:
@@ -162,9 +162,10 @@ class ChatTemplate:
         """Raise if the template silently leaves out a message of an unknown role, tools, tool calls or reasoning."""
         at = 0
         for i, message in enumerate(messages):
-            tail = _tail(message["content"])
+            tail = _end_of(message["content"])
             found = text.find(tail, at)
-            if found < 0:  # elsewhere, escaped, or left out
+            if found < 0:
+                # The content may be out of order, escaped, or left out. If it is left out, changing it changes nothing.
                 changed = [dict(m, content="x" if m is message else m["content"]) for m in messages]
                 if self.render(changed, tools=tools)[0] == text:
                     raise ValueError(
@@ -181,7 +182,7 @@ class ChatTemplate:
                     )
         last = messages[-1]
         thought = next((last[key] for key in REASONING if isinstance(last.get(key), str)), "")
-        if last["role"] == "assistant" and _tail(thought) not in text:
+        if last["role"] == "assistant" and _end_of(thought) not in text:
             raise ValueError(
                 "the chat template leaves out the reasoning of the last message; give a chat_template that renders it, "
                 "or remove it from the rows"
@@ -195,12 +196,13 @@ class ChatTemplate:
                 )
 
 
-def _tail(content: str) -> str:
-    """Return the end of a message's content, which survives the trimming that templates do."""
+def _end_of(content: str) -> str:
+    """Return the last characters of a message's content, without white space at its ends, which templates trim."""
     return content.strip()[-32:].strip()
 
 
 def _dated(template: str, date: str | None) -> str:
+    """Return a template that writes ``date`` wherever it would write today's date."""
     if date is None:
         return template
     day = datetime.date.fromisoformat(date)

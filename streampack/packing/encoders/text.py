@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from streampack.fingerprint import digest, plain
-from streampack.packing.encoders.base import PROBE, Encoder
+from streampack.packing.encoders.base import PROBE_TEXT, Encoder
 from streampack.packing.encoders.tokenizer import check_ends, check_tokenizer, own_bos, own_fingerprint
 from streampack.packing.samples import missing_column, sample_from_columns
 from streampack.types import Sample
 
 
 class TextEncoder(Encoder):
-    """Plain text for pretraining: every token is trained.
+    """Encoder of plain text, for pretraining: every token is trained.
 
     Args:
         tokenizer: one of torchtune's, a Hugging Face tokenizer, or anything with ``encode(text, add_bos=, add_eos=)``.
-        column: which column holds the text.
-        add_bos: whether each text begins with BOS. None: as the tokenizer does by itself.
+        column: the column that holds the text.
+        add_bos: whether each text begins with BOS. None leaves it to the tokenizer.
         add_eos: whether each text ends with EOS.
 
     Raises:
@@ -54,7 +54,7 @@ class TextEncoder(Encoder):
 
     def fingerprint(self) -> str:
         """Return a digest of the settings, the tokenizer, and the tokens of a sentence."""
-        probe = plain(self._encode(PROBE))
+        probe = plain(self._encode(PROBE_TEXT))
         return digest("text", self.column, self.add_bos, self.add_eos, probe, own_fingerprint(self.tokenizer))
 
     def _encode(self, text: str) -> Any:

@@ -1,11 +1,11 @@
-"""Checks of tokenizers, which are made ready for encoders and recipes, or refused."""
+"""Checks of tokenizers: each is prepared for encoders and recipes, or refused."""
 
 from __future__ import annotations
 
 import copy
 from typing import Any
 
-from streampack.packing.encoders.base import PROBE
+from streampack.packing.encoders.base import PROBE_TEXT
 from streampack.packing.encoders.hf_tokenizer import HFTokenizer, is_hf
 
 
@@ -13,7 +13,8 @@ def check_tokenizer(tokenizer: Any) -> Any:
     """Return a tokenizer that encoders can use: Hugging Face's are wrapped, length limits switched off.
 
     Raises:
-        ValueError: for what is no tokenizer, or one that hides what encoders must ask for.
+        ValueError: for anything else, and for a bare tokenizer of the tokenizers library, which does not know its BOS
+            and EOS.
     """
     if is_hf(tokenizer):
         return HFTokenizer(tokenizer)
@@ -32,15 +33,15 @@ def check_tokenizer(tokenizer: Any) -> Any:
 
 
 def check_ends(tokenizer: Any, *, add_bos: bool | None, add_eos: bool) -> None:
-    """Encode a text, and refuse a tokenizer that ignores ``add_bos`` or ``add_eos``.
+    """Refuse a tokenizer that ignores ``add_bos`` or ``add_eos``, as its tokens of a short text show.
 
     Raises:
         ValueError: naming what it ignores.
     """
     try:
-        plain = list(tokenizer.encode(PROBE, add_bos=False, add_eos=False))
-        begun = list(tokenizer.encode(PROBE, add_bos=bool(add_bos), add_eos=False))
-        ended = list(tokenizer.encode(PROBE, add_bos=False, add_eos=add_eos))
+        plain = list(tokenizer.encode(PROBE_TEXT, add_bos=False, add_eos=False))
+        begun = list(tokenizer.encode(PROBE_TEXT, add_bos=bool(add_bos), add_eos=False))
+        ended = list(tokenizer.encode(PROBE_TEXT, add_bos=False, add_eos=add_eos))
     except (TypeError, AttributeError) as error:
         raise ValueError(
             f"{_name(tokenizer)} has no encode(text, add_bos=, add_eos=): {error}; give one of torchtune's, or a "
@@ -63,12 +64,12 @@ def check_ends(tokenizer: Any, *, add_bos: bool | None, add_eos: bool) -> None:
 
 
 def own_bos(tokenizer: Any) -> bool | None:
-    """Return the ``add_bos`` with which a text begins as the tokenizer does by itself."""
-    return None if isinstance(tokenizer, HFTokenizer) else True  # torchtune's default
+    """Return the ``add_bos`` that lets a tokenizer begin a text as it does by default."""
+    return None if isinstance(tokenizer, HFTokenizer) else True  # torchtune's tokenizers add BOS by default
 
 
 def own_fingerprint(tokenizer: Any) -> str | None:
-    """Return the fingerprint of an `HFTokenizer`; None for other tokenizers, of which only a probe is compared."""
+    """Return the fingerprint of an `HFTokenizer`. Others have none: None; only their tokens of a text are compared."""
     return tokenizer.fingerprint() if isinstance(tokenizer, HFTokenizer) else None
 
 
