@@ -37,7 +37,8 @@ from streampack.training.meters import SourceMeter, StepMeter, memory_metrics, s
 from streampack.training.model import build_model, clip_gradients, full_weights, seed_step
 from streampack.training.overrides import parse
 from streampack.training.progress import MetricLogger, bar, postfix, summary
-from streampack.training.run_folder import finished, hold_output, open_checkpoints, record_end
+from streampack.training.run_folder import Interrupted, finished, hold_output, open_checkpoints, record_end
+from streampack.training.signals import stop_on_signals
 from streampack.training.weights import save_weights
 
 
@@ -133,17 +134,19 @@ def _train(
         checkpoints.save(step, model=model, optimizer=optimizer, run=state)
 
     def validate() -> None:
+        if not validation or (held_out and held_out[-1][0] == step):
+            return
         losses = evaluate(
             model, validation, inputs=inputs, loss_norm=cfg.loss_norm, device=device, world=world
         )
         held_out.append((step, losses["validation_loss"]))
         logger.log(losses, step=step)
 
-    if validation and step == 0:
+    if step == 0 or (every and step % every == 0):  # a signal ended the run before it did
         validate()
     batches = iter(loader)
     profiler.start()
-    with bar(steps, done=step, enabled=world.is_main) as progress:
+    with bar(steps, done=step, enabled=world.is_main) as progress, stop_on_signals(world) as stop:
         while cfg.max_steps is None or step < cfg.max_steps:
             meter.start()
             seed_step(cfg.seed, step, world.rank)
@@ -180,16 +183,19 @@ def _train(
                 metrics |= stream_metrics(loader, world) | memory_metrics(world, device) | by_source.metrics()
                 logger.log(metrics, step=step)
                 progress.set_postfix_str(postfix(metrics))
-            if every and step % every == 0 and validation:
+            stopped = stop.agree()
+            if every and step % every == 0 and not stopped:
                 validate()
-            if cfg.checkpoint_every and step % cfg.checkpoint_every == 0:
+            if cfg.checkpoint_every and (stopped or step % cfg.checkpoint_every == 0):
                 save()
                 newest = step
+            if stopped:
+                checkpoints.wait()
+                raise Interrupted(number=stopped)
     profiler.stop()
     meter.check()
 
-    if validation and (not held_out or held_out[-1][0] != step):
-        validate()
+    validate()
     if cfg.checkpoint_every and newest != step:
         save()  # a longer run can continue from here
     checkpoints.wait()

@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -134,6 +135,66 @@ def kill_training(run: Run) -> str:
     return (
         f"{kills} kills in {steps} steps, {repeated} steps repeated; largest relative difference {worst:.1e}"
     )
+
+
+@job(
+    "sigterm",
+    "SIGTERM in mid-step, 1 and 2 processes: a checkpoint of that step; then the same losses",
+    limit=420,
+)
+def sigterm(run: Run) -> str:
+    """Send SIGTERM to `streampack run`: to one process and its workers, and to torchrun with 2 ranks."""
+    import_recipe()
+    from omegaconf import OmegaConf
+
+    signals = run.count(6, 1)
+    rng = random.Random(17)
+    slowest, worst, stops = 0.0, 0.0, []
+    for size in (1, 2):
+        with tempfile.TemporaryDirectory() as name:
+            whole, broken = Path(name) / "whole", Path(name) / "broken"
+            steps = 60 * (signals + 1)
+            settings = {"max_steps": steps, "checkpoint_every": steps, "lr_scheduler": None}
+            with Ranks(size, join=False) as ranks:
+                ranks.run(train, config_of(whole, **settings))
+            OmegaConf.save(config_of(broken, resume=True, **settings), broken / "run.yaml")
+            for number in range(signals + 1):
+                run.progress((size - 1) * (signals + 1) + number, 2 * (signals + 1), "runs")
+                before = newest_checkpoint(broken)
+                process = start_run(broken, size)
+                try:
+                    if number < signals:
+                        target = before + rng.randint(1, 40)
+                        deadline = time.monotonic() + 120
+                        while last_logged_step(broken) < target:
+                            assert process.poll() is None, log_end(broken)
+                            assert time.monotonic() < deadline, "no steps"
+                            time.sleep(0.002)
+                        sent, at = time.monotonic(), last_logged_step(broken)
+                        os.killpg(process.pid, signal.SIGTERM)  # ranks of torchrun are in groups of their own
+                        assert process.wait(60) == 128 + signal.SIGTERM, log_end(broken)
+                        slowest = max(slowest, time.monotonic() - sent)
+                        assert newest_checkpoint(broken) == last_logged_step(broken), log_end(broken)
+                        stops.append(last_logged_step(broken) - at)
+                    else:
+                        assert process.wait(120) == 0, log_end(broken)
+                finally:
+                    end_agent(process)
+            worst = max(worst, max_relative_difference(losses_of(whole), losses_of(broken)))
+    assert worst < 1e-6, f"{worst:.1e}"
+    return (
+        f"{2 * signals} signals; the slowest run had ended {slowest:.1f} s later with exit code 143, and a checkpoint "
+        f"of its last step, at most {max(stops)} after the one logged before; largest relative difference {worst:.1e}"
+    )
+
+
+def start_run(folder: Path, size: int) -> subprocess.Popen[bytes]:
+    """Start `streampack run` with one process, or with torchrun and several, in a process group of its own."""
+    words = ["--nproc_per_node", str(size)] * (size > 1) + ["full_finetune", "--config"]
+    command = [sys.executable, "-m", "streampack", "run", *words, str(folder / "run.yaml")]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    with (folder / "agent-0").open("wb") as log:
+        return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log, process_group=0)
 
 
 def newest_checkpoint(folder: Path) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing as mp
 import os
+import signal
 import sys
 import threading
 import time
@@ -99,7 +100,8 @@ def run_torchrun(run: Callable[[], None], *, tracebacks: bool) -> int:
             failure.error_file
         ).is_file():  # the rank has reported no error; perhaps the system killed it
             print(f"rank {rank} ended with exit code {failure.exitcode}: {failure.message}", file=sys.stderr)  # noqa: T201
-        return 1
+        stopped = failure.exitcode in (128 + signal.SIGINT, 128 + signal.SIGTERM)  # by a signal to a rank
+        return failure.exitcode if stopped else 1
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0

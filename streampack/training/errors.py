@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from streampack.distributed.rank_sync import OtherRankFailed
 from streampack.training.checkpoint import CheckpointError
+from streampack.training.run_folder import Interrupted
 
 TRACEBACK = "STREAMPACK_TRACEBACK"
 """Environment variable; any value but 0 has the effect of ``--traceback``."""
@@ -35,7 +36,7 @@ PATIENCE = 3.0
 
 @contextmanager
 def shown_errors(*, tracebacks: bool = False) -> Iterator[None]:
-    """End the process on an error in the block: one line and exit status 1, or 130 for Ctrl-C.
+    """End the process on an error in the block: one line and exit status 1, or that of a signal, see `Interrupted`.
 
     Ranks of a machine that fail alike print one line together; a rank that fails because another one did prints
     nothing if that one prints the cause. torchrun's own report ends with the line, too.
@@ -44,13 +45,17 @@ def shown_errors(*, tracebacks: bool = False) -> Iterator[None]:
         tracebacks: let errors pass on every rank, so that Python shows where they were raised.
     """
     if tracebacks or os.environ.get(TRACEBACK, "0") != "0":
-        yield
+        try:
+            yield
+        except Interrupted as error:  # Python would end with the status of a SIGINT, whatever the signal was
+            traceback.print_exc()
+            sys.exit(error.status)
         return
     try:
         yield
     except KeyboardInterrupt as error:
         _print_once(str(error) or "interrupted", topic="interrupt")
-        sys.exit(130)
+        sys.exit(error.status if isinstance(error, Interrupted) else 130)
     except EXPECTED as error:
         _print_once(f"{_prefix()}{message_of(error)} (--traceback shows where)", topic=message_of(error))
         sys.exit(1)

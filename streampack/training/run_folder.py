@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,16 +21,26 @@ OVER = "finished.json"
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C; the message says from which step the run can continue.
+    """A signal ended the run; `hold_output` adds the message, which says from which step the run can continue.
 
     Args:
         message: what to print.
         step: of the newest checkpoint, None if there is none.
+        number: of the signal; `status` is 128 more.
     """
 
-    def __init__(self, message: str, *, step: int | None) -> None:
+    def __init__(self, message: str = "", *, step: int | None = None, number: int = signal.SIGINT) -> None:
         super().__init__(message)
         self.step = step
+        self.number = number
+
+    @property
+    def status(self) -> int:
+        """The exit status: 143 for SIGTERM, 130 for SIGINT, as a shell reports a process that the signal killed.
+
+        Not 0, which would tell schedulers and torchrun that the run is over.
+        """
+        return 128 + self.number
 
 
 @contextmanager
@@ -40,7 +51,7 @@ def hold_output(config: RunConfig, *, world: World) -> Iterator[None]:
 
     Raises:
         ValueError: on rank 0, if another process holds one of them; names its host and process id.
-        Interrupted: for Ctrl-C in the block.
+        Interrupted: for a KeyboardInterrupt in the block, with a message.
     """
     with ExitStack() as held:
         with world.raise_on_all():
@@ -50,7 +61,8 @@ def hold_output(config: RunConfig, *, world: World) -> Iterator[None]:
         try:
             yield
         except KeyboardInterrupt as error:
-            raise _interrupted(config) from error
+            number = error.number if isinstance(error, Interrupted) else signal.SIGINT
+            raise _interrupted(config, number=number) from error
 
 
 def open_checkpoints(config: RunConfig, *, world: World) -> tuple[Checkpoints, int | None]:
@@ -143,7 +155,7 @@ def _finished(config: RunConfig) -> dict[str, Any] | None:
     return result | {"ledger": Ledger.from_numbers(result["ledger"]), "held_out": held_out}
 
 
-def _interrupted(config: RunConfig) -> Interrupted:
+def _interrupted(config: RunConfig, *, number: int) -> Interrupted:
     newest = max(Checkpoints(_checkpoints(config)).steps(), default=None)
     if newest is not None:
         message = f"interrupted; resume=True goes on from step {newest}, its newest checkpoint"
@@ -156,7 +168,7 @@ def _interrupted(config: RunConfig) -> Interrupted:
         message = (
             "interrupted, and nothing was saved: checkpoint_every is not set; the same command begins anew"
         )
-    return Interrupted(f"{config.output_dir}: {message}", step=newest)
+    return Interrupted(f"{config.output_dir}: {message}", step=newest, number=number)
 
 
 def _weights(config: RunConfig) -> list[str]:

@@ -125,14 +125,18 @@ def lora_config(folder: Path, *, base=BASE, adapters=ADAPTERS, **changes):
     return config
 
 
-def interrupt_step(step: int, monkeypatch) -> None:
-    """Raise KeyboardInterrupt in the given step of AdamW from now on."""
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def interrupt_step(step: int, monkeypatch, act=interrupt) -> None:
+    """Raise KeyboardInterrupt, or ``act``, in the given step of AdamW from now on."""
     update, calls = torch.optim.AdamW.step, []
 
     def interrupted(*args):
         calls.append(args)
         if len(calls) == step:
-            raise KeyboardInterrupt
+            act()
         return update(*args)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", interrupted)
