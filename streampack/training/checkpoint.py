@@ -5,14 +5,17 @@ A checkpoint directory is trusted input: DCP's metadata is a pickle. The small f
 
 from __future__ import annotations
 
+import errno
+import io
 import os
+import pickle
 import re
 import shutil
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,19 +26,28 @@ from torch.distributed.checkpoint import state_dict_loader as loader
 from torch.distributed.checkpoint import state_dict_saver as saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim.lr_scheduler import LRScheduler
 
 from streampack.distributed.world import World
 
 RUN_FILE = "run.pt"
-PATTERN = re.compile(r"step_(\d+)")
-LEFTOVERS = re.compile(r"step_\d+\.(part|old)")
-TRAINED = StateDictOptions(ignore_frozen_params=True)
+STEP_NAME = re.compile(r"step_(\d+)")
+LEFTOVER_NAME = re.compile(r"step_\d+\.(part|old|replaced)")
+WITHOUT_FROZEN = StateDictOptions(ignore_frozen_params=True)
+WAYS_OUT = {
+    errno.ENOSPC: "free some space there, or lower keep_checkpoints",
+    errno.EDQUOT: "free some space there, ask for more, or lower keep_checkpoints",
+    errno.EACCES: "make the folder writable for this user",
+    errno.EPERM: "make the folder writable for this user",
+    errno.EROFS: "mount the file system for writing",
+}
 
 
 class CheckpointError(RuntimeError):
@@ -43,7 +55,7 @@ class CheckpointError(RuntimeError):
 
 
 class Checkpoints:
-    """Save and load the checkpoints of a run, of which the newest ``keep`` are kept.
+    """Save and load the checkpoints of a run, of which the newest ``keep`` are kept, and every ``keep_every``-th step.
 
     A checkpoint is a directory ``step_00000100`` under ``folder`` that all ranks write to, so several machines need a
     shared file system. It is synced to disk under another name before it gets its own, and renamed before it is
@@ -53,16 +65,24 @@ class Checkpoints:
     Args:
         folder: made when the first checkpoint is written.
         keep: number of checkpoints.
+        keep_every: checkpoints of a multiple of so many steps are never removed.
         world: the ranks; every method but `steps` is a collective.
         in_background: `save` copies everything to memory and writes it while training continues. The next `save` or
             `wait` waits for it and raises its error.
     """
 
     def __init__(
-        self, folder: str | Path, *, keep: int = 2, world: World | None = None, in_background: bool = False
+        self,
+        folder: str | Path,
+        *,
+        keep: int = 2,
+        keep_every: int | None = None,
+        world: World | None = None,
+        in_background: bool = False,
     ) -> None:
         self.folder = Path(folder)
         self.keep = keep
+        self.keep_every = keep_every
         self.world = world or World()
         self.in_background = in_background
         self._writing: Future[None] | None = None
@@ -70,44 +90,56 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, ascending."""
         names = [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else []
-        return sorted(int(match[1]) for match in map(PATTERN.fullmatch, names) if match)
+        return sorted(int(match[1]) for match in map(STEP_NAME.fullmatch, names) if match)
 
     def newest(self) -> int | None:
         """Return the last of rank 0's `steps`, or None, on all ranks."""
+        with self.world.raise_on_all(), _plain_errors(f"the checkpoints in {self.folder} could not be read"):
+            if self.world.is_main:
+                self._put_back()
         return self.world.broadcast(max(self.steps(), default=None))
 
     def save(
         self, step: int, *, model: nn.Module, optimizer: torch.optim.Optimizer, run: dict[str, Any]
     ) -> Path:
-        """Write a checkpoint and return its path; ``run`` holds plain values, of which rank 0's are saved."""
+        """Write a checkpoint and return its path; ``run`` holds plain values, of which rank 0's are saved.
+
+        It takes the place of one of the same step, which a run that went back to an earlier step finds.
+
+        Raises:
+            CheckpointError: on all ranks, if one cannot write. The checkpoints that were complete stay so.
+        """
         self.wait()
         final = self._path(step)
         part = final.with_suffix(".part")
-        _hush()
+        _silence_dcp()
         # A collective: no rank writes before the folder is clean.
-        with self.world.raise_on_all(), _plain_errors(f"checkpoint {final} could not be written"):
+        with self.world.raise_on_all(), self._removed_on_error(final):
             if self.world.is_main:
                 self._clean()
                 part.mkdir(parents=True)
+                content = (
+                    io.BytesIO()
+                )  # torch.save to a file would hide the error of a full disk behind another
+                torch.save(run, content)
                 with (part / RUN_FILE).open("wb") as file:
-                    torch.save(run, file)
+                    file.write(content.getvalue())
                     os.fsync(file.fileno())
         state = _state(model, optimizer)
         if self.in_background:
             with _plain_errors(f"checkpoint {final} could not be copied to memory"):
                 future = saver.async_save(
                     state,
-                    storage_writer=FileSystemWriter(part),
+                    storage_writer=_Writer(part),
                     process_group=self.world.background,
                     no_dist=self.world.size == 1,
                 )
-            assert isinstance(future, Future)  # with stagers that copy in the background it is not
+            # It would be something else if a stager that copies in the background were used.
+            assert isinstance(future, Future)
             self._writing = _in_thread(lambda: self._publish(part, final, written=future.result))
         else:
             with self.world.raise_on_all():
-                write = partial(
-                    saver.save, state, storage_writer=FileSystemWriter(part), no_dist=self.world.size == 1
-                )
+                write = partial(saver.save, state, storage_writer=_Writer(part), no_dist=self.world.size == 1)
                 self._publish(part, final, written=write)
         return final
 
@@ -120,37 +152,72 @@ class Checkpoints:
 
     def load(self, step: int, *, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Restore model and optimizer in place, and return the saved ``run``."""
-        _hush()
+        _silence_dcp()
         path = self._path(step)
-        state = _state(model, optimizer)
-        with _plain_errors(f"checkpoint {path} could not be read"):
+        failed = f"checkpoint {path} could not be read"
+        # Before the collectives of DCP, in which the other ranks would wait for one that has no such file.
+        with self.world.raise_on_all(), _plain_errors(failed):
+            run = _read_run(path / RUN_FILE)
+        with self.world.raise_on_all(), _plain_errors(failed):
+            state = _state(model, optimizer)
             loader.load(state, checkpoint_id=path, no_dist=self.world.size == 1)
-        set_optimizer_state_dict(model, optimizer, optim_state_dict=state["optimizer"], options=TRAINED)
-        run: dict[str, Any] = torch.load(path / RUN_FILE, weights_only=True)
+            set_optimizer_state_dict(
+                model, optimizer, optim_state_dict=state["optimizer"], options=WITHOUT_FROZEN
+            )
         return run
 
     def _publish(self, part: Path, final: Path, *, written: Callable[[], Any]) -> None:
         """Rename a checkpoint that all ranks have written, and remove surplus ones."""
-        with _plain_errors(f"checkpoint {final} could not be written"):
+        replaced = final.with_suffix(".replaced")
+        with self._removed_on_error(final):
             written()
-        if not self.world.is_main:
-            return
-        _sync_folder(part)
-        if final.exists():  # the run has made no step since
-            shutil.rmtree(part)
-            return
-        part.rename(final)
-        _sync_folder(self.folder)
-        for old in self.steps()[: -self.keep]:
-            path = self._path(old)
-            gone = path.with_suffix(".old")
-            path.rename(gone)
-            shutil.rmtree(gone)
+            if not self.world.is_main:
+                return
+            _sync_folder(part)
+            if final.exists():
+                final.rename(replaced)  # `_put_back` undoes it after a kill at this point
+            part.rename(final)
+            _sync_folder(self.folder)
+        with _plain_errors(f"checkpoint {final} is complete, but an older one could not be removed"):
+            if replaced.exists():
+                shutil.rmtree(replaced)
+            for old in self.steps()[: -self.keep]:
+                if self.keep_every is None or old % self.keep_every:
+                    path = self._path(old)
+                    gone = path.with_suffix(".old")
+                    path.rename(gone)
+                    shutil.rmtree(gone)
+
+    @contextmanager
+    def _removed_on_error(self, final: Path) -> Iterator[None]:
+        """Turn errors of a save into `CheckpointError`, remove what was written, and say what is still complete."""
+        try:
+            with _plain_errors(f"checkpoint {final} could not be written"):
+                yield
+        except CheckpointError as error:
+            complete: list[int] = []
+            with suppress(OSError):
+                if self.world.is_main:
+                    shutil.rmtree(final.with_suffix(".part"), ignore_errors=True)  # frees a full disk
+                    self._put_back()
+                complete = self.steps()
+            if complete:
+                raise CheckpointError(
+                    f"{error}; the newest complete checkpoint is that of step {complete[-1]}"
+                ) from error
+            raise
+
+    def _put_back(self) -> None:
+        """Give a checkpoint its name back that was to be replaced when the run was killed."""
+        for replaced in self.folder.glob("step_*.replaced"):
+            if not replaced.with_suffix("").exists():
+                replaced.rename(replaced.with_suffix(""))
 
     def _clean(self) -> None:
         """Remove the unfinished directories of a killed run."""
+        self._put_back()
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
-            if LEFTOVERS.fullmatch(path.name):
+            if LEFTOVER_NAME.fullmatch(path.name):
                 shutil.rmtree(path)
 
     def _path(self, step: int) -> Path:
@@ -183,7 +250,7 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
                 weights[f"{prefix}.{name}" if prefix else name] = buffer
     return {
         "model": {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in weights.items()},
-        "optimizer": get_optimizer_state_dict(model, optimizer, options=TRAINED),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=WITHOUT_FROZEN),
     }
 
 
@@ -196,19 +263,54 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+class _Writer(FileSystemWriter):
+    """DCP's writer, which raises the operating system's error, and not the one that torch.save then has."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            cause = error.__context__
+            if isinstance(cause, OSError):
+                raise cause from None
+            raise
+
+
+def _read_run(path: Path) -> dict[str, Any]:
+    """Read the small file of a checkpoint."""
+    try:
+        run: dict[str, Any] = torch.load(path, weights_only=True)
+    except (EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{path} is damaged, or no file of a checkpoint: {error}") from error
+    return run
+
+
 @contextmanager
 def _plain_errors(what: str) -> Iterator[None]:
     """Turn errors into `CheckpointError`. DCP's `CheckpointException` is a BaseException."""
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{what}: {error}") from error
+        raise CheckpointError(f"{what}: {_reason(error)}") from error
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
-        raise CheckpointError(f"{what}: rank {rank}: {cause}") from error
+        raise CheckpointError(f"{what}: rank {rank}: {_reason(cause)}") from error
 
 
-def _hush() -> None:
+def _reason(error: BaseException) -> str:
+    """Return an error's message, and the way out of it.
+
+    >>> _reason(OSError(errno.ENOSPC, "No space left on device", "a/b"))
+    'No space left on device: a/b; free some space there, or lower keep_checkpoints'
+    """
+    if not isinstance(error, OSError) or error.errno is None:
+        return str(error)
+    place = "" if error.filename is None else f": {error.filename}"
+    way_out = WAYS_OUT.get(error.errno)
+    return f"{error.strerror}{place}{'' if way_out is None else f'; {way_out}'}"
+
+
+def _silence_dcp() -> None:
     """Silence DCP's warning about a single process, for good: a context does not reach its threads."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 

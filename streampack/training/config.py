@@ -57,7 +57,8 @@ class RunConfig:
     fsdp_reshard_after_forward: bool = True  # False keeps layers whole until the backward pass: more memory
     collective_timeout: float = 600  # seconds that ranks wait for the slowest one
     checkpoint_every: int | None = None  # steps between checkpoints; None: only the final weights are saved
-    keep_checkpoints: int = 2
+    keep_checkpoints: int = 2  # the newest ones
+    keep_every: int | None = None  # steps; checkpoints of its multiples are kept for good
     async_checkpoint: bool = False  # write while training continues, from a copy in memory
     save_adapter_weights_only: bool = False  # LoRA: do not save the merged weights
     document_masking: bool = True  # pretraining: False lets a token attend to all documents before it
@@ -68,7 +69,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         for name in (
-            "batch_size", "packs_per_step", "epochs", "max_steps", "checkpoint_every", "keep_checkpoints", "log_every"
+            "batch_size", "packs_per_step", "epochs", "max_steps", "checkpoint_every", "keep_checkpoints",
+            "keep_every", "log_every"
         ):  # fmt: skip
             if getattr(self, name) is not None:
                 require_positive(getattr(self, name), name)
@@ -80,6 +82,11 @@ class RunConfig:
         require(self.loss_norm, "loss_norm", LOSS_NORMS)
         require(self.attention, "attention", ATTENTIONS)
         self._check_validation()
+        if self.keep_every is not None and self.keep_every % (self.checkpoint_every or self.keep_every + 1):
+            raise ValueError(
+                f"keep_every={self.keep_every} is no multiple of checkpoint_every={self.checkpoint_every}, and there "
+                "are checkpoints of its multiples only; give one"
+            )
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
             raise ValueError(
                 f"clip_grad_norm={self.clip_grad_norm} is no norm; give a number above 0, or null"

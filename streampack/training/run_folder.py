@@ -76,7 +76,11 @@ def open_checkpoints(config: RunConfig, *, world: World) -> tuple[Checkpoints, i
             overwrite.
     """
     checkpoints = Checkpoints(
-        _checkpoints(config), keep=config.keep_checkpoints, world=world, in_background=config.async_checkpoint
+        _checkpoints(config),
+        keep=config.keep_checkpoints,
+        keep_every=config.keep_every,
+        world=world,
+        in_background=config.async_checkpoint,
     )
     newest = checkpoints.newest()
     if newest is not None and not config.resume:

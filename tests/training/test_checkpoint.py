@@ -1,6 +1,8 @@
+import errno
 import io
 import itertools
 import os
+import resource
 import threading
 import time
 from collections import Counter
@@ -15,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
 from streampack.distributed.world import join_world
-from streampack.training.checkpoint import Checkpoints, restore_schedule
+from streampack.training.checkpoint import CheckpointError, Checkpoints, restore_schedule
 from tests.support.ranks import run_ranks
 
 
@@ -54,6 +56,57 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path):
     for number in (5, 10, 15):
         checkpoints.save(number, model=model, optimizer=optimizer, run={})
     assert checkpoints.steps() == [10, 15]
+
+
+def test_checkpoints_of_every_nth_step_are_kept_too(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=2, keep_every=20)
+    model, optimizer = trained(1)
+    for number in (10, 20, 30, 37, 40, 50, 60, 70):
+        checkpoints.save(number, model=model, optimizer=optimizer, run={})
+    assert checkpoints.steps() == [20, 40, 60, 70]
+
+
+def test_a_run_that_went_back_replaces_the_checkpoint_of_the_same_step(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    model, optimizer = trained(1)
+    checkpoints.save(5, model=model, optimizer=optimizer, run={"of": "first"})
+    checkpoints.save(10, model=model, optimizer=optimizer, run={"of": "first"})
+    checkpoints.load(5, model=model, optimizer=optimizer)
+    step(model, optimizer)
+    checkpoints.save(10, model=model, optimizer=optimizer, run={"of": "second"})
+    other, other_optimizer = trained(2)
+    assert checkpoints.load(10, model=other, optimizer=other_optimizer) == {"of": "second"}
+    assert torch.equal(other[0].weight, model[0].weight)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000005", "step_00000010"]
+
+
+def test_a_checkpoint_that_was_to_be_replaced_survives_a_kill(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    model, optimizer = trained(1)
+    checkpoints.save(10, model=model, optimizer=optimizer, run={"of": "first"})
+    (tmp_path / "step_00000010").rename(tmp_path / "step_00000010.replaced")  # the kill came behind this
+    assert checkpoints.newest() == 10
+    assert checkpoints.load(10, model=model, optimizer=optimizer) == {"of": "first"}
+
+
+@pytest.mark.parametrize("run", [{}, {"much": "x" * 100_000}])
+def test_a_limit_of_the_system_is_named_not_the_librarys_error_behind_it(tmp_path, run):
+    """torch.save of a file that cannot grow raises "[enforce fail at inline_container.cc:672]"."""
+    checkpoints = Checkpoints(tmp_path)
+    model, optimizer = trained(1)
+    checkpoints.save(5, model=model, optimizer=optimizer, run={})
+    model = nn.Linear(100, 100)
+    optimizer = torch.optim.AdamW(model.parameters())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError) as raised:
+            checkpoints.save(10, model=model, optimizer=optimizer, run=run)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "step_00000010 could not be written: " in str(raised.value)
+    assert str(raised.value).endswith("File too large; the newest complete checkpoint is that of step 5")
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000005"]
 
 
 def test_an_unfinished_checkpoint_is_ignored(tmp_path, monkeypatch):
@@ -134,6 +187,10 @@ def test_buffers_are_saved(tmp_path):
         (
             lambda folder, model: [p.write_bytes(b"x") for p in folder.rglob(".metadata")] and model,
             "could not be read",
+        ),
+        (
+            lambda folder, model: [p.unlink() for p in folder.rglob("run.pt")] and model,
+            "could not be read: No such file or directory: .*run.pt",
         ),
     ],
 )
@@ -366,28 +423,60 @@ def test_a_checkpoint_of_two_ranks_loads_on_any_number(tmp_path):
 
 
 def fail_on_rank_1(folder, in_background):
-    def full(*_args):
-        raise OSError("disk full")
-
     with join_world(torch.device("cpu")) as world:
         checkpoints = Checkpoints(folder, world=world, in_background=in_background)
         model, optimizer = sharded(1, world, steps=1)
         checkpoints.save(3, model=model, optimizer=optimizer, run={})
         checkpoints.wait()
-        if world.rank == 1:
-            FileSystemWriter.write_data = full
-        try:
-            checkpoints.save(6, model=model, optimizer=optimizer, run={})
-            checkpoints.wait()
-        except RuntimeError as error:
-            return str(error), checkpoints.steps()
+        works, messages = FileSystemWriter.write_data, []
+        for number in (errno.ENOSPC, errno.EDQUOT, errno.EACCES):
+
+            def fails(*_args, number=number):
+                raise OSError(number, os.strerror(number))
+
+            if world.rank == 1:
+                FileSystemWriter.write_data = fails
+            try:
+                checkpoints.save(6, model=model, optimizer=optimizer, run={})
+                checkpoints.wait()
+            except CheckpointError as error:
+                messages.append(str(error))
+            world.gather(None)
+            assert [path.name for path in folder.iterdir()] == ["step_00000003"]
+        FileSystemWriter.write_data = works
+        checkpoints.save(6, model=model, optimizer=optimizer, run={})
+        checkpoints.wait()
+        return messages, checkpoints.steps()
 
 
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_full_disk_of_one_rank_is_raised_on_all(tmp_path, in_background):
-    for message, steps in run_ranks(fail_on_rank_1, 2, tmp_path, in_background):
-        assert "step_00000006 could not be written: rank 1: disk full" in message
-        assert steps == [3]
+    what = f"checkpoint {tmp_path}/step_00000006 could not be written: rank 1: "
+    left = "; the newest complete checkpoint is that of step 3"
+    for messages, steps in run_ranks(fail_on_rank_1, 2, tmp_path, in_background):
+        assert messages == [
+            f"{what}No space left on device; free some space there, or lower keep_checkpoints{left}",
+            f"{what}Disk quota exceeded; free some space there, ask for more, or lower keep_checkpoints{left}",
+            f"{what}Permission denied; make the folder writable for this user{left}",
+        ]
+        assert steps == [3, 6]
+
+
+def load_without_a_file_on_rank_1(folder):
+    with join_world(torch.device("cpu")) as world:
+        model, optimizer = sharded(1, world, steps=1)
+        Checkpoints(folder, world=world).save(3, model=model, optimizer=optimizer, run={})
+        world.gather(None)
+        elsewhere = folder if world.is_main else folder / "not_mounted"
+        try:
+            Checkpoints(elsewhere, world=world).load(3, model=model, optimizer=optimizer)
+        except RuntimeError as error:
+            return str(error)
+
+
+def test_a_rank_that_cannot_read_a_checkpoint_is_named_on_all(tmp_path):
+    for message in run_ranks(load_without_a_file_on_rank_1, 2, tmp_path, timeout=60):
+        assert "not_mounted/step_00000003 could not be read: No such file" in message
 
 
 # Schedules.

@@ -162,6 +162,23 @@ def test_resume_without_a_checkpoint_prints_that_it_begins(tmp_path, capsys, eve
     assert capsys.readouterr().out == f"no checkpoint in {place}: the run begins at step 0{rest}\n"
 
 
+def test_a_run_keeps_every_nth_checkpoint(tmp_path):
+    train(
+        tiny_config(
+            tmp_path, checkpoint_every=2, keep_checkpoints=1, keep_every=6, validation=None, max_steps=10
+        )
+    )
+    assert [path.name[-2:] for path in sorted((tmp_path / "out" / "checkpoints").iterdir())] == ["06", "10"]
+
+
+@pytest.mark.parametrize("every", [4, None])
+def test_keep_every_is_a_multiple_of_checkpoint_every(tmp_path, every):
+    with pytest.raises(
+        ValueError, match=rf"keep_every=6 is no multiple of checkpoint_every={every}, and there"
+    ):
+        read_config(tiny_config(tmp_path, checkpoint_every=every, keep_every=6))
+
+
 @pytest.mark.parametrize(
     ("step", "checkpoint_every", "message"),
     [
