@@ -40,6 +40,8 @@ def plant_from_environment() -> None:
 
 
 def _set(owner: Any, name: str, value: Any) -> None:
+    """Replace an attribute that exists: a bug planted under a name that nobody uses would never be found."""
+    assert hasattr(owner, name), f"{owner} has no {name}"
     setattr(owner, name, value)
 
 
@@ -85,12 +87,12 @@ def cursor_off_by_one() -> None:
 def state_of_rank_0_only() -> None:
     """A state lacks the lanes of ranks other than 0."""
 
-    def merge(self: RankSync, lanes: Mapping[int, Any]) -> dict[int, Any]:
+    def merge_lanes(self: RankSync, lanes: Mapping[int, Any]) -> dict[int, Any]:
         mine = {lane: state for lane, state in lanes.items() if lane % self.world_size == self.rank}
         first: dict[int, Any] = self.gather(mine)[0]
         return first
 
-    _set(RankSync, "merge", merge)
+    _set(RankSync, "merge_lanes", merge_lanes)
 
 
 def _restoring(change: Callable[[LaneState], None]) -> None:
@@ -119,20 +121,20 @@ def lost_buffer() -> None:
 @bug
 def stale_lanes_win() -> None:
     """Every rank puts all lanes into the state, other ranks' lanes as they were when it started."""
-    good_load, good_merge = PackedDataLoader.load_state_dict, RankSync.merge
+    good_load, good_merge = PackedDataLoader.load_state_dict, RankSync.merge_lanes
 
     def load_state_dict(self: PackedDataLoader, state: Mapping[str, Any]) -> None:
         good_load(self, state)
         self.rank_sync.stale = dict(state["lanes"])
 
-    def merge(self: RankSync, lanes: Mapping[int, Any]) -> dict[int, Any]:
+    def merge_lanes(self: RankSync, lanes: Mapping[int, Any]) -> dict[int, Any]:
         if self.alone:
             return good_merge(self, lanes)
         everything = {**getattr(self, "stale", {}), **lanes}
         return {lane: state for theirs in self.gather(everything) for lane, state in theirs.items()}
 
     _set(PackedDataLoader, "load_state_dict", load_state_dict)
-    _set(RankSync, "merge", merge)
+    _set(RankSync, "merge_lanes", merge_lanes)
 
 
 @bug
