@@ -31,15 +31,22 @@ from streampack.training.data import build_data, build_loader
 from streampack.training.devices import pick_device
 from streampack.training.estimate import opening, total_steps
 from streampack.training.evaluation import evaluate
+from streampack.training.export import write_weights
 from streampack.training.isolation import verify_isolation
-from streampack.training.lora import adapter_config, save_adapters, split_and_merge
 from streampack.training.meters import SourceMeter, StepMeter, memory_metrics, stream_metrics, stream_totals
 from streampack.training.model import build_model, clip_gradients, full_weights, seed_step
 from streampack.training.overrides import parse
 from streampack.training.progress import MetricLogger, bar, postfix, summary
-from streampack.training.run_folder import Interrupted, finished, hold_output, open_checkpoints, record_end
+from streampack.training.run_folder import (
+    Interrupted,
+    finished,
+    fixed_settings,
+    hold_output,
+    open_checkpoints,
+    record_end,
+    warn_of_unheeded,
+)
 from streampack.training.signals import stop_on_signals
-from streampack.training.weights import save_weights
 
 
 @parse
@@ -101,6 +108,7 @@ def _train(
     run: dict[str, Any] = {"step": 0, "steps": 0, "tokens": 0, "seconds": 0.0, "held_out": []}
     if newest is not None:
         run = checkpoints.load(newest, model=model, optimizer=optimizer)
+        warn_of_unheeded(cfg, run["settings"], world=world)
         loader.load_state_dict(run["stream"])
     step, steps, held_out = run["step"], run["steps"], run["held_out"]
     if not steps or cfg.epochs is None:  # an estimate from epochs is kept, so that the schedule does not jump
@@ -131,6 +139,7 @@ def _train(
     def save() -> None:
         schedule = None if scheduler is None else scheduler.state_dict()
         state = totals() | {"steps": steps, "stream": loader.state_dict(), "scheduler": schedule}
+        state["settings"] = fixed_settings(cfg)
         checkpoints.save(step, model=model, optimizer=optimizer, run=state)
 
     def validate() -> None:
@@ -202,12 +211,9 @@ def _train(
     result = totals() | {"ledger": stream_totals(loader, world)[0]}
     final = full_weights(model, device=device, world=world)
     if world.is_main:
-        saved = {}
-        if adapters_only:
-            final, adapters = split_and_merge(final, config=adapter_config(model))
-            saved["adapters"] = save_adapters(checkpointer, adapters, model=model, output_dir=cfg.output_dir)
-        if not cfg.save_adapter_weights_only:
-            saved["weights"] = save_weights(checkpointer, final, cfg=cfg)
+        saved = write_weights(
+            final, model=model, checkpointer=checkpointer, config=cfg, adapters_only=adapters_only
+        )
         logger.close()
         print(summary(result, quarantine=dataset.lane_config.quarantine))
         for name, folder in saved.items():

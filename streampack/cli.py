@@ -25,6 +25,7 @@ COMMANDS = {
     "validate": "check a config: keys, components, files, and the first rows; the model is not built",
     "verify": "check that no sample of a pack sees another in this model; needs no weights and no data",
     "tokenize": "write the config's data.source as token shards",
+    "export": "write a running checkpoint's weights in the model's own format, while the run goes on",
     "run": "train",
 }
 EPILOG = """\
@@ -106,10 +107,17 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
         for name, text in COMMANDS.items()
     }
     for name, act in {
-        "ls": _ls, "cat": _cat, "cp": _cp, "validate": _validate, "verify": _verify, "tokenize": _tokenize
+        "ls": _ls, "cat": _cat, "cp": _cp, "validate": _validate, "verify": _verify, "tokenize": _tokenize,
+        "export": _export,
     }.items():  # fmt: skip
         commands[name].set_defaults(act=act)
-    for name in ("validate", "verify", "tokenize"):
+    commands["export"].add_argument(
+        "checkpoint", metavar="CHECKPOINT", type=Path, help="OUTPUT_DIR/checkpoints/step_00000100, say"
+    )
+    commands["export"].add_argument(
+        "--out", metavar="FOLDER", type=Path, required=True, help="of the weights"
+    )
+    for name in ("validate", "verify", "tokenize", "export"):
         _add_config(commands[name])
     commands["run"].usage, commands["run"].description = RUN_USAGE, RUN_DESCRIPTION
     commands["run"].add_argument(
@@ -254,6 +262,21 @@ def _tokenize(options: argparse.Namespace) -> int:
     except (ValueError, ImportError, RuntimeError, OSError) as error:
         print(f"{path}: {error}", file=sys.stderr)
         return 1
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    path, config = _read("export", options)
+    from streampack.training.checkpoint_errors import CheckpointError
+    from streampack.training.export import export
+
+    try:
+        saved = export(options.checkpoint, config=config, out=options.out)
+    except (ValueError, ImportError, OSError, CheckpointError) as error:
+        print(f"{path}: {error}", file=sys.stderr)
+        return 1
+    for name, folder in saved.items():
+        print(f"{name:12} {folder}")
     return 0
 
 

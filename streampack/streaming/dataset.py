@@ -325,6 +325,11 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self._identity.require(state["identity"])
         if self.mix is not None and (changes := self.mix.changed(state.get("weights"))):
             warn_user(changes)
+        if self._lanes_asked_for and loaded.num_lanes not in (None, self.num_lanes):
+            warn_user(
+                f"num_lanes={self.num_lanes} is not heeded: the state was made with num_lanes={loaded.num_lanes}, "
+                "which a run keeps; start a new run for another number"
+            )
         self._resume.load(loaded)
         self.epoch, self.num_lanes = loaded.epoch, loaded.num_lanes
         self._lanes_asked_for = False

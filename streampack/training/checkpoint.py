@@ -5,7 +5,6 @@ A checkpoint directory is trusted input: DCP's metadata is a pickle. The small f
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import pickle
@@ -24,7 +23,6 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader as loader
 from torch.distributed.checkpoint import state_dict_saver as saver
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import (
@@ -36,22 +34,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim.lr_scheduler import LRScheduler
 
 from streampack.distributed.world import World
+from streampack.training.checkpoint_errors import CheckpointError, plain_errors
 
 RUN_FILE = "run.pt"
 STEP_NAME = re.compile(r"step_(\d+)")
 LEFTOVER_NAME = re.compile(r"step_\d+\.(part|old|replaced)")
 WITHOUT_FROZEN = StateDictOptions(ignore_frozen_params=True)
-WAYS_OUT = {
-    errno.ENOSPC: "free some space there, or lower keep_checkpoints",
-    errno.EDQUOT: "free some space there, ask for more, or lower keep_checkpoints",
-    errno.EACCES: "make the folder writable for this user",
-    errno.EPERM: "make the folder writable for this user",
-    errno.EROFS: "mount the file system for writing",
-}
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; the message says which and why."""
 
 
 class Checkpoints:
@@ -94,7 +82,7 @@ class Checkpoints:
 
     def newest(self) -> int | None:
         """Return the last of rank 0's `steps`, or None, on all ranks."""
-        with self.world.raise_on_all(), _plain_errors(f"the checkpoints in {self.folder} could not be read"):
+        with self.world.raise_on_all(), plain_errors(f"the checkpoints in {self.folder} could not be read"):
             if self.world.is_main:
                 self._put_back()
         return self.world.broadcast(max(self.steps(), default=None))
@@ -127,7 +115,7 @@ class Checkpoints:
                     os.fsync(file.fileno())
         state = _state(model, optimizer)
         if self.in_background:
-            with _plain_errors(f"checkpoint {final} could not be copied to memory"):
+            with plain_errors(f"checkpoint {final} could not be copied to memory"):
                 future = saver.async_save(
                     state,
                     storage_writer=_Writer(part),
@@ -156,9 +144,9 @@ class Checkpoints:
         path = self._path(step)
         failed = f"checkpoint {path} could not be read"
         # Before the collectives of DCP, in which the other ranks would wait for one that has no such file.
-        with self.world.raise_on_all(), _plain_errors(failed):
+        with self.world.raise_on_all(), plain_errors(failed):
             run = _read_run(path / RUN_FILE)
-        with self.world.raise_on_all(), _plain_errors(failed):
+        with self.world.raise_on_all(), plain_errors(failed):
             state = _state(model, optimizer)
             loader.load(state, checkpoint_id=path, no_dist=self.world.size == 1)
             set_optimizer_state_dict(
@@ -178,7 +166,7 @@ class Checkpoints:
                 final.rename(replaced)  # `_put_back` undoes it after a kill at this point
             part.rename(final)
             _sync_folder(self.folder)
-        with _plain_errors(f"checkpoint {final} is complete, but an older one could not be removed"):
+        with plain_errors(f"checkpoint {final} is complete, but an older one could not be removed"):
             if replaced.exists():
                 shutil.rmtree(replaced)
             for old in self.steps()[: -self.keep]:
@@ -192,7 +180,7 @@ class Checkpoints:
     def _removed_on_error(self, final: Path) -> Iterator[None]:
         """Turn errors of a save into `CheckpointError`, remove what was written, and say what is still complete."""
         try:
-            with _plain_errors(f"checkpoint {final} could not be written"):
+            with plain_errors(f"checkpoint {final} could not be written"):
                 yield
         except CheckpointError as error:
             complete: list[int] = []
@@ -238,8 +226,27 @@ def _in_thread(write: Callable[[], None]) -> Future[None]:
     return future
 
 
+def load_weights(path: Path, model: nn.Module) -> None:
+    """Restore a model alone from a checkpoint's directory, in place, in a single process.
+
+    Raises:
+        CheckpointError: if it cannot be read, or is of another model.
+    """
+    _silence_dcp()
+    with plain_errors(f"checkpoint {path} could not be read"):
+        loader.load({"model": _weights(model)}, checkpoint_id=path, no_dist=True)
+
+
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what DCP writes and loads in place, under the names of an unwrapped, unsharded model.
+    """Return what DCP writes and loads in place."""
+    return {
+        "model": _weights(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=WITHOUT_FROZEN),
+    }
+
+
+def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the trained weights and the buffers, under the names of an unwrapped, unsharded model.
 
     Not ``model.state_dict()``, which would dequantize all quantized weights; those are frozen.
     """
@@ -248,10 +255,7 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 weights[f"{prefix}.{name}" if prefix else name] = buffer
-    return {
-        "model": {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in weights.items()},
-        "optimizer": get_optimizer_state_dict(model, optimizer, options=WITHOUT_FROZEN),
-    }
+    return {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in weights.items()}
 
 
 def _sync_folder(folder: Path) -> None:
@@ -283,31 +287,6 @@ def _read_run(path: Path) -> dict[str, Any]:
     except (EOFError, RuntimeError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{path} is damaged, or no file of a checkpoint: {error}") from error
     return run
-
-
-@contextmanager
-def _plain_errors(what: str) -> Iterator[None]:
-    """Turn errors into `CheckpointError`. DCP's `CheckpointException` is a BaseException."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{what}: {_reason(error)}") from error
-    except CheckpointException as error:
-        rank, (cause, _) = next(iter(error.failures.items()))
-        raise CheckpointError(f"{what}: rank {rank}: {_reason(cause)}") from error
-
-
-def _reason(error: BaseException) -> str:
-    """Return an error's message, and the way out of it.
-
-    >>> _reason(OSError(errno.ENOSPC, "No space left on device", "a/b"))
-    'No space left on device: a/b; free some space there, or lower keep_checkpoints'
-    """
-    if not isinstance(error, OSError) or error.errno is None:
-        return str(error)
-    place = "" if error.filename is None else f": {error.filename}"
-    way_out = WAYS_OUT.get(error.errno)
-    return f"{error.strerror}{place}{'' if way_out is None else f'; {way_out}'}"
 
 
 def _silence_dcp() -> None:

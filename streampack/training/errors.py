@@ -18,7 +18,7 @@ import yaml
 from omegaconf.errors import OmegaConfBaseException
 
 from streampack.distributed.rank_sync import OtherRankFailed
-from streampack.training.checkpoint import CheckpointError
+from streampack.training.checkpoint_errors import CheckpointError
 from streampack.training.run_folder import Interrupted
 
 TRACEBACK = "STREAMPACK_TRACEBACK"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from streampack.distributed.world import World
 from streampack.storage.locks import lock_folder
 from streampack.training.checkpoint import Checkpoints
 from streampack.training.config import RunConfig
+from streampack.validation import warn_user
 
 OVER = "finished.json"
 """File written last, when the weights are complete; see `record_end`."""
@@ -90,7 +91,7 @@ def open_checkpoints(config: RunConfig, *, world: World) -> tuple[Checkpoints, i
         )
     if newest is not None:
         return checkpoints, newest
-    if weights := world.broadcast(_weights(config) if world.is_main else None):
+    if weights := world.broadcast(weights_folders(config) if world.is_main else None):
         raise ValueError(
             f"{' and '.join(weights)} holds weights of an earlier run, and {checkpoints.folder} no checkpoint: this "
             "run would begin at step 0 and overwrite them; choose another output_dir, or remove the weights"
@@ -99,6 +100,46 @@ def open_checkpoints(config: RunConfig, *, world: World) -> tuple[Checkpoints, i
         rest = "" if config.checkpoint_every else ", and leaves none, because checkpoint_every is not set"
         print(f"no checkpoint in {checkpoints.folder}: the run begins at step 0{rest}", flush=True)  # noqa: T201
     return checkpoints, None
+
+
+def fixed_settings(config: RunConfig) -> dict[str, Any]:
+    """Return the settings that a run keeps at a resume, for its checkpoint and `warn_of_unheeded`."""
+    return {"optimizer": config.optimizer, "epochs": config.epochs}
+
+
+def warn_of_unheeded(config: RunConfig, saved: Mapping[str, Any], *, world: World) -> None:
+    """Warn, on rank 0, of settings that a checkpoint decides and that the config has otherwise.
+
+    Args:
+        config: of the run that goes on.
+        saved: `fixed_settings` of the run that wrote the checkpoint.
+        world: the ranks.
+    """
+    if not world.is_main:
+        return
+    before, now = saved["optimizer"], config.optimizer
+    for key in sorted({*before, *now}):
+        if before.get(key) != now.get(key):
+            warn_user(
+                f"optimizer.{key}={now.get(key)} is not heeded: the optimizer goes on as its checkpoint has it, which "
+                f"was made with {key}={before.get(key)}; start a new run for another"
+            )
+    known = None not in (config.lr_scheduler, config.epochs, saved["epochs"])
+    if known and config.epochs != saved["epochs"]:
+        warn_user(
+            f"epochs={config.epochs} is not heeded by lr_scheduler: so that the rate does not jump, the schedule keeps "
+            f"the number of steps that it was made with, for epochs={saved['epochs']}"
+        )
+
+
+def weights_folders(config: RunConfig) -> list[str]:
+    """Return the folders of final weights that hold any."""
+    base = Path(config.checkpointer.get("output_dir", config.output_dir))
+    return [
+        str(folder)
+        for folder in (base / "epoch_0", base / "adapter")
+        if any(file.suffix in (".safetensors", ".bin", ".pt") for file in folder.glob("*"))
+    ]
 
 
 def finished(config: RunConfig, *, world: World) -> dict[str, Any] | None:
@@ -173,16 +214,6 @@ def _interrupted(config: RunConfig, *, number: int) -> Interrupted:
             "interrupted, and nothing was saved: checkpoint_every is not set; the same command begins anew"
         )
     return Interrupted(f"{config.output_dir}: {message}", step=newest, number=number)
-
-
-def _weights(config: RunConfig) -> list[str]:
-    """Return the folders of final weights that hold any."""
-    base = Path(config.checkpointer.get("output_dir", config.output_dir))
-    return [
-        str(folder)
-        for folder in (base / "epoch_0", base / "adapter")
-        if any(file.suffix in (".safetensors", ".bin", ".pt") for file in folder.glob("*"))
-    ]
 
 
 def _checkpoints(config: RunConfig) -> Path:

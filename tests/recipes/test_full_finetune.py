@@ -121,6 +121,34 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path_factory, changes, messa
         train(tiny_config(folder, validation=None, resume=True, **changes))
 
 
+@pytest.mark.filterwarnings("always::UserWarning")
+def test_settings_that_a_resume_cannot_heed_are_named(tmp_path, recwarn):
+    train(tiny_config(tmp_path, max_steps=4, validation=None))
+    assert not [warning for warning in recwarn if "not heeded" in str(warning.message)]
+    changes = {"data.num_lanes": 4, "optimizer.lr": 0.5, "optimizer.eps": 1e-3, "max_steps": 8}
+    train(tiny_config(tmp_path, validation=None, resume=True, **changes))
+    said = " ".join(str(warning.message) for warning in recwarn)
+    assert "num_lanes=4 is not heeded: the state was made with num_lanes=2, which a run keeps" in said
+    assert (
+        "optimizer.lr=0.5 is not heeded: the optimizer goes on as its checkpoint has it, which was made with lr=0.02"
+        in said
+    )
+    assert "optimizer.eps=0.001 is not heeded: " in said
+    assert max(numbers(tmp_path, "lr").values()) <= 0.02
+
+
+@pytest.mark.filterwarnings("always::UserWarning")
+def test_a_schedule_that_keeps_its_steps_says_so(tmp_path, recwarn):
+    settings = {"rows": 60, "max_steps": None, "validation": None}
+    train(tiny_config(tmp_path, epochs=2, **settings))
+    train(tiny_config(tmp_path, epochs=3, resume=True, **settings))
+    [said] = [str(warning.message) for warning in recwarn if "not heeded" in str(warning.message)]
+    assert said.startswith(
+        "epochs=3 is not heeded by lr_scheduler: so that the rate does not jump, the schedule keeps"
+    )
+    assert said.endswith("for epochs=2")
+
+
 def test_a_changed_corpus_is_refused_at_resume(tmp_path):
     train(tiny_config(tmp_path, max_steps=4))
     with (tmp_path / "rows.jsonl").open("a") as file:

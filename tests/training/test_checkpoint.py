@@ -17,7 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
 from streampack.distributed.world import join_world
-from streampack.training.checkpoint import CheckpointError, Checkpoints, restore_schedule
+from streampack.training.checkpoint import Checkpoints, restore_schedule
+from streampack.training.checkpoint_errors import CheckpointError
 from tests.support.ranks import run_ranks
 
 
