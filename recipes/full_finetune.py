@@ -36,6 +36,7 @@ from streampack.training.isolation import verify_isolation
 from streampack.training.meters import SourceMeter, StepMeter, memory_metrics, stream_metrics, stream_totals
 from streampack.training.model import build_model, clip_gradients, full_weights, seed_step
 from streampack.training.overrides import parse
+from streampack.training.phase import advance, begin_phase
 from streampack.training.progress import MetricLogger, bar, postfix, summary
 from streampack.training.run_folder import (
     Interrupted,
@@ -104,18 +105,22 @@ def _train(
     dataset, validation = build_data(cfg, tokenizer=tokenizer, vocab_size=vocab_size, world=world)
     loader = build_loader(cfg, dataset, device=device, world=world)
 
-    # A new run, or one that continues from its newest checkpoint.
+    # A new run, one that continues from its newest checkpoint, or a second phase of another run.
     run: dict[str, Any] = {"step": 0, "steps": 0, "tokens": 0, "seconds": 0.0, "held_out": []}
     if newest is not None:
         run = checkpoints.load(newest, model=model, optimizer=optimizer)
         warn_of_unheeded(cfg, run["settings"], world=world)
         loader.load_state_dict(run["stream"])
+    elif cfg.resume_from is not None:
+        run["step"] = begin_phase(cfg, model=model, optimizer=optimizer, world=world)
     step, steps, held_out = run["step"], run["steps"], run["held_out"]
     if not steps or cfg.epochs is None:  # an estimate from epochs is kept, so that the schedule does not jump
-        steps = total_steps(cfg, loader, world=world)
+        steps = total_steps(cfg, loader, world=world, done=step)
     scheduler = build(cfg.lr_scheduler, inject={"optimizer": optimizer, "num_training_steps": steps})
     if newest is not None and scheduler is not None:
         restore_schedule(scheduler, run["scheduler"])
+    elif scheduler is not None:
+        advance(scheduler, step)
 
     if text := opening(cfg, loader, world=world):
         print(text)
@@ -151,7 +156,7 @@ def _train(
         held_out.append((step, losses["validation_loss"]))
         logger.log(losses, step=step)
 
-    if step == 0 or (every and step % every == 0):  # a signal ended the run before it did
+    if newest is None or (every and step % every == 0):  # a signal ended the run before it did
         validate()
     batches = iter(loader)
     profiler.start()

@@ -64,6 +64,7 @@ class RunConfig:
     document_masking: bool = True  # pretraining: False lets a token attend to all documents before it
     z_loss: float = 0.0  # pretraining: weight of the squared log-normalizer in the loss; PaLM's was 1e-4
     resume: bool = False  # from the newest checkpoint in output_dir; from step 0 if there is none
+    resume_from: str | None = None  # another run's checkpoint, for a second phase: see `begin_phase`
     log_every: int = 1  # steps between two logs
     profiler: Node | None = None
 

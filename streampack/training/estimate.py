@@ -14,11 +14,11 @@ PROBED_ROWS = 1024
 """Rows that are encoded for an estimate."""
 
 
-def total_steps(config: RunConfig, loader: Loader, *, world: World) -> int:
+def total_steps(config: RunConfig, loader: Loader, *, world: World, done: int = 0) -> int:
     """Collective: return the number of optimizer steps of a run, for schedules and progress bars.
 
     It is ``max_steps``, or the steps of ``epochs`` if that is less. For a stream, the steps of an epoch are estimated
-    from a sample of the rows, and the run ends with the data.
+    from a sample of the rows, and the run ends with the data. ``done`` steps were made before it, by an earlier phase.
     """
     if config.epochs is None:
         assert config.max_steps is not None
@@ -28,7 +28,7 @@ def total_steps(config: RunConfig, loader: Loader, *, world: World) -> int:
     else:
         # Only rank 0 reads the sample, so that a thousand ranks do not all read the same rows.
         by_epochs = world.run_on_main(lambda: _estimated_steps(config, loader, world), of="an estimate")
-    return min(by_epochs, config.max_steps or by_epochs)
+    return min(done + by_epochs, config.max_steps or done + by_epochs)
 
 
 def _estimated_steps(config: RunConfig, loader: PackedDataLoader, world: World) -> int:

@@ -98,7 +98,8 @@ def open_checkpoints(config: RunConfig, *, world: World) -> tuple[Checkpoints, i
         )
     if config.resume and world.is_main:
         rest = "" if config.checkpoint_every else ", and leaves none, because checkpoint_every is not set"
-        print(f"no checkpoint in {checkpoints.folder}: the run begins at step 0{rest}", flush=True)  # noqa: T201
+        begin = "at step 0" if config.resume_from is None else f"from {config.resume_from}"
+        print(f"no checkpoint in {checkpoints.folder}: the run begins {begin}{rest}", flush=True)  # noqa: T201
     return checkpoints, None
 
 
