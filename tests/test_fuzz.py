@@ -26,8 +26,9 @@ from stress import planted
 from tests.support import fuzz
 
 pytestmark = [
-    # Lanes and ranks are drawn at random.
+    # Lanes and ranks are drawn at random, for a resume too.
     pytest.mark.filterwarnings("ignore:.*lanes do not divide evenly", "ignore:.*lanes are too few for"),
+    pytest.mark.filterwarnings("ignore:num_lanes=.* is not heeded"),
     pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
 ]
 SEED = int(os.environ.get("STREAMPACK_FUZZ_SEED", "0"))
