@@ -81,7 +81,7 @@ def train(raw: Any, *, adapters_only: bool = False) -> dict[str, Any]:
 def _train(
     raw: Any, cfg: RunConfig, device: torch.device, world: World, adapters_only: bool
 ) -> dict[str, Any]:
-    checkpoints, newest = open_checkpoints(cfg, world=world)
+    checkpoints, saved_step = open_checkpoints(cfg, world=world)
     seed_step(cfg.seed, 0)
 
     # The model.
@@ -107,17 +107,18 @@ def _train(
 
     # A new run, one that continues from its newest checkpoint, or a second phase of another run.
     run: dict[str, Any] = {"step": 0, "steps": 0, "tokens": 0, "seconds": 0.0, "held_out": []}
-    if newest is not None:
-        run = checkpoints.load(newest, model=model, optimizer=optimizer)
+    if saved_step is not None:
+        run = checkpoints.load(saved_step, model=model, optimizer=optimizer)
         warn_of_unheeded(cfg, run["settings"], world=world)
         loader.load_state_dict(run["stream"])
     elif cfg.resume_from is not None:
         run["step"] = begin_phase(cfg, model=model, optimizer=optimizer, world=world)
     step, steps, held_out = run["step"], run["steps"], run["held_out"]
-    if not steps or cfg.epochs is None:  # an estimate from epochs is kept, so that the schedule does not jump
+    # The run keeps a number of steps that was estimated from epochs: another estimate would make the schedule jump.
+    if not steps or cfg.epochs is None:
         steps = total_steps(cfg, loader, world=world, done=step)
     scheduler = build(cfg.lr_scheduler, inject={"optimizer": optimizer, "num_training_steps": steps})
-    if newest is not None and scheduler is not None:
+    if saved_step is not None and scheduler is not None:
         restore_schedule(scheduler, run["scheduler"])
     elif scheduler is not None:
         advance(scheduler, step)
@@ -163,19 +164,19 @@ def _train(
     with bar(steps, done=step, enabled=world.is_main) as progress, stop_on_signals(world) as stop:
         while cfg.max_steps is None or step < cfg.max_steps:
             meter.start()
-            seed_step(cfg.seed, step, world.rank)
+            seed_step(cfg.seed, step, world.rank)  # so that dropout is the same after a resume
             optimizer.zero_grad(set_to_none=True)
             for batch in islice(batches, loader.batches_per_step):
                 batch = batch if cfg.document_masking else join_documents(batch)
                 weights = label_weights(batch, loss_norm=cfg.loss_norm)
                 batch = batch.to(device)
                 logits = model(**inputs(batch))
-                losses, squares = loss_terms(
+                losses, z_terms = loss_terms(
                     logits, batch.labels, weights=weights.to(device, non_blocking=True)
                 )
                 del logits  # or they would stay through the backward pass
                 loss = losses.sum()
-                z_loss = cfg.z_loss * squares.sum() if cfg.z_loss else torch.zeros_like(loss)
+                z_loss = cfg.z_loss * z_terms.sum() if cfg.z_loss else torch.zeros_like(loss)
                 (loss + z_loss).backward()
                 meter.add(batch, loss, weights, z_loss=z_loss)
                 by_source.add(batch, losses, weights)
@@ -202,7 +203,7 @@ def _train(
                 validate()
             if cfg.checkpoint_every and (stopped or step % cfg.checkpoint_every == 0):
                 save()
-                newest = step
+                saved_step = step
             if stopped:
                 checkpoints.wait()
                 raise Interrupted(number=stopped)
@@ -210,7 +211,7 @@ def _train(
     meter.check()
 
     validate()
-    if cfg.checkpoint_every and newest != step:
+    if cfg.checkpoint_every and saved_step != step:
         save()  # a longer run can continue from here
     checkpoints.wait()
     result = totals() | {"ledger": stream_totals(loader, world)[0]}

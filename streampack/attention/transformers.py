@@ -55,9 +55,10 @@ class TransformersInputs:
     def __call__(self, batch: Packed | Mapping[str, Any]) -> dict[str, Any]:
         """Return keyword arguments on the batch's device; with ``labels`` where a dict has them.
 
-        Positions are made anew from ``seq_lens``, so that they begin at 0 in every sequence. transformers finds
-        boundaries where positions do not increase by 1: behind a single token (position 0), a sequence that begins at
-        position 1 would be taken for its continuation.
+        Positions are computed from ``seq_lens``, also if a dict has ``position_ids``. transformers finds boundaries
+        where positions do not increase by 1, so it depends on positions that begin at 0 in every sequence: a dict's
+        sequence that begins at position 1 behind one of a single token (position 0) would be taken for its
+        continuation.
 
         Raises:
             ValueError: if packs are too long for the model, or a dict does not say where its samples begin (see
@@ -149,7 +150,7 @@ def prepare(model: nn.Module, *, attention: str) -> TransformersInputs:
         set_attention(inner, before)
     others = [
         repr(backend)
-        for backend in BACKENDS[:3]
+        for backend in ("dense", "flex", "varlen")
         if backend not in reasons and _why_not_backend(inner, backend) is None
     ]
     raise ValueError(
@@ -245,6 +246,7 @@ def _make_attention_function(kernel: Callable[..., torch.Tensor], attention: str
         cu_seq_lens_q: torch.Tensor | None = None,
         **layer_arguments: Any,
     ) -> tuple[torch.Tensor, None]:
+        # `TransformersInputs` passes cu_seqlens as an int32 mask; real masks are bool or float.
         if attention_mask is not None and attention_mask.dtype == torch.int32:
             cu_seq_lens_q = attention_mask.flatten()
         if cu_seq_lens_q is None:
@@ -252,9 +254,10 @@ def _make_attention_function(kernel: Callable[..., torch.Tensor], attention: str
                 module, query, key, value, attention_mask, **layer_arguments
             )
             return plain
-        for name, what in (("dropout", "dropout on attention weights"), ("s_aux", "attention sinks")):
-            if layer_arguments.get(name) not in (None, 0.0):
-                raise ValueError(f"attention={attention!r} has no {what}; use attention='dense' or 'flex'")
+        sinks = layer_arguments.get("s_aux") is not None
+        if sinks or layer_arguments.get("dropout"):
+            what = "attention sinks" if sinks else "dropout on attention weights"
+            raise ValueError(f"attention={attention!r} has no {what}; use attention='dense' or 'flex'")
         if "sliding_window" in layer_arguments:
             window = layer_arguments["sliding_window"]
         else:

@@ -12,7 +12,8 @@ ROUND = 8
 """Batches in one agreement of the ranks. It is under way while the batches of the round before are handed out."""
 
 
-Make = Callable[[int], RankBatch]
+MakePart = Callable[[int], RankBatch]
+"""Makes this rank's part of the batch with the number given, counted from the epoch's beginning."""
 
 
 class AgreedBatches:
@@ -21,7 +22,7 @@ class AgreedBatches:
     Ranks have different numbers of packs, and must make the same number of batches. So each rank makes its parts of
     the next batches ahead of time, tells the others how many it could make, and the longest rank decides:
 
-        make() -> open_round -> agreeing -> agreed -> take()
+        make_part() -> open_round -> agreeing -> agreed -> take()
 
     A part is put into ``open_round``. When that has `ROUND` parts, the ranks begin to agree on it (``agreeing``). What
     they agree to exist moves to ``agreed``, and `take` returns it. If fewer batches exist than a round has parts, the
@@ -45,29 +46,30 @@ class AgreedBatches:
         self.made = made
         self.left_over = None
 
-    def take(self, make: Make, handed_out: int) -> RankBatch | None:
+    def take(self, make_part: MakePart, handed_out: int) -> RankBatch | None:
         """Collective: return this rank's part of the next batch; None when no rank has a pack left in this epoch.
 
         Args:
-            make: makes this rank's part of the batch with the number given. It is passed here and not kept, because a
-                cycle of references would keep the workers of an iteration that nobody uses any more alive.
+            make_part: see `MakePart`. It is passed here and not kept, because a cycle of references would keep the
+                workers of an abandoned iteration alive.
             handed_out: batches of this epoch that the trainer was given.
 
         Raises:
             Exception: on all ranks, if one failed while it made its part.
         """
         if self.rounds and self.left_over is None:
-            # Two rounds are kept ready. One part replaces the batch handed out last; while there are fewer, make two.
+            # Keep two rounds of parts made ahead: make one part in place of the batch handed out last, and a second
+            # one until there are two rounds. More at once would delay this batch.
             for _ in range(2):
                 if self.made - handed_out < 2 * ROUND:
-                    self._make_one(make)
+                    self._make_one(make_part)
         while not self.agreed:
             if self.failing:
                 self.rank_sync.raise_on_all(self.error, doing="making packs")
             if self.left_over is not None:
                 return None
             while not self.agreeing:
-                self._make_one(make)
+                self._make_one(make_part)
             parts, agreement = self.agreeing.popleft()
             count, self.failing = agreement.wait()
             self.agreed.extend(parts[:count])
@@ -89,12 +91,12 @@ class AgreedBatches:
         self.open_round = []
         return parts
 
-    def _make_one(self, make: Make) -> None:
+    def _make_one(self, make_part: MakePart) -> None:
         """Collective when it completes a round: make one more part, and begin to agree on a complete round."""
         part = RankBatch(failed=True)
         if self.error is None:
             try:
-                part = make(self.made)
+                part = make_part(self.made)
             except Exception as error:  # raised on all ranks, once they have agreed on the batches before it
                 self.error = error
         self.open_round.append(part)

@@ -211,7 +211,7 @@ class Iteration:
 
     def _make(self, number: int) -> RankBatch:
         """Make this rank's part of batch ``number`` of the epoch."""
-        return self.rank_batches.make(
+        return self.rank_batches.next_batch(
             self.batching.room(number, slot=self.first_slot, rank=self.rank_sync.data_rank)
         )
 

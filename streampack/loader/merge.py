@@ -14,7 +14,11 @@ from streampack.streaming.round_robin import PackStream
 from streampack.types import Pack
 
 Order = tuple[int, int, int]
-"""(epoch, number of the pack in its lane, lane) of an event: no two events have the same."""
+"""(epoch, number of the pack in its lane, lane) of an event; the end of a lane has the number -1.
+
+No two events have the same. The events of one stream arrive in order, so the end of a lane is reached after all its
+packs; it is returned as soon as it is reached.
+"""
 
 
 @dataclass
@@ -91,11 +95,14 @@ class RankBatches:
         # The next event of each stream is in `heads`, a heap, or the stream's number is in `unasked`.
         self.heads: list[tuple[Order, int, LaneEvent]] = []
         self.unasked = [*reversed(range(len(self.streams)))]
-        # The batch in the making. It is kept when an error interrupts `make`, so that no event is lost.
+        # The batch in the making. It is kept when an error interrupts `next_batch`, so that no event is lost.
         self.unfinished = RankBatch()
 
-    def make(self, room: int) -> RankBatch:
-        """Make this rank's part of one more batch: at most ``room`` packs, fewer at the epoch's end.
+    def next_batch(self, room: int) -> RankBatch:
+        """Return this rank's part of the next batch: at most ``room`` packs, fewer at the epoch's end.
+
+        With a ``room`` of 0 (the step has no slot left for this rank), it takes ends of lanes only, and finds out
+        whether a pack follows: if so, the rank's epoch goes on (`RankBatch.more`).
 
         Raises:
             Exception: whatever failed where packs are made. After an error of a stream or a worker the next call
@@ -111,7 +118,8 @@ class RankBatches:
                 rank_batch.more = True
                 break
             rank_batch.events.append(event)
-            left -= event.pack is not None
+            if event.pack is not None:
+                left -= 1
             self.unasked.append(heapq.heappop(self.heads)[1])
         self.unfinished = RankBatch()
         return rank_batch
@@ -154,5 +162,4 @@ class _InProcess:
 
 
 def _order_of(event: LaneEvent) -> Order:
-    # The end of a lane follows all its packs, so it needs no place behind the packs of other lanes: it comes first.
     return (event.epoch, -1 if event.pack is None else event.pack.number, event.lane)

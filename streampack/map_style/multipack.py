@@ -43,19 +43,21 @@ def plan_steps(
     drop_last: bool = False,
     allow_empty: bool = False,
 ) -> list[Step]:
-    """Pack every sample exactly once, in steps of ``packs_per_step`` packs of at most ``max_tokens``.
+    """Pack every sample once, in steps of ``packs_per_step`` packs of at most ``max_tokens``.
 
     Samples are taken in the given order, so shuffle them first. ``"quadratic"`` evens out the attention cost of packs,
     the sum of squared lengths. ``"linear"`` only fills packs as full as possible: for models whose cost depends
-    on the number of tokens alone, and for packs of only a few samples, which cannot be both full and even. Within a
-    step, packs are ordered from the highest cost to the lowest. The last step holds the remaining samples, spread
-    evenly; with ``drop_last`` they are left out. Packs may be empty only with ``allow_empty``.
+    on the number of tokens alone, and for packs of only a few samples, which cannot be both full and even. The last
+    step holds the remaining samples, spread evenly; with ``drop_last`` they are left out.
+
+    Within a step, packs are ordered from the highest cost to the lowest. Without ``allow_empty``, a pack that would be
+    empty gets a sample of another pack then.
 
     >>> plan_steps([5, 4, 2, 3, 4, 6, 1], max_tokens=8, packs_per_step=2)
     [[[0, 3], [1, 4]], [[5], [2, 6]]]
 
     Raises:
-        ValueError: for a length below 1 or above ``max_tokens``, or too few samples to fill a step.
+        ValueError: for a length below 1 or above ``max_tokens``, if there is no step, or if a pack would be empty.
     """
     require(objective, "objective", OBJECTIVES)
     require_positive(max_tokens, "max_tokens")
@@ -66,7 +68,9 @@ def plan_steps(
     if objective == "linear":
         packs = [[span.index for span in pack] for pack in plan_packs(whole, max_tokens)]
         full = len(packs) // packs_per_step * packs_per_step
-        steps += (packs[i : i + packs_per_step] for i in range(0, full, packs_per_step))
+        for i in range(0, full, packs_per_step):
+            step = packs[i : i + packs_per_step]
+            steps.append(sorted(step, key=lambda pack: sum(whole[number] for number in pack), reverse=True))
         rest = chain.from_iterable(packs[full:])
     costs = [length * length for length in whole] if objective == "quadratic" else whole
     steps += _plan_by_cost(rest, whole, costs, max_tokens, packs_per_step, drop_last=drop_last)
@@ -164,9 +168,8 @@ def _fill_step(
     left = []
     longest_first = sorted(waiting, key=lengths.__getitem__, reverse=True)
     for place, number in enumerate(longest_first):
-        if (
-            lengths[number] > unfilled and place >= count
-        ):  # the first `count` samples each fit into an empty pack
+        # The first `count` samples each go to an empty pack, whatever is left to be placed by cost.
+        if lengths[number] > unfilled and place >= count:
             left += longest_first[place:]
             break
         _, pack = cheapest[0]

@@ -1,7 +1,7 @@
 """From a row of ready tokens, or from what an encoder returned, to a checked `Sample`.
 
 `sample_from_row` and `sample_from_encoded` find out which form of data they were given, `sample_from_columns` and
-`sample_from_pair` convert it, and `check_sample` checks the ids. A caller that has only a row calls the encoder itself.
+`sample_from_pair` convert it, and `check_sample` checks the ids. No function here calls an encoder.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from streampack.types import IGNORE_INDEX, INT32, INT64, IntArray, Sample
 from streampack.validation import vocabulary_text
 
 TRAINED_MASKS = ("completion_mask", "assistant_masks", "assistant_mask")
-"""Columns that say which tokens are trained, for rows without labels: TRL's, and those of `apply_chat_template`."""
+"""Columns that say which tokens are trained, for rows without labels: TRL's, and those of `apply_chat_template`.
+
+A row may have several, as TRL's rows with ``assistant_only_loss``: a token is trained if all of them train it.
+"""
 
 AS_UNSIGNED: dict[np.dtype[Any], tuple[np.dtype[Any], int]] = {
     INT32: (np.dtype(np.uint32), 2**31),
@@ -35,8 +38,8 @@ def sample_from_row(row: Any) -> Sample:
     """Convert a row of ready tokens, in torchtune's or Hugging Face's convention, to a `Sample`.
 
     torchtune's has ``tokens`` and ``labels``. Hugging Face's has ``input_ids``, and labels, or a mask of what is
-    trained (``completion_mask``, ``assistant_masks``), or neither: then all is trained. A bare sequence of ids is
-    treated as ``input_ids`` alone. Columns may be lists, numpy arrays or tensors.
+    trained (``completion_mask``, ``assistant_masks``; if both, what both train), or none: then all is trained. A bare
+    sequence of ids is treated as ``input_ids`` alone. Columns may be lists, numpy arrays or tensors.
 
     >>> sample_from_row({"input_ids": [1, 5, 2]}).labels.tolist()
     [1, 5, 2]
@@ -64,15 +67,14 @@ def sample_from_row(row: Any) -> Sample:
             )
         return sample_from_columns(row, tokens="input_ids")
     sample = sample_from_columns(row, tokens="input_ids", labels=None)
+    tokens, labels = sample
     for column in TRAINED_MASKS:
         if column in row:
             mask = np.asarray(row[column])
-            if mask.shape != sample.tokens.shape:
-                raise ValueError(f"{column!r} has shape {list(mask.shape)} for {sample.tokens.size} tokens")
-            return Sample(
-                sample.tokens, np.where(mask != 0, sample.tokens, sample.tokens.dtype.type(IGNORE_INDEX))
-            )
-    return sample
+            if mask.shape != tokens.shape:
+                raise ValueError(f"{column!r} has shape {list(mask.shape)} for {tokens.size} tokens")
+            labels = np.where(mask != 0, labels, tokens.dtype.type(IGNORE_INDEX))
+    return Sample(tokens, labels)
 
 
 def sample_from_encoded(encoded: Any) -> Sample:

@@ -25,7 +25,7 @@ from streampack.storage.compression import BUFFER_BYTES
 from streampack.storage.json_depth import shallow_json
 from streampack.storage.listing import Corpus, Name, Once, alone, inode_of, require_distinct
 from streampack.storage.manifest import placed
-from streampack.storage.ranges import Block, Fetcher, Stretch
+from streampack.storage.ranges import Block, Fetcher, RangeStream
 from streampack.storage.remote import RemoteStorage, scheme_of
 from streampack.storage.retries import Retries
 from streampack.validation import require_positive
@@ -195,6 +195,6 @@ def read_records(
     fetcher: Fetcher, file: File, offsets: Offsets, following: Iterable[Block] = ()
 ) -> Iterator[bytes]:
     """Return an iterator over the bytes of each record. The ``following`` blocks are fetched ahead."""
-    stretch = Stretch(fetcher, file, int(offsets[0]), int(offsets[-1]), following)
+    stretch = RangeStream(fetcher, file, int(offsets[0]), int(offsets[-1]), following)
     stream = io.BufferedReader(stretch, BUFFER_BYTES)
     return (stream.read(size) for size in np.diff(offsets).tolist())

@@ -17,7 +17,7 @@ from streampack.storage.base import File, ParallelMap, map_in_threads
 from streampack.storage.compression import content
 from streampack.storage.formats import JSON_LINES, require_json_lines, whole_json
 from streampack.storage.listing import Name, Once, alone, find_files
-from streampack.storage.ranges import Block, Fetcher, Stretch, blocks
+from streampack.storage.ranges import Block, Fetcher, RangeStream, blocks
 from streampack.types import RowId
 from streampack.validation import require_positive
 
@@ -118,7 +118,7 @@ class JSONLSource(FileSource):
         if not self.local:
             return f"{file.shown}, byte {offset}"
         line, left = 1, offset
-        with content(Stretch(self.fetcher(), file, 0, file.size), name=file.shown) as stream:
+        with content(RangeStream(self.fetcher(), file, 0, file.size), name=file.shown) as stream:
             while left and (chunk := stream.read(min(left, 1 << 20))):
                 line += chunk.count(b"\n")
                 left -= len(chunk)

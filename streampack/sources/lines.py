@@ -11,7 +11,7 @@ from streampack.sources.parts import Damage, Part, Record
 from streampack.storage.base import File
 from streampack.storage.compression import BUFFER_BYTES, DAMAGED, content, kind_of, not_text
 from streampack.storage.json_depth import require_shallow
-from streampack.storage.ranges import Block, Fetcher, Stretch
+from streampack.storage.ranges import Block, Fetcher, RangeStream
 
 HEAD_BYTES = 16  # enough to recognise the kind of a file
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -91,7 +91,7 @@ class Lines:
         # line that begins at `offset` is kept; otherwise `offset` is in the middle of a line of the part before.
         begin = max(0, offset - 1) if seekable else 0
         stop = part.stop if seekable and part.stop is not None else file.size
-        self.raw = Stretch(fetcher, file, begin, begin + 1 if few else stop, following)
+        self.raw = RangeStream(fetcher, file, begin, begin + 1 if few else stop, following)
         self.stream = content(self.raw, name=file.shown)
         if begin == 0 and seekable and (kind := kind_of(self.stream.peek(HEAD_BYTES)[:HEAD_BYTES])):
             raise not_text(file.shown, kind)

@@ -22,7 +22,7 @@ from streampack.sources.parts import Damage, Part, Record
 from streampack.storage.base import File, ParallelMap, redact
 from streampack.storage.compression import DAMAGED, content
 from streampack.storage.listing import Name, Once, alone
-from streampack.storage.ranges import Ahead, Block, Fetcher, Stretch, blocks
+from streampack.storage.ranges import Block, Fetcher, RangeStream, TableFirst, blocks
 
 MAX_CONTENT_BYTES = 1 << 30  # A compressed shard may not have more content, whatever its index says.
 COMPRESSIONS = {"gz": ".gz", "zstd": ".zst"}
@@ -127,7 +127,7 @@ class MDSSource(IndexedSource):
                 offsets = _offsets(shard, file, part, table)
                 yield from blocks(fetcher.storage, file, int(offsets[0]), int(offsets[-1]))
 
-        return Ahead(fetcher, _table(file, part), rest)
+        return TableFirst(fetcher, _table(file, part), rest)
 
     def natural_lanes(self) -> int:
         """Return one lane per 256 KiB of plain shards, and one per compressed shard."""
@@ -159,7 +159,7 @@ def _decompressed(
     shard: Shard, file: File, part: Part, fetcher: Fetcher, following: Iterable[Block]
 ) -> Iterator[bytes]:
     """Read a compressed shard's samples."""
-    stretch = Stretch(fetcher, file, 0, file.size, following)
+    stretch = RangeStream(fetcher, file, 0, file.size, following)
     try:
         data = content(stretch, name=shard.suffix).read(shard.size + 1)
     except DAMAGED as error:

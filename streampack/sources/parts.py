@@ -43,10 +43,11 @@ class Damage(ValueError):
 
 
 class InOrder(Reader):
-    """Reads parts one after the other.
+    """Reads the records of a lane's parts, one part after the other, and decodes them to rows.
 
-    A cursor is ``(part_index, offset, 0)``: an index into the lane's parts, and the byte or row number in that part's
-    file where the next record begins or is searched for. (The third number is only used by `WindowReader`.)
+    A cursor is ``(part_index, offset, 0)``: an index into ``parts``, which are in the order of reading already, and the
+    byte or row number in that part's file where the next record begins or is searched for. (The third number is only
+    used by `WindowReader`.)
 
     Two places are kept, because a record is found before it is decoded, and decoding may fail::
 
@@ -54,11 +55,11 @@ class InOrder(Reader):
                                  ^ cursor                ^ position
 
     `find` moves `position` behind the record. The cursor follows when the row is returned or skipped, so after an
-    error ``next()`` decodes the same record again. Without a found record, cursor and position differ only by parts
-    in which no record was left.
+    error ``next()`` decodes the same record again. If no record is found, the cursor may still stand at the end of a
+    part, while the position is at the beginning of a later one.
 
-    A `WindowReader` uses `find`, `row_of` and `position`, and keeps a cursor itself.
-    For the arguments see `read_parts`.
+    A `WindowReader` uses `find`, `row_of` and `position`, and keeps a cursor itself. `read_parts` in
+    sources/shuffling.py makes both, and describes the arguments.
     """
 
     cursor: Cursor = ()

@@ -24,7 +24,7 @@ from streampack.sources.token_files import HEADER_BYTES, Shard, require_describe
 from streampack.storage.base import File, ParallelMap, changed, redact
 from streampack.storage.file_marks import FileMarks
 from streampack.storage.listing import Corpus, Name, Once, alone
-from streampack.storage.ranges import Ahead, Block, Fetcher, blocks
+from streampack.storage.ranges import Block, Fetcher, TableFirst, blocks
 from streampack.types import IGNORE_INDEX
 
 OFFSETS_AT_ONCE = 1024
@@ -144,7 +144,7 @@ class TokenShardSource(IndexedSource):
                 yield from _mask(shard, file, offsets)
                 yield from blocks(fetcher.storage, file, int(offsets[0]), int(offsets[-1]))
 
-        return Ahead(fetcher, _table(shard, file, part), rest)
+        return TableFirst(fetcher, _table(shard, file, part), rest)
 
     def decode(self, part: Part, offset: int, raw: Raw) -> Mapping[str, Any]:
         """Return the row. The tokens are copied as signed integers; that is the only copy before the pack's."""

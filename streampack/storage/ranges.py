@@ -22,9 +22,9 @@ Block = tuple[File, int, int]  # (file, start, stop)
 class Fetcher:
     """Fetches one lane's blocks: those of its plan ahead, in threads, and others when they are asked for.
 
-    A planned block is first in ``coming``; then in ``held``, if it is the next one but there is no room for it; then in
-    ``flying``, from the moment its thread starts until `take` returns its bytes. Blocks in ``flying`` have at most
-    ``ahead`` bytes together.
+    A block of the plan is first in ``planned``; then in ``waiting``, if it is the next one but there is no room for it;
+    then in ``in_flight``, from the moment its thread starts until `take` returns its bytes. Blocks in ``in_flight``
+    have at most ``ahead`` bytes together.
 
     Each block has its own thread, which ends with the request. So there is no pool to shut down, and no lock that a
     fork could copy. If the request fails in the thread, `take` tries it again, with all its retries.
@@ -34,23 +34,23 @@ class Fetcher:
         self.storage = storage
         self.retries = retries
         self.ahead = ahead
-        self.flying: dict[Block, Future[bytes]] = {}
-        self.coming: list[Iterator[Block]] = []
-        self.held: Block | None = None
+        self.in_flight: dict[Block, Future[bytes]] = {}
+        self.planned: list[Iterator[Block]] = []
+        self.waiting: Block | None = None
 
-    def plan(self, *parts: Iterable[Block]) -> None:
+    def plan(self, *sequences: Iterable[Block]) -> None:
         """Set the blocks to fetch ahead, in order, and start fetching. Other blocks that were fetched are dropped.
 
-        An iterator of ``parts`` that is exhausted is asked again each time there is room, as it may know more blocks
-        then: see `Ahead`.
+        An iterator of ``sequences`` that is exhausted is asked again each time there is room, because it may know more
+        blocks by then: see `TableFirst`.
         """
-        old, self.flying = self.flying, {}
-        self.held, self.coming = None, [iter(blocks) for blocks in parts]
+        old, self.in_flight = self.in_flight, {}
+        self.waiting, self.planned = None, [iter(blocks) for blocks in sequences]
         self._top_up(old)
 
     def peek(self, block: Block) -> bytes | None:
         """Return the bytes of a block if they were fetched ahead and have arrived, else None. `take` still has them."""
-        future = self.flying.get(block)
+        future = self.in_flight.get(block)
         if future is None or not future.done() or future.exception() is not None:
             return None
         return future.result()
@@ -61,32 +61,38 @@ class Fetcher:
         Raises:
             OSError: if all tries failed.
         """
-        future = [self.flying.pop(block)] if block in self.flying else []
-        if block == self.held:  # it was never fetched ahead, for want of room
-            self.held = None
+        fetched_ahead = self.in_flight.pop(block, None)
+        if block == self.waiting:
+            self.waiting = None
         self._top_up({}, taken=block)
         file, start, stop = block
-        return self.retries.call(
-            lambda: future.pop().result() if future else self.storage.fetch(*block),
-            doing=f"reading {file.name}, bytes {start} to {stop}",
-        )
+
+        def read() -> bytes:
+            nonlocal fetched_ahead
+            if (future := fetched_ahead) is None:
+                return self.storage.fetch(*block)
+            fetched_ahead = None  # if the thread's request failed, the next try is made here
+            return future.result()
+
+        return self.retries.call(read, doing=f"reading {file.name}, bytes {start} to {stop}")
 
     def _top_up(self, old: dict[Block, Future[bytes]], taken: Block | None = None) -> None:
-        left = self.ahead - sum(stop - start for _, start, stop in self.flying)
-        while (block := self.held or next(chain(*self.coming), None)) is not None:
+        left = self.ahead - sum(stop - start for _, start, stop in self.in_flight)
+        # A new chain each time, because an iterator may know more blocks after it ended.
+        while (block := self.waiting or next(chain(*self.planned), None)) is not None:
             if block == taken:  # it was planned only now, and `take` fetches it itself
                 continue
             file, start, stop = block
-            self.held = block
+            self.waiting = block
             if stop - start > left:
                 return
-            self.held = None
+            self.waiting = None
             left -= stop - start
             if (future := old.get(block)) is None:
                 future = Future()
                 work = partial(_fulfil, future, self.storage, block)
                 threading.Thread(target=work, daemon=True, name=f"read ahead {file.name}").start()
-            self.flying[block] = future
+            self.in_flight[block] = future
 
 
 def _fulfil(future: Future[bytes], storage: Storage, block: Block) -> None:
@@ -96,7 +102,7 @@ def _fulfil(future: Future[bytes], storage: Storage, block: Block) -> None:
         future.set_exception(error)
 
 
-class Ahead:
+class TableFirst:
     """An iterator over the blocks of a part that has a table of offsets: first the table, then what it points to.
 
     As long as the table has not arrived, the iterator raises StopIteration. It can be asked again later, so nothing
@@ -153,7 +159,7 @@ def blocks(
         start = end
 
 
-class Stretch(io.RawIOBase):
+class RangeStream(io.RawIOBase):
     """A stream of a file's bytes from ``start`` on.
 
     It reads whole blocks up to ``stop``, and behind that small blocks, each twice as long as the one before. So for the

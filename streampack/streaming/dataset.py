@@ -50,13 +50,13 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
     every sequence is -100, positions restart at 0.
 
     Args:
-        source: **What is read.** A `Source`; or a path or glob of JSONL files; or any map-style dataset of
+        source: what is read: a `Source`; or a path or glob of JSONL files; or any map-style dataset of
             ``{"tokens", "labels"}`` or ``{"input_ids"}``; or columns of such, a pandas frame too; or any deterministic
-            iterable of rows; several, by their weights, are a `Mix`.
+            iterable of rows. Several sources, with weights, are a `Mix`.
         encoder: makes a `Sample` of a row; rows of ready tokens need none, sources of a `Mix` may have their own.
         vocab_size: if given, token ids must be below it.
 
-        max_seq_len: **How packs are filled.** Tokens in a pack.
+        max_seq_len: tokens in a pack.
         strategy: ``"exact_fit"`` (default), ``"best_fit"``, ``"first_fit"`` or ``"next_fit"``.
         split_across_pack: for pretraining: packs are always full, and the sample that crosses a pack's end continues
             in the next; no strategy is used.
@@ -65,23 +65,22 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             length, for static shapes. Set it well above the typical number.
         padding_idx: the token that fills a pack's end.
 
-        overlong: **What becomes of special samples.** Those longer than ``max_seq_len``: ``"error"``, ``"drop"``,
-            ``"truncate"`` or ``"split"``. Default ``"error"``, with ``split_across_pack`` ``"split"``.
+        overlong: what to do with a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``, ``"truncate"`` or
+            ``"split"``. Default ``"error"``, with ``split_across_pack`` ``"split"``.
         truncate_side: the side that ``"truncate"`` cuts off.
         truncate_eos: a token id that replaces the last token of a sample that ``"truncate"`` cut on the right.
-        empty: samples without a token: ``"error"`` or ``"drop"``.
-        untrained: samples of which no token is trained, because their labels are masked or ``"truncate"`` cut the
-            answer off: ``"keep"``, ``"drop"`` or ``"error"``. Default: they are kept and counted in the ledger, with a
-            warning at the first; a training step of such samples alone is an error in the recipes and under
-            `prepare_trainer_for_packing`, unless ``"keep"`` is given.
-        on_bad_record: records that cannot be read or encoded: ``"error"``, or ``"skip"``: they are left out and
-            counted as ``bad_records``.
+        empty: what to do with a sample without a token: ``"error"`` or ``"drop"``.
+        untrained: what to do with a sample of which no token is trained, because its labels are masked or
+            ``"truncate"`` cut the answer off: ``"keep"``, ``"drop"`` or ``"error"``. Default: such samples are kept and
+            counted in the ledger, with a warning at the first; a training step of such samples alone is an error in the
+            recipes and under `prepare_trainer_for_packing`, unless ``"keep"`` is given.
+        on_bad_record: what to do with a record that cannot be read or encoded: ``"error"``, or ``"skip"`` to leave it
+            out and count it as ``bad_records``.
         max_bad_records: how many bad records a lane may skip before the run fails.
         quarantine: a folder for lists of the skipped records; see `Quarantine`.
 
-        shuffle: **In which order, and how often.** Read in an order that is a function of (seed, epoch, lane). Files
-            are shuffled within windows of ``shuffle_window`` rows, their parts among one another; map-style data
-            entirely.
+        shuffle: whether to read in a shuffled order, which is a function of (seed, epoch, lane). The parts of files are
+            shuffled, and rows within windows of ``shuffle_window``; map-style data are shuffled entirely.
         shuffle_window: rows in a shuffle window; files only.
         seed: of the shuffled order.
         epochs: how often the data is read; None reads on for ever and never flushes a part-empty pack.
@@ -155,19 +154,23 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             quarantine=kept,
         )
         self.epochs = epochs
-        self.epoch = 0  # where the newest iteration began, or the first one will
+        self.epoch = 0  # in which the newest iteration began, or the first one will begin
         self._epochs_begun = EpochCounter()
         self.num_lanes = num_lanes
-        self._lanes_asked_for = num_lanes is not None  # and not what a state or an iteration left
+        self._lanes_asked_for = (
+            num_lanes is not None
+        )  # whether the user set num_lanes, not a state or an iteration
         # A loaded state, and whether an iteration has gone on from it.
         self._resume = Resume(self._epochs_begun)
-        self._stream: PackStream | None = None  # the newest iteration
-        # As of the newest pack of the dataset that this is a copy of.
+        self._stream: PackStream | None = None  # the packs of the newest iteration
+        # In a copy of a dataset: the lane states after the newest pack of the original.
         self._copied: dict[int, LaneState] | None = None
         self._untrained = UntrainedWarning(self.lane_config)
         self._identity = RunIdentity(self.lane_config)
         self._estimates: dict[tuple[int, int], Estimate] = {}
-        self._ranks: Ranks | None = None  # of the process that this was sent from
+        self._ranks: Ranks | None = (
+            None  # in a worker process: rank and world size of the process that made it
+        )
 
     def __repr__(self) -> str:
         config, mix = self.lane_config, self.mix
@@ -181,6 +184,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         try:
+            # The fetcher of torch's DataLoader calls iter() in a method of its own. Its collator can only be seen
+            # there, and those of torch and transformers would drop the packs' boundaries.
             refuse_foreign_collator(sys._getframe(1).f_locals.get("self"))
             return self._iterate()
         except ValueError as error:
@@ -214,12 +219,10 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         lane_states: Mapping[int, LaneState] | None = None,
         first_epoch: int | None = None,
     ) -> PackStream:
-        """Return the packs of one of several consumers (ranks x workers).
+        """Return the packs of one of several consumers (ranks x workers); this fixes ``num_lanes``.
 
-        Consumer c owns lanes c, c + consumers, and so on.
-
-        It resumes from ``lane_states``, by default those of the loaded state. Lanes that have ended an epoch before
-        ``first_epoch`` begin that.
+        Consumer c owns lanes c, c + consumers, and so on. They resume from ``lane_states``, by default those of the
+        loaded state. Lanes that have ended an epoch before ``first_epoch`` begin that one.
         """
         if not 0 <= consumer < consumers:
             raise ValueError(f"consumer={consumer} of consumers={consumers} cannot be; count from 0")
@@ -228,7 +231,10 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
 
         def open_lane(number: int, state: LaneState | None) -> Lane:
             lane = Lane(config, lane=number, num_lanes=num_lanes, state=state)
-            begin = first_epoch if first_epoch is not None else 0 if state is not None else epoch
+            if first_epoch is not None:
+                begin = first_epoch
+            else:  # a lane that resumes continues its own epoch
+                begin = epoch if state is None else 0
             if lane.epoch < begin:
                 lane.start_epoch(begin)
             return lane
@@ -272,7 +278,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
 
         Without it, each iteration begins one epoch after the last. Another epoch than the loaded state's discards it.
         """
-        self._resume.set_epoch(epoch, keep=require_positive(epoch, "epoch", least=0) == self.epoch)
+        require_positive(epoch, "epoch", least=0)
+        self._resume.set_epoch(epoch, keep=epoch == self.epoch)
         self.epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
@@ -336,7 +343,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self._stream = self._copied = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # What iterates has files open; it stays in its process.
+        # An iteration has files open, so it stays in its process.
         copied = self._copied if self._stream is None else self._stream.lane_states()
         left = {"_stream": None, "_ranks": Ranks.here(), "_copied": copied}
         return {**self.__dict__, **left}
@@ -373,6 +380,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         """
         config = self.lane_config
         row, encode = config.source.fetch(fragment.row_id), config.encoder(fragment.row_id)
+        # The fragment lies in the last piece that begins at or before it.
         start, piece = [p for p in config.cut(sample_from_encoded(encode(row))) if p[0] <= fragment.start][-1]
         tokens = piece.tokens[fragment.start - start : fragment.stop - start]
         found = {"place": config.source.locate(fragment.row_id), "row": row, "tokens": tokens.tolist()}

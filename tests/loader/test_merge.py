@@ -45,7 +45,7 @@ def handed_over(workers: int) -> list[tuple[int, int, list[int]]]:
     found = []
     while batches.epoch < 2:
         try:
-            rank_batch = batches.make(3)
+            rank_batch = batches.next_batch(3)
         except OSError:
             continue
         found += [(pack.epoch, pack.lane, pack.tokens.tolist()) for pack in rank_batch.packs]

@@ -42,7 +42,7 @@ def test_a_worker_yields_the_events_of_its_stream(consumers: int, prefetch: int)
 
 @pytest.mark.parametrize(("prefetch", "most"), [(3, 1), (4, 2), (40, 4)])
 def test_messages_hold_several_packs(prefetch: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every arrival takes a core from whatever works there. The first one comes alone, so that it comes soon."""
+    """The first message holds one pack, so that it arrives soon; the next ones 2, 4, ... packs, up to ``most``."""
     monkeypatch.setattr(workers, "MAX_DELAY", 60.0)  # the machine may pause
     one = worker(dataset(epochs=8, num_lanes=1), prefetch=prefetch)
     sizes = []
@@ -59,7 +59,7 @@ def test_messages_hold_several_packs(prefetch: int, most: int, monkeypatch: pyte
 
 
 def test_a_slow_pack_is_sent_alone() -> None:
-    """Nobody waits for the next one, too."""
+    """A pack that took longer than MAX_DELAY is sent before the next one is begun."""
 
     def slow(row: Any) -> Sample:
         time.sleep(1.5 * workers.MAX_DELAY)
@@ -72,7 +72,7 @@ def test_a_slow_pack_is_sent_alone() -> None:
 
 
 def test_packs_made_before_an_error_arrive_before_it(tmp_path: Path) -> None:
-    """And what came is not made again."""
+    """Packs that arrived before the error are not made again after it."""
 
     def fail() -> None:
         raise ValueError("not this time")
@@ -89,7 +89,7 @@ def test_packs_made_before_an_error_arrive_before_it(tmp_path: Path) -> None:
 
 
 def test_a_worker_makes_a_bounded_number_of_packs_ahead() -> None:
-    """Nobody takes them: it stops when the inbox and the pipe are full."""
+    """A worker whose packs are not taken stops when the inbox and the pipe are full."""
     made = mp.Value("i", 0)
 
     def count(row: Any) -> Any:
@@ -103,9 +103,9 @@ def test_a_worker_makes_a_bounded_number_of_packs_ahead() -> None:
     one = worker(large, prefetch=8)
     next(one)
     time.sleep(0.3)
-    # Taken, in the inbox, in the receiver's hand, in the pipe (each pack is larger than it), and one to find an end.
-    # First two and then four come together, and the inbox holds one group.
-    assert made.value <= 1 + 2 + 4 + 4 + 1
+    taken, in_inbox, held_by_receiver, in_pipe = 1, 2, 4, 4  # messages of 1, 2, 4 and 4 packs
+    read_ahead = 1  # the row that shows that the last pack is full
+    assert made.value <= taken + in_inbox + held_by_receiver + in_pipe + read_ahead
     one.close()
 
 
@@ -120,7 +120,7 @@ def test_a_worker_that_dies_at_any_row_is_restarted(at: int, tmp_path: Path) -> 
 
 
 class DeadlyEnd:
-    """A source whose readers kill the process where they should end, once each."""
+    """A source whose readers kill the process at the end of the data, the first two times."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -59,6 +59,12 @@ def test_a_mask_of_trained_tokens_replaces_labels(column: str) -> None:
         packs_of([{"input_ids": [1, 2], column: [1]}])
 
 
+def test_a_token_is_trained_if_all_masks_train_it() -> None:
+    row = {"input_ids": [7, 8, 9, 6], "completion_mask": [0, 1, 1, 1], "assistant_masks": [1, 0, 1, 1]}
+    assert packs_of([row])[1] == [[-100, -100, 9, 6, -100, -100]]
+    assert FlatteningCollator()([row])["labels"].tolist() == [[-100, -100, 9, 6]]
+
+
 def test_a_named_column_wins_over_the_default_one() -> None:
     row = {"tokens": [1, 2], "input_ids": [3, 4], "labels": [3, 4]}
     assert TokensEncoder(tokens="input_ids")(row).tokens.tolist() == [3, 4]

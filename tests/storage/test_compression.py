@@ -18,7 +18,7 @@ TEXT = b"".join(b'{"i": %d, "text": "%s"}\n' % (i, b"ab" * (i * 37 % 90)) for i 
 
 
 class Slow(io.RawIOBase):
-    """A stream that returns a few bytes at a time, like a `Stretch` of small blocks."""
+    """A stream that returns a few bytes at a time, like a `RangeStream` of small blocks."""
 
     def __init__(self, data: bytes, most: int) -> None:
         self.inner, self.most = io.BytesIO(data), most

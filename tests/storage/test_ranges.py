@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streampack.storage.base import File
-from streampack.storage.ranges import TAIL_BYTES, Fetcher, Stretch, tail_of
+from streampack.storage.ranges import TAIL_BYTES, Fetcher, RangeStream, tail_of
 from streampack.storage.retries import Retries
 
 
@@ -37,7 +37,7 @@ class Memory:
 def opened(size: int, start: int, stop: int, *, block: int, ahead: int) -> tuple[Any, Fetcher, Memory]:
     storage = Memory(bytes(i * i % 251 for i in range(size)), block)
     fetcher = Fetcher(storage, Retries(attempts=0), ahead=ahead)
-    return Stretch(fetcher, File("/a", "a", size), start, stop), fetcher, storage
+    return RangeStream(fetcher, File("/a", "a", size), start, stop), fetcher, storage
 
 
 @settings(max_examples=60)
@@ -59,8 +59,8 @@ def test_no_byte_is_fetched_twice(data: st.DataObject) -> None:
     assert all(end == following for (_, end), (following, _) in pairwise(asked))
     if asked:
         assert asked[0][0] == start
-    assert not fetcher.flying
-    assert fetcher.held is None
+    assert not fetcher.in_flight
+    assert fetcher.waiting is None
 
 
 def test_the_last_block_brings_the_tail_of_the_whole_part() -> None:

@@ -107,8 +107,8 @@ def test_the_next_part_is_fetched_while_this_one_is_read(
 
     def watched(fetcher: Fetcher, block: Any) -> bytes:
         asked.append(block)
-        most[0] = max(most[0], sum(stop - start for _, start, stop in fetcher.flying))
-        if block not in fetcher.flying:
+        most[0] = max(most[0], sum(stop - start for _, start, stop in fetcher.in_flight))
+        if block not in fetcher.in_flight:
             late.append(block)
         return take(fetcher, block)
 
