@@ -157,7 +157,7 @@ def _train(
         held_out.append((step, losses["validation_loss"]))
         logger.log(losses, step=step)
 
-    if newest is None or (every and step % every == 0):  # a signal ended the run before it did
+    if saved_step is None or (every and step % every == 0):  # a signal ended the run before it did
         validate()
     batches = iter(loader)
     profiler.start()
