@@ -1,4 +1,6 @@
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -52,6 +54,34 @@ def test_the_estimate_counts_only_its_part():
     packs = [IterablePackedDataset(part, max_seq_len=20).estimate().packs for part in (train, held_out)]
     assert 240 < packs[0] < 360
     assert 60 < packs[1] < 140
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(-100, 100), max_size=8), st.integers(0, 7))
+def test_equal_rows_are_in_the_same_part_whatever_holds_their_ids(ids, number):
+    """As lists, tuples, tensors, and arrays of every type that holds the ids."""
+    forms = [ids, tuple(ids), torch.tensor(ids, dtype=torch.int64), np.array(ids, np.int64)]
+    forms += [
+        np.array(ids, kind)
+        for kind in (np.int8, np.int16, np.int32, np.uint8, np.uint16, np.uint32, np.uint64)
+        if all(np.iinfo(kind).min <= i <= np.iinfo(kind).max for i in ids)
+    ]
+    part = Holdout(MapSource(rows(1)), fraction=0.5, part="train")
+    assert len({part.keeps({"n": number, "tokens": form, "labels": form}) for form in forms}) == 1
+    assert len({part.keeps({"n": number, "tokens": form, "labels": list(ids)}) for form in forms}) == 1
+
+
+def test_each_column_decides():
+    part = Holdout(MapSource(rows(1)), fraction=0.5, part="train")
+    base = {"a": [1, 2], "b": [3]}
+    others = [
+        {"a": [1], "b": [2, 3]},
+        {"b": [1, 2], "a": [3]},
+        {"a": [1, 2], "c": [3]},
+        {"a": ["1", "2"], "b": [3]},
+    ]
+    for other in others:
+        pairs = [({**base, "n": n}, {**other, "n": n}) for n in range(64)]
+        assert any(part.keeps(row) != part.keeps(changed) for row, changed in pairs)
 
 
 @pytest.mark.parametrize(("kwargs", "message"), [
