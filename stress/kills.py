@@ -179,7 +179,7 @@ def error(run: Run) -> str:
                 results = ranks.run(iterate_bad_row, corpus, bad, workers)
                 slowest = max(slowest, *(delay for delay, *_ in results))
                 own = [text for _, name, text in results if name == "ValueError"]
-                others = [text for _, name, text in results if name == "RuntimeError"]
+                others = [text for _, name, text in results if name == "OtherRankFailed"]
                 assert len(own) == 1, results
                 assert f"sample {bad}: cannot be encoded" in own[0]
                 assert len(others) == 2, results
