@@ -14,10 +14,9 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.optim.lr_scheduler import LambdaLR
 
 from streampack.distributed.world import join_world
-from streampack.training.checkpoint import Checkpoints, restore_schedule
+from streampack.training.checkpoint import Checkpoints
 from streampack.training.checkpoint_errors import CheckpointError
 from tests.support.ranks import run_ranks
 
@@ -478,24 +477,3 @@ def load_without_a_file_on_rank_1(folder):
 def test_a_rank_that_cannot_read_a_checkpoint_is_named_on_all(tmp_path):
     for message in run_ranks(load_without_a_file_on_rank_1, 2, tmp_path, timeout=60):
         assert "not_mounted/step_00000003 could not be read: No such file" in message
-
-
-# Schedules.
-
-
-def schedule(rate=1.0):
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate)
-    return optimizer, LambdaLR(optimizer, lambda step: step / 10)
-
-
-def test_a_restored_schedule_sets_the_rate_of_its_step():
-    optimizer, scheduler = schedule()
-    for _ in range(4):
-        optimizer.step()
-        scheduler.step()
-    other, restored = schedule()
-    restore_schedule(restored, scheduler.state_dict())
-    assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == 0.4
-    other.step()
-    restored.step()
-    assert other.param_groups[0]["lr"] == 0.5
