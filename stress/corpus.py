@@ -155,6 +155,7 @@ def run_rank(
 ) -> RankResult:
     """In a rank: start or resume a run, and iterate for ``steps`` steps or to the end."""
     loader = PackedDataLoader(corpus.dataset(), batch_size=batch_size, num_workers=workers, timeout=60)
+    iterator: Any = None
     try:
         if state is not None:
             loader.load_state_dict(load_state(state))
@@ -173,6 +174,9 @@ def run_rank(
         uneven = any("do not divide evenly" in str(warning.message) for warning in caught)
         return RankResult(done, states, uneven)
     finally:
+        # Workers first: forked from this process, they hold copies of the sockets that the group is about to close.
+        for stream in iterator.rank_batches.streams if iterator is not None else ():
+            stream.close()
         if loader.rank_sync.group is not None:
             dist.destroy_process_group(loader.rank_sync.group)
 
