@@ -1,4 +1,4 @@
-"""What the benchmarks share: the machine and versions of a result, memory, tables, result files, a progress bar."""
+"""Helpers of all benchmarks: the machine and versions of a result, memory, tables, result files, a progress bar."""
 
 from __future__ import annotations
 

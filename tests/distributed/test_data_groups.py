@@ -94,6 +94,18 @@ def test_ranks_of_a_group_get_the_same_batches_and_groups_different_ones(layout:
     check_whole([key for step in steps for key in step], rows(150), 2)
 
 
+def test_steps_that_groups_cannot_divide_evenly_take_the_slots_of_data_ranks() -> None:
+    places, built = [(0, 2), (0, 2), (1, 2), (1, 2)], make(rows(150))
+
+    def begin(sync: ThreadSync) -> Outcome:
+        loader = PackedDataLoader(built(), batch_size=3, packs_per_step=5)
+        loader.rank_sync = sync.placed(places[sync.rank])
+        return [packs_of(batch) for batch in loader], loader.state_dict()
+
+    steps = steps_of(by_group(on_ranks(4, begin), places), 1)
+    assert check_steps(steps, built, 12, 5) > 10
+
+
 def test_a_run_resumes_on_another_number_of_groups() -> None:
     built = make(rows(240))
     [whole] = on_places([(0, 1)], built)

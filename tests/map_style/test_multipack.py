@@ -134,6 +134,9 @@ def test_linear_steps_are_the_fewest_there_can_be(chat: list[int]) -> None:
     some = chat[:20_000]
     for room, ranks in ((16 * 2048, 64), (4096, 8)):
         steps = plan_steps(some, max_tokens=room, packs_per_step=ranks, objective="linear")
+        for step in steps:
+            costs = [sum(some[number] for number in pack) for pack in step]
+            assert costs == sorted(costs, reverse=True)
         assert len(steps) == bench.lower_bound(some, room * ranks)
 
 

@@ -60,9 +60,11 @@ def test_a_mask_of_trained_tokens_replaces_labels(column: str) -> None:
 
 
 def test_a_token_is_trained_if_all_masks_train_it() -> None:
-    row = {"input_ids": [7, 8, 9, 6], "completion_mask": [0, 1, 1, 1], "assistant_masks": [1, 0, 1, 1]}
-    assert packs_of([row])[1] == [[-100, -100, 9, 6, -100, -100]]
-    assert FlatteningCollator()([row])["labels"].tolist() == [[-100, -100, 9, 6]]
+    row = {"input_ids": [7, 8, 9, 6], "completion_mask": [0, 1, 0, 1], "assistant_masks": [1, 1, 1, 1]}
+    assert packs_of([row])[1] == [[-100, 8, -100, 6, -100, -100]]
+    row["assistant_masks"] = [1, 0, 1, 1]
+    assert packs_of([row])[1] == [[-100, -100, -100, 6, -100, -100]]
+    assert FlatteningCollator()([row])["labels"].tolist() == [[-100, -100, -100, 6]]
 
 
 def test_a_named_column_wins_over_the_default_one() -> None:
