@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import multiprocessing as mp
 import os
 import signal
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from streampack.distributed.rank_sync import Agreement, combine_counts
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
+DUMP_AFTER = 30.0  # seconds; half the time after which the loaders of most jobs give up on a peer
 
 
 class RankError(AssertionError):
@@ -86,31 +88,46 @@ class Ranks:
         """Return the results of the ranks' jobs, by rank; None for ``dead`` ranks.
 
         Raises:
-            RankError: if a job raised, or is not done in ``timeout`` seconds.
+            RankError: if a job raised, or is not done in ``timeout`` seconds. From jobs that took `DUMP_AFTER` seconds
+                it shows what every rank and worker was doing then.
         """
-        deadline = time.monotonic() + timeout
+        begin = time.monotonic()
         results: list[Any] = [None] * self.size
         waiting = {self.pipes[rank]: rank for rank in range(self.size) if rank not in dead}
+        stacks, dumped = "", False
         while waiting:
-            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            until = timeout if dumped else min(timeout, DUMP_AFTER)
+            ready = wait(list(waiting), max(0.0, begin + until - time.monotonic()))
+            if not ready and not dumped:
+                stacks, dumped = self.dump_stacks(), True
+                continue
             if not ready:
                 raise RankError(
-                    f"ranks {sorted(waiting.values())} of {self.size} still ran after {timeout} s"
+                    f"ranks {sorted(waiting.values())} of {self.size} still ran after {timeout} s{stacks}"
                 )
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 try:
                     succeeded, results[rank] = pipe.recv()
                 except (EOFError, ConnectionResetError):
-                    raise RankError(f"rank {rank} of {self.size} died") from None
+                    raise RankError(f"rank {rank} of {self.size} died{stacks}") from None
                 if not succeeded:
-                    raise RankError(f"rank {rank} of {self.size}:\n{results[rank]}")
+                    raise RankError(f"rank {rank} of {self.size}:\n{results[rank]}{stacks}")
         return results
 
     def run(self, job: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:
         """Run ``job(*arguments)`` on every rank and return the results, by rank; see `collect`."""
         self.start(job, *arguments)
         return self.collect(timeout)
+
+    def dump_stacks(self) -> str:
+        """Return the Python stacks of all threads of the ranks and workers that are alive."""
+        for pid in self.members():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+            time.sleep(0.05)  # they write to one file
+        files = sorted(Path(self.folder.name).glob("rank-*"))
+        return "".join(f"\nstacks of {file.name}:\n{file.read_text()}" for file in files)
 
     def kill(self) -> None:
         """Send SIGKILL to all ranks and workers, and wait until they have ended."""
@@ -221,6 +238,9 @@ def _serve(
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for connection in inherited:
         connection.close()
+    # Workers inherit the handler and the file.
+    stacks = (Path(store).parent / f"rank-{rank}").open("w")
+    faulthandler.register(signal.SIGUSR1, file=stacks)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if port is not None:
         variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
