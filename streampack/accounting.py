@@ -99,7 +99,7 @@ class Ledger:
 class SourceStats:
     """Counts of one source of a mixture, in one lane or in several added up."""
 
-    epochs: int = 0  # how often reading of the source began: how often its first row was packed or dropped
+    epochs: int = 0  # passes over the source that were begun, those without rows for the lane included
     samples: int = 0  # rows encoded
     tokens_in: int = 0  # tokens that the encoder made
     packed: int = 0  # tokens in packs, without padding

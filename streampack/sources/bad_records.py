@@ -8,6 +8,7 @@ import os
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from streampack.sources.source import Source
 from streampack.types import RowId
@@ -27,7 +28,8 @@ class Quarantine:
 
     Each lane appends to its own file, such as ``lane-00003.jsonl``, which has a line for each record: ``shard`` (the
     name of the record's file in the corpus), ``offset`` (the byte at which its line begins, or its row number) and
-    ``reason``. A record is listed once, also if later epochs or a resume read it again.
+    ``reason``. A lane lists a record once, also if later epochs or a resume read it again. In a mixture, later passes
+    over a source are read by other lanes, which list it, too; reports count it once.
 
     Args:
         folder: where the files of one stream are written. If it is None, nothing is listed, and each process logs the
@@ -93,8 +95,11 @@ class Quarantine:
     def report(self) -> str:
         """Count the listed records by the kind of reason, and name the first; empty if none is listed."""
         files = sorted(Path(self.folder).glob("lane-*.jsonl")) if self.folder is not None else []
-        entries = [json.loads(line) for path in files for line in path.read_bytes().splitlines()]
-        if not entries:
+        found: dict[tuple[str, int], dict[str, Any]] = {}
+        for path in files:
+            for entry in map(json.loads, path.read_bytes().splitlines()):
+                found.setdefault((entry["shard"], entry["offset"]), entry)
+        if not (entries := list(found.values())):
             return ""
         kinds = Counter(entry["reason"].partition(":")[0] for entry in entries).most_common(REPORTED_KINDS)
         first = entries[0]

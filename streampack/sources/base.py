@@ -87,8 +87,8 @@ class Reader(ABC):
     of the next row by their trained tokens; other readers ignore them.
     """
 
-    first_of_pass = False
-    """Whether the newest row is the first one since its source was begun or restarted in a mixture."""
+    passes_begun = 0
+    """How many passes over its source in a mixture were begun since that source's row before the newest row."""
 
     @property
     @abstractmethod

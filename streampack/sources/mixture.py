@@ -15,6 +15,7 @@ from streampack.sources.base import Reader, Reading
 from streampack.sources.corpus_identity import identity_of
 from streampack.sources.examples import EXAMPLES, Example
 from streampack.sources.mixture_scheduler import STOPS, MixtureScheduler
+from streampack.sources.passes import lane_in_pass
 from streampack.sources.source import Divisible, Source
 from streampack.storage.base import File
 from streampack.storage.listing import Corpus, Once, alone
@@ -61,8 +62,9 @@ class Mix(Source):
     {'short': (2000, 1), 'long': (6016, 2)}
 
     Weights are fractions of trained tokens: those with a label in the packs, not padding, prompts or what is cut off.
-    In each lane, the next row comes from the source that is furthest behind its weight (see `MixtureScheduler`), so
-    each source must have rows in each lane. ``stop`` says when an epoch ends:
+    In each lane, the next row comes from the source that is furthest behind its weight (see `MixtureScheduler`). A
+    source may have fewer rows than there are lanes: in each pass over it, they go to other lanes. ``stop`` says when an
+    epoch ends:
 
     - ``"first_exhausted"``: when the next row should come from a source that has none left. No row comes twice in an
       epoch.
@@ -94,7 +96,7 @@ class Mix(Source):
     Raises:
         ValueError: for a name that is missing, used twice or holds a slash, a weight that is no number above 0, an
             unknown ``stop``, or another ``stop`` than that of a mixture within; when the mixture is read, if a source
-            has no rows in some lane, or none of its tokens is trained.
+            has no rows, or none of its tokens is trained.
     """
 
     def __init__(
@@ -224,11 +226,13 @@ class Mix(Source):
     def _open(self, reading: Reading, source_index: int, restarts: int, start: Cursor | None) -> Reader:
         """Open a source that was restarted ``restarts`` times in the epoch; ``start`` None is its beginning."""
         entry = self.entries[source_index]
+        number = reading.epoch << RESTART_BITS | restarts
         # Without a seed per source, two sources of equal size get the same permutation, and row i of one always meets
         # row i of the other.
         own = replace(
             reading,
-            epoch=reading.epoch << RESTART_BITS | restarts,
+            lane=lane_in_pass(reading.lane, reading.num_lanes, number),
+            epoch=number,
             seed=crc32(f"{reading.seed} {entry.name}".encode()),
             start=start,
             replayed=0,
@@ -255,8 +259,13 @@ class Mix(Source):
         return max(entry.source.retry_budget for entry in self.entries)
 
     def natural_lanes(self) -> int:
-        """Return as many lanes as the smallest source fills, as each source must have rows in each lane."""
-        return min(entry.source.natural_lanes() for entry in self.entries)
+        """Return as many lanes as the sources fill together. Those that fill one at most count as nothing.
+
+        With ``stop="first_exhausted"`` it is as many as each source fills, because a lane without rows of a source ends
+        when that source is needed.
+        """
+        found = [entry.source.natural_lanes() for entry in self.entries]
+        return min(found) if self.stop == "first_exhausted" else max(1, sum(n for n in found if n > 1))
 
     @property
     def way_out(self) -> str:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 
 from streampack.accounting import trained_tokens
 from streampack.sources.base import BadRecord, Reader, Reading
+from streampack.sources.passes import passes_by_all
 from streampack.types import Cursor, Row, RowId, Sample
 
 STOPS = ("first_exhausted", "all_exhausted", "never")
+UNTRAINED_ROWS = 1000
+"""A source is refused if, at the end of a pass, so many of the last rows that a lane read of it trained no token. With
+fewer, a run could end late because of a small source of which few rows are trained."""
 
 
 class WeightSchedule:
@@ -75,35 +80,35 @@ class SourceState:
 
     Attributes:
         deficit: how many trained tokens the source is behind its target fraction, times the sum of the weights.
-        restarts: how often the source was begun anew in this epoch.
+        restarts: how often the source was begun anew in this epoch: the number of the pass over it.
         exhausted: whether the source was read to its end at least once in this epoch.
-        has_trained: whether any token was trained since the source was last begun.
-        cursor: the source's own cursor of its next row; None if it was begun and no row was read yet.
+        untrained: how many rows were read since the newest one with a trained token.
+        begun: how many passes were begun since the newest row; above 1 if the lane had no rows in some.
+        cursor: the source's own cursor of its next row; empty if a pass was begun and no row was read yet.
         reader: reads the source; None until its first row is needed.
     """
 
     deficit: int
     restarts: int = 0
     exhausted: bool = False
-    has_trained: bool = False
-    cursor: Cursor | None = None
+    untrained: int = 0
+    begun: int = 1
+    cursor: Cursor = ()
     reader: Reader | None = None
 
     def numbers(self) -> list[int]:
         """Return the state, without the reader, as a part of a cursor."""
-        cursor = self.cursor
-        flags = self.restarts << 2 | self.exhausted << 1 | self.has_trained
         # A cursor holds no negative numbers, so the sign becomes the lowest bit.
         zigzag = self.deficit << 1 if self.deficit >= 0 else ~self.deficit << 1 | 1
-        return [zigzag, flags, *((0,) if cursor is None else (len(cursor) + 1, *cursor))]
+        counts = (self.restarts, self.exhausted, self.untrained, self.begun, len(self.cursor))
+        return [zigzag, *map(int, counts), *self.cursor]
 
     @classmethod
     def from_numbers(cls, numbers: Iterator[int]) -> SourceState:
         """Invert `numbers`."""
-        zigzag, flags, size = next(numbers), next(numbers), next(numbers)
+        zigzag, restarts, exhausted, untrained, begun, size = _take(numbers, 6)
         deficit = ~(zigzag >> 1) if zigzag & 1 else zigzag >> 1
-        cursor = _take(numbers, size - 1) if size else None
-        return cls(deficit, flags >> 2, bool(flags & 2), bool(flags & 1), cursor)
+        return cls(deficit, restarts, bool(exhausted), untrained, begun, _take(numbers, size))
 
 
 class MixtureScheduler(Reader):
@@ -152,6 +157,9 @@ class MixtureScheduler(Reader):
         self.locate = locate
         self.stop = stop
         self.place = f"lane {reading.lane} of {reading.num_lanes}"
+        self.tries = passes_by_all(
+            reading.num_lanes
+        )  # passes over a source that may be without rows for this lane
         rng = np.random.default_rng(reading.key)
         # Two sets of random numbers, from which `_begin` makes the deficits that the epoch begins with.
         self.delays = sorted(rng.integers(0, reading.stagger + 1, len(names)).tolist())  # trained tokens
@@ -167,7 +175,6 @@ class MixtureScheduler(Reader):
             self.states = [SourceState.from_numbers(numbers) for _ in names]
         self.current = 0  # index of the source that the newest row is from
         self.awaits_charge = False  # whether `charge` must still be called for the newest row
-        self.first_of_pass = False
 
     @property
     def cursor(self) -> Cursor:
@@ -188,8 +195,8 @@ class MixtureScheduler(Reader):
             self.current = max(range(len(self.states)), key=lambda i: self.states[i].deficit)
             state = self.states[self.current]
             if state.reader is None:
-                state.reader = self.open_source(self.current, state.restarts, state.cursor)
-            self.first_of_pass = state.cursor is None
+                state.reader = self.open_source(self.current, state.restarts, state.cursor or None)
+            self.passes_begun = state.begun
             try:
                 row = next(state.reader, None)
             except BadRecord as error:
@@ -221,8 +228,8 @@ class MixtureScheduler(Reader):
     def _count_row(self, trained: int, *, pieces: int) -> None:
         state = self.states[self.current]
         assert state.reader is not None
-        state.has_trained |= trained > 0
-        state.cursor = state.reader.cursor
+        state.untrained = 0 if trained else state.untrained + 1
+        state.begun, state.cursor = 0, state.reader.cursor
         weights = self.schedule.now
         for other, weight in zip(self.states, weights, strict=True):
             other.deficit += weight * trained
@@ -245,29 +252,48 @@ class MixtureScheduler(Reader):
         self.states = [SourceState(middle - sum(weights) * self.delays[rank]) for rank in ranks]
 
     def _restart(self, source_index: int) -> None:
-        """Restart a source that was read to its end.
+        """Restart a source that was read to its end. If the lane had no rows in this pass, go to one in which it has.
 
         Raises:
             StopIteration: without changing anything, if this is the end of the epoch.
-            ValueError: if the source has no rows, or no token was trained since it was last begun.
+            ValueError: if the source has no rows, or no token was trained of many.
         """
         state, name = self.states[source_index], self.names[source_index]
-        if state.cursor is None:
-            raise ValueError(
-                f"{self.place} has no rows of source {name!r}, and a mixture needs some of every source in every lane; "
-                "use fewer lanes (num_lanes), or leave the source out"
-            )
+        skipped = self._passes_without_rows(source_index) if state.begun else 0
         others = (other for other in self.states if other is not state)
         if self.stop == "first_exhausted" or (
             self.stop == "all_exhausted" and all(other.exhausted for other in others)
         ):
             raise StopIteration
-        if not state.has_trained:
+        if state.untrained >= UNTRAINED_ROWS:
             raise ValueError(
-                f"{self.place}: source {name!r} trains no token from its beginning to its end, so its weight cannot be "
-                "reached; look at what is dropped or masked, or leave the source out"
+                f"{self.place}: the last {state.untrained} rows of source {name!r} trained no token, so its weight "
+                "cannot be reached; look at what is dropped or masked, or leave the source out"
             )
-        self.states[source_index] = SourceState(state.deficit, state.restarts + 1, exhausted=True)
+        self.states[source_index] = SourceState(
+            state.deficit,
+            state.restarts + skipped + 1,
+            exhausted=True,
+            untrained=state.untrained,
+            begun=state.begun + skipped + 1,
+        )
+
+    def _passes_without_rows(self, source_index: int) -> int:
+        """Return how many passes after the current one have no row of a source for this lane.
+
+        Raises:
+            ValueError: if there is none in so many passes that each row came by this lane.
+        """
+        for skipped in range(self.tries):
+            restarts = self.states[source_index].restarts + skipped + 1
+            with suppress(BadRecord):  # is a row
+                if next(self.open_source(source_index, restarts, None), None) is None:
+                    continue
+            return skipped
+        raise ValueError(
+            f"{self.place}: source {self.names[source_index]!r} has no rows in {self.tries + 1} passes over it, so its "
+            "weight cannot be reached; leave the source out"
+        )
 
 
 def _take(numbers: Iterator[int], count: int) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 from streampack.accounting import Ledger, SourceStats, trained_tokens, trains_nothing
 from streampack.packing.cut_samples import untrained_error
 from streampack.sources.base import BadRecord, Reader, Reading
+from streampack.sources.passes import passes_by_all
 from streampack.streaming.lane_config import LaneConfig
 from streampack.streaming.lane_state import LaneState
 from streampack.streaming.ledger_messages import FIRST_ROWS, warn_of_first_rows
@@ -62,7 +63,11 @@ class PieceReader:
         self.unreadable = ""  # why ``row`` could not be read, if its data is UNREADABLE
         self.pending: list[Piece] = []
         self.epoch_has_rows = False
-        self.epoch_has_pieces = False
+        # Epochs in a row, the current one included, without a piece. In a stream without an end, a lane ends after
+        # `most_without_pieces`: it would be read for ever without making a pack. In a mixture with
+        # ``stop="first_exhausted"``, a lane may be without rows in one epoch and have some in the next.
+        self.epochs_without_pieces = 0
+        self.most_without_pieces = passes_by_all(num_lanes) if config.source.names else 1
 
     def open(self, epoch: int, start: Cursor | None = None, *, replayed: int = 0) -> None:
         """Begin to read an epoch, at a cursor or at its beginning. If this fails, nothing has changed."""
@@ -79,7 +84,8 @@ class PieceReader:
         )
         self.reader = config.source.read(reading)
         self.epoch = epoch
-        self.epoch_has_rows = self.epoch_has_pieces = False
+        self.epoch_has_rows = False
+        self.epochs_without_pieces += 1
 
     def next(self) -> Piece | None:
         """Return the next piece; None at the end of the epoch.
@@ -97,7 +103,7 @@ class PieceReader:
                 self._warn_if_all_dropped()
         piece = self.pending.pop(0)
         self.next_number = piece.number + 1
-        self.epoch_has_pieces = True
+        self.epochs_without_pieces = 0
         self.ledger.tokens_in += piece.length
         if self.source_stats:
             self.stats(piece.row_id).tokens_in += piece.length
@@ -121,7 +127,7 @@ class PieceReader:
         self.source_stats = [stats.copy() for stats in state.source_stats]
         self.open(state.epoch, state.cursor, replayed=state.next_piece - state.first)
         # Rows and pieces of this epoch may lie before the cursor.
-        self.epoch_has_rows = self.epoch_has_pieces = True
+        self.epoch_has_rows, self.epochs_without_pieces = True, 0
         self.next_number = state.first
         waiting = []
         while self.next_number < state.next_piece:
@@ -138,7 +144,7 @@ class PieceReader:
             skip = consumed & 1 and self.config.packing.keeps_one_piece_per_sample and not self.source_stats
             pieces = [] if skip else self._pieces(row, again=True)
             self.row = None
-            self.epoch_has_pieces = True  # again, because `_read` may have opened the next epoch
+            self.epochs_without_pieces = 0  # again, because `_read` may have opened the next epoch
             for piece in pieces:
                 if self.next_number == state.next_piece:  # the state was taken between the pieces of this row
                     self.pending.append(piece)
@@ -167,8 +173,7 @@ class PieceReader:
                 self.row = Row(UNREADABLE, error.cursor, error.row_id)
                 self.unreadable = error.reason
             if self.row is None:
-                # A lane whose rows make no piece ends all the same: it would be read for ever without making a pack.
-                if not self.config.endless or not self.epoch_has_pieces:
+                if not self.config.endless or self.epochs_without_pieces >= self.most_without_pieces:
                     return None
                 ended = self.reader
                 self.open(self.epoch + 1)
@@ -255,7 +260,7 @@ class PieceReader:
             self.reader.charge([])
 
     def _begin_stats(self, row: Row) -> SourceStats:
-        """Return the statistics of the newest row's source; count an epoch of it if the row is its first."""
+        """Return the statistics of the newest row's source; count the epochs of it that began with the row."""
         stats = self.stats(row.row_id)
-        stats.epochs += self.reader.first_of_pass
+        stats.epochs += self.reader.passes_begun
         return stats

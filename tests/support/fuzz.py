@@ -28,7 +28,7 @@ from tests.support.thread_ranks import InProcess, Run, Topology
 from tests.support.thread_ranks import run as run_ranks
 
 # Of a mixture that is too small for its lanes, or whose first source to end has no row that makes a piece.
-REFUSALS = ("rows of source", "trains no token from", "no row makes a pack")
+REFUSALS = ("no rows in", "rows of source", "no row makes a pack")
 
 
 def of_ranks(ranks: list[list[Any]], batches_per_step: int) -> list[list[Plain]]:
