@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from streampack.storage.read_ahead import ReadAhead
 from streampack.types import Cursor, Row, RowId, Sample
 
 IMMUTABLE = (str, int, float, bool, bytes, type(None))
@@ -32,6 +33,7 @@ class Reading:
         stagger: how many trained tokens the deficits of a mixture's sources are apart at most when an epoch begins;
             the length of the longest sample is enough. See `MixtureScheduler`.
         replayed: how many pieces a resume reads a second time, from ``start`` on.
+        read_ahead: what the reader may fetch before it is needed; None for the reader of one lane alone.
     """
 
     lane: int = 0
@@ -43,6 +45,7 @@ class Reading:
     start: Cursor | None = None
     stagger: int = 0
     replayed: int = 0
+    read_ahead: ReadAhead | None = None
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -104,6 +107,9 @@ class Reader(ABC):
     @abstractmethod
     def skip(self) -> None:
         """Skip the record that `BadRecord` was raised for."""
+
+    def prepare(self) -> None:  # noqa: B027  # only a reader of files behind a URL has a use for it
+        """Begin to fetch what the next rows need, because they will be asked for soon. It changes no row or error."""
 
     def charge(self, parts: Sequence[Sample]) -> None:  # noqa: B027  # only a mixture has a use for it
         """Count the trained tokens of the newest row. ``parts`` are its pieces, none if the row was dropped."""

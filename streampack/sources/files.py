@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 
 from streampack.sources.base import Reader, Reading, spread
-from streampack.sources.parts import Part, Record
+from streampack.sources.parts import Damage, FoundRecord, Part, Record
 from streampack.sources.shuffling import read_parts
 from streampack.sources.source import Source
 from streampack.storage.base import ParallelMap, map_in_threads
+from streampack.storage.counts import ReadCounts
 from streampack.storage.listing import Corpus
-from streampack.storage.ranges import Fetcher
+from streampack.storage.ranges import Block, Fetcher
+from streampack.storage.read_ahead import LONGEST_BURST, NO_READ_AHEAD, READ_AHEAD, ReadAhead
 from streampack.types import RowId
 
 PARTS_PER_LANE = 16
@@ -34,11 +36,11 @@ class FileSource(Source):
     unit = "row"
     """What an offset counts, for messages."""
 
-    def __init__(self, corpus: Corpus, *, read_ahead: int) -> None:
+    def __init__(self, corpus: Corpus) -> None:
         self.corpus = corpus
         self.files = corpus.files
         self.local = corpus.local
-        self.read_ahead = corpus.read_ahead(read_ahead)
+        self.read_counts = ReadCounts()
         # For a number of lanes, the parts of each lane.
         self._divided: dict[int, list[list[Part]]] = {}
 
@@ -48,12 +50,13 @@ class FileSource(Source):
 
     @abstractmethod
     def records(
-        self, part: Part, offset: int, fetcher: Fetcher, following: Part | None = None
+        self, part: Part, offset: int, fetcher: Fetcher, later: Iterable[Iterable[Block | None]] = ()
     ) -> Iterator[Record]:
-        """Return the records of a part from ``offset`` on.
+        """Return the records of a part from ``offset`` on. ``later`` is for `Fetcher.plan`."""
 
-        ``following`` is the part that will be read next, if there is one. A format may have it fetched ahead.
-        """
+    @abstractmethod
+    def ahead(self, part: Part, offset: int, fetcher: Fetcher) -> Iterable[Block | None]:
+        """Return the blocks that `records` will read, for `Fetcher.plan`."""
 
     @abstractmethod
     def decode(self, part: Part, offset: int, raw: Any) -> Mapping[str, Any]:
@@ -62,6 +65,14 @@ class FileSource(Source):
         Raises:
             ValueError: if the record is broken.
         """
+
+    def at_once(self) -> int:
+        """Return how many bytes must be read for a single record, as far as is known; 0 if it is one block."""
+        return 0
+
+    def stored_bytes(self, raw: Any) -> int:
+        """Return how much memory the raw data of a record takes."""
+        return len(raw)
 
     def fingerprint(self) -> str:
         """Return a digest of the files' names and sizes, and of each file's ETag or its first and last 64 KiB.
@@ -82,14 +93,24 @@ class FileSource(Source):
         """See `Source.read`."""
         if not self.is_divided(reading.num_lanes):
             self.divide(reading.num_lanes, map_in_threads)
-        fetcher = self.fetcher(ahead=self.read_ahead)
+        fetcher = Fetcher(
+            self.corpus.storage,
+            self.corpus.retries,
+            # On this machine the operating system reads ahead.
+            read_ahead=NO_READ_AHEAD
+            if self.local
+            else reading.read_ahead or ReadAhead.for_lanes(READ_AHEAD, 1),
+            counts=self.read_counts,
+        )
+        parts = _LaneParts(self, fetcher)
         return read_parts(
             self._divided[reading.num_lanes][reading.lane],
             reading,
-            open_part=lambda part, offset, following: self.records(part, offset, fetcher, following),
+            open_part=parts.open,
             decode=self.decode,
             place=self.place,
             locate=self.locate,
+            preparation=None if self.local else parts,
         )
 
     def place(self, part: Part, offset: int) -> str:
@@ -127,9 +148,43 @@ class FileSource(Source):
         """See `Divisible`."""
         self._divided[num_lanes] = self.cut(num_lanes, parallel_map)
 
-    def fetcher(self, *, ahead: int = 0) -> Fetcher:
-        """Return a fetcher that reads up to ``ahead`` bytes ahead."""
-        return Fetcher(self.corpus.storage, self.corpus.retries, ahead=ahead)
+    def fetcher(self) -> Fetcher:
+        """Return a fetcher that reads nothing ahead."""
+        return Fetcher(self.corpus.storage, self.corpus.retries)
+
+
+class _LaneParts:
+    """The parts of one lane as they are read: a `Preparation`."""
+
+    def __init__(self, source: FileSource, fetcher: Fetcher) -> None:
+        self.source = source
+        self.fetcher = fetcher
+
+    def open(self, part: Part, offset: int, following: Iterator[Part]) -> Iterator[Record]:
+        return self.source.records(part, offset, self.fetcher, self._ahead(following))
+
+    def plan(self, part: Part, offset: int, following: Iterator[Part]) -> None:
+        self.fetcher.plan(self.source.ahead(part, offset, self.fetcher), self._ahead(following))
+
+    def expect(self, records: int, *, now: bool) -> None:
+        counts = self.source.read_counts
+        # Of the first window nothing is known: its reader fetches as much as it may.
+        each = counts.bytes / counts.windowed if counts.windowed else LONGEST_BURST
+        # A block more, because blocks are fetched whole.
+        size = max(self.source.at_once(), int(each * records)) + self.fetcher.block
+        self.fetcher.expect(size, now=now)
+
+    def filled(self, window: Sequence[FoundRecord]) -> int:
+        of = self.source.stored_bytes
+        self.source.read_counts.windowed += len(window)
+        self.fetcher.expect(0)
+        return sum(of(raw) for _, _, raw in window if not isinstance(raw, Damage))
+
+    def hold(self, window: int) -> None:
+        self.fetcher.hold(window)
+
+    def _ahead(self, parts: Iterator[Part]) -> Iterator[Iterable[Block | None]]:
+        return (self.source.ahead(part, part.start, self.fetcher) for part in parts)
 
 
 def divide(

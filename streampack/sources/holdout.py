@@ -148,6 +148,9 @@ class _Kept(Reader):
     def skip(self) -> None:
         self.reader.skip()
 
+    def prepare(self) -> None:
+        self.reader.prepare()
+
 
 def hold_out(source: Source, *, fraction: float) -> tuple[Source, Source]:
     """Split a source with `Holdout`, and return (training part, held-out part).

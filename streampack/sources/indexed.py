@@ -37,21 +37,23 @@ Offsets = npt.NDArray[np.int64]
 class IndexedSource(FileSource):
     """Numbered records in shards: token shards and MDS. The index says how many records each shard has."""
 
-    def __init__(self, corpus: Corpus, counts: Sequence[int], *, read_ahead: int) -> None:
-        super().__init__(corpus, read_ahead=read_ahead)
+    def __init__(self, corpus: Corpus, counts: Sequence[int]) -> None:
+        super().__init__(corpus)
         self.counts = list(counts)
         """The number of records in each shard."""
 
     @abstractmethod
-    def slice(self, part: Part, fetcher: Fetcher, following: Iterable[Block]) -> Iterator[Record]:
-        """Return the records of a part whose ``stop`` is a number. The ``following`` blocks are fetched ahead."""
+    def slice(
+        self, part: Part, fetcher: Fetcher, later: Iterable[Iterable[Block | None]]
+    ) -> Iterator[Record]:
+        """Return the records of a part whose ``stop`` is a number; see `FileSource.records`."""
 
     @abstractmethod
-    def ahead(self, part: Part, fetcher: Fetcher) -> Iterable[Block]:
-        """Return the blocks that `slice` will read of a part, to be fetched ahead."""
+    def slice_ahead(self, part: Part, fetcher: Fetcher) -> Iterable[Block | None]:
+        """Return the blocks that `slice` will read of a part; see `FileSource.ahead`."""
 
     def records(
-        self, part: Part, offset: int, fetcher: Fetcher, following: Part | None = None
+        self, part: Part, offset: int, fetcher: Fetcher, later: Iterable[Iterable[Block | None]] = ()
     ) -> Iterator[Record]:
         """See `FileSource.records`."""
         part = self._bounded(part)
@@ -59,8 +61,11 @@ class IndexedSource(FileSource):
         if not 0 <= offset <= part.stop:
             file = self.files[part.file]
             raise ValueError(f"{file.shown} has no {self.unit} {offset}; the state or the index is damaged")
-        coming = () if following is None else self.ahead(self._bounded(following), fetcher)
-        return self.slice(part._replace(start=offset), fetcher, coming)
+        return self.slice(part._replace(start=offset), fetcher, later)
+
+    def ahead(self, part: Part, offset: int, fetcher: Fetcher) -> Iterable[Block | None]:
+        """See `FileSource.ahead`."""
+        return self.slice_ahead(self._bounded(part)._replace(start=offset), fetcher)
 
     def place(self, part: Part, offset: int) -> str:
         """See `FileSource.place`."""
@@ -192,9 +197,9 @@ def offsets_of(
 
 
 def read_records(
-    fetcher: Fetcher, file: File, offsets: Offsets, following: Iterable[Block] = ()
+    fetcher: Fetcher, file: File, offsets: Offsets, later: Iterable[Iterable[Block | None]] = ()
 ) -> Iterator[bytes]:
-    """Return an iterator over the bytes of each record. The ``following`` blocks are fetched ahead."""
-    stretch = RangeStream(fetcher, file, int(offsets[0]), int(offsets[-1]), following)
+    """Return an iterator over the bytes of each record. The blocks of ``later`` parts are fetched ahead."""
+    stretch = RangeStream(fetcher, file, int(offsets[0]), int(offsets[-1]), later)
     stream = io.BufferedReader(stretch, BUFFER_BYTES)
     return (stream.read(size) for size in np.diff(offsets).tolist())

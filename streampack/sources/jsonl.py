@@ -11,13 +11,13 @@ from typing import Any
 from streampack.sources.base import spread
 from streampack.sources.examples import EXAMPLES, Example, example
 from streampack.sources.files import FileSource, divide, places
-from streampack.sources.lines import ByteCount, Lines, parsed
+from streampack.sources.lines import ByteCount, Lines, parsed, stretch
 from streampack.sources.parts import Damage, Part, Record
-from streampack.storage.base import File, ParallelMap, map_in_threads
+from streampack.storage.base import ParallelMap, map_in_threads
 from streampack.storage.compression import content
 from streampack.storage.formats import JSON_LINES, require_json_lines, whole_json
 from streampack.storage.listing import Name, Once, alone, find_files
-from streampack.storage.ranges import Block, Fetcher, RangeStream, blocks
+from streampack.storage.ranges import Block, Fetcher, RangeStream, blocks, tail_of
 from streampack.types import RowId
 from streampack.validation import require_positive
 
@@ -50,7 +50,6 @@ class JSONLSource(FileSource):
         retries: how often a failed read is tried again, with growing waits. A missing file and a missing permission
             are errors at once.
         timeout: seconds that one request may take.
-        read_ahead: the most bytes that each lane fetches ahead from behind a URL.
         max_line_bytes: bytes of the longest line, decompressed. A longer line is a broken record, of which no more than
             that is held in memory.
         once: how ranks share the listing of remote files; by default each lists for itself. Recipes pass it.
@@ -71,7 +70,6 @@ class JSONLSource(FileSource):
         storage_options: Mapping[str, Any] | None = None,
         retries: int = 5,
         timeout: float = 30.0,
-        read_ahead: int = 8 << 20,
         max_line_bytes: int = LONGEST_LINE,
         once: Once = alone,
     ) -> None:
@@ -80,7 +78,7 @@ class JSONLSource(FileSource):
             paths, manifest=manifest, endings=JSON_LINES, storage_options=storage_options, retries=retries,
             timeout=timeout, once=once,
         )  # fmt: skip
-        super().__init__(corpus, read_ahead=read_ahead)
+        super().__init__(corpus)
         require_json_lines(self.files, local=self.local)
         self._count = ByteCount()
         self._plain = [number for number, file in enumerate(self.files) if file.seekable]
@@ -91,10 +89,16 @@ class JSONLSource(FileSource):
         return divide([file.size for file in self.files], num_lanes, whole=frozenset(self._compressed))
 
     def records(
-        self, part: Part, offset: int, fetcher: Fetcher, following: Part | None = None
+        self, part: Part, offset: int, fetcher: Fetcher, later: Iterable[Iterable[Block | None]] = ()
     ) -> Iterator[Record]:
         """See `FileSource.records`."""
-        return self._lines(part, offset, fetcher, following=self._blocks(following, fetcher))
+        return self._lines(part, offset, fetcher, later=later)
+
+    def ahead(self, part: Part, offset: int, fetcher: Fetcher) -> Iterable[Block | None]:
+        """See `FileSource.ahead`."""
+        file = self.files[part.file]
+        begin, stop = stretch(file, part, offset)
+        return blocks(fetcher.block, file, begin, stop, tail=tail_of(begin, stop))
 
     def decode(self, part: Part, offset: int, raw: bytes | Damage) -> Mapping[str, Any]:
         """See `FileSource.decode`."""
@@ -198,15 +202,15 @@ class JSONLSource(FileSource):
         return next(chain.from_iterable(lines), None)
 
     def _lines(
-        self, part: Part, offset: int, fetcher: Fetcher, *, following: Iterable[Block] = (), few: bool = False
+        self,
+        part: Part,
+        offset: int,
+        fetcher: Fetcher,
+        *,
+        later: Iterable[Iterable[Block | None]] = (),
+        few: bool = False,
     ) -> Lines:
         return Lines(
             self.files[part.file], part, offset, fetcher, longest=self.max_line_bytes, count=self._count,
-            following=following, few=few,
+            later=later, few=few,
         )  # fmt: skip
-
-    def _blocks(self, part: Part | None, fetcher: Fetcher) -> Iterator[Block]:
-        if part is not None:
-            file: File = self.files[part.file]
-            stop = file.size if part.stop is None else part.stop
-            yield from blocks(fetcher.storage, file, max(0, part.start - 1), stop)

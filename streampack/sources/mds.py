@@ -22,7 +22,7 @@ from streampack.sources.parts import Damage, Part, Record
 from streampack.storage.base import File, ParallelMap, redact
 from streampack.storage.compression import DAMAGED, content
 from streampack.storage.listing import Name, Once, alone
-from streampack.storage.ranges import Block, Fetcher, RangeStream, TableFirst, blocks
+from streampack.storage.ranges import Block, Fetcher, RangeStream, blocks
 
 MAX_CONTENT_BYTES = 1 << 30  # A compressed shard may not have more content, whatever its index says.
 COMPRESSIONS = {"gz": ".gz", "zstd": ".zst"}
@@ -54,7 +54,6 @@ class MDSSource(IndexedSource):
         storage_options: see `JSONLSource`, as for the arguments below.
         retries: how often a failed read is tried again.
         timeout: seconds that one request may take.
-        read_ahead: the most bytes that each lane fetches ahead from behind a URL.
         once: how ranks share the reading of the index.
 
     Raises:
@@ -72,7 +71,6 @@ class MDSSource(IndexedSource):
         storage_options: Mapping[str, Any] | None = None,
         retries: int = 5,
         timeout: float = 30.0,
-        read_ahead: int = 8 << 20,
         once: Once = alone,
     ) -> None:
         index = read_index(
@@ -90,7 +88,7 @@ class MDSSource(IndexedSource):
                 raise ValueError(f"{shown}, shard {number}: {error}") from None
             self.shards.append(shard)
             names.append(named)
-        super().__init__(index.corpus(names), [shard.samples for shard in self.shards], read_ahead=read_ahead)
+        super().__init__(index.corpus(names), [shard.samples for shard in self.shards])
         self._packed = frozenset(number for number, shard in enumerate(self.shards) if shard.suffix)
 
     def cut(self, num_lanes: int, parallel_map: ParallelMap) -> list[list[Part]]:
@@ -105,29 +103,29 @@ class MDSSource(IndexedSource):
         except (ValueError, LookupError) as error:
             raise ValueError(f"not a sample of its columns ({error})") from None
 
-    def slice(self, part: Part, fetcher: Fetcher, following: Iterable[Block]) -> Iterator[Record]:
+    def slice(
+        self, part: Part, fetcher: Fetcher, later: Iterable[Iterable[Block | None]]
+    ) -> Iterator[Record]:
         """See `IndexedSource.slice`."""
         if part.start == part.stop:
             return
         read = _decompressed if part.file in self._packed else _ranged
-        samples = read(self.shards[part.file], self.files[part.file], part, fetcher, following)
+        samples = read(self.shards[part.file], self.files[part.file], part, fetcher, later)
         for number, raw in enumerate(samples, part.start):
             yield number, raw, number + 1
 
-    def ahead(self, part: Part, fetcher: Fetcher) -> Iterable[Block]:
-        """See `IndexedSource.ahead`."""
+    def slice_ahead(self, part: Part, fetcher: Fetcher) -> Iterator[Block | None]:
+        """See `IndexedSource.slice_ahead`."""
         shard, file = self.shards[part.file], self.files[part.file]
         if shard.suffix:
-            return blocks(fetcher.storage, file, 0, file.size)
-        if shard.first_sample > file.size:  # the shard is damaged: `slice` raises that
-            return ()
-
-        def rest(table: bytes) -> Iterator[Block]:
+            yield from blocks(fetcher.block, file, 0, file.size)
+        elif shard.first_sample <= file.size:  # else the shard is damaged, and `slice` raises that
+            yield (block := _table(file, part))
+            while (table := fetcher.peek(block)) is None:
+                yield None
             with suppress(Damage):  # `slice` raises it
                 offsets = _offsets(shard, file, part, table)
-                yield from blocks(fetcher.storage, file, int(offsets[0]), int(offsets[-1]))
-
-        return TableFirst(fetcher, _table(file, part), rest)
+                yield from blocks(fetcher.block, file, int(offsets[0]), int(offsets[-1]))
 
     def natural_lanes(self) -> int:
         """Return one lane per 256 KiB of plain shards, and one per compressed shard."""
@@ -147,19 +145,19 @@ class MDSSource(IndexedSource):
 
 
 def _ranged(
-    shard: Shard, file: File, part: Part, fetcher: Fetcher, following: Iterable[Block]
+    shard: Shard, file: File, part: Part, fetcher: Fetcher, later: Iterable[Iterable[Block | None]]
 ) -> Iterator[bytes]:
     """Read a plain shard's samples by ranges."""
     _check_length(shard, file, part, file.size)
     offsets = _offsets(shard, file, part, fetcher.take(_table(file, part)))
-    yield from read_records(fetcher, file, offsets, following)
+    yield from read_records(fetcher, file, offsets, later)
 
 
 def _decompressed(
-    shard: Shard, file: File, part: Part, fetcher: Fetcher, following: Iterable[Block]
+    shard: Shard, file: File, part: Part, fetcher: Fetcher, later: Iterable[Iterable[Block | None]]
 ) -> Iterator[bytes]:
     """Read a compressed shard's samples."""
-    stretch = RangeStream(fetcher, file, 0, file.size, following)
+    stretch = RangeStream(fetcher, file, 0, file.size, later)
     try:
         data = content(stretch, name=shard.suffix).read(shard.size + 1)
     except DAMAGED as error:

@@ -221,6 +221,7 @@ class Mix(Source):
             stop=self.stop,
             weights=self.weights,
             reading=reading,
+            remote=[number for number, entry in enumerate(self.entries) if not entry.source.local],
         )
 
     def _open(self, reading: Reading, source_index: int, restarts: int, start: Cursor | None) -> Reader:
@@ -236,6 +237,7 @@ class Mix(Source):
             seed=crc32(f"{reading.seed} {entry.name}".encode()),
             start=start,
             replayed=0,
+            read_ahead=reading.read_ahead and reading.read_ahead.part(entry.weight),
         )
         return entry.source.read(own)
 

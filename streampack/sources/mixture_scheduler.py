@@ -140,6 +140,7 @@ class MixtureScheduler(Reader):
         weights: the sources' weights. If the cursor to start at holds others, those apply to the rows that are read
             again.
         reading: the lane and epoch to read, and where to begin.
+        remote: indices of the sources whose rows can be fetched before they are needed.
     """
 
     def __init__(
@@ -151,9 +152,11 @@ class MixtureScheduler(Reader):
         stop: str,
         weights: Sequence[int],
         reading: Reading,
+        remote: Sequence[int] = (),
     ) -> None:
         self.names = names
         self.open_source = open_source
+        self.remote = remote
         self.locate = locate
         self.stop = stop
         self.place = f"lane {reading.lane} of {reading.num_lanes}"
@@ -218,6 +221,16 @@ class MixtureScheduler(Reader):
         assert reader is not None
         reader.skip()
         self._count_row(0, pieces=1)
+
+    def prepare(self) -> None:
+        """See `Reader.prepare`."""
+        for number in self.remote:
+            state = self.states[number]
+            if state.reader is None:
+                with suppress(Exception):  # it is raised where the first row is read
+                    state.reader = self.open_source(number, state.restarts, state.cursor or None)
+            if state.reader is not None:
+                state.reader.prepare()
 
     def charge(self, parts: Sequence[Sample]) -> None:
         """See `Reader.charge`. A row that was dropped counts as one piece without trained tokens."""

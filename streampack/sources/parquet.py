@@ -12,12 +12,12 @@ from streampack.sources.base import spread
 from streampack.sources.examples import EXAMPLES, Example
 from streampack.sources.files import PARTS_PER_LANE, FileSource, deal
 from streampack.sources.parts import Damage, Part, Record
-from streampack.sources.row_groups import Footers, RowGroups, group_of, plain_row, starts_of
+from streampack.sources.row_groups import Footers, RowGroups, blocks_ahead, group_of, plain_row, starts_of
 from streampack.sources.source import Divisible
 from streampack.storage.base import ParallelMap
 from streampack.storage.formats import PARQUET
 from streampack.storage.listing import Name, Once, alone, find_files
-from streampack.storage.ranges import Fetcher
+from streampack.storage.ranges import Block, Fetcher
 from streampack.types import RowId
 
 WHOLE_FILE_PARTS = 2
@@ -50,7 +50,6 @@ class ParquetSource(FileSource):
         storage_options: settings of the storage behind URLs.
         retries: how often a failed read is tried again.
         timeout: seconds that one request may take.
-        read_ahead: the most bytes that each lane fetches ahead from behind a URL.
         once: how ranks share the listing of remote files.
 
     Raises:
@@ -68,7 +67,6 @@ class ParquetSource(FileSource):
         storage_options: Mapping[str, Any] | None = None,
         retries: int = 5,
         timeout: float = 30.0,
-        read_ahead: int = 8 << 20,
         once: Once = alone,
     ) -> None:
         try:
@@ -82,7 +80,7 @@ class ParquetSource(FileSource):
             paths, manifest=manifest, endings=PARQUET, storage_options=storage_options, retries=retries,
             timeout=timeout, once=once,
         )  # fmt: skip
-        super().__init__(corpus, read_ahead=read_ahead)
+        super().__init__(corpus)
         self.footers = Footers(self.files, self.columns)
 
     def fingerprint(self) -> str:
@@ -95,10 +93,24 @@ class ParquetSource(FileSource):
         return {**super().identity(), "columns": columns}
 
     def records(
-        self, part: Part, offset: int, fetcher: Fetcher, following: Part | None = None
+        self, part: Part, offset: int, fetcher: Fetcher, later: Iterable[Iterable[Block | None]] = ()
     ) -> Iterator[Record]:
         """See `FileSource.records`."""
-        return RowGroups(self.footers, part, offset, fetcher, following)
+        groups = RowGroups(self.footers, part, offset, fetcher)
+        fetcher.plan(groups.planned(), later)
+        return groups
+
+    def ahead(self, part: Part, offset: int, fetcher: Fetcher) -> Iterable[Block | None]:
+        """See `FileSource.ahead`."""
+        return blocks_ahead(self.footers, part, offset, fetcher)
+
+    def at_once(self) -> int:
+        """See `FileSource.at_once`: a row group."""
+        return self.footers.largest_group
+
+    def stored_bytes(self, raw: Any) -> int:
+        """See `FileSource.stored_bytes`."""
+        return int(raw[2])
 
     def decode(self, part: Part, offset: int, raw: Any) -> Mapping[str, Any]:
         """See `FileSource.decode`."""
@@ -129,7 +141,7 @@ class ParquetSource(FileSource):
         known = size = 0
         for number in numbers:
             with suppress(ValueError):  # training reports damage
-                footer = self.footers.get(number, self.fetcher())
+                footer = self.footers.get(number, self.fetcher().take)
                 starts = starts_of(footer)
                 known += footer.num_rows
                 size += self.files[number].size
@@ -143,7 +155,7 @@ class ParquetSource(FileSource):
     def examples(self, count: int = EXAMPLES) -> list[Example]:
         """See `Source.examples`: the first rows of one row group."""
         with suppress(ValueError):  # training reports damage
-            starts = starts_of(self.footers.get(0, self.fetcher()))
+            starts = starts_of(self.footers.get(0, self.fetcher().take))
             part = Part(0, 0, min(count, *starts[1:2]))
             records = self.records(part, 0, self.fetcher())
             return [Example((0, number), plain_row(raw)) for number, raw, _ in records]
@@ -175,7 +187,7 @@ class ParquetSource(FileSource):
         """Return (part, bytes) for each run of a file's row groups: a run ends when it has ``step`` bytes."""
         size = self.files[number].size
         try:
-            footer = self.footers.get(number, self.fetcher())
+            footer = self.footers.get(number, self.fetcher().take)
         except Damage:  # reading the part raises it again
             return [(Part(number), size)]
         groups = [footer.row_group(i) for i in range(footer.num_row_groups)]

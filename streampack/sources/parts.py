@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
 
 from streampack.sources.base import BadRecord, Reader, Reading
 from streampack.types import Cursor, Row, RowId
@@ -42,6 +43,22 @@ class Damage(ValueError):
         self.resume = resume
 
 
+class Preparation(Protocol):
+    """What a reader of files behind a URL has fetched before it is needed."""
+
+    def plan(self, part: Part, offset: int, following: Iterator[Part]) -> None:
+        """Begin to fetch a part, from ``offset`` on, and the following ones."""
+
+    def expect(self, records: int, *, now: bool) -> None:
+        """Fetch what the next ``records`` records need, because they will be asked for soon, or ``now``."""
+
+    def filled(self, window: Sequence[FoundRecord]) -> int:
+        """Return how many bytes the records of a window take, when it is full: nothing is expected any more."""
+
+    def hold(self, window: int) -> None:
+        """Set how many bytes of its window the reader still holds."""
+
+
 class InOrder(Reader):
     """Reads the records of a lane's parts, one part after the other, and decodes them to rows.
 
@@ -68,10 +85,11 @@ class InOrder(Reader):
         self,
         parts: Sequence[Part],
         reading: Reading,
-        open_part: Callable[[Part, int, Part | None], Iterator[Record]],
+        open_part: Callable[[Part, int, Iterator[Part]], Iterator[Record]],
         decode: Callable[[Part, int, Any], Mapping[str, Any]],
         place: Callable[[Part, int], str],
         locate: Callable[[RowId], str],
+        preparation: Preparation | None = None,
     ) -> None:
         self.parts = parts
         self.reading = reading
@@ -79,6 +97,7 @@ class InOrder(Reader):
         self.decode = decode
         self.place = place
         self.locate = locate
+        self.preparation = preparation
         self.part_index = 0
         self.offset = parts[0].start if parts else 0
         if reading.start is not None:
@@ -108,6 +127,15 @@ class InOrder(Reader):
         """Go on behind the record that was found; see `Reader.skip`."""
         self.found, self.cursor = None, (*self.position, 0)
 
+    def prepare(self, records: int = 0, *, now: bool = False) -> None:
+        """See `Reader.prepare`. If ``records`` are given, as many will be asked for at once, soon or ``now``."""
+        if self.preparation is None:
+            return
+        if begins := self.records is None and self.part_index < len(self.parts):
+            self.preparation.plan(self.parts[self.part_index], self.offset, self._following())
+        if begins or records:
+            self.preparation.expect(records, now=now)
+
     def row_of(self, found: FoundRecord, cursor: Cursor) -> Row:
         """Decode a record that `find` returned, as the row whose cursor is ``cursor``.
 
@@ -130,8 +158,7 @@ class InOrder(Reader):
             part = self.parts[self.part_index]
             try:
                 if self.records is None:
-                    following = self.parts[self.part_index + 1 : self.part_index + 2]
-                    self.records = self.open_part(part, self.offset, following[0] if following else None)
+                    self.records = self.open_part(part, self.offset, self._following())
                 if record := next(self.records, None):
                     offset, raw, self.offset = record
                     return part, offset, raw
@@ -150,6 +177,9 @@ class InOrder(Reader):
                 raise
             self._go_to_part(self.part_index + 1)
         return None
+
+    def _following(self) -> Iterator[Part]:
+        return islice(self.parts, self.part_index + 1, None)
 
     def _go_to_part(self, part_index: int) -> None:
         self.part_index, self.records = part_index, None

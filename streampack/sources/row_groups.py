@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from typing import Any
@@ -14,7 +14,7 @@ from streampack.storage.base import File
 from streampack.storage.ranges import Block, Fetcher, blocks
 
 FOOTER_BYTES = 1 << 13  # bytes of the first request; a longer footer takes a second one
-KEPT_FOOTERS = 64  # footers in the cache; one of 1,000 row groups takes about 1 MB of memory
+KEPT_GROUPS = 1 << 16  # row groups, of all footers in the cache; each takes about 1 kB of memory
 BATCH_ROWS = 1024  # rows that are decoded at a time
 PADDING_BYTES = 100  # old writers' column chunks may end that much later than their footers say (PARQUET-816)
 
@@ -31,38 +31,39 @@ class Footers:
         self.files = files
         self.columns = columns
         self._kept: OrderedDict[int, Any] = OrderedDict()
+        self._groups = 0  # in the footers that are kept
+        self.largest_group = 0  # the most bytes that were read of a row group
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": OrderedDict()}
+        return {**self.__dict__, "_kept": OrderedDict(), "_groups": 0}
 
     def known(self, number: int) -> Any:
         """Return a file's metadata if it is in the cache, else None."""
         return self._kept.get(number)
 
-    def get(self, number: int, fetcher: Fetcher) -> Any:
-        """Return a file's metadata, pyarrow's ``FileMetaData``; read it if it is not in the cache.
+    def get(self, number: int, take: Callable[[Block], bytes]) -> Any:
+        """Return a file's metadata, pyarrow's ``FileMetaData``; read it by ``take`` if it is not in the cache.
 
         Raises:
             Damage: if the file has no readable footer.
             ValueError: if the file lacks a column.
         """
         if (footer := self._kept.get(number)) is None:
-            footer = self._kept[number] = self._read(self.files[number], fetcher)
-            if len(self._kept) > KEPT_FOOTERS:
-                self._kept.popitem(last=False)
+            footer = self._kept[number] = self._read(self.files[number], take)
+            self._groups += footer.num_row_groups
+            while self._groups > KEPT_GROUPS and len(self._kept) > 1:
+                self._groups -= self._kept.popitem(last=False)[1].num_row_groups
         return footer
 
-    def _read(self, file: File, fetcher: Fetcher) -> Any:
+    def _read(self, file: File, take: Callable[[Block], bytes]) -> Any:
         import pyarrow
         from pyarrow import parquet
 
-        tail = fetcher.take(_tail(file))
-        if tail[-4:] != b"PAR1" or (length := int.from_bytes(tail[-8:-4], "little") + 8) > file.size:
-            raise Damage("this is no Parquet file, or its end is missing", offset=0, resume=None)
-        if length > len(tail):
-            tail = fetcher.take((file, file.size - length, file.size - len(tail))) + tail
+        tail = take(_tail(file))
+        rest = _rest(file, tail)
+        whole = tail if rest is None else take(rest) + tail
         try:
-            footer = parquet.read_metadata(pyarrow.BufferReader(b"PAR1" + tail[-length:]))
+            footer = parquet.read_metadata(pyarrow.BufferReader(b"PAR1" + whole[-_length(file, tail) :]))
         except (pyarrow.ArrowException, OSError) as error:
             raise Damage(f"the footer is damaged: {error}", offset=0, resume=None) from None
         there = footer.schema.to_arrow_schema().names
@@ -76,17 +77,20 @@ class Footers:
 class RowGroups:
     """An iterator over the records of one part. Offsets are row numbers in the file.
 
-    A record's raw data is (columns of its batch by name, index of the row in the batch).
+    A record's raw data is (columns of its batch by name, index of the row in the batch, bytes of an average row).
+
+    Args:
+        footers: of all files.
+        part: the part to read.
+        offset: the row at which to begin.
+        fetcher: fetches the bytes.
     """
 
-    def __init__(
-        self, footers: Footers, part: Part, offset: int, fetcher: Fetcher, following: Part | None = None
-    ) -> None:
+    def __init__(self, footers: Footers, part: Part, offset: int, fetcher: Fetcher) -> None:
         self.footers = footers
         self.file = footers.files[part.file]
         self.fetcher = fetcher
-        self.following = following
-        self.footer = footers.get(part.file, fetcher)
+        self.footer = footers.get(part.file, fetcher.take)
         self.starts = starts_of(self.footer)
         # A damaged footer's own count of rows may differ from the sum over its row groups, which are what is read.
         self.stop = self.starts[-1] if part.stop is None else part.stop
@@ -111,9 +115,12 @@ class RowGroups:
 
         first, last = self.starts[group], self.starts[group + 1]
         ranges = self._ranges(group)
-        self.fetcher.plan(self._plan(group))
+        # The whole group is needed at once, and held until its last row was read.
+        self.fetcher.reading = size = sum(stop - start for start, stop in ranges)
+        self.footers.largest_group = max(size, self.footers.largest_group)
+        self.fetcher.expect(size, now=True)
         held = [
-            (start, b"".join(map(self.fetcher.take, blocks(self.fetcher.storage, self.file, start, stop))))
+            (start, b"".join(map(self.fetcher.take, blocks(self.fetcher.block, self.file, start, stop))))
             for start, stop in ranges
         ]
         wanted = self.footers.columns
@@ -131,8 +138,9 @@ class RowGroups:
                 found = zip(batch.schema.names, batch.columns, strict=True)
                 # "a.b" is the name of a column here; to pyarrow it may also be a field within a column "a".
                 columns = {name: column for name, column in found if wanted is None or name in wanted}
+                row_bytes = batch.nbytes // max(1, batch.num_rows)
                 for i in range(max(0, self.offset - at), min(batch.num_rows, self.stop - at)):
-                    yield at + i, (columns, i), at + i + 1
+                    yield at + i, (columns, i, row_bytes), at + i + 1
                 at += batch.num_rows
             if at != last:
                 raise ValueError(f"{at - first} rows are there and {last - first} should be")
@@ -164,23 +172,32 @@ class RowGroups:
                 joined.append((start, stop))
         return joined
 
-    def _plan(self, group: int) -> Iterator[Block]:
-        """Yield the blocks to fetch ahead: of the row group, of the later ones of the part, and of the following part.
-
-        If the following part's footer is not known, that comes first, and its row groups are planned when it is read.
-        """
+    def planned(self) -> Iterator[Block]:
+        """Yield the blocks of the part's row groups, to be fetched ahead."""
+        group = group_of(self.footer, self.offset)
         while group < len(self.starts) - 1 and self.starts[group] < self.stop:
             with suppress(Damage):  # reading the row group raises it again
                 for start, stop in self._ranges(group):
-                    yield from blocks(self.fetcher.storage, self.file, start, stop)
+                    yield from blocks(self.fetcher.block, self.file, start, stop)
             group += 1
-        if self.following is None:
-            return
-        if self.footers.known(self.following.file) is None:
-            yield _tail(self.footers.files[self.following.file])
-            return
-        following = RowGroups(self.footers, self.following, self.following.start, self.fetcher)
-        yield from following._plan(group_of(following.footer, following.offset))
+
+
+def blocks_ahead(footers: Footers, part: Part, offset: int, fetcher: Fetcher) -> Iterator[Block | None]:
+    """Yield the blocks of a part to fetch ahead, the footer first if it is not known; None while that is on its way."""
+    file = footers.files[part.file]
+    if footers.known(part.file) is None:
+        tail = _tail(file)
+        yield tail
+        while (data := fetcher.peek(tail)) is None:
+            yield None
+        with suppress(ValueError):  # reading the part raises it again
+            if (rest := _rest(file, data)) is not None:
+                yield rest
+                while fetcher.peek(rest) is None:
+                    yield None
+            footers.get(part.file, fetcher.claim)
+    if footers.known(part.file) is not None:
+        yield from RowGroups(footers, part, offset, fetcher).planned()
 
 
 class _Sparse(io.RawIOBase):
@@ -218,14 +235,27 @@ def _is_within(path: str, columns: Sequence[str]) -> bool:
     return any(path == name or path.startswith(f"{name}.") for name in columns)
 
 
-def plain_row(raw: tuple[Mapping[str, Any], int]) -> Mapping[str, Any]:
+def plain_row(raw: tuple[Mapping[str, Any], int, int]) -> Mapping[str, Any]:
     """Return a row as plain Python values, given the raw data of its record."""
-    columns, i = raw
+    columns, i, _ = raw
     return {name: column[i].as_py() for name, column in columns.items()}
 
 
 def _tail(file: File) -> Block:
     return (file, max(0, file.size - FOOTER_BYTES), file.size)
+
+
+def _length(file: File, tail: bytes) -> int:
+    """Return the bytes of a footer, with the mark behind it, given the file's end."""
+    if tail[-4:] != b"PAR1" or (length := int.from_bytes(tail[-8:-4], "little") + 8) > file.size:
+        raise Damage("this is no Parquet file, or its end is missing", offset=0, resume=None)
+    return length
+
+
+def _rest(file: File, tail: bytes) -> Block | None:
+    """Return the block of a footer's beginning; None if the file's end holds all of the footer."""
+    length = _length(file, tail)
+    return (file, file.size - length, file.size - len(tail)) if length > len(tail) else None
 
 
 def starts_of(footer: Any) -> list[int]:

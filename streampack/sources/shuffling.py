@@ -6,8 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from streampack.sources.base import Reader, Reading, permutation
-from streampack.sources.parts import FoundRecord, InOrder, Part, Record
+from streampack.sources.parts import FoundRecord, InOrder, Part, Preparation, Record
 from streampack.types import Cursor, Row, RowId
+
+HOLD_EVERY = 64
+"""After so many rows of a window, the memory of those that were returned is given to read-ahead."""
 
 
 class WindowReader(Reader):
@@ -21,8 +24,6 @@ class WindowReader(Reader):
     A resume must find all records of the window again before it can return one: besides the rows since the cursor, it
     reads at most one window. (A compressed file is also decompressed from its beginning, as without shuffling.)
     Records are held as they are stored, and each is decoded when its row is asked for.
-
-    The constructor reads the window if the cursor is in the middle of one.
     """
 
     cursor: Cursor = ()
@@ -30,32 +31,44 @@ class WindowReader(Reader):
     def __init__(self, ordered: InOrder) -> None:
         self.ordered = ordered
         self.reading = ordered.reading
-        self.window: list[FoundRecord] = []  # the records of the current window, in permuted order
+        # The records of the current window, in permuted order; those that were returned or skipped are let go.
+        self.window: list[FoundRecord | None] = []
+        self.window_bytes = 0
         self.window_start = ordered.position
         self.index = 0  # how many rows of the window have been returned or skipped
         # The records of the next window while it is being read. An error in the middle leaves them here, so that the
         # next call goes on behind them.
         self.filling: list[FoundRecord] | None = None
-        self.cursor = (*self.window_start, 0)
-        if self.reading.start is not None and self.reading.start[-1]:
-            self._read_window()
-            self._go_to(self.reading.start[-1])
+        start = self.reading.start
+        self.resumes_at = start[-1] if start is not None else 0  # of the first window, before it is read
+        self.cursor = (*self.window_start, self.resumes_at)
 
     def __next__(self) -> Row:
-        if self.index >= len(self.window):
+        while self.index >= len(self.window):
             self._read_window()
-        if not self.window:
-            raise StopIteration
-        row = self.ordered.row_of(self.window[self.index], self.cursor)
+            if not self.window:
+                raise StopIteration
+        found = self.window[self.index]
+        assert found is not None
+        row = self.ordered.row_of(found, self.cursor)
         self._go_to(self.index + 1)
         return row
+
+    def prepare(self) -> None:
+        """See `Reader.prepare`: fetch the next window, if little of this one is left."""
+        if len(self.window) - self.index <= self.reading.shuffle_window // 4:
+            self.ordered.prepare(self.reading.shuffle_window)
 
     def skip(self) -> None:
         """See `Reader.skip`."""
         self._go_to(self.index + 1)
 
     def _go_to(self, index: int) -> None:
+        if 0 < index <= len(self.window):
+            self.window[index - 1] = None
         self.index = index
+        if self.window_bytes and not index % HOLD_EVERY and self.ordered.preparation is not None:
+            self.ordered.preparation.hold(round((1 - index / len(self.window)) * self.window_bytes))
         # At a window's end, the cursor is that of the next window: a resume need not read the old one again.
         within = index < len(self.window)
         self.cursor = (*self.window_start, index) if within else (*self.ordered.position, 0)
@@ -65,21 +78,29 @@ class WindowReader(Reader):
         if self.filling is None:
             self.filling, self.window = [], []
             self.window_start = self.ordered.position
+        self.ordered.prepare(self.reading.shuffle_window, now=True)
         while len(self.filling) < self.reading.shuffle_window and (found := self.ordered.find()):
             self.filling.append(found)
         order = permutation(len(self.filling), *self.reading.key, *self.window_start)
+        if self.ordered.preparation is not None:
+            self.window_bytes = self.ordered.preparation.filled(self.filling)
         self.window, self.filling = [self.filling[i] for i in order], None
-        self._go_to(0)
+        self.index = 0
+        if self.resumes_at:
+            self.window[: self.resumes_at] = [None] * min(self.resumes_at, len(self.window))
+        self._go_to(self.resumes_at)
+        self.resumes_at = 0
 
 
 def read_parts(
     parts: Sequence[Part],
     reading: Reading,
     *,
-    open_part: Callable[[Part, int, Part | None], Iterator[Record]],
+    open_part: Callable[[Part, int, Iterator[Part]], Iterator[Record]],
     locate: Callable[[RowId], str],
     decode: Callable[[Part, int, Any], Mapping[str, Any]] = lambda part, offset, raw: raw,
     place: Callable[[Part, int], str] | None = None,
+    preparation: Preparation | None = None,
 ) -> InOrder | WindowReader:
     """Open a reader of a lane's parts, in the order that ``reading`` asks for.
 
@@ -87,16 +108,16 @@ def read_parts(
         parts: the lane's parts, in corpus order.
         reading: says whether to shuffle, by which key, and at which cursor to begin.
         open_part: ``(part, offset, following)`` returns the records of a part from the byte or row number ``offset``
-            of its file on. ``following`` is the part that will be read next, so that it can be fetched ahead; None for
-            the last part.
+            of its file on. ``following`` are the parts that will be read next, so that they can be fetched ahead.
         locate: see `Source.locate`.
         decode: ``(part, offset, raw)`` makes a row's data of a record's raw data, or raises ValueError; by default the
             raw data is the row's data.
         place: ``(part, offset)`` describes where reading stands, for errors of the storage; by default `locate` does.
+        preparation: fetches records before they are asked for.
     """
     if reading.shuffle_window:
         parts = [parts[i] for i in permutation(len(parts), *reading.key)]
     if place is None:
         place = lambda part, offset: locate((part.file, offset))  # noqa: E731
-    ordered = InOrder(parts, reading, open_part, decode, place, locate)
+    ordered = InOrder(parts, reading, open_part, decode, place, locate, preparation)
     return WindowReader(ordered) if reading.shuffle_window else ordered

@@ -46,6 +46,9 @@ class Source(ABC):
     map_style = False
     """Whether the rows are numbered: ``fetch((n,))`` returns row ``n`` of `num_rows`."""
 
+    local = True
+    """Whether the rows are on this machine; else they are fetched before they are needed."""
+
     probed_by_bytes = False
     """Whether the scale that `probe` returns is a ratio of bytes; else it is a ratio of numbers of rows."""
 

@@ -24,7 +24,7 @@ from streampack.sources.token_files import HEADER_BYTES, Shard, require_describe
 from streampack.storage.base import File, ParallelMap, changed, redact
 from streampack.storage.file_marks import FileMarks
 from streampack.storage.listing import Corpus, Name, Once, alone
-from streampack.storage.ranges import Block, Fetcher, TableFirst, blocks
+from streampack.storage.ranges import Block, Fetcher, blocks
 from streampack.types import IGNORE_INDEX
 
 OFFSETS_AT_ONCE = 1024
@@ -61,7 +61,6 @@ class TokenShardSource(IndexedSource):
         storage_options: see `JSONLSource`, as for the arguments below.
         retries: how often a failed read is tried again.
         timeout: seconds that one request may take.
-        read_ahead: the most bytes that each lane fetches ahead from behind a URL.
         once: how ranks share the reading of the index.
 
     Raises:
@@ -79,7 +78,6 @@ class TokenShardSource(IndexedSource):
         storage_options: Mapping[str, Any] | None = None,
         retries: int = 5,
         timeout: float = 30.0,
-        read_ahead: int = 8 << 20,
         once: Once = alone,
     ) -> None:
         index = read_index(
@@ -91,7 +89,7 @@ class TokenShardSource(IndexedSource):
         common = {key: index.content.get(key) for key in ("format", "version", "dtype")}
         self.shards = [shard_of(str(entry.get("name")), {**common, **entry}) for entry in entries]
         corpus = index.corpus([(shard.name, shard.size) for shard in self.shards])
-        super().__init__(corpus, [shard.documents for shard in self.shards], read_ahead=read_ahead)
+        super().__init__(corpus, [shard.documents for shard in self.shards])
         self.tokens = sum(shard.tokens for shard in self.shards)
         if type(self) is TokenShardSource:  # A user's subclass may change the ids, so that no bound is known.
             self.ids_below = 1 << 8 * max(shard.width for shard in self.shards)
@@ -123,28 +121,31 @@ class TokenShardSource(IndexedSource):
         """See `FileSource.cut`."""
         return divide(self.counts, num_lanes, sizes=[shard.tokens for shard in self.shards])
 
-    def slice(self, part: Part, fetcher: Fetcher, following: Iterable[Block]) -> Iterator[Record]:
+    def slice(
+        self, part: Part, fetcher: Fetcher, later: Iterable[Iterable[Block | None]]
+    ) -> Iterator[Record]:
         """See `IndexedSource.slice`."""
         shard, file = self.shards[part.file], self.files[part.file]
         for header in self._unchecked(part.file):
             require_described(fetcher.take(header), shard, shown=file.shown)
             self._checked.add(part.file)
-        return _mapped(shard, file, part) if self.local else _fetched(shard, file, part, fetcher, following)
+        return _mapped(shard, file, part) if self.local else _fetched(shard, file, part, fetcher, later)
 
-    def ahead(self, part: Part, fetcher: Fetcher) -> Iterable[Block]:
-        """See `IndexedSource.ahead`."""
-        if self.local:
-            return ()
+    def slice_ahead(self, part: Part, fetcher: Fetcher) -> Iterator[Block | None]:
+        """See `IndexedSource.slice_ahead`."""
         shard, file = self.shards[part.file], self.files[part.file]
+        yield from self._unchecked(part.file)
+        yield (block := _table(shard, file, part))
+        while (table := fetcher.peek(block)) is None:
+            yield None
+        with suppress(Damage):  # `slice` raises it
+            offsets = _offsets(shard, file, part, table)
+            yield from _mask(shard, file, offsets)
+            yield from blocks(fetcher.block, file, int(offsets[0]), int(offsets[-1]))
 
-        def rest(table: bytes) -> Iterator[Block]:
-            yield from self._unchecked(part.file)
-            with suppress(Damage):  # `slice` raises it
-                offsets = _offsets(shard, file, part, table)
-                yield from _mask(shard, file, offsets)
-                yield from blocks(fetcher.storage, file, int(offsets[0]), int(offsets[-1]))
-
-        return TableFirst(fetcher, _table(shard, file, part), rest)
+    def stored_bytes(self, raw: Raw) -> int:
+        """See `FileSource.stored_bytes`."""
+        return raw[0].nbytes
 
     def decode(self, part: Part, offset: int, raw: Raw) -> Mapping[str, Any]:
         """Return the row. The tokens are copied as signed integers; that is the only copy before the pack's."""
@@ -194,7 +195,7 @@ def _mapped(shard: Shard, file: File, part: Part) -> Iterator[Record]:
 
 
 def _fetched(
-    shard: Shard, file: File, part: Part, fetcher: Fetcher, following: Iterable[Block]
+    shard: Shard, file: File, part: Part, fetcher: Fetcher, later: Iterable[Iterable[Block | None]]
 ) -> Iterator[Record]:
     """Yield the records of a part, read by ranges: all its offsets, all its mask, then block after block of tokens."""
     if part.start == part.stop:
@@ -203,7 +204,7 @@ def _fetched(
     starts = ((offsets - HEADER_BYTES) // shard.width).tolist()
     base = starts[0] // 8
     held = np.frombuffer(b"".join(map(fetcher.take, _mask(shard, file, offsets))), np.uint8)
-    for i, data in enumerate(read_records(fetcher, file, offsets, following)):
+    for i, data in enumerate(read_records(fetcher, file, offsets, later)):
         start, end = starts[i : i + 2]
         mask = held[start // 8 - base : -(-end // 8) - base] if shard.masked else None
         number = part.start + i

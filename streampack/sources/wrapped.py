@@ -21,6 +21,7 @@ class WrappedSource(Source):
         self.max_lanes = source.max_lanes
         self.ids_below = source.ids_below
         self.map_style = source.map_style
+        self.local = source.local
         self.probed_by_bytes = source.probed_by_bytes
 
     def fingerprint(self) -> str:

@@ -94,10 +94,6 @@ class Corpus:
         """Return a file's ETag, or a hash of its first and last 64 KiB."""
         return self.retries.call(partial(self.storage.tag, file))
 
-    def read_ahead(self, most: int) -> int:
-        """Return how many bytes to fetch ahead: ``most``, or 0 on this machine, where the operating system does it."""
-        return 0 if self.local else require_positive(most, "read_ahead", least=0)
-
     @property
     def retry_budget(self) -> float:
         """The most seconds that one read may take: in waits, and in requests that are not answered."""

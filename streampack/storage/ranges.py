@@ -3,57 +3,108 @@
 from __future__ import annotations
 
 import io
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any
 
 from streampack.storage.base import File, Storage
+from streampack.storage.counts import ReadCounts
+from streampack.storage.read_ahead import NO_READ_AHEAD, ReadAhead
 from streampack.storage.retries import Retries
 
-TAIL_BYTES = 1 << 12
-"""The most bytes that are first read behind a part's end, for its last line. Most lines are shorter."""
+TAIL_BYTES = 1 << 15
+"""The most bytes that are read with a part's end, for its last line. A line that goes on behind them costs another
+request, for which the lane waits."""
+LEAST_TAIL_BYTES = 1 << 8
+SINGLE_LINE_BYTES = 1 << 12  # that are first read for a single line
+
+PARTS_AT_ONCE = 4
+"""How many parts a plan reads tables of at a time. Each begins with a request or two that the others depend on."""
+BLOCKS_AHEAD = 32
+"""The most blocks that a reader fetches ahead. Of files of a few kB, its share of memory would hold thousands."""
 
 Block = tuple[File, int, int]  # (file, start, stop)
 
 
 class Fetcher:
-    """Fetches one lane's blocks: those of its plan ahead, in threads, and others when they are asked for.
+    """Fetches one reader's blocks: those of its plan ahead, in threads, and others when they are asked for.
 
-    A block of the plan is first in ``planned``; then in ``waiting``, if it is the next one but there is no room for it;
-    then in ``in_flight``, from the moment its thread starts until `take` returns its bytes. Blocks in ``in_flight``
-    have at most ``ahead`` bytes together.
+    A plan is made of parts of files, one after the other. A block of it is first in ``parts``; then in ``waiting``, if
+    it is the next one but there is no room for it; then in ``in_flight``, from the moment it is requested until `take`
+    returns its bytes. If the request fails in the thread, `take` tries it again, with all its retries. What is fetched
+    ahead changes nothing in what is read.
 
-    Each block has its own thread, which ends with the request. So there is no pool to shut down, and no lock that a
-    fork could copy. If the request fails in the thread, `take` tries it again, with all its retries.
+    Args:
+        storage: holds the files.
+        retries: how often a read is tried.
+        read_ahead: how much may be fetched ahead.
+        counts: of what all readers of a source have read.
     """
 
-    def __init__(self, storage: Storage, retries: Retries, *, ahead: int) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        retries: Retries,
+        *,
+        read_ahead: ReadAhead = NO_READ_AHEAD,
+        counts: ReadCounts | None = None,
+    ) -> None:
         self.storage = storage
         self.retries = retries
-        self.ahead = ahead
+        self.read_ahead = read_ahead
+        self.counts = ReadCounts() if counts is None else counts
+        self.block = read_ahead.block(storage.block)
         self.in_flight: dict[Block, Future[bytes]] = {}
-        self.planned: list[Iterator[Block]] = []
+        self.old: dict[
+            Block, Future[bytes]
+        ] = {}  # of the plan before, as far as this one has not come to them
         self.waiting: Block | None = None
+        self.parts: list[PlannedPart] = []  # those that were begun
+        self.later: Iterator[Iterable[Block | None]] = iter(())
+        # Bytes that the reader holds besides blocks that were fetched ahead: what it reads from, and its window.
+        self.reading = self.window = 0
+        # Bytes that it is about to take, and how many of them it may fetch ahead.
+        self.expected = self.burst = 0
 
-    def plan(self, *sequences: Iterable[Block]) -> None:
-        """Set the blocks to fetch ahead, in order, and start fetching. Other blocks that were fetched are dropped.
+    def plan(self, blocks: Iterable[Block | None], later: Iterable[Iterable[Block | None]] = ()) -> None:
+        """Set the blocks to fetch ahead, in order, and start fetching.
 
-        An iterator of ``sequences`` that is exhausted is asked again each time there is room, because it may know more
-        blocks by then: see `TableFirst`.
+        Blocks of the plan before that are in this one, too, are not fetched again; others are dropped by the next plan.
+
+        Args:
+            blocks: those of the part that is read. A None says that the next block depends on one that was yielded and
+                has not arrived; the iterator is asked again when it may have. `peek` has the bytes of arrived blocks.
+            later: the blocks of parts that are read after that one.
         """
-        old, self.in_flight = self.in_flight, {}
-        self.waiting, self.planned = None, [iter(blocks) for blocks in sequences]
-        self._top_up(old)
+        for future in self.old.values():
+            future.cancel()
+        self.old, self.in_flight = self.in_flight, {}
+        self.waiting, self.parts, self.later = None, [PlannedPart(iter(blocks))], iter(later)
+        self.top_up()
+
+    def expect(self, size: int, *, now: bool = False) -> None:
+        """Fetch ahead for a reader that will take ``size`` bytes at once, when its turn comes or ``now``."""
+        self.expected, self.burst = size, self.read_ahead.turn if now else self.read_ahead.burst
+        self.top_up()
+
+    def hold(self, window: int) -> None:
+        """Set how many bytes the reader's shuffle window holds."""
+        self.window = window
+        self.read_ahead.check(window)
+        self.top_up()
 
     def peek(self, block: Block) -> bytes | None:
         """Return the bytes of a block if they were fetched ahead and have arrived, else None. `take` still has them."""
         future = self.in_flight.get(block)
-        if future is None or not future.done() or future.exception() is not None:
-            return None
-        return future.result()
+        return None if future is None or not future.done() or _failed(future) else future.result()
+
+    def claim(self, block: Block) -> bytes:
+        """Return the bytes of a block that `peek` has."""
+        data = self.in_flight.pop(block).result()
+        self.counts.bytes += len(data)
+        return data
 
     def take(self, block: Block) -> bytes:
         """Return the bytes of one block.
@@ -61,11 +112,15 @@ class Fetcher:
         Raises:
             OSError: if all tries failed.
         """
-        fetched_ahead = self.in_flight.pop(block, None)
+        fetched_ahead = self.in_flight.pop(block, None) or self.old.pop(block, None)
         if block == self.waiting:
             self.waiting = None
-        self._top_up({}, taken=block)
         file, start, stop = block
+        self.expected = max(0, self.expected - (stop - start))
+        self.top_up(taken=block)
+        self.read_ahead.threads.wake()
+        if fetched_ahead is not None and (fetched_ahead.cancel() or _failed(fetched_ahead)):
+            fetched_ahead = None  # no thread has begun it, or it failed before now, and may succeed now
 
         def read() -> bytes:
             nonlocal fetched_ahead
@@ -74,87 +129,83 @@ class Fetcher:
             fetched_ahead = None  # if the thread's request failed, the next try is made here
             return future.result()
 
-        return self.retries.call(read, doing=f"reading {file.name}, bytes {start} to {stop}")
+        data = self.retries.call(read, doing=f"reading {file.name}, bytes {start} to {stop}")
+        self.counts.bytes += len(data)
+        return data
 
-    def _top_up(self, old: dict[Block, Future[bytes]], taken: Block | None = None) -> None:
-        left = self.ahead - sum(stop - start for _, start, stop in self.in_flight)
-        # A new chain each time, because an iterator may know more blocks after it ended.
-        while (block := self.waiting or next(chain(*self.planned), None)) is not None:
-            if block == taken:  # it was planned only now, and `take` fetches it itself
-                continue
-            file, start, stop = block
-            self.waiting = block
-            if stop - start > left:
-                return
+    def top_up(self, *, taken: Block | None = None) -> None:
+        """Fetch blocks of the plan as long as there is room, except for ``taken``."""
+        ahead = self.read_ahead
+        room = max(ahead.share - self.reading - self.window, min(self.expected, self.burst))
+        room -= sum(stop - start for known in (self.in_flight, self.old) for _, start, stop in known)
+        while (block := self.waiting or self._next_planned()) is not None:
             self.waiting = None
-            left -= stop - start
-            if (future := old.get(block)) is None:
-                future = Future()
-                work = partial(_fulfil, future, self.storage, block)
-                threading.Thread(target=work, daemon=True, name=f"read ahead {file.name}").start()
+            if (
+                block == taken or block in self.in_flight
+            ):  # several parts may need the same block of their file
+                continue
+            if (future := self.old.pop(block, None)) is None:
+                full = len(self.in_flight) + len(self.old) >= BLOCKS_AHEAD
+                if (size := block[2] - block[1]) > room or full:
+                    self.waiting = block
+                    return
+                room -= size
+                future = ahead.threads.submit(partial(self.storage.fetch, *block))
             self.in_flight[block] = future
 
+    def _next_planned(self) -> Block | None:
+        """Return the next block of the plan; None at its end, or if it depends on blocks that have not arrived.
 
-def _fulfil(future: Future[bytes], storage: Storage, block: Block) -> None:
-    try:
-        future.set_result(storage.fetch(*block))
-    except BaseException as error:  # whatever it is: without a result, the reader would wait for ever
-        future.set_exception(error)
+        As long as a part waits for its table, the tables of the following ones are fetched, and nothing else of them.
+        """
+        waits = False  # whether one of the parts before does
+        for part in list(self.parts):
+            if waits and part.has_waited:
+                continue
+            try:
+                block = next(part.blocks)
+            except StopIteration:
+                self.parts.remove(part)
+                continue
+            if block is not None:
+                return block
+            part.has_waited = waits = True
+        while len(self.parts) < PARTS_AT_ONCE and (following := next(self.later, None)) is not None:
+            self.parts.append(part := PlannedPart(iter(following)))
+            if (block := next(part.blocks, None)) is not None:
+                return block
+        if self.parts:
+            self.read_ahead.threads.call_later(self)
+        return None
 
 
-class TableFirst:
-    """An iterator over the blocks of a part that has a table of offsets: first the table, then what it points to.
+def _failed(future: Future[bytes]) -> bool:
+    return future.done() and future.exception() is not None
 
-    As long as the table has not arrived, the iterator raises StopIteration. It can be asked again later, so nothing
-    waits for the table.
 
-    Args:
-        fetcher: the fetcher whose plan this iterator is given to.
-        table: the block of the table.
-        rest: returns the other blocks, given the table's bytes.
-    """
+@dataclass(eq=False, slots=True)
+class PlannedPart:
+    """The blocks of a part in a plan of a `Fetcher`."""
 
-    def __init__(self, fetcher: Fetcher, table: Block, rest: Callable[[bytes], Iterable[Block]]) -> None:
-        self.fetcher = fetcher
-        self.table = table
-        self.rest = rest
-        self.table_returned = False
-        self.blocks: Iterator[Block] | None = None  # the other blocks; None until the table has arrived
-
-    def __iter__(self) -> Iterator[Block]:
-        return self
-
-    def __next__(self) -> Block:
-        if not self.table_returned:
-            self.table_returned = True
-            return self.table
-        if self.blocks is None:
-            if (table := self.fetcher.peek(self.table)) is None:
-                raise StopIteration
-            self.blocks = iter(self.rest(table))
-        return next(self.blocks)
+    blocks: Iterator[Block | None]
+    has_waited: bool = False  # for a block that the others depend on
 
 
 def tail_of(start: int, stop: int) -> int:
-    """Return how many bytes to read behind a part at first, for the line that crosses its end.
+    """Return how many bytes to read behind a part of lines, for the line that crosses its end.
 
     That is a small fraction of the part. For a part of a byte or two, from which a single row is read, it is as much as
     most rows need.
     """
     length = stop - start
-    return TAIL_BYTES if length <= 2 else min(TAIL_BYTES, max(256, length // 32))
+    return min(TAIL_BYTES, SINGLE_LINE_BYTES - length if length <= 2 else max(LEAST_TAIL_BYTES, length // 32))
 
 
-def blocks(
-    storage: Storage, file: File, start: int, stop: int, *, tail: int | None = None
-) -> Iterator[Block]:
-    """Cut the bytes ``[start, stop)`` of a file into blocks. The last may go beyond ``stop`` to have ``tail`` bytes.
-
-    By default ``tail`` is `tail_of` these bytes. If they are only the rest of a part, give that of the whole part.
-    """
-    tail = tail_of(start, stop) if tail is None else tail
+def blocks(size: int, file: File, start: int, stop: int, *, tail: int = 0) -> Iterator[Block]:
+    """Cut the bytes ``[start, stop)`` of a file into blocks of ``size`` bytes. The last goes ``tail`` bytes beyond."""
+    limit = min(stop + tail, file.size)
     while start < stop:
-        end = min(start + storage.block, max(stop, min(start + tail, file.size)))
+        end = min(start + size, limit)
         yield file, start, end
         start = end
 
@@ -162,20 +213,28 @@ def blocks(
 class RangeStream(io.RawIOBase):
     """A stream of a file's bytes from ``start`` on.
 
-    It reads whole blocks up to ``stop``, and behind that small blocks, each twice as long as the one before. So for the
-    line that crosses a part's end, a few KiB are read instead of a whole block.
+    It reads whole blocks up to ``stop``, the last with ``tail`` bytes more, and behind that small blocks, each twice as
+    long as the one before. So for the line that crosses a part's end, a few KiB are read instead of a whole block.
     """
 
     def __init__(
-        self, fetcher: Fetcher, file: File, start: int, stop: int, following: Iterable[Block] = ()
+        self,
+        fetcher: Fetcher,
+        file: File,
+        start: int,
+        stop: int,
+        later: Iterable[Iterable[Block | None]] = (),
+        *,
+        tail: int = 0,
     ) -> None:
         self.fetcher = fetcher
         self.file = file
         self.at = start  # the byte of the file behind the current block
         self.stop = stop
-        self.tail = tail_of(start, stop)
+        self.tail = tail
+        self.more = max(LEAST_TAIL_BYTES, tail)  # bytes to read next, if more are needed than the tail
         self.block = memoryview(b"")  # those bytes of the current block that were not returned yet
-        fetcher.plan(blocks(fetcher.storage, file, start, stop), following)
+        fetcher.plan(blocks(fetcher.block, file, start, stop, tail=tail), later)
 
     def readable(self) -> bool:
         """See `io.RawIOBase`."""
@@ -195,12 +254,13 @@ class RangeStream(io.RawIOBase):
         return count
 
     def _next_block(self) -> bytes:
-        block = next(blocks(self.fetcher.storage, self.file, self.at, self.stop, tail=self.tail), None)
+        block = next(blocks(self.fetcher.block, self.file, self.at, self.stop, tail=self.tail), None)
         if block is None:
             if self.at >= self.file.size:
                 return b""
-            block = (self.file, self.at, min(self.at + self.tail, self.file.size))
-            self.tail = min(2 * self.tail, self.fetcher.storage.block)
+            block = (self.file, self.at, min(self.at + self.more, self.file.size))
+            self.more = min(2 * self.more, self.fetcher.block)
+        self.fetcher.reading = block[2] - block[1]
         data = self.fetcher.take(block)
         self.at = block[2]
         return data

@@ -19,6 +19,7 @@ from streampack.packing.settings import Packing
 from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import quarantine_for
 from streampack.sources.mixture import Mix
+from streampack.storage.read_ahead import READ_AHEAD, ReadAhead
 from streampack.streaming.consumers import Ranks, ranks_for_plain_iteration
 from streampack.streaming.epochs import EpochCounter
 from streampack.streaming.estimate import Estimate, estimate
@@ -78,6 +79,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             out and count it as ``bad_records``.
         max_bad_records: how many bad records a lane may skip before the run fails.
         quarantine: a folder for lists of the skipped records; see `Quarantine`.
+        read_ahead: of files behind URLs, the most bytes that each process which reads (a worker, or the rank itself)
+            holds for all of its lanes together: fetched ahead of need, and in shuffle windows.
 
         shuffle: whether to read in a shuffled order, which is a function of (seed, epoch, lane). The parts of files are
             shuffled, and rows within windows of ``shuffle_window``; map-style data are shuffled entirely.
@@ -119,6 +122,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         on_bad_record: str = "error",
         max_bad_records: int = 100,
         quarantine: str | os.PathLike[str] | None = None,
+        read_ahead: int = READ_AHEAD,
     ) -> None:
         super().__init__()
         kept = quarantine_for(on_bad_record, folder=quarantine, limit=max_bad_records)
@@ -153,6 +157,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             checks=must_check(source, encode, vocab_size),
             quarantine=kept,
         )
+        self.read_ahead = require_positive(read_ahead, "read_ahead", least=0)
         self.epochs = epochs
         self.epoch = 0  # in which the newest iteration began, or the first one will begin
         self._epochs_begun = EpochCounter()
@@ -228,19 +233,25 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             raise ValueError(f"consumer={consumer} of consumers={consumers} cannot be; count from 0")
         self.num_lanes = num_lanes = self._lanes_for(consumers)
         config, epoch = self.lane_config, self.epoch
+        lanes = range(consumer, num_lanes, consumers)
+        read_ahead = ReadAhead.for_lanes(self.read_ahead, len(lanes))
 
         def open_lane(number: int, state: LaneState | None) -> Lane:
-            lane = Lane(config, lane=number, num_lanes=num_lanes, state=state)
             if first_epoch is not None:
                 begin = first_epoch
             else:  # a lane that resumes continues its own epoch
                 begin = epoch if state is None else 0
-            if lane.epoch < begin:
-                lane.start_epoch(begin)
-            return lane
+            return Lane(
+                config,
+                lane=number,
+                num_lanes=num_lanes,
+                state=state,
+                first_epoch=begin,
+                read_ahead=read_ahead,
+            )
 
         return PackStream(
-            range(consumer, num_lanes, consumers),
+            lanes,
             open_lane,
             lane_states=self._loaded_lane_states if lane_states is None else lane_states,
             last_epoch=self._last_epoch,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from streampack.accounting import Ledger, SourceStats, trained_tokens
 from streampack.packing.assemble import assemble
 from streampack.packing.planner import Planner
+from streampack.storage.read_ahead import ReadAhead
 from streampack.streaming.lane_config import LaneConfig
 from streampack.streaming.lane_state import LaneEvent, LaneState
 from streampack.streaming.piece_reader import Piece, PieceReader
@@ -13,6 +14,9 @@ from streampack.types import Fragment, Pack
 
 class Lane:
     """Make the packs of one lane, from its beginning or from a state.
+
+    The constructor reads nothing, so that `prepare` can be called for many lanes first. With a state, `restore` must be
+    called before anything else.
 
     The packs are a function of (config, seed, lane, state). An error (a broken row, a failing disk) consumes nothing:
     the next call tries the same row again.
@@ -26,18 +30,27 @@ class Lane:
     """
 
     def __init__(
-        self, config: LaneConfig, *, lane: int = 0, num_lanes: int = 1, state: LaneState | None = None
+        self,
+        config: LaneConfig,
+        *,
+        lane: int = 0,
+        num_lanes: int = 1,
+        state: LaneState | None = None,
+        first_epoch: int = 0,
+        read_ahead: ReadAhead | None = None,
     ) -> None:
         self.config = config
         self.lane = lane
-        self.piece_reader = PieceReader(config, lane=lane, num_lanes=num_lanes)
+        self.first_epoch = first_epoch
+        self.piece_reader = PieceReader(config, lane=lane, num_lanes=num_lanes, read_ahead=read_ahead)
         self.planner: Planner[Piece] = Planner(config.packing, self.piece_reader.next)
         self.done = False  # whether this epoch is used up
         self.packs = 0  # made in this epoch; with ``endless``, since the beginning
+        self.state_to_restore = state
         if state is None:
-            self.piece_reader.open(0)
+            self.piece_reader.open(first_epoch)
         else:
-            self._restore(state)
+            self.piece_reader.open(state.epoch, state.cursor, replayed=state.next_piece - state.first)
 
     @property
     def epoch(self) -> int:
@@ -53,6 +66,22 @@ class Lane:
     def source_stats(self) -> list[SourceStats]:
         """Counts of each source of a mixture; empty without a mixture."""
         return self.piece_reader.source_stats
+
+    def prepare(self) -> None:
+        """Begin to fetch what the lane reads next, if it is behind a URL. It changes no pack and raises no error."""
+        self.piece_reader.reader.prepare()
+
+    def restore(self) -> None:
+        """Read again what waited in the state, if there is one; begin ``first_epoch`` if the lane has ended before.
+
+        Raises:
+            ValueError: if the state does not fit the data, or is damaged.
+        """
+        if self.state_to_restore is not None:
+            self._restore(self.state_to_restore)
+            self.state_to_restore = None
+        if self.epoch < self.first_epoch:
+            self.start_epoch(self.first_epoch)
 
     def start_epoch(self, epoch: int) -> None:
         """Begin an epoch. The one before must be used up."""

@@ -11,6 +11,7 @@ from streampack.accounting import Ledger, SourceStats, trained_tokens, trains_no
 from streampack.packing.cut_samples import untrained_error
 from streampack.sources.base import BadRecord, Reader, Reading
 from streampack.sources.passes import passes_by_all
+from streampack.storage.read_ahead import ReadAhead
 from streampack.streaming.lane_config import LaneConfig
 from streampack.streaming.lane_state import LaneState
 from streampack.streaming.ledger_messages import FIRST_ROWS, warn_of_first_rows
@@ -50,8 +51,11 @@ class PieceReader:
     are, so the next call tries the same row again.
     """
 
-    def __init__(self, config: LaneConfig, *, lane: int, num_lanes: int) -> None:
+    def __init__(
+        self, config: LaneConfig, *, lane: int, num_lanes: int, read_ahead: ReadAhead | None = None
+    ) -> None:
         self.config = config
+        self.read_ahead = read_ahead
         self.lane = lane
         self.num_lanes = num_lanes
         self.ledger = Ledger()
@@ -81,6 +85,7 @@ class PieceReader:
             start=start,
             stagger=config.packing.max_seq_len,
             replayed=replayed,
+            read_ahead=self.read_ahead,
         )
         self.reader = config.source.read(reading)
         self.epoch = epoch
@@ -116,16 +121,15 @@ class PieceReader:
         return self.epoch, self.row.cursor if self.row else self.reader.cursor, self.next_number
 
     def replay(self, state: LaneState) -> list[Piece]:
-        """Read again from a state's cursor to where the state was taken; return the pieces that waited then.
+        """Read again from a state's cursor, where the reader must stand, to where the state was taken.
 
-        The ledger is the state's; what is read again is not counted again.
+        Returns the pieces that waited then. The ledger is the state's; what is read again is not counted again.
 
         Raises:
             ValueError: if there are fewer pieces than the state counts.
         """
         self.ledger = state.ledger.copy()
         self.source_stats = [stats.copy() for stats in state.source_stats]
-        self.open(state.epoch, state.cursor, replayed=state.next_piece - state.first)
         # Rows and pieces of this epoch may lie before the cursor.
         self.epoch_has_rows, self.epochs_without_pieces = True, 0
         self.next_number = state.first

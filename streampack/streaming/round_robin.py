@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import TypeVar
 
 from streampack.accounting import Ledger, SourceStats
+from streampack.storage.read_ahead import SOON
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_state import LaneEvent, LaneState
 from streampack.streaming.ledger_messages import nothing_to_pack
@@ -45,6 +46,15 @@ class PackStream:
     ) -> None:
         self.open_lane = open_lane
         self.lanes = [open_lane(lane, lane_states.get(lane)) for lane in lanes]
+        self._place = {lane.lane: i for i, lane in enumerate(self.lanes)}
+        # Lanes that are restored soon, and in `_event` lanes whose turn comes soon, fetch ahead.
+        resumed = [lane for lane in self.lanes if lane.lane in lane_states]
+        for lane in resumed[:SOON]:
+            lane.prepare()
+        for i, lane in enumerate(resumed):
+            lane.restore()
+            for later in resumed[i + SOON : i + SOON + 1]:
+                later.prepare()
         self.alone = alone
         self.last_epoch = last_epoch
         self._lane_states = {
@@ -107,20 +117,28 @@ class PackStream:
                 self._midway = None
                 continue
             self._midway = lane.lane
+            ahead = min(SOON, len(self.lanes) - 1)
+            self.lanes[(self._place[lane.lane] + ahead) % len(self.lanes)].prepare()
             event = lane.next_event()
             heapq.heapreplace(self._heap, (self._order_key(lane), lane))
             return event
 
     def _open_again(self, number: int) -> None:
-        i = next(i for i, lane in enumerate(self.lanes) if lane.lane == number)
-        self.lanes[i] = self.open_lane(number, self._lane_states.get(number))
+        i = self._place[number]
+        lane = self.open_lane(number, self._lane_states.get(number))
+        lane.restore()
+        self.lanes[i] = lane
         self._heap = self._build_heap()
         self._midway = None
 
     def _build_heap(self) -> list[tuple[tuple[int, ...], Lane]]:
-        return sorted(
+        # Keys differ, so lanes are not compared.
+        heap: list[tuple[tuple[int, ...], Lane]] = sorted(
             (self._order_key(lane), lane) for lane in self.lanes
-        )  # keys differ, so lanes are not compared
+        )
+        for _, lane in heap[:SOON]:
+            lane.prepare()
+        return heap
 
     def lane_states(self) -> dict[int, LaneState]:
         """Return the state of every lane that has yielded a pack or ended an epoch; a fresh dict."""

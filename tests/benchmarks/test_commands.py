@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import text, tokens
+from benchmarks import lanes, text, tokens
 from tests.support.tiny import WordTokenizer
 
 # Python 3.12 warns of every fork beside a thread; torch's own DataLoader does the same.
@@ -30,6 +30,12 @@ def test_text_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     text.main(["--smoke"])
     out = capsys.readouterr().out
     assert all(re.search(rf"\| +{mode} \|", out) for mode in text.MODES)
+
+
+@pytest.mark.slow
+def test_lanes_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    lanes.main(["--smoke"])
+    assert len(re.findall(r"^\| (?:parquet|jsonl) +\| +64 ", capsys.readouterr().out, re.MULTILINE)) == 2
 
 
 def test_a_share_of_the_text_is_nobody_elses(tmp_path: Path) -> None:

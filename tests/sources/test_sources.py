@@ -92,7 +92,7 @@ MAKE: dict[str, Any] = {
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(parquet, "PARTS_PER_LANE", 0 if request.param == "whole parquet files" else 16)
     monkeypatch.setattr(row_groups, "BATCH_ROWS", 3)
-    monkeypatch.setattr(row_groups, "KEPT_FOOTERS", 2)
+    monkeypatch.setattr(row_groups, "KEPT_GROUPS", 2)
     return str(request.param)
 
 

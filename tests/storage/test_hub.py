@@ -16,6 +16,7 @@ from streampack import PackedDataLoader, TokenShardSource
 from streampack.sources import Reading
 from streampack.storage.base import File
 from streampack.storage.hub import PINNED
+from streampack.storage.read_ahead import NO_READ_AHEAD
 from streampack.storage.remote import RemoteStorage
 from streampack.tokenize.tokenize import tokenize
 from tests.support.conformance import content
@@ -135,7 +136,7 @@ def test_a_branch_that_moves_does_not_move_a_run(hub: Hub) -> None:
     committed(hub, kind, 4, 40)
     [old] = hub.commits
     whole = list(map(content, stream(data(hub, kind))))
-    running = stream(data(hub, kind, read_ahead=0))
+    running = stream(data(hub, kind), read_ahead=0)
     iterator = iter(running)
     got = [content(next(iterator)) for _ in range(5)]
     state = running.state_dict()
@@ -192,18 +193,18 @@ def test_missing_repositories_and_files(hub: Hub) -> None:
 def test_an_outage_is_retried_as_often_as_set(hub: Hub) -> None:
     """The Hub's own file system would multiply the retries by five."""
     committed(hub, "jsonl", 1)
-    made = data(hub, "jsonl", retries=2, read_ahead=0)
+    made = data(hub, "jsonl", retries=2)
     hub.web.fault = lambda path: "503"
     before = len(hub.web.requests)
     with pytest.raises(OSError, match=r"c/000.jsonl: HTTP 503"):
-        list(made.read(Reading()))
+        list(made.read(Reading(read_ahead=NO_READ_AHEAD)))
     assert len(hub.web.requests) - before == 3
 
 
 def test_an_answer_that_trickles_times_out(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each chunk is in time, and all together are too late."""
     committed(hub, "jsonl", 1, 400)
-    made = data(hub, "jsonl", retries=0, timeout=0.5, read_ahead=0)
+    made = data(hub, "jsonl", retries=0, timeout=0.5)
 
     def trickle(handler: Any, status: int, body: bytes, headers: Any, promised: int) -> None:
         assert (status, promised) == (206, len(body))
@@ -239,7 +240,7 @@ def test_the_token_appears_nowhere(hub: Hub, tmp_path: Path, caplog: pytest.LogC
     for fault in ("503", "reset", "403", "404"):
         hub.web.fault = hub.store.fault = lambda path, fault=fault: fault  # type: ignore[misc]
         with pytest.raises(OSError) as error:
-            list(made.read(Reading()))
+            list(made.read(Reading(read_ahead=NO_READ_AHEAD)))
         said.append("".join(traceback.format_exception(error.value)))
         with pytest.raises((OSError, ValueError)) as error:
             data(hub, "parquet", retries=0)

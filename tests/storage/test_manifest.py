@@ -44,7 +44,7 @@ def test_thousands_of_listed_shards(web: Web) -> None:
     loader = PackedDataLoader(stream(source("jsonl", manifest=f"{web.url}/c/shards.txt"), num_lanes=8))
     assert next(iter(loader)).tokens.shape == (1, 24)
     assert loader.state_dict()
-    assert len(web.requests) < 200
+    assert len(web.requests) < 300, "32 for each lane are fetched ahead"
 
 
 @pytest.mark.parametrize("place", ["here", "web"])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from streampack.storage.base import File
 from streampack.storage.ranges import TAIL_BYTES, Fetcher, RangeStream, tail_of
+from streampack.storage.read_ahead import ReadAhead
 from streampack.storage.retries import Retries
 
 
@@ -36,8 +37,9 @@ class Memory:
 
 def opened(size: int, start: int, stop: int, *, block: int, ahead: int) -> tuple[Any, Fetcher, Memory]:
     storage = Memory(bytes(i * i % 251 for i in range(size)), block)
-    fetcher = Fetcher(storage, Retries(attempts=0), ahead=ahead)
-    return RangeStream(fetcher, File("/a", "a", size), start, stop), fetcher, storage
+    fetcher = Fetcher(storage, Retries(attempts=0), read_ahead=ReadAhead(ahead, 0, 0, 0))
+    stretch = RangeStream(fetcher, File("/a", "a", size), start, stop, tail=tail_of(start, stop))
+    return stretch, fetcher, storage
 
 
 @settings(max_examples=60)
@@ -64,12 +66,12 @@ def test_no_byte_is_fetched_twice(data: st.DataObject) -> None:
 
 
 def test_the_last_block_brings_the_tail_of_the_whole_part() -> None:
-    """The tail of 200 KiB is 4 KiB; that of the 100 bytes behind whole blocks would be 256 bytes."""
+    """The tail of 128 KiB is 4 KiB; that of the 100 bytes behind whole blocks would be 256 bytes."""
     block, rest = 1 << 16, 100
-    stop = 3 * block + rest
-    stretch, _, storage = opened(stop + 50_000, 0, stop, block=block, ahead=4 * block)
-    assert (tail_of(0, stop), tail_of(3 * block, stop)) == (4096, 256)
+    stop = 2 * block + rest
+    stretch, _, storage = opened(stop + 50_000, 0, stop, block=block, ahead=3 * block + 5000)
+    assert (tail_of(0, stop), tail_of(2 * block, stop)) == (4099, 256)
     left = stop
     while left:
         left -= len(stretch.read(left))
-    assert sorted(storage.asked)[3:] == [(3 * block, 3 * block + 4096)]
+    assert sorted(storage.asked)[2:] == [(2 * block, stop + tail_of(0, stop))]

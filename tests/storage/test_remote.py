@@ -13,6 +13,7 @@ import traceback
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,10 +23,13 @@ import pytest
 
 from streampack import PackedDataLoader
 from streampack.sources import Reading
+from streampack.storage.read_ahead import NO_READ_AHEAD, ReadAhead
 from streampack.storage.remote import RemoteStorage
 from tests.support.conformance import check_resume_everywhere
 from tests.support.shards import KINDS, packs, shards, source, stream, urls, used
 from tests.support.web import Web, random_faults
+
+ALONE = Reading(read_ahead=NO_READ_AHEAD)
 
 # What is read.
 
@@ -46,11 +50,11 @@ def test_a_lane_reads_little_more_than_its_ranges(web: Web, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_seek_reads_only_from_there(web: Web, kind: str) -> None:
     web.files = shards(kind, 1, 2000)
-    data = source(kind, urls(web), read_ahead=0)
-    reader = data.read(Reading())
+    data = source(kind, urls(web))
+    reader = data.read(ALONE)
     found = [next(reader) for _ in range(1801)]
     before, web.bytes = web.bytes, 0
-    [row] = [next(data.read(Reading(start=found[-1].cursor)))]
+    [row] = [next(data.read(replace(ALONE, start=found[-1].cursor)))]
     assert row == found[-1]
     if kind == "jsonl":
         assert web.bytes < 0.12 * len(web.files["/c/000.jsonl"])
@@ -94,8 +98,8 @@ def test_read_ahead_is_bounded(web: Web, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(RemoteStorage, "block", 10_000)
     web.files = shards("jsonl", 2, 1000)
     size = sum(map(len, web.files.values()))
-    data = source("jsonl", urls(web), read_ahead=45_000)
-    reader = data.read(Reading())
+    data = source("jsonl", urls(web))
+    reader = data.read(Reading(read_ahead=ReadAhead(45_000, 0, 0, 0)))
     next(reader)
     for thread in threading.enumerate():
         if thread.name.startswith("read ahead"):
@@ -134,7 +138,7 @@ def test_rows_stay_the_same_while_requests_fail(web: Web, kind: str, monkeypatch
 def test_an_outage_names_shard_and_offset(web: Web, kind: str, unit: str) -> None:
     web.files = shards(kind, 4, 100)
     data = source(kind, urls(web), retries=3)
-    running = stream(data, shuffle=False, num_lanes=1).stream()
+    running = stream(data, shuffle=False, num_lanes=1, read_ahead=0).stream()
     next(running)
     web.fault = lambda path: "503" if "002" in path else None
     with pytest.raises(OSError) as error:
@@ -203,9 +207,9 @@ def test_a_weak_tag_names_the_same_version(web: Web, monkeypatch: pytest.MonkeyP
     strong = source("jsonl", urls(web)).fingerprint()
     marks = cycle(["W/", ""])
     bent(web, monkeypatch, ETag=lambda tag: next(marks) + tag)
-    data = source("jsonl", urls(web), read_ahead=0)
+    data = source("jsonl", urls(web))
     assert data.fingerprint() == strong
-    lanes = [data.read(Reading(lane, num_lanes=4)) for lane in range(4)]
+    lanes = [data.read(replace(ALONE, lane=lane, num_lanes=4)) for lane in range(4)]
     assert sum(len(list(lane)) for lane in lanes) == 80
     assert len(web.requests) > 6, "of each file, both were seen"
     tags = [f'W/"{hashlib.md5(content).hexdigest()}"' for content in web.files.values()]
@@ -222,8 +226,8 @@ def test_a_weak_tag_names_the_same_version(web: Web, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(("kind", "change"), [("jsonl", "longer"), ("gz", "another"), ("parquet", "another")])
 def test_a_shard_that_changes_during_a_run_is_refused(web: Web, kind: str, change: str) -> None:
     web.files = shards(kind, 2, 100)
-    data = source(kind, urls(web), read_ahead=0)
-    reader = data.read(Reading())
+    data = source(kind, urls(web))
+    reader = data.read(ALONE)
     next(reader)
     last = list(web.files)[1]
     web.files[last] = b" " + web.files[last][change == "another" :]

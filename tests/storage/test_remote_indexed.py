@@ -14,12 +14,14 @@ from streampack import MDSSource, TokenShardSource
 from streampack.fingerprint import plain
 from streampack.sources import Reading
 from streampack.storage.ranges import Fetcher
+from streampack.storage.read_ahead import NO_READ_AHEAD, ReadAhead
 from streampack.storage.remote import RemoteStorage
 from streampack.storage.retries import Retries
 from streampack.tokenize.tokenize import tokenize
 from tests.support.mds import write_mds
 from tests.support.web import Web, random_faults
 
+ALONE = Reading(read_ahead=NO_READ_AHEAD)
 KINDS = ("tokens", "masked tokens", "mds", "mds.gz")
 
 
@@ -84,10 +86,10 @@ def test_little_more_than_the_ranges_is_read_while_requests_fail(
 @pytest.mark.parametrize("kind", ["masked tokens", "mds"])
 def test_a_seek_reads_only_from_there(web: Web, tmp_path: Path, kind: str) -> None:
     web.files = published(written(kind, tmp_path, 900))
-    data = source(kind, "http", web, read_ahead=0)
-    found = list(data.read(Reading()))
+    data = source(kind, "http", web)
+    found = list(data.read(ALONE))
     whole, web.bytes = web.bytes, 0
-    [row] = [next(data.read(Reading(start=found[895].cursor)))]
+    [row] = [next(data.read(replace(ALONE, start=found[895].cursor)))]
     assert plain(row.data) == plain(found[895].data)
     assert web.bytes < 0.01 * whole, "the last five documents of the last part"
     web.bytes = 0
@@ -102,7 +104,7 @@ def test_the_next_part_is_fetched_while_this_one_is_read(
     """Except in the first part, each block was requested before it is needed, in shuffled parts too."""
     monkeypatch.setattr(RemoteStorage, "block", 1000)
     web.files = published(written(kind, tmp_path, 400))
-    data, late, asked, most = source(kind, "http", web, read_ahead=8000), [], [], [0]
+    data, late, asked, most = source(kind, "http", web), [], [], [0]
     take = Fetcher.take
 
     def watched(fetcher: Fetcher, block: Any) -> bytes:
@@ -113,11 +115,11 @@ def test_the_next_part_is_fetched_while_this_one_is_read(
         return take(fetcher, block)
 
     monkeypatch.setattr(Fetcher, "take", watched)
-    for _ in data.read(Reading(shuffle_window=4)):
+    for _ in data.read(Reading(shuffle_window=4, read_ahead=ReadAhead(20_000, 0, 0, 20_000))):
         time.sleep(0.002)  # an answer on loopback takes less
     assert len(asked) > 100
     assert len(late) <= 4, "the first part's header, offsets, mask and first block"
-    assert 6000 < most[0] <= 8000
+    assert 10_000 < most[0] <= 20_000
     assert web.bytes <= 1.05 * sum(map(len, web.files.values())), "and nothing twice"
 
 
@@ -125,11 +127,11 @@ def test_the_next_part_is_fetched_while_this_one_is_read(
 def test_a_shard_that_changes_during_a_run_is_refused(web: Web, tmp_path: Path, kind: str) -> None:
     """The shard has the same size, and no tag in the index: its ETag differs from the first one seen."""
     web.files = published(written(kind, tmp_path, 300))
-    data = source(kind, "http", web, read_ahead=0)
-    list(data.read(Reading()))
+    data = source(kind, "http", web)
+    list(data.read(ALONE))
     last = max(path for path in web.files if "index" not in path)
     web.files[last] = web.files[last][:-1] + bytes([web.files[last][-1] ^ 1])
     with pytest.raises(
         ValueError, match=f"{last} is version .* when the run began; a corpus must not change"
     ):
-        list(data.read(Reading()))
+        list(data.read(ALONE))

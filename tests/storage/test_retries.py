@@ -179,7 +179,7 @@ def test_a_permanent_failure_names_the_place(
     storage = Shaky()
     monkeypatch.setattr(ranges, "TAIL_BYTES", 8)
     dataset = stream(shaken(JSONLSource(path), storage), num_lanes=1, shuffle=False, epochs=1)
-    storage.fails = set(range(9, 10_000))
+    storage.fails = set(range(8, 10_000))
     running = dataset.stream()
     found: list[Any] = []
     with caplog.at_level(logging.WARNING, "streampack"), pytest.raises(OSError) as error:

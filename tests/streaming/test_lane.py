@@ -36,7 +36,9 @@ def config_of(source: Any, *, encode: Any = None, **changes: Any) -> LaneConfig:
 
 
 def make(source: Any, *, state: LaneState | None = None, **changes: Any) -> Lane:
-    return Lane(config_of(source, **changes), state=state)
+    lane = Lane(config_of(source, **changes), state=state)
+    lane.restore()
+    return lane
 
 
 def drain(lane: Lane, limit: int = 10_000) -> list[Pack]:

@@ -1,0 +1,137 @@
+"""Read-ahead of one process: memory that its lanes share, and threads that fetch for all of them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+log = logging.getLogger(__name__)
+
+READ_AHEAD = 256 << 20  # bytes for all lanes of a process, unless the user says otherwise
+AT_ONCE = 64
+"""The most requests of a process at a time. With blocks of 256 KiB and 50 ms a request that is 320 MB/s; more threads
+would wait for one another, and a slow line would answer the last of them too late."""
+SOON = 16
+"""A process prepares for the turns of so many lanes. A lane's first rows may take three requests, one after another."""
+LONGEST_SHARE = 8 << 20  # bytes; with 50 ms a request, a lane that is read alone gets 160 MB/s
+LONGEST_BURST = 4 << 20  # bytes
+SMALLEST_BLOCK = 1 << 18  # bytes
+
+
+class Waiting(Protocol):
+    """Something that can ask for more blocks when blocks that it asked for have arrived."""
+
+    def top_up(self) -> None:
+        """Ask for more blocks."""
+
+
+class FetchThreads:
+    """Threads that fetch, at most `AT_ONCE` at a time; further requests wait in the order in which they were made.
+
+    A thread ends when nothing waits. So there is no pool to shut down, and no lock that a fork could copy.
+    """
+
+    def __init__(self) -> None:
+        self.queue: deque[tuple[Future[bytes], Callable[[], bytes]]] = deque()
+        self.threads: list[threading.Thread] = []
+        self.waiting: dict[int, weakref.ref[Waiting]] = {}  # by id
+        self.warned = False  # whether a shuffle window was found too large
+
+    def submit(self, fetch: Callable[[], bytes]) -> Future[bytes]:
+        """Call ``fetch`` in a thread. Until a thread has begun it, the returned future can be cancelled."""
+        future: Future[bytes] = Future()
+        self.queue.append((future, fetch))
+        self.threads = [thread for thread in self.threads if thread.is_alive()]
+        if len(self.threads) < AT_ONCE:
+            thread = threading.Thread(target=_fetch_all, args=(self.queue,), daemon=True, name="read ahead")
+            self.threads.append(thread)
+            with suppress(RuntimeError):  # the system has no thread left: who needs the block fetches it
+                thread.start()
+        return future
+
+    def call_later(self, waiting: Waiting) -> None:
+        """Call ``waiting.top_up`` at the next `wake`, if it is still there."""
+        self.waiting[id(waiting)] = weakref.ref(waiting)
+
+    def wake(self) -> None:
+        """Let all that wait for blocks look whether those have arrived."""
+        waiting, self.waiting = self.waiting, {}
+        for reference in waiting.values():
+            if (found := reference()) is not None:
+                found.top_up()
+
+
+def _fetch_all(queue: deque[tuple[Future[bytes], Callable[[], bytes]]]) -> None:
+    while True:
+        try:
+            future, fetch = queue.popleft()
+        except IndexError:
+            return
+        if not future.set_running_or_notify_cancel():
+            continue
+        try:
+            future.set_result(fetch())
+        except BaseException as error:  # whatever it is: without a result, the reader would wait for ever
+            future.set_exception(error)
+        del future, fetch  # else their bytes would be held until the next request
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAhead:
+    """What a reader may fetch before it is needed, and the threads that it shares with the other readers.
+
+    >>> ReadAhead.for_lanes(256 << 20, 240).share, ReadAhead.for_lanes(256 << 20, 8).share
+    (821329, 8388608)
+
+    Attributes:
+        share: the most bytes that the reader holds: those fetched ahead, the block that it reads, and its shuffle
+            window. If the last two alone are more, nothing is fetched ahead.
+        burst: how many bytes it may fetch ahead, whatever it holds, if its turn is one of the next `SOON`.
+        turn: the same in its turn. At any time, one reader of a process has its turn.
+        window: the bytes of a shuffle window from which on the windows alone exceed the budget.
+        threads: fetch for all readers of the process.
+    """
+
+    share: int
+    burst: int
+    turn: int
+    window: int
+    threads: FetchThreads = field(default_factory=FetchThreads, compare=False)
+
+    @classmethod
+    def for_lanes(cls, budget: int, lanes: int) -> ReadAhead:
+        """Divide ``budget`` bytes among the lanes of a process; three eighths at most are for bursts."""
+        burst, turn = min(LONGEST_BURST, budget // 4 // SOON), min(LONGEST_BURST, budget // 8)
+        lanes = max(1, lanes)
+        left = budget - min(SOON, lanes) * burst - turn
+        return cls(min(LONGEST_SHARE, left // lanes), burst, turn, budget // lanes)
+
+    def part(self, fraction: float) -> ReadAhead:
+        """Return what one source of a mixture may fetch ahead, if the lane reads this fraction of its rows from it."""
+        share, burst, window = (int(fraction * each) for each in (self.share, self.burst, self.window))
+        return replace(self, share=share, burst=max(burst, min(self.burst, SMALLEST_BLOCK)), window=window)
+
+    def check(self, window: int) -> None:
+        """Warn, once in a process, if a shuffle window of so many bytes is too large."""
+        if window > self.window and self.turn and not self.threads.warned:
+            self.threads.warned = True
+            log.warning(
+                "a shuffle window holds %.1f MB, and windows of %.1f MB in each lane of this process already fill "
+                "read_ahead: nothing is fetched ahead but for the lanes whose turn comes next; lower shuffle_window, "
+                "raise read_ahead, or use more processes",
+                window / 1e6, self.window / 1e6,
+            )  # fmt: skip
+
+    def block(self, most: int) -> int:
+        """Return the number of bytes for one request: two are within the share, if that is possible."""
+        return min(most, max(SMALLEST_BLOCK, self.share // 2)) if self.turn else most
+
+
+NO_READ_AHEAD = ReadAhead(0, 0, 0, 0)
