@@ -40,6 +40,17 @@ def require_positive(value: object, name: str, *, least: int = 1) -> int:
     return number
 
 
+def require_minutes(value: object, name: str) -> float:
+    """Return ``value`` as a float; raise if it is not a number of minutes, 0 or more.
+
+    >>> require_minutes(30, "max_outage")
+    30.0
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise ValueError(f"{name}={value!r} is no number of minutes; give one of at least 0")
+    return float(value)
+
+
 def require_token_id(value: object, name: str, *, vocab_size: int | None) -> int:
     """Return a setting as a token id; raise if it is not one, or outside the vocabulary.
 

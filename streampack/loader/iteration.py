@@ -120,11 +120,12 @@ class Iteration:
         """Return what must be the same on all ranks, beside the data; raise for settings that cannot be."""
         dataset, rank_sync, mix = self.dataset, self.rank_sync, self.dataset.mix
         dataset._lanes_for(rank_sync.data_world_size * max(1, self.options.num_workers))
-        budget = dataset.lane_config.source.retry_budget
+        budget = dataset.lane_config.longest_read
+        what = "max_outage" if dataset.lane_config.outages.limit else "the source's retries"
         if not rank_sync.alone and budget >= rank_sync.timeout.total_seconds():
             raise ValueError(
                 f"reading may be tried again for {budget:.0f} s and the other ranks wait {rank_sync.timeout} at "
-                "most; lower the source's retries or raise the loader's timeout"
+                f"most; lower {what} or raise the loader's timeout"
             )
         return {
             "packs_per_step": self.batching.packs_per_step,

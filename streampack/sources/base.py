@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from streampack.storage.outages import Outages
 from streampack.storage.read_ahead import ReadAhead
 from streampack.types import Cursor, Row, RowId, Sample
 
@@ -34,6 +35,7 @@ class Reading:
             the length of the longest sample is enough. See `MixtureScheduler`.
         replayed: how many pieces a resume reads a second time, from ``start`` on.
         read_ahead: what the reader may fetch before it is needed; None for the reader of one lane alone.
+        outages: how long this process may wait for storage that does not answer; None if only as the source says.
     """
 
     lane: int = 0
@@ -46,6 +48,7 @@ class Reading:
     stagger: int = 0
     replayed: int = 0
     read_ahead: ReadAhead | None = None
+    outages: Outages | None = None
 
     @property
     def key(self) -> tuple[int, int, int]:

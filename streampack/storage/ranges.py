@@ -11,6 +11,7 @@ from typing import Any
 
 from streampack.storage.base import File, Storage
 from streampack.storage.counts import ReadCounts
+from streampack.storage.outages import Outages
 from streampack.storage.read_ahead import NO_READ_AHEAD, ReadAhead
 from streampack.storage.retries import Retries
 
@@ -41,6 +42,7 @@ class Fetcher:
         retries: how often a read is tried.
         read_ahead: how much may be fetched ahead.
         counts: of what all readers of a source have read.
+        outages: of this process: how long reads are tried when their retries are used up.
     """
 
     def __init__(
@@ -50,11 +52,13 @@ class Fetcher:
         *,
         read_ahead: ReadAhead = NO_READ_AHEAD,
         counts: ReadCounts | None = None,
+        outages: Outages | None = None,
     ) -> None:
         self.storage = storage
         self.retries = retries
         self.read_ahead = read_ahead
         self.counts = ReadCounts() if counts is None else counts
+        self.outages = outages
         self.block = read_ahead.block(storage.block)
         self.in_flight: dict[Block, Future[bytes]] = {}
         self.old: dict[
@@ -129,7 +133,8 @@ class Fetcher:
             fetched_ahead = None  # if the thread's request failed, the next try is made here
             return future.result()
 
-        data = self.retries.call(read, doing=f"reading {file.name}, bytes {start} to {stop}")
+        doing = f"reading {file.name}, bytes {start} to {stop}"
+        data = self.retries.call(read, doing=doing, outages=self.outages)
         self.counts.bytes += len(data)
         return data
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
+from streampack.storage.outages import Outages, duration
+
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
@@ -52,23 +54,59 @@ class Retries:
     def _waits(self) -> Iterator[float]:
         return (min(self.longest, self.first * 2**attempt) for attempt in range(self.attempts))
 
-    def call(self, read: Callable[[], Result], *, doing: str = "") -> Result:
+    def call(self, read: Callable[[], Result], *, doing: str = "", outages: Outages | None = None) -> Result:
         """Call ``read``, and call it again after an `OSError` that is not `PERMANENT`. Raise the last error.
 
-        ``doing`` says for the log what is tried: "reading a.jsonl".
+        When the retries are used up, it is called every ``longest`` seconds as long as the process has time left for
+        ``outages``.
+
+        Args:
+            read: what is tried.
+            doing: says for the log what that is: "reading a.jsonl".
+            outages: of this process; by default there is no time for any.
         """
-        left = self.budget
-        for wait in self._waits():
-            try:
-                return read()
-            except PERMANENT:
-                raise
-            except OSError as error:
-                pause = wait * random.Random().uniform(0.5, 1)
-                pause = min(left, max(pause, getattr(error, "retry_after", 0.0)))
-                left -= pause
-                log.warning("%s%s; trying again in %.1f s", error, f" while {doing}" if doing else "", pause)
+        outages = Outages() if outages is None else outages
+        waits, left = self._waits(), self.budget
+        failed: float | None = None  # when the first try had failed
+        outage: float | None = None  # when the retries were used up
+        try:
+            while True:
+                try:
+                    return read()
+                except PERMANENT:
+                    raise
+                except OSError as error:
+                    now = time.monotonic()
+                    failed = now if failed is None else failed
+                    while_doing = f" while {doing}" if doing else ""
+                    asked_for = getattr(error, "retry_after", 0.0)
+                    # If the waits that the server asked for have used up the budget, there is one last try.
+                    if (wait := next(waits, None) if left > 0 else None) is not None:
+                        pause = min(left, max(_jittered(wait), asked_for))
+                        left -= pause
+                        log.warning("%s%s; trying again in %.1f s", error, while_doing, pause)
+                    else:
+                        outage = now if outage is None else outage
+                        if (rest := outages.left - (now - outage)) < 0.01:
+                            if outages.limit:
+                                error.add_note(
+                                    f"the storage did not answer for {duration(now - failed)}, and the "
+                                    f"{duration(outages.limit)} of max_outage are used up"
+                                )
+                            raise
+                        pause = min(rest, max(_jittered(self.longest), asked_for))
+                        log.warning(
+                            "%s%s; the storage has not answered for %s; trying again in %.1f s, giving up in %s",
+                            error, while_doing, duration(now - failed), pause, duration(rest),
+                        )  # fmt: skip
+                outages.retries += 1
                 time.sleep(pause)
-                if left <= 0:  # the waits that the server asked for used up the budget: try one last time
-                    break
-        return read()
+        finally:
+            if failed is not None:
+                now = time.monotonic()
+                outages.waited += now - failed
+                outages.spent += 0.0 if outage is None else now - outage
+
+
+def _jittered(wait: float) -> float:
+    return wait * random.Random().uniform(0.5, 1)

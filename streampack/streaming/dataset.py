@@ -19,6 +19,7 @@ from streampack.packing.settings import Packing
 from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import quarantine_for
 from streampack.sources.mixture import Mix
+from streampack.storage.outages import Outages
 from streampack.storage.read_ahead import READ_AHEAD, ReadAhead
 from streampack.streaming.consumers import Ranks, ranks_for_plain_iteration
 from streampack.streaming.epochs import EpochCounter
@@ -32,7 +33,7 @@ from streampack.streaming.loaded_state import STATE_VERSION, Resume, checked_sta
 from streampack.streaming.round_robin import PackStream, total_ledger, total_source_stats
 from streampack.streaming.run_identity import RunIdentity
 from streampack.types import Fragment, Sample
-from streampack.validation import require, require_positive, require_token_id, warn_user
+from streampack.validation import require, require_minutes, require_positive, require_token_id, warn_user
 
 
 class IterablePackedDataset(IterableDataset[dict[str, Any]]):
@@ -81,6 +82,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         quarantine: a folder for lists of the skipped records; see `Quarantine`.
         read_ahead: of files behind URLs, the most bytes that each process which reads (a worker, or the rank itself)
             holds for all of its lanes together: fetched ahead of need, and in shuffle windows.
+        max_outage: minutes that each process which reads may wait for files, in all of its run, after the ``retries``
+            of a read are used up. Other ranks must wait as long (``timeout`` of a `PackedDataLoader`).
 
         shuffle: whether to read in a shuffled order, which is a function of (seed, epoch, lane). The parts of files are
             shuffled, and rows within windows of ``shuffle_window``; map-style data are shuffled entirely.
@@ -123,6 +126,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         max_bad_records: int = 100,
         quarantine: str | os.PathLike[str] | None = None,
         read_ahead: int = READ_AHEAD,
+        max_outage: float = 0.0,
     ) -> None:
         super().__init__()
         kept = quarantine_for(on_bad_record, folder=quarantine, limit=max_bad_records)
@@ -156,6 +160,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             vocab_size=vocab_size,
             checks=must_check(source, encode, vocab_size),
             quarantine=kept,
+            outages=Outages(60 * require_minutes(max_outage, "max_outage")),
         )
         self.read_ahead = require_positive(read_ahead, "read_ahead", least=0)
         self.epochs = epochs
