@@ -86,7 +86,7 @@ def bug(plant: Plant) -> Plant:
 
 
 def find(case: Callable[[int, int], Any], first: int = 0) -> None:
-    for number in range(first, first + 20):
+    for number in range(first, first + 40):
         case(1, number)
 
 

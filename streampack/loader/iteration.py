@@ -103,6 +103,8 @@ class Iteration:
         self.workers = min(options.num_workers, -(-num_lanes // size))
         self.batching.warn(num_lanes=num_lanes, num_workers=options.num_workers, rank=rank_sync.rank)
         divide_across_ranks(dataset.lane_config.source, num_lanes, rank_sync)
+        if rank_sync.rank == 0:
+            dataset._log_shared()
         # Of the ranks that are given the same batches, one lists the bad records.
         self.read = dataset if rank_sync.lists_bad_records() else dataset._unlisted()
         self.last_epoch = dataset._last_epoch

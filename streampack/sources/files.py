@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from streampack.sources.base import Reader, Reading, spread
 from streampack.sources.parts import Damage, FoundRecord, Part, Record
 from streampack.sources.shuffling import read_parts
 from streampack.sources.source import Source
+from streampack.sources.turns import deal, share, sharing
 from streampack.storage.base import ParallelMap, map_in_threads
 from streampack.storage.counts import ReadCounts
 from streampack.storage.listing import Corpus
@@ -36,6 +36,9 @@ class FileSource(Source):
     unit = "row"
     """What an offset counts, for messages."""
 
+    whole = "file"
+    """What cannot be cut, and is shared by lanes if there are too few of it, for messages."""
+
     def __init__(self, corpus: Corpus) -> None:
         self.corpus = corpus
         self.files = corpus.files
@@ -43,6 +46,7 @@ class FileSource(Source):
         self.read_counts = ReadCounts()
         # For a number of lanes, the parts of each lane.
         self._divided: dict[int, list[list[Part]]] = {}
+        self._empty: set[Part] = set()  # parts that were read and have no records
 
     @abstractmethod
     def cut(self, num_lanes: int, parallel_map: ParallelMap) -> list[list[Part]]:
@@ -91,8 +95,6 @@ class FileSource(Source):
 
     def read(self, reading: Reading) -> Reader:
         """See `Source.read`."""
-        if not self.is_divided(reading.num_lanes):
-            self.divide(reading.num_lanes, map_in_threads)
         fetcher = Fetcher(
             self.corpus.storage,
             self.corpus.retries,
@@ -105,13 +107,14 @@ class FileSource(Source):
         )
         parts = _LaneParts(self, fetcher)
         return read_parts(
-            self._divided[reading.num_lanes][reading.lane],
+            self._lanes(reading.num_lanes)[reading.lane],
             reading,
             open_part=parts.open,
             decode=self.decode,
             place=self.place,
             locate=self.locate,
             preparation=None if self.local else parts,
+            empty=self._empty,
         )
 
     def place(self, part: Part, offset: int) -> str:
@@ -148,6 +151,16 @@ class FileSource(Source):
     def divide(self, num_lanes: int, parallel_map: ParallelMap) -> None:
         """See `Divisible`."""
         self._divided[num_lanes] = self.cut(num_lanes, parallel_map)
+
+    def shared(self, num_lanes: int) -> list[str]:
+        """See `Source.shared`."""
+        turns = (part.turns for lane in self._lanes(num_lanes) for part in lane if part.turn == 0)
+        return sharing(turns, what=self.whole)
+
+    def _lanes(self, num_lanes: int) -> list[list[Part]]:
+        if not self.is_divided(num_lanes):
+            self.divide(num_lanes, map_in_threads)
+        return self._divided[num_lanes]
 
     def fetcher(self) -> Fetcher:
         """Return a fetcher that reads nothing ahead."""
@@ -194,43 +207,39 @@ def divide(
     *,
     sizes: Sequence[int] | None = None,
     whole: Collection[int] = (),
+    least: int = 1,
 ) -> list[list[Part]]:
     """Cut files into slices and deal those out to lanes. Returns the parts of each lane, in corpus order.
 
-    >>> divide([4, 2], 2, sizes=[400, 200])[0][:3]
-    [Part(file=0, start=0, stop=1), Part(file=0, start=2, stop=3), Part(file=1, start=0, stop=1)]
+    >>> [[(part.file, part.start) for part in lane] for lane in divide([4, 2], 2, sizes=[400, 200])]
+    [[(0, 0), (0, 2), (1, 0)], [(0, 1), (0, 3), (1, 1)]]
 
     Args:
         lengths: bytes or records of each file.
         num_lanes: how many lanes.
         sizes: bytes of each file, by which lanes are balanced; by default ``lengths``.
-        whole: indices of the files that cannot be read from the middle, and are not cut.
+        whole: indices of the files that cannot be read from the middle. They are not cut; if there are too few of them,
+            lanes share them.
+        least: the length of the shortest slice, unless a file's last one.
     """
+    sizes = lengths if sizes is None else sizes
     total = sum(length for number, length in enumerate(lengths) if number not in whole)
-    step = min(LONGEST_PART, max(1, -(-total // (num_lanes * PARTS_PER_LANE))))
+    step = min(LONGEST_PART, max(least, -(-total // (num_lanes * PARTS_PER_LANE))))
+    uncut = [(Part(number), float(sizes[number])) for number in sorted(whole)]
+    shares: dict[int, list[tuple[Part, float]]] = {number: [] for number in whole}
+    for part, size in share(uncut, num_lanes, rest=sum(sizes) - sum(size for _, size in uncut)):
+        shares[part.file].append((part, size))
 
     def parts() -> Iterator[tuple[Part, float]]:
         for number, length in enumerate(lengths):
-            size = length if sizes is None else sizes[number]
             if number in whole:
-                yield Part(number), size
+                yield from shares[number]
                 continue
             for start in range(0, length, step):
                 stop = min(start + step, length)
-                yield Part(number, start, stop), size * (stop - start) / length
+                yield Part(number, start, stop), sizes[number] * (stop - start) / length
 
     return deal(parts(), num_lanes)
-
-
-def deal(parts: Iterable[tuple[Part, float]], num_lanes: int) -> list[list[Part]]:
-    """Give each of ``parts``, (part, bytes), to the lane with the fewest bytes so far; of several, to the first."""
-    lanes: list[list[Part]] = [[] for _ in range(num_lanes)]
-    load = [(0.0, lane) for lane in range(num_lanes)]  # a heap of (bytes so far, lane)
-    for part, size in parts:
-        least, lane = load[0]
-        lanes[lane].append(part)
-        heapq.heapreplace(load, (least + size, lane))
-    return lanes
 
 
 def places(lengths: Sequence[int], wanted: int) -> list[tuple[int, int]]:

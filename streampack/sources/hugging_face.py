@@ -15,6 +15,7 @@ from streampack.sources.map_style import MapSource
 from streampack.sources.parts import Part, Record
 from streampack.sources.shuffling import read_parts
 from streampack.sources.source import Source
+from streampack.sources.turns import deal, share, sharing
 from streampack.sources.wrapped import WrappedSource
 from streampack.types import RowId
 
@@ -46,11 +47,12 @@ class HFSource(WrappedSource):
     >>> [row.data["text"] for row in HFSource(rows.to_iterable_dataset()).read(Reading(start=(0, 1, 0)))]
     ['b', 'c']
 
-    A map-style dataset is read as by `MapSource`. A streaming one can be divided into as many lanes as it has shards;
-    ``dataset.reshard()`` makes a shard of each row group of Parquet files. A resume reads the shard again from its
-    first row up to the cursor, as the dataset's own ``state_dict()`` does. That takes about 8 us a row, and whatever
-    ``map`` does with a row: do slow work in the encoder. A stream that does more than change or drop rows one by one
-    (interleaved, repeated, cut by ``take``) is one lane.
+    A map-style dataset is read as by `MapSource`. Of a streaming one, shards are divided among the lanes. If it has
+    fewer shards than there are lanes, several lanes read the same shard and take turns with its rows, which costs as
+    many times as much; ``dataset.reshard()`` makes a shard of each row group of Parquet files. A resume reads the shard
+    again from its first row up to the cursor, as the dataset's own ``state_dict()`` does. That takes about 8 us a row,
+    and whatever ``map`` does with a row: do slow work in the encoder. A stream that does more than change or drop rows
+    one by one (interleaved, repeated, cut by ``take``) is read as one shard.
 
     Args:
         dataset: a ``Dataset``, an ``IterableDataset``, or a name for ``datasets.load_dataset``.
@@ -122,20 +124,9 @@ class _Stream(Source):
         self.shards = dataset.num_shards if classes <= ROW_WISE else 1
         # Whether the stream has shards that cannot be read one by one, and is read as a whole, as one shard.
         self.whole = self.shards != dataset.num_shards
-        self.max_lanes = self.shards
+        self._divided: dict[int, list[list[Part]]] = {}  # for a number of lanes, the parts of each lane
+        self._empty: set[Part] = set()  # parts that were read and have no records
         self._identity: dict[str, Any] | None = None
-
-    @property
-    def way_out(self) -> str:
-        if self.whole:
-            return (
-                "a stream that is interleaved, repeated or cut cannot be divided; use one consumer, a map-style "
-                "dataset (streaming=False), or give the streams to a Mix"
-            )
-        return (
-            "a stream has a lane for each of its shards at most; dataset.reshard() makes more of Parquet files, and a "
-            "map-style dataset (streaming=False) has as many as needed"
-        )
 
     def fingerprint(self) -> str:
         return digest(state_of(self.identity()))
@@ -163,11 +154,22 @@ class _Stream(Source):
 
     def read(self, reading: Reading) -> Reader:
         return read_parts(
-            [Part(shard) for shard in range(reading.lane, self.shards, reading.num_lanes)],
+            self._lanes(reading.num_lanes)[reading.lane],
             reading,
             open_part=lambda part, offset, following: self._records(part.file, offset),
             locate=self.locate,
+            empty=self._empty,
         )
+
+    def shared(self, num_lanes: int) -> list[str]:
+        turns = (part.turns for lane in self._lanes(num_lanes) for part in lane if part.turn == 0)
+        return sharing(turns, what="shard")
+
+    def _lanes(self, num_lanes: int) -> list[list[Part]]:
+        if num_lanes not in self._divided:
+            parts = [(Part(shard), 1.0) for shard in range(self.shards)]
+            self._divided[num_lanes] = deal(share(parts, num_lanes), num_lanes)
+        return self._divided[num_lanes]
 
     def locate(self, row_id: RowId) -> str:
         shard, row = row_id
@@ -192,7 +194,9 @@ class _Stream(Source):
             yield number, row, number + 1
 
     def _rows(self, shard: int) -> Iterator[Mapping[str, Any]]:
-        dataset = self.dataset if self.whole else self.dataset.shard(self.shards, shard)
+        # A new object each time, also of a stream that is read as a whole: iterators of one that is interleaved or
+        # concatenated disturb one another, in datasets 5.2.
+        dataset = self.dataset.shard(self.shards, shard)
         if "torch" in sys.modules:
             from torch.utils.data import get_worker_info
 

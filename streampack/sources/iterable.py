@@ -8,6 +8,7 @@ from typing import Any
 from streampack.fingerprint import digest
 from streampack.sources.examples import EXAMPLES, Example, MarkedRows, differs_at, leading
 from streampack.sources.source import Source
+from streampack.sources.turns import sharing
 from streampack.types import RowId
 
 Rows = Iterable[Mapping[str, Any]]
@@ -16,8 +17,9 @@ Rows = Iterable[Mapping[str, Any]]
 class IterableSource(Source):
     """Rows of an iterable that yields the same rows each time it is iterated, or of a function that returns one.
 
-    The source has one lane. With ``stride=True`` it can have several, each of which reads all rows and keeps its own.
-    An iterable cannot begin in the middle, so a resume reads it again from its start.
+    By default each consumer (ranks x workers) reads one lane of it. Each lane iterates over all rows, and they take
+    turns in keeping one. An iterable cannot begin in the middle, so a resume reads it again from its start. Where that
+    takes long, write token shards with `streampack tokenize`.
 
     The iterable may reuse a row's memory for the next row: rows that must be kept are copied, with the dicts, lists,
     arrays and tensors in them. Objects of other classes are not copied, so they must be new for each row.
@@ -27,18 +29,23 @@ class IterableSource(Source):
     >>> [row.data["tokens"] for row in source.read(Reading(start=(0, 1, 0)))]
     [[1], [2]]
 
+    Each rank and each worker must be given the same rows, all of them. An iterable that shares out its rows among ranks
+    or torch's workers by itself would lose rows here, so several consumers are refused without a `PackedDataLoader`,
+    which compares the ranks' first rows, and whose workers are none of torch's.
+
     Raises:
         ValueError: for an iterator or generator, which could be read only once.
     """
 
-    def __init__(self, rows: Rows | Callable[[], Rows], *, stride: bool = False) -> None:
+    varies_by_process = True
+
+    def __init__(self, rows: Rows | Callable[[], Rows]) -> None:
         if isinstance(rows, Iterator):
             raise ValueError(
                 f"a {type(rows).__name__} can be read only once, so neither a second epoch nor a resume is "
                 "possible; pass a function that makes it: IterableSource(lambda: ...)"
             )
         self.iterable = rows
-        self.max_lanes = None if stride else 1
         self._newest: Iterator[Any] | None = (
             None  # the last iterator, to notice if the next one is the same object
         )
@@ -81,6 +88,10 @@ class IterableSource(Source):
         for number, row in enumerate(self._iterate()):
             if number >= start and (number - start) % step == 0:
                 yield row
+
+    def shared(self, num_lanes: int) -> list[str]:
+        """See `Source.shared`."""
+        return sharing([num_lanes], what="iterable")
 
     def shard(self, row_id: RowId) -> str:
         """Return the iterable's class: there is only one shard."""

@@ -22,6 +22,9 @@ from streampack.types import RowId
 from streampack.validation import require_positive
 
 LONGEST_LINE = 1 << 26  # bytes
+LEAST_PART = (
+    256  # bytes; where parts are shorter than most lines, opening them takes longer than reading their lines
+)
 PROBED_FILES = 16  # compressed files that `probe` reads from
 PROBED_BYTES = 1 << 22  # bytes of content that `probe` decompresses of each, to learn how well they compress
 
@@ -30,8 +33,9 @@ class JSONLSource(FileSource):
     r"""One JSON object a line, in one file, several, or whatever a glob finds; ``.gz`` and ``.zst`` too.
 
     Plain files are divided into lanes by byte range: a row belongs to the part in which its first byte lies. In a
-    compressed file one cannot seek: it is one part of one lane, and a resume reads it again from its start. The list of
-    files and their sizes is fixed at construction. For ``hf://`` paths the commit is fixed too, and logged: if the
+    compressed file one cannot seek: it is one part, and a resume reads it again from its start. If there are fewer such
+    files than lanes to fill, several lanes read the same file and take turns with its rows; the log says so. The list
+    of files and their sizes is fixed at construction. For ``hf://`` paths the commit is fixed too, and logged: if the
     branch moves, the run keeps reading that commit, and to resume it, name the commit:
     ``hf://datasets/org/name@<commit>/*.jsonl``.
 
@@ -60,6 +64,7 @@ class JSONLSource(FileSource):
     """
 
     unit = "byte"
+    whole = "compressed file"
     probed_by_bytes = True
 
     def __init__(
@@ -86,7 +91,8 @@ class JSONLSource(FileSource):
 
     def cut(self, num_lanes: int, parallel_map: ParallelMap) -> list[list[Part]]:
         """See `FileSource.cut`."""
-        return divide([file.size for file in self.files], num_lanes, whole=frozenset(self._compressed))
+        sizes = [file.size for file in self.files]
+        return divide(sizes, num_lanes, whole=frozenset(self._compressed), least=LEAST_PART)
 
     def records(
         self, part: Part, offset: int, fetcher: Fetcher, later: Iterable[Iterable[Block | None]] = ()

@@ -46,7 +46,8 @@ class MDSSource(IndexedSource):
     """The samples of a folder of MDS shards, as mappings of plain values and arrays.
 
     The samples of each shard are cut into slices, which are divided among the lanes. In a compressed shard (zstd, gzip)
-    one cannot seek: it is one part of one lane, and is held decompressed while that lane reads it.
+    one cannot seek: it is one part, and is held decompressed while it is read. If there are fewer such shards than
+    lanes to fill, several lanes read the same shard and take turns with its samples.
 
     Args:
         folder: the folder that holds ``index.json``, on this machine or behind a URL.
@@ -62,6 +63,7 @@ class MDSSource(IndexedSource):
     """
 
     unit = "sample"
+    whole = "compressed shard"
 
     def __init__(
         self,

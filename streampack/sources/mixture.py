@@ -119,9 +119,8 @@ class Mix(Source):
         flat = [leaf for entry in given for leaf in self._flattened(entry)]
         total = math.fsum(entry.weight for entry in flat)
         self.entries = [replace(entry, weight=entry.weight / total) for entry in flat]
+        self.varies_by_process = any(entry.source.varies_by_process for entry in self.entries)
         self.weights = tuple(max(1, round(entry.weight * TOTAL_WEIGHT)) for entry in self.entries)
-        limits = [entry.source.max_lanes for entry in self.entries]
-        self.max_lanes = min((limit for limit in limits if limit is not None), default=None)
 
     def _flattened(self, entry: Entry) -> list[Entry]:
         """Return the entries that take an entry's place: the sources of a mixture, or the entry itself.
@@ -269,19 +268,9 @@ class Mix(Source):
         found = [entry.source.natural_lanes() for entry in self.entries]
         return min(found) if self.stop == "first_exhausted" else max(1, sum(n for n in found if n > 1))
 
-    @property
-    def way_out(self) -> str:
-        """See `Source.way_out`: that of the source with the fewest lanes."""
-        return self._narrowest().source.way_out
-
-    def _narrowest(self) -> Entry:
-        return next(entry for entry in self.entries if entry.source.max_lanes == self.max_lanes)
-
-    @property
-    def limiting(self) -> str:
-        """See `Source.limiting`: the source with the fewest lanes."""
-        entry = self._narrowest()
-        return f"{entry.name} ({entry.source.limiting})"
+    def shared(self, num_lanes: int) -> list[str]:
+        """See `Source.shared`; each begins with the source's name."""
+        return [f"{entry.name}: {what}" for entry in self.entries for what in entry.source.shared(num_lanes)]
 
     def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
         """See `Source.probe`; returns about equally many rows of each source."""

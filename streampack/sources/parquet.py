@@ -10,10 +10,11 @@ from typing import Any
 from streampack.fingerprint import digest
 from streampack.sources.base import spread
 from streampack.sources.examples import EXAMPLES, Example
-from streampack.sources.files import PARTS_PER_LANE, FileSource, deal
+from streampack.sources.files import PARTS_PER_LANE, FileSource
 from streampack.sources.parts import Damage, Part, Record
 from streampack.sources.row_groups import Footers, RowGroups, blocks_ahead, group_of, plain_row, starts_of
 from streampack.sources.source import Divisible
+from streampack.sources.turns import deal, share
 from streampack.storage.base import ParallelMap
 from streampack.storage.formats import PARQUET
 from streampack.storage.listing import Name, Once, alone, find_files
@@ -41,7 +42,8 @@ class ParquetSource(FileSource):
 
     Whole files are divided among the lanes. Files that are too large for that are cut into runs of row groups, so their
     footers are read before the first row (with a `PackedDataLoader`, each rank reads some of them for all ranks). The
-    stored bytes of a row group are read at once, and decoded 1,024 rows at a time.
+    stored bytes of a row group are read at once, and decoded 1,024 rows at a time. If there are fewer row groups than
+    lanes, several lanes read the same one and take turns with its rows.
 
     Args:
         paths: files, folders or globs of this machine, or URLs (``http``, ``https``, ``s3``, ``hf``).
@@ -57,6 +59,8 @@ class ParquetSource(FileSource):
             a damaged page, when it is read, with file and row group.
         ImportError: if pyarrow is not installed.
     """
+
+    whole = "row group"
 
     def __init__(
         self,
@@ -171,7 +175,7 @@ class ParquetSource(FileSource):
         parts = self._parts(step, WHOLE_FILE_PARTS * step, parallel_map)
         if len(parts) < FEWEST_PARTS * num_lanes:
             parts = self._parts(0, 0, parallel_map)
-        return deal(parts, num_lanes)
+        return deal(share(parts, num_lanes), num_lanes)
 
     def _parts(self, step: int, whole: int, parallel_map: ParallelMap) -> list[tuple[Part, float]]:
         """Return (part, bytes) for all files: one part for up to ``whole`` bytes, else runs of ``step`` bytes."""

@@ -20,11 +20,16 @@ class Part(NamedTuple):
     """A slice of a file: the records whose first unit (byte or row) lies in ``[start, stop)``.
 
     ``file`` is the number of the file in its corpus. ``stop`` is None for a part that ends with the file.
+
+    A part that cannot be cut may be shared by several lanes. Each of these ``turns`` lanes reads the whole part, and
+    keeps the records whose number in it, modulo ``turns``, is its ``turn``.
     """
 
     file: int
     start: int = 0
     stop: int | None = None
+    turn: int = 0
+    turns: int = 1
 
 
 class Damage(ValueError):
@@ -89,10 +94,12 @@ class InOrder(Reader):
         decode: Callable[[Part, int, Any], Mapping[str, Any]],
         place: Callable[[Part, int], str],
         locate: Callable[[RowId], str],
-        preparation: Preparation | None = None,
+        preparation: Preparation | None,
+        empty: set[Part],
     ) -> None:
         self.parts = parts
         self.reading = reading
+        self.empty = empty
         self.open_part = open_part
         self.decode = decode
         self.place = place
@@ -158,10 +165,15 @@ class InOrder(Reader):
             part = self.parts[self.part_index]
             try:
                 if self.records is None:
+                    if part in self.empty:
+                        self._go_to_part(self.part_index + 1)
+                        continue
                     self.records = self.open_part(part, self.offset, self._following())
                 if record := next(self.records, None):
                     offset, raw, self.offset = record
                     return part, offset, raw
+                if self.offset == part.start:
+                    self.empty.add(part)
             except Damage as damage:
                 if damage.resume is None:
                     self._go_to_part(self.part_index + 1)
@@ -179,7 +191,8 @@ class InOrder(Reader):
         return None
 
     def _following(self) -> Iterator[Part]:
-        return islice(self.parts, self.part_index + 1, None)
+        empty = self.empty  # so that the iterator, which the records hold, does not hold this reader
+        return (part for part in islice(self.parts, self.part_index + 1, None) if part not in empty)
 
     def _go_to_part(self, part_index: int) -> None:
         self.part_index, self.records = part_index, None

@@ -7,6 +7,7 @@ from typing import Any
 
 from streampack.sources.base import Reader, Reading, permutation
 from streampack.sources.parts import FoundRecord, InOrder, Part, Preparation, Record
+from streampack.sources.turns import in_turns
 from streampack.types import Cursor, Row, RowId
 
 HOLD_EVERY = 64
@@ -101,6 +102,7 @@ def read_parts(
     decode: Callable[[Part, int, Any], Mapping[str, Any]] = lambda part, offset, raw: raw,
     place: Callable[[Part, int], str] | None = None,
     preparation: Preparation | None = None,
+    empty: set[Part] | None = None,
 ) -> InOrder | WindowReader:
     """Open a reader of a lane's parts, in the order that ``reading`` asks for.
 
@@ -108,16 +110,19 @@ def read_parts(
         parts: the lane's parts, in corpus order.
         reading: says whether to shuffle, by which key, and at which cursor to begin.
         open_part: ``(part, offset, following)`` returns the records of a part from the byte or row number ``offset``
-            of its file on. ``following`` are the parts that will be read next, so that they can be fetched ahead.
+            of its file on, whoever's turn they are. ``following`` are the parts that will be read next, so that they
+            can be fetched ahead.
         locate: see `Source.locate`.
         decode: ``(part, offset, raw)`` makes a row's data of a record's raw data, or raises ValueError; by default the
             raw data is the row's data.
         place: ``(part, offset)`` describes where reading stands, for errors of the storage; by default `locate` does.
         preparation: fetches records before they are asked for.
+        empty: parts without records, which are not opened; the reader adds those that it finds.
     """
     if reading.shuffle_window:
         parts = [parts[i] for i in permutation(len(parts), *reading.key)]
     if place is None:
         place = lambda part, offset: locate((part.file, offset))  # noqa: E731
-    ordered = InOrder(parts, reading, open_part, decode, place, locate, preparation)
+    empty = set() if empty is None else empty
+    ordered = InOrder(parts, reading, in_turns(open_part), decode, place, locate, preparation, empty)
     return WindowReader(ordered) if reading.shuffle_window else ordered

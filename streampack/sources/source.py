@@ -37,9 +37,6 @@ class Source(ABC):
     The pack is the first of lane 0, which has rows 0, 2, 4, ... The ``row_id`` of such a source is (0, row number).
     """
 
-    max_lanes: int | None = None
-    """The most lanes that can divide the rows; None for any number."""
-
     ids_below: int | None = None
     """A number that is larger than all token ids in the rows; None if it is unknown, or the rows hold no tokens."""
 
@@ -48,6 +45,9 @@ class Source(ABC):
 
     local = True
     """Whether the rows are on this machine; else they are fetched before they are needed."""
+
+    varies_by_process = False
+    """Whether a rank or a worker of torch may be given other rows than another, as by a dataset that splits itself."""
 
     probed_by_bytes = False
     """Whether the scale that `probe` returns is a ratio of bytes; else it is a ratio of numbers of rows."""
@@ -82,19 +82,6 @@ class Source(ABC):
         return self.locate(row_id)
 
     @property
-    def limiting(self) -> str:
-        """Name of the source that limits ``max_lanes``, for the error message if there are too few lanes."""
-        return type(self).__name__
-
-    @property
-    def way_out(self) -> str:
-        """Suffix of the error message if ``max_lanes`` is too small: how to get more lanes."""
-        return (
-            "each would read everything; use one consumer, or IterableSource(..., stride=True) to let each read "
-            "everything and keep its part"
-        )
-
-    @property
     def retry_budget(self) -> float:
         """Longest time in seconds that one read may spend on retries; must be below the loader's ``timeout``."""
         return 0.0
@@ -102,6 +89,10 @@ class Source(ABC):
     def natural_lanes(self) -> int:
         """Return a sensible number of lanes: about one per 100 packs, as each lane's last pack is not full."""
         return 1
+
+    def shared(self, num_lanes: int) -> list[str]:
+        """Return a sentence for each source within this one of which several lanes read the same rows, for the log."""
+        return []
 
     def num_rows(self) -> int:
         """Return how many rows there are.

@@ -18,11 +18,11 @@ class WrappedSource(Source):
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self.max_lanes = source.max_lanes
         self.ids_below = source.ids_below
         self.map_style = source.map_style
         self.local = source.local
         self.probed_by_bytes = source.probed_by_bytes
+        self.varies_by_process = source.varies_by_process
 
     def fingerprint(self) -> str:
         """See `Source.fingerprint`."""
@@ -49,11 +49,6 @@ class WrappedSource(Source):
         return self.source.shard(row_id)
 
     @property
-    def way_out(self) -> str:
-        """See `Source.way_out`."""
-        return self.source.way_out
-
-    @property
     def retry_budget(self) -> float:
         """See `Source.retry_budget`."""
         return self.source.retry_budget
@@ -61,6 +56,10 @@ class WrappedSource(Source):
     def natural_lanes(self) -> int:
         """See `Source.natural_lanes`."""
         return self.source.natural_lanes()
+
+    def shared(self, num_lanes: int) -> list[str]:
+        """See `Source.shared`."""
+        return self.source.shared(num_lanes)
 
     def num_rows(self) -> int:
         """See `Source.num_rows`."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -34,6 +36,8 @@ from streampack.streaming.round_robin import PackStream, total_ledger, total_sou
 from streampack.streaming.run_identity import RunIdentity
 from streampack.types import Fragment, Sample
 from streampack.validation import require, require_minutes, require_positive, require_token_id, warn_user
+
+log = logging.getLogger(__name__)
 
 
 class IterablePackedDataset(IterableDataset[dict[str, Any]]):
@@ -175,6 +179,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self._stream: PackStream | None = None  # the packs of the newest iteration
         # In a copy of a dataset: the lane states after the newest pack of the original.
         self._copied: dict[int, LaneState] | None = None
+        self._shared_logged = False
         self._untrained = UntrainedWarning(self.lane_config)
         self._identity = RunIdentity(self.lane_config)
         self._estimates: dict[tuple[int, int], Estimate] = {}
@@ -208,10 +213,18 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         rank, world_size, _ = ranks_for_plain_iteration(self._ranks, epochs=self.epochs)
         worker = get_worker_info()
         worker_id, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        consumer, consumers = rank + world_size * worker_id, world_size * num_workers
+        if consumers > 1 and self.lane_config.source.varies_by_process:
+            raise ValueError(
+                f"{consumers} consumers (ranks x workers) would take turns with the rows of an iterable, and lose rows "
+                "if it shares them out by itself, as datasets do that ask torch for their rank or worker; iterate a "
+                "PackedDataLoader, or use one consumer"
+            )
         begin = self._resume.begin()
         self.epoch = begin.epoch
-        consumer, consumers = rank + world_size * worker_id, world_size * num_workers
         self._stream = self.stream(consumer, consumers, lane_states=begin.lane_states)
+        if consumer == 0:
+            self._log_shared()
         if (self.num_lanes or 0) < world_size:
             raise ValueError(
                 f"{self.num_lanes} lanes cannot feed {world_size} ranks: some would have no packs, and others wait "
@@ -263,6 +276,14 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             alone=consumers == 1,
         )
 
+    def _log_shared(self) -> None:
+        """Log, once, of which parts of the data several lanes read the same rows."""
+        if not self._shared_logged and self.num_lanes is not None:
+            with suppress(OSError):  # reading raises it again, and can be tried again
+                for what in self.lane_config.source.shared(self.num_lanes):
+                    log.warning("%s", what)
+                self._shared_logged = True
+
     def _unlisted(self) -> IterablePackedDataset:
         """Return a copy that skips the same bad records and does not list them, for a rank beside one that does."""
         config = self.lane_config
@@ -283,7 +304,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         A run that goes on may have fewer lanes than consumers: some then have nothing to do.
 
         Raises:
-            ValueError: if fewer were asked for, or the source cannot be read as so many.
+            ValueError: if fewer were asked for.
         """
         return count_lanes(
             self.lane_config.source, consumers, wanted=self.num_lanes, fixed=self._lanes_asked_for

@@ -105,10 +105,10 @@ def tokenize(
         raise ValueError(
             "a mixture is weighted while it is read; tokenize each of its sources to a folder of its own, and mix those"
         )
-    most = MAX_DEFAULT_LANES if source.max_lanes is None else min(MAX_DEFAULT_LANES, source.max_lanes)
-    lanes = min(source.natural_lanes(), most) if lanes is None else require_positive(lanes, "lanes")
-    if source.max_lanes is not None and lanes > source.max_lanes:
-        raise ValueError(f"the source can be read as {source.max_lanes} lane(s), not as {lanes}")
+    if lanes is None:
+        lanes = min(source.natural_lanes(), MAX_DEFAULT_LANES)
+    for what in source.shared(require_positive(lanes, "lanes")):
+        log.warning("%s", what)
     require(dtype, "dtype", ("auto", *DTYPES))
     plan = {
         "corpus": source.fingerprint(),

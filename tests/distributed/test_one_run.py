@@ -60,7 +60,7 @@ def test_a_slice_for_each_rank_is_refused(begin: str) -> None:
 
 def test_a_slice_of_an_iterable_is_refused() -> None:
     def sliced(rank_sync: ThreadSync) -> PackedDataLoader:
-        return loader(rank_sync, IterableSource(DATA[rank_sync.rank :: 3], stride=True))
+        return loader(rank_sync, IterableSource(DATA[rank_sync.rank :: 3]))
 
     assert refused("iterate", sliced) == f"rank 1 is given other rows than rank 0 (corpus){SLICED}"
 

@@ -287,7 +287,7 @@ def test_an_error_at_the_start_of_one_rank_is_raised_on_all() -> None:
     data = rows(100)
 
     def loader(rows: list[dict[str, int]]) -> PackedDataLoader:
-        source: Any = IterableSource(rows, stride=True)
+        source: Any = IterableSource(rows)
         source.identity = lambda: {"source": "the same"}
         source.examples = lambda count: []
         return PackedDataLoader(

@@ -149,15 +149,19 @@ def test_more_workers_than_lanes_is_refused():
         iter(PackedDataLoader(dataset(num_lanes=4), num_workers=5))
 
 
-def test_an_iterable_feeds_one_worker_unless_strided():
+def test_workers_take_turns_with_an_iterable_and_one_log_line_says_so(caplog):
     from streampack import IterableSource
 
-    plain = IterablePackedDataset(IterableSource(rows), max_seq_len=16)
-    assert len(samples(PackedDataLoader(plain, num_workers=1))) == 300
-    with pytest.raises(ValueError, match="can be read as 1 lane"):
-        iter(PackedDataLoader(IterablePackedDataset(IterableSource(rows), max_seq_len=16), num_workers=2))
-    strided = IterablePackedDataset(IterableSource(rows, stride=True), max_seq_len=16)
-    assert samples(PackedDataLoader(strided, num_workers=2)) == list(range(1, 301))
+    for workers, said in ((0, []), (1, []), (2, [SHARED])):
+        caplog.clear()
+        data = IterablePackedDataset(IterableSource(rows), max_seq_len=16)
+        loader = PackedDataLoader(data, num_workers=workers)
+        assert samples(loader) == list(range(1, 301))
+        assert samples(loader) == list(range(1, 301)), "a second epoch"
+        assert [r.getMessage() for r in caplog.records if r.name == "streampack.streaming.dataset"] == said
+
+
+SHARED = "1 iterable is shared by 2 lanes: each is read by 2 of them, which take turns with its rows"
 
 
 def test_a_batch_traces_to_file_row_and_text(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 from torch.utils.data import DataLoader
 
-from streampack import HFSource, Holdout, IterablePackedDataset, MapSource, Mix
+from streampack import HFSource, IterablePackedDataset, MapSource
 from streampack.sources import Reading
 from tests.support.conformance import check_cursors, check_resume_everywhere
 
@@ -68,51 +68,63 @@ MADE: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.parametrize("kind", MADE)
 def test_rows_are_those_of_the_dataset(tmp_path: Path, kind: str) -> None:
-    """A stream has a lane for each shard; one whose shards do not add up to the whole has one lane."""
+    """Also with more lanes than shards. A stream whose shards do not add up to the whole is one shard."""
     dataset = MADE[kind](shards(tmp_path))
     source = HFSource(dataset)
     expected = sorted(row["tokens"][0] for row in dataset)
-    assert sorted(firsts(source, source.max_lanes or 5)) == expected
-    assert sorted(firsts(source, source.max_lanes or 5, shuffle_window=7)) == expected
-    one_lane = kind in ("interleaved", "taken", "repeated")
-    assert (source.max_lanes == 1) == one_lane
-    assert source.natural_lanes() == 1 if one_lane or kind == "map-style" else source.natural_lanes() > 2
+    for num_lanes in (1, 2, 5, 17):
+        assert sorted(firsts(source, num_lanes)) == expected
+        assert sorted(firsts(source, num_lanes, shuffle_window=7)) == expected
+    one_shard = kind in ("interleaved", "taken", "repeated")
+    assert source.natural_lanes() == 1 if one_shard or kind == "map-style" else source.natural_lanes() > 2
+    shared = source.shared(17)
+    assert len(shared) == (kind != "map-style")
+    if one_shard:
+        assert shared == [
+            "1 shard is shared by 17 lanes: each is read by 17 of them, which take turns with its rows"
+        ]
+
+
+@pytest.mark.parametrize("kind", MADE)
+@pytest.mark.parametrize("num_lanes", [2, 5])
+def test_lanes_that_are_read_side_by_side_do_not_disturb_one_another(
+    tmp_path: Path, kind: str, num_lanes: int
+) -> None:
+    dataset = MADE[kind](shards(tmp_path))
+    source, rng, found = HFSource(dataset), np.random.default_rng(0), []
+    readers = [source.read(Reading(lane, num_lanes=num_lanes)) for lane in range(num_lanes)]
+    while readers:
+        reader = readers[int(rng.integers(len(readers)))]
+        if (row := next(reader, None)) is None:
+            readers.remove(reader)
+        else:
+            found.append(row.data["tokens"][0])
+    assert sorted(found) == sorted(row["tokens"][0] for row in dataset)
 
 
 @pytest.mark.parametrize("kind", ["stream", "filtered", "interleaved"])
 def test_reading_resumes_at_every_cursor(tmp_path: Path, kind: str) -> None:
     source = HFSource(MADE[kind](shards(tmp_path, rows=14)))
-    for lane in range(min(2, source.max_lanes or 2)):
-        check_cursors(
-            lambda start, lane=lane: source.read(  # type: ignore[misc]
-                Reading(lane, num_lanes=source.max_lanes or 2, shuffle_window=3, start=start)
+    for num_lanes in (2, 5):
+        for lane in range(num_lanes):
+            check_cursors(
+                lambda start, lane=lane, num_lanes=num_lanes: source.read(  # type: ignore[misc]
+                    Reading(lane, num_lanes=num_lanes, shuffle_window=3, start=start)
+                )
             )
-        )
 
 
-def test_resume_at_every_pack(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_lanes", [3, 7])
+def test_resume_at_every_pack(tmp_path: Path, num_lanes: int) -> None:
     folder = shards(tmp_path, rows=60)
 
     def make() -> IterablePackedDataset:
         source = HFSource(streamed(folder))
-        return IterablePackedDataset(source, max_seq_len=32, num_lanes=3, shuffle=True, shuffle_window=6)
+        return IterablePackedDataset(
+            source, max_seq_len=32, num_lanes=num_lanes, shuffle=True, shuffle_window=5
+        )
 
     assert len(check_resume_everywhere(make, packs=12)) > 10
-
-
-def test_the_error_for_too_few_shards_names_a_way_out(tmp_path: Path) -> None:
-    dataset = streamed(shards(tmp_path))
-    mix = Mix([{"name": "a", "source": dataset, "weight": 1}])
-    for data in (dataset, Holdout(HFSource(dataset), fraction=0.1, part="train"), mix):
-        with pytest.raises(ValueError) as error:
-            IterablePackedDataset(data, max_seq_len=32, num_lanes=8).stream()
-        assert str(error.value).endswith(
-            "can be read as 3 lane(s) and 8 are needed for 1 consumers (ranks x workers): a stream has a lane for each "
-            "of its shards at most; dataset.reshard() makes more of Parquet files, and a map-style dataset "
-            "(streaming=False) has as many as needed"
-        )
-    with pytest.raises(ValueError, match="a stream that is interleaved, repeated or cut cannot be divided"):
-        IterablePackedDataset(dataset.take(5), max_seq_len=32, num_lanes=2).stream()
 
 
 @pytest.mark.parametrize(("consumers", "lanes"), [(2, 4), (3, 3)])
@@ -158,12 +170,10 @@ def test_parquet_is_resharded_by_row_group(tmp_path: Path) -> None:
     dataset = datasets.load_dataset(
         "parquet", data_files=str(tmp_path / "rows.parquet"), split="train", streaming=True
     )
-    assert HFSource(dataset).max_lanes == 1
+    assert HFSource(dataset).natural_lanes() == 1
     source = HFSource(dataset.reshard())
-    assert source.max_lanes == 4
+    assert source.natural_lanes() == 4
     assert sorted(firsts(source, 4)) == list(range(40))
-    with pytest.raises(ValueError, match=r"HFSource can be read as 4 lane\(s\) and 5 are needed"):
-        IterablePackedDataset(source, max_seq_len=32, num_lanes=5).stream()
 
 
 @pytest.mark.parametrize("streaming", [True, False])

@@ -1,4 +1,4 @@
-"""Iterables: which are refused, strides, errors, fingerprints."""
+"""Iterables: which are refused, lanes, errors, fingerprints."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import IterableDataset as TorchIterable
 
-from streampack import IterableSource
+from streampack import IterablePackedDataset, IterableSource, Mix, PackedDataLoader
 from streampack.sources import Reading
 from streampack.sources.as_source import as_source
 from tests.support.corpus import numbered, read_all
@@ -29,13 +31,11 @@ def test_iterables_and_functions_of_iterables(rows: Any) -> None:
     source = IterableSource(rows)
     assert read_all(source) == numbered(10)
     assert read_all(source) == numbered(10), "and once more"
-    assert source.max_lanes == 1
 
 
 @given(count=st.integers(0, 12), num_lanes=st.integers(1, 5))
-def test_strides_divide_the_rows(count: int, num_lanes: int) -> None:
-    source = IterableSource(numbered(count), stride=True)
-    assert source.max_lanes is None
+def test_lanes_take_turns_with_the_rows(count: int, num_lanes: int) -> None:
+    source = IterableSource(numbered(count))
     for lane in range(num_lanes):
         assert [row.data for row in source.read(Reading(lane, num_lanes=num_lanes))] == numbered(count)[
             lane::num_lanes
@@ -53,7 +53,7 @@ def test_a_generator_that_raises_midway(window: int, lane: int) -> None:
                 raise OSError("gone")
             yield row
 
-    source = IterableSource(rows, stride=True)
+    source = IterableSource(rows)
     reader = source.read(Reading(lane, num_lanes=2, shuffle_window=window))
     found = []
     for _ in range(3):
@@ -73,3 +73,29 @@ def test_iterable_fingerprint_is_of_the_first_rows() -> None:
     before = IterableSource(long).fingerprint()
     long[0]["tokens"][2500] = 7
     assert IterableSource(long).fingerprint() != before
+
+
+class SharesOut(TorchIterable[dict[str, Any]]):
+    """A dataset that shares out its rows among torch's workers."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        worker = get_worker_info()
+        start, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        yield from [{"input_ids": [1 + i] * 5} for i in range(40)][start::step]
+
+
+@pytest.mark.parametrize(
+    "wrap", [IterableSource, lambda data: Mix([{"name": "a", "source": data, "weight": 1}])]
+)
+def test_an_iterable_that_shares_out_its_rows_loses_none(wrap: Any) -> None:
+    data = IterablePackedDataset(wrap(SharesOut()), max_seq_len=8)
+    with pytest.raises(
+        ValueError, match="2 consumers .* would take turns with the rows of an iterable, and lose"
+    ):
+        list(DataLoader(data, batch_size=None, num_workers=2))
+    for read in (
+        DataLoader(IterablePackedDataset(wrap(SharesOut()), max_seq_len=8), batch_size=None, num_workers=1),
+        PackedDataLoader(IterablePackedDataset(wrap(SharesOut()), max_seq_len=8), num_workers=2),
+    ):
+        found = [int(batch["tokens"][0] if isinstance(batch, dict) else batch.tokens[0, 0]) for batch in read]
+        assert sorted(found) == list(range(1, 41))

@@ -92,8 +92,14 @@ def test_the_division_covers_every_byte_once_and_evenly(
         edges = [0, *(stop for _, stop in covered[i])]
         assert [start for start, _ in covered[i]] == edges[:-1]
         assert edges[-1] == size
-    compressed = [part.file for lane in lanes for part in lane if part.stop is None]
-    assert sorted(compressed) == [i for i, (_, z) in enumerate(sizes) if z]
+    compressed = [i for i, (_, z) in enumerate(sizes) if z]
+    turns = {i: [(p.turn, p.turns) for lane in lanes for p in lane if p.file == i] for i in compressed}
+    for of_file in turns.values():
+        assert sorted(of_file) == [(turn, len(of_file)) for turn in range(len(of_file))]
+        assert len(of_file) == 1 or len(compressed) < num_lanes, (
+            "where each lane can have a file, none is shared"
+        )
+    assert whole or all(lanes)
     if not compressed:
         load = [sum(part.stop - part.start for part in lane if part.stop) for lane in lanes]
         assert max(load) - min(load) <= max(part.stop - part.start for part in parts if part.stop)

@@ -15,7 +15,6 @@ import pytest
 from streampack import (
     IGNORE_INDEX,
     IterablePackedDataset,
-    IterableSource,
     MapSource,
     Mix,
     Sample,
@@ -216,16 +215,6 @@ def test_a_source_that_trains_nothing_is_refused(tmp_path: Path, bad: str) -> No
     skipping = {"on_bad_record": "skip", "max_bad_records": 10**6}
     with pytest.raises(ValueError, match="lane 0 of 1: the last 1000 rows of source 'bad' trained no token"):
         list(IterablePackedDataset(mix, max_seq_len=8, num_lanes=1, **skipping))  # type: ignore[arg-type]
-
-
-def test_too_many_lanes_name_the_limiting_source() -> None:
-    inner = Mix([entry("map", rows(3)), entry("stream", IterableSource(rows(3)))])
-    mix = Mix([entry("map", rows(50)), entry("in", inner)])
-    assert mix.max_lanes == 1
-    with pytest.raises(
-        ValueError, match=r"^in/stream \(IterableSource\) can be read as 1 lane\(s\) and 2 are"
-    ):
-        list(make(mix, num_lanes=2))
 
 
 def test_a_mixture_behind_a_holdout_is_refused() -> None:

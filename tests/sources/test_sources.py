@@ -58,9 +58,9 @@ def lines(folder: Path, *suffixes: str) -> JSONLSource:
     )
 
 
-def parquet_files(folder: Path) -> ParquetSource:
+def parquet_files(folder: Path, *, row_group_size: int = 4) -> ParquetSource:
     for i, rows in enumerate(FILES):
-        pq.write_table(pa.Table.from_pylist(rows), folder / f"{i}.parquet", row_group_size=4)
+        pq.write_table(pa.Table.from_pylist(rows), folder / f"{i}.parquet", row_group_size=row_group_size)
     return ParquetSource(folder)
 
 
@@ -75,14 +75,19 @@ COLUMNS = {"i": "int", "text": "str"}
 MAKE: dict[str, Any] = {
     "jsonl": lambda folder: lines(folder, "", "", ""),
     "compressed": lambda folder: lines(folder, ".gz", ".zst", ""),
+    "one compressed file": lambda folder: JSONLSource(write(folder / "all.jsonl.zst", ROWS)),
     "parquet": parquet_files,
+    "large row groups": lambda folder: parquet_files(folder, row_group_size=100),
     "whole parquet files": parquet_files,
     "mds.zstd": lambda folder: MDSSource(write_mds(folder, ROWS, COLUMNS, compression="zstd:3")),
+    "one compressed shard": lambda folder: MDSSource(
+        write_mds(folder, ROWS, COLUMNS, compression="gz", per_shard=COUNT)
+    ),
     "tokens": lambda folder: TokenShardSource(tokens(folder)),
     "masked tokens by url": lambda folder: TokenShardSource(in_memory(tokens(folder, masked=True))),
     "mds by url": lambda folder: MDSSource(in_memory(write_mds(folder, ROWS, COLUMNS))),
     "map": lambda folder: MapSource(ROWS),
-    "iterable": lambda folder: IterableSource(ROWS, stride=True),
+    "iterable": lambda folder: IterableSource(ROWS),
     "holdout": lambda folder: Holdout(MapSource(ROWS), fraction=0.3, part="train"),
     "own": lambda folder: Own(),
 }

@@ -126,7 +126,7 @@ def test_an_endless_stream_may_have_empty_lanes(tmp_path: Path) -> None:
 # Consumers.
 
 
-@pytest.mark.parametrize("kind", ["map", "jsonl", "stride"])
+@pytest.mark.parametrize("kind", ["map", "jsonl", "iterable"])
 @pytest.mark.parametrize("num_lanes", [5, None])
 @pytest.mark.parametrize("consumers", [1, 3, 5])
 def test_each_sample_goes_to_one_consumer(
@@ -191,15 +191,10 @@ def test_the_default_number_of_lanes() -> None:
         "2 lanes cannot feed 3 consumers (ranks x workers): some would get nothing; "
         "use fewer workers, or start a new run with more num_lanes"
     )
-    once = IterableSource(rows(10))
-    assert make(once)._lanes_for(1) == 1
-    with pytest.raises(
-        ValueError, match=r"IterableSource can be read as 1 lane.*2 are needed for 2 consumers"
-    ):
-        make(once)._lanes_for(2)
-    with pytest.raises(ValueError, match=r"stride=True"):
-        make(once, num_lanes=4)._lanes_for(1)
-    assert make(IterableSource(rows(10), stride=True))._lanes_for(2) == 2
+    some = MapSource(rows(4 * 512))
+    assert [make(some)._lanes_for(n) for n in (1, 2, 3, 4, 5)] == [4, 4, 3, 4, 5]
+    iterable = IterableSource(rows(10))
+    assert [make(iterable)._lanes_for(n) for n in (1, 2)] == [1, 2]
 
 
 @pytest.mark.parametrize(("consumer", "consumers"), [(2, 2), (-1, 2), (0, 0)])

@@ -33,7 +33,10 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
         (f"{s}-drop", "jsonl", {**settings_of(s), "overlong": "drop", **ENDLESS, "num_lanes": 1})
         for s in WAYS
     ),
-    *((f"{s}-truncate", "stride", {**settings_of(s), "overlong": "truncate", **ONCE, **FOUR}) for s in WAYS),
+    *(
+        (f"{s}-truncate", "iterable", {**settings_of(s), "overlong": "truncate", **ONCE, **FOUR})
+        for s in WAYS
+    ),
     ("split-endless", "jsonl", {"overlong": "split", **ENDLESS, **SHUFFLED, **FOUR}),
     ("wrap-endless", "map", {"split_across_pack": True, **ENDLESS, **SHUFFLED, **FOUR}),
     ("left", "map", {"overlong": "truncate", "truncate_side": "left", **THRICE, **SHUFFLED}),

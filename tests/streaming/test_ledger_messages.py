@@ -31,7 +31,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "long": (LONG, {"overlong": "drop"}, "all 40 that were read are dropped (40 longer than a pack)"),
     "empty": (EMPTY, {"empty": "drop"}, "all 40 that were read are dropped (40 without a token)"),
     "bad": (BAD, {"on_bad_record": "skip"}, "all 3 that were read are dropped (3 broken, and skipped)"),
-    "none": (IterableSource([], stride=True), {}, "the source has no rows at all"),
+    "none": (IterableSource([]), {}, "the source has no rows at all"),
 }
 
 

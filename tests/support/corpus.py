@@ -77,8 +77,6 @@ def make_source(kind: str, folder: Path, rows: list[dict[str, int]]) -> Any:
         return MapSource(rows)
     if kind == "iterable":
         return IterableSource(rows)
-    if kind == "stride":
-        return IterableSource(rows, stride=True)
     paths = [folder / f"{number}.jsonl{'' if kind == 'jsonl' else '.' + kind}" for number in range(3)]
     step = -(-len(rows) // 3)
     for number, path in enumerate(paths):

@@ -22,6 +22,7 @@ from streampack.sources.examples import EXAMPLES
 from streampack.storage import locks
 from streampack.tokenize.tokenize import from_config, tokenize
 from streampack.types import Sample
+from tests.support.corpus import write
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -67,7 +68,7 @@ PROBED = 2 * EXAMPLES  # rows encoded beforehand, for the fingerprint of the enc
 
 
 def run(
-    source: Any, out: Path, *, workers: int = 1, lanes: int = 5, encoder: Any = None, **options: Any
+    source: Any, out: Path, *, workers: int = 1, lanes: int | None = 5, encoder: Any = None, **options: Any
 ) -> Path:
     encoder = encoder or TextEncoder(Letters())
     settings = {"shard_tokens": 1500, "progress": False, **options}
@@ -340,12 +341,22 @@ def test_samples_that_a_shard_cannot_hold_are_refused(tmp_path: Path) -> None:
         tokenize(rows, out=tmp_path / "c", dtype="int8", progress=False)
 
 
-def test_a_source_with_one_lane_is_read_as_one(tmp_path: Path) -> None:
-    rows = lambda: iter([{"tokens": [1], "labels": [1]}])  # noqa: E731
-    with pytest.raises(ValueError, match=r"the source can be read as 1 lane\(s\), not as 2"):
-        tokenize(rows, out=tmp_path, lanes=2, progress=False)
-    tokenize(rows, out=tmp_path, workers=4, progress=False)
-    assert len(list(TokenShardSource(tmp_path).read(Reading()))) == 1
+def test_lanes_take_turns_with_one_compressed_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"text": f"{i} " * (1 + i % 9)} for i in range(100)]
+    source = JSONLSource(write(tmp_path / "a.jsonl.gz", rows))
+    alone = run(source, tmp_path / "one", lanes=None, shard_tokens=10**6)
+    assert len(content(alone)) == 2, "by default one lane, so one shard and the index"
+    assert not caplog.records
+    shared = run(source, tmp_path / "three", lanes=3, workers=2, shard_tokens=10**6)
+    found = [
+        [tuple(row.data["tokens"]) for row in TokenShardSource(folder).read(Reading())]
+        for folder in (alone, shared)
+    ]
+    assert sorted(found[0]) == sorted(found[1])
+    assert found[0][::3] + found[0][1::3] + found[0][2::3] == found[1]
+    assert [record.getMessage() for record in caplog.records] == [
+        "1 compressed file is shared by 3 lanes: each is read by 3 of them, which take turns with its rows"
+    ]
 
 
 def test_a_mixture_is_refused(tmp_path: Path) -> None:
