@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from typing import Any
@@ -14,6 +15,8 @@ from streampack.types import IGNORE_INDEX, Sample
 DROP_REASONS = ("overlong", "truncated", "empty", "bad", "untrained")
 """Reasons for dropping tokens. ``overlong`` and ``untrained`` samples are dropped whole, of ``truncated`` ones the part
 that is cut off, and ``empty`` ones have no token. The tokens of ``bad`` records, which are broken, are unknown: 0."""
+
+RECENT_STEPS = 100
 
 
 @dataclass(slots=True)
@@ -118,6 +121,33 @@ class SourceStats:
         """Return the sum over lanes."""
         columns = zip(*(stats.numbers() for stats in source_stats), strict=True)
         return cls(*(sum(column) for column in columns))
+
+
+class Shares:
+    """Fractions of a mixture's sources: since the beginning, and over about the last `RECENT_STEPS` steps.
+
+    >>> shares = Shares()
+    >>> shares.metrics({"a": 30, "b": 10}, step=10)
+    {'source_a_fraction': 0.75, 'source_b_fraction': 0.25}
+    >>> shares.metrics({"a": 30, "b": 30}, step=20)["source_a_recent_fraction"]
+    0.0
+    """
+
+    def __init__(self) -> None:
+        self.seen: deque[tuple[int, Mapping[str, int]]] = deque()  # (step, trained tokens), the oldest first
+
+    def metrics(self, trained: Mapping[str, int], *, step: int) -> dict[str, float]:
+        """Return the fractions after a step, given the trained tokens of each source since the beginning."""
+        whole = max(1, sum(trained.values()))
+        found = {f"source_{name}_fraction": count / whole for name, count in trained.items()}
+        while len(self.seen) > 1 and self.seen[1][0] <= step - RECENT_STEPS:
+            self.seen.popleft()
+        if self.seen:
+            gained = {name: count - self.seen[0][1][name] for name, count in trained.items()}
+            recent = sum(gained.values())
+            found |= {f"source_{name}_recent_fraction": gained[name] / recent for name in gained if recent}
+        self.seen.append((step, dict(trained)))
+        return found
 
 
 _COUNTS = tuple(f.name for f in fields(Ledger) if not f.name.startswith("dropped"))

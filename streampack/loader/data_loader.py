@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from streampack.accounting import Ledger, SourceStats
+from streampack.accounting import Ledger, Shares, SourceStats
 from streampack.distributed.corpus import identify_across_ranks
 from streampack.distributed.data_groups import data_place, gloo_group
 from streampack.distributed.one_run import require_same_run
@@ -107,6 +107,7 @@ class PackedDataLoader:
         )
         self._packs_per_step = packs_per_step
         self._progress = Progress(HandedOut({}))  # of the newest iteration
+        self._shares = Shares()
         self._started_from: LoadedState | None = None  # where the newest iteration began
         self._identified = False  # whether the ranks have read the corpus's fingerprint
 
@@ -122,13 +123,14 @@ class PackedDataLoader:
         self._started_from = begin = dataset._resume.begin(by_loader=True)
         dataset.epoch = begin.epoch
         start = HandedOut(dict(begin.lane_states), begin.slot)
-        self._progress = Progress(start)
+        before = self._progress
+        self._progress = Progress(start, before=before)
         self._progress.midway = True  # until the ranks have agreed on the run
         options = Options(
             self._batching, self.num_workers, self.prefetch_factor, self.max_worker_restarts, self.pin_memory
         )
         try:
-            batches = Iteration(dataset, self.rank_sync, options, loaded=begin, start=start)
+            batches = Iteration(dataset, self.rank_sync, options, loaded=begin, start=start, before=before)
         except Exception:
             self._progress.midway = False
             raise
@@ -165,7 +167,7 @@ class PackedDataLoader:
         """
         self._identify("load", lambda: {"state": digest(plain(state))})
         self.dataset.load_state_dict(state)
-        self._progress, self._started_from = Progress(HandedOut({})), None
+        self._progress, self._started_from = Progress(HandedOut({}), before=self._progress), None
 
     def _identify(self, doing: str, settings: Callable[[], dict[str, Any]]) -> None:
         """Collective: compare what the ranks were given, and read the corpus's fingerprint once, each rank a part."""
@@ -211,6 +213,55 @@ class PackedDataLoader:
     def source_stats(self) -> dict[str, SourceStats]:
         """Count what each source of a mixture gave in this rank's lanes, as of the last batch handed out."""
         return self.dataset._source_stats_of(self._lane_states)
+
+    def metrics(self) -> dict[str, float]:
+        """Return what an operator watches of this rank, by name, for a metric logger.
+
+        >>> rows = [{"tokens": [i] * 5, "labels": [i] * 5} for i in range(40)]
+        >>> loader = PackedDataLoader(IterablePackedDataset(rows, max_seq_len=10, num_lanes=1))
+        >>> batches = iter(loader)
+        >>> for _ in range(10):
+        ...     batch = next(batches)
+        >>> metrics = loader.metrics()
+        >>> metrics["read_rows"], metrics["read_retries"], metrics["bad_records"]
+        (20, 0, 0)
+
+        Since this loader was made, over the rank's worker processes, which report once a second:
+
+        - ``data_wait_seconds``: that the trainer waited for batches.
+        - ``read_bytes``: from storage, as they are stored; of token shards that are mapped into memory, none.
+        - ``read_seconds``: that readers waited for them. Workers do so at the same time.
+        - ``read_retries``: how often a read was tried again.
+        - ``outage_seconds``: between the first failure of a read and its end.
+
+        Since the beginning of the run, as of the last batch handed out:
+
+        - ``read_rows``, and ``bad_records`` that were skipped.
+
+        Of a mixture each name begins with ``source_<name>_``:
+
+        - ``consumed``: about which fraction of the rank's lanes was read in this pass over the source; windows and
+          packs made ahead count as read. It is missing where a source cannot tell.
+        - ``fraction``: of the trained tokens, in a mixture; ``recent_fraction``: over the last 100 steps, or since
+          the call before if that is longer ago; missing at the first call.
+        """
+        progress, ledger = self._progress, self.ledger()
+        read = progress.report
+        metrics: dict[str, float] = {
+            "data_wait_seconds": progress.waited,
+            "read_rows": ledger.samples,
+            "read_bytes": read.bytes,
+            "read_seconds": read.seconds,
+            "read_retries": read.retries,
+            "outage_seconds": read.outage_seconds,
+            "bad_records": ledger.dropped_samples["bad"],
+        }
+        prefixes = [f"source_{name}_" for name in self.dataset.lane_config.source.names] or [""]
+        for prefix, fraction in zip(prefixes, read.fractions(), strict=False):
+            if fraction is not None:
+                metrics[f"{prefix}consumed"] = fraction
+        trained = {name: stats.trained for name, stats in self.source_stats().items()}
+        return metrics | self._shares.metrics(trained, step=progress.batches // self.batches_per_step)
 
     # Steps.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from streampack.streaming.epochs import BEGUN, ENDED
 from streampack.streaming.lane_state import LaneState, as_dicts
 from streampack.streaming.ledger_messages import nothing_to_pack
 from streampack.streaming.loaded_state import LoadedState
+from streampack.streaming.read_report import ReadReport
 from streampack.streaming.round_robin import total_ledger
 from streampack.types import Pack
 
@@ -41,9 +43,21 @@ class Progress:
     and only ``handed`` can be relied on.
     """
 
-    def __init__(self, handed: HandedOut) -> None:
+    def __init__(self, handed: HandedOut, *, before: Progress | None = None) -> None:
         self.handed = handed
         self.midway = False
+        # Of this iteration, and of the loader's iterations before it.
+        self.waited: float = (
+            0.0 if before is None else before.waited
+        )  # seconds that the trainer waited for batches
+        self.batches: int = 0 if before is None else before.batches  # handed out
+        self.read_before = ReadReport() if before is None else before.report._replace(consumed=())
+        self.reports: list[ReadReport] = []  # of the rank's workers
+
+    @property
+    def report(self) -> ReadReport:
+        """What this rank has read, since its loader was made."""
+        return ReadReport.total([self.read_before, *self.reports])
 
     def require_whole(self, rank_sync: RankSync, action: str) -> None:
         """Raise if an interrupted ``next()`` may have left this rank and the others at different collectives."""
@@ -81,6 +95,7 @@ class Iteration:
         loaded: the state that the iteration resumes from, or the beginning of an epoch; its ``phase`` is kept up to
             date.
         start: how far the loader is, in the lanes of all ranks.
+        before: the progress of the loader's iterations before this one, whose counts go on.
     """
 
     def __init__(
@@ -91,6 +106,7 @@ class Iteration:
         *,
         loaded: LoadedState,
         start: HandedOut,
+        before: Progress | None = None,
     ) -> None:
         self.dataset, self.rank_sync, self.options = dataset, rank_sync, options
         self.batching, self.loaded = options.batching, loaded
@@ -115,7 +131,7 @@ class Iteration:
             epoch = max(epochs, default=dataset.epoch)
         own = {lane: state for lane, state in start.lane_states.items() if lane % size == rank}
         # The loader's Progress cannot be shared: it may belong to a newer iteration by the time this one is used.
-        self.progress = Progress(HandedOut(own, start.slot, epoch, start.slot))
+        self.progress = Progress(HandedOut(own, start.slot, epoch, start.slot), before=before)
         self._restart()
 
     def _settings(self, start: HandedOut) -> dict[str, Any]:
@@ -123,7 +139,7 @@ class Iteration:
         dataset, rank_sync, mix = self.dataset, self.rank_sync, self.dataset.mix
         dataset._lanes_for(rank_sync.data_world_size * max(1, self.options.num_workers))
         budget = dataset.lane_config.longest_read
-        what = "max_outage" if dataset.lane_config.outages.limit else "the source's retries"
+        what = "max_outage" if dataset.lane_config.use.limit else "the source's retries"
         if not rank_sync.alone and budget >= rank_sync.timeout.total_seconds():
             raise ValueError(
                 f"reading may be tried again for {budget:.0f} s and the other ranks wait {rank_sync.timeout} at "
@@ -175,10 +191,15 @@ class Iteration:
         if progress.midway:
             progress.require_whole(self.rank_sync, "asked for a batch")
             self.rank_batches.close()
+            progress.read_before, progress.reports = progress.report._replace(consumed=()), []
             self._restart()
         progress.midway = True
         self.new_states = {}
+        begun = time.perf_counter()
         batch = self._next()
+        progress.waited += time.perf_counter() - begun
+        progress.batches += batch is not None
+        progress.reports = self.rank_batches.reports()
         slot = self.first_slot + self.batches // self.batching.batches_per_step * self.batching.packs_per_step
         lane_states = progress.handed.lane_states.copy()
         lane_states.update(self.new_states)

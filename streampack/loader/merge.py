@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import heapq
+import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,6 +12,7 @@ from functools import partial
 from streampack.loader.workers import Worker
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.lane_state import LaneEvent, LaneState
+from streampack.streaming.read_report import REPORT_EVERY, ReadReport
 from streampack.streaming.round_robin import PackStream
 from streampack.types import Pack
 
@@ -90,7 +93,8 @@ class RankBatches:
                 )
             else:
                 open_stream = partial(dataset.stream, consumer, consumers, lane_states=own, first_epoch=epoch)
-                self.streams.append(_InProcess(open_stream))
+                begun_with = ReadReport.of(dataset.lane_config.use)
+                self.streams.append(_InProcess(open_stream, begun_with=begun_with))
         self.epoch = epoch or 0
         # The next event of each stream is in `heads`, a heap, or the stream's number is in `unasked`.
         self.heads: list[tuple[Order, int, LaneEvent]] = []
@@ -135,6 +139,10 @@ class RankBatches:
             return first
         return None
 
+    def reports(self) -> list[ReadReport]:
+        """Return what each worker has read, as far as it has said so."""
+        return [stream.report for stream in self.streams]
+
     def close(self) -> None:
         """End the workers."""
         for stream in self.streams:
@@ -144,9 +152,12 @@ class RankBatches:
 class _InProcess:
     """Make events in this process, with the interface of a `Worker`. The stream is opened for the first event."""
 
-    def __init__(self, open_stream: Callable[[], PackStream]) -> None:
+    def __init__(self, open_stream: Callable[[], PackStream], *, begun_with: ReadReport) -> None:
         self.open_stream = open_stream
+        self.begun_with = begun_with
         self.stream: PackStream | None = None
+        self.report = ReadReport()
+        self.reported = -math.inf  # when
 
     def __iter__(self) -> _InProcess:
         return self
@@ -154,7 +165,11 @@ class _InProcess:
     def __next__(self) -> LaneEvent:
         if self.stream is None:
             self.stream = self.open_stream()
-        return self.stream.next_event()
+        try:
+            return self.stream.next_event()
+        finally:
+            if time.monotonic() >= self.reported + REPORT_EVERY:
+                self.report, self.reported = self.stream.report().since(self.begun_with), time.monotonic()
 
     def close(self) -> None:
         """Drop the lanes, which closes their files."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import multiprocessing as mp
 import os
 import pickle
@@ -23,6 +24,7 @@ from streampack.distributed.launcher import end_with_parent
 from streampack.loader.wire import Folded, fold, unfold
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.lane_state import LaneEvent, LaneState
+from streampack.streaming.read_report import REPORT_EVERY, ReadReport
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +57,9 @@ class Worker:
         prefetch: packs that may lie ready in this process, about.
         max_restarts: deaths to survive before giving up.
     """
+
+    read_before = ReadReport()  # what processes read that have died
+    report = ReadReport()  # what they and this one have read, when it last said so
 
     def __init__(
         self,
@@ -127,8 +132,12 @@ class Worker:
             kind, value = self.inbox.get()
             self.room.put(True)
             if kind == EVENTS:
-                self.arrived.extend(map(unfold, value))
+                events, report = value
+                self.arrived.extend(map(unfold, events))
+                if report is not None:
+                    self.report = ReadReport.total([self.read_before, ReadReport._make(report)])
             elif kind == END:
+                self.report = ReadReport.total([self.read_before, ReadReport._make(value)])
                 self.ended = True
                 self.close()
                 raise StopIteration
@@ -164,6 +173,7 @@ class Worker:
                 "fewer workers or a smaller buffer_size"
             )
         self.restarts += 1
+        self.read_before = self.report._replace(consumed=())
         log.warning("%s; restart %d of %d from its last state", what, self.restarts, self.max_restarts)
         self.close()
         self._start()
@@ -243,8 +253,13 @@ def _serve(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # instead of a handler that was forked from the trainer
     end_with_parent()
     stream, size = None, 1
+    begun_with = ReadReport.of(
+        dataset.lane_config.use
+    )  # a fork has copied the counts of the trainer's process
+    reported = -math.inf  # when
     while True:
         events: list[Folded] = []
+        report: tuple[Any, ...] | None = None
         message: tuple[str, Any] | None = None
         try:
             if stream is None:
@@ -252,15 +267,18 @@ def _serve(
             begun = time.monotonic()
             while not events or (len(events) < size and time.monotonic() < begun + MAX_DELAY):
                 events.append(fold(stream.next_event()))
+            if time.monotonic() >= reported + REPORT_EVERY:
+                report, reported = tuple(stream.report().since(begun_with)), time.monotonic()
         except StopIteration:
-            message = (END, None)
+            assert stream is not None
+            message = (END, tuple(stream.report().since(begun_with)))
         except Exception as error:
             where = f"in worker {consumer} of {consumers}:\n{traceback.format_exc()}"
             # The notes are sent beside the error, because not every class of errors pickles them.
             message = (ERROR, (_portable(error), [*getattr(error, "__notes__", ()), where]))
         try:
             if events:
-                pipe.send_bytes(pickle.dumps((EVENTS, events), 5))
+                pipe.send_bytes(pickle.dumps((EVENTS, (events, report)), 5))
             if message is not None:
                 pipe.send_bytes(pickle.dumps(message))
                 if message[0] == END:

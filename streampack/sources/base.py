@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from streampack.storage.outages import Outages
 from streampack.storage.read_ahead import ReadAhead
+from streampack.storage.use import StorageUse
 from streampack.types import Cursor, Row, RowId, Sample
 
 IMMUTABLE = (str, int, float, bool, bytes, type(None))
@@ -35,7 +35,7 @@ class Reading:
             the length of the longest sample is enough. See `MixtureScheduler`.
         replayed: how many pieces a resume reads a second time, from ``start`` on.
         read_ahead: what the reader may fetch before it is needed; None for the reader of one lane alone.
-        outages: how long this process may wait for storage that does not answer; None if only as the source says.
+        use: of storage by this process, to be counted and limited; None if nobody asks.
     """
 
     lane: int = 0
@@ -48,7 +48,7 @@ class Reading:
     stagger: int = 0
     replayed: int = 0
     read_ahead: ReadAhead | None = None
-    outages: Outages | None = None
+    use: StorageUse | None = None
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -113,6 +113,10 @@ class Reader(ABC):
 
     def prepare(self) -> None:  # noqa: B027  # only a reader of files behind a URL has a use for it
         """Begin to fetch what the next rows need, because they will be asked for soon. It changes no row or error."""
+
+    def consumed(self) -> tuple[float | None, ...]:
+        """Return about which fraction of the lane's rows was read in this pass, of each source; None if unknown."""
+        return (None,)
 
     def charge(self, parts: Sequence[Sample]) -> None:  # noqa: B027  # only a mixture has a use for it
         """Count the trained tokens of the newest row. ``parts`` are its pieces, none if the row was dropped."""

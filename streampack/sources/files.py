@@ -103,7 +103,7 @@ class FileSource(Source):
             if self.local
             else reading.read_ahead or ReadAhead.for_lanes(READ_AHEAD, 1),
             counts=self.read_counts,
-            outages=reading.outages,
+            use=reading.use,
         )
         parts = _LaneParts(self, fetcher)
         return read_parts(

@@ -232,6 +232,10 @@ class MixtureScheduler(Reader):
             if state.reader is not None:
                 state.reader.prepare()
 
+    def consumed(self) -> tuple[float | None, ...]:
+        """See `Reader.consumed`."""
+        return tuple(None if state.reader is None else state.reader.consumed()[0] for state in self.states)
+
     def charge(self, parts: Sequence[Sample]) -> None:
         """See `Reader.charge`. A row that was dropped counts as one piece without trained tokens."""
         assert self.awaits_charge, "every row is charged once"

@@ -60,6 +60,10 @@ class WindowReader(Reader):
         if len(self.window) - self.index <= self.reading.shuffle_window // 4:
             self.ordered.prepare(self.reading.shuffle_window)
 
+    def consumed(self) -> tuple[float | None, ...]:
+        """See `Reader.consumed`; the window counts as read."""
+        return self.ordered.consumed()
+
     def skip(self) -> None:
         """See `Reader.skip`."""
         self._go_to(self.index + 1)

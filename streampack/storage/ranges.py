@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -11,9 +12,9 @@ from typing import Any
 
 from streampack.storage.base import File, Storage
 from streampack.storage.counts import ReadCounts
-from streampack.storage.outages import Outages
 from streampack.storage.read_ahead import NO_READ_AHEAD, ReadAhead
 from streampack.storage.retries import Retries
+from streampack.storage.use import StorageUse
 
 TAIL_BYTES = 1 << 15
 """The most bytes that are read with a part's end, for its last line. A line that goes on behind them costs another
@@ -42,7 +43,7 @@ class Fetcher:
         retries: how often a read is tried.
         read_ahead: how much may be fetched ahead.
         counts: of what all readers of a source have read.
-        outages: of this process: how long reads are tried when their retries are used up.
+        use: of storage by this process, to be counted; it limits how long a read is tried whose retries are used up.
     """
 
     def __init__(
@@ -52,13 +53,13 @@ class Fetcher:
         *,
         read_ahead: ReadAhead = NO_READ_AHEAD,
         counts: ReadCounts | None = None,
-        outages: Outages | None = None,
+        use: StorageUse | None = None,
     ) -> None:
         self.storage = storage
         self.retries = retries
         self.read_ahead = read_ahead
         self.counts = ReadCounts() if counts is None else counts
-        self.outages = outages
+        self.use = StorageUse() if use is None else use
         self.block = read_ahead.block(storage.block)
         self.in_flight: dict[Block, Future[bytes]] = {}
         self.old: dict[
@@ -107,8 +108,12 @@ class Fetcher:
     def claim(self, block: Block) -> bytes:
         """Return the bytes of a block that `peek` has."""
         data = self.in_flight.pop(block).result()
-        self.counts.bytes += len(data)
+        self._count(data)
         return data
+
+    def _count(self, data: bytes) -> None:
+        self.counts.bytes += len(data)
+        self.use.bytes += len(data)
 
     def take(self, block: Block) -> bytes:
         """Return the bytes of one block.
@@ -134,8 +139,12 @@ class Fetcher:
             return future.result()
 
         doing = f"reading {file.name}, bytes {start} to {stop}"
-        data = self.retries.call(read, doing=doing, outages=self.outages)
-        self.counts.bytes += len(data)
+        begun = time.perf_counter()
+        try:
+            data = self.retries.call(read, doing=doing, use=self.use)
+        finally:
+            self.use.seconds += time.perf_counter() - begun
+        self._count(data)
         return data
 
     def top_up(self, *, taken: Block | None = None) -> None:

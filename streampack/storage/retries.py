@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from streampack.storage.outages import Outages, duration
+from streampack.storage.use import StorageUse, duration
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -54,18 +54,18 @@ class Retries:
     def _waits(self) -> Iterator[float]:
         return (min(self.longest, self.first * 2**attempt) for attempt in range(self.attempts))
 
-    def call(self, read: Callable[[], Result], *, doing: str = "", outages: Outages | None = None) -> Result:
+    def call(self, read: Callable[[], Result], *, doing: str = "", use: StorageUse | None = None) -> Result:
         """Call ``read``, and call it again after an `OSError` that is not `PERMANENT`. Raise the last error.
 
         When the retries are used up, it is called every ``longest`` seconds as long as the process has time left for
-        ``outages``.
+        ``use``.
 
         Args:
             read: what is tried.
             doing: says for the log what that is: "reading a.jsonl".
-            outages: of this process; by default there is no time for any.
+            use: of this process; by default there is no time for any.
         """
-        outages = Outages() if outages is None else outages
+        use = StorageUse() if use is None else use
         waits, left = self._waits(), self.budget
         failed: float | None = None  # when the first try had failed
         outage: float | None = None  # when the retries were used up
@@ -87,11 +87,11 @@ class Retries:
                         log.warning("%s%s; trying again in %.1f s", error, while_doing, pause)
                     else:
                         outage = now if outage is None else outage
-                        if (rest := outages.left - (now - outage)) < 0.01:
-                            if outages.limit:
+                        if (rest := use.left - (now - outage)) < 0.01:
+                            if use.limit:
                                 error.add_note(
                                     f"the storage did not answer for {duration(now - failed)}, and the "
-                                    f"{duration(outages.limit)} of max_outage are used up"
+                                    f"{duration(use.limit)} of max_outage are used up"
                                 )
                             raise
                         pause = min(rest, max(_jittered(self.longest), asked_for))
@@ -99,13 +99,13 @@ class Retries:
                             "%s%s; the storage has not answered for %s; trying again in %.1f s, giving up in %s",
                             error, while_doing, duration(now - failed), pause, duration(rest),
                         )  # fmt: skip
-                outages.retries += 1
+                use.retries += 1
                 time.sleep(pause)
         finally:
             if failed is not None:
                 now = time.monotonic()
-                outages.waited += now - failed
-                outages.spent += 0.0 if outage is None else now - outage
+                use.waited += now - failed
+                use.spent += 0.0 if outage is None else now - outage
 
 
 def _jittered(wait: float) -> float:

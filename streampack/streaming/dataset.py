@@ -21,8 +21,8 @@ from streampack.packing.settings import Packing
 from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import quarantine_for
 from streampack.sources.mixture import Mix
-from streampack.storage.outages import Outages
 from streampack.storage.read_ahead import READ_AHEAD, ReadAhead
+from streampack.storage.use import StorageUse
 from streampack.streaming.consumers import Ranks, ranks_for_plain_iteration
 from streampack.streaming.epochs import EpochCounter
 from streampack.streaming.estimate import Estimate, estimate
@@ -164,7 +164,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             vocab_size=vocab_size,
             checks=must_check(source, encode, vocab_size),
             quarantine=kept,
-            outages=Outages(60 * require_minutes(max_outage, "max_outage")),
+            use=StorageUse(60 * require_minutes(max_outage, "max_outage")),
         )
         self.read_ahead = require_positive(read_ahead, "read_ahead", least=0)
         self.epochs = epochs

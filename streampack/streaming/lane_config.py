@@ -13,7 +13,7 @@ from streampack.packing.settings import Packing
 from streampack.sources.bad_records import Quarantine
 from streampack.sources.mixture import Mix
 from streampack.sources.source import Source
-from streampack.storage.outages import Outages
+from streampack.storage.use import StorageUse
 from streampack.types import Row, RowId, Sample
 
 UNTRAINED = ("keep", "drop", "error")
@@ -38,12 +38,12 @@ class LaneConfig:
     vocab_size: int | None = None
     checks: bool = True  # every sample; an encoder may be known to make none but good ones
     quarantine: Quarantine | None = None  # None: a broken record is an error
-    outages: Outages = field(default_factory=Outages)  # of this process
+    use: StorageUse = field(default_factory=StorageUse)  # of this process
 
     @property
     def longest_read(self) -> float:
         """The most seconds that one read may take: in requests, and in waits for storage that does not answer."""
-        return self.source.retry_budget + self.outages.limit
+        return self.source.retry_budget + self.use.limit
 
     @property
     def mix(self) -> Mix | None:

@@ -86,7 +86,7 @@ class PieceReader:
             stagger=config.packing.max_seq_len,
             replayed=replayed,
             read_ahead=self.read_ahead,
-            outages=config.outages,
+            use=config.use,
         )
         self.reader = config.source.read(reading)
         self.epoch = epoch

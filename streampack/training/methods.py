@@ -192,6 +192,11 @@ class MethodLoader:
         """
         return self._totals if self.world.is_main else Ledger()
 
+    def metrics(self) -> dict[str, float]:
+        """Return the rows read and the bad records; see `PackedDataLoader.metrics`. The rest is not counted here."""
+        ledger = self.ledger()
+        return {"read_rows": ledger.samples, "bad_records": ledger.dropped_samples["bad"]}
+
     def source_stats(self) -> dict[str, SourceStats]:
         """Return statistics of a mixture's sources; here there are none."""
         return {}

@@ -15,6 +15,7 @@ from streampack.distributed.data_groups import DataPlace
 from streampack.distributed.rank_sync import RankSync, combine_counts
 from streampack.packing.batch import Batch
 from streampack.streaming.lane_state import LaneEvent, LaneState
+from streampack.streaming.read_report import ReadReport
 from streampack.streaming.round_robin import PackStream
 from tests.support.corpus import Numbers, rows
 
@@ -119,6 +120,8 @@ def on_ranks(size: int, act: Callable[[ThreadSync], Any]) -> list[Any]:
 
 class InProcess:
     """A stand-in for `Worker` in this process."""
+
+    report = ReadReport()
 
     def __init__(
         self,

@@ -11,7 +11,14 @@ from streampack_recipes.full_finetune import train
 from streampack import IGNORE_INDEX, IterablePackedDataset, Mix, PackedDataLoader
 from streampack.distributed.world import World
 from streampack.losses import LOSS_NORMS, label_weights, token_losses
-from streampack.training.meters import SourceMeter, StepMeter, memory_metrics, source_ids, stream_totals
+from streampack.training.meters import (
+    SourceMeter,
+    StepMeter,
+    memory_metrics,
+    source_ids,
+    stream_metrics,
+    stream_totals,
+)
 from streampack.training.validate import validate
 from tests.support.tiny import losses, mixed_config
 
@@ -78,6 +85,25 @@ def test_stream_totals_have_ledger_and_epoch():
         pass
     ledger, epoch = stream_totals(loader, World())
     assert (ledger.samples, ledger.packed, epoch) == (3, 9, 0)
+
+
+def test_operators_metrics_of_all_ranks_are_added_up_or_the_longest(monkeypatch):
+    loader = batches()
+    for _ in loader:
+        pass
+    own = loader.metrics()
+    other = {**own, "read_bytes": own["read_bytes"] + 5, "data_wait_seconds": 1e6, "consumed": 0.5}
+
+    class TwoRanks(World):
+        def gather(self, value):
+            ledger, epoch, metrics = value
+            return [(ledger, epoch, {**metrics, "consumed": 1.0}), (ledger, epoch, other)]
+
+    found = stream_metrics(loader, TwoRanks())
+    assert found["read_bytes"] == 2 * own["read_bytes"] + 5
+    assert found["read_rows"] == found["ledger_samples"] == 6
+    assert found["data_wait_seconds"] == 1e6
+    assert found["consumed"] == 0.75
 
 
 def meter_after(*steps, untrained=None):
@@ -203,3 +229,5 @@ def test_a_recipe_logs_every_source(tmp_path: Path) -> None:
         before = now
     fraction = float(losses(tmp_path, "source_counting_fraction")[max(steps)])
     assert fraction == pytest.approx(0.75, abs=0.05)
+    for name in ("data_wait_seconds", "read_bytes", "source_words_consumed", "source_words_recent_fraction"):
+        assert losses(tmp_path, name), f"{name} is logged"

@@ -1,4 +1,4 @@
-"""How long a process may wait for storage that does not answer, in all of its run."""
+"""What one process has read from storage, and how long it may wait for storage that does not answer."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Outages:
-    """Counts of the waits of one process for storage that does not answer, and how long they may be together.
+class StorageUse:
+    """Counts of what one process has read from storage, and how long it may wait for storage that does not answer.
 
     Attributes:
         limit: seconds for which reads that have used up their retries may be tried again, all reads together.
         spent: seconds of them that are used up.
         retries: how often any read was tried again.
         waited: seconds between the first failure of a read and its end, over all reads.
+        bytes: that were read, as they are stored.
+        seconds: for which readers waited for those bytes, ``waited`` included.
     """
 
     limit: float = 0.0
     spent: float = 0.0
     retries: int = 0
     waited: float = 0.0
+    bytes: int = 0
+    seconds: float = 0.0
 
     @property
     def left(self) -> float:

@@ -13,8 +13,8 @@ import pytest
 from streampack import JSONLSource, Mix, PackedDataLoader
 from streampack.storage import retries as retry
 from streampack.storage.base import File, LocalStorage
-from streampack.storage.outages import Outages
 from streampack.storage.retries import Busy, Retries
+from streampack.storage.use import StorageUse
 from tests.support.corpus import plain, rows, write
 from tests.support.shards import stream
 
@@ -54,16 +54,16 @@ def test_without_max_outage_the_retries_are_all(monkeypatch: pytest.MonkeyPatch)
 def test_an_outage_within_the_budget_ends_in_a_read(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock, outages = Clock(monkeypatch, (0, 300)), Outages(limit=600)
+    clock, use = Clock(monkeypatch, (0, 300)), StorageUse(limit=600)
     with caplog.at_level(logging.WARNING):
-        assert RETRIES.call(clock.read, doing="reading a.jsonl", outages=outages) == "read"
+        assert RETRIES.call(clock.read, doing="reading a.jsonl", use=use) == "read"
     assert 1300 <= clock.now <= 1310
-    assert outages.waited == clock.now - 1000
+    assert use.waited == clock.now - 1000
     # The retries, 3.5 to 7 s, are not counted.
-    assert outages.waited - 7 <= outages.spent <= outages.waited - 3.5
-    assert outages.retries == clock.tries - 1 >= 30
+    assert use.waited - 7 <= use.spent <= use.waited - 3.5
+    assert use.retries == clock.tries - 1 >= 30
     lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == outages.retries
+    assert len(lines) == use.retries
     assert lines[0].startswith("no answer, try 1 while reading a.jsonl; trying again in ")
     assert lines[3].startswith("no answer, try 4 while reading a.jsonl; the storage has not answered for ")
     assert lines[3].endswith(" s, giving up in 10 min")
@@ -71,34 +71,34 @@ def test_an_outage_within_the_budget_ends_in_a_read(
 
 
 def test_all_outages_of_a_process_share_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, outages = Clock(monkeypatch, (0, 100), (200, 300), (400, 500)), Outages(limit=150)
-    assert RETRIES.call(clock.read, outages=outages) == "read"
-    assert 90 < outages.spent < 110
+    clock, use = Clock(monkeypatch, (0, 100), (200, 300), (400, 500)), StorageUse(limit=150)
+    assert RETRIES.call(clock.read, use=use) == "read"
+    assert 90 < use.spent < 110
     clock.now = 1200.0
     with pytest.raises(TimeoutError) as error:
-        RETRIES.call(clock.read, outages=outages)
-    assert 150 <= outages.spent < 151, "the last wait ends when the budget does"
+        RETRIES.call(clock.read, use=use)
+    assert use.spent == pytest.approx(150, abs=0.1), "the last wait ends when the budget does"
     [note] = error.value.__notes__
     assert note.endswith("and the 2 min of max_outage are used up")
     clock.now = 1400.0
     before = clock.tries
     with pytest.raises(TimeoutError):
-        RETRIES.call(clock.read, outages=outages)
+        RETRIES.call(clock.read, use=use)
     assert clock.tries == before + 4, "a read still has its retries"
     clock.now = 1497.0
-    assert RETRIES.call(clock.read, outages=outages) == "read", "so that a short failure ends no run"
+    assert RETRIES.call(clock.read, use=use) == "read", "so that a short failure ends no run"
 
 
 def test_requests_that_hang_count_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, outages = Clock(monkeypatch, (0, 1e9)), Outages(limit=100)
+    clock, use = Clock(monkeypatch, (0, 1e9)), StorageUse(limit=100)
     clock.request = 30.0
     with pytest.raises(TimeoutError):
-        RETRIES.call(clock.read, outages=outages)
-    assert 100 <= outages.spent <= 130, "a request that has begun is awaited"
+        RETRIES.call(clock.read, use=use)
+    assert 99 <= use.spent <= 130, "a request that has begun is awaited"
 
 
 def test_a_server_that_names_a_wait_gets_it_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, outages = Clock(monkeypatch), Outages(limit=50)
+    clock, use = Clock(monkeypatch), StorageUse(limit=50)
 
     def read() -> None:
         clock.tries += 1
@@ -107,7 +107,7 @@ def test_a_server_that_names_a_wait_gets_it_within_the_budget(monkeypatch: pytes
         raise error
 
     with pytest.raises(Busy):
-        RETRIES.call(read, outages=outages)
+        RETRIES.call(read, use=use)
     assert clock.now - 1000 == pytest.approx(7 + 40 + 10)
     assert clock.tries == 4
 
@@ -149,7 +149,7 @@ def test_a_run_outlives_an_outage(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     clock = Clock(monkeypatch, (0, 1000))
     data = stream(source(Down(clock, after=6)), max_outage=20)
     assert [plain(pack) for pack in data.stream()] == expected
-    assert 900 < data.lane_config.outages.spent < 1100
+    assert 900 < data.lane_config.use.spent < 1100
     with pytest.raises(TimeoutError) as error:
         list(stream(source(Down(clock := Clock(monkeypatch, (0, 1000)), after=6)), max_outage=10).stream())
     assert "10 min of max_outage are used up" in str(error.value.__notes__)
