@@ -24,6 +24,7 @@ COMMANDS = {
     "cp": "copy a config or a recipe, to make it yours",
     "validate": "check a config: keys, components, files, and the first rows; the model is not built",
     "verify": "check that no sample of a pack sees another in this model; needs no weights and no data",
+    "scan": "look at all files of a corpus once, and write a manifest by which runs start fast",
     "tokenize": "write the config's data.source as token shards",
     "export": "write a running checkpoint's weights in the model's own format, while the run goes on",
     "run": "train",
@@ -54,7 +55,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Exit status: 0; 1 for a config with problems or leaks; 2 for a wrong command line."""
+    """Run one command. Exit status: 0; 1 for a config or files with problems, or leaks; 2 for a wrong command line."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
@@ -107,8 +108,8 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
         for name, text in COMMANDS.items()
     }
     for name, act in {
-        "ls": _ls, "cat": _cat, "cp": _cp, "validate": _validate, "verify": _verify, "tokenize": _tokenize,
-        "export": _export,
+        "ls": _ls, "cat": _cat, "cp": _cp, "validate": _validate, "verify": _verify, "scan": _scan,
+        "tokenize": _tokenize, "export": _export,
     }.items():  # fmt: skip
         commands[name].set_defaults(act=act)
     commands["export"].add_argument(
@@ -137,6 +138,18 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     validate.add_argument(
         "--no-files", action="store_true", help="open no file: keys, values and components only"
     )
+    scan = commands["scan"]
+    scan.add_argument(
+        "paths",
+        metavar="PATH",
+        nargs="*",
+        help="files, folders, globs or URLs of Parquet files or JSON lines",
+    )
+    scan.add_argument("--out", metavar="MANIFEST", required=True, help="the manifest to write")
+    scan.add_argument(
+        "--manifest", metavar="LIST", help="a list of the files' names; PATH is then their folder"
+    )
+    scan.add_argument("--columns", metavar="A,B", help="the columns that will be read; others may differ")
     tokenize = commands["tokenize"]
     tokenize.add_argument("--out", metavar="FOLDER", required=True, help="folder of the shards")
     tokenize.add_argument("--workers", type=int, default=1, metavar="N", help="processes (1)")
@@ -243,6 +256,23 @@ def _verify(options: argparse.Namespace) -> int:
         return 1
     print(f"{path}: {report}", file=sys.stdout if report.ok else sys.stderr)
     return 0 if report.ok else 1
+
+
+def _scan(options: argparse.Namespace) -> int:
+    from streampack.sources.scan import scan
+
+    try:
+        found = scan(
+            options.paths or None,
+            out=options.out,
+            manifest=options.manifest,
+            columns=options.columns.split(",") if options.columns else None,
+        )
+    except (ValueError, ImportError, OSError) as error:
+        print(f"streampack: error: {error}", file=sys.stderr)
+        return 1
+    print(found)
+    return 1 if found.problems else 0
 
 
 def _tokenize(options: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ counts = st.integers(0, 10**9)
 @st.composite
 def ledgers(draw: st.DrawFn) -> Ledger:
     return Ledger(
-        *(draw(counts) for _ in range(6)),
+        *(draw(counts) for _ in range(7)),
         {reason: draw(counts) for reason in DROP_REASONS},
         {reason: draw(counts) for reason in DROP_REASONS},
     )
@@ -23,13 +23,22 @@ def ledgers(draw: st.DrawFn) -> Ledger:
 @given(ledgers())
 def test_numbers_round_trip(ledger: Ledger) -> None:
     assert Ledger.from_numbers(ledger.numbers()) == ledger
-    assert len(ledger.numbers()) == 6 + 2 * len(DROP_REASONS)
+    assert len(ledger.numbers()) == 7 + 2 * len(DROP_REASONS)
 
 
 @given(st.lists(ledgers(), max_size=4))
 def test_total_adds_every_count(parts: list[Ledger]) -> None:
     total = Ledger.total(parts)
-    for name in ("samples", "tokens_in", "packs", "capacity", "packed", "untrained", "buffered"):
+    for name in (
+        "samples",
+        "tokens_in",
+        "packs",
+        "capacity",
+        "packed",
+        "untrained",
+        "bad_shards",
+        "buffered",
+    ):
         assert getattr(total, name) == sum(getattr(part, name) for part in parts)
     for reason in DROP_REASONS:
         assert total.dropped[reason] == sum(part.dropped[reason] for part in parts)
@@ -74,6 +83,7 @@ def test_as_dict_is_flat_numbers() -> None:
         "capacity": 10,
         "packed": 9,
         "untrained": 0,
+        "bad_shards": 0,
         "dropped_overlong": 1,
         "dropped_truncated": 0,
         "dropped_empty": 0,

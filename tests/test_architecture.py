@@ -70,6 +70,7 @@ FREE_TESTS = {
     "recipes/test_examples.py": "the scripts under examples/",
     "recipes/test_after_training.py": "what the recipes leave, in transformers, PEFT and torchtune",
     "sources/test_sources.py": "what all sources promise",
+    "sources/test_bad_shards.py": "files that cannot be read: sources, listings, lanes and quarantine together",
     "streaming/test_few_lanes.py": "lanes, streams and loaders where lanes are few or empty",
     "stress/test_stress.py": "the long jobs of `make stress`, with small counts",
     "benchmarks/test_commands.py": "the commands under benchmarks/ that no other test runs",

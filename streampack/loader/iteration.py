@@ -119,6 +119,7 @@ class Iteration:
         self.workers = min(options.num_workers, -(-num_lanes // size))
         self.batching.warn(num_lanes=num_lanes, num_workers=options.num_workers, rank=rank_sync.rank)
         divide_across_ranks(dataset.lane_config.source, num_lanes, rank_sync)
+        dataset.lane_config.check_shards()
         if rank_sync.rank == 0:
             dataset._log_shared()
         # Of the ranks that are given the same batches, one lists the bad records.

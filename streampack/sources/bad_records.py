@@ -1,4 +1,4 @@
-"""Broken records that a run skips: a list of them, and a limit."""
+"""Broken records and bad shards that a run skips: a list of them, and limits."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import json
 import logging
 import os
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from streampack.sources.source import Source
+from streampack.storage.problems import summarize
 from streampack.types import RowId
-from streampack.validation import require, require_positive
+from streampack.validation import require, require_positive, warn_user
 
 log = logging.getLogger(__name__)
 LONGEST_REASON = 300  # characters; the rest is cut off, as an encoder's message may hold the whole row
@@ -24,29 +27,35 @@ MAX_LOGGED = 10  # records that each process logs if no folder lists them
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """A list of the broken records of a run, with a limit for each lane.
+    """A list of the broken records and the bad shards of a run, with limits for each lane.
 
     Each lane appends to its own file, such as ``lane-00003.jsonl``, which has a line for each record: ``shard`` (the
     name of the record's file in the corpus), ``offset`` (the byte at which its line begins, or its row number) and
     ``reason``. A lane lists a record once, also if later epochs or a resume read it again. In a mixture, later passes
-    over a source are read by other lanes, which list it, too; reports count it once.
+    over a source are read by other lanes, which list it, too; reports count it once. A bad shard has a line in each
+    lane that has rows of it: ``shard``, ``reason``, and in place of ``offset`` what is known of the rows that the lane
+    loses, ``rows`` or ``bytes``.
 
     Args:
         folder: where the files of one stream are written. If it is None, nothing is listed, and each process logs the
-            first ten records that it skips.
+            first ten records and shards that it skips.
         limit: the most broken records that one lane may skip, over all epochs and resumes.
         quiet: if there is no folder, do not log records either.
+        shard_limit: the most bad shards that one lane may leave out, over all epochs and resumes.
     """
 
     folder: str | None = None
     limit: int = 100
     quiet: bool = False
-    # For each lane, the (shard, offset) of the records that its file lists.
-    _known: dict[int, set[tuple[str, int]]] = field(default_factory=dict, compare=False)
-    _logged: list[tuple[str, int]] = field(default_factory=list, compare=False)
+    shard_limit: int = 10
+    # For each lane, the (shard, offset) of the records that its file lists; a bad shard has no offset.
+    _known: dict[int, set[tuple[str, int | None]]] = field(default_factory=dict, compare=False)
+    _logged: list[tuple[str, int | None]] = field(default_factory=list, compare=False)
+    _warned_of: set[str] = field(default_factory=set, compare=False)  # the paths of bad shards
 
     def __post_init__(self) -> None:
         require_positive(self.limit, "max_bad_records", least=0)
+        require_positive(self.shard_limit, "max_bad_shards", least=0)
 
     def skip(self, lane: int, *, source: Source, row_id: RowId, reason: str, before: int) -> None:
         """List a record that a lane skips. The lane has skipped ``before`` records so far.
@@ -61,8 +70,40 @@ class Quarantine:
             )
         self.append(lane, shard=source.shard(row_id), offset=row_id[-1], reason=reason)
 
-    def append(self, lane: int, *, shard: str, offset: int, reason: str) -> None:
-        """List one record. Its line is written at once, so a kill can cut off only the newest line."""
+    def leave_out(
+        self, lane: int, *, shard: str, reason: str, lost: Mapping[str, int], known: Sequence[int]
+    ) -> list[int]:
+        """List a bad shard unless the lane has listed it before.
+
+        Args:
+            lane: which lane leaves it out.
+            shard: its name in the corpus.
+            reason: why it cannot be read.
+            lost: what is known of the rows that the lane loses.
+            known: checksums of the names of the bad shards that the lane has left out so far.
+
+        Returns:
+            ``known`` with this shard.
+
+        Raises:
+            ValueError: if it has left out as many others as the limit allows.
+        """
+        checksum = crc32(shard.encode("utf-8", "surrogateescape"))
+        if checksum in known:
+            return list(known)
+        if len(known) >= self.shard_limit:
+            raise ValueError(
+                f"{shard}: {reason}; lane {lane} has left out {self.shard_limit} bad shards before this one: look at "
+                "them, and raise max_bad_shards if they may be left out"
+            )
+        self.append(lane, shard=shard, offset=None, reason=reason, **lost)
+        return [*known, checksum]
+
+    def append(self, lane: int, *, shard: str, offset: int | None, reason: str, **lost: int) -> None:
+        """List one record, or a bad shard, which has no offset.
+
+        Its line is written at once, so a kill can cut off only the newest line.
+        """
         if self.folder is None:
             if not self.quiet:
                 self._log(shard, offset, reason)
@@ -72,7 +113,8 @@ class Quarantine:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._known[lane] = _listed(path)
         if (shard, offset) not in self._known[lane]:
-            line = json.dumps({"shard": shard, "offset": offset, "reason": reason[:LONGEST_REASON]})
+            place = {} if offset is None else {"offset": offset}
+            line = json.dumps({"shard": shard, **place, "reason": reason[:LONGEST_REASON], **lost})
             # The lane's records are forgotten during the write: if that is interrupted, nobody knows whether the line
             # is there, and the next call reads the file again.
             known = self._known.pop(lane)
@@ -81,7 +123,7 @@ class Quarantine:
             known.add((shard, offset))
             self._known[lane] = known
 
-    def _log(self, shard: str, offset: int, reason: str) -> None:
+    def _log(self, shard: str, offset: int | None, reason: str) -> None:
         if len(self._logged) > MAX_LOGGED or (shard, offset) in self._logged:
             return
         self._logged.append((shard, offset))
@@ -90,25 +132,27 @@ class Quarantine:
                 "more records are skipped, and only counted; set quarantine to a folder to list them all"
             )
         else:
-            log.warning("skipped a record of %s, offset %d: %s", shard, offset, reason[:LONGEST_REASON])
+            what = shard if offset is None else f"a record of {shard}, offset {offset}"
+            log.warning("skipped %s: %s", what, reason[:LONGEST_REASON])
 
     def report(self) -> str:
         """Count the listed records by the kind of reason, and name the first; empty if none is listed."""
         files = sorted(Path(self.folder).glob("lane-*.jsonl")) if self.folder is not None else []
-        found: dict[tuple[str, int], dict[str, Any]] = {}
+        found: dict[tuple[str, int | None], dict[str, Any]] = {}
         for path in files:
             for entry in map(json.loads, path.read_bytes().splitlines()):
-                found.setdefault((entry["shard"], entry["offset"]), entry)
+                found.setdefault((entry["shard"], entry.get("offset")), entry)
         if not (entries := list(found.values())):
             return ""
         kinds = Counter(entry["reason"].partition(":")[0] for entry in entries).most_common(REPORTED_KINDS)
         first = entries[0]
         counts = ", ".join(f"{count:,} {kind[:LONGEST_KIND]}" for kind, count in kinds)
-        return f"{len(entries):,} listed in {self.folder}: {counts}; the first is {first['shard']}, {first['offset']}"
+        place = f", {first['offset']}" if "offset" in first else ""
+        return f"{len(entries):,} listed in {self.folder}: {counts}; the first is {first['shard']}{place}"
 
 
 def quarantine_for(
-    on_bad_record: str, *, folder: str | os.PathLike[str] | None, limit: int
+    on_bad_record: str, *, folder: str | os.PathLike[str] | None, limit: int, shard_limit: int
 ) -> Quarantine | None:
     """Make the quarantine of a run; return None if a broken record is an error.
 
@@ -118,11 +162,36 @@ def quarantine_for(
     require(on_bad_record, "on_bad_record", ("error", "skip"))
     if on_bad_record == "error" and folder is not None:
         raise ValueError('a quarantine lists what is skipped; set on_bad_record="skip"')
-    kept = Quarantine(None if folder is None else os.fspath(folder), limit)
+    kept = Quarantine(None if folder is None else os.fspath(folder), limit, shard_limit=shard_limit)
     return kept if on_bad_record == "skip" else None
 
 
-def _listed(path: Path) -> set[tuple[str, int]]:
+def require_sound(source: Source, quarantine: Quarantine | None) -> None:
+    """Warn once of the bad shards of a source that are known so far, and let it do without files that are gone.
+
+    Raises:
+        ValueError: if bad records are not skipped; it names ten of the shards.
+    """
+    for corpus in source.corpora():
+        corpus.tolerant = quarantine is not None
+    if not (bad := source.bad_shards()):
+        return
+    files = len(source.listing())
+    if quarantine is None:
+        raise ValueError(
+            f"{summarize(bad, files=files)}; restore them, remove them from the corpus, or leave them out with "
+            'on_bad_record="skip"'
+        )
+    new = [problem for problem in bad if problem[0] not in quarantine._warned_of]
+    quarantine._warned_of.update(shown for shown, _ in new)
+    if new and not quarantine.quiet:
+        shown, reason = new[0]
+        warn_user(
+            f"{len(new):,} of {files:,} files cannot be read and are left out; the first is {shown}: {reason}"
+        )
+
+
+def _listed(path: Path) -> set[tuple[str, int | None]]:
     """Return the (shard, offset) of the records that a file lists. An incomplete last line is removed from the file."""
     if not path.exists():
         return set()
@@ -130,5 +199,5 @@ def _listed(path: Path) -> set[tuple[str, int]]:
     whole = lines.rfind(b"\n") + 1
     if whole < len(lines):
         os.truncate(path, whole)
-    entries = map(json.loads, lines[:whole].splitlines())
-    return {(entry["shard"], entry["offset"]) for entry in entries}
+    entries: map[dict[str, Any]] = map(json.loads, lines[:whole].splitlines())
+    return {(entry["shard"], entry.get("offset")) for entry in entries}

@@ -8,14 +8,16 @@ from typing import Any
 
 import numpy as np
 
+from streampack.fingerprint import digest
 from streampack.sources.base import Reader, Reading, spread
-from streampack.sources.parts import Damage, FoundRecord, Part, Record
+from streampack.sources.parts import BadShard, Damage, FoundRecord, Part, Record
 from streampack.sources.shuffling import read_parts
 from streampack.sources.source import Source
 from streampack.sources.turns import deal, share, sharing
 from streampack.storage.base import ParallelMap, map_in_threads
 from streampack.storage.counts import ReadCounts
 from streampack.storage.listing import Corpus
+from streampack.storage.problems import Problem, gone
 from streampack.storage.ranges import Block, Fetcher
 from streampack.storage.read_ahead import LONGEST_BURST, NO_READ_AHEAD, READ_AHEAD, ReadAhead
 from streampack.types import RowId
@@ -44,6 +46,15 @@ class FileSource(Source):
         self.files = corpus.files
         self.local = corpus.local
         self.read_counts = ReadCounts()
+        # For the numbers of bad shards, why they cannot be read.
+        self.bad = {
+            number: corpus.problems[file.path]
+            for number, file in enumerate(self.files)
+            if file.path in corpus.problems
+        }
+        # Names of files that are left out because of what a manifest tells, and of which rows would be read, or looked
+        # for, without it. A state that was made by such a manifest is refused without it, and the other way round.
+        self.odd: list[str] = []
         # For a number of lanes, the parts of each lane.
         self._divided: dict[int, list[list[Part]]] = {}
         self._empty: set[Part] = set()  # parts that were read and have no records
@@ -87,7 +98,8 @@ class FileSource(Source):
 
     def identity(self) -> dict[str, Any]:
         """See `Source.identity`."""
-        return {"source": type(self).__name__, "files": self.corpus}
+        left_out = digest(self.odd) if self.odd else None
+        return {"source": type(self).__name__, "files": self.corpus, "left_out": left_out}
 
     def corpora(self) -> list[Corpus]:
         """See `Source.corpora`."""
@@ -115,7 +127,32 @@ class FileSource(Source):
             locate=self.locate,
             preparation=None if self.local else parts,
             empty=self._empty,
+            judge=self.judge,
         )
+
+    def judge(self, error: Exception, left: Sequence[Part]) -> BadShard | None:
+        """See `Judge`: of the errors of the storage, only that a file is gone will not pass."""
+        if isinstance(error, FileNotFoundError):
+            reason = gone(error, self.files[left[0].file].shown)
+        elif isinstance(error, BadShard):
+            reason = str(error)
+        else:
+            return None
+        found = BadShard(reason, offset=left[0].start, lost=self.lost(left))
+        if isinstance(error, FileNotFoundError):  # where no shard is left out, this is raised
+            found.__cause__ = error
+        return found
+
+    def lost(self, left: Sequence[Part]) -> dict[str, int]:
+        """Return how many ``rows`` or ``bytes`` these parts of one file have; nothing if that is unknown."""
+        size, turns = self.files[left[0].file].size, left[0].turns
+        if left[0].stop is None:
+            return {"bytes": size // turns} if size and not left[0].start else {}
+        return {"bytes": sum((part.stop or 0) - part.start for part in left) // turns}
+
+    def bad_shards(self) -> list[Problem]:
+        """See `Source.bad_shards`."""
+        return [(self.files[number].shown, reason) for number, reason in sorted(self.bad.items())]
 
     def place(self, part: Part, offset: int) -> str:
         """Describe where reading stands, for errors of the storage."""
@@ -133,8 +170,8 @@ class FileSource(Source):
         """See `Source.fetch`."""
         file, offset = row_id
         part = Part(file, offset, offset + 1)
-        _, raw, _ = next(iter(self.records(part, offset, self.fetcher())))
         try:
+            _, raw, _ = next(iter(self.records(part, offset, self.fetcher())))
             return self.decode(part, offset, raw)
         except ValueError as error:
             raise ValueError(f"{self.locate(row_id)}: {error}") from None
@@ -175,10 +212,15 @@ class _LaneParts:
         self.fetcher = fetcher
 
     def open(self, part: Part, offset: int, following: Iterator[Part]) -> Iterator[Record]:
+        if (problem := self.source.bad.get(part.file)) is not None:
+            raise BadShard(problem, offset=offset)
         return self.source.records(part, offset, self.fetcher, self._ahead(following))
 
     def plan(self, part: Part, offset: int, following: Iterator[Part]) -> None:
-        self.fetcher.plan(self.source.ahead(part, offset, self.fetcher), self._ahead(following))
+        bad = part.file in self.source.bad
+        self.fetcher.plan(
+            () if bad else self.source.ahead(part, offset, self.fetcher), self._ahead(following)
+        )
 
     def expect(self, records: int, *, now: bool) -> None:
         counts = self.source.read_counts
@@ -198,7 +240,8 @@ class _LaneParts:
         self.fetcher.hold(window)
 
     def _ahead(self, parts: Iterator[Part]) -> Iterator[Iterable[Block | None]]:
-        return (self.source.ahead(part, part.start, self.fetcher) for part in parts)
+        sound = (part for part in parts if part.file not in self.source.bad)
+        return (self.source.ahead(part, part.start, self.fetcher) for part in sound)
 
 
 def divide(

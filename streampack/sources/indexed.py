@@ -19,11 +19,11 @@ import numpy.typing as npt
 
 from streampack.sources.examples import EXAMPLES, Example, example
 from streampack.sources.files import FileSource, places
-from streampack.sources.parts import Damage, Part, Record
-from streampack.storage.base import File, LocalStorage, Storage, map_in_threads, redact
+from streampack.sources.parts import BadShard, Damage, Part, Record
+from streampack.storage.base import File, LocalStorage, Resized, Storage, map_in_threads, redact
 from streampack.storage.compression import BUFFER_BYTES
 from streampack.storage.json_depth import shallow_json
-from streampack.storage.listing import Corpus, Name, Once, alone, inode_of, require_distinct
+from streampack.storage.listing import Corpus, Name, Once, alone, inode_of, require_distinct, require_some
 from streampack.storage.manifest import placed
 from streampack.storage.ranges import Block, Fetcher, RangeStream
 from streampack.storage.remote import RemoteStorage, scheme_of
@@ -81,6 +81,16 @@ class IndexedSource(FileSource):
             lambda row_id: example(row_id, partial(self.fetch, row_id)), places(self.counts, count)
         )
 
+    def judge(self, error: Exception, left: Sequence[Part]) -> BadShard | None:
+        """See `Judge`. A shard of another size is not the one that its index describes."""
+        if isinstance(error, Resized):
+            error = BadShard(_resized(error.size, self.files[left[0].file].size), offset=left[0].start)
+        return super().judge(error, left)
+
+    def lost(self, left: Sequence[Part]) -> dict[str, int]:
+        """See `FileSource.lost`."""
+        return {"rows": super().lost([self._bounded(part) for part in left])["bytes"]}
+
     def _bounded(self, part: Part) -> Part:
         return part if part.stop is not None else part._replace(stop=self.counts[part.file])
 
@@ -96,9 +106,11 @@ class Index(NamedTuple):
     def corpus(self, shards: Sequence[tuple[str, int]]) -> Corpus:
         """Return the shards, given as (name, size in bytes), in the index's order.
 
+        Files on this machine that are gone or have another size are among `Corpus.problems`. Those behind a URL are
+        checked when they are read.
+
         Raises:
-            ValueError: for a name that leads out of the folder, and for a file on this machine that is missing or has
-                another size. Files behind a URL are checked when they are read.
+            ValueError: for a name that leads out of the folder, and if no shard can be read.
         """
         if not shards:
             raise ValueError(f"{redact(self.path)} names no shard")
@@ -114,16 +126,18 @@ class Index(NamedTuple):
                 raise ValueError(f"{redact(self.path)}, shard {number}: {error}") from None
         if isinstance(self.storage, LocalStorage):
             for number, (listed, (_, size)) in enumerate(zip(found, shards, strict=True)):
-                there = Path(listed.path).stat()
-                if there.st_size != size:
-                    raise ValueError(
-                        f"{listed.path} has {there.st_size} bytes and {self.path} says {size}; it was cut off or "
-                        "replaced: copy it anew"
-                    )
-                found[number] = listed._replace(inode=inode_of(there))
+                if listed.problem is None:
+                    there = Path(listed.path).stat()
+                    problem = _resized(there.st_size, size) if there.st_size != size else None
+                    found[number] = listed._replace(inode=inode_of(there), problem=problem)
         require_distinct(found)
         files = (File(listed.path, name, size) for listed, (name, size) in zip(found, shards, strict=True))
-        return Corpus(tuple(files), self.storage, self.retries)
+        problems = {listed.path: listed.problem for listed in found if listed.problem is not None}
+        return require_some(Corpus(tuple(files), self.storage, self.retries, problems))
+
+
+def _resized(size: int | None, described: int) -> str:
+    return f"it has {size} bytes and its index says {described}; it was cut off or replaced: copy it anew"
 
 
 def read_index(

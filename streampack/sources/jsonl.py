@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 from typing import Any
@@ -11,12 +12,12 @@ from typing import Any
 from streampack.sources.base import spread
 from streampack.sources.examples import EXAMPLES, Example, example
 from streampack.sources.files import FileSource, divide, places
-from streampack.sources.lines import ByteCount, Lines, parsed, stretch
-from streampack.sources.parts import Damage, Part, Record
+from streampack.sources.lines import HEAD_BYTES, ByteCount, Lines, parsed, stretch
+from streampack.sources.parts import BadShard, Damage, Part, Record
 from streampack.storage.base import ParallelMap, map_in_threads
-from streampack.storage.compression import content
-from streampack.storage.formats import JSON_LINES, require_json_lines, whole_json
-from streampack.storage.listing import Name, Once, alone, find_files
+from streampack.storage.compression import content, kind_of, not_text
+from streampack.storage.formats import JSON_LINES, not_json_lines, whole_json
+from streampack.storage.listing import Name, Once, alone, find_files, require_some
 from streampack.storage.ranges import Block, Fetcher, RangeStream, blocks, tail_of
 from streampack.types import RowId
 from streampack.validation import require_positive
@@ -49,7 +50,9 @@ class JSONLSource(FileSource):
     Args:
         paths: files, folders or globs of this machine, or URLs (``http``, ``https``, ``s3``, ``hf``); globs where the
             storage can list files. Of a folder, the ``.jsonl`` and ``.ndjson`` files in it, at any depth.
-        manifest: instead of ``paths``, a text file with a file's name on each line, relative to the manifest's folder.
+        manifest: instead of ``paths``, a text file with a file's name on each line, relative to the manifest's folder,
+            or what `streampack scan` wrote; then no file is looked at before it is read. With ``paths``, that is the
+            folder that the names are relative to.
         storage_options: for the storage behind URLs, as fsspec takes them; may hold secrets, and is never shown.
         retries: how often a failed read is tried again, with growing waits. A missing file and a missing permission
             are errors at once.
@@ -59,8 +62,8 @@ class JSONLSource(FileSource):
         once: how ranks share the listing of remote files; by default each lists for itself. Recipes pass it.
 
     Raises:
-        ValueError: if nothing matches, a file is empty, or one is named twice. When rows are read, with file and line:
-            for lines that are not JSON objects or too long, and for more than 500 nested objects and arrays.
+        ValueError: if nothing matches, no file can be read, or one is named twice. When rows are read, with file and
+            line: for lines that are not JSON objects or too long, and for more than 500 nested objects and arrays.
     """
 
     unit = "byte"
@@ -83,16 +86,32 @@ class JSONLSource(FileSource):
             paths, manifest=manifest, endings=JSON_LINES, storage_options=storage_options, retries=retries,
             timeout=timeout, once=once,
         )  # fmt: skip
+        problems = {
+            file.path: reason
+            for file in corpus.files
+            if file.path not in corpus.problems
+            and (reason := not_json_lines(file, local=corpus.local and manifest is None))
+        }
+        corpus = require_some(replace(corpus, problems={**corpus.problems, **problems}))
         super().__init__(corpus)
-        require_json_lines(self.files, local=self.local)
+        # Of a file of another kind, only the part that has its first bytes tells that before a line is no JSON.
+        self.odd = [
+            file.name
+            for number, file in enumerate(self.files)
+            if number in self.bad and file.size and file.seekable
+        ]
         self._count = ByteCount()
-        self._plain = [number for number, file in enumerate(self.files) if file.seekable]
-        self._compressed = [number for number, file in enumerate(self.files) if not file.seekable]
+        self._kinds: dict[int, str | None] = {}
+        sound = [number for number in range(len(self.files)) if number not in self.bad]
+        self._plain = [number for number in sound if self.files[number].seekable]
+        self._compressed = [number for number in sound if not self.files[number].seekable]
 
     def cut(self, num_lanes: int, parallel_map: ParallelMap) -> list[list[Part]]:
         """See `FileSource.cut`."""
+        # An empty file is a part, too, so that a lane lists it as a bad shard.
+        whole = {number for number, file in enumerate(self.files) if not file.seekable or not file.size}
         sizes = [file.size for file in self.files]
-        return divide(sizes, num_lanes, whole=frozenset(self._compressed), least=LEAST_PART)
+        return divide(sizes, num_lanes, whole=whole, least=LEAST_PART)
 
     def records(
         self, part: Part, offset: int, fetcher: Fetcher, later: Iterable[Iterable[Block | None]] = ()
@@ -113,6 +132,8 @@ class JSONLSource(FileSource):
         try:
             row = parsed(raw)
         except ValueError as error:  # JSONDecodeError and UnicodeDecodeError alike
+            if (kind := self._kind(part.file)) is not None:
+                raise BadShard(not_text(kind), offset=offset) from None
             whole = f"; if the file is one JSON document, {whole_json(self.files[part.file].shown)}"
             raise ValueError(
                 f"not a line of JSON ({error}){whole if raw[:1] in (b'[', b'{') else ''}"
@@ -122,17 +143,20 @@ class JSONLSource(FileSource):
         return row
 
     def locate(self, row_id: RowId) -> str:
-        """Return ``file:line`` for local files, whose lines are counted for it, and the byte offset for remote ones."""
+        """Return ``file:line`` for local files, whose lines are counted for it, else the byte offset."""
         number, offset = row_id
         file = self.files[number]
-        if not self.local:
-            return f"{file.shown}, byte {offset}"
-        line, left = 1, offset
-        with content(RangeStream(self.fetcher(), file, 0, file.size), name=file.shown) as stream:
-            while left and (chunk := stream.read(min(left, 1 << 20))):
-                line += chunk.count(b"\n")
-                left -= len(chunk)
-        return f"{file.path}:{line}"
+        if self.local and number not in self.bad:
+            line, left = 1, offset
+            with (
+                suppress(FileNotFoundError),
+                content(RangeStream(self.fetcher(), file, 0, file.size), name=file.shown) as stream,
+            ):
+                while left and (chunk := stream.read(min(left, 1 << 20))):
+                    line += chunk.count(b"\n")
+                    left -= len(chunk)
+                return f"{file.path}:{line}"
+        return f"{file.shown}, byte {offset}"
 
     @property
     def bytes_read(self) -> int:
@@ -153,7 +177,7 @@ class JSONLSource(FileSource):
         wanted = max(1, round(count * whole / sum(file.size for file in self.files)))
         if self._plain:
             parts = self._places(wanted)
-            for part, record in zip(parts, map_in_threads(self._first_from, parts), strict=True):
+            for part, record in zip(parts, map_in_threads(self._first_if_any, parts), strict=True):
                 if record:
                     rows[part.file, record[0]] = record[1]
         if self._compressed:
@@ -162,7 +186,7 @@ class JSONLSource(FileSource):
             read = stored = 0
             for number in some:
                 lines = self._lines(Part(number), 0, self.fetcher())
-                with suppress(Damage):
+                with suppress(Damage, FileNotFoundError):
                     for i, (offset, raw, end) in enumerate(lines):
                         if i * len(some) < left:
                             rows[number, offset] = raw
@@ -180,24 +204,39 @@ class JSONLSource(FileSource):
         """See `Source.examples`: rows from all over the plain files, or the first rows of the first compressed one."""
         if self._plain:
             parts = self._places(count)
-            found = zip(parts, map_in_threads(self._first_if_any, parts), strict=True)
-            records = [(part, record) for part, record in found if record is not None]
+            found = list(zip(parts, map_in_threads(self._first_if_any, parts), strict=True))
         else:
-            records = []
-            with suppress(Damage):  # reported when training reads it
-                for record in islice(self._lines(Part(0), 0, self.fetcher()), count):
-                    records.append((Part(0), record))
+            part = Part(self._compressed[0])
+            found = []
+            try:
+                for record in islice(self._lines(part, 0, self.fetcher()), count):
+                    found.append((part, record))
+            except (Damage, FileNotFoundError):  # reported when training reads it
+                found.append((part, None))
         return [
-            example((part.file, offset), partial(self.decode, part, offset, raw))
-            for part, (offset, raw, _) in records
+            Example((part.file, part.start), None)
+            if record is None
+            else example((part.file, record[0]), partial(self.decode, part, *record[:2]))
+            for part, record in found
         ]
+
+    def _kind(self, number: int) -> str | None:
+        """Return the kind of a plain file by its first bytes, read once; None if it may be text, or is compressed.
+
+        A part in the middle of a file is read without its first bytes, until a line of it is no JSON.
+        """
+        file = self.files[number]
+        if number not in self._kinds and file.seekable:
+            with suppress(FileNotFoundError):
+                self._kinds[number] = kind_of(self.fetcher().take((file, 0, min(HEAD_BYTES, file.size))))
+        return self._kinds.get(number)
 
     def _places(self, count: int) -> list[Part]:
         found = places([self.files[number].size for number in self._plain], count)
         return [Part(self._plain[i], at, at + 1) for i, at in found]
 
     def _first_if_any(self, place: Part) -> Record | None:
-        with suppress(ValueError):  # a file without rows is an error when training reads it
+        with suppress(ValueError, FileNotFoundError):  # reported when training reads it
             return self._first_from(place)
         return None
 

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from streampack.sources.parts import Damage, Part, Record
+from streampack.sources.parts import BadShard, Damage, Part, Record
 from streampack.storage.base import File
 from streampack.storage.compression import BUFFER_BYTES, DAMAGED, content, kind_of, not_text
 from streampack.storage.json_depth import require_shallow
+from streampack.storage.problems import EMPTY
 from streampack.storage.ranges import Block, Fetcher, RangeStream, tail_of
 
 HEAD_BYTES = 16  # enough to recognise the kind of a file
@@ -103,7 +104,7 @@ class Lines:
         self.raw = RangeStream(fetcher, file, begin, end, later, tail=tail_of(begin, end))
         self.stream = content(self.raw, name=file.shown)
         if begin == 0 and seekable and (kind := kind_of(self.stream.peek(HEAD_BYTES)[:HEAD_BYTES])):
-            raise not_text(file.shown, kind)
+            raise BadShard(not_text(kind), offset=offset)
         if offset and seekable:
             self.offset = begin
             self._skip_line()
@@ -136,7 +137,7 @@ class Lines:
             if line and not line.isspace():
                 return offset, line, self.offset
         if self.offset == 0:
-            raise ValueError(f"{self.file.shown} holds no rows; remove it from the corpus")
+            raise BadShard(EMPTY, offset=0)
         raise StopIteration
 
     def _line(self, most: int) -> bytes:
@@ -154,5 +155,7 @@ class Lines:
         try:
             return read(*size)
         except DAMAGED as error:
+            if self.offset == 0:
+                raise BadShard(f"it cannot be decompressed: {error}", offset=0) from error
             what = f"the file is damaged after byte {self.offset} of its content: {error}"
             raise Damage(what, offset=self.offset, resume=None) from error

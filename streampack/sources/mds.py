@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -18,10 +19,10 @@ from streampack.sources.examples import EXAMPLES, Example, example
 from streampack.sources.files import divide
 from streampack.sources.indexed import IndexedSource, Offsets, offsets_of, read_index, read_records
 from streampack.sources.mds_columns import Column, decoder, left_out, row_of
-from streampack.sources.parts import Damage, Part, Record
+from streampack.sources.parts import BadShard, Damage, Part, Record
 from streampack.storage.base import File, ParallelMap, redact
 from streampack.storage.compression import DAMAGED, content
-from streampack.storage.listing import Name, Once, alone
+from streampack.storage.listing import Name, Once, alone, require_some
 from streampack.storage.ranges import Block, Fetcher, RangeStream, blocks
 
 MAX_CONTENT_BYTES = 1 << 30  # A compressed shard may not have more content, whatever its index says.
@@ -58,8 +59,9 @@ class MDSSource(IndexedSource):
         once: how ranks share the reading of the index.
 
     Raises:
-        ValueError: for an index that is missing, has another format, or names files outside of the folder; for a shard
-            whose size is not what the index says; for pickled columns, which could run code, and for images.
+        ValueError: for an index that is missing, has another format, or names files outside of the folder; for a shard,
+            when it is read, that is missing or is not what the index says; for pickled columns, which could run code,
+            and for images.
     """
 
     unit = "sample"
@@ -82,15 +84,20 @@ class MDSSource(IndexedSource):
         shown = redact(index.path)
         if index.content.get("version") != 2 or not isinstance(entries, list):
             raise ValueError(f"{shown} is no index of MDS shards, version 2")
-        self.shards, names = [], []
+        self.shards, names, problems = [], [], {}
         for number, entry in enumerate(entries):
             try:
-                shard, named = _entry(entry, columns)
+                shard, named, problem = _entry(entry, columns)
             except ValueError as error:
                 raise ValueError(f"{shown}, shard {number}: {error}") from None
             self.shards.append(shard)
             names.append(named)
-        super().__init__(index.corpus(names), [shard.samples for shard in self.shards])
+            if problem is not None:
+                problems[number] = problem
+        corpus = index.corpus(names)
+        lacking = {corpus.files[number].path: problem for number, problem in problems.items()}
+        corpus = require_some(replace(corpus, problems={**lacking, **corpus.problems}))
+        super().__init__(corpus, [shard.samples for shard in self.shards])
         self._packed = frozenset(number for number, shard in enumerate(self.shards) if shard.suffix)
 
     def cut(self, num_lanes: int, parallel_map: ParallelMap) -> list[list[Part]]:
@@ -138,20 +145,24 @@ class MDSSource(IndexedSource):
         """See `Source.examples`: where shards are compressed, the first samples of one."""
         if not self._packed:
             return super().examples(count)
-        number = next((i for i, samples in enumerate(self.counts) if samples), 0)
+        number = next((i for i, samples in enumerate(self.counts) if samples and i not in self.bad), 0)
         part = Part(number, 0, min(count, self.counts[number]))
-        with suppress(ValueError):  # training reports damage
+        with suppress(ValueError, FileNotFoundError):  # training reports damage
             samples = list(self.records(part, 0, self.fetcher()))
             return [example((number, at), partial(self.decode, part, at, raw)) for at, raw, _ in samples]
-        return []
+        return [Example((number, 0), None)]
 
 
 def _ranged(
     shard: Shard, file: File, part: Part, fetcher: Fetcher, later: Iterable[Iterable[Block | None]]
 ) -> Iterator[bytes]:
     """Read a plain shard's samples by ranges."""
-    _check_length(shard, file, part, file.size)
-    offsets = _offsets(shard, file, part, fetcher.take(_table(file, part)))
+    _check_length(shard, part, file.size)
+    try:
+        offsets = _offsets(shard, file, part, fetcher.take(_table(file, part)))
+    except Damage:
+        _check_count(fetcher.take((file, 0, 4)), shard)  # perhaps it is no shard at all
+        raise
     yield from read_records(fetcher, file, offsets, later)
 
 
@@ -163,12 +174,12 @@ def _decompressed(
     try:
         data = content(stretch, name=shard.suffix).read(shard.size + 1)
     except DAMAGED as error:
-        raise Damage(f"{file.name} is damaged: {error}", offset=part.start, resume=None) from error
+        raise BadShard(f"it is damaged: {error}", offset=part.start) from error
     if len(data) > shard.size:
-        what = f"{file.name} has more content than the {shard.size:,} bytes that its index names, or that are read"
-        raise Damage(what, offset=part.start, resume=None)
-    _check_length(shard, file, part, len(data))
-    _check_count(data, shard, file)
+        what = f"it has more content than the {shard.size:,} bytes that its index names, or that are read"
+        raise BadShard(what, offset=part.start)
+    _check_length(shard, part, len(data))
+    _check_count(data, shard)
     assert part.stop is not None
     table = data[4 * (1 + part.start) : 4 * (part.stop + 2)]
     limits = (shard.first_sample, len(data))
@@ -186,24 +197,23 @@ def _table(file: File, part: Part) -> Block:
 def _offsets(shard: Shard, file: File, part: Part, table: bytes) -> Offsets:
     """Return the byte where each of the part's samples begins, and where the last one ends, ``[samples + 1]``."""
     if not part.start:
-        _check_count(table, shard, file)
+        _check_count(table, shard)
         table = table[4:]
     return offsets_of(table, "<u4", file=file, first=part.start, limits=(shard.first_sample, file.size))
 
 
-def _check_length(shard: Shard, file: File, part: Part, size: int) -> None:
+def _check_length(shard: Shard, part: Part, size: int) -> None:
     if shard.first_sample > size:
-        raise Damage(f"{file.name} is too short for its samples", offset=part.start, resume=None)
+        raise BadShard("it is too short for its samples", offset=part.start)
 
 
-def _check_count(data: bytes, shard: Shard, file: File) -> None:
+def _check_count(data: bytes, shard: Shard) -> None:
     if (count := int.from_bytes(data[:4], "little")) != shard.samples:
-        what = f"{file.name} holds {count} samples and its index says {shard.samples}"
-        raise Damage(what, offset=0, resume=None)
+        raise BadShard(f"it holds {count} samples and its index says {shard.samples}", offset=0)
 
 
-def _entry(entry: Any, keep: list[str] | None) -> tuple[Shard, tuple[str, int]]:
-    """Check the index's entry of a shard. Returns it with its file's (name, size in bytes)."""
+def _entry(entry: Any, keep: list[str] | None) -> tuple[Shard, tuple[str, int], str | None]:
+    """Check the index's entry of a shard. Returns it with its file's (name, size in bytes), and what it lacks."""
     if not isinstance(entry, dict) or entry.get("format") != "mds" or entry.get("version") != 2:
         raise ValueError("it is no MDS shard, version 2")
     compression = entry.get("compression")
@@ -224,9 +234,9 @@ def _entry(entry: Any, keep: list[str] | None) -> tuple[Shard, tuple[str, int]]:
         wanted = keep is None or name in keep
         columns.append(Column(name, size or None, decoder(name, str(encoding)) if wanted else left_out))
     there = [column.name for column in columns]
-    if lacking := [name for name in keep or [] if name not in there]:
-        raise ValueError(f"it has no column {lacking[0]!r}; it has {', '.join(map(repr, there))}")
+    lacking = [name for name in keep or [] if name not in there]
+    problem = f"it has no column {lacking[0]!r}; it has {', '.join(map(repr, there))}" if lacking else None
     raw = entry.get("raw_data")
     size = raw.get("bytes") if isinstance(raw, dict) else None
     size = min(size, MAX_CONTENT_BYTES) if type(size) is int else MAX_CONTENT_BYTES
-    return Shard(samples, columns, suffix, size), (data.get("basename", ""), data.get("bytes", 0))
+    return Shard(samples, columns, suffix, size), (data.get("basename", ""), data.get("bytes", 0)), problem

@@ -19,6 +19,7 @@ from streampack.sources.passes import lane_in_pass
 from streampack.sources.source import Divisible, Source
 from streampack.storage.base import File
 from streampack.storage.listing import Corpus, Once, alone
+from streampack.storage.problems import Problem
 from streampack.types import Cursor, RowId, Sample
 from streampack.validation import require
 
@@ -202,6 +203,10 @@ class Mix(Source):
     def listing(self) -> list[File]:
         """See `Source.listing`."""
         return [file for entry in self.entries for file in entry.source.listing()]
+
+    def bad_shards(self) -> list[Problem]:
+        """See `Source.bad_shards`."""
+        return [problem for entry in self.entries for problem in entry.source.bad_shards()]
 
     def divisible(self) -> list[Divisible]:
         """See `Source.divisible`."""

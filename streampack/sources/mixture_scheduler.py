@@ -208,6 +208,7 @@ class MixtureScheduler(Reader):
                     cursor=self.cursor,
                     row_id=(self.current, *error.row_id),
                     locate=self.locate,
+                    lost=error.lost,
                 ) from error.__cause__
             if row is not None:
                 break

@@ -5,17 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from streampack.fingerprint import digest
 from streampack.sources.base import spread
 from streampack.sources.examples import EXAMPLES, Example
 from streampack.sources.files import PARTS_PER_LANE, FileSource
-from streampack.sources.parts import Damage, Part, Record
-from streampack.sources.row_groups import Footers, RowGroups, blocks_ahead, group_of, plain_row, starts_of
+from streampack.sources.parts import BadShard, Part, Record
+from streampack.sources.row_groups import (
+    Footers,
+    RowGroups,
+    blocks_ahead,
+    group_of,
+    plain_row,
+    row_groups,
+    starts_of,
+)
+from streampack.sources.schemas import differing
 from streampack.sources.source import Divisible
 from streampack.sources.turns import deal, share
 from streampack.storage.base import ParallelMap
+from streampack.storage.details import Details
 from streampack.storage.formats import PARQUET
 from streampack.storage.listing import Name, Once, alone, find_files
 from streampack.storage.ranges import Block, Fetcher
@@ -41,9 +52,9 @@ class ParquetSource(FileSource):
     [{'text': 'a'}, {'text': 'b'}]
 
     Whole files are divided among the lanes. Files that are too large for that are cut into runs of row groups, so their
-    footers are read before the first row (with a `PackedDataLoader`, each rank reads some of them for all ranks). The
-    stored bytes of a row group are read at once, and decoded 1,024 rows at a time. If there are fewer row groups than
-    lanes, several lanes read the same one and take turns with its rows.
+    footers are read before the first row (with a `PackedDataLoader`, each rank reads some of them for all ranks) unless
+    a scanned manifest has their row groups. The stored bytes of a row group are read at once, and decoded 1,024 rows at
+    a time. If there are fewer row groups than lanes, several lanes read the same one and take turns with its rows.
 
     Args:
         paths: files, folders or globs of this machine, or URLs (``http``, ``https``, ``s3``, ``hf``).
@@ -55,8 +66,8 @@ class ParquetSource(FileSource):
         once: how ranks share the listing of remote files.
 
     Raises:
-        ValueError: if nothing matches, a file is empty, or one is named twice; for a column that a file lacks, and for
-            a damaged page, when it is read, with file and row group.
+        ValueError: if nothing matches, no file can be read, or one is named twice; for a column that a file lacks, and
+            for a damaged page, when it is read, with file and row group.
         ImportError: if pyarrow is not installed.
     """
 
@@ -85,7 +96,16 @@ class ParquetSource(FileSource):
             timeout=timeout, once=once,
         )  # fmt: skip
         super().__init__(corpus)
-        self.footers = Footers(self.files, self.columns)
+        details = corpus.details
+        self.footers = Footers(self.files, self.columns, details)
+        if self.columns is not None and details:
+            known = [details.get(file.path, Details()).schema for file in self.files]
+            found = differing(known, self.columns)
+            self.bad = {**found, **self.bad}
+            # The rows of a file whose columns have other types can be read; each may be a bad record for its encoder.
+            self.odd = [
+                self.files[number].name for number in found if set(self.columns) <= set(known[number] or ())
+            ]
 
     def fingerprint(self) -> str:
         """Digest the files, as for JSON lines, and the columns."""
@@ -134,17 +154,18 @@ class ParquetSource(FileSource):
         Those are row groups. For eight files or more, files are counted instead, so that no footers need be read.
         """
         few = len(self.files) < 8
-        parts = sum(len(self._runs(i, step=0)) for i in range(len(self.files))) if few else len(self.files)
+        parts = sum(len(self._runs(i, step=0)[0]) for i in range(len(self.files))) if few else len(self.files)
         return max(1, min(parts, sum(file.size for file in self.files) >> 18))
 
     def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
         """See `Source.probe`: the first rows of row groups of up to 16 files."""
-        numbers = spread(len(self.files), PROBED_FILES)
+        sound = [number for number in range(len(self.files)) if number not in self.bad]
+        numbers = [sound[i] for i in spread(len(sound), PROBED_FILES)]
         rows: list[Mapping[str, Any]] = []
         wanted = -(-count // len(numbers))  # rows from each file
         known = size = 0
         for number in numbers:
-            with suppress(ValueError):  # training reports damage
+            with suppress(ValueError, FileNotFoundError):  # training reports damage
                 footer = self.footers.get(number, self.fetcher().take)
                 starts = starts_of(footer)
                 known += footer.num_rows
@@ -158,12 +179,15 @@ class ParquetSource(FileSource):
 
     def examples(self, count: int = EXAMPLES) -> list[Example]:
         """See `Source.examples`: the first rows of one row group."""
-        with suppress(ValueError):  # training reports damage
-            starts = starts_of(self.footers.get(0, self.fetcher().take))
-            part = Part(0, 0, min(count, *starts[1:2]))
+        first = next(
+            number for number, file in enumerate(self.files) if file.path not in self.corpus.problems
+        )
+        with suppress(ValueError, FileNotFoundError):  # training reports damage
+            starts = starts_of(self.footers.get(first, self.fetcher().take))
+            part = Part(first, 0, min(count, *starts[1:2]))
             records = self.records(part, 0, self.fetcher())
-            return [Example((0, number), plain_row(raw)) for number, raw, _ in records]
-        return []
+            return [Example((first, number), plain_row(raw)) for number, raw, _ in records]
+        return [Example((first, 0), None)]
 
     def divisible(self) -> list[Divisible]:
         """Return itself: footers must be read to cut large files into lanes."""
@@ -180,29 +204,54 @@ class ParquetSource(FileSource):
     def _parts(self, step: int, whole: int, parallel_map: ParallelMap) -> list[tuple[Part, float]]:
         """Return (part, bytes) for all files: one part for up to ``whole`` bytes, else runs of ``step`` bytes."""
         large = [number for number, file in enumerate(self.files) if file.size > whole]
-        runs = dict(zip(large, parallel_map(partial(self._runs, step=step), large), strict=True))
+        cut = parallel_map(partial(self._runs, step=step), large)
+        self.bad.update(
+            {number: problem for number, (_, problem) in zip(large, cut, strict=True) if problem is not None}
+        )
+        runs = {number: found for number, (found, _) in zip(large, cut, strict=True)}
         return [
             part
             for number, file in enumerate(self.files)
             for part in runs.get(number, [(Part(number), file.size)])
         ]
 
-    def _runs(self, number: int, step: int) -> list[tuple[Part, float]]:
-        """Return (part, bytes) for each run of a file's row groups: a run ends when it has ``step`` bytes."""
-        size = self.files[number].size
-        try:
-            footer = self.footers.get(number, self.fetcher().take)
-        except Damage:  # reading the part raises it again
-            return [(Part(number), size)]
-        groups = [footer.row_group(i) for i in range(footer.num_row_groups)]
+    def _runs(self, number: int, step: int) -> tuple[list[tuple[Part, float]], str | None]:
+        """Return (part, bytes) for each run of a file's row groups, and why the file cannot be read, if so.
+
+        A run ends when it has ``step`` bytes. A file without a readable footer is one part. A file that lacks a column
+        is cut like others: the lanes do not depend on which columns are read.
+        """
+        file, problem = self.files[number], self.bad.get(number)
+        size, known = file.size, self.corpus.details.get(file.path, Details())
+        if known.groups is not None:
+            groups = known.row_groups
+        elif problem is not None:
+            return [(Part(number), size)], problem
+        else:
+            try:
+                footer = self.footers.get(number, self.fetcher().take)
+            except BadShard as error:
+                return [(Part(number), size)], str(error)
+            groups, problem = row_groups(footer), self.footers.problem(footer)
         # Footers have the sizes of row groups before compression: scale them to the size of the file.
-        scale = size / max(1, sum(group.total_byte_size for group in groups))
+        scale = size / max(1, sum(stored for _, stored in groups))
         runs: list[tuple[Part, float]] = []
         start, held = 0, 0.0
-        ends = starts_of(footer)[1:]
-        for stop, group in zip(ends, groups, strict=True):
-            held += scale * group.total_byte_size
+        ends = list(accumulate(rows for rows, _ in groups))
+        for stop, (_, stored) in zip(ends, groups, strict=True):
+            held += scale * stored
             if stop > start and (held >= step or stop == ends[-1]):
                 runs.append((Part(number, start, stop), max(1, round(held))))
                 start, held = stop, 0.0
-        return runs
+        return runs, problem
+
+    def lost(self, left: Sequence[Part]) -> dict[str, int]:
+        """See `FileSource.lost`: rows, if the footer could be read, or the manifest has their number."""
+        number = left[0].file
+        if left[0].stop is None and (footer := self.footers.known(number)) is not None:
+            return {"rows": starts_of(footer)[-1] - left[0].start}
+        rows = self.corpus.details.get(self.files[number].path, Details()).rows
+        if left[0].stop is None and rows is not None:
+            return {"rows": rows - left[0].start}
+        found = super().lost(left)
+        return {"rows": found["bytes"]} if left[0].stop is not None else found

@@ -64,6 +64,24 @@ class Preparation(Protocol):
         """Set how many bytes of its window the reader still holds."""
 
 
+class BadShard(Damage):
+    """A file of which no more can ever be read, from ``offset`` on: it is gone, or of another kind.
+
+    Each part of it counts as one bad record, which takes a place in the order of the rows. So a lane's rows have the
+    same numbers whether it met an earlier part of the file in this process or before a resume.
+
+    ``lost`` is what is known of the rows that the lane loses: a number of ``rows`` or ``bytes``.
+    """
+
+    def __init__(self, reason: str, *, offset: int, lost: Mapping[str, int] | None = None) -> None:
+        super().__init__(reason, offset=offset, resume=None)
+        self.lost: Mapping[str, int] = lost or {}
+
+
+Judge = Callable[[Exception, Sequence[Part]], BadShard | None]
+"""(error, what a lane has left of the file) -> the `BadShard`; None for an error that may pass or concerns no file."""
+
+
 class InOrder(Reader):
     """Reads the records of a lane's parts, one part after the other, and decodes them to rows.
 
@@ -94,6 +112,7 @@ class InOrder(Reader):
         decode: Callable[[Part, int, Any], Mapping[str, Any]],
         place: Callable[[Part, int], str],
         locate: Callable[[RowId], str],
+        judge: Judge,
         preparation: Preparation | None,
         empty: set[Part],
     ) -> None:
@@ -104,7 +123,10 @@ class InOrder(Reader):
         self.decode = decode
         self.place = place
         self.locate = locate
+        self.judge = judge
         self.preparation = preparation
+        # For bad shards, what the lane lost at the first part of each.
+        self.lost: dict[int, Mapping[str, int]] = {}
         self.part_index = 0
         self.offset = parts[0].start if parts else 0
         if reading.start is not None:
@@ -161,13 +183,25 @@ class InOrder(Reader):
         """
         part, offset, raw = found
         row_id = (part.file, offset)
-        if isinstance(raw, Damage):
-            raise BadRecord(str(raw), cursor=cursor, row_id=row_id, locate=self.locate)
         try:
-            data = self.decode(part, offset, raw)
+            if not isinstance(raw, Damage):
+                return Row(self.decode(part, offset, raw), cursor, row_id)
+        except BadShard as error:
+            raw = self.judge(error, [part]) or error
+            raw.lost = self.lost.setdefault(part.file, raw.lost)
         except ValueError as error:
             raise BadRecord(str(error), cursor=cursor, row_id=row_id, locate=self.locate) from None
-        return Row(data, cursor, row_id)
+        if isinstance(raw, BadShard) and not raw.lost:  # of a part that lanes share
+            raw = self.judge(raw, [part]) or raw
+        if not isinstance(raw, BadShard):
+            raise BadRecord(str(raw), cursor=cursor, row_id=row_id, locate=self.locate)
+        raise BadRecord(
+            str(raw),
+            cursor=cursor,
+            row_id=row_id,
+            locate=lambda row_id: self.place(part, offset),  # lines of the file cannot be counted
+            lost=raw.lost,
+        ) from raw.__cause__
 
     def find(self) -> FoundRecord | None:
         """Return the next record and move `position` behind it; return None at the end of the parts."""
@@ -184,25 +218,36 @@ class InOrder(Reader):
                     return part, offset, raw
                 if self.offset == part.start:
                     self.empty.add(part)
-            except Damage as damage:
-                if damage.resume is None:
-                    self._go_to_part(self.part_index + 1)
-                else:
-                    self.records, self.offset = None, damage.resume
-                return part, damage.offset, damage
             except Exception as error:
                 # The iterator cannot be used again: half a line may be lost in its buffer, and a generator that raised
                 # is finished, so it would end the part early. The next call opens the part anew, at the record that
                 # failed.
                 self.records = None
-                error.add_note(f"while reading {self.place(part, self.offset)}")
-                raise
+                damage = self._damage(error, part)
+                if damage is None:
+                    error.add_note(f"while reading {self.place(part, self.offset)}")
+                    raise
+                if damage.resume is None:
+                    self._go_to_part(self.part_index + 1)
+                else:
+                    self.offset = damage.resume
+                return part, damage.offset, damage
             self._go_to_part(self.part_index + 1)
         return None
 
     def _following(self) -> Iterator[Part]:
         empty = self.empty  # so that the iterator, which the records hold, does not hold this reader
         return (part for part in islice(self.parts, self.part_index + 1, None) if part not in empty)
+
+    def _damage(self, error: Exception, part: Part) -> Damage | None:
+        """Return the damage that an error stands for; None if another try may succeed."""
+        if isinstance(error, Damage) and not isinstance(error, BadShard):
+            return error
+        left = [part._replace(start=self.offset)]
+        left += [later for later in self.parts[self.part_index + 1 :] if later.file == part.file]
+        if (bad := self.judge(error, left)) is not None:
+            bad.lost = self.lost.setdefault(part.file, bad.lost)
+        return bad
 
     def _go_to_part(self, part_index: int) -> None:
         self.part_index, self.records = part_index, None

@@ -7,10 +7,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
-from streampack.sources.parts import Damage, Part, Record
-from streampack.storage.base import File
+from streampack.sources.parts import BadShard, Damage, Part, Record
+from streampack.storage.base import File, changed
+from streampack.storage.details import Details
 from streampack.storage.ranges import Block, Fetcher, blocks
 
 FOOTER_BYTES = 1 << 13  # bytes of the first request; a longer footer takes a second one
@@ -25,17 +27,25 @@ class Footers:
     Args:
         files: the files of the corpus.
         columns: the columns that every file must have; None if it may have any.
+        details: what a manifest says of files, by path.
     """
 
-    def __init__(self, files: Sequence[File], columns: Sequence[str] | None) -> None:
+    def __init__(
+        self,
+        files: Sequence[File],
+        columns: Sequence[str] | None,
+        details: Mapping[str, Details] = MappingProxyType({}),
+    ) -> None:
         self.files = files
         self.columns = columns
+        self.details = details
         self._kept: OrderedDict[int, Any] = OrderedDict()
         self._groups = 0  # in the footers that are kept
         self.largest_group = 0  # the most bytes that were read of a row group
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": OrderedDict(), "_groups": 0}
+        kept = {"_kept": OrderedDict(), "_groups": 0, "details": dict(self.details)}
+        return {**self.__dict__, **kept}
 
     def known(self, number: int) -> Any:
         """Return a file's metadata if it is in the cache, else None."""
@@ -45,11 +55,16 @@ class Footers:
         """Return a file's metadata, pyarrow's ``FileMetaData``; read it by ``take`` if it is not in the cache.
 
         Raises:
-            Damage: if the file has no readable footer.
-            ValueError: if the file lacks a column.
+            BadShard: if the file has no readable footer.
+            ValueError: if it has other row groups than its manifest says.
         """
         if (footer := self._kept.get(number)) is None:
-            footer = self._kept[number] = self._read(self.files[number], take)
+            file = self.files[number]
+            footer = self._read(file, take)
+            known = self.details.get(file.path)
+            if known is not None and known.groups is not None and row_groups(footer) != known.row_groups:
+                raise ValueError(changed(file, "does not have the row groups that its manifest says it had"))
+            self._kept[number] = footer
             self._groups += footer.num_row_groups
             while self._groups > KEPT_GROUPS and len(self._kept) > 1:
                 self._groups -= self._kept.popitem(last=False)[1].num_row_groups
@@ -63,15 +78,17 @@ class Footers:
         rest = _rest(file, tail)
         whole = tail if rest is None else take(rest) + tail
         try:
-            footer = parquet.read_metadata(pyarrow.BufferReader(b"PAR1" + whole[-_length(file, tail) :]))
+            return parquet.read_metadata(pyarrow.BufferReader(b"PAR1" + whole[-_length(file, tail) :]))
         except (pyarrow.ArrowException, OSError) as error:
-            raise Damage(f"the footer is damaged: {error}", offset=0, resume=None) from None
-        there = footer.schema.to_arrow_schema().names
-        if lacking := [name for name in self.columns or [] if name not in there]:
-            raise ValueError(
-                f"{file.shown} has no column {lacking[0]!r}; it has {', '.join(map(repr, there))}"
-            )
-        return footer
+            raise BadShard(f"the footer is damaged: {error}", offset=0) from None
+
+    def problem(self, footer: Any) -> str | None:
+        """Return why a file with this metadata cannot be read: it lacks a column; None if it does not."""
+        there = footer.schema.to_arrow_schema().names if self.columns else []
+        for name in self.columns or []:
+            if name not in there:
+                return f"it has no column {name!r}; it has {', '.join(map(repr, there))}"
+        return None
 
 
 class RowGroups:
@@ -84,6 +101,9 @@ class RowGroups:
         part: the part to read.
         offset: the row at which to begin.
         fetcher: fetches the bytes.
+
+    Raises:
+        BadShard: if the footer cannot be read, or the file lacks a column.
     """
 
     def __init__(self, footers: Footers, part: Part, offset: int, fetcher: Fetcher) -> None:
@@ -91,6 +111,8 @@ class RowGroups:
         self.file = footers.files[part.file]
         self.fetcher = fetcher
         self.footer = footers.get(part.file, fetcher.take)
+        if (problem := footers.problem(self.footer)) is not None:
+            raise BadShard(problem, offset=offset)
         self.starts = starts_of(self.footer)
         # A damaged footer's own count of rows may differ from the sum over its row groups, which are what is read.
         self.stop = self.starts[-1] if part.stop is None else part.stop
@@ -196,7 +218,8 @@ def blocks_ahead(footers: Footers, part: Part, offset: int, fetcher: Fetcher) ->
                 while fetcher.peek(rest) is None:
                     yield None
             footers.get(part.file, fetcher.claim)
-    if footers.known(part.file) is not None:
+    footer = footers.known(part.file)
+    if footer is not None and footers.problem(footer) is None:
         yield from RowGroups(footers, part, offset, fetcher).planned()
 
 
@@ -248,7 +271,7 @@ def _tail(file: File) -> Block:
 def _length(file: File, tail: bytes) -> int:
     """Return the bytes of a footer, with the mark behind it, given the file's end."""
     if tail[-4:] != b"PAR1" or (length := int.from_bytes(tail[-8:-4], "little") + 8) > file.size:
-        raise Damage("this is no Parquet file, or its end is missing", offset=0, resume=None)
+        raise BadShard("this is no Parquet file, or its end is missing", offset=0)
     return length
 
 
@@ -256,6 +279,12 @@ def _rest(file: File, tail: bytes) -> Block | None:
     """Return the block of a footer's beginning; None if the file's end holds all of the footer."""
     length = _length(file, tail)
     return (file, file.size - length, file.size - len(tail)) if length > len(tail) else None
+
+
+def row_groups(footer: Any) -> list[tuple[int, int]]:
+    """Return the rows of each row group, and its bytes before compression."""
+    groups = map(footer.row_group, range(footer.num_row_groups))
+    return [(group.num_rows, group.total_byte_size) for group in groups]
 
 
 def starts_of(footer: Any) -> list[int]:

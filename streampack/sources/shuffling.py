@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from streampack.sources.base import Reader, Reading, permutation
-from streampack.sources.parts import FoundRecord, InOrder, Part, Preparation, Record
+from streampack.sources.parts import BadShard, FoundRecord, InOrder, Judge, Part, Preparation, Record
 from streampack.sources.turns import in_turns
 from streampack.types import Cursor, Row, RowId
 
@@ -97,6 +97,11 @@ class WindowReader(Reader):
         self.resumes_at = 0
 
 
+def never_bad(error: Exception, left: Sequence[Part]) -> BadShard | None:
+    """Take no error for a bad shard: the `Judge` of sources that are no files."""
+    return None
+
+
 def read_parts(
     parts: Sequence[Part],
     reading: Reading,
@@ -107,6 +112,7 @@ def read_parts(
     place: Callable[[Part, int], str] | None = None,
     preparation: Preparation | None = None,
     empty: set[Part] | None = None,
+    judge: Judge = never_bad,
 ) -> InOrder | WindowReader:
     """Open a reader of a lane's parts, in the order that ``reading`` asks for.
 
@@ -122,11 +128,13 @@ def read_parts(
         place: ``(part, offset)`` describes where reading stands, for errors of the storage; by default `locate` does.
         preparation: fetches records before they are asked for.
         empty: parts without records, which are not opened; the reader adds those that it finds.
+        judge: tells errors that stand for a bad shard from others.
     """
     if reading.shuffle_window:
         parts = [parts[i] for i in permutation(len(parts), *reading.key)]
     if place is None:
         place = lambda part, offset: locate((part.file, offset))  # noqa: E731
     empty = set() if empty is None else empty
-    ordered = InOrder(parts, reading, in_turns(open_part), decode, place, locate, preparation, empty)
+    opened = in_turns(open_part)
+    ordered = InOrder(parts, reading, opened, decode, place, locate, judge, preparation, empty)
     return WindowReader(ordered) if reading.shuffle_window else ordered

@@ -12,6 +12,7 @@ from streampack.sources.parts import Part, Record
 from streampack.sources.shuffling import read_parts
 from streampack.storage.base import File, ParallelMap
 from streampack.storage.listing import Corpus
+from streampack.storage.problems import Problem
 from streampack.types import RowId
 
 
@@ -128,6 +129,10 @@ class Source(ABC):
     def listing(self) -> list[File]:
         """Return the files that must be the same on all ranks; by default those of `corpora`."""
         return [file for corpus in self.corpora() for file in corpus.files]
+
+    def bad_shards(self) -> list[Problem]:
+        """Return the files that cannot be read, as far as is known; more may be when the source is divided or read."""
+        return []
 
     def divisible(self) -> list[Divisible]:
         """Return the sources within this one, perhaps itself, that are `Divisible`."""

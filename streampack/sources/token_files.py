@@ -105,20 +105,20 @@ def read_header(path: Path) -> dict[str, Any]:
     return header
 
 
-def require_described(raw: bytes, shard: Shard, *, shown: str) -> None:
-    """Compare the header of a shard, ``raw``, with its description in the index.
-
-    Raises:
-        ValueError: naming the shard as ``shown``, if they differ, or there is no header.
-    """
-    own, index = asdict(shard_of(shown, _parsed(raw, shown=shown))), asdict(shard)
+def misdescribed(raw: bytes, shard: Shard) -> str | None:
+    """Compare the header of a shard, ``raw``, with its description in the index; return how they differ, if so."""
+    try:
+        own, index = asdict(shard_of("the shard", _parsed(raw, shown="the shard"))), asdict(shard)
+    except ValueError as error:
+        return str(error)
     differ = [key for key in own if key != "name" and own[key] != index[key]]
-    if differ:
-        says, said = (", ".join(f"{key} {of[key]}" for key in differ) for of in (own, index))
-        raise ValueError(
-            f"{shown} is not the shard that its index describes: its header says {says}, the index {said}; one of them "
-            "was replaced: copy the folder anew, the index and all shards"
-        )
+    if not differ:
+        return None
+    says, said = (", ".join(f"{key} {of[key]}" for key in differ) for of in (own, index))
+    return (
+        f"it is not the shard that its index describes: its header says {says}, the index {said}; one of them was "
+        "replaced: copy the folder anew, the index and all shards"
+    )
 
 
 def _parsed(raw: bytes, *, shown: str) -> dict[str, Any]:

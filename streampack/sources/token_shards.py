@@ -19,9 +19,9 @@ import numpy.typing as npt
 from streampack.fingerprint import digest
 from streampack.sources.files import divide
 from streampack.sources.indexed import IndexedSource, Offsets, offsets_of, read_index, read_records
-from streampack.sources.parts import Damage, Part, Record
-from streampack.sources.token_files import HEADER_BYTES, Shard, require_described, shard_of
-from streampack.storage.base import File, ParallelMap, changed, redact
+from streampack.sources.parts import BadShard, Damage, Part, Record
+from streampack.sources.token_files import HEADER_BYTES, Shard, misdescribed, shard_of
+from streampack.storage.base import File, ParallelMap, redact, resized
 from streampack.storage.file_marks import FileMarks
 from streampack.storage.listing import Corpus, Name, Once, alone
 from streampack.storage.ranges import Block, Fetcher, blocks
@@ -65,8 +65,7 @@ class TokenShardSource(IndexedSource):
 
     Raises:
         ValueError: for an index that is missing, has another format, or names files outside of the folder; for a shard
-            that is missing or whose size is not what the index says; when a shard is first read, if its header differs
-            from the index.
+            when it is read, if it is missing or its size or header is not what the index says.
     """
 
     unit = "document"
@@ -127,7 +126,8 @@ class TokenShardSource(IndexedSource):
         """See `IndexedSource.slice`."""
         shard, file = self.shards[part.file], self.files[part.file]
         for header in self._unchecked(part.file):
-            require_described(fetcher.take(header), shard, shown=file.shown)
+            if (problem := misdescribed(fetcher.take(header), shard)) is not None:
+                raise BadShard(problem, offset=part.start)
             self._checked.add(part.file)
         return _mapped(shard, file, part) if self.local else _fetched(shard, file, part, fetcher, later)
 
@@ -179,7 +179,7 @@ def _mapped(shard: Shard, file: File, part: Part) -> Iterator[Record]:
     with Path(file.path).open("rb") as opened:
         data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
     if len(data) != file.size:
-        raise changed(file, f"has {len(data)} bytes and had {file.size}")
+        raise resized(file, len(data))
     tokens = np.frombuffer(data, _stored(shard), shard.tokens, HEADER_BYTES)
     offsets = np.frombuffer(data, "<i8", shard.documents + 1, shard.offsets_at)
     bits = np.frombuffer(data, np.uint8, offset=shard.mask_at) if shard.masked else None

@@ -10,6 +10,7 @@ from streampack.sources.examples import EXAMPLES, Example
 from streampack.sources.source import Divisible, Source
 from streampack.storage.base import File
 from streampack.storage.listing import Corpus
+from streampack.storage.problems import Problem
 from streampack.types import RowId
 
 
@@ -80,6 +81,10 @@ class WrappedSource(Source):
     def listing(self) -> list[File]:
         """See `Source.listing`."""
         return self.source.listing()
+
+    def bad_shards(self) -> list[Problem]:
+        """See `Source.bad_shards`."""
+        return self.source.bad_shards()
 
     def divisible(self) -> list[Divisible]:
         """See `Source.divisible`."""

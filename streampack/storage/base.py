@@ -68,16 +68,37 @@ class Storage(Protocol):
 
 
 class LocalStorage:
-    """Files on this machine, including mounted file systems."""
+    """Files on this machine, including mounted file systems.
+
+    Args:
+        within: for files that a manifest lists, its folder. When a process first reads such a file, it checks that no
+            link leads out of the folder, and that the file's content is the one that the manifest describes: nothing
+            has looked at the file before.
+    """
 
     block = 1 << 18
     patience = 0.0
 
+    def __init__(self, *, within: str | None = None) -> None:
+        self.within = within
+        self._met: set[str] = set()  # the paths of the files that this process has read from
+
     def fetch(self, file: File, start: int, stop: int) -> bytes:
         """See `Storage.fetch`. Opening the file takes 20 us, and parsing a block of 256 KiB of JSON milliseconds."""
+        if self.within is not None and file.path not in self._met:
+            if not Path(file.path).resolve().is_relative_to(Path(self.within).resolve()):
+                raise ValueError(
+                    f"{file.path} is refused: it is a link that leads out of the manifest's folder"
+                )
+            if file.tag is not None and ends(self._read, file) != file.tag:
+                raise ValueError(changed(file, "does not have the content that it had"))
+            self._met.add(file.path)
+        return self._read(file, start, stop)
+
+    def _read(self, file: File, start: int, stop: int) -> bytes:
         with Path(file.path).open("rb", buffering=0) as raw:
             if (size := os.fstat(raw.fileno()).st_size) != file.size:
-                raise changed(file, f"has {size} bytes and had {file.size}")
+                raise resized(file, size)
             raw.seek(start)
             data = raw.read(stop - start)
             while len(data) < stop - start and (more := raw.read(stop - start - len(data))):
@@ -87,22 +108,36 @@ class LocalStorage:
         return data
 
     def tag(self, file: File) -> str:
-        """See `Storage.tag`."""
-        return ends(self, file)
+        """See `Storage.tag`: that of the manifest, or a digest of the first and last 64 KiB."""
+        return file.tag or ends(self.fetch, file)
 
 
-def ends(storage: Storage, file: File) -> str:
+def ends(fetch: Callable[[File, int, int], bytes], file: File) -> str:
     """Return a digest of a file's first and last 64 KiB."""
-    head = storage.fetch(file, 0, min(HASHED_BYTES, file.size))
-    return digest(head, storage.fetch(file, max(0, file.size - HASHED_BYTES), file.size))
+    head = fetch(file, 0, min(HASHED_BYTES, file.size))
+    return digest(head, fetch(file, max(0, file.size - HASHED_BYTES), file.size))
 
 
-def changed(file: File, what: str) -> ValueError:
-    """Make the error for a file that has changed since it was listed. ``what`` says how: "has 3 bytes and had 4"."""
-    return ValueError(
+def changed(file: File, what: str) -> str:
+    """Describe a file that has changed since it was listed. ``what`` says how: "has 3 bytes and had 4"."""
+    return (
         f"{file.shown} {what} when the run began; a corpus must not change during a run: restore the file, or "
         "start anew"
     )
+
+
+class Resized(ValueError):
+    """The error for a file that has another size than was listed."""
+
+    size: int | None = None
+    """Its size now."""
+
+
+def resized(file: File, size: int | None) -> Resized:
+    """Make the error for a file that has ``size`` bytes and had others when it was listed."""
+    error = Resized(changed(file, f"has {size} bytes and had {file.size}"))
+    error.size = size
+    return error
 
 
 def redact(path: str) -> str:

@@ -25,6 +25,7 @@ KINDS = {
     b"PAR1": "a Parquet file",
     b"ARROW1": "an Arrow file",
     b"SQLite format 3": "a SQLite database",
+    b"\x00\x00\x00\x00": "zeros, as a crash leaves them,",
     b"\xff\xfe": "UTF-16 text",
     b"\xfe\xff": "UTF-16 text",
 }
@@ -48,16 +49,18 @@ def kind_of(head: bytes) -> str | None:
     return next((kind for magic, kind in KINDS.items() if head.startswith(magic)), None)
 
 
-def not_text(shown: str, kind: str) -> ValueError:
-    """Make the error for a file that is not plain text but of the given kind."""
+def not_text(kind: str) -> str:
+    """Return why a file of the given kind, which is not plain text, cannot be read as JSON lines."""
     way_out = (
         "read it with ParquetSource"
         if "Parquet" in kind
         else "make it plain text, or compress that as .gz or .zst"
     )
+    if "zeros" in kind:
+        way_out = "copy it anew"
     if kind in ("gzip data", "zstd data"):
         way_out = f"let its name end in {'.gz' if 'gzip' in kind else '.zst'}"
-    return ValueError(f"{shown} is {kind} and would be read as plain text; {way_out}")
+    return f"it is {kind} and would be read as plain text; {way_out}"
 
 
 def content(raw: io.RawIOBase, *, name: str) -> io.BufferedReader:

@@ -38,24 +38,26 @@ def in_folder(folder: str, endings: Iterable[str]) -> list[str]:
     return sorted(path for path in everything if path.endswith(tuple(endings)) and Path(path).is_file())
 
 
-def require_json_lines(files: Iterable[File], *, local: bool) -> None:
-    """Refuse files that are not JSON lines, judging by their names, and local files that begin with a JSON array.
+def not_json_lines(file: File, *, local: bool) -> str | None:
+    """Return why a file is not JSON lines, judging by its name and, of a local ``.json`` file, by its beginning.
 
-    Raises:
-        ValueError: which names a way to read such a file.
+    The reason names a way to read such a file. None if nothing is wrong with it.
+
+    >>> not_json_lines(File("a.parquet", "a.parquet", 9), local=True)
+    'it is a Parquet file and would be read as plain text; read it with ParquetSource'
     """
-    for file in files:
-        name = urlsplit(file.path).path
-        if name.lower().endswith(PARQUET):
-            raise not_text(file.shown, "a Parquet file")
-        if name.lower().endswith(NOT_TEXT):
-            raise not_text(file.shown, "a binary file, judging by its name")
-        ending = Path(name).suffix
-        if ending in READ_BY_DATASETS:
-            source = READ_BY_DATASETS[ending].format(path=file.shown)
-            raise ValueError(f"{file.shown} is no file of JSON lines; let datasets read it: {source}")
-        if ending == ".json" and local and _begins_a_list(file.path):
-            raise ValueError(f"{file.shown} is one JSON array and no lines; {whole_json(file.shown)}")
+    name = urlsplit(file.path).path
+    if name.lower().endswith(PARQUET):
+        return not_text("a Parquet file")
+    if name.lower().endswith(NOT_TEXT):
+        return not_text("a binary file, judging by its name")
+    ending = Path(name).suffix
+    if ending in READ_BY_DATASETS:
+        source = READ_BY_DATASETS[ending].format(path=file.shown)
+        return f"it is no file of JSON lines; let datasets read it: {source}"
+    if ending == ".json" and local and _begins_a_list(file.path):
+        return f"it is one JSON array and no lines; {whole_json(file.shown)}"
+    return None
 
 
 def whole_json(path: str) -> str:

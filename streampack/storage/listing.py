@@ -14,17 +14,20 @@ from typing import Any, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from streampack.fingerprint import digest
-from streampack.storage.base import File, LocalStorage, Storage, map_in_threads, redact
+from streampack.storage.base import File, LocalStorage, Resized, Storage, map_in_threads, redact
+from streampack.storage.details import Details
 from streampack.storage.file_marks import FileMarks
 from streampack.storage.formats import in_folder
 from streampack.storage.manifest import named_in
+from streampack.storage.problems import BLANK, EMPTY, GONE, gone, summarize
 from streampack.storage.remote import Listed, RemoteStorage, scheme_of
 from streampack.storage.retries import Retries
 from streampack.validation import require_positive
 
 Name = str | os.PathLike[str]
 MAGIC = "*?["
-BLANK_BYTES = 4096  # A file up to this size is read, and counts as empty if it has blank lines only.
+BLANK_BYTES = 4096  # A local file up to this size is read when it is listed, in case it has blank lines only.
+UNREADABLE = "unreadable"  # the tag of a file that is gone
 
 
 Result = TypeVar("Result")
@@ -49,11 +52,21 @@ def alone(work: Callable[[], Result], /, *, of: str) -> Result:
 
 @dataclass
 class Corpus:
-    """The files of a source, the storage that holds them, and how often a read is tried."""
+    """The files of a source, the storage that holds them, and how often a read is tried.
+
+    ``problems`` says why files cannot be read, by path, as far as that is known from listing them. They stay in
+    ``files``, so that the same names and sizes are always divided among the lanes in the same way. ``details`` is what
+    a manifest says of files, by path.
+    """
 
     files: tuple[File, ...]
     storage: Storage
     retries: Retries
+    problems: Mapping[str, str] = field(default_factory=dict)
+    details: Mapping[str, Details] = field(default_factory=dict)
+    tolerant: bool = field(default=False, init=False)
+    """Whether a file that is gone has a tag, too, because the run leaves it out."""
+
     # None until the files' tags are known, for which their ends may have to be read.
     _marks: FileMarks | None = field(default=None, init=False)
 
@@ -91,8 +104,17 @@ class Corpus:
         return self.marks().difference(theirs)
 
     def tag(self, file: File) -> str:
-        """Return a file's ETag, or a hash of its first and last 64 KiB."""
-        return self.retries.call(partial(self.storage.tag, file))
+        """Return a file's ETag, or a hash of its first and last 64 KiB; a fixed word if it is gone and left out."""
+        try:
+            return self.retries.call(partial(self.storage.tag, file))
+        except FileNotFoundError:
+            if not self.tolerant:
+                raise
+            return UNREADABLE
+        except Resized:
+            if file.path not in self.problems:
+                raise
+            return UNREADABLE
 
     @property
     def retry_budget(self) -> float:
@@ -112,59 +134,94 @@ def find_files(
 ) -> Corpus:
     """Return the files that paths, folders, globs or a manifest name, sorted; of a folder, those with ``endings``.
 
+    With a manifest, ``paths`` may be the folder that its names are relative to.
+
+    Files that are empty or gone are among them, and in `Corpus.problems`.
+
     Raises:
-        ValueError: if nothing matches, a file is empty or named twice, or a manifest's name leads out of its folder.
+        ValueError: if nothing matches, no file can be read, a file is named twice, or a manifest's name leads out of
+            its folder.
     """
     tries = Retries(attempts=require_positive(retries, "retries", least=0))
-    if (paths is None) == (manifest is None):
-        raise ValueError("name the files, or a manifest of them: either paths or manifest")
+    if paths is None and manifest is None:
+        raise ValueError("name the files, or a manifest of them: paths or manifest")
     if paths is None or isinstance(paths, str | os.PathLike):
         paths = [paths or manifest or ""]
     patterns = [os.fspath(path) for path in paths]
     if not patterns:
         raise ValueError("no files given; name at least one")
+    if manifest is not None and len(patterns) > 1:
+        raise ValueError(
+            f"{len(patterns)} paths and a manifest; with a manifest, give the one folder that its names are relative to"
+        )
+    named = None if manifest is None else os.fspath(manifest)
     places = {(scheme_of(p) or "", urlsplit(p).netloc if scheme_of(p) else "") for p in patterns}
+    if named is not None and scheme_of(named):
+        places.add((scheme_of(named) or "", urlsplit(named).netloc))
     if len(places) > 1:
         shown = sorted(redact(f"{scheme}://{host}") if scheme else "this machine" for scheme, host in places)
         raise ValueError(f"the files lie in several places ({', '.join(shown)}); make a source of each")
     [(scheme, _)] = places
     if not scheme:
         once(lambda: None, of="files of each machine")  # raises an error if another rank was given a URL
-        patterns = [
-            str(Path(pattern).expanduser()) if pattern[:1] == "~" else pattern for pattern in patterns
-        ]
-        found = _named(patterns[0]) if manifest else _local(patterns, endings)
-        return Corpus(_sorted(found), LocalStorage(), tries)
+        patterns = list(map(_expanded, patterns))
+        if named is None:
+            return _corpus(_local(patterns, endings), LocalStorage(), tries)
+        named = _expanded(named)
+        folder = None if patterns == [named] else patterns[0]
+        within = str(Path(named).parent) if folder is None else folder
+        return _corpus(_named(named, folder), LocalStorage(within=within), tries)
     storage = RemoteStorage(scheme, options=storage_options or {}, patience=timeout)
     shown = [redact(pattern) for pattern in patterns]
-    files = once(
-        partial(_behind_urls, storage, patterns, tries, named=manifest is not None),
+    found = once(
+        partial(_behind_urls, storage, patterns, tries, manifest=named),
         of=f"{len(shown)} path(s) from {shown[0]} on ({digest(shown)})",
     )
-    return Corpus(files, storage, tries)
+    return _corpus(found, storage, tries)
+
+
+def _expanded(path: str) -> str:
+    return str(Path(path).expanduser()) if path[:1] == "~" else path
 
 
 def _behind_urls(
-    storage: RemoteStorage, patterns: list[str], tries: Retries, *, named: bool
-) -> tuple[File, ...]:
+    storage: RemoteStorage, patterns: list[str], tries: Retries, *, manifest: str | None
+) -> list[Listed]:
+    beside = patterns == [manifest]  # the files lie beside the manifest
     patterns = tries.call(partial(storage.pinned, patterns))
-    if named:
-        found = named_in(patterns[0], tries.call(partial(storage.whole, patterns[0])).decode())
+    if manifest is not None:
+        if scheme_of(manifest) is None:
+            text = Path(_expanded(manifest)).read_text(encoding="utf-8")
+        else:
+            [manifest] = tries.call(partial(storage.pinned, [manifest]))
+            text = tries.call(partial(storage.whole, manifest)).decode()
+        found = named_in(manifest, text, folder=None if beside else patterns[0])
     else:
         found = []
         for pattern in patterns:
             found += _remote(storage, pattern, tries)
     lacking = [listed.path for listed in found if listed.size is None]
     # The first file is looked up alone: on the Hub, that lists the folder, and the others are found in the listing.
-    looks = [tries.call(partial(storage.look, path)) for path in lacking[:1]]
-    looks += map_in_threads(lambda path: tries.call(partial(storage.look, path)), lacking[1:])
-    sizes = {listed.path: listed for listed in [*found, *looks]}
-    return _sorted([sizes[listed.path] for listed in found])
+    look = partial(_look_behind_url, storage, tries)
+    looks = [look(path) for path in lacking[:1]]
+    looks += map_in_threads(look, lacking[1:])
+    looked = {listed.path: listed for listed in looks}
+    return [looked.get(listed.path, listed) for listed in found]
 
 
-def _named(manifest: str) -> list[Listed]:
-    found = named_in(manifest, Path(manifest).read_text())
-    return [_look(listed.path) or listed for listed in found]
+def _look_behind_url(storage: RemoteStorage, tries: Retries, path: str) -> Listed:
+    try:
+        return tries.call(partial(storage.look, path))
+    except FileNotFoundError as error:
+        return Listed(path, problem=gone(error, redact(path)))
+
+
+def _named(manifest: str, folder: str | None) -> list[Listed]:
+    found = named_in(manifest, Path(manifest).read_text(encoding="utf-8"), folder=folder)
+    return [
+        listed if listed.size is not None else _look(listed.path) or listed._replace(problem=GONE)
+        for listed in found
+    ]
 
 
 def _local(patterns: list[str], endings: Sequence[str]) -> list[Listed]:
@@ -180,6 +237,8 @@ def _local(patterns: list[str], endings: Sequence[str]) -> list[Listed]:
             raise ValueError(
                 f"the folder {pattern} holds no {' or '.join(endings)} file; name the files, or a glob of them"
             )
+        if not files and len(patterns) > 1 and not any(character in pattern for character in MAGIC):
+            files = [Listed(os.path.normpath(Path(pattern).absolute()), problem=GONE)]
         if not files:
             raise ValueError(
                 f"no file matches {pattern!r} (looked in {Path.cwd()}); check the path or the glob"
@@ -201,7 +260,7 @@ def _look(path: str) -> Listed | None:
         return None
     place = os.path.normpath(Path(path).absolute())
     blank = found.st_size <= BLANK_BYTES and Path(place).read_bytes().isspace()
-    return Listed(place, 0 if blank else found.st_size, inode=inode_of(found))
+    return Listed(place, found.st_size, inode=inode_of(found), problem=BLANK if blank else None)
 
 
 def _remote(storage: RemoteStorage, pattern: str, tries: Retries) -> list[Listed]:
@@ -237,20 +296,32 @@ def inode_of(found: os.stat_result) -> tuple[int, int] | None:
     return (found.st_dev, found.st_ino) if found.st_ino else None
 
 
-def _sorted(found: list[Listed]) -> tuple[File, ...]:
+def _corpus(found: list[Listed], storage: Storage, tries: Retries) -> Corpus:
     """Return the files in the order of their paths, with names relative to their common folder.
 
     Raises:
-        ValueError: for a file that is empty or listed twice.
+        ValueError: if no file can be read, or one is listed twice.
     """
-    found = sorted(found)
+    found = sorted(found, key=lambda listed: listed.path)
     require_distinct(found)
     paths = [unquote(urlsplit(f.path).path) if "://" in f.path else f.path for f in found]
     folder = os.path.commonpath([Path(path).parent for path in paths])
-    for listed in found:
-        if not listed.size:
-            raise ValueError(f"{redact(listed.path)} is empty; remove it from the corpus")
-    return tuple(
+    files = tuple(
         File(listed.path, os.path.relpath(path, folder), listed.size or 0, listed.tag)
         for listed, path in zip(found, paths, strict=True)
     )
+    problems = {listed.path: listed.problem or EMPTY for listed in found if listed.problem or not listed.size}
+    details = {listed.path: listed.details for listed in found if listed.details is not None}
+    return require_some(Corpus(files, storage, tries, problems, details))
+
+
+def require_some(corpus: Corpus) -> Corpus:
+    """Return the corpus.
+
+    Raises:
+        ValueError: if none of its files can be read, with the reasons.
+    """
+    if len(corpus.problems) == len(corpus.files):
+        problems = [(redact(path), reason) for path, reason in corpus.problems.items()]
+        raise ValueError(summarize(problems, files=len(corpus.files)))
+    return corpus

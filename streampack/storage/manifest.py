@@ -1,28 +1,47 @@
 """Manifests: text files that list the files of a corpus.
 
-A manifest is not trusted, as it may come from the network: the files must lie below its folder.
+A manifest is not trusted, as it may come from the network: the files must lie below its folder. `streampack scan`
+writes one, whose first line is an object with ``format``, ``version`` and ``schemas``, and which has an object for each
+file:
+
+| key | value |
+|---|---|
+| ``name`` | relative to the manifest's folder, or another one that the user names |
+| ``size`` | in bytes, as it is stored |
+| ``tag`` | the ETag; of a file on this machine a digest of its first and last 64 KiB |
+| ``rows`` | of a Parquet file |
+| ``groups`` | rows and bytes of each row group, one after the other |
+| ``schema`` | the number of the file's schema in ``schemas``: the types of columns by their names |
+| ``problem`` | why the file cannot be read |
+
+All but the name may be missing. A line that is no object is a name.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit, urlunsplit
 
 from streampack.storage.base import redact
+from streampack.storage.details import Details, Schema, details_of, problem_of, schemas_of
 from streampack.storage.json_depth import shallow_json
+from streampack.storage.problems import GONE
 from streampack.storage.remote import Listed
 from streampack.storage.responses import opaque
 
+FORMAT = "streampack-manifest"
+VERSION = 1
 
-def named_in(manifest: str, text: str) -> list[Listed]:
-    r"""Return the files that a manifest lists.
 
-    A line holds a name, relative to the manifest's folder, or ``{"name": ..., "size": ..., "tag": ...}``. If the size
-    (in bytes) and the tag (the ETag) are given, the file need not be looked up. The query of the manifest's URL, which
-    may be a signature, is added to the URL of each file.
+def named_in(manifest: str, text: str, *, folder: str | None = None) -> list[Listed]:
+    r"""Return the files that a manifest lists, in ``folder``, or in the manifest's.
+
+    A file whose size is given need not be looked up. The query of the folder's URL, or of the manifest's, which may be
+    a signature, is added to the URL of each file.
 
     >>> named_in("https://host/corpus/shards.txt?key=1", "a.jsonl\n")[0].path
     'https://host/corpus/a.jsonl?key=1'
@@ -30,11 +49,17 @@ def named_in(manifest: str, text: str) -> list[Listed]:
     Raises:
         ValueError: for a name that leads out of the folder, and for a line that is no entry. It names the line.
     """
-    found = []
+    index = manifest if folder is None else _beside(folder)
+    found: list[Listed] = []
+    schemas: list[Schema] = []
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
             try:
-                found.append(_entry(manifest, line.strip()))
+                entry = _parsed(line.strip())
+                if "format" in entry:
+                    schemas = _schemas(entry)
+                else:
+                    found.append(_listed(index, entry, schemas))
             except ValueError as error:
                 raise ValueError(f"{redact(manifest)}:{number}: {error}") from None
     if not found:
@@ -42,23 +67,46 @@ def named_in(manifest: str, text: str) -> list[Listed]:
     return found
 
 
-def _entry(manifest: str, line: str) -> Listed:
-    entry: Mapping[str, Any] = shallow_json(line.encode()) if line.startswith("{") else {"name": line}
+def _beside(folder: str) -> str:
+    """Return the path or URL that a manifest in a folder has."""
+    if "://" not in folder:
+        return str(Path(folder) / "manifest")
+    parts = urlsplit(folder)
+    return urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/manifest"))
+
+
+def _parsed(line: str) -> Mapping[str, Any]:
+    return shallow_json(line.encode()) if line.startswith("{") else {"name": line}
+
+
+def _schemas(header: Mapping[str, Any]) -> list[Schema]:
+    if (header["format"], header.get("version")) != (FORMAT, VERSION):
+        raise ValueError(
+            f"format {header['format']!r}, version {header.get('version')!r} is not read; this reads {FORMAT!r}, "
+            f"version {VERSION}: scan the corpus again"
+        )
+    return schemas_of(header)
+
+
+def _listed(index: str, entry: Mapping[str, Any], schemas: Sequence[Schema]) -> Listed:
     name, size, tag = entry.get("name"), entry.get("size"), entry.get("tag")
-    if (
-        not isinstance(name, str)
-        or not (size is None or type(size) is int)
-        or not isinstance(tag, str | None)
-    ):
+    sound = size is None or (type(size) is int and 0 <= size < 1 << 62)
+    if not isinstance(name, str) or not sound or not isinstance(tag, str | None):
         raise ValueError("an entry has a name (text), and may have a size (bytes) and a tag (text)")
-    return placed(manifest, name, size, tag)
+    listed, problem = placed(index, name, size, tag), problem_of(entry)
+    details = details_of(entry, schemas)
+    if problem is not None:
+        listed = listed._replace(problem=problem)
+    return listed._replace(details=details) if details != Details() else listed
 
 
 def placed(index: str, name: str, size: int | None = None, tag: str | None = None) -> Listed:
     """Return the file with this name in the folder of a manifest or an index.
 
+    On this machine, a file whose size is given is not looked at; `LocalStorage` does when it is read.
+
     Raises:
-        ValueError: for a name that leads out of the folder, and for a file that is missing on this machine.
+        ValueError: for a name that leads out of the folder.
     """
     leads_out = name.startswith(("/", "~")) or ".." in name.split("/") or re.match(r"[\w+.-]+:", name)
     if leads_out or "\\" in name or "::" in name or not name.isprintable():
@@ -66,15 +114,15 @@ def placed(index: str, name: str, size: int | None = None, tag: str | None = Non
             f"the name {name!r} is refused: it must be relative and stay below the manifest's folder"
         )
     if "://" not in index:
+        if size is not None:
+            return Listed(os.path.normpath(Path(index).parent.absolute() / name), size, tag)
         folder = Path(index).parent.resolve()
         path = folder / name
         if not path.resolve().is_relative_to(folder):
             raise ValueError(
                 f"the name {name!r} is refused: it is a link that leads out of the manifest's folder"
             )
-        if not path.is_file():
-            raise ValueError(f"there is no file {name!r}")
-        return Listed(str(path))
+        return Listed(str(path), problem=None if path.is_file() else GONE)
     parts = urlsplit(index)
     if parts.scheme in ("http", "https"):
         name = quote(name)

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from streampack.storage import hub
-from streampack.storage.base import File, changed, ends, redact
+from streampack.storage.base import File, changed, ends, redact, resized
+from streampack.storage.details import Details
 from streampack.storage.responses import Answer, Judged, head_of, opaque, refusal
 from streampack.storage.retries import PERMANENT, Refused
 
@@ -32,6 +33,8 @@ class Listed(NamedTuple):
     size: int | None = None  # bytes
     tag: str | None = None  # such as an ETag
     inode: tuple[int, int] | None = None  # (device, number) of a file on this machine
+    problem: str | None = None  # why the file cannot be read
+    details: Details | None = None  # what a scan found
 
 
 class RemoteStorage:
@@ -68,11 +71,11 @@ class RemoteStorage:
         """See `Storage.fetch`. An answer with a part of the range, another range or another version is an error."""
         answer = self._ask(file.path, start, stop)
         if answer.size != file.size:
-            raise changed(file, f"has {answer.size} bytes and had {file.size}")
+            raise resized(file, answer.size)
         if answer.tag is not None:
             tag = file.tag or self._seen.setdefault(file.path, answer.tag)
             if answer.tag != tag:
-                raise changed(file, f"is version {answer.tag} and was {tag}")
+                raise ValueError(changed(file, f"is version {answer.tag} and was {tag}"))
         if answer.start != start or len(answer.data) != stop - start:
             raise ConnectionError(
                 f"{file.shown}: {len(answer.data)} bytes of {stop - start} at byte {start} came"
@@ -81,7 +84,7 @@ class RemoteStorage:
 
     def tag(self, file: File) -> str:
         """Return the ETag of the listing or the server; without one, a digest of the first and last 64 KiB."""
-        return file.tag or self._ask(file.path, 0, 1).tag or ends(self, file)
+        return file.tag or self._ask(file.path, 0, 1).tag or ends(self.fetch, file)
 
     def pinned(self, paths: Sequence[str]) -> list[str]:
         """Return paths of the Hub at their commits; other paths unchanged."""

@@ -83,7 +83,9 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         on_bad_record: what to do with a record that cannot be read or encoded: ``"error"``, or ``"skip"`` to leave it
             out and count it as ``bad_records``.
         max_bad_records: how many bad records a lane may skip before the run fails.
-        quarantine: a folder for lists of the skipped records; see `Quarantine`.
+        max_bad_shards: how many bad shards (files that are empty, gone, or of another kind or schema) a lane may leave
+            out before the run fails, with ``on_bad_record="skip"``. The ledger counts them as ``bad_shards``.
+        quarantine: a folder for lists of the skipped records and shards; see `Quarantine`.
         read_ahead: of files behind URLs, the most bytes that each process which reads (a worker, or the rank itself)
             holds for all of its lanes together: fetched ahead of need, and in shuffle windows.
         max_outage: minutes that each process which reads may wait for files, in all of its run, after the ``retries``
@@ -128,12 +130,15 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         vocab_size: int | None = None,
         on_bad_record: str = "error",
         max_bad_records: int = 100,
+        max_bad_shards: int = 10,
         quarantine: str | os.PathLike[str] | None = None,
         read_ahead: int = READ_AHEAD,
         max_outage: float = 0.0,
     ) -> None:
         super().__init__()
-        kept = quarantine_for(on_bad_record, folder=quarantine, limit=max_bad_records)
+        kept = quarantine_for(
+            on_bad_record, folder=quarantine, limit=max_bad_records, shard_limit=max_bad_shards
+        )
         require(empty, "empty", ("error", "drop"))
         if untrained is not None:
             require(untrained, "untrained", UNTRAINED)
@@ -166,6 +171,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             quarantine=kept,
             use=StorageUse(60 * require_minutes(max_outage, "max_outage")),
         )
+        self.lane_config.check_shards()
         self.read_ahead = require_positive(read_ahead, "read_ahead", least=0)
         self.epochs = epochs
         self.epoch = 0  # in which the newest iteration began, or the first one will begin

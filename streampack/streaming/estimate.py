@@ -78,7 +78,7 @@ def _count(config: LaneConfig, num_lanes: int) -> int:
 
 def _one_epoch(config: LaneConfig) -> LaneConfig:
     """Return the configuration of a pass before the run, which lists no bad records."""
-    quiet = None if config.quarantine is None else Quarantine(limit=2**63, quiet=True)
+    quiet = None if config.quarantine is None else Quarantine(limit=2**63, shard_limit=2**63, quiet=True)
     return replace(config, endless=False, quarantine=quiet)
 
 

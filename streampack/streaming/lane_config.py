@@ -10,7 +10,7 @@ from streampack.packing.cut_samples import with_eos
 from streampack.packing.encoders import Encoder
 from streampack.packing.samples import check_sample, sample_from_encoded
 from streampack.packing.settings import Packing
-from streampack.sources.bad_records import Quarantine
+from streampack.sources.bad_records import Quarantine, require_sound
 from streampack.sources.mixture import Mix
 from streampack.sources.source import Source
 from streampack.storage.use import StorageUse
@@ -49,6 +49,14 @@ class LaneConfig:
     def mix(self) -> Mix | None:
         """The source, if it is a mixture."""
         return self.source if isinstance(self.source, Mix) else None
+
+    def check_shards(self) -> None:
+        """Warn of the bad shards that are known so far.
+
+        Raises:
+            ValueError: which names them, if they are not to be left out.
+        """
+        require_sound(self.source, self.quarantine)
 
     def encoder(self, row_id: RowId) -> Encode:
         """Return the encoder of a row's source."""

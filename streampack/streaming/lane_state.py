@@ -39,6 +39,7 @@ class LaneState:
     consumed: int  # bit i is set if piece ``first + i`` is packed or dropped
     ledger: Ledger  # of all packs so far
     source_stats: tuple[SourceStats, ...] = ()  # one entry for each source of a mixture
+    bad_shards: tuple[int, ...] = ()  # checksums of the names of the bad shards that the lane left out
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, which ``torch.load(weights_only=True)`` takes; ``consumed`` in hexadecimal digits.
@@ -50,6 +51,7 @@ class LaneState:
         found["consumed"] = f"{self.consumed:x}"
         found["ledger"] = self.ledger.numbers()
         found["source_stats"] = [stats.numbers() for stats in self.source_stats]
+        found["bad_shards"] = list(self.bad_shards)
         return {**found, "checksum": _checksum(found)}
 
     @classmethod
@@ -68,6 +70,7 @@ class LaneState:
         for name in ("packs", "epoch", "first", "offset", "next_piece", "checksum"):
             _require_counts([found[name]], name, 1)
         _require_counts(values["cursor"], "cursor")
+        _require_counts(values["bad_shards"], "bad_shards")
         _require_counts(values["ledger"], "ledger", len(Ledger().numbers()))
         if type(values["done"]) is not bool or type(values["source_stats"]) is not list:
             raise ValueError("done is no bool, or source_stats no list" + DAMAGED)
@@ -84,6 +87,7 @@ class LaneState:
             raise ValueError(f"consumed marks {consumed.bit_length()} pieces of {span}" + DAMAGED)
         values |= {"cursor": tuple(values["cursor"]), "consumed": consumed}
         values["ledger"] = Ledger.from_numbers(values["ledger"])
+        values["bad_shards"] = tuple(values["bad_shards"])
         values["source_stats"] = tuple(SourceStats(*stats) for stats in values["source_stats"])
         return cls(**values)
 

@@ -28,7 +28,8 @@ def nothing_to_pack(ledger: Ledger) -> ValueError:
     no row makes a pack: all 1 that were read are dropped (1 broken, and skipped); check what the source reads, and ...
     """
     if not (rows := _rows(ledger)):
-        return ValueError("the source has no rows at all; check what it reads")
+        left_out = f"; {_reasons(ledger)}" if ledger.bad_shards else ""
+        return ValueError(f"the source has no rows at all{left_out}; check what it reads")
     return ValueError(
         f"no row makes a pack: all {rows:,} that were read are dropped ({_reasons(ledger)}); check what the source "
         "reads, and the encoder, max_seq_len and the settings that drop rows"
@@ -49,7 +50,8 @@ def _rows(ledger: Ledger) -> int:
 
 
 def _reasons(ledger: Ledger) -> str:
-    counts = ((ledger.dropped_samples[reason], words) for reason, words in WORDS.items())
+    counts = [(ledger.dropped_samples[reason], words) for reason, words in WORDS.items()]
+    counts.append((ledger.bad_shards, "bad shards left out"))
     return "; ".join(f"{count:,} {words}" for count, words in counts if count)
 
 

@@ -64,7 +64,8 @@ class PieceReader:
         self.next_number = 0
         self.reader: Reader
         self.row: Row | None = None
-        self.unreadable = ""  # why ``row`` could not be read, if its data is UNREADABLE
+        self.unreadable: BadRecord | None = None  # why ``row`` could not be read, if its data is UNREADABLE
+        self.bad_shards: list[int] = []  # checksums of the names of those that this lane has left out
         self.pending: list[Piece] = []
         self.epoch_has_rows = False
         # Epochs in a row, the current one included, without a piece. In a stream without an end, a lane ends after
@@ -89,6 +90,7 @@ class PieceReader:
             use=config.use,
         )
         self.reader = config.source.read(reading)
+        config.check_shards()
         self.epoch = epoch
         self.epoch_has_rows = False
         self.epochs_without_pieces += 1
@@ -131,6 +133,7 @@ class PieceReader:
         """
         self.ledger = state.ledger.copy()
         self.source_stats = [stats.copy() for stats in state.source_stats]
+        self.bad_shards = list(state.bad_shards)
         # Rows and pieces of this epoch may lie before the cursor.
         self.epoch_has_rows, self.epochs_without_pieces = True, 0
         self.next_number = state.first
@@ -176,7 +179,7 @@ class PieceReader:
                     raise error.unskipped() from None
                 self.reader.skip()
                 self.row = Row(UNREADABLE, error.cursor, error.row_id)
-                self.unreadable = error.reason
+                self.unreadable = error
             if self.row is None:
                 if not self.config.endless or self.epochs_without_pieces >= self.most_without_pieces:
                     return None
@@ -190,9 +193,12 @@ class PieceReader:
     def _pieces(self, row: Row, *, again: bool) -> list[Piece]:
         """Encode a row and cut it to pieces; none if it is dropped. Unless it is read again, count it."""
         config = self.config
-        sample_or_reason = self.unreadable if row.data is UNREADABLE else config.sample(row)
+        unreadable = row.data is UNREADABLE and self.unreadable
+        sample_or_reason = unreadable.reason if unreadable else config.sample(row)
         if isinstance(sample_or_reason, str):
-            self._skip_record(row, sample_or_reason, again=again)
+            self._skip_record(
+                row, sample_or_reason, lost=unreadable.lost if unreadable else None, again=again
+            )
             return []
         sample = sample_or_reason
         try:
@@ -251,14 +257,22 @@ class PieceReader:
         if self.next_number == FIRST_ROWS and not kept:  # each row took one number
             warn_of_first_rows(self.lane, self.ledger)
 
-    def _skip_record(self, row: Row, reason: str, *, again: bool) -> None:
-        """Count and list a bad record as a dropped row, unless it is read again."""
-        quarantine = self.config.quarantine
+    def _skip_record(self, row: Row, reason: str, *, lost: Mapping[str, int] | None, again: bool) -> None:
+        """Count and list a bad record as a dropped row, or a bad shard once, unless it is read again."""
+        quarantine, source = self.config.quarantine, self.config.source
         assert quarantine is not None
         if not again:
-            source, before = self.config.source, self.ledger.dropped_samples["bad"]
-            quarantine.skip(self.lane, source=source, row_id=row.row_id, reason=reason, before=before)
-            self.ledger.drop("bad", 0)
+            if lost is None:
+                before = self.ledger.dropped_samples["bad"]
+                quarantine.skip(self.lane, source=source, row_id=row.row_id, reason=reason, before=before)
+                self.ledger.drop("bad", 0)
+            else:
+                name = source.shard(row.row_id)
+                known = quarantine.leave_out(
+                    self.lane, shard=name, reason=reason, lost=lost, known=self.bad_shards
+                )
+                self.ledger.bad_shards += len(known) - len(self.bad_shards)
+                self.bad_shards = known
             if self.source_stats:
                 self._begin_stats(row)
         if row.data is not UNREADABLE:  # of an unreadable row, `Reader.skip` has told the mixture already

@@ -54,6 +54,9 @@ class Progress(NamedTuple):
     bad: int = 0
     """How many records were skipped before ``start``."""
 
+    bad_shards: tuple[int, ...] = ()
+    """Checksums of the names of the bad shards that were left out before ``start``."""
+
 
 def read_progress(job: Job, lane: int) -> Progress:
     """Read the headers of a lane's shards from an earlier call.
@@ -77,14 +80,16 @@ def read_progress(job: Job, lane: int) -> Progress:
                 raise ValueError(
                     f"{path} was made with {different}; give another folder, or remove the old shards"
                 )
-        if (bad := header.get("bad", 0)) and job.config.quarantine is None:
+        bad, bad_shards = header.get("bad", 0), tuple(header.get("bad_shards", ()))
+        if (bad or bad_shards) and job.config.quarantine is None:
             raise ValueError(
-                f'{path} leaves out {bad} broken record(s) before its end; set on_bad_record="skip", or remove the old '
-                "shards"
+                f"{path} leaves out {bad} broken record(s) and {len(bad_shards)} bad shard(s) before its end; set "
+                'on_bad_record="skip", or remove the old shards'
             )
         shards.append(shard_of(path.name, header))
         ended = header["next"] is None
-        progress = Progress(lane, shards, None if ended else tuple(header["next"]), ended, bad)
+        start = None if ended else tuple(header["next"])
+        progress = Progress(lane, shards, start, ended, bad, bad_shards)
     return progress
 
 
@@ -100,7 +105,7 @@ def write_lane(job: Job, progress: Progress, report: Report) -> Progress:
     try:
         for count, (row, sample) in enumerate(samples, 1):
             if writer is not None and writer.tokens >= job.plan["shard_tokens"]:
-                shards.append(writer.close({**notes, "next": row.cursor, "bad": samples.bad}))
+                shards.append(writer.close({**notes, "next": row.cursor, **samples.skipped}))
                 writer = None
             if writer is None:
                 writer = ShardWriter(job.path(lane, len(shards)), dtype=job.plan["dtype"])
@@ -109,13 +114,14 @@ def write_lane(job: Job, progress: Progress, report: Report) -> Progress:
                 report(unreported)
                 unreported = 0
         if writer is not None:
-            shards.append(writer.close({**notes, "next": None, "bad": samples.bad}))
+            shards.append(writer.close({**notes, "next": None, **samples.skipped}))
             writer = None
         report(unreported)
     finally:
         if writer is not None:
             writer.abandon()
-    return Progress(lane, shards, None, ended=True, bad=samples.bad)
+    bad, bad_shards = samples.bad, tuple(samples.bad_shards)
+    return Progress(lane, shards, None, ended=True, bad=bad, bad_shards=bad_shards)
 
 
 class _Samples:
@@ -125,7 +131,9 @@ class _Samples:
         self.config = config
         self.lane = progress.lane
         self.bad = progress.bad
+        self.bad_shards = list(progress.bad_shards)
         self.reader = config.source.read(Reading(self.lane, num_lanes=num_lanes, start=progress.start))
+        config.check_shards()
 
     def __iter__(self) -> Iterator[tuple[Row, Sample]]:
         while True:
@@ -134,7 +142,7 @@ class _Samples:
             except BadRecord as error:
                 if self.config.quarantine is None:
                     raise error.unskipped() from None
-                self._skip(error.row_id, error.reason)
+                self._skip(error.row_id, error.reason, lost=error.lost)
                 self.reader.skip()
                 continue
             if row is None:
@@ -145,9 +153,19 @@ class _Samples:
             else:
                 yield row, sample_or_reason
 
-    def _skip(self, row_id: RowId, reason: str) -> None:
+    @property
+    def skipped(self) -> dict[str, Any]:
+        """What was skipped so far, for a shard's header."""
+        return {"bad": self.bad, "bad_shards": self.bad_shards}
+
+    def _skip(self, row_id: RowId, reason: str, *, lost: Mapping[str, int] | None = None) -> None:
         quarantine, source = self.config.quarantine, self.config.source
         assert quarantine is not None
+        if lost is not None:
+            self.bad_shards = quarantine.leave_out(
+                self.lane, shard=source.shard(row_id), reason=reason, lost=lost, known=self.bad_shards
+            )
+            return
         quarantine.skip(self.lane, source=source, row_id=row_id, reason=reason, before=self.bad)
         self.bad += 1
 

@@ -42,7 +42,10 @@ UINT16_VOCABULARY = 1 << 16
 PROBED_ROWS = 64
 """How many rows are encoded to estimate the total of the progress bar."""
 
-BAD_RECORD_KEYS = ("on_bad_record", "max_bad_records", "quarantine")
+MOST_BAD_SHARDS = 100
+"""The most that ``max_bad_shards`` can be: the header of a shard, of 4,096 bytes, holds a number for each."""
+
+BAD_RECORD_KEYS = ("on_bad_record", "max_bad_records", "max_bad_shards", "quarantine")
 """Keys of a config's ``data`` section that are arguments of `tokenize`, too."""
 
 
@@ -62,6 +65,7 @@ def tokenize(
     progress: bool = True,
     on_bad_record: str = "error",
     max_bad_records: int = 100,
+    max_bad_shards: int = 10,
     quarantine: str | os.PathLike[str] | None = None,
 ) -> Path:
     """Write a folder of token shards, for `TokenShardSource`, and return it.
@@ -88,7 +92,8 @@ def tokenize(
         on_bad_record: ``"error"``, or ``"skip"``, which leaves out records that cannot be read or encoded, as an
             `IterablePackedDataset` does. The index counts them.
         max_bad_records: of one lane; one more is an error.
-        quarantine: a folder for lists of skipped records; see `Quarantine`. Default: ``out/bad_records``.
+        max_bad_shards: files of one lane that cannot be read; one more is an error.
+        quarantine: a folder for lists of skipped records and shards; see `Quarantine`. Default: ``out/bad_records``.
 
     Raises:
         ValueError: for a row that cannot be read or encoded, with its place; for a mixture; for a folder that another
@@ -96,9 +101,16 @@ def tokenize(
         RuntimeError: if a worker was killed.
     """
     require_positive(workers, "workers")
+    if max_bad_shards > MOST_BAD_SHARDS:
+        raise ValueError(
+            f"max_bad_shards={max_bad_shards} is above {MOST_BAD_SHARDS}, as many as a header can name; look at what "
+            "is bad, and leave those files out"
+        )
     if on_bad_record == "skip" and quarantine is None:
         quarantine = Path(out, BAD_RECORDS_FOLDER)
-    bad_records = quarantine_for(on_bad_record, folder=quarantine, limit=max_bad_records)
+    bad_records = quarantine_for(
+        on_bad_record, folder=quarantine, limit=max_bad_records, shard_limit=max_bad_shards
+    )
     source, encode = as_source(source), TokensEncoder() if encoder is None else encoder
     guard_datasets(source)
     if source.names:
@@ -120,6 +132,7 @@ def tokenize(
     config = LaneConfig(
         source, encode, Packing(1, split_across_pack=True), quarantine=bad_records
     )  # documents stay whole
+    config.check_shards()
     job = Job(config, Path(out), plan)
     with lock_folder(job.out, way_out="wait until it ends, stop it, or give another folder"):
         for leftover in job.out.glob(".tokens-*"):
@@ -250,9 +263,13 @@ def _length(job: Job, row: Mapping[str, Any]) -> int:
 def _write_index(job: Job, lanes: list[Progress]) -> None:
     shards = [shard for progress in lanes for shard in progress.shards]
     bad = sum(progress.bad for progress in lanes)
-    if bad:
+    bad_shards = {checksum for progress in lanes for checksum in progress.bad_shards}
+    if bad or bad_shards:
         listed = job.config.quarantine.report() if job.config.quarantine is not None else ""
-        log.warning("%s leaves out %d broken record(s)%s", job.out, bad, listed and f": {listed}")
+        log.warning(
+            "%s leaves out %d broken record(s) and %d bad shard(s)%s",
+            job.out, bad, len(bad_shards), listed and f": {listed}",
+        )  # fmt: skip
     if not shards:
         raise ValueError("the source has no rows; there is nothing to write")
     index = {
@@ -261,6 +278,7 @@ def _write_index(job: Job, lanes: list[Progress]) -> None:
         "dtype": job.plan["dtype"],
         "plan": job.recorded,
         "bad_records": bad,
+        "bad_shards": len(bad_shards),
         "shards": [
             {key: value for key, value in asdict(shard).items() if key != "dtype"} for shard in shards
         ],

@@ -106,7 +106,7 @@ def build_datasets(config: RunConfig, *, tokenizer: Any, vocab_size: int | None,
         return Datasets(train, {}, {}, common)
     # The limit of bad records is for each lane of the training rows. A held-out dataset has one lane and reads only
     # until it has enough packs, so no limit is needed.
-    fixed = common | {"max_bad_records": sys.maxsize}
+    fixed = common | {"max_bad_records": sys.maxsize, "max_bad_shards": sys.maxsize}
     # All ranks read the held-out rows, so only rank 0 lists their bad records, in a folder of their own.
     if folder := settings.get("quarantine"):
         fixed["quarantine"] = Path(folder, "validation") if world.is_main else None

@@ -66,6 +66,9 @@ def corpus(kind: str, folder: Path) -> tuple[Any, list[int], list[tuple[str, int
         survivors = [i for i in range(600) if not 150 <= i < 200]
         return ParquetSource(path), survivors, [("a.parquet", 150, "row group 3 is damaged")]
     lines = [json.dumps(row).encode() for row in ROWS]
+    if kind == "cut gz":  # long rows, so that some come before the damage
+        rng = random.Random(0)
+        lines = [json.dumps({**row, "text": rng.randbytes(600).hex()}).encode() for row in ROWS]
     if kind != "cut gz":
         for i, line in BROKEN.items():
             lines[i] = line

@@ -180,8 +180,8 @@ def test_a_name_with_glob_characters_is_a_name(tmp_path: Path) -> None:
         (lambda d: "", "no file matches ''"),
         (lambda d: [d / "a.jsonl", d / "a.jsonl"], "{d}/a.jsonl is named twice; name every file once"),
         (lambda d: [d / "a.jsonl", d / "sub" / ".." / "a.jsonl"], "{d}/a.jsonl is named twice"),
-        (lambda d: d / "empty", "{d}/empty is empty; remove it from the corpus"),
-        (lambda d: d / "blank", "{d}/blank is empty"),
+        (lambda d: d / "empty", "{d}/empty: it is empty"),
+        (lambda d: d / "blank", "{d}/blank: it holds blank lines only"),
     ],
 )
 def test_paths_that_are_refused(tmp_path: Path, make: Callable[[Path], Any], message: str) -> None:
@@ -200,7 +200,7 @@ def test_an_empty_compressed_file_is_an_error_when_it_is_read(tmp_path: Path) ->
     for _ in range(2):
         with pytest.raises(ValueError) as error:
             next(reader)
-        assert str(error.value) == f"{path} holds no rows; remove it from the corpus"
+        assert str(error.value) == f"{path} from byte 0 on: it is empty"
 
 
 def test_the_fingerprint_depends_on_names_and_content(tmp_path: Path) -> None:
@@ -251,10 +251,6 @@ def test_a_file_that_changes_during_a_run(tmp_path: Path) -> None:
         f"{paths[1]} has {size + 9} bytes and had {size} when the run began; a corpus must not change "
         "during a run: restore the file, or start anew"
     )
-    paths[1].unlink()
-    for _ in range(2):
-        with pytest.raises((ValueError, OSError), match=f"{paths[1]}"):
-            next(reader)
     paths[1].write_bytes(before)
     assert [row.data["i"] for row in reader] == [0, 1, 2, 3, 4], "restored, it goes on"
 

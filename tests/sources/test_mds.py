@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from streampack import MDSSource
+from streampack import IterablePackedDataset, MDSSource
 from streampack.fingerprint import plain
 from streampack.sources import Reading
 from tests.support.mds import COMPRESS, Columns, Row, write_mds
@@ -84,7 +84,7 @@ def test_samples_are_located_and_lanes_counted(tmp_path: Path) -> None:
 def test_only_the_named_columns_are_read(tmp_path: Path) -> None:
     folder = write_mds(tmp_path, texts(3), TEXTS)
     assert read_all(MDSSource(folder, columns=["id"])) == [[("id", i - 3)] for i in range(3)]
-    with pytest.raises(ValueError, match="shard 0: it has no column 'ids'; it has 'text', 'id'"):
+    with pytest.raises(ValueError, match="shard.00000.mds: it has no column 'ids'; it has 'text', 'id'"):
         MDSSource(folder, columns=["ids"])
 
 
@@ -107,7 +107,7 @@ def file(**changes: Any) -> Callable[[Any], None]:
     [
         (file(basename="../x.mds"), "the name '../x.mds' is refused: it must be relative"),
         (file(basename=5), "5 of .* bytes is no shard"),
-        (file(bytes=7), "has .* bytes and .*index.json says 7"),
+        (file(bytes=7), "has .* bytes and its index says 7"),
         (
             first(column_encodings=["pkl", "int"]),
             "shard 0: column 'text' is pickled, and reading it could run",
@@ -128,7 +128,7 @@ def test_a_bad_index_is_refused(tmp_path: Path, change: Any, message: str) -> No
     folder = write_mds(tmp_path / "mds", texts(12), TEXTS)
     edit(folder, change)
     with pytest.raises(ValueError, match=message):
-        MDSSource(folder)
+        IterablePackedDataset(MDSSource(folder), max_seq_len=8)
 
 
 def test_a_pickled_column_may_be_left_out(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def poke(path: Path, at: int, data: bytes) -> None:
 @pytest.mark.parametrize(
     ("at", "data", "message"),
     [
-        (0, b"\x09\0\0\0", r"shard.00000.mds(.zstd)? holds 9 samples and its index says 10"),
+        (0, b"\x09\0\0\0", r"shard.00000.mds(.zstd)?, sample 0: it holds 9 samples and its index says 10"),
         (
             4 + 4 * 3,
             b"\xff\xff\xff\xff",
@@ -186,7 +186,7 @@ def test_a_damaged_archive_and_a_damaged_sample(tmp_path: Path) -> None:
     folder = write_mds(tmp_path / "a", texts(10), TEXTS, compression="zstd:3")
     path = folder / "shard.00000.mds.zstd"
     poke(path, path.stat().st_size // 2, b"\xff" * 20)
-    with pytest.raises(ValueError, match="shard.00000.mds.zstd is damaged"):
+    with pytest.raises(ValueError, match="shard.00000.mds.zstd, sample 0: it is damaged"):
         read_all(MDSSource(folder))
     folder = write_mds(tmp_path / "b", texts(10), TEXTS)
     data = (folder / "shard.00000.mds").read_bytes()

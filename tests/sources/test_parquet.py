@@ -323,7 +323,7 @@ def test_damaged_footers(tmp_path: Path, content: bytes, message: str) -> None:
     assert [next(reader).data["i"] for _ in range(3)] == [0, 1, 2]
     with pytest.raises(ValueError) as error:
         next(reader)
-    assert str(error.value).startswith(f"{tmp_path}/b.parquet, row 0: {message}")
+    assert str(error.value).startswith(f"{tmp_path}/b.parquet from row 0 on: {message}")
     reader.skip()
     assert [row.data["i"] for row in reader] == [3, 4, 5]
 
@@ -343,7 +343,7 @@ def test_text_that_is_no_utf8_is_a_bad_row(tmp_path: Path) -> None:
 
 def test_columns_are_checked(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", [{"i": 1, "text": "a"}])
-    with pytest.raises(ValueError, match=f"{path} has no column 'txt'; it has 'i', 'text'"):
+    with pytest.raises(ValueError, match=f"{path} from row 0 on: it has no column 'txt'; it has 'i', 'text'"):
         list(ParquetSource(path, columns=["txt"]).read(Reading()))
     for wrong in ("text", []):
         with pytest.raises(ValueError, match="is no list of columns; give their names, or None for all"):

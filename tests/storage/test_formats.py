@@ -85,7 +85,7 @@ def test_a_json_array_is_refused_with_a_source_that_reads_it(tmp_path: Path, ind
     path.write_text(json.dumps(ROWS, indent=indent))
     with pytest.raises(ValueError) as error:
         as_source(path)
-    assert str(error.value).startswith(f"{path} is one JSON array and no lines; let datasets read it: ")
+    assert str(error.value).startswith(f"{path}: it is one JSON array and no lines; let datasets read it: ")
     way_out = str(error.value).split("read it: ")[1]
     assert tokens_of(eval(way_out, {"HFSource": HFSource})) == [[1, 2, 3, 4, 5, 6]]
     lines(tmp_path / "lines.json", ROWS)  # the ending does not say that it is none
@@ -111,6 +111,6 @@ def test_formats_that_datasets_reads(tmp_path: Path, ending: str, separator: str
     with pytest.raises(ValueError) as error:
         as_source(str(path))
     start, _, way_out = str(error.value).partition("read it: ")
-    assert start == f"{path} is no file of JSON lines; let datasets "
+    assert start == f"{path}: it is no file of JSON lines; let datasets "
     source = eval(way_out, {"HFSource": HFSource, "datasets": datasets})
     assert [row.data for row in source.read(Reading())] == [{"text": "red dog", "n": 1}]

@@ -164,7 +164,8 @@ def test_a_commit_that_is_gone(hub: Hub) -> None:
     made = data(hub, "jsonl")
     [old] = hub.commits
     hub.commits.clear()
-    with pytest.raises(FileNotFoundError, match=f"{DATA}@{old}/c/000.jsonl: HTTP 404, there is no such file"):
+    message = f"{DATA}@{old}/c/000.jsonl from byte 0 on: HTTP 404, there is no such file"
+    with pytest.raises(ValueError, match=message):
         list(made.read(Reading()))
 
 

@@ -19,7 +19,7 @@ counts = st.integers(0, 2**62)
 @st.composite
 def ledgers(draw: st.DrawFn) -> Ledger:
     return Ledger(
-        *(draw(counts) for _ in range(6)),
+        *(draw(counts) for _ in range(7)),
         {reason: draw(counts) for reason in DROP_REASONS},
         {reason: draw(counts) for reason in DROP_REASONS},
     )
@@ -41,6 +41,7 @@ def states(draw: st.DrawFn) -> LaneState:
         source_stats=tuple(
             SourceStats(*numbers) for numbers in draw(st.lists(st.tuples(*[counts] * 5), max_size=4))
         ),
+        bad_shards=tuple(draw(st.lists(counts, max_size=3))),
     )
 
 
@@ -91,9 +92,10 @@ def test_a_lane_state_dict_has_these_fields() -> None:
         "offset": 0,
         "next_piece": 1250090,
         "consumed": "fffffffffffffffffffffb",
-        "ledger": [1250090, 543789150, 1234, 5054464, 5054000, 0, *[0] * 10],
+        "ledger": [1250090, 543789150, 1234, 5054464, 5054000, 0, 0, *[0] * 10],
         "source_stats": [],
-        "checksum": 1908678257,
+        "bad_shards": [],
+        "checksum": 928985113,
     }
 
 
@@ -120,7 +122,7 @@ ODD = [None, True, -1, 2**63, 1.0, "", "x", b"", [], [[]], [None], {}, (), {"a":
 @pytest.mark.parametrize("name", [*typical().as_dict()])
 def test_other_kinds_of_values_are_refused(name: str) -> None:
     for value in ODD:
-        if name == "source_stats" and value == []:
+        if name in ("source_stats", "bad_shards") and value == []:
             continue  # as it is
         with pytest.raises(ValueError, match="damaged"):
             LaneState.from_dict({**typical().as_dict(), name: value})

@@ -314,7 +314,8 @@ def test_a_call_can_skip_what_was_an_error_before(tmp_path: Path) -> None:
     assert content(run(source, tmp_path / "out", lanes=1, shard_tokens=20, **SKIP)) == whole
     (tmp_path / "out" / "index.json").unlink()
     with pytest.raises(
-        ValueError, match=r'leaves out \d+ broken record\(s\) before its end; set on_bad_record="skip"'
+        ValueError,
+        match=r'leaves out \d+ broken record\(s\) and 0 bad shard\(s\) before its end; set on_bad_record="skip"',
     ):
         run(source, tmp_path / "out", lanes=1, shard_tokens=20)
 

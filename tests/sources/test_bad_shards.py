@@ -1,0 +1,345 @@
+"""Bad shards: files that are empty, gone, or of another kind or schema are left out, listed once, and limited."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streampack import Holdout, Mix, PackedDataLoader
+from streampack.accounting import Ledger
+from streampack.sources import Reading
+from streampack.storage.problems import GONE
+from streampack.streaming.lane_state import as_dicts
+from streampack.tokenize.tokenize import tokenize
+from tests.support.bad_shards import (
+    CASES,
+    FORMATS,
+    HARM,
+    KNOWN_AT_START,
+    ROWS,
+    corpus,
+    listed,
+    stream,
+    survivors,
+)
+from tests.support.conformance import check_resume_everywhere, content
+from tests.support.corpus import Numbers
+from tests.support.shards import shards, source
+from tests.support.web import Web
+
+
+@contextmanager
+def unwarned() -> Iterator[None]:
+    """Ignore the warning that shards are left out, which has a test of its own."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".* files cannot be read and are left out")
+        yield
+
+
+@pytest.mark.parametrize(("kind", "harm", "reason"), CASES)
+def test_a_bad_shard_is_left_out_and_listed_once(tmp_path: Path, kind: str, harm: str, reason: str) -> None:
+    files = corpus(kind, tmp_path / "data")
+    HARM[harm](files.paths[2])
+    with unwarned():
+        dataset = stream(files.open(), quarantine=tmp_path / "bad", epochs=2)
+        packs = list(dataset)
+    assert survivors(packs) == sorted(2 * files.rest(2))
+    entries = listed(tmp_path / "bad")
+    assert {entry["shard"] for entry in entries} == {files.paths[2].name}
+    assert all(reason in entry["reason"] for entry in entries)
+    ledger = dataset.ledger()
+    assert ledger.as_dict()["bad_shards"] == ledger.bad_shards == len(entries), "once a lane, in two epochs"
+    assert ledger.as_dict()["bad_records"] == 0
+    if kind in ("tokens", "mds"):
+        assert sum(entry["rows"] for entry in entries) == len(files.rows_of[2])
+
+
+@pytest.mark.parametrize(("kind", "harm", "reason"), CASES)
+def test_resume_at_every_pack(tmp_path: Path, kind: str, harm: str, reason: str) -> None:
+    files = corpus(kind, tmp_path / "data")
+    HARM[harm](files.paths[2])
+    with unwarned():
+        data = files.open()
+        check_resume_everywhere(lambda: stream(data, quarantine=tmp_path / "bad"), packs=25, whole_every=12)
+    assert len(listed(tmp_path / "bad")) <= 2
+
+
+@pytest.mark.parametrize(("kind", "harm", "reason"), CASES)
+def test_without_skip_all_bad_shards_are_named_at_once(
+    tmp_path: Path, kind: str, harm: str, reason: str
+) -> None:
+    """At the start, if a listing or an index tells, otherwise the first when it is read."""
+    files = corpus(kind, tmp_path / "data")
+    bad = [files.paths[i] for i in (1, 3)]
+    for path in bad:
+        HARM[harm](path)
+    with pytest.raises((ValueError, OSError)) as error:
+        list(stream(files.open(), on_bad_record="error", shuffle=False))
+    message = str(error.value)
+    assert reason in message
+    assert str(bad[0]) in message
+    if harm in KNOWN_AT_START:
+        assert message.startswith(f"2 of {len(files.paths)} files cannot be read: {bad[0]}: ")
+        assert str(bad[1]) in message
+        assert message.endswith('or leave them out with on_bad_record="skip"')
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_file_that_is_gone_in_mid_run(tmp_path: Path, kind: str) -> None:
+    """What was read of it before stays, the rest is left out, and the stream goes on from any later state."""
+    files = corpus(kind, tmp_path / "data")
+    settings: Any = {"shuffle": False, "num_lanes": 1, "buffer_size": 2}
+    before = [content(pack) for pack in stream(files.open(), **settings)]
+    data = files.open()
+    dataset = stream(data, quarantine=tmp_path / "bad", **settings)
+    packs, iterator = [], iter(dataset)
+    packs += list(islice(iterator, 4))
+    files.paths[3].unlink()
+    packs += list(iterator)
+    assert [content(pack) for pack in packs[:4]] == before[:4]
+    assert survivors(packs) == files.rest(3)
+    [entry] = listed(tmp_path / "bad")
+    assert (entry["shard"], entry["reason"]) == (files.paths[3].name, GONE)
+    if kind in ("tokens", "mds"):
+        assert entry["rows"] == len(files.rows_of[3])
+    assert dataset.ledger().bad_shards == 1
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_file_that_is_gone_is_an_error_without_skip_and_a_read_after_it_goes_on(
+    tmp_path: Path, kind: str
+) -> None:
+    files = corpus(kind, tmp_path / "data")
+    settings: Any = {"shuffle": False, "num_lanes": 1, "on_bad_record": "error"}
+    running = stream(files.open(), **settings).stream()
+    kept = files.paths[3].read_bytes()
+    files.paths[3].unlink()
+    packs = []
+    for _ in range(2):
+        with pytest.raises(FileNotFoundError) as error:
+            while True:
+                packs.append(next(running))
+        assert files.paths[3].name in str(error.value.__notes__)
+    files.paths[3].write_bytes(kept)
+    packs += list(running)
+    assert [p.tokens.tolist() for p in packs] == [
+        p.tokens.tolist() for p in stream(files.open(), **settings).stream()
+    ]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "gz", "parquet"])
+def test_a_shard_behind_a_url(tmp_path: Path, kind: str) -> None:
+    """404 and 410 do not pass; other errors stay errors after their retries, also with skip."""
+    with Web(shards(kind, 4)) as web, unwarned():
+        paths = [web.url + path for path in web.files]
+        bad = list(web.files)[2]
+        data = source(kind, paths, retries=2)
+        data.read(Reading(num_lanes=2))  # footers are read to divide the files
+        expected = survivors(stream(source(kind, paths[:2] + paths[3:]), shuffle=False))
+        web.fault = lambda path: "410" if path == bad else None
+        dataset = stream(data, quarantine=tmp_path, shuffle=False)
+        assert survivors(dataset) == expected
+        assert {entry["reason"] for entry in listed(tmp_path)} == {"HTTP 410, there is no such file"}
+        for status in ("403", "503"):
+            web.fault = lambda path, status=status: status if path == bad else None  # type: ignore[misc]
+            with pytest.raises(OSError, match=f"HTTP {status}"):
+                list(stream(data))
+        del web.files[bad]
+        web.fault = lambda path: None
+        at_start = stream(source(kind, paths), shuffle=False)
+        assert survivors(at_start) == expected
+        with pytest.raises(
+            ValueError, match=r"1 of 4 files cannot be read: .*HTTP 404, there is no such file"
+        ):
+            stream(source(kind, paths), on_bad_record="error")
+
+
+def test_one_warning_names_how_many_and_the_first(tmp_path: Path) -> None:
+    files = corpus("jsonl", tmp_path)
+    for i in (1, 2, 4):
+        HARM["empty"](files.paths[i])
+    with pytest.warns(UserWarning, match="cannot be read") as warned:
+        list(stream(files.open()))
+    assert [str(each.message) for each in warned] == [
+        f"3 of 6 files cannot be read and are left out; the first is {files.paths[1]}: it is empty"
+    ]
+
+
+def test_a_corpus_without_a_file_that_can_be_read_is_an_error(tmp_path: Path) -> None:
+    files = corpus("jsonl", tmp_path)
+    for path in files.paths:
+        HARM["empty"](path)
+    with pytest.raises(ValueError, match="6 of 6 files cannot be read"):
+        files.open()
+
+
+@pytest.mark.parametrize(("kind", "harm"), [(kind, harm) for kind, harm, _ in CASES if harm != "no footer"])
+def test_the_lanes_do_not_depend_on_what_is_bad(tmp_path: Path, kind: str, harm: str) -> None:
+    """Whether a file can be read does not decide which lane reads which part; names and sizes do."""
+    files = corpus(kind, tmp_path)
+    size = files.paths[2].stat().st_size
+    whole = lanes_of(files.open())
+    HARM[harm](files.paths[2])
+    if files.paths[2].exists() and files.paths[2].stat().st_size != size and kind not in ("tokens", "mds"):
+        return  # another size is another corpus
+    if harm == "gone" and kind not in ("tokens", "mds"):
+        return  # the size is unknown
+    found = lanes_of(files.open())
+    if (kind, harm) != ("parquet", "zeros"):  # without a footer, a file is one part
+        assert found == whole
+
+
+def lanes_of(data: Any) -> list[Any]:
+    """Return the parts of each of three lanes."""
+    data.read(Reading(num_lanes=3))
+    lanes: list[Any] = data._divided[3]
+    return lanes
+
+
+@pytest.mark.parametrize("harm", ["no footer", "no column"])
+def test_all_footers_that_are_read_to_divide_files_are_named_at_once(tmp_path: Path, harm: str) -> None:
+    files = corpus("parquet", tmp_path)
+    for i in (1, 4):
+        HARM[harm](files.paths[i])
+    with pytest.raises(ValueError, match="2 of 6 files cannot be read") as error:
+        stream(files.open(), on_bad_record="error", num_lanes=8).stream()
+    assert "1.parquet: " in str(error.value)
+    assert "4.parquet: " in str(error.value)
+
+
+def test_the_limit_is_that_of_a_lane_and_holds_over_epochs_and_resumes(tmp_path: Path) -> None:
+    files = corpus("gz", tmp_path / "data")
+    for i in (1, 2, 4):
+        HARM["zeros"](files.paths[i])
+    settings: Any = {"num_lanes": 1, "shuffle": False, "epochs": 3}
+    dataset = stream(files.open(), **settings)
+    whole = list(dataset)
+    assert dataset.ledger().bad_shards == 3
+    strict = stream(files.open(), max_bad_shards=2, **settings)
+    running = strict.stream()
+    states: list[Any] = []
+    for _ in range(2):
+        with pytest.raises(ValueError) as error:
+            while True:
+                next(running)
+                states.append(running.lane_states())
+        assert str(error.value).startswith(
+            "4.jsonl.gz: it cannot be decompressed: Not a gzipped file (b'\\x00\\x00'); lane 0 has left out 2 bad "
+            "shards before this one: look at them, and raise max_bad_shards"
+        )
+    resumed = stream(files.open(), max_bad_shards=2, **settings)
+    resumed.load_state_dict(strict._state_with(as_dicts(states[-1])))
+    with pytest.raises(ValueError, match="has left out 2 bad shards before this one"):
+        list(resumed)
+    lenient = stream(files.open(), max_bad_shards=3, **settings)
+    lenient.load_state_dict(strict._state_with(as_dicts(states[-1])))
+    assert len(states) + len(list(lenient)) == len(whole)
+    assert lenient.ledger().bad_shards == 3
+    with pytest.raises(ValueError, match="max_bad_shards=-1 is below 0"):
+        stream(files.open(), max_bad_shards=-1)
+
+
+def test_a_file_in_many_parts_has_one_line_in_each_lane(tmp_path: Path) -> None:
+    files = corpus("jsonl", tmp_path / "data")
+    size = files.paths[2].stat().st_size
+    data = files.open()
+    files.paths[2].unlink()
+    dataset = stream(data, quarantine=tmp_path / "bad", num_lanes=4)
+    assert survivors(dataset) == files.rest(2)
+    entries = listed(tmp_path / "bad")
+    assert sum(entry["bytes"] for entry in entries) == size
+    assert dataset.ledger().bad_shards == len(entries) == len(list((tmp_path / "bad").iterdir()))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_workers_leave_out_bad_shards(tmp_path: Path, workers: int) -> None:
+    files = corpus("parquet", tmp_path / "data")
+    HARM["no column"](files.paths[5])
+    dataset = stream(files.open(), quarantine=tmp_path / "bad", num_lanes=4)
+    with unwarned():
+        loader = PackedDataLoader(dataset, num_workers=workers)
+        tokens = [token for batch in loader for token in batch.tokens.flatten().tolist()]
+    assert sorted(token // 1000 for token in tokens if token % 1000 == 1) == files.rest(5)
+    assert loader.ledger().bad_shards == len(listed(tmp_path / "bad")) > 0
+
+
+def test_a_mixture_and_a_holdout_leave_out_bad_shards(tmp_path: Path) -> None:
+    one, two = (corpus(kind, tmp_path / kind) for kind in ("jsonl", "parquet"))
+    HARM["empty"](one.paths[0])
+    HARM["no footer"](two.paths[1])
+    mix = Mix(
+        [
+            {"name": "a", "weight": 1, "source": Holdout(one.open(), fraction=0.01, part="train")},
+            {"name": "b", "weight": 1, "source": two.open()},
+        ]
+    )
+    with unwarned():
+        dataset = stream(mix, quarantine=tmp_path / "bad")
+        found = set(survivors(dataset))
+        check_resume_everywhere(lambda: stream(mix), packs=15, whole_every=8)
+    assert found >= set(two.rest(1))
+    assert {entry["shard"] for entry in listed(tmp_path / "bad")} == {"a/0.jsonl", "b/1.parquet"}
+    with pytest.raises(ValueError, match="2 of 12 files cannot be read"):
+        stream(mix, on_bad_record="error")
+
+
+def test_tokenize_leaves_out_bad_shards_and_counts_them(tmp_path: Path) -> None:
+    files = corpus("jsonl", tmp_path / "data")
+    HARM["gzip data"](files.paths[2])
+    settings: Any = {"encoder": Numbers(), "progress": False, "lanes": 2}
+    with pytest.raises(ValueError, match="it is gzip data"):
+        tokenize(files.open(), out=tmp_path / "strict", **settings)
+    out = tokenize(files.open(), out=tmp_path / "out", on_bad_record="skip", **settings)
+    index = json.loads((out / "index.json").read_text())
+    assert (index["bad_records"], index["bad_shards"]) == (0, 1)
+    assert sum(shard["documents"] for shard in index["shards"]) == len(files.rest(2))
+    assert {entry["shard"] for entry in listed(out / "bad_records")} == {"2.jsonl"}
+    with pytest.raises(ValueError, match="max_bad_shards=101 is above 100"):
+        tokenize(files.open(), out=tmp_path / "more", max_bad_shards=101, **settings)
+
+
+def test_a_file_that_came_back_between_two_runs_is_another_corpus(tmp_path: Path) -> None:
+    """It was named, and its size was not known: the state was made with a corpus in which it was unreadable."""
+    files = corpus("jsonl", tmp_path)
+    kept = files.paths[2].read_bytes()
+    files.paths[2].unlink()
+    with unwarned():
+        dataset = stream(files.open())
+        next(iter(dataset))
+        state = dataset.state_dict()
+        again = stream(files.open())
+        again.load_state_dict(state)
+    files.paths[2].write_bytes(kept)
+    back = stream(files.open())
+    with pytest.raises(ValueError, match="2.jsonl is another file"):
+        back.load_state_dict(state)
+
+
+def test_an_estimate_leaves_bad_shards_out(tmp_path: Path) -> None:
+    for kind, harm in (("jsonl", "gzip data"), ("parquet", "no column"), ("gz", "zeros"), ("mds", "gone")):
+        files = corpus(kind, tmp_path / kind)
+        HARM[harm](files.paths[0])
+        with unwarned():
+            dataset = stream(files.open(), epochs=1)
+            estimate = dataset.estimate(rows=len(ROWS))
+            assert estimate.packs == pytest.approx(len(list(dataset)), rel=0.35)
+
+
+def test_nothing_but_bad_shards_is_said_so(tmp_path: Path) -> None:
+    files = corpus("gz", tmp_path)
+    for path in files.paths:
+        HARM["zeros"](path)
+    with pytest.raises(ValueError, match="no rows at all; 6 bad shards left out"):
+        list(stream(files.open(), num_lanes=1))
+
+
+def test_ledgers_add_bad_shards() -> None:
+    assert Ledger.total([Ledger(bad_shards=2), Ledger(bad_shards=1)]).bad_shards == 3
+    assert Ledger(bad_shards=2).copy() == Ledger.from_numbers(Ledger(bad_shards=2).numbers())

@@ -1,0 +1,312 @@
+"""Scanned manifests: what they hold, runs that start by them without looking at a file, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from streampack import JSONLSource, cli
+from streampack.sources import ParquetSource, Reading
+from streampack.sources.scan import scan
+from tests.support.bad_shards import CASES, HARM, corpus, listed, stream, survivors
+from tests.support.conformance import check_resume_everywhere, content
+from tests.support.corpus import read_all, write
+from tests.support.shards import shards
+from tests.support.web import Web
+
+KINDS = ("jsonl", "gz", "parquet")
+LEFT_OUT = "ignore:.* cannot be read and are left out"
+
+
+def opened(kind: str, manifest: Path | str, folder: Path | str | None = None) -> Any:
+    """Open a corpus by its manifest."""
+    if kind == "parquet":
+        return ParquetSource(folder, manifest=manifest, columns=["i", "n"])
+    return JSONLSource(folder, manifest=manifest)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_manifest_holds_what_reading_would_find(tmp_path: Path, kind: str) -> None:
+    files = corpus(kind, tmp_path)
+    found = scan(tmp_path, out=tmp_path / "corpus.manifest", progress=False)
+    header, *entries = map(json.loads, (tmp_path / "corpus.manifest").read_text().splitlines())
+    assert header["format"] == "streampack-manifest"
+    assert [entry["name"] for entry in entries] == [path.name for path in files.paths]
+    assert [entry["size"] for entry in entries] == [path.stat().st_size for path in files.paths]
+    corpus_read = files.open().corpus
+    assert [entry["tag"] for entry in entries] == list(map(corpus_read.tag, corpus_read.files))
+    if kind == "parquet":
+        assert [entry["rows"] for entry in entries] == list(map(len, files.rows_of))
+        footers = list(map(pq.read_metadata, files.paths))
+        stored = [
+            [
+                number
+                for i in range(footer.num_row_groups)
+                for number in (footer.row_group(i).num_rows, footer.row_group(i).total_byte_size)
+            ]
+            for footer in footers
+        ]
+        assert [entry["groups"] for entry in entries] == stored
+        assert header["schemas"] == [{"i": "integer", "n": "integer"}]
+        assert found.rows == sum(map(len, files.rows_of))
+    assert (found.files, found.problems) == (len(files.paths), [])
+    assert found.bytes == sum(path.stat().st_size for path in files.paths)
+    assert str(found).endswith(f"read it with manifest='{tmp_path}/corpus.manifest'")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packs_and_states_are_those_of_a_listing(tmp_path: Path, kind: str) -> None:
+    files = corpus(kind, tmp_path / "data")
+    scan(files.paths, out=tmp_path / "corpus.manifest", progress=False)
+    listing = stream(files.open())
+    running = iter(listing)
+    packs = [next(running) for _ in range(5)]
+    by_manifest = stream(opened(kind, tmp_path / "corpus.manifest", tmp_path / "data"))
+    by_manifest.load_state_dict(listing.state_dict())
+    packs += list(by_manifest)
+    assert list(map(content, packs)) == list(map(content, stream(files.open())))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_looked_at_before_the_first_row_is_read(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = corpus(kind, tmp_path)
+    scan(tmp_path, out=tmp_path / "corpus.manifest", progress=False)
+    names, looked = {path.name for path in files.paths}, []
+    for module, name in ((os, "stat"), (os, "lstat"), (os, "open"), (Path, "open"), (os, "readlink")):
+        monkeypatch.setattr(module, name, watched(getattr(module, name), looked))
+    source = opened(kind, tmp_path / "corpus.manifest")
+    source.divide(4, lambda call, items: list(map(call, items)))
+    dataset = stream(source)
+    assert not [path for path in looked if Path(path).name in names]
+    next(iter(dataset))
+    assert [path for path in looked if Path(path).name in names], "the test sees what is read"
+
+
+def watched(call: Callable[..., Any], looked: list[str]) -> Callable[..., Any]:
+    """Return the function, which notes its first argument at each call."""
+
+    def noted(path: Any, *arguments: Any, **options: Any) -> Any:
+        looked.append(str(path))
+        return call(path, *arguments, **options)
+
+    return noted
+
+
+@pytest.mark.parametrize(("kind", "most"), [("jsonl", 40), ("parquet", 60)])
+def test_a_thousand_files_behind_a_url_cost_a_few_requests_to_the_first_pack(
+    tmp_path: Path, kind: str, most: int
+) -> None:
+    """Of files that were not scanned, each costs one; of Parquet files, another one for the footer."""
+    few = list(shards(kind, 4, 20).values())
+    with Web({f"/c/{i:04}.{kind}": few[i % 4] for i in range(1000)}) as web:
+        names = tmp_path / "names"
+        names.write_text("\n".join(f"{i:04}.{kind}" for i in range(1000)))
+        found = scan(f"{web.url}/c", manifest=names, out=tmp_path / "manifest", progress=False)
+        assert found.files == 1000
+        asked = len(web.requests)
+        assert asked >= 1000
+        data = opened(kind, tmp_path / "manifest", f"{web.url}/c")
+        assert len(web.requests) == asked
+        dataset = stream(data, num_lanes=8, shuffle=False, on_bad_record="error", read_ahead=0)
+        next(iter(dataset))
+        assert len(web.requests) - asked <= most
+        web.files["/m"] = (tmp_path / "manifest").read_bytes()
+        asked = len(web.requests)
+        again = opened(kind, f"{web.url}/m", f"{web.url}/c")
+        assert len(web.requests) - asked == 2, "the manifest's size, and the manifest"
+        assert again.files == data.files
+
+
+@pytest.mark.filterwarnings(LEFT_OUT)
+@pytest.mark.parametrize(
+    ("kind", "harm", "reason"), [case for case in CASES if case[0] in KINDS and case[1] != "gone"]
+)
+def test_problems_are_known_at_the_start_of_every_run(
+    tmp_path: Path, kind: str, harm: str, reason: str
+) -> None:
+    files = corpus(kind, tmp_path / "data")
+    for i in (1, 4):
+        HARM[harm](files.paths[i])
+    found = scan(tmp_path / "data", out=tmp_path / "data" / "manifest", columns=["i", "n"], progress=False)
+    assert [shown for shown, _ in found.problems] == [str(files.paths[1]), str(files.paths[4])]
+    assert all(reason in why for _, why in found.problems)
+    with pytest.raises(ValueError, match="2 of 6 files cannot be read") as error:
+        stream(opened(kind, found.manifest), on_bad_record="error")
+    assert str(error.value).count(reason) == 2
+    dataset = stream(opened(kind, found.manifest), quarantine=tmp_path / "bad")
+    packs = list(dataset)
+    assert survivors(packs) == files.rest(1, 4)
+    assert {entry["shard"] for entry in listed(tmp_path / "bad")} == {files.paths[i].name for i in (1, 4)}
+    listing = stream(files.open())
+    found_out = list(map(content, listing))
+    if kind != "jsonl" or harm == "empty":
+        assert list(map(content, packs)) == found_out, "as without a manifest"
+    else:  # without one, only the first part of a file tells that it is of another kind
+        with pytest.raises(ValueError, match="left_out="):
+            listing.load_state_dict(dataset.state_dict())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_that_is_gone_since_the_scan_is_left_out_and_a_resume_gives_the_same_packs(
+    tmp_path: Path, kind: str
+) -> None:
+    files = corpus(kind, tmp_path / "data")
+    scan(tmp_path / "data", out=tmp_path / "data" / "manifest", progress=False)
+    files.paths[2].unlink()
+
+    def make() -> Any:
+        return stream(opened(kind, tmp_path / "data" / "manifest"), quarantine=tmp_path / "bad")
+
+    packs = check_resume_everywhere(make, packs=30, whole_every=10)
+    assert survivors([*packs, *list(make())][-len(list(make())) :]) == files.rest(2)
+    lost = [entry.get("rows") or entry.get("bytes") for entry in listed(tmp_path / "bad")]
+    assert sum(lost) == (30 if kind == "parquet" else 542 if kind == "jsonl" else 145)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("change", ["size", "content"])
+def test_a_file_that_is_another_one_than_was_scanned_is_named_when_it_is_read(
+    tmp_path: Path, kind: str, change: str
+) -> None:
+    files = corpus(kind, tmp_path / "data")
+    scan(tmp_path / "data", out=tmp_path / "data" / "manifest", progress=False)
+    data = files.paths[3].read_bytes()
+    data = data + b"\n" if change == "size" else data[:10] + bytes([data[10] ^ 1]) + data[11:]
+    files.paths[3].write_bytes(data)
+    what = "has .* bytes and had .*" if change == "size" else "does not have the content that it had"
+    message = f"{files.paths[3]} {what} when the run began; a corpus must not change"
+    with pytest.raises(ValueError, match=message):
+        list(stream(opened(kind, tmp_path / "data" / "manifest")))
+
+
+def test_a_version_behind_a_url_is_compared_with_the_manifest(tmp_path: Path) -> None:
+    with Web(shards("jsonl", 3)) as web:
+        names = tmp_path / "names"
+        names.write_text("\n".join(path.rpartition("/")[2] for path in web.files))
+        scan(f"{web.url}/c", manifest=names, out=tmp_path / "manifest", progress=False)
+        web.files["/c/001.jsonl"] = web.files["/c/001.jsonl"][::-1]
+        with pytest.raises(ValueError, match=r"001.jsonl is version .* and was .* when the run began"):
+            list(stream(opened("jsonl", tmp_path / "manifest", f"{web.url}/c")))
+
+
+def test_other_row_groups_than_the_manifest_says_are_refused(tmp_path: Path) -> None:
+    files = corpus("parquet", tmp_path)
+    manifest = scan(tmp_path, out=tmp_path / "manifest", progress=False).manifest
+    manifest.write_text(manifest.read_text().replace('"groups": [10, ', '"groups": [9, 1, 1, '))
+    with pytest.raises(ValueError, match=r"\d.parquet does not have the row groups that its manifest says"):
+        list(stream(opened("parquet", manifest)))
+    assert files.paths
+
+
+@pytest.mark.filterwarnings(LEFT_OUT)
+def test_a_column_of_another_type_is_a_problem_of_those_who_read_it(tmp_path: Path) -> None:
+    files = corpus("parquet", tmp_path)
+    table = pq.read_table(files.paths[2])
+    other = table.append_column("extra", pa.array(["x"] * len(table)))
+    pq.write_table(other.set_column(1, "n", other["n"].cast(pa.string())), files.paths[2], row_group_size=10)
+    whole = scan(tmp_path, out=tmp_path / "manifest", progress=False)
+    reason = "its column 'n' is string, and integer in most files"
+    assert whole.problems == [(str(files.paths[2]), reason)]
+    assert scan(tmp_path, out=tmp_path / "other", columns=["i"], progress=False).problems == []
+    dataset = stream(opened("parquet", whole.manifest), quarantine=tmp_path / "bad")
+    assert survivors(dataset) == files.rest(2)
+    assert {entry["reason"] for entry in listed(tmp_path / "bad")} == {reason}
+    rows = read_all(ParquetSource(manifest=whole.manifest, columns=["i"]))
+    assert len(rows) == len(files.rest()), "where the column is not read, the file is"
+    unscanned = stream(files.open(), max_bad_records=99)
+    next(iter(unscanned))
+    with pytest.raises(ValueError, match="left_out="):
+        dataset.load_state_dict(unscanned.state_dict())
+
+
+def test_a_link_that_leads_out_of_the_folder_is_refused_when_it_is_read(tmp_path: Path) -> None:
+    write(tmp_path / "secret.jsonl", [{"i": 1}])
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data" / "a.jsonl", [{"i": 0}])
+    (tmp_path / "data" / "b.jsonl").symlink_to(tmp_path / "secret.jsonl")
+    size = (tmp_path / "secret.jsonl").stat().st_size
+    manifest = tmp_path / "data" / "manifest"
+    manifest.write_text("".join(json.dumps({"name": f"{name}.jsonl", "size": size}) + "\n" for name in "ab"))
+    reader = JSONLSource(manifest=manifest).read(Reading())
+    next(reader)
+    with pytest.raises(ValueError, match="b.jsonl is refused: it is a link that leads out of"):
+        next(reader)
+
+
+BAD_LINES = [
+    ('{"name": "a.jsonl", "size": -1}', "an entry has a name"),
+    ('{"name": "a.jsonl", "size": 4, "rows": -1}', "rows=-1 is no number of rows"),
+    ('{"name": "a.jsonl", "size": 4, "rows": 3, "groups": [2, 9]}', "do not add up to rows"),
+    ('{"name": "a.jsonl", "size": 4, "rows": 2, "groups": [2]}', "do not add up to rows"),
+    ('{"name": "a.jsonl", "size": 4, "rows": 2, "groups": [2, 1e9]}', "do not add up to rows"),
+    ('{"name": "a.jsonl", "size": 4, "schema": 1}', "schema=1 is none of the 1 of the first line"),
+    ('{"name": "a.jsonl", "size": 4, "problem": 3}', "a problem is text without line breaks"),
+    ('{"name": "a.jsonl", "size": 4, "problem": "a\\nb"}', "a problem is text without line breaks"),
+    ('{"name": "../a.jsonl", "size": 4}', "it must be relative and stay below the manifest's folder"),
+    ('{"name": "/etc/passwd", "size": 4}', "it must be relative and stay below the manifest's folder"),
+    (
+        '{"format": "other", "version": 1}',
+        "format 'other', version 1 is not read; this reads 'streampack-man",
+    ),
+    ('{"format": "streampack-manifest", "version": 2}', "version 2 is not read"),
+    ('{"format": "streampack-manifest", "version": 1, "schemas": [3]}', "schemas is a list of objects"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), BAD_LINES)
+def test_a_manifest_is_not_trusted(tmp_path: Path, line: str, message: str) -> None:
+    header = {"format": "streampack-manifest", "version": 1, "schemas": [{"a": "string"}]}
+    (tmp_path / "manifest").write_text(f"{json.dumps(header)}\n{line}\n")
+    with pytest.raises(ValueError, match=message) as error:
+        JSONLSource(manifest=tmp_path / "manifest")
+    assert str(error.value).startswith(f"{tmp_path}/manifest:2: ")
+
+
+def test_files_of_two_kinds_are_refused(tmp_path: Path) -> None:
+    corpus("jsonl", tmp_path)
+    corpus("parquet", tmp_path)
+    with pytest.raises(ValueError, match="Parquet files and others; scan them one after the other"):
+        scan(tmp_path, out=tmp_path / "manifest", progress=False)
+    with pytest.raises(ValueError, match="2 paths and a manifest; with a manifest, give the one folder"):
+        JSONLSource([tmp_path, tmp_path], manifest=tmp_path / "manifest")
+
+
+def test_an_error_that_may_pass_leaves_no_manifest(tmp_path: Path) -> None:
+    with Web(shards("parquet", 3)) as web:
+        paths = [web.url + path for path in web.files]
+        web.fault = lambda path: "503" if path.endswith("1.parquet") else None
+        with pytest.raises(OSError, match="HTTP 503"):
+            scan(paths, out=tmp_path / "manifest", retries=0, progress=False)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("harm", [None, "no footer"])
+def test_the_command_prints_a_summary_and_exits_with_1_for_problems(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], harm: str | None
+) -> None:
+    files = corpus("parquet", tmp_path / "data")
+    if harm is not None:
+        HARM[harm](files.paths[0])
+    words = ["scan", str(tmp_path / "data"), "--out", str(tmp_path / "out"), "--columns", "i,n"]
+    assert cli.main(words) == (0 if harm is None else 1)
+    shown = capsys.readouterr()
+    first, *rest = shown.out.splitlines()
+    size = sum(path.stat().st_size for path in files.paths)
+    if harm is None:
+        assert first == f"6 files of {size:,} bytes and 180 rows, 0 with problems"
+    else:
+        assert first == f"6 files of {size:,} bytes and 150 rows, 1 with problems"
+        assert rest[0] == f"  {files.paths[0]}: this is no Parquet file, or its end is missing"
+    assert rest[-1] == f"read it with paths='{tmp_path}/data', manifest='{tmp_path}/out'"
+    assert "6/6" in shown.err, "the progress bar"
+    assert cli.main(["scan", str(tmp_path / "none"), "--out", str(tmp_path / "no")]) == 1
+    assert "no file matches" in capsys.readouterr().err
