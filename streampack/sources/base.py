@@ -14,6 +14,10 @@ from streampack.storage.read_ahead import ReadAhead
 from streampack.storage.use import StorageUse
 from streampack.types import Cursor, Row, RowId, Sample
 
+OTHER_RECORDS = (
+    "other records are read than when the state was made: a shard that could not be read then can be read now, or the "
+    "other way round; make it as it was, or resume from another checkpoint"
+)
 IMMUTABLE = (str, int, float, bool, bytes, type(None))
 
 
@@ -110,6 +114,11 @@ class Reader(ABC):
     @abstractmethod
     def cursor(self) -> Cursor:
         """The cursor to resume at the next row."""
+
+    @property
+    def reached(self) -> tuple[int, ...]:
+        """Where reading stands, to which a resume must come by reading again; nothing where that cannot be compared."""
+        return ()
 
     def __iter__(self) -> Reader:
         return self

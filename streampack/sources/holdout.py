@@ -139,6 +139,10 @@ class _Kept(Reader):
     def cursor(self) -> Cursor:
         return self.reader.cursor
 
+    @property
+    def reached(self) -> tuple[int, ...]:
+        return self.reader.reached
+
     def __next__(self) -> Row:
         while True:
             row = next(self.reader)

@@ -187,6 +187,11 @@ class MixtureScheduler(Reader):
             numbers += state.numbers()
         return tuple(numbers)
 
+    @property
+    def reached(self) -> tuple[int, ...]:
+        """See `Reader.reached`: the cursors of the sources. Weights may change at a resume."""
+        return tuple(number for state in self.states for number in (state.restarts, *(state.cursor or ())))
+
     def __next__(self) -> Row:
         if self.awaits_charge:
             name = self.names[self.current]

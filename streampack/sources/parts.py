@@ -130,12 +130,17 @@ class InOrder(Reader):
         self.part_index = 0
         self.offset = parts[0].start if parts else 0
         if reading.start is not None:
-            self.part_index, self.offset, _ = reading.start
+            self.part_index, self.offset = reading.start[:2]
         # The iterator over the current part's records. It is made at the first read, not here, because the reader may
         # be made in one process and used in another.
         self.records: Iterator[Record] | None = None
         self.found: FoundRecord | None = None
         self.cursor = (*self.position, 0)
+
+    @property
+    def reached(self) -> tuple[int, ...]:
+        """See `Reader.reached`."""
+        return self.cursor
 
     @property
     def position(self) -> tuple[int, int]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from zlib import crc32
 
-from streampack.sources.base import Reader, Reading, permutation
+from streampack.sources.base import OTHER_RECORDS, Reader, Reading, permutation
 from streampack.sources.parts import BadShard, FoundRecord, InOrder, Judge, Part, Preparation, Record
 from streampack.sources.turns import in_turns
 from streampack.types import Cursor, Row, RowId
@@ -17,10 +18,11 @@ HOLD_EVERY = 64
 class WindowReader(Reader):
     """Reads the records of ``ordered`` in a permuted order within windows of ``shuffle_window`` records.
 
-    A cursor is ``(part_index, offset, index)``: the window's first record is the one at byte or row number ``offset``
-    in the file of ``parts[part_index]``, and ``index`` rows of the window have been returned or skipped. That is all a
-    resume needs, because the order of the parts and of each window's records is a function of (seed, epoch, lane) and,
-    for a window, of where it begins.
+    A cursor is ``(part_index, offset, index, end)``: the window's first record is the one at byte or row number
+    ``offset`` in the file of ``parts[part_index]``, and ``index`` rows of the window have been returned or skipped. It
+    is all a resume needs, because the order of the parts and of each window's records is a function of (seed, epoch,
+    lane) and, for a window, of where it begins. ``end`` is a checksum of where the window ends, 0 if ``index`` is: a
+    shard that can be read again, or no longer, makes a window of other records.
 
     A resume must find all records of the window again before it can return one: besides the rows since the cursor, it
     reads at most one window. (A compressed file is also decompressed from its beginning, as without shuffling.)
@@ -36,13 +38,15 @@ class WindowReader(Reader):
         self.window: list[FoundRecord | None] = []
         self.window_bytes = 0
         self.window_start = ordered.position
+        self.end = 0  # a checksum of where the current window ends
         self.index = 0  # how many rows of the window have been returned or skipped
         # The records of the next window while it is being read. An error in the middle leaves them here, so that the
         # next call goes on behind them.
         self.filling: list[FoundRecord] | None = None
         start = self.reading.start
-        self.resumes_at = start[-1] if start is not None else 0  # of the first window, before it is read
-        self.cursor = (*self.window_start, self.resumes_at)
+        # Of the first window, before it is read.
+        self.resumes_at, self.resumed_end = (0, 0) if start is None else start[2:]
+        self.cursor = (*self.window_start, self.resumes_at, self.resumed_end)
 
     def __next__(self) -> Row:
         while self.index >= len(self.window):
@@ -54,6 +58,11 @@ class WindowReader(Reader):
         row = self.ordered.row_of(found, self.cursor)
         self._go_to(self.index + 1)
         return row
+
+    @property
+    def reached(self) -> tuple[int, ...]:
+        """See `Reader.reached`."""
+        return self.cursor
 
     def prepare(self) -> None:
         """See `Reader.prepare`: fetch the next window, if little of this one is left."""
@@ -75,17 +84,31 @@ class WindowReader(Reader):
         if self.window_bytes and not index % HOLD_EVERY and self.ordered.preparation is not None:
             self.ordered.preparation.hold(round((1 - index / len(self.window)) * self.window_bytes))
         # At a window's end, the cursor is that of the next window: a resume need not read the old one again.
-        within = index < len(self.window)
-        self.cursor = (*self.window_start, index) if within else (*self.ordered.position, 0)
+        if index < len(self.window):
+            self.cursor = (*self.window_start, index, self.end if index else 0)
+        else:
+            self.cursor = (*self.ordered.position, 0, 0)
 
     def _read_window(self) -> None:
-        """Read and permute the next window, which is empty at the end of the parts."""
+        """Read and permute the next window, which is empty at the end of the parts.
+
+        Raises:
+            ValueError: if a resume is in the middle of it, and it has other records than before.
+            FileNotFoundError: if that is so because a file is gone.
+        """
         if self.filling is None:
             self.filling, self.window = [], []
             self.window_start = self.ordered.position
         self.ordered.prepare(self.reading.shuffle_window, now=True)
         while len(self.filling) < self.reading.shuffle_window and (found := self.ordered.find()):
             self.filling.append(found)
+        self.end = crc32(repr(self.ordered.position).encode())
+        if self.resumes_at and self.end != self.resumed_end:
+            for _, _, raw in self.filling:
+                if isinstance(raw, BadShard) and isinstance(raw.__cause__, FileNotFoundError):
+                    raise raw.__cause__
+            place = self.ordered.place(self.ordered.parts[self.window_start[0]], self.window_start[1])
+            raise ValueError(f"{place}, {OTHER_RECORDS}")
         order = permutation(len(self.filling), *self.reading.key, *self.window_start)
         if self.ordered.preparation is not None:
             self.window_bytes = self.ordered.preparation.filled(self.filling)

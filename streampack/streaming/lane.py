@@ -185,6 +185,7 @@ class Lane:
             consumed=consumed,
             ledger=self.ledger.copy(),
             source_stats=tuple(stats.copy() for stats in self.source_stats),
+            reached=reader.reached,
             bad_shards=tuple(reader.bad_shards),
         )
 

@@ -39,6 +39,7 @@ class LaneState:
     consumed: int  # bit i is set if piece ``first + i`` is packed or dropped
     ledger: Ledger  # of all packs so far
     source_stats: tuple[SourceStats, ...] = ()  # one entry for each source of a mixture
+    reached: int = 0  # a checksum of `Reader.reached` when the state was made; 0 at the end of an epoch
     bad_shards: tuple[int, ...] = ()  # checksums of the names of the bad shards that the lane left out
 
     def as_dict(self) -> dict[str, Any]:
@@ -67,7 +68,7 @@ class LaneState:
                 f"a lane's state is a dict of {', '.join(sorted(names))}, and here it is not" + DAMAGED
             )
         values: dict[str, Any] = {name: found[name] for name in names}
-        for name in ("packs", "epoch", "first", "offset", "next_piece", "checksum"):
+        for name in ("packs", "epoch", "first", "offset", "next_piece", "reached", "checksum"):
             _require_counts([found[name]], name, 1)
         _require_counts(values["cursor"], "cursor")
         _require_counts(values["bad_shards"], "bad_shards")

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
+from zlib import crc32
 
 from streampack.accounting import Ledger, SourceStats, trained_tokens, trains_nothing
 from streampack.packing.cut_samples import untrained_error
-from streampack.sources.base import BadRecord, Reader, Reading
+from streampack.sources.base import OTHER_RECORDS, BadRecord, Reader, Reading
 from streampack.sources.passes import passes_by_all
 from streampack.storage.read_ahead import ReadAhead
 from streampack.streaming.lane_config import LaneConfig
@@ -61,6 +62,7 @@ class PieceReader:
         self.ledger = Ledger()
         self.source_stats = [SourceStats() for _ in config.source.names]
         self.epoch = 0
+        self.ended = False  # whether the epoch was read to its end
         self.next_number = 0
         self.reader: Reader
         self.row: Row | None = None
@@ -91,7 +93,7 @@ class PieceReader:
         )
         self.reader = config.source.read(reading)
         config.check_shards()
-        self.epoch = epoch
+        self.epoch, self.ended = epoch, False
         self.epoch_has_rows = False
         self.epochs_without_pieces += 1
 
@@ -103,6 +105,7 @@ class PieceReader:
         """
         while not self.pending:
             if (row := self._read()) is None:
+                self.ended = True
                 return None
             self.pending = self._pieces(row, again=False)
             self.row = None
@@ -129,7 +132,7 @@ class PieceReader:
         Returns the pieces that waited then. The ledger is the state's; what is read again is not counted again.
 
         Raises:
-            ValueError: if there are fewer pieces than the state counts.
+            ValueError: if there are fewer pieces than the state counts, or other records than were read before.
         """
         self.ledger = state.ledger.copy()
         self.source_stats = [stats.copy() for stats in state.source_stats]
@@ -163,7 +166,15 @@ class PieceReader:
                 consumed >>= 1
             if not pieces:
                 self.next_number += 1
+        self.ended = not state.reached
+        if state.reached != self.reached:
+            raise ValueError(f"lane {self.lane}: {OTHER_RECORDS}")
         return waiting
+
+    @property
+    def reached(self) -> int:
+        """A checksum of where the reader stands; 0 at the end of an epoch, to which a replay does not come."""
+        return 0 if self.ended else crc32(repr(self.reader.reached).encode())
 
     def stats(self, row_id: RowId) -> SourceStats:
         """Return the statistics of the source, in a mixture, that a row comes from."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -310,3 +311,36 @@ def test_the_command_prints_a_summary_and_exits_with_1_for_problems(
     assert "6/6" in shown.err, "the progress bar"
     assert cli.main(["scan", str(tmp_path / "none"), "--out", str(tmp_path / "no")]) == 1
     assert "no file matches" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("settings", [{}, {"shuffle": False, "num_lanes": 1}])
+def test_a_file_that_came_back_is_read_from_there_on_or_the_resume_says_so(
+    tmp_path: Path, kind: str, settings: dict[str, Any]
+) -> None:
+    """After each pack of a run without the file, a resume with it gives every other row once, or is refused."""
+    files = corpus(kind, tmp_path)
+    manifest = scan(tmp_path, out=tmp_path / "manifest", progress=False).manifest
+    kept = files.paths[2].read_bytes()
+    files.paths[2].unlink()
+    dataset = stream(opened(kind, manifest), **settings)
+    packs, states = [], []
+    for pack in dataset:
+        packs.append(pack)
+        states.append(dataset.state_dict())
+    files.paths[2].write_bytes(kept)
+    refused = whole = 0
+    for count, state in enumerate(states, 1):
+        resumed = stream(opened(kind, manifest), **settings)
+        resumed.load_state_dict(state)
+        try:
+            found = Counter(survivors([*packs[:count], *resumed]))
+        except ValueError as error:
+            assert "other records are read than when the state was made: a shard that could" in str(error)
+            refused += 1
+            continue
+        assert {i: found.pop(i, 0) for i in files.rest(2)} == dict.fromkeys(files.rest(2), 1)
+        assert set(found.values()) <= {1}
+        whole += found.keys() == set(files.rows_of[2])
+    assert refused
+    assert whole or not settings, "before the file's place, it is read"

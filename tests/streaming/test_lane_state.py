@@ -41,6 +41,7 @@ def states(draw: st.DrawFn) -> LaneState:
         source_stats=tuple(
             SourceStats(*numbers) for numbers in draw(st.lists(st.tuples(*[counts] * 5), max_size=4))
         ),
+        reached=draw(st.integers(0, 2**32 - 1)),
         bad_shards=tuple(draw(st.lists(counts, max_size=3))),
     )
 
@@ -51,7 +52,7 @@ def typical() -> LaneState:
         packs=1234,
         done=False,
         epoch=1,
-        cursor=(12, 734_003_200, 1999),
+        cursor=(12, 734_003_200, 1999, 3_405_691_582),
         first=1_250_000,
         offset=0,
         next_piece=1_250_090,
@@ -59,6 +60,7 @@ def typical() -> LaneState:
         ledger=Ledger(
             samples=1_250_090, tokens_in=543_789_150, packs=1234, capacity=5_054_464, packed=5_054_000
         ),
+        reached=2_596_996_162,
     )
 
 
@@ -87,15 +89,16 @@ def test_a_lane_state_dict_has_these_fields() -> None:
         "packs": 1234,
         "done": False,
         "epoch": 1,
-        "cursor": [12, 734003200, 1999],
+        "cursor": [12, 734003200, 1999, 3405691582],
         "first": 1250000,
         "offset": 0,
         "next_piece": 1250090,
         "consumed": "fffffffffffffffffffffb",
         "ledger": [1250090, 543789150, 1234, 5054464, 5054000, 0, 0, *[0] * 10],
         "source_stats": [],
+        "reached": 2596996162,
         "bad_shards": [],
-        "checksum": 928985113,
+        "checksum": 2414976770,
     }
 
 
@@ -144,5 +147,5 @@ def test_a_bitmap_longer_than_the_pieces_is_named() -> None:
 
 
 def test_size_is_some_hundred_bytes() -> None:
-    assert len(pickle.dumps(typical().as_dict())) <= 260
-    assert len(pickle.dumps(LaneState(0, False, 0, (0,), 0, 0, 0, 0, Ledger()).as_dict())) <= 220
+    assert len(pickle.dumps(typical().as_dict())) <= 280
+    assert len(pickle.dumps(LaneState(0, False, 0, (0,), 0, 0, 0, 0, Ledger()).as_dict())) <= 240
