@@ -64,7 +64,8 @@ class Fetcher:
         self.in_flight: dict[Block, Future[bytes]] = {}
         self.old: dict[
             Block, Future[bytes]
-        ] = {}  # of the plan before, as far as this one has not come to them
+        ] = {}  # of the plans before, as far as this one has not come to them
+        self.survived: dict[Block, int] = {}  # how many plans have not come to a block of ``old``
         self.waiting: Block | None = None
         self.parts: list[PlannedPart] = []  # those that were begun
         self.later: Iterator[Iterable[Block | None]] = iter(())
@@ -76,16 +77,20 @@ class Fetcher:
     def plan(self, blocks: Iterable[Block | None], later: Iterable[Iterable[Block | None]] = ()) -> None:
         """Set the blocks to fetch ahead, in order, and start fetching.
 
-        Blocks of the plan before that are in this one, too, are not fetched again; others are dropped by the next plan.
+        Blocks of the plans before that are in this one, too, are not fetched again; others are dropped by a later plan.
 
         Args:
             blocks: those of the part that is read. A None says that the next block depends on one that was yielded and
                 has not arrived; the iterator is asked again when it may have. `peek` has the bytes of arrived blocks.
             later: the blocks of parts that are read after that one.
         """
-        for future in self.old.values():
-            future.cancel()
-        self.old, self.in_flight = self.in_flight, {}
+        # A part whose table came late may lie before parts that were fetched already.
+        self.survived = {block: self.survived.get(block, 0) + 1 for block in self.old}
+        self.old.update(self.in_flight)
+        self.in_flight = {}
+        for block, plans in self.survived.items():
+            if plans >= PARTS_AT_ONCE:
+                self.old.pop(block).cancel()
         self.waiting, self.parts, self.later = None, [PlannedPart(iter(blocks))], iter(later)
         self.top_up()
 
