@@ -12,9 +12,10 @@ import numpy as np
 
 from streampack.types import IGNORE_INDEX, Sample
 
-DROP_REASONS = ("overlong", "truncated", "empty", "bad", "untrained")
+DROP_REASONS = ("overlong", "truncated", "empty", "bad", "untrained", "removed")
 """Reasons for dropping tokens. ``overlong`` and ``untrained`` samples are dropped whole, of ``truncated`` ones the part
-that is cut off, and ``empty`` ones have no token. The tokens of ``bad`` records, which are broken, are unknown: 0."""
+that is cut off, and ``empty`` ones have no token. The tokens of ``bad`` records, which are broken, are unknown: 0.
+``removed`` are those that waited when a run resumed without their file or source."""
 
 RECENT_STEPS = 100
 
@@ -42,10 +43,10 @@ class Ledger:
     dropped: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DROP_REASONS, 0))
     dropped_samples: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DROP_REASONS, 0))
 
-    def drop(self, reason: str, tokens: int) -> None:
-        """Count ``tokens`` dropped tokens of one sample under a reason."""
+    def drop(self, reason: str, tokens: int, *, samples: int = 1) -> None:
+        """Count ``tokens`` dropped tokens of one sample, or of several, under a reason."""
         self.dropped[reason] += tokens
-        self.dropped_samples[reason] += 1
+        self.dropped_samples[reason] += samples
 
     @property
     def buffered(self) -> int:

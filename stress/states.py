@@ -101,7 +101,7 @@ def state_size(run: Run) -> str:
     return (
         f"{LANES} lanes, {small:.0f} bytes at 10,000 documents and {large:.0f} at {big:,} ({large / small - 1:+.1%}); "
         f"{statistics.mean(sizes):.0f} after 90 % of the latter (longer counters), {whole} with everything around it; "
-        f"at most {largest:.0%} of lanes x (288 + span/4)"
+        f"at most {largest:.0%} of lanes x (350 + span/4)"
     )
 
 
@@ -123,8 +123,8 @@ def size_of(lanes: Mapping[int, Mapping[str, Any]]) -> int:
 
 
 def bound_of(lanes: Mapping[int, Mapping[str, Any]]) -> float:
-    """Return the promised bound in bytes: ``288 + span / 4`` a lane, of span pieces since the oldest waiting one."""
-    return sum(288 + (lane["next_piece"] - lane["first"]) / 4 for lane in lanes.values())
+    """Return the promised bound in bytes: ``350 + span / 4`` a lane, of span pieces since the oldest waiting one."""
+    return sum(350 + (lane["next_piece"] - lane["first"]) / 4 for lane in lanes.values())
 
 
 @job(

@@ -66,8 +66,22 @@ def test_drops_are_booked_by_name() -> None:
     ledger.drop("truncated", 4)
     ledger.drop("truncated", 2)
     ledger.drop("empty", 0)
-    assert ledger.dropped == {"overlong": 0, "truncated": 6, "empty": 0, "bad": 0, "untrained": 0}
-    assert ledger.dropped_samples == {"overlong": 0, "truncated": 2, "empty": 1, "bad": 0, "untrained": 0}
+    assert ledger.dropped == {
+        "overlong": 0,
+        "truncated": 6,
+        "empty": 0,
+        "bad": 0,
+        "untrained": 0,
+        "removed": 0,
+    }
+    assert ledger.dropped_samples == {
+        "overlong": 0,
+        "truncated": 2,
+        "empty": 1,
+        "bad": 0,
+        "untrained": 0,
+        "removed": 0,
+    }
     assert ledger.buffered == 14
     with pytest.raises(KeyError):
         ledger.drop("bad luck", 1)
@@ -88,6 +102,7 @@ def test_as_dict_is_flat_numbers() -> None:
         "dropped_truncated": 0,
         "dropped_empty": 0,
         "dropped_untrained": 0,
+        "dropped_removed": 0,
         "bad_records": 0,
         "buffered": 2,
         "padding": pytest.approx(0.1),

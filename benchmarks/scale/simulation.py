@@ -17,6 +17,7 @@ from streampack.loader.agreed_batches import ROUND
 from streampack.packing.planner import Planner, Span
 from streampack.packing.settings import Packing
 from streampack.sources.files import divide
+from streampack.sources.jsonl import LEAST_PART
 
 Ints = npt.NDArray[np.int64]
 
@@ -37,7 +38,7 @@ def by_bytes(lengths: Ints, row_bytes: Ints, rows_per_file: int, num_lanes: int)
     """Put the rows of JSONL files of ``rows_per_file`` rows each into the lanes that `JSONLSource` gives them."""
     begins = np.concatenate([[0], np.cumsum(row_bytes)])
     files = begins[np.append(np.arange(0, len(lengths), rows_per_file), len(lengths))]
-    lanes = divide(np.diff(files).tolist(), num_lanes)
+    lanes = divide(np.diff(files).tolist(), num_lanes, least=LEAST_PART)
     starts = np.array([files[part.file] + part.start for parts in lanes for part in parts])
     owners = np.repeat(np.arange(num_lanes), [len(parts) for parts in lanes])
     order = np.argsort(starts)

@@ -4,21 +4,44 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from streampack.storage.read_ahead import ReadAhead
 from streampack.storage.use import StorageUse
-from streampack.types import Cursor, Row, RowId, Sample
+from streampack.types import Cursor, Row, RowId, Sample, Window
+
+REMOVED: Mapping[str, Any] = MappingProxyType({})
+"""The data of a row whose file was removed after it had been read; compared by identity. It has a number, and makes no
+piece."""
+HELD_OUT: Mapping[str, Any] = MappingProxyType({})
+"""The data of a row that a hold-out leaves out; like `REMOVED`."""
 
 OTHER_RECORDS = (
     "other records are read than when the state was made: a shard that could not be read then can be read now, or the "
     "other way round; make it as it was, or resume from another checkpoint"
 )
+
 IMMUTABLE = (str, int, float, bool, bytes, type(None))
+
+
+class KnownWindow(NamedTuple):
+    """A window that was read before a resume: its `Window.numbers`, and how many rows of it a resume reads again."""
+
+    numbers: tuple[int, ...]
+    rows: int
+
+
+class Division(NamedTuple):
+    """The parts of each lane by an earlier list of the files. It holds for the epochs before ``until``."""
+
+    until: int
+    lanes: Sequence[Sequence[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +60,13 @@ class Reading:
         start: the cursor to begin at; None is the beginning.
         stagger: how many trained tokens the deficits of a mixture's sources are apart at most when an epoch begins;
             the length of the longest sample is enough. See `MixtureScheduler`.
-        replayed: how many pieces a resume reads a second time, from ``start`` on.
         read_ahead: what the reader may fetch before it is needed; None for the reader of one lane alone.
         use: of storage by this process, to be counted and limited; None if nobody asks.
+        known: for each source of a mixture (otherwise one), the windows that a resume reads again. Readers take from
+            the left what they read.
+        earlier: for each source of files, by its name in a mixture (otherwise an empty one), the divisions of the
+            epochs that began before its files changed, in order.
+        left_out: whether rows that are held out are returned too, as rows with the data `HELD_OUT`.
     """
 
     lane: int = 0
@@ -50,9 +77,11 @@ class Reading:
     shuffle_window: int = 0
     start: Cursor | None = None
     stagger: int = 0
-    replayed: int = 0
     read_ahead: ReadAhead | None = None
     use: StorageUse | None = None
+    known: Sequence[deque[KnownWindow]] = ()
+    earlier: Mapping[str, Sequence[Division]] = field(default_factory=dict)
+    left_out: bool = False
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -70,6 +99,7 @@ class BadRecord(ValueError):
         locate: turns the ``row_id`` into a place for the message. It is called only when the message is made, because
             it may read a file to count lines.
         lost: if it stands for the rest of a bad shard, what is known of that: a number of ``rows`` or ``bytes``.
+        window: the window that the record lies in.
     """
 
     def __init__(
@@ -80,6 +110,7 @@ class BadRecord(ValueError):
         row_id: RowId,
         locate: Callable[[RowId], str],
         lost: Mapping[str, int] | None = None,
+        window: Window | None = None,
     ) -> None:
         super().__init__(reason)
         self.reason = reason
@@ -87,6 +118,7 @@ class BadRecord(ValueError):
         self.row_id = row_id
         self.locate = locate
         self.lost = lost
+        self.window = window
 
     def __str__(self) -> str:
         return f"{self.locate(self.row_id)}: {self.reason}"
@@ -140,8 +172,16 @@ class Reader(ABC):
     def charge(self, parts: Sequence[Sample]) -> None:  # noqa: B027  # only a mixture has a use for it
         """Count the trained tokens of the newest row. ``parts`` are its pieces, none if the row was dropped."""
 
-    def continue_from(self, ended: Reader) -> None:  # noqa: B027  # only a mixture has a use for it
-        """Take over from ``ended``, the reader of the epoch before, what is not reset when an epoch begins."""
+    def draw_from(self, source: int) -> None:  # noqa: B027  # only a mixture has a choice
+        """Take the next row from this source of a mixture: a resume reads again what was drawn before."""
+
+    @property
+    def front(self) -> tuple[int, ...]:
+        """What the choice of the next row depends on, besides the cursor; only a mixture has a choice."""
+        return ()
+
+    def restore_front(self, numbers: Sequence[int]) -> None:  # noqa: B027  # only a mixture has one
+        """Set `front` to that of a state, when all rows before it have been read again."""
 
 
 def reason_of(error: Exception) -> str:

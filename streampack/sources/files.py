@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 
 from streampack.fingerprint import digest
-from streampack.sources.base import Reader, Reading, spread
+from streampack.sources.base import REMOVED, Reader, Reading, spread
+from streampack.sources.corpus_lists import CorpusList, Entry
 from streampack.sources.parts import BadShard, Damage, FoundRecord, Part, Record
 from streampack.sources.shuffling import read_parts
-from streampack.sources.source import Source
+from streampack.sources.source import Listable, Source
 from streampack.sources.turns import deal, share, sharing
 from streampack.storage.base import ParallelMap, map_in_threads
 from streampack.storage.counts import ReadCounts
+from streampack.storage.file_marks import FileMarks
 from streampack.storage.listing import Corpus
 from streampack.storage.problems import Problem, gone
 from streampack.storage.ranges import Block, Fetcher
@@ -119,7 +121,7 @@ class FileSource(Source):
         )
         parts = _LaneParts(self, fetcher)
         return read_parts(
-            self._lanes(reading.num_lanes)[reading.lane],
+            self._parts_of(reading),
             reading,
             open_part=parts.open,
             decode=self.decode,
@@ -153,6 +155,29 @@ class FileSource(Source):
     def bad_shards(self) -> list[Problem]:
         """See `Source.bad_shards`."""
         return [(self.files[number].shown, reason) for number, reason in sorted(self.bad.items())]
+
+    def _parts_of(self, reading: Reading) -> Sequence[Part]:
+        for earlier in reading.earlier.get("", ()):
+            if reading.epoch < earlier.until:
+                return earlier.lanes[reading.lane]
+        return self._lanes(reading.num_lanes)[reading.lane]
+
+    def marks(self) -> FileMarks:
+        """Return the files with the tags by which a resume compares them."""
+        return self.corpus.marks()
+
+    def listed(self) -> list[Entry]:
+        """Return the files as a `CorpusList` holds them."""
+        marks = self.marks()
+        return [Entry(file.name, file.size, tag) for file, tag in zip(marks.files, marks.tags, strict=True)]
+
+    def corpus_list(self, num_lanes: int) -> CorpusList:
+        """Return the files and the parts of each lane, to be kept for a resume with other files."""
+        return CorpusList(self.listed(), self._lanes(num_lanes))
+
+    def file_sources(self) -> Mapping[str, Listable]:
+        """See `Source.file_sources`."""
+        return {"": self}
 
     def place(self, part: Part, offset: int) -> str:
         """Describe where reading stands, for errors of the storage."""
@@ -234,7 +259,7 @@ class _LaneParts:
         of = self.source.stored_bytes
         self.source.read_counts.windowed += len(window)
         self.fetcher.expect(0)
-        return sum(of(raw) for _, _, raw in window if not isinstance(raw, Damage))
+        return sum(of(raw) for _, _, raw in window if raw is not REMOVED and not isinstance(raw, Damage))
 
     def hold(self, window: int) -> None:
         self.fetcher.hold(window)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streampack.fingerprint import digest, plain
-from streampack.sources.base import Reader, Reading
+from streampack.sources.base import HELD_OUT, REMOVED, Reader, Reading
 from streampack.sources.corpus_identity import identity_of
 from streampack.sources.examples import Example, MarkedRows, columns_of
 from streampack.sources.mixture import Mix
@@ -77,7 +77,7 @@ class Holdout(WrappedSource):
 
     def read(self, reading: Reading) -> Reader:
         """See `Source.read`."""
-        return _Kept(self.source.read(reading), self)
+        return _Kept(self.source.read(reading), self, left_out=reading.left_out)
 
     def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
         """See `Source.probe`. The sample loses the same fraction of rows as the source, so the scale stays."""
@@ -131,9 +131,16 @@ def _integers(value: Any) -> npt.NDArray[Any] | None:
 
 
 class _Kept(Reader):
-    def __init__(self, reader: Reader, part: Holdout) -> None:
+    """Reads the rows of one part; the others are passed over, or with ``left_out`` returned without data.
+
+    A lane numbers those, too. So when a file was removed within a shuffle window, its rows can be counted although
+    nobody knows any more which of them were held out.
+    """
+
+    def __init__(self, reader: Reader, part: Holdout, *, left_out: bool) -> None:
         self.reader = reader
         self.part = part
+        self.left_out = left_out
 
     @property
     def cursor(self) -> Cursor:
@@ -146,8 +153,10 @@ class _Kept(Reader):
     def __next__(self) -> Row:
         while True:
             row = next(self.reader)
-            if self.part.keeps(row.data):
+            if row.data is REMOVED or self.part.keeps(row.data):
                 return row
+            if self.left_out:
+                return row._replace(data=HELD_OUT)
 
     def skip(self) -> None:
         self.reader.skip()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -14,9 +15,9 @@ from streampack.sources.as_source import as_source
 from streampack.sources.base import Reader, Reading
 from streampack.sources.corpus_identity import identity_of
 from streampack.sources.examples import EXAMPLES, Example
-from streampack.sources.mixture_scheduler import STOPS, MixtureScheduler
+from streampack.sources.mixture_scheduler import STOPS, MixtureScheduler, restarts_in
 from streampack.sources.passes import lane_in_pass
-from streampack.sources.source import Divisible, Source
+from streampack.sources.source import Divisible, Listable, Source
 from streampack.storage.base import File
 from streampack.storage.listing import Corpus, Once, alone
 from streampack.storage.problems import Problem
@@ -31,6 +32,11 @@ RESTART_BITS = 20
 epoch, so each pass over it is shuffled with another key."""
 
 Encode = Callable[[Mapping[str, Any]], Sample]
+
+
+def pass_number(epoch: int, restarts: int) -> int:
+    """Return the number of a pass over a source, which is the epoch that it is given."""
+    return epoch << RESTART_BITS | restarts
 
 
 @dataclass(frozen=True)
@@ -89,13 +95,14 @@ class Mix(Source):
 
     Args:
         sources: a mapping for each, with ``name``, ``source`` (whatever an `IterablePackedDataset` takes), ``weight``
-            (above 0; only the ratios of the weights matter) and, if its rows need another encoder than the run's,
+            (only the ratios of the weights matter; one of weight 0 is not read) and, if its rows need another encoder
+            than the run's,
             ``encoder``. A mixture's `entries` are taken, too.
         stop: when an epoch ends.
         once: see `JSONLSource`.
 
     Raises:
-        ValueError: for a name that is missing, used twice or holds a slash, a weight that is no number above 0, an
+        ValueError: for a name that is missing, used twice or holds a slash, a weight below 0, only weights of 0, an
             unknown ``stop``, or another ``stop`` than that of a mixture within; when the mixture is read, if a source
             has no rows, or none of its tokens is trained.
     """
@@ -119,9 +126,13 @@ class Mix(Source):
             seen.add(entry.name)
         flat = [leaf for entry in given for leaf in self._flattened(entry)]
         total = math.fsum(entry.weight for entry in flat)
+        if not total:
+            raise ValueError("all sources of the mixture have weight=0; give at least one a weight above 0")
         self.entries = [replace(entry, weight=entry.weight / total) for entry in flat]
         self.varies_by_process = any(entry.source.varies_by_process for entry in self.entries)
-        self.weights = tuple(max(1, round(entry.weight * TOTAL_WEIGHT)) for entry in self.entries)
+        self.weights = tuple(
+            max(1, round(entry.weight * TOTAL_WEIGHT)) if entry.weight else 0 for entry in self.entries
+        )
 
     def _flattened(self, entry: Entry) -> list[Entry]:
         """Return the entries that take an entry's place: the sources of a mixture, or the entry itself.
@@ -208,6 +219,17 @@ class Mix(Source):
         """See `Source.bad_shards`."""
         return [problem for entry in self.entries for problem in entry.source.bad_shards()]
 
+    def file_sources(self) -> dict[str, Listable]:
+        """See `Source.file_sources`."""
+        return {
+            entry.name: source for entry in self.entries for source in entry.source.file_sources().values()
+        }
+
+    def epochs_read(self, epoch: int, front: Sequence[int]) -> dict[str, int]:
+        """See `Source.epochs_read`. Each pass over a source is an epoch of it."""
+        restarts = dict(zip(self.names, restarts_in(front), strict=True))
+        return {name: pass_number(epoch, restarts[name]) for name in self.file_sources()}
+
     def divisible(self) -> list[Divisible]:
         """See `Source.divisible`."""
         return [part for entry in self.entries for part in entry.source.divisible()]
@@ -228,10 +250,15 @@ class Mix(Source):
             remote=[number for number, entry in enumerate(self.entries) if not entry.source.local],
         )
 
-    def _open(self, reading: Reading, source_index: int, restarts: int, start: Cursor | None) -> Reader:
-        """Open a source that was restarted ``restarts`` times in the epoch; ``start`` None is its beginning."""
+    def _open(
+        self, reading: Reading, source_index: int, restarts: int, start: Cursor | None, *, probe: bool = False
+    ) -> Reader:
+        """Open a source that was restarted ``restarts`` times in the epoch; ``start`` None is its beginning.
+
+        A ``probe`` only looks whether there is a row, and takes no window that is known from before a resume.
+        """
         entry = self.entries[source_index]
-        number = reading.epoch << RESTART_BITS | restarts
+        number = pass_number(reading.epoch, restarts)
         # Without a seed per source, two sources of equal size get the same permutation, and row i of one always meets
         # row i of the other.
         own = replace(
@@ -240,8 +267,11 @@ class Mix(Source):
             epoch=number,
             seed=crc32(f"{reading.seed} {entry.name}".encode()),
             start=start,
-            replayed=0,
             read_ahead=reading.read_ahead and reading.read_ahead.part(entry.weight),
+            earlier={"": reading.earlier.get(entry.name, ())},
+            known=[
+                deque(known) if probe else known for known in reading.known[source_index : source_index + 1]
+            ],
         )
         return entry.source.read(own)
 
@@ -303,7 +333,8 @@ class Mix(Source):
         # For each source: its tokens per trained token, and how many tokens of the whole mixture are trained when this
         # source has been read once.
         found = []
-        for entry in self.entries:
+        read = [entry for entry in self.entries if entry.weight]
+        for entry in read:
             tokens, trained = tokens_of(entry.source, entry.encoder)
             if not trained:
                 raise ValueError(f"no token of source {entry.name!r} is trained, as far as a sample tells")
@@ -312,7 +343,7 @@ class Mix(Source):
         all_trained = ends(size for _, size in found)
         tokens = sum(
             all_trained * entry.weight * per_trained
-            for entry, (per_trained, _) in zip(self.entries, found, strict=True)
+            for entry, (per_trained, _) in zip(read, found, strict=True)
         )
         return tokens, all_trained
 
@@ -333,8 +364,8 @@ def _entry_of(given: Mapping[str, Any] | Entry, once: Once) -> Entry:
         if given.get(key) is None:
             raise ValueError(f"source {name!r} has no {key}; its keys are {', '.join(keys)}")
     weight = given["weight"]
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
         raise ValueError(
-            f"source {name!r} has weight={weight!r}; give a number above 0, its fraction of the trained tokens"
+            f"source {name!r} has weight={weight!r}; give its fraction of the trained tokens, 0 to leave it out"
         )
     return Entry(name, as_source(given["source"], once=once), float(weight), given.get("encoder"))

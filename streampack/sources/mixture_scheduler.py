@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
 
 import numpy as np
 
 from streampack.accounting import trained_tokens
-from streampack.sources.base import BadRecord, Reader, Reading
+from streampack.sources.base import HELD_OUT, BadRecord, Reader, Reading
 from streampack.sources.passes import passes_by_all
 from streampack.types import Cursor, Row, RowId, Sample
 
@@ -19,59 +22,14 @@ UNTRAINED_ROWS = 1000
 fewer, a run could end late because of a small source of which few rows are trained."""
 
 
-class WeightSchedule:
-    """The weights of a mixture's sources, and the earlier weights that a replay still needs.
+class OpenSource(Protocol):
+    """Opens a source of a mixture; see `MixtureScheduler`."""
 
-    A resume reads again the rows whose pieces were not packed yet. If the weights were changed, those rows must be read
-    in the order that the old weights gave; the new weights apply after them.
-
-    >>> schedule = WeightSchedule((1, 3))
-    >>> _ = schedule.change((2, 2), after=5)  # five pieces are replayed, then the new weights hold
-    >>> schedule.tick(4), schedule.now, schedule.tick(1), schedule.now
-    (None, (1, 3), None, (2, 2))
-
-    Args:
-        last: the weights of the sources that apply when all earlier ones have been used up.
-        past: earlier weights, the oldest first, as (number of pieces for which they still apply, weights).
-    """
-
-    def __init__(self, last: Sequence[int], past: Sequence[tuple[int, tuple[int, ...]]] = ()) -> None:
-        self.last = tuple(last)
-        self.past = list(past)
-
-    @property
-    def now(self) -> tuple[int, ...]:
-        """The weights that choose the next row."""
-        return self.past[0][1] if self.past else self.last
-
-    def change(self, weights: Sequence[int], *, after: int) -> None:
-        """Use other weights as soon as ``after`` more pieces have been read."""
-        if tuple(weights) != self.last:
-            left = after - sum(pieces for pieces, _ in self.past)
-            if left > 0:
-                self.past.append((left, self.last))
-            self.last = tuple(weights)
-
-    def tick(self, pieces: int) -> None:
-        """Count pieces that were read. If a row's pieces use up the current weights, the rest counts for the next."""
-        while self.past and pieces:
-            left, weights = self.past[0]
-            if pieces < left:
-                self.past[0] = (left - pieces, weights)
-                return
-            pieces -= left
-            del self.past[0]
-
-    def numbers(self) -> list[int]:
-        """Return the weights as the beginning of a cursor."""
-        past = [number for pieces, weights in self.past for number in (pieces, *weights)]
-        return [len(self.past), *past, *self.last]
-
-    @classmethod
-    def from_numbers(cls, numbers: Iterator[int], *, count: int) -> WeightSchedule:
-        """Invert `numbers`, for ``count`` sources."""
-        past = [(next(numbers), _take(numbers, count)) for _ in range(next(numbers))]
-        return cls(_take(numbers, count), past)
+    def __call__(
+        self, source_index: int, restarts: int, start: Cursor | None, *, probe: bool = False
+    ) -> Reader:
+        """Return a reader of one pass over the source."""
+        ...
 
 
 @dataclass(slots=True)
@@ -81,38 +39,55 @@ class SourceState:
     Attributes:
         deficit: how many trained tokens the source is behind its target fraction, times the sum of the weights.
         restarts: how often the source was begun anew in this epoch: the number of the pass over it.
-        exhausted: whether the source was read to its end at least once in this epoch.
         untrained: how many rows were read since the newest one with a trained token.
         begun: how many passes were begun since the newest row; above 1 if the lane had no rows in some.
         cursor: the source's own cursor of its next row; empty if a pass was begun and no row was read yet.
         reader: reads the source; None until its first row is needed.
     """
 
-    deficit: int
+    deficit: int = 0
     restarts: int = 0
-    exhausted: bool = False
     untrained: int = 0
     begun: int = 1
     cursor: Cursor = ()
     reader: Reader | None = None
 
-    def numbers(self) -> list[int]:
-        """Return the state, without the reader, as a part of a cursor."""
-        # A cursor holds no negative numbers, so the sign becomes the lowest bit.
-        zigzag = self.deficit << 1 if self.deficit >= 0 else ~self.deficit << 1 | 1
-        counts = (self.restarts, self.exhausted, self.untrained, self.begun, len(self.cursor))
-        return [zigzag, *map(int, counts), *self.cursor]
+    @property
+    def exhausted(self) -> bool:
+        """Whether the source was read to its end at least once in this epoch."""
+        return self.restarts > 0
+
+    def place(self) -> list[int]:
+        """Return where the source is read, as a part of the mixture's cursor."""
+        return [self.restarts, len(self.cursor), *self.cursor]
 
     @classmethod
-    def from_numbers(cls, numbers: Iterator[int]) -> SourceState:
-        """Invert `numbers`."""
-        zigzag, restarts, exhausted, untrained, begun, size = _take(numbers, 6)
-        deficit = ~(zigzag >> 1) if zigzag & 1 else zigzag >> 1
-        return cls(deficit, restarts, bool(exhausted), untrained, begun, _take(numbers, size))
+    def at(cls, numbers: Iterator[int]) -> SourceState:
+        """Return the state of a source that is read from a `place` on."""
+        restarts, size = next(numbers), next(numbers)
+        cursor = tuple(islice(numbers, size))
+        return cls(restarts=restarts, begun=not cursor, cursor=cursor)
+
+    def front(self) -> tuple[int, ...]:
+        """Return what decides when the source is drawn and restarted."""
+        # A lane state holds no negative numbers, so the sign becomes the lowest bit.
+        zigzag = self.deficit << 1 if self.deficit >= 0 else ~self.deficit << 1 | 1
+        return zigzag, self.restarts, self.untrained, self.begun
+
+    def restore_front(self, zigzag: int, _: int, untrained: int, begun: int) -> None:
+        """Invert `front`, but for the restarts, which follow from reading again."""
+        self.deficit = ~(zigzag >> 1) if zigzag & 1 else zigzag >> 1
+        self.untrained, self.begun = untrained, begun
+
+
+FRONT = 4  # numbers of `SourceState.front`
 
 
 class MixtureScheduler(Reader):
     """One lane's rows of a mixture in one epoch, each from the source that is furthest behind its weight.
+
+    A cursor holds the restarts and the cursor of each source. A resume reads rows again from the sources that the lane
+    state names (`draw_from`), and then takes the deficits from the lane state (`restore_front`).
 
     After each row, the lane that reads calls `charge` with the samples made of it, whose trained tokens are counted. A
     source's deficit is ``its weight * the trained tokens of all sources - the sum of weights * its own trained
@@ -134,11 +109,10 @@ class MixtureScheduler(Reader):
     Args:
         names: the sources' names, for errors.
         open_source: ``(source_index, restarts, start)`` opens a source that was restarted ``restarts`` times in this
-            epoch, at the cursor ``start``, or at its beginning if that is None.
+            epoch, at the cursor ``start``, or at its beginning if that is None; with ``probe``, only to look for a row.
         locate: the mixture's `Source.locate`.
         stop: when an epoch ends, one of `STOPS`.
-        weights: the sources' weights. If the cursor to start at holds others, those apply to the rows that are read
-            again.
+        weights: the sources' weights. A source of weight 0 is not read.
         reading: the lane and epoch to read, and where to begin.
         remote: indices of the sources whose rows can be fetched before they are needed.
     """
@@ -147,7 +121,7 @@ class MixtureScheduler(Reader):
         self,
         names: Sequence[str],
         *,
-        open_source: Callable[[int, int, Cursor | None], Reader],
+        open_source: OpenSource,
         locate: Callable[[RowId], str],
         stop: str,
         weights: Sequence[int],
@@ -167,25 +141,38 @@ class MixtureScheduler(Reader):
         # Two sets of random numbers, from which `_begin` makes the deficits that the epoch begins with.
         self.delays = sorted(rng.integers(0, reading.stagger + 1, len(names)).tolist())  # trained tokens
         self.waits = rng.exponential(size=len(names))
-        self.states: list[SourceState] = []
-        if reading.start is None:
-            self.schedule = WeightSchedule(weights)
-            self._begin()
-        else:
+        self.weights = tuple(weights)
+        self.states = self._first_states()
+        if reading.start is not None:
             numbers = iter(reading.start)
-            self.schedule = WeightSchedule.from_numbers(numbers, count=len(names))
-            self.schedule.change(weights, after=reading.replayed)
-            self.states = [SourceState.from_numbers(numbers) for _ in names]
+            self.states = [SourceState.at(numbers) for _ in names]
+        self.held_out = False  # whether the newest row is
+        self.drawn: int | None = None  # the source of the next row, if it is read again
         self.current = 0  # index of the source that the newest row is from
         self.awaits_charge = False  # whether `charge` must still be called for the newest row
 
     @property
     def cursor(self) -> Cursor:
         """The cursor of the newest row until `charge` is called for it, then of the next row."""
-        numbers = self.schedule.numbers()
-        for state in self.states:
-            numbers += state.numbers()
-        return tuple(numbers)
+        return tuple(number for state in self.states for number in state.place())
+
+    @property
+    def front(self) -> tuple[int, ...]:
+        """See `Reader.front`: those of the sources."""
+        return tuple(number for state in self.states for number in state.front())
+
+    def restore_front(self, numbers: Sequence[int]) -> None:
+        """See `Reader.restore_front`."""
+        if len(numbers) != FRONT * len(self.states):
+            raise ValueError(
+                f"{self.place}: the state has {len(numbers)} numbers for {len(self.states)} sources"
+            )
+        for i, state in enumerate(self.states):
+            state.restore_front(*numbers[FRONT * i : FRONT * (i + 1)])
+
+    def draw_from(self, source: int) -> None:
+        """See `Reader.draw_from`."""
+        self.drawn = source
 
     @property
     def reached(self) -> tuple[int, ...]:
@@ -199,8 +186,9 @@ class MixtureScheduler(Reader):
                 f"{self.place}: a mixture was read on before the row of source {name!r} was charged; "
                 "read it by an IterablePackedDataset, and hold rows out of its sources, not of the whole"
             )
+        self.held_out = False
         while True:
-            self.current = max(range(len(self.states)), key=lambda i: self.states[i].deficit)
+            self.current = self._furthest_behind() if self.drawn is None else self.drawn
             state = self.states[self.current]
             if state.reader is None:
                 state.reader = self.open_source(self.current, state.restarts, state.cursor or None)
@@ -214,19 +202,25 @@ class MixtureScheduler(Reader):
                     row_id=(self.current, *error.row_id),
                     locate=self.locate,
                     lost=error.lost,
+                    window=error.window,
                 ) from error.__cause__
             if row is not None:
                 break
             self._restart(self.current)
-        self.awaits_charge = True
-        return Row(row.data, self.cursor, (self.current, *row.row_id))
+        self.held_out = row.data is HELD_OUT
+        found = Row(row.data, self.cursor, (self.current, *row.row_id), row.window)
+        if self.drawn is None:
+            self.awaits_charge = True
+        else:
+            self._count_row(0)
+        return found
 
     def skip(self) -> None:
-        """See `Reader.skip`. The record counts as a row of one piece without trained tokens."""
+        """See `Reader.skip`. The record counts as a row without trained tokens."""
         reader = self.states[self.current].reader
         assert reader is not None
         reader.skip()
-        self._count_row(0, pieces=1)
+        self._count_row(0)
 
     def prepare(self) -> None:
         """See `Reader.prepare`."""
@@ -243,36 +237,39 @@ class MixtureScheduler(Reader):
         return tuple(None if state.reader is None else state.reader.consumed()[0] for state in self.states)
 
     def charge(self, parts: Sequence[Sample]) -> None:
-        """See `Reader.charge`. A row that was dropped counts as one piece without trained tokens."""
-        assert self.awaits_charge, "every row is charged once"
-        self.awaits_charge = False
-        self._count_row(sum(map(trained_tokens, parts)), pieces=max(1, len(parts)))
+        """See `Reader.charge`. A row that is read again was charged when it was read first."""
+        if self.awaits_charge:
+            self.awaits_charge = False
+            self._count_row(sum(map(trained_tokens, parts)))
 
-    def _count_row(self, trained: int, *, pieces: int) -> None:
+    def _count_row(self, trained: int) -> None:
         state = self.states[self.current]
         assert state.reader is not None
-        state.untrained = 0 if trained else state.untrained + 1
-        state.begun, state.cursor = 0, state.reader.cursor
-        weights = self.schedule.now
-        for other, weight in zip(self.states, weights, strict=True):
+        state.cursor, self.drawn = state.reader.cursor, None
+        if not self.held_out:  # a pass with nothing but such rows has none
+            state.untrained, state.begun = 0 if trained else state.untrained + 1, 0
+        for other, weight in zip(self.states, self.weights, strict=True):
             other.deficit += weight * trained
-        state.deficit -= sum(weights) * trained
-        self.schedule.tick(pieces)
+        state.deficit -= sum(self.weights) * trained
 
-    def continue_from(self, ended: Reader) -> None:
-        """See `Reader.continue_from`. Takes over earlier weights, as a replay may go on in the next epoch."""
-        assert isinstance(ended, MixtureScheduler)
-        self.schedule = ended.schedule
-        self._begin()
+    def _furthest_behind(self) -> int:
+        """Return the source with the largest deficit, of those that have a weight."""
+        return max(
+            (i for i, weight in enumerate(self.weights) if weight), key=lambda i: self.states[i].deficit
+        )
 
-    def _begin(self) -> None:
-        """Set the deficits that an epoch begins with: the mean of the delays, minus a delay for each source."""
+    def _first_states(self) -> list[SourceState]:
+        """Return the states that an epoch begins with: a deficit is the mean of the delays, minus the source's own."""
         # Exponential random numbers are divided by the weights, and the source with the smallest quotient gets the
         # shortest delay, so the largest deficit. The i-th quotient is the smallest with probability w_i / sum(w).
-        weights = self.schedule.now
-        ranks = np.argsort(np.argsort(self.waits / np.array(weights))).tolist()
-        middle = sum(weights) * sum(self.delays) // len(weights)
-        self.states = [SourceState(middle - sum(weights) * self.delays[rank]) for rank in ranks]
+        total = sum(self.weights)
+        quotients = [
+            wait / weight if weight else math.inf
+            for wait, weight in zip(self.waits.tolist(), self.weights, strict=True)
+        ]
+        ranks = np.argsort(np.argsort(quotients)).tolist()
+        middle = total * sum(self.delays) // len(self.weights)
+        return [SourceState(middle - total * self.delays[rank]) for rank in ranks]
 
     def _restart(self, source_index: int) -> None:
         """Restart a source that was read to its end. If the lane had no rows in this pass, go to one in which it has.
@@ -283,12 +280,17 @@ class MixtureScheduler(Reader):
         """
         state, name = self.states[source_index], self.names[source_index]
         skipped = self._passes_without_rows(source_index) if state.begun else 0
-        others = (other for other in self.states if other is not state)
-        if self.stop == "first_exhausted" or (
+        others = [
+            other
+            for other, weight in zip(self.states, self.weights, strict=True)
+            if weight and other is not state
+        ]
+        ends = self.stop == "first_exhausted" or (
             self.stop == "all_exhausted" and all(other.exhausted for other in others)
-        ):
+        )
+        if self.drawn is None and ends:
             raise StopIteration
-        if state.untrained >= UNTRAINED_ROWS:
+        if self.drawn is None and state.untrained >= UNTRAINED_ROWS:
             raise ValueError(
                 f"{self.place}: the last {state.untrained} rows of source {name!r} trained no token, so its weight "
                 "cannot be reached; look at what is dropped or masked, or leave the source out"
@@ -296,7 +298,6 @@ class MixtureScheduler(Reader):
         self.states[source_index] = SourceState(
             state.deficit,
             state.restarts + skipped + 1,
-            exhausted=True,
             untrained=state.untrained,
             begun=state.begun + skipped + 1,
         )
@@ -310,7 +311,8 @@ class MixtureScheduler(Reader):
         for skipped in range(self.tries):
             restarts = self.states[source_index].restarts + skipped + 1
             with suppress(BadRecord):  # is a row
-                if next(self.open_source(source_index, restarts, None), None) is None:
+                reader = self.open_source(source_index, restarts, None, probe=True)
+                if all(row.data is HELD_OUT for row in reader):
                     continue
             return skipped
         raise ValueError(
@@ -319,5 +321,6 @@ class MixtureScheduler(Reader):
         )
 
 
-def _take(numbers: Iterator[int], count: int) -> tuple[int, ...]:
-    return tuple(next(numbers) for _ in range(count))
+def restarts_in(front: Sequence[int]) -> list[int]:
+    """Return how often each source was restarted, of `MixtureScheduler.front`."""
+    return list(front[1::FRONT])

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
-from streampack.sources.base import BadRecord, Reader, Reading
-from streampack.types import Cursor, Row, RowId
+from streampack.sources.base import REMOVED, BadRecord, KnownWindow, Reader, Reading
+from streampack.types import Cursor, Row, RowId, Window
 
 Record = tuple[int, Any, int]
 """(offset, raw data, offset of the next record). An offset counts bytes or rows from the beginning of the file."""
 
-FoundRecord = tuple["Part", int, Any]
-"""(part, offset of the record in the part's file, raw data). In place of raw data there may be a `Damage`."""
+FoundRecord = tuple[int, int, Any]
+"""(index of the part, offset of the record in the part's file, raw data). In place of raw data there may be a `Damage`,
+or `REMOVED`."""
+
+REMOVED_FILE = -1
+"""The file of a part whose file is no longer in the corpus."""
 
 
 class Part(NamedTuple):
     """A slice of a file: the records whose first unit (byte or row) lies in ``[start, stop)``.
 
-    ``file`` is the number of the file in its corpus. ``stop`` is None for a part that ends with the file.
+    ``file`` is the number of the file in its corpus, or `REMOVED_FILE`. ``stop`` is None for a part that ends with its
+    file.
 
     A part that cannot be cut may be shared by several lanes. Each of these ``turns`` lanes reads the whole part, and
     keeps the records whose number in it, modulo ``turns``, is its ``turn``.
@@ -98,7 +104,10 @@ class InOrder(Reader):
     error ``next()`` decodes the same record again. If no record is found, the cursor may still stand at the end of a
     part, while the position is at the beginning of a later one.
 
-    A `WindowReader` uses `find`, `row_of` and `position`, and keeps a cursor itself. `read_parts` in
+    A part whose file was removed is left out. Those of its records that were read before the resume count as rows with
+    the data `REMOVED`, so that pieces keep their numbers.
+
+    A `WindowReader` uses `find`, `row_of`, `position` and `removed`, and keeps a cursor itself. `read_parts` in
     sources/shuffling.py makes both, and describes the arguments.
     """
 
@@ -136,6 +145,14 @@ class InOrder(Reader):
         self.records: Iterator[Record] | None = None
         self.found: FoundRecord | None = None
         self.cursor = (*self.position, 0)
+        self.window, self.window_part = Window(()), -1  # of the newest row
+        # For a removed part, how many of its records still count as rows; and, without shuffling, what a resume knows
+        # of the parts that it reads again.
+        self.removed: dict[int, int] = {}
+        self.known: deque[KnownWindow] = deque()
+        if reading.known and not reading.shuffle_window:
+            self.known = reading.known[0]
+            self._begin_part()
 
     @property
     def reached(self) -> tuple[int, ...]:
@@ -152,7 +169,10 @@ class InOrder(Reader):
             self.cursor = (*self.position, 0)  # behind the last part
             raise StopIteration
         self.found = found  # until the row is returned: decoding may fail
-        row = self.row_of(found, self.cursor)
+        if found[0] != self.window_part:
+            # It counts as finished: a resume that reads no row of it again need not know it.
+            self.window, self.window_part = Window((self.reading.epoch, found[0]), finished=True), found[0]
+        row = self.row_of(found, self.cursor, self.window)
         # This is `skip`, written out: as a call, it would make reading of JSON lines 4 % slower.
         self.found, self.cursor = None, (self.part_index, self.offset, 0)
         return row
@@ -165,8 +185,12 @@ class InOrder(Reader):
         """See `Reader.prepare`. If ``records`` are given, as many will be asked for at once, soon or ``now``."""
         if self.preparation is None:
             return
-        if begins := self.records is None and self.part_index < len(self.parts):
-            self.preparation.plan(self.parts[self.part_index], self.offset, self._following())
+        part_index, offset = self.position
+        while part_index < len(self.parts) and self.parts[part_index].file == REMOVED_FILE:
+            part_index += 1
+            offset = self.parts[part_index].start if part_index < len(self.parts) else 0
+        if begins := self.records is None and part_index < len(self.parts):
+            self.preparation.plan(self.parts[part_index], offset, self._following(part_index))
         if begins or records:
             self.preparation.expect(records, now=now)
 
@@ -180,47 +204,59 @@ class InOrder(Reader):
         within = 0.0 if part.stop is None else (self.offset - part.start) / max(1, part.stop - part.start)
         return ((self.part_index + min(1.0, within)) / len(self.parts),)
 
-    def row_of(self, found: FoundRecord, cursor: Cursor) -> Row:
-        """Decode a record that `find` returned, as the row whose cursor is ``cursor``.
+    def row_of(self, found: FoundRecord, cursor: Cursor, window: Window) -> Row:
+        """Decode a record that `find` returned, as the row of ``window`` whose cursor is ``cursor``.
 
         Raises:
             BadRecord: if the record is damaged or cannot be decoded.
         """
-        part, offset, raw = found
+        part_index, offset, raw = found
+        part = self.parts[part_index]
         row_id = (part.file, offset)
+        if raw is REMOVED:
+            return Row(REMOVED, cursor, row_id, window)
         try:
             if not isinstance(raw, Damage):
-                return Row(self.decode(part, offset, raw), cursor, row_id)
+                return Row(self.decode(part, offset, raw), cursor, row_id, window)
         except BadShard as error:
             raw = self.judge(error, [part]) or error
             raw.lost = self.lost.setdefault(part.file, raw.lost)
         except ValueError as error:
-            raise BadRecord(str(error), cursor=cursor, row_id=row_id, locate=self.locate) from None
+            raise BadRecord(
+                str(error), cursor=cursor, row_id=row_id, locate=self.locate, window=window
+            ) from None
         if isinstance(raw, BadShard) and not raw.lost:  # of a part that lanes share
             raw = self.judge(raw, [part]) or raw
         if not isinstance(raw, BadShard):
-            raise BadRecord(str(raw), cursor=cursor, row_id=row_id, locate=self.locate)
+            raise BadRecord(str(raw), cursor=cursor, row_id=row_id, locate=self.locate, window=window)
         raise BadRecord(
             str(raw),
             cursor=cursor,
             row_id=row_id,
             locate=lambda row_id: self.place(part, offset),  # lines of the file cannot be counted
             lost=raw.lost,
+            window=window,
         ) from raw.__cause__
 
     def find(self) -> FoundRecord | None:
         """Return the next record and move `position` behind it; return None at the end of the parts."""
         while self.part_index < len(self.parts):
             part = self.parts[self.part_index]
+            if part.file == REMOVED_FILE:
+                if left := self.removed.get(self.part_index, 0):
+                    self.removed[self.part_index] = left - 1
+                    return self.part_index, self.offset, REMOVED
+                self._go_to_part(self.part_index + 1)
+                continue
             try:
                 if self.records is None:
                     if part in self.empty:
                         self._go_to_part(self.part_index + 1)
                         continue
-                    self.records = self.open_part(part, self.offset, self._following())
+                    self.records = self.open_part(part, self.offset, self._following(self.part_index))
                 if record := next(self.records, None):
                     offset, raw, self.offset = record
-                    return part, offset, raw
+                    return self.part_index, offset, raw
                 if self.offset == part.start:
                     self.empty.add(part)
             except Exception as error:
@@ -232,17 +268,22 @@ class InOrder(Reader):
                 if damage is None:
                     error.add_note(f"while reading {self.place(part, self.offset)}")
                     raise
+                part_index = self.part_index
                 if damage.resume is None:
-                    self._go_to_part(self.part_index + 1)
+                    self._go_to_part(part_index + 1)
                 else:
                     self.offset = damage.resume
-                return part, damage.offset, damage
+                return part_index, damage.offset, damage
             self._go_to_part(self.part_index + 1)
         return None
 
-    def _following(self) -> Iterator[Part]:
+    def _following(self, part_index: int) -> Iterator[Part]:
         empty = self.empty  # so that the iterator, which the records hold, does not hold this reader
-        return (part for part in islice(self.parts, self.part_index + 1, None) if part not in empty)
+        return (
+            part
+            for part in islice(self.parts, part_index + 1, None)
+            if part.file != REMOVED_FILE and part not in empty
+        )
 
     def _damage(self, error: Exception, part: Part) -> Damage | None:
         """Return the damage that an error stands for; None if another try may succeed."""
@@ -257,3 +298,10 @@ class InOrder(Reader):
     def _go_to_part(self, part_index: int) -> None:
         self.part_index, self.records = part_index, None
         self.offset = self.parts[part_index].start if part_index < len(self.parts) else 0
+        if self.known:
+            self._begin_part()
+
+    def _begin_part(self) -> None:
+        """Take what a resume knows of the part that is read next."""
+        if self.known and self.known[0].numbers == (self.reading.epoch, self.part_index):
+            self.removed[self.part_index] = self.known.popleft().rows

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-from zlib import crc32
 
 from streampack.sources.base import OTHER_RECORDS, Reader, Reading, permutation
 from streampack.sources.parts import BadShard, FoundRecord, InOrder, Judge, Part, Preparation, Record
 from streampack.sources.turns import in_turns
-from streampack.types import Cursor, Row, RowId
+from streampack.types import Cursor, Row, RowId, Window
 
 HOLD_EVERY = 64
 """After so many rows of a window, the memory of those that were returned is given to read-ahead."""
@@ -18,11 +18,11 @@ HOLD_EVERY = 64
 class WindowReader(Reader):
     """Reads the records of ``ordered`` in a permuted order within windows of ``shuffle_window`` records.
 
-    A cursor is ``(part_index, offset, index, end)``: the window's first record is the one at byte or row number
-    ``offset`` in the file of ``parts[part_index]``, and ``index`` rows of the window have been returned or skipped. It
-    is all a resume needs, because the order of the parts and of each window's records is a function of (seed, epoch,
-    lane) and, for a window, of where it begins. ``end`` is a checksum of where the window ends, 0 if ``index`` is: a
-    shard that can be read again, or no longer, makes a window of other records.
+    A cursor is ``(part_index, offset, index)``: the window's first record is the one at byte or row number ``offset``
+    in the file of ``parts[part_index]``, and ``index`` rows of the window have been returned or skipped. That is all a
+    resume needs, because the order of the parts and of each window's records is a function of (seed, epoch, lane) and,
+    for a window, of where it begins. How many records a window has of each part is kept beside it (`Window`): if a
+    file is gone, or a shard can be read again or no longer, it would have other records.
 
     A resume must find all records of the window again before it can return one: besides the rows since the cursor, it
     reads at most one window. (A compressed file is also decompressed from its beginning, as without shuffling.)
@@ -38,15 +38,17 @@ class WindowReader(Reader):
         self.window: list[FoundRecord | None] = []
         self.window_bytes = 0
         self.window_start = ordered.position
-        self.end = 0  # a checksum of where the current window ends
         self.index = 0  # how many rows of the window have been returned or skipped
+        self.current = Window(())
+        self.known = self.reading.known[0] if self.reading.known else deque()
+        # The counts of the window that is being read, if it was read before a resume.
+        self.expected: list[int] = []
         # The records of the next window while it is being read. An error in the middle leaves them here, so that the
         # next call goes on behind them.
         self.filling: list[FoundRecord] | None = None
         start = self.reading.start
-        # Of the first window, before it is read.
-        self.resumes_at, self.resumed_end = (0, 0) if start is None else start[2:]
-        self.cursor = (*self.window_start, self.resumes_at, self.resumed_end)
+        self.resumes_at = start[-1] if start is not None else 0  # of the first window, before it is read
+        self.cursor = (*self.window_start, self.resumes_at)
 
     def __next__(self) -> Row:
         while self.index >= len(self.window):
@@ -55,7 +57,7 @@ class WindowReader(Reader):
                 raise StopIteration
         found = self.window[self.index]
         assert found is not None
-        row = self.ordered.row_of(found, self.cursor)
+        row = self.ordered.row_of(found, self.cursor, self.current)
         self._go_to(self.index + 1)
         return row
 
@@ -84,40 +86,48 @@ class WindowReader(Reader):
         if self.window_bytes and not index % HOLD_EVERY and self.ordered.preparation is not None:
             self.ordered.preparation.hold(round((1 - index / len(self.window)) * self.window_bytes))
         # At a window's end, the cursor is that of the next window: a resume need not read the old one again.
-        if index < len(self.window):
-            self.cursor = (*self.window_start, index, self.end if index else 0)
-        else:
-            self.cursor = (*self.ordered.position, 0, 0)
+        self.current.finished = index >= len(self.window)
+        self.cursor = (*self.ordered.position, 0) if self.current.finished else (*self.window_start, index)
 
     def _read_window(self) -> None:
         """Read and permute the next window, which is empty at the end of the parts.
 
         Raises:
-            ValueError: if a resume is in the middle of it, and it has other records than before.
+            ValueError: if it was read before a resume, and had other records then.
             FileNotFoundError: if that is so because a file is gone.
         """
         if self.filling is None:
             self.filling, self.window = [], []
             self.window_start = self.ordered.position
+            if self.known and self.known[0].numbers[0] == self.reading.epoch:
+                # Of a part that was removed since, this is the only way to know the offset and the number of records.
+                _, part_index, offset, *self.expected = self.known.popleft().numbers
+                self.window_start = part_index, offset
+                self.ordered.removed = dict(enumerate(self.expected, part_index))
         self.ordered.prepare(self.reading.shuffle_window, now=True)
         while len(self.filling) < self.reading.shuffle_window and (found := self.ordered.find()):
             self.filling.append(found)
-        self.end = crc32(repr(self.ordered.position).encode())
-        if self.resumes_at and self.end != self.resumed_end:
+        counts = self._counts(self.filling)
+        if self.expected and self.expected != counts:
             for _, _, raw in self.filling:
                 if isinstance(raw, BadShard) and isinstance(raw.__cause__, FileNotFoundError):
                     raise raw.__cause__
-            place = self.ordered.place(self.ordered.parts[self.window_start[0]], self.window_start[1])
-            raise ValueError(f"{place}, {OTHER_RECORDS}")
+            raise ValueError(f"lane {self.reading.lane}: {OTHER_RECORDS}")
         order = permutation(len(self.filling), *self.reading.key, *self.window_start)
         if self.ordered.preparation is not None:
             self.window_bytes = self.ordered.preparation.filled(self.filling)
         self.window, self.filling = [self.filling[i] for i in order], None
+        self.current, self.expected = Window((self.reading.epoch, *self.window_start, *counts)), []
         self.index = 0
         if self.resumes_at:
             self.window[: self.resumes_at] = [None] * min(self.resumes_at, len(self.window))
         self._go_to(self.resumes_at)
         self.resumes_at = 0
+
+    def _counts(self, found: list[FoundRecord]) -> list[int]:
+        """Count the records of the part where the window begins, and of each following one up to the last."""
+        counts = Counter(part_index for part_index, _, _ in found)
+        return [counts[i] for i in range(self.window_start[0], max(counts, default=-1) + 1)]
 
 
 def never_bad(error: Exception, left: Sequence[Part]) -> BadShard | None:

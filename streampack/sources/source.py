@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from streampack.sources.base import Reader, Reading, own_row
+from streampack.sources.corpus_lists import CorpusList, Entry
 from streampack.sources.examples import EXAMPLES, Example, first_rows
 from streampack.sources.parts import Part, Record
 from streampack.sources.shuffling import read_parts
 from streampack.storage.base import File, ParallelMap
+from streampack.storage.file_marks import FileMarks
 from streampack.storage.listing import Corpus
 from streampack.storage.problems import Problem
 from streampack.types import RowId
@@ -134,6 +136,14 @@ class Source(ABC):
         """Return the files that cannot be read, as far as is known; more may be when the source is divided or read."""
         return []
 
+    def file_sources(self) -> Mapping[str, Listable]:
+        """Return the sources of files within this one: one under an empty name, or a mixture's by their names."""
+        return {}
+
+    def epochs_read(self, epoch: int, front: Sequence[int]) -> dict[str, int]:
+        """Return for each of `file_sources` the epoch that a lane reads; ``front`` is `Reader.front` in ``epoch``."""
+        return dict.fromkeys(self.file_sources(), epoch)
+
     def divisible(self) -> list[Divisible]:
         """Return the sources within this one, perhaps itself, that are `Divisible`."""
         return []
@@ -157,6 +167,19 @@ class Source(ABC):
         for row in self.rows(start, reading.num_lanes):
             yield number, own_row(row) if reading.shuffle_window else row, number + reading.num_lanes
             number += reading.num_lanes
+
+
+class Listable(Protocol):
+    """A source of files, whose list can be kept."""
+
+    def marks(self) -> FileMarks:
+        """Return the files with the tags by which a resume compares them."""
+
+    def listed(self) -> list[Entry]:
+        """Return the files with their sizes and tags."""
+
+    def corpus_list(self, num_lanes: int) -> CorpusList:
+        """Return the files and the parts of each lane."""
 
 
 class Divisible(Protocol):

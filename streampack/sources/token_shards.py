@@ -88,6 +88,7 @@ class TokenShardSource(IndexedSource):
         common = {key: index.content.get(key) for key in ("format", "version", "dtype")}
         self.shards = [shard_of(str(entry.get("name")), {**common, **entry}) for entry in entries]
         corpus = index.corpus([(shard.name, shard.size) for shard in self.shards])
+        self._marks: FileMarks | None = None
         super().__init__(corpus, [shard.documents for shard in self.shards])
         self.tokens = sum(shard.tokens for shard in self.shards)
         if type(self) is TokenShardSource:  # A user's subclass may change the ids, so that no bound is known.
@@ -102,8 +103,14 @@ class TokenShardSource(IndexedSource):
 
     def identity(self) -> dict[str, Any]:
         """See `Source.identity`."""
-        files = self.listing()
-        return {"source": "TokenShardSource", "files": FileMarks(files, [file.tag or "" for file in files])}
+        return {"source": "TokenShardSource", "files": self.marks()}
+
+    def marks(self) -> FileMarks:
+        """See `FileSource.marks`: the tags are the index's checksums."""
+        if self._marks is None:
+            files = self.listing()
+            self._marks = FileMarks(files, [file.tag or "" for file in files])
+        return self._marks
 
     def corpora(self) -> list[Corpus]:
         """Return none: the fingerprint is made of the index alone."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from streampack.sources.base import Reader, Reading
 from streampack.sources.examples import EXAMPLES, Example
-from streampack.sources.source import Divisible, Source
+from streampack.sources.source import Divisible, Listable, Source
 from streampack.storage.base import File
 from streampack.storage.listing import Corpus
 from streampack.storage.problems import Problem
@@ -85,6 +85,10 @@ class WrappedSource(Source):
     def bad_shards(self) -> list[Problem]:
         """See `Source.bad_shards`."""
         return self.source.bad_shards()
+
+    def file_sources(self) -> Mapping[str, Listable]:
+        """See `Source.file_sources`."""
+        return self.source.file_sources()
 
     def divisible(self) -> list[Divisible]:
         """See `Source.divisible`."""

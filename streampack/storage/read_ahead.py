@@ -87,8 +87,8 @@ def _fetch_all(queue: deque[tuple[Future[bytes], Callable[[], bytes]]]) -> None:
 class ReadAhead:
     """What a reader may fetch before it is needed, and the threads that it shares with the other readers.
 
-    >>> ReadAhead.for_lanes(256 << 20, 240).share, ReadAhead.for_lanes(256 << 20, 8).share
-    (821329, 8388608)
+    >>> [ReadAhead.for_lanes(256 << 20, lanes).share >> 10 for lanes in (8, 240)]  # KiB
+    [8192, 802]
 
     Attributes:
         share: the most bytes that the reader holds: those fetched ahead, the block that it reads, and its shuffle

@@ -24,6 +24,7 @@ from streampack.sources.mixture import Mix
 from streampack.storage.read_ahead import READ_AHEAD, ReadAhead
 from streampack.storage.use import StorageUse
 from streampack.streaming.consumers import Ranks, ranks_for_plain_iteration
+from streampack.streaming.corpus_changes import WHAT_HAPPENS, CorpusChanges, described
 from streampack.streaming.epochs import EpochCounter
 from streampack.streaming.estimate import Estimate, estimate
 from streampack.streaming.iteration import PackDicts, RefusedIteration
@@ -90,6 +91,9 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             holds for all of its lanes together: fetched ahead of need, and in shuffle windows.
         max_outage: minutes that each process which reads may wait for files, in all of its run, after the ``retries``
             of a read are used up. Other ranks must wait as long (``timeout`` of a `PackedDataLoader`).
+        corpus_changes: what to do at a resume if files, or sources of a mixture, were added, removed or changed since
+            the state was made: ``"error"``, or ``"allow"`` to go on; see `CorpusChanges`.
+        corpus_lists: a folder where the list of the files is kept, which a resume with other files needs.
 
         shuffle: whether to read in a shuffled order, which is a function of (seed, epoch, lane). The parts of files are
             shuffled, and rows within windows of ``shuffle_window``; map-style data are shuffled entirely.
@@ -134,6 +138,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         quarantine: str | os.PathLike[str] | None = None,
         read_ahead: int = READ_AHEAD,
         max_outage: float = 0.0,
+        corpus_changes: str = "error",
+        corpus_lists: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
         kept = quarantine_for(
@@ -188,6 +194,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self._shared_logged = False
         self._untrained = UntrainedWarning(self.lane_config)
         self._identity = RunIdentity(self.lane_config)
+        self._changes = CorpusChanges(source, allowed=corpus_changes, folder=corpus_lists)
         self._estimates: dict[tuple[int, int], Estimate] = {}
         self._ranks: Ranks | None = (
             None  # in a worker process: rank and world size of the process that made it
@@ -362,6 +369,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             "epoch": self.epoch if epoch is None else epoch,
             "num_lanes": self.num_lanes,
             "lanes": dict(lanes),
+            **self._changes.state(self.num_lanes),
             **weights,
         }
 
@@ -372,7 +380,10 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             ValueError: if the state is from another corpus, encoder or config, or is no state.
         """
         loaded = checked_state(state)
-        self._identity.require(state["identity"])
+        loaded, changed, earlier = self._changes.resume(state, loaded)
+        self._identity.require(state["identity"], changed=changed)
+        if changed:
+            warn_user(f"the corpus changed since the state was made: {described(changed)}. {WHAT_HAPPENS}")
         if self.mix is not None and (changes := self.mix.changed(state.get("weights"))):
             warn_user(changes)
         if self._lanes_asked_for and loaded.num_lanes not in (None, self.num_lanes):
@@ -380,6 +391,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
                 f"num_lanes={self.num_lanes} is not heeded: the state was made with num_lanes={loaded.num_lanes}, "
                 "which a run keeps; start a new run for another number"
             )
+        self.lane_config = replace(self.lane_config, earlier=earlier)
         self._resume.load(loaded)
         self.epoch, self.num_lanes = loaded.epoch, loaded.num_lanes
         self._lanes_asked_for = False

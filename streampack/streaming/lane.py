@@ -50,7 +50,7 @@ class Lane:
         if state is None:
             self.piece_reader.open(first_epoch)
         else:
-            self.piece_reader.open(state.epoch, state.cursor, replayed=state.next_piece - state.first)
+            self.piece_reader.open_at(state)
 
     @property
     def epoch(self) -> int:
@@ -95,9 +95,8 @@ class Lane:
                 f"{self.planner.buffered} tokens of it wait to be packed; the state does not fit together, or is of a "
                 "run without an end (epochs=None)"
             )
-        self.piece_reader.open(
-            epoch
-        )  # before the lines below: if it fails, the lane still stands at the old epoch's end
+        # Before the line below: if it fails, the lane still stands at the old epoch's end.
+        self.piece_reader.begin_epoch(epoch)
         self.packs, self.done = 0, False
 
     def next_event(self) -> LaneEvent:
@@ -174,6 +173,8 @@ class Lane:
         consumed = (1 << reader.next_number - first) - 1
         for piece in planner.waiting:
             consumed ^= 1 << piece.number - first
+        log = reader.log
+        log.forget(first)
         return LaneState(
             packs=self.packs,
             done=self.done,
@@ -184,6 +185,10 @@ class Lane:
             next_piece=reader.next_number,
             consumed=consumed,
             ledger=self.ledger.copy(),
+            rows=log.digits,
+            epochs=log.numbered_epochs(),
+            windows=log.numbered_windows(),
+            front=reader.reader.front,
             source_stats=tuple(stats.copy() for stats in self.source_stats),
             reached=reader.reached,
             bad_shards=tuple(reader.bad_shards),
@@ -203,8 +208,13 @@ class Lane:
         # A state that was saved at the end of the last epoch may be continued with epochs=None. There, a lane has an
         # end only if none of its rows makes a piece.
         self.done = state.done and not (self.config.endless and state.ledger.packed)
-        self.planner.restore(self.piece_reader.replay(state), offset=state.offset)
-        if self.planner.buffered != self.ledger.buffered:
+        pieces, removed = self.piece_reader.replay(state)
+        oldest = state.first + (~state.consumed & state.consumed + 1).bit_length() - 1
+        self.planner.restore(pieces, offset=state.offset if pieces and pieces[0].number == oldest else 0)
+        lost = self.ledger.buffered - self.planner.buffered
+        if removed and lost > 0:
+            self.ledger.drop("removed", lost, samples=removed)
+        elif lost:
             raise ValueError(
                 f"lane {self.lane}: {self.planner.buffered} tokens wait after reading again, the state says "
                 f"{self.ledger.buffered}; the data or the encoder changed since it was written"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from streampack.packing.encoders import Encoder
 from streampack.packing.samples import check_sample, sample_from_encoded
 from streampack.packing.settings import Packing
 from streampack.sources.bad_records import Quarantine, require_sound
+from streampack.sources.base import Division
 from streampack.sources.mixture import Mix
 from streampack.sources.source import Source
 from streampack.storage.use import StorageUse
@@ -39,6 +40,7 @@ class LaneConfig:
     checks: bool = True  # every sample; an encoder may be known to make none but good ones
     quarantine: Quarantine | None = None  # None: a broken record is an error
     use: StorageUse = field(default_factory=StorageUse)  # of this process
+    earlier: Mapping[str, Sequence[Division]] = field(default_factory=dict)  # see Reading
 
     @property
     def longest_read(self) -> float:

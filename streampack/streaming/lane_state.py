@@ -19,7 +19,8 @@ class LaneState:
 
     A resume opens the source at ``cursor`` of ``epoch``, which is the row of the oldest waiting piece. It numbers the
     pieces that it reads from ``first`` on, and skips those whose bit in ``consumed`` is set. When it reaches
-    ``next_piece``, the lane stands where it stood.
+    ``next_piece``, the lane stands where it stood. ``rows`` and ``windows`` say which rows to read on this way, and
+    how many pieces each made, also where files or sources were removed since.
 
     >>> state = LaneState(
     ...     packs=3, done=False, epoch=0, cursor=(2, 512, 0), first=40, offset=0, next_piece=42, consumed=0b10,
@@ -38,18 +39,28 @@ class LaneState:
     next_piece: int  # the number that the next piece to be read will get
     consumed: int  # bit i is set if piece ``first + i`` is packed or dropped
     ledger: Ledger  # of all packs so far
+    rows: int = 0  # the digits of a `RowLog` of these pieces
+    # The epochs that began among these pieces: (number of the first piece after ``first``, epoch).
+    epochs: tuple[tuple[int, int], ...] = ()
+    # The windows that these pieces were read from, and that are being read: (source, number of the first piece after
+    # ``first``, `Window.numbers`).
+    windows: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
+    front: tuple[int, ...] = ()  # see `Reader.front`; where the lane stands, not at ``cursor``
     source_stats: tuple[SourceStats, ...] = ()  # one entry for each source of a mixture
     reached: int = 0  # a checksum of `Reader.reached` when the state was made; 0 at the end of an epoch
     bad_shards: tuple[int, ...] = ()  # checksums of the names of the bad shards that the lane left out
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values, which ``torch.load(weights_only=True)`` takes; ``consumed`` in hexadecimal digits.
+        """Return plain values, which ``torch.load(weights_only=True)`` takes; long integers in hexadecimal digits.
 
         (`torch.load` refuses integers of more than 2,040 bits.)
         """
         found: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         found["cursor"] = [int(number) for number in self.cursor]
-        found["consumed"] = f"{self.consumed:x}"
+        found["consumed"], found["rows"] = f"{self.consumed:x}", f"{self.rows:x}"
+        found["epochs"] = [list(pair) for pair in self.epochs]
+        found["windows"] = [[source, number, *numbers] for source, number, numbers in self.windows]
+        found["front"] = list(self.front)
         found["ledger"] = self.ledger.numbers()
         found["source_stats"] = [stats.numbers() for stats in self.source_stats]
         found["bad_shards"] = list(self.bad_shards)
@@ -72,21 +83,29 @@ class LaneState:
             _require_counts([found[name]], name, 1)
         _require_counts(values["cursor"], "cursor")
         _require_counts(values["bad_shards"], "bad_shards")
+        _require_counts(values["front"], "front")
         _require_counts(values["ledger"], "ledger", len(Ledger().numbers()))
-        if type(values["done"]) is not bool or type(values["source_stats"]) is not list:
-            raise ValueError("done is no bool, or source_stats no list" + DAMAGED)
-        for stats in values["source_stats"]:
-            _require_counts(stats, "source_stats", len(fields(SourceStats)))
-        try:
-            consumed = int(values["consumed"], 16)
-        except (TypeError, ValueError):
-            raise ValueError("consumed is no hexadecimal number" + DAMAGED) from None
+        if type(values["done"]) is not bool:
+            raise ValueError("done is no bool" + DAMAGED)
+        for name, size in (("source_stats", len(fields(SourceStats))), ("epochs", 2), ("windows", None)):
+            if type(values[name]) is not list:
+                raise ValueError(f"{name} is no list" + DAMAGED)
+            for numbers in values[name]:
+                _require_counts(numbers, name, size)
+        consumed, rows = _hexadecimal(values, "consumed"), _hexadecimal(values, "rows")
         if found["checksum"] != _checksum(values):
             raise ValueError("the checksum is wrong" + DAMAGED)
         span = values["next_piece"] - values["first"]
-        if consumed < 0 or consumed.bit_length() > span:
+        if consumed.bit_length() > span:
             raise ValueError(f"consumed marks {consumed.bit_length()} pieces of {span}" + DAMAGED)
-        values |= {"cursor": tuple(values["cursor"]), "consumed": consumed}
+        if any(len(numbers) < 4 for numbers in values["windows"]):
+            raise ValueError("a window has too few numbers" + DAMAGED)
+        values |= {"cursor": tuple(values["cursor"]), "consumed": consumed, "rows": rows}
+        values["windows"] = tuple(
+            (source, number, tuple(numbers)) for source, number, *numbers in values["windows"]
+        )
+        values["epochs"] = tuple((number, epoch) for number, epoch in values["epochs"])
+        values["front"] = tuple(values["front"])
         values["ledger"] = Ledger.from_numbers(values["ledger"])
         values["bad_shards"] = tuple(values["bad_shards"])
         values["source_stats"] = tuple(SourceStats(*stats) for stats in values["source_stats"])
@@ -112,6 +131,16 @@ def _require_counts(found: Any, name: str, size: int | None = None) -> None:
     right_size = isinstance(found, list) and (size is None or len(found) == size)
     if not (right_size and all(type(number) is int and 0 <= number < 2**63 for number in found)):
         raise ValueError(f"{name} holds something else than counts below 2**63" + DAMAGED)
+
+
+def _hexadecimal(values: Mapping[str, Any], name: str) -> int:
+    try:
+        number = int(values[name], 16)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} is no hexadecimal number" + DAMAGED) from None
+    if number < 0:
+        raise ValueError(f"{name} is below 0" + DAMAGED)
+    return number
 
 
 def _checksum(values: Mapping[str, Any]) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -10,13 +11,14 @@ from zlib import crc32
 
 from streampack.accounting import Ledger, SourceStats, trained_tokens, trains_nothing
 from streampack.packing.cut_samples import untrained_error
-from streampack.sources.base import OTHER_RECORDS, BadRecord, Reader, Reading
+from streampack.sources.base import HELD_OUT, OTHER_RECORDS, REMOVED, BadRecord, KnownWindow, Reader, Reading
 from streampack.sources.passes import passes_by_all
 from streampack.storage.read_ahead import ReadAhead
 from streampack.streaming.lane_config import LaneConfig
-from streampack.streaming.lane_state import LaneState
+from streampack.streaming.lane_state import DAMAGED, LaneState
 from streampack.streaming.ledger_messages import FIRST_ROWS, warn_of_first_rows
-from streampack.types import Cursor, Row, RowId, Sample
+from streampack.streaming.row_log import LoggedRow, LoggedWindow, RowLog, digit_bits
+from streampack.types import Cursor, Row, RowId, Sample, Window
 
 UNREADABLE: Mapping[str, Any] = MappingProxyType({})
 """The data of a row that could not be read and is skipped; compared by identity."""
@@ -69,6 +71,10 @@ class PieceReader:
         self.unreadable: BadRecord | None = None  # why ``row`` could not be read, if its data is UNREADABLE
         self.bad_shards: list[int] = []  # checksums of the names of those that this lane has left out
         self.pending: list[Piece] = []
+        # The row whose pieces were asked for last, and the log of all rows since the oldest piece that waits.
+        self.newest: Row | None = None
+        self.log = RowLog(sources=max(1, len(config.source.names)))
+        self.known: Sequence[deque[KnownWindow]] = ()
         self.epoch_has_rows = False
         # Epochs in a row, the current one included, without a piece. In a stream without an end, a lane ends after
         # `most_without_pieces`: it would be read for ever without making a pack. In a mixture with
@@ -76,7 +82,7 @@ class PieceReader:
         self.epochs_without_pieces = 0
         self.most_without_pieces = passes_by_all(num_lanes) if config.source.names else 1
 
-    def open(self, epoch: int, start: Cursor | None = None, *, replayed: int = 0) -> None:
+    def open(self, epoch: int, start: Cursor | None = None) -> None:
         """Begin to read an epoch, at a cursor or at its beginning. If this fails, nothing has changed."""
         config = self.config
         reading = Reading(
@@ -87,15 +93,36 @@ class PieceReader:
             shuffle_window=config.shuffle_window,
             start=start,
             stagger=config.packing.max_seq_len,
-            replayed=replayed,
             read_ahead=self.read_ahead,
             use=config.use,
+            known=self.known,
+            earlier=config.earlier,
+            left_out=True,
         )
         self.reader = config.source.read(reading)
         config.check_shards()
         self.epoch, self.ended = epoch, False
         self.epoch_has_rows = False
         self.epochs_without_pieces += 1
+
+    def open_at(self, state: LaneState) -> None:
+        """Begin to read at a state's cursor; `replay` must follow.
+
+        Raises:
+            ValueError: if the state's rows and windows cannot be those of a lane.
+        """
+        before = self._log_of(state)
+        self.log = RowLog(sources=self.log.sources, first=state.first, epochs=[(state.first, state.epoch)])
+        self.next_number = state.first
+        self.known = before.known_windows()
+        self.log.expect(before.windows)
+        self.open(state.epoch, state.cursor)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Begin to read an epoch that no rows were read of before. If this fails, nothing has changed."""
+        self.known = ()
+        self.open(epoch)
+        self.log.close_windows()
 
     def next(self) -> Piece | None:
         """Return the next piece; None at the end of the epoch.
@@ -108,12 +135,13 @@ class PieceReader:
                 self.ended = True
                 return None
             self.pending = self._pieces(row, again=False)
-            self.row = None
+            self.row, self.newest = None, row
             if not self.pending:
-                self.next_number += 1
-                self._warn_if_all_dropped()
+                self._log(row)
+                if row.data is not REMOVED and row.data is not HELD_OUT:
+                    self._warn_if_all_dropped()
         piece = self.pending.pop(0)
-        self.next_number = piece.number + 1
+        self._log(self.newest, another=piece.number > piece.row_first)
         self.epochs_without_pieces = 0
         self.ledger.tokens_in += piece.length
         if self.source_stats:
@@ -126,50 +154,101 @@ class PieceReader:
             return self.pending[0].epoch, self.pending[0].cursor, self.pending[0].row_first
         return self.epoch, self.row.cursor if self.row else self.reader.cursor, self.next_number
 
-    def replay(self, state: LaneState) -> list[Piece]:
-        """Read again from a state's cursor, where the reader must stand, to where the state was taken.
+    def replay(self, state: LaneState) -> tuple[list[Piece], int]:
+        """Read again from a state's cursor, where `open_at` opened the reader, to where the state was taken.
 
-        Returns the pieces that waited then. The ledger is the state's; what is read again is not counted again.
+        The ledger is the state's; what is read again is not counted again.
+
+        Returns:
+            The pieces that waited then, and how many rows had waiting pieces and are no longer in the corpus.
 
         Raises:
-            ValueError: if there are fewer pieces than the state counts, or other records than were read before.
+            ValueError: if the corpus or the encoder gives other rows or pieces than the state counts.
         """
         self.ledger = state.ledger.copy()
         self.source_stats = [stats.copy() for stats in state.source_stats]
         self.bad_shards = list(state.bad_shards)
+        before = self._log_of(state)
         # Rows and pieces of this epoch may lie before the cursor.
         self.epoch_has_rows, self.epochs_without_pieces = True, 0
-        self.next_number = state.first
-        waiting = []
-        while self.next_number < state.next_piece:
-            row = self._read()
-            if row is None:
-                raise ValueError(
-                    f"lane {self.lane}: the state says {state.next_piece} pieces were read and the "
-                    f"corpus ends after {self.next_number}; the data or the encoder changed"
-                )
-            # Bit 0 is that of the row's first piece.
-            consumed = state.consumed >> (self.next_number - state.first)
-            # Consumed rows need no encoding, unless they may make several pieces, or belong to a mixture: it chooses
-            # sources by the trained tokens of all its rows.
-            skip = consumed & 1 and self.config.packing.keeps_one_piece_per_sample and not self.source_stats
-            pieces = [] if skip else self._pieces(row, again=True)
+        waiting: list[Piece] = []
+        removed = 0
+        for logged in before.rows():
+            if logged.epoch != self.epoch:
+                self.open(logged.epoch)
+                self.epoch_has_rows, self.epochs_without_pieces = True, 0
+            waits = [
+                number
+                for number in range(logged.number, logged.number + logged.pieces)
+                if not state.consumed >> (number - state.first) & 1
+            ]
+            row = self._row_again(logged, state)
+            last = logged.number + logged.pieces == state.next_piece
+            pieces: list[Piece] = []
+            if row is None or row.data is REMOVED or row.data is HELD_OUT:
+                removed += bool(waits)
+            elif waits or (last and not self.config.packing.keeps_one_piece_per_sample):
+                # Of the last row, some pieces may not have been asked for when the state was taken.
+                pieces = self._pieces(row, again=True)
+                if (waits and len(pieces) < logged.pieces) or (len(pieces) > logged.pieces and not last):
+                    raise ValueError(
+                        f"lane {self.lane}: {self.config.source.locate(row.row_id)} makes {len(pieces)} pieces, and "
+                        f"the state says {logged.pieces}; the data or the encoder changed since it was written"
+                    )
             self.row = None
-            self.epochs_without_pieces = 0  # again, because `_read` may have opened the next epoch
-            for piece in pieces:
-                if self.next_number == state.next_piece:  # the state was taken between the pieces of this row
-                    self.pending.append(piece)
-                    continue
-                if not consumed & 1:
-                    waiting.append(piece)
-                self.next_number += 1
-                consumed >>= 1
-            if not pieces:
-                self.next_number += 1
+            for i in range(logged.pieces):
+                self._log(row, another=i > 0)
+            waiting += [pieces[number - logged.number] for number in waits] if pieces else []
+            self.newest, self.pending = row, pieces[logged.pieces :]
+        self.reader.restore_front(state.front)
         self.ended = not state.reached
         if state.reached != self.reached:
             raise ValueError(f"lane {self.lane}: {OTHER_RECORDS}")
-        return waiting
+        return waiting, removed
+
+    def _row_again(self, logged: LoggedRow, state: LaneState) -> Row | None:
+        """Read a row that was read before the state was taken; return None if its source left the mixture."""
+        if logged.source is None:
+            return None
+        self.reader.draw_from(logged.source)
+        if (row := self._next_row()) is None:
+            raise ValueError(
+                f"lane {self.lane}: the state says {state.next_piece} pieces were read and the corpus ends after "
+                f"{logged.number}; the data or the encoder changed"
+            )
+        return row
+
+    def _log_of(self, state: LaneState) -> RowLog:
+        """Return the log that a state holds."""
+        sources, window = self.log.sources, self.config.shuffle_window
+        count = state.next_piece - state.first
+        for source, number, numbers in state.windows:
+            right = len(numbers) > 3 and sum(numbers[3:]) <= window if window else len(numbers) == 2
+            if not right or source >= sources or number > count:
+                raise ValueError(f"lane {self.lane}: the state has a window that cannot be" + DAMAGED)
+        if state.rows >> digit_bits(sources) * count:
+            raise ValueError(f"lane {self.lane}: the state has rows behind its last piece" + DAMAGED)
+        epochs = [(state.first, state.epoch)]
+        for number, epoch in state.epochs:
+            if not (epochs[-1][0] < state.first + number < state.next_piece and epochs[-1][1] < epoch):
+                raise ValueError(
+                    f"lane {self.lane}: the state has epochs that do not follow each other" + DAMAGED
+                )
+            epochs.append((state.first + number, epoch))
+        windows = [
+            # Number 0 stands for any piece up to the first.
+            LoggedWindow(source, Window(numbers), first=state.first + number, last=state.first - 1)
+            for source, number, numbers in state.windows
+        ]
+        return RowLog(
+            sources=sources, first=state.first, count=count, digits=state.rows, epochs=epochs, windows=windows
+        )
+
+    def _log(self, row: Row | None, *, another: bool = False) -> None:
+        """Give the next number to a row, or to ``another`` piece of it; None is a row whose source left the mixture."""
+        source = None if row is None else self.config.source.source_index(row.row_id)
+        self.log.add(source, None if row is None else row.window, epoch=self.epoch, another=another)
+        self.next_number += 1
 
     @property
     def reached(self) -> int:
@@ -182,28 +261,34 @@ class PieceReader:
 
     def _read(self) -> Row | None:
         """Return the row to encode next; None at the end of the epoch, and never if epochs follow without an end."""
-        while self.row is None:
+        while (row := self._next_row()) is None:
+            if not self.config.endless or self.epochs_without_pieces >= self.most_without_pieces:
+                return None
+            self.begin_epoch(self.epoch + 1)
+        self.epoch_has_rows = True
+        return row
+
+    def _next_row(self) -> Row | None:
+        """Return the row that was not encoded yet, or the source's next one; None if this epoch has no more."""
+        if self.row is None:
             try:
                 self.row = next(self.reader, None)
             except BadRecord as error:
                 if self.config.quarantine is None:
                     raise error.unskipped() from None
                 self.reader.skip()
-                self.row = Row(UNREADABLE, error.cursor, error.row_id)
+                self.row = Row(UNREADABLE, error.cursor, error.row_id, error.window)
                 self.unreadable = error
-            if self.row is None:
-                if not self.config.endless or self.epochs_without_pieces >= self.most_without_pieces:
-                    return None
-                ended = self.reader
-                self.open(self.epoch + 1)
-                self.reader.continue_from(ended)
-            else:
-                self.epoch_has_rows = True
         return self.row
 
     def _pieces(self, row: Row, *, again: bool) -> list[Piece]:
         """Encode a row and cut it to pieces; none if it is dropped. Unless it is read again, count it."""
         config = self.config
+        if row.data is REMOVED or row.data is HELD_OUT:
+            if self.source_stats and not again:
+                self._begin_stats(row)
+            self.reader.charge([])
+            return []
         unreadable = row.data is UNREADABLE and self.unreadable
         sample_or_reason = unreadable.reason if unreadable else config.sample(row)
         if isinstance(sample_or_reason, str):

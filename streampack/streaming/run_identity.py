@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from streampack.packing.encoders import TokensEncoder, qualified_name
@@ -39,13 +39,23 @@ class RunIdentity:
         found: dict[str, Any] = state_of(self.parts, listed=listed)
         return found
 
-    def require(self, theirs: Any, *, names: Collection[str] | None = None) -> None:
+    def require(
+        self, theirs: Any, *, names: Collection[str] | None = None, changed: Collection[str] = ()
+    ) -> None:
         """Compare with the identity in a state, or with the parts of it that are named.
+
+        Args:
+            theirs: the identity in the state.
+            names: of the parts to compare; by default all.
+            changed: the sources whose files changed, by their names in a mixture, otherwise an empty name. Of those
+                neither files nor rows are compared, so of the encoder only what its ``fingerprint`` returns.
 
         Raises:
             ValueError: saying which file, row or setting differs first.
         """
         ours = {name: part for name, part in self.parts.items() if names is None or name in names}
+        if changed and isinstance(theirs, Mapping):
+            theirs, ours = without_files(theirs, changed), without_files(ours, changed)
         words = difference(theirs, ours)
         if words is not None:
             raise ValueError(
@@ -128,6 +138,10 @@ class Encoded:
         """Implement `Compared`."""
         return self.state()
 
+    def unknown_rows(self) -> Encoded:
+        """Return the identity without what it makes of the rows."""
+        return replace(self, samples=MarkedRows((UNKNOWN,), ()))
+
     def difference(self, theirs: Any) -> str | None:
         """Implement `Compared`."""
         known = theirs if isinstance(theirs, Mapping) else {}
@@ -143,6 +157,42 @@ class Encoded:
         if type(fingerprint) is not type(self.fingerprint) or fingerprint != self.fingerprint:
             return f"the fingerprint of {self.name} is {self.fingerprint!r} and was {fingerprint!r}"
         return None
+
+
+OF_FILES = ("files", "hashed", "columns")
+"""Entries of a source's identity that follow from its files."""
+
+
+def without_files(parts: Mapping[str, Any], changed: Collection[str]) -> dict[str, Any]:
+    """Return the parts of an identity, less what follows from the files of the sources that changed."""
+    corpus, encoder = parts.get("corpus"), parts.get("encoder")
+    if not isinstance(corpus, Mapping):
+        return dict(parts)
+    if "names" not in corpus:
+        return {**parts, "corpus": _less_files(corpus), "encoder": _less_rows(encoder)}
+    corpus = {
+        key: value
+        for key, value in corpus.items()
+        if key != "names" and (not key.endswith("/") or key[:-1] not in changed)
+    }
+    encoders = {
+        name: value
+        for name, value in (encoder if isinstance(encoder, Mapping) else {}).items()
+        if name not in changed
+    }
+    return {**parts, "corpus": corpus, "encoder": encoders}
+
+
+def _less_files(identity: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _less_files(value) if isinstance(value, Mapping) else value
+        for key, value in identity.items()
+        if key not in OF_FILES
+    }
+
+
+def _less_rows(encoder: Any) -> Any:
+    return encoder.unknown_rows() if isinstance(encoder, Encoded) else encoder
 
 
 def name_of(encode: Any) -> str:

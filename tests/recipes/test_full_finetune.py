@@ -154,7 +154,7 @@ def test_a_changed_corpus_is_refused_at_resume(tmp_path):
     with (tmp_path / "rows.jsonl").open("a") as file:
         file.write('{"text": "cat"}\n')
     with pytest.raises(
-        ValueError, match=r"made with another corpus: .*rows\.jsonl is another file; it had 1 file"
+        ValueError, match=r"the corpus is not the one that the state was made with: 1 changed \(rows\.jsonl\)"
     ):
         train(tiny_config(tmp_path, resume=True))
 

@@ -185,10 +185,10 @@ def test_a_mixture_within_a_mixture_becomes_its_sources() -> None:
     )
 
 
-@pytest.mark.parametrize("weight", [0, float("nan"), float("inf"), "1", True])
-def test_a_weight_that_is_no_number_above_0_is_refused(weight: Any) -> None:
+@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), "1", True])
+def test_a_weight_that_is_no_number_is_refused(weight: Any) -> None:
     with pytest.raises(
-        ValueError, match=r"source 'a' has weight=.*; give a number above 0, its fraction of the"
+        ValueError, match=r"source 'a' has weight=.*; give its fraction of the trained tokens, 0 to leave"
     ):
         Mix([entry("a", rows(3), weight)])
 

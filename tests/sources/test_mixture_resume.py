@@ -22,8 +22,9 @@ from streampack.accounting import Ledger, SourceStats
 from streampack.sources import Reading
 from streampack.sources.base import Reader
 from streampack.sources.mixture import TOTAL_WEIGHT
-from streampack.sources.mixture_scheduler import SourceState, WeightSchedule
+from streampack.sources.mixture_scheduler import FRONT, SourceState
 from streampack.streaming.lane_state import LaneState
+from streampack.streaming.row_log import digit_bits
 from tests.support.conformance import check_cursors, check_resume_everywhere, content
 from tests.support.corpus import Numbers, rows, samples_in, write
 from tests.support.mixtures import (
@@ -100,19 +101,23 @@ def test_workers_make_the_batches_of_one_process_and_their_state_can_be_saved(tm
 @pytest.mark.parametrize("seed", [0, 1, 4, 5])
 def test_reading_resumes_at_every_cursor(seed: int) -> None:
     class Charged(Reader):
-        """A reader that charges each row at once, as a lane does."""
+        """A reader that charges each row at once, as a lane does, and whose cursor holds the front."""
 
         def __init__(self, mix: Mix, start: Any) -> None:
-            self.reader = mix.read(Reading(seed=seed, shuffle_window=1, start=start))
+            front = 3 * FRONT
+            self.reader = mix.read(Reading(seed=seed, shuffle_window=1, start=start and start[front:]))
+            if start is not None:
+                self.reader.restore_front(start[:front])
 
         @property
         def cursor(self) -> Any:
-            return self.reader.cursor
+            return *self.reader.front, *self.reader.cursor
 
         def __next__(self) -> Any:
             row = next(self.reader)
+            front = self.reader.front
             self.reader.charge(training(row.data["n"]))
-            return row
+            return row._replace(cursor=(*front, *row.cursor))
 
         def skip(self) -> None: ...
 
@@ -123,27 +128,28 @@ def test_reading_resumes_at_every_cursor(seed: int) -> None:
 
 def test_a_lane_state_with_the_largest_numbers_stays_small() -> None:
     """Shards of 1 TB, a billion rows, 2^40 tokens of each source, deficits of 2^18 tokens."""
-    sources = 8
-    schedule = WeightSchedule([TOTAL_WEIGHT // sources] * sources).numbers()
-    cursor = (10_000, 2**40, 2047)
-    of_source = SourceState(
-        -TOTAL_WEIGHT * 2**18, restarts=9, exhausted=True, untrained=900, begun=0, cursor=cursor
-    ).numbers()
-    stats = SourceStats(epochs=9, samples=2**30, tokens_in=2**40, packed=2**40, trained=2**40)
-    ledger = Ledger(samples=2**33, tokens_in=2**43, packs=2**31, capacity=2**43, packed=2**43)
+    sources, pieces = 6, 300
+    place = SourceState(restarts=9, cursor=(10_000, 2**40, 2047)).place()
+    front = SourceState(-TOTAL_WEIGHT * 2**18, restarts=9, untrained=900, begun=0).front()
     state = LaneState(
-        2**31,
-        False,
-        0,
-        (*schedule, *of_source * sources),
-        2**33,
-        0,
-        2**33 + 300,
-        2**300 - 1,
-        ledger,
-        (stats,) * sources,
+        packs=2**31,
+        done=False,
+        epoch=0,
+        cursor=(*place * sources,),
+        first=2**33,
+        offset=0,
+        next_piece=2**33 + pieces,
+        consumed=2**pieces - 1,
+        ledger=Ledger(samples=2**33, tokens_in=2**43, packs=2**31, capacity=2**43, packed=2**43),
+        rows=2 ** (digit_bits(sources) * pieces) - 1,
+        windows=((3, 0, (2**22, 10_000, 2**40, 1000, 1000, 48)),) * sources,
+        front=front * sources,
+        source_stats=(SourceStats(epochs=9, samples=2**30, tokens_in=2**40, packed=2**40, trained=2**40),)
+        * sources,
     )
-    assert len(pickle.dumps(state.as_dict())) <= 256 + 300 / 4 + 100 * sources
+    assert (
+        len(pickle.dumps(state.as_dict())) <= 350 + pieces / 4 + 100 * sources + pieces * 3 / 4 + 32 * sources
+    )
     assert LaneState.from_dict(state.as_dict()) == state
 
 

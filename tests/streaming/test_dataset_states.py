@@ -259,6 +259,7 @@ def test_the_ledger_adds_up_over_lanes_and_epochs() -> None:
         "empty": 0,
         "bad": 0,
         "untrained": 0,
+        "removed": 0,
     }
     assert ledger.dropped_samples["overlong"] == 2 * len(too_long)
     assert ledger.buffered == 0

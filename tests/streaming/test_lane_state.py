@@ -38,6 +38,16 @@ def states(draw: st.DrawFn) -> LaneState:
         next_piece=first + span,
         consumed=draw(st.integers(0, 2**span - 1)),
         ledger=draw(ledgers()),
+        rows=draw(st.integers(0, 2**300 - 1)),
+        epochs=tuple(draw(st.lists(st.tuples(counts, counts), max_size=2))),
+        windows=tuple(
+            draw(
+                st.lists(
+                    st.tuples(counts, counts, st.lists(counts, min_size=2, max_size=5).map(tuple)), max_size=3
+                )
+            )
+        ),
+        front=tuple(draw(st.lists(counts, max_size=4))),
         source_stats=tuple(
             SourceStats(*numbers) for numbers in draw(st.lists(st.tuples(*[counts] * 5), max_size=4))
         ),
@@ -52,7 +62,7 @@ def typical() -> LaneState:
         packs=1234,
         done=False,
         epoch=1,
-        cursor=(12, 734_003_200, 1999, 3_405_691_582),
+        cursor=(12, 734_003_200, 1999),
         first=1_250_000,
         offset=0,
         next_piece=1_250_090,
@@ -61,6 +71,7 @@ def typical() -> LaneState:
             samples=1_250_090, tokens_in=543_789_150, packs=1234, capacity=5_054_464, packed=5_054_000
         ),
         reached=2_596_996_162,
+        windows=((0, 0, (1, 12, 734_003_200, 1500, 548)),),
     )
 
 
@@ -89,16 +100,20 @@ def test_a_lane_state_dict_has_these_fields() -> None:
         "packs": 1234,
         "done": False,
         "epoch": 1,
-        "cursor": [12, 734003200, 1999, 3405691582],
+        "cursor": [12, 734003200, 1999],
         "first": 1250000,
         "offset": 0,
         "next_piece": 1250090,
         "consumed": "fffffffffffffffffffffb",
-        "ledger": [1250090, 543789150, 1234, 5054464, 5054000, 0, 0, *[0] * 10],
+        "ledger": [1250090, 543789150, 1234, 5054464, 5054000, 0, 0, *[0] * 12],
+        "rows": "0",
+        "epochs": [],
+        "windows": [[0, 0, 1, 12, 734003200, 1500, 548]],
+        "front": [],
         "source_stats": [],
         "reached": 2596996162,
         "bad_shards": [],
-        "checksum": 2414976770,
+        "checksum": 3367463356,
     }
 
 
@@ -109,8 +124,10 @@ def test_the_checksum_detects_every_changed_value(state: LaneState, data: st.Dat
     for name, value in found.items():
         if isinstance(value, list):
             changed: Any = [*value, data.draw(counts)]
+        elif isinstance(value, str):
+            changed = f"{value}1"
         else:
-            changed = not value if name == "done" else f"{value}0" if name == "consumed" else value + 1
+            changed = not value if name == "done" else value + 1
         with pytest.raises(
             ValueError, match="the state of this lane is damaged, resume from another checkpoint"
         ):
@@ -125,7 +142,7 @@ ODD = [None, True, -1, 2**63, 1.0, "", "x", b"", [], [[]], [None], {}, (), {"a":
 @pytest.mark.parametrize("name", [*typical().as_dict()])
 def test_other_kinds_of_values_are_refused(name: str) -> None:
     for value in ODD:
-        if name in ("source_stats", "bad_shards") and value == []:
+        if value == [] and name in ("source_stats", "epochs", "front", "bad_shards"):
             continue  # as it is
         with pytest.raises(ValueError, match="damaged"):
             LaneState.from_dict({**typical().as_dict(), name: value})
@@ -147,5 +164,5 @@ def test_a_bitmap_longer_than_the_pieces_is_named() -> None:
 
 
 def test_size_is_some_hundred_bytes() -> None:
-    assert len(pickle.dumps(typical().as_dict())) <= 280
-    assert len(pickle.dumps(LaneState(0, False, 0, (0,), 0, 0, 0, 0, Ledger()).as_dict())) <= 240
+    assert len(pickle.dumps(typical().as_dict())) <= 350
+    assert len(pickle.dumps(LaneState(0, False, 0, (0,), 0, 0, 0, 0, Ledger()).as_dict())) <= 290

@@ -1,0 +1,114 @@
+"""Lists of a corpus's files and of the parts of its lanes, kept so that a run can go on when files change."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from streampack.sources.parts import REMOVED_FILE, Part
+from streampack.storage.base import File
+
+CORPUS_LISTS_FOLDER = "corpus_lists"  # the default folder, within a run's output folder
+SHOWN = 3  # names of files in a message
+
+
+class Entry(NamedTuple):
+    """A file as it was listed; ``tag`` is its ETag or a hash of its ends."""
+
+    name: str
+    size: int
+    tag: str
+
+
+@dataclass(frozen=True)
+class CorpusList:
+    """The files of a corpus, and the parts that each lane reads of them.
+
+    It is written once, as ``<digest>-<lanes>.json.gz``. Lane states count parts, so a run that goes on without some of
+    the files needs the parts as they were.
+    """
+
+    files: Sequence[Entry]
+    lanes: Sequence[Sequence[Part]]
+
+    def save(self, folder: Path, digest: str) -> None:
+        """Write the list, unless it is there."""
+        path = _path(folder, digest, len(self.lanes))
+        if path.exists():
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        content = json.dumps({"files": self.files, "lanes": self.lanes}, separators=(",", ":")).encode()
+        incomplete = path.with_name(f"{path.name}.{os.getpid()}")
+        incomplete.write_bytes(gzip.compress(content, 6, mtime=0))
+        incomplete.replace(path)
+
+    @classmethod
+    def load(cls, folder: Path, digest: str, num_lanes: int) -> CorpusList:
+        """Read a list that `save` wrote.
+
+        Raises:
+            ValueError: if there is none, or it is damaged.
+        """
+        path = _path(folder, digest, num_lanes)
+        try:
+            found = json.loads(gzip.decompress(path.read_bytes()))
+            files = [Entry(str(name), int(size), str(tag)) for name, size, tag in found["files"]]
+            lanes = [[Part(*map(_number, part)) for part in lane] for lane in found["lanes"]]
+        except FileNotFoundError:
+            raise ValueError(
+                f"{path} is missing: the list of the files that the run began with. A run can go on with other files "
+                "only where the lists that it kept (corpus_lists) are"
+            ) from None
+        except (OSError, EOFError, ValueError, TypeError, KeyError, zlib.error) as error:
+            raise ValueError(f"{path} is damaged ({error}); restore it from a copy") from None
+        if len(lanes) != num_lanes or any(not 0 <= part.file < len(files) for lane in lanes for part in lane):
+            raise ValueError(f"{path} is damaged: its parts do not fit its files; restore it from a copy")
+        return cls(files, lanes)
+
+    def parts_in(self, files: Sequence[File], lists: Iterable[Collection[Entry]]) -> list[list[Part]]:
+        """Return the parts of each lane, with the numbers of the files in ``files``.
+
+        Those of a file that is not in all of the ``lists``, with the same content, get the number `REMOVED_FILE`.
+        """
+        numbers = {file.name: number for number, file in enumerate(files)}
+        newer = list(lists)
+        now = [
+            numbers.get(entry.name, REMOVED_FILE) if all(entry in each for each in newer) else REMOVED_FILE
+            for entry in self.files
+        ]
+        return [[part._replace(file=now[part.file]) for part in lane] for lane in self.lanes]
+
+
+def changes(before: Sequence[Entry], now: Sequence[Entry]) -> str:
+    """Describe which files were added, removed and changed.
+
+    >>> changes([Entry("a", 1, "x"), Entry("b", 1, "y")], [Entry("b", 2, "z"), Entry("c", 1, "y")])
+    '1 added (c), 1 removed (a), 1 changed (b)'
+    """
+    old, new = {entry.name: entry for entry in before}, {entry.name: entry for entry in now}
+    found: Mapping[str, list[str]] = {
+        "added": [name for name in new if name not in old],
+        "removed": [name for name in old if name not in new],
+        "changed": [name for name in new if name in old and old[name] != new[name]],
+    }
+    return ", ".join(
+        f"{len(names):,} {what} ({', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''})"
+        for what, names in found.items()
+        if names
+    )
+
+
+def _path(folder: Path, digest: str, num_lanes: int) -> Path:
+    return folder / f"{digest}-{num_lanes}.json.gz"
+
+
+def _number(value: Any) -> Any:
+    if value is not None and type(value) is not int:
+        raise TypeError(f"{value!r} is no number")
+    return value

@@ -1,0 +1,186 @@
+"""What happens at a resume when files or sources were added, removed or changed since the state was made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from streampack.sources.base import Division
+from streampack.sources.corpus_lists import CorpusList, changes
+from streampack.sources.source import Listable, Source
+from streampack.streaming.lane_state import LaneState
+from streampack.streaming.lane_translation import translated
+from streampack.streaming.loaded_state import LoadedState
+from streampack.validation import require
+
+Histories = dict[str, list[tuple[int, str]]]
+"""For each source of files the lists that a run was read by: (first epoch, digest of the list), the oldest first."""
+
+WHAT_HAPPENS = (
+    "Added files are read from the next epoch of their source on; of removed and changed ones nothing more is read, "
+    "and what waited of them is dropped"
+)
+
+
+class Resumed(NamedTuple):
+    """What a run goes on from: a state for the sources of now, what changed in each, and `Reading.earlier`."""
+
+    loaded: LoadedState
+    changed: dict[str, str]
+    earlier: dict[str, list[Division]]
+
+
+class CorpusChanges:
+    """Keeps the lists of a run's files, and lets a run go on with others.
+
+    The parts of all lanes follow from the list of files. So a run that goes on with another list reads the rest of an
+    epoch by the parts of the old one, less those of files that are gone, and the next epochs by the new list. The
+    epoch in which the new list begins is the one after the latest that any lane has begun: then lanes never divide the
+    rows of an epoch by different lists.
+
+    Args:
+        source: of the run.
+        allowed: ``"error"`` or ``"allow"``.
+        folder: where the lists are kept; None if they are not.
+
+    Raises:
+        ValueError: if changes are allowed, and no folder is given.
+    """
+
+    def __init__(self, source: Source, *, allowed: str, folder: str | os.PathLike[str] | None) -> None:
+        require(allowed, "corpus_changes", ("error", "allow"))
+        if allowed == "allow" and folder is None:
+            raise ValueError(
+                'corpus_changes="allow" needs corpus_lists, the folder in which the lists of the files are kept from '
+                "the beginning of the run on"
+            )
+        self.source = source
+        self.allowed = allowed == "allow"
+        self.folder = None if folder is None else Path(folder)
+        self.histories: Histories = {}
+        self._kept: set[tuple[str, int]] = (
+            set()
+        )  # digests of the lists that are in the folder, and numbers of lanes
+
+    def state(self, num_lanes: int | None) -> dict[str, Any]:
+        """Return what a state holds: the names of a mixture's sources, and the history of each source of files.
+
+        The newest lists are kept in the folder.
+        """
+        for name, source in self.source.file_sources().items():
+            digest = source.marks().content
+            self.histories.setdefault(name, [(0, digest)])
+            if self.folder is not None and num_lanes is not None and (digest, num_lanes) not in self._kept:
+                source.corpus_list(num_lanes).save(self.folder, digest)
+                self._kept.add((digest, num_lanes))
+        histories = {name: [list(pair) for pair in history] for name, history in self.histories.items()}
+        return {"sources": list(self.source.names), "corpus": histories}
+
+    def resume(self, state: Mapping[str, Any], loaded: LoadedState) -> Resumed:
+        """Return what a run needs to go on from a state.
+
+        Raises:
+            ValueError: if something changed and that is not allowed, or a list is missing that is needed.
+        """
+        names = state.get("sources")
+        histories = _checked(state.get("corpus"))
+        changed = self._renamed(names)
+        if changed and self.allowed and isinstance(names, list):
+            now = self.source.names
+            states = {lane: translated(each, names, now) for lane, each in loaded.lane_states.items()}
+            loaded = replace(loaded, lane_states=states)
+        for name, source in self.source.file_sources().items():
+            digest = source.marks().content
+            history = histories.setdefault(name, [(0, digest)])
+            if history[-1][1] != digest:
+                changed[name] = self._described(source, history[-1][1], loaded.num_lanes)
+                history.append((1 + max(self._epochs(name, loaded.lane_states.values()), default=0), digest))
+        if changed and not self.allowed:
+            if self.folder is None:  # the identities of the runs are compared next, and tell what they can
+                return Resumed(loaded, {}, {})
+            raise ValueError(
+                f"the corpus is not the one that the state was made with: {described(changed)}. Resume with what the "
+                f'run began with, or set corpus_changes="allow" to go on with this one. {WHAT_HAPPENS}'
+            )
+        earlier = {
+            name: self._earlier(name, source, histories[name], loaded)
+            for name, source in self.source.file_sources().items()
+        }
+        self.histories = {name: histories[name] for name in earlier}
+        if changed or any(earlier.values()):
+            # Reading stands elsewhere where parts are left out.
+            states = {lane: replace(each, reached=0) for lane, each in loaded.lane_states.items()}
+            loaded = replace(loaded, lane_states=states)
+        return Resumed(loaded, changed, earlier)
+
+    def _renamed(self, names: Any) -> dict[str, str]:
+        """Return which sources of a mixture were added and removed."""
+        now = self.source.names
+        if not isinstance(names, list) or not names or not now or names == now:
+            return {}
+        found = {name: "is new" for name in now if name not in names}
+        found |= {str(name): "was removed" for name in names if name not in now}
+        return found or {", ".join(now): "are in another order"}
+
+    def _described(self, source: Listable, digest: str, num_lanes: int | None) -> str:
+        """Describe what changed in a source's files, by the list that was kept, if there is one."""
+        if self.folder is None or num_lanes is None:
+            return "its files are others"
+        before = CorpusList.load(self.folder, digest, num_lanes).files
+        return changes(before, source.listed()) or "the files are in another order"
+
+    def _epochs(self, name: str, lane_states: Iterable[LaneState], *, least: bool = False) -> list[int]:
+        """Return the epoch of a source that each lane reads; with ``least``, one that is not above it."""
+        found = []
+        for state in lane_states:
+            epoch = state.epochs[-1][1] if state.epochs and not least else state.epoch
+            front = (0,) * len(state.front) if least else state.front
+            found.append(self.source.epochs_read(epoch, front)[name])
+        return found
+
+    def _earlier(
+        self, name: str, source: Listable, history: list[tuple[int, str]], loaded: LoadedState
+    ) -> list[Division]:
+        """Return the divisions that lanes still read by, and forget the lists that none reads by any more."""
+        all_begun = len(loaded.lane_states) == loaded.num_lanes
+        least = (
+            min(self._epochs(name, loaded.lane_states.values(), least=True), default=0) if all_begun else 0
+        )
+        while len(history) > 1 and history[1][0] <= least:
+            del history[0]
+        if len(history) == 1:
+            return []
+        if self.folder is None or loaded.num_lanes is None:
+            raise ValueError(
+                "the files of this run were changed before; give corpus_lists, where their lists are kept"
+            )
+        lists = [CorpusList.load(self.folder, digest, loaded.num_lanes) for _, digest in history[:-1]]
+        entries = [*(set(each.files) for each in lists), set(source.listed())]
+        return [
+            Division(history[i + 1][0], each.parts_in(source.marks().files, entries[i + 1 :]))
+            for i, each in enumerate(lists)
+        ]
+
+
+def described(changed: Mapping[str, str]) -> str:
+    """Return what changed in each source as one line."""
+    return "; ".join(f"{name}: {what}" if name else what for name, what in changed.items())
+
+
+def _checked(found: Any) -> Histories:
+    """Check the histories in a state, which may hold anything."""
+    histories: Histories = {}
+    for name, history in (found if isinstance(found, Mapping) else {}).items():
+        pairs = [pair for pair in history if _is_pair(pair)] if isinstance(history, list) else []
+        if not pairs or len(pairs) < len(history):
+            raise ValueError(f"the state is damaged: its history of the files of {name!r} is {history!r}")
+        histories[str(name)] = [(epoch, digest) for epoch, digest in pairs]
+    return histories
+
+
+def _is_pair(found: Any) -> bool:
+    right = isinstance(found, list) and [type(value) for value in found] == [int, str]
+    return right and bool(found[1].isalnum())  # a part of a file's name
