@@ -8,7 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 
-MODULES = ("kills", "topology", "small_sources", "states", "growth", "waiting", "network", "training", "bugs")
+MODULES = (
+    "kills",
+    "topology",
+    "small_sources",
+    "changes",
+    "states",
+    "growth",
+    "waiting",
+    "network",
+    "training",
+    "bugs",
+)
 """Modules with jobs, in the order in which they run."""
 
 Body = Callable[["Run"], str]

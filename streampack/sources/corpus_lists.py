@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 from streampack.sources.parts import REMOVED_FILE, Part
 from streampack.storage.base import File
@@ -44,7 +44,7 @@ class CorpusList:
             return
         folder.mkdir(parents=True, exist_ok=True)
         content = json.dumps({"files": self.files, "lanes": self.lanes}, separators=(",", ":")).encode()
-        incomplete = path.with_name(f"{path.name}.{os.getpid()}")
+        incomplete = path.with_name(f"{path.name}.{uuid4().hex}")  # several ranks may write it at once
         incomplete.write_bytes(gzip.compress(content, 6, mtime=0))
         incomplete.replace(path)
 

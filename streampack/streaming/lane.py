@@ -50,6 +50,7 @@ class Lane:
         if state is None:
             self.piece_reader.open(first_epoch)
         else:
+            self._require_bounded(state)
             self.piece_reader.open_at(state)
 
     @property
@@ -194,8 +195,8 @@ class Lane:
             bad_shards=tuple(reader.bad_shards),
         )
 
-    def _restore(self, state: LaneState) -> None:
-        """Read again from the row of the oldest waiting piece, and skip what is consumed."""
+    def _require_bounded(self, state: LaneState) -> None:
+        """Refuse a state by which more would be read again than a lane can have read."""
         # All pieces after the last consumed one wait, and at most `buffer_size` can. Without this check, a damaged
         # state could make the lane read the whole corpus.
         waiting = state.next_piece - state.first - state.consumed.bit_length()
@@ -204,6 +205,9 @@ class Lane:
                 f"lane {self.lane}: the state has {waiting} waiting pieces after the last consumed one, and "
                 f"buffer_size={limit} allows {limit}; it is damaged, resume from another checkpoint"
             )
+
+    def _restore(self, state: LaneState) -> None:
+        """Read again from the row of the oldest waiting piece, and skip what is consumed."""
         self.packs = state.packs
         # A state that was saved at the end of the last epoch may be continued with epochs=None. There, a lane has an
         # end only if none of its rows makes a piece.

@@ -159,7 +159,7 @@ class Encoded:
         return None
 
 
-OF_FILES = ("files", "hashed", "columns")
+OF_FILES = ("files", "hashed")
 """Entries of a source's identity that follow from its files."""
 
 
