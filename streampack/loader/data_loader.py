@@ -165,7 +165,7 @@ class PackedDataLoader:
         Raises:
             ValueError: if the state is from another corpus, encoder or config, or is no state.
         """
-        self._identify("load", lambda: {"state": digest(plain(state))})
+        self._identify("load", lambda: {"state": _digest_of(state)})
         self.dataset.load_state_dict(state)
         self._progress, self._started_from = Progress(HandedOut({}), before=self._progress), None
 
@@ -283,3 +283,15 @@ class PackedDataLoader:
     @property
     def _batching(self) -> Batching:
         return Batching(self.batch_size, self.packs_per_step, self.rank_sync.data_world_size)
+
+
+def _digest_of(state: Mapping[str, Any]) -> str:
+    """Return a digest of a state.
+
+    Raises:
+        ValueError: if it contains itself, as a damaged file may make it do.
+    """
+    try:
+        return digest(plain(state))
+    except RecursionError:
+        raise ValueError("the state is damaged: it contains itself; resume from another checkpoint") from None

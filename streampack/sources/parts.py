@@ -196,7 +196,7 @@ class InOrder(Reader):
 
     def consumed(self) -> tuple[float | None, ...]:
         """See `Reader.consumed`: in parts, which are about equally long."""
-        if self.part_index == len(self.parts):
+        if self.part_index >= len(self.parts):  # above only by a forged state
             return (1.0,)
         part = self.parts[self.part_index]
         if part.stop is None and len(self.parts) == 1:

@@ -95,6 +95,8 @@ class CorpusChanges:
         for name, source in self.source.file_sources().items():
             digest = source.marks().content
             history = histories.setdefault(name, [(0, digest)])
+            # The same object: pickled, the state is then equal byte for byte to that of a run without a resume.
+            history[:] = [(epoch, digest if before == digest else before) for epoch, before in history]
             if history[-1][1] != digest:
                 changed[name] = self._described(source, history[-1][1], loaded.num_lanes)
                 history.append((1 + max(self._epochs(name, loaded.lane_states.values()), default=0), digest))
@@ -175,9 +177,9 @@ def _checked(found: Any) -> Histories:
     histories: Histories = {}
     for name, history in (found if isinstance(found, Mapping) else {}).items():
         pairs = [pair for pair in history if _is_pair(pair)] if isinstance(history, list) else []
-        if not pairs or len(pairs) < len(history):
-            raise ValueError(f"the state is damaged: its history of the files of {name!r} is {history!r}")
-        histories[str(name)] = [(epoch, digest) for epoch, digest in pairs]
+        if type(name) is not str or not pairs or len(pairs) < len(history):
+            raise ValueError("the state is damaged: it has no history of the files of a source")
+        histories[name] = [(epoch, digest) for epoch, digest in pairs]
     return histories
 
 

@@ -212,6 +212,15 @@ def test_a_damaged_slot_is_refused(slot):
         loader.load_state_dict({**loader.state_dict(), "slot": slot})
 
 
+def test_a_state_that_contains_itself_is_refused():
+    """A changed byte of a pickled state may make a reference to the state itself."""
+    loader = PackedDataLoader(dataset())
+    state = loader.state_dict()
+    state["lanes"] = state
+    with pytest.raises(ValueError, match="the state is damaged: it contains itself; resume from another"):
+        loader.load_state_dict(state)
+
+
 def test_with_a_limit_of_sequences_all_batches_have_one_shape():
     loader = PackedDataLoader(dataset(max_seqs_per_pack=3), batch_size=4)
     batches = list(loader)

@@ -318,7 +318,9 @@ def test_the_error_names_what_was_added_removed_and_changed(tmp_path: Path) -> N
     with pytest.raises(ValueError, match='corpus_changes="allow" needs corpus_lists'):
         make(source, corpus_changes="allow")
     for broken in ({"": []}, {"": [[0, "../x"]]}, {"": [["0", "a"]]}, {"": None}):
-        with pytest.raises(ValueError, match="the state is damaged: its history of the files of ''"):
+        with pytest.raises(
+            ValueError, match="the state is damaged: it has no history of the files of a source"
+        ):
             make(source, **allowed).load_state_dict({**state, "corpus": broken})
 
 
