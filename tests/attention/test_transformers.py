@@ -411,3 +411,17 @@ def test_packed_samples_match_samples_alone_on_cuda(family: str, attention: str)
             ]
             limit = 2 * float((torch.cat(theirs).float() - right).norm() / right.norm())
     assert float((torch.cat(packed).float() - right).norm() / right.norm()) < limit
+
+
+def test_attention_sinks_are_refused_by_name() -> None:
+    from transformers import AttentionInterface
+
+    model = build("llama")
+    prepare_model_for_packing(model, attention="varlen")
+    attend = AttentionInterface()["streampack_varlen"]
+    heads = torch.randn(1, 2, 4, 8)
+    boundaries = torch.tensor([[0, 4]], dtype=torch.int32)
+    with pytest.raises(
+        ValueError, match="^attention='varlen' has no attention sinks; use attention='dense' or"
+    ):
+        attend(model, heads, heads, heads, boundaries, s_aux=torch.ones(2))
