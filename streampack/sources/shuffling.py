@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from streampack.sources.base import OTHER_RECORDS, Reader, Reading, permutation
@@ -126,7 +127,7 @@ class WindowReader(Reader):
 
     def _counts(self, found: list[FoundRecord]) -> list[int]:
         """Count the records of the part where the window begins, and of each following one up to the last."""
-        counts = Counter(part_index for part_index, _, _ in found)
+        counts = Counter(map(itemgetter(0), found))
         return [counts[i] for i in range(self.window_start[0], max(counts, default=-1) + 1)]
 
 

@@ -246,8 +246,11 @@ class PieceReader:
 
     def _log(self, row: Row | None, *, another: bool = False) -> None:
         """Give the next number to a row, or to ``another`` piece of it; None is a row whose source left the mixture."""
-        source = None if row is None else self.config.source.source_index(row.row_id)
-        self.log.add(source, None if row is None else row.window, epoch=self.epoch, another=another)
+        if row is None:
+            self.log.add(None, None, epoch=self.epoch, another=another)
+        else:
+            source = self.config.source.source_index(row.row_id) if self.source_stats else 0
+            self.log.add(source, row.window, epoch=self.epoch, another=another)
         self.next_number += 1
 
     @property
