@@ -42,7 +42,7 @@ COMPONENTS = {
     r"torchtune\.training\.metric_logging": r"\w+Logger",
     r"transformers": r"get_(\w+_)?schedule(_\w+)?|Adafactor",
 }
-"""What a config may name: patterns of modules, and of names in them. tests/test_instantiate.py lists names that must
+"""Patterns of modules, and of the names in them that a config may use. tests/test_instantiate.py lists names that must
 not match."""
 
 UNSAFE_BUILDERS = ("pandas", "iceberg")  # of `datasets`: the first reads pickles, the second imports by name

@@ -44,7 +44,7 @@ class Window:
 
 
 class Row(NamedTuple):
-    """What a source yields: a row's data and place, and the cursor from which reading begins with this row again."""
+    """A row of a source: its data and place, and the cursor from which reading begins with this row again."""
 
     data: Mapping[str, Any]
     cursor: Cursor

@@ -153,7 +153,7 @@ def run_rank(
     steps: int | None = None,
     every_state: bool = False,
 ) -> RankResult:
-    """In a rank: start or resume a run, and iterate for ``steps`` steps or to the end."""
+    """Start or resume a run, and iterate for ``steps`` steps or to the end. Called in a rank."""
     loader = PackedDataLoader(corpus.dataset(), batch_size=batch_size, num_workers=workers, timeout=60)
     iterator: Any = None
     try:

@@ -89,7 +89,7 @@ def million(run: Run) -> str:
 
 
 def sample_usage(packs: int, every: int) -> list[Usage]:
-    """In a rank: iterate over so many packs, and sample the resources in use every ``every`` packs."""
+    """Iterate over so many packs, and sample the resources in use every ``every`` packs. Called in a rank."""
     dataset = IterablePackedDataset(
         Documents(400_000),
         encoder=CachedSamples(),
@@ -128,7 +128,7 @@ def sample_usage(packs: int, every: int) -> list[Usage]:
 
 
 def open_descriptors() -> int:
-    """In a rank: count its open descriptors."""
+    """Return how many descriptors this process has open. Called in a rank."""
     return descriptors(os.getpid())
 
 

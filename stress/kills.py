@@ -73,7 +73,7 @@ def kill_all(run: Run) -> str:
 
 
 def train_and_save(corpus: Corpus, folder: Path, pause: float) -> None:
-    """In a rank: resume, log the packs of every step, and save the loader's state every few steps."""
+    """Resume, log the packs of every step, and save the loader's state every few steps. Called in a rank."""
     rank = dist.get_rank()
     loader = PackedDataLoader(corpus.dataset(), batch_size=2, num_workers=2)
     step = 0
@@ -156,7 +156,7 @@ def kill_rank(run: Run) -> str:
 
 
 def iterate_until_error(corpus: Corpus) -> ExitWith:
-    """In a rank: return when iterating raised, what, and after how many steps; then exit, as training would."""
+    """Return when iterating raised, what, and after how many steps; then exit, as training would. Called in a rank."""
     steps = 0
     try:
         for _ in PackedDataLoader(corpus.dataset(), batch_size=2, num_workers=2, timeout=600):
@@ -191,7 +191,7 @@ def error(run: Run) -> str:
 
 
 def iterate_bad_row(corpus: Corpus, bad: int, workers: int) -> tuple[float, str, str]:
-    """In a rank: return the seconds from the last batch to the error, the error's type and its message."""
+    """Return the seconds from the last batch to the error, the error's type and its message. Called in a rank."""
     broken = Corpus(corpus.lengths, None, corpus.settings, bad=bad)
     last = time.monotonic()
     try:
@@ -227,7 +227,7 @@ def kill_worker(run: Run) -> str:
 
 
 def iterate_killing_workers(corpus: Corpus, kills: int) -> tuple[list[Step], int]:
-    """In a rank: kill workers at random, and return the steps and how many workers were restarted."""
+    """Kill workers at random, and return the steps and how many workers were restarted. Called in a rank."""
     rng = random.Random(dist.get_rank())
     loader = PackedDataLoader(corpus.dataset(), batch_size=2, num_workers=2, max_worker_restarts=kills)
     iterator = iter(loader)
@@ -246,7 +246,7 @@ def iterate_killing_workers(corpus: Corpus, kills: int) -> tuple[list[Step], int
 
 
 def exceed_max_restarts(corpus: Corpus, kills: int) -> tuple[float, float]:
-    """In a rank: kill a worker of rank 0 ``kills + 1`` times; return when it raised, and the last kill."""
+    """Kill a worker of rank 0 ``kills + 1`` times; return when it raised, and the last kill. Called in a rank."""
     loader = PackedDataLoader(
         corpus.dataset(), batch_size=2, num_workers=2, max_worker_restarts=kills, timeout=600
     )

@@ -131,9 +131,8 @@ def compare(run: Run, kind: str, root: Path, used: int, server: Nginx, remote_of
         rest = traffic(server, since)
         for rank, expected in enumerate(reference):
             check_log(folder, rank, expected)
-    repeated = LANES / (
-        GROUPS * len(names)
-    )  # each lane resumes within a row group or a window, and reads it again
+    # Each lane resumes within a row group or a window, and reads it again.
+    repeated = LANES / (GROUPS * len(names))
     assert rest.bytes < (left + repeated + 0.05) * whole.bytes, (
         f"{rest.bytes:,} bytes for {left:.0%} of {whole.bytes:,}"
     )
@@ -175,7 +174,7 @@ def write(run: Run, root: Path) -> dict[str, int]:
 
 
 def write_shards(root: Path, shards: int, per_shard: int) -> dict[str, int]:
-    """In a process of its own: write rows of some 1.5 kB, like short web pages."""
+    """Write rows of some 1.5 kB, like short web pages. Called in a process of its own."""
     import pyarrow
     from pyarrow import parquet
 
@@ -205,7 +204,7 @@ def write_shards(root: Path, shards: int, per_shard: int) -> dict[str, int]:
 
 
 def upload(root: Path, url: str) -> None:
-    """In a process of its own: upload all files of a folder to the S3 server."""
+    """Upload all files of a folder to the S3 server. Called in a process of its own."""
     import boto3  # a dependency of moto
 
     client = boto3.client(

@@ -113,7 +113,7 @@ def every_step(run: Run) -> str:
 
 
 def resume_from_each(corpus: Corpus, states: list[bytes], ahead: int) -> list[tuple[list[Step], bytes]]:
-    """In a rank: load each state; return the next ``ahead`` steps and the state after them."""
+    """Load each state; return the next ``ahead`` steps and the state after them. Called in a rank."""
     found = []
     loader = PackedDataLoader(corpus.dataset(), batch_size=2, num_workers=2)
     for state in states:
@@ -397,7 +397,7 @@ class UnsplitDataset(IterableDataset[dict[str, int]]):
 
 
 def iterate_unsplit(workers: int) -> list[int]:
-    """In a rank: return the tokens that are read of a dataset that gives all rows to every worker."""
+    """Return the tokens that are read of a dataset that gives all rows to every worker. Called in a rank."""
     dataset = IterablePackedDataset(UnsplitDataset(), encoder=Numbers(), max_seq_len=24)
     loader = PackedDataLoader(dataset, num_workers=workers)
     found = [token for batch in loader for pack in record_packs(batch) for token in pack.tokens]

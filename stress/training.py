@@ -45,7 +45,7 @@ def logged_losses(folder: Path) -> list[tuple[int, float]]:
 
 
 def train(config: Any) -> int:
-    """In a rank: train to the end; return the last step."""
+    """Train to the end; return the last step. Called in a rank."""
     from streampack_recipes import full_finetune
 
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
@@ -268,7 +268,7 @@ def wait_for_victim(ranks: Ranks, victim: int) -> bool:
 
 
 def save_and_exit(folder: Path, victim: int, number: int) -> dict[int, list[Any]]:
-    """In a rank: save step 5, train, save step 10; rank ``victim`` exits at the ``number``-th point of that save."""
+    """Save step 5, train, save step 10; rank ``victim`` exits at the ``number``-th point of that save."""
     from streampack.distributed.world import join_world
     from streampack.training.checkpoint import Checkpoints
     from tests.training.test_checkpoint import die_at
@@ -288,7 +288,7 @@ def save_and_exit(folder: Path, victim: int, number: int) -> dict[int, list[Any]
 
 
 def load_newest_checkpoint(folder: Path) -> tuple[int, list[Any]]:
-    """In a rank: load the newest checkpoint; return its step and weights."""
+    """Load the newest checkpoint; return its step and weights. Called in a rank."""
     from streampack.distributed.world import join_world
     from streampack.training.checkpoint import Checkpoints
 

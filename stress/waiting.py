@@ -42,7 +42,7 @@ def agreement(run: Run) -> str:
 
 
 def time_steps(corpus: Corpus, agreed: bool, steps: int) -> tuple[list[float], list[float]]:
-    """In a rank: return the seconds of every step, and the seconds of each spent in the loader."""
+    """Return the seconds of every step, and the seconds of each spent in the loader. Called in a rank."""
     loader = PackedDataLoader(corpus.dataset(), batch_size=4, num_workers=2)
     if not agreed:
         loader.rank_sync.agree = OwnAgreement

@@ -28,9 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     data = {"flan": SMOKE} if options.smoke else data_of(options.device)
     jobs = [
         Job(ROWS[row], replace(settings, seed=seed))
-        for seed in range(
-            options.seeds
-        )  # the outer loop: a call that is ended early has all rows of some seeds
+        # The outer loop: a call that is ended early has all rows of some seeds.
+        for seed in range(options.seeds)
         for name, settings in data.items()
         for row in options.rows or ROWS
         if not options.data or name in options.data

@@ -55,7 +55,7 @@ def footers(shards: int, size: int) -> dict[str, float]:
 
 
 def write_parquet(path: Path) -> None:
-    """In a process of its own: write a file of six row groups."""
+    """Write a file of six row groups. Called in a process of its own."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -72,7 +72,7 @@ def means_over_ranks(
 
 
 def measure_fingerprint(pattern: str) -> dict[str, float]:
-    """In a rank: measure the exchange of the files' fingerprint."""
+    """Measure the exchange of the files' fingerprint. Called in a rank."""
     source = JSONLSource(pattern)
     rank_sync = RankSync(timeout=timedelta(seconds=60))
     rank_sync.gather(summarize_files(source))  # the first exchange of a group does more
@@ -87,7 +87,7 @@ def measure_fingerprint(pattern: str) -> dict[str, float]:
 
 
 def measure_division(pattern: str, lanes: int) -> dict[str, float]:
-    """In a rank: measure the exchange of the files' row groups."""
+    """Measure the exchange of the files' row groups. Called in a rank."""
     source = ParquetSource(pattern)
     rank_sync = RankSync(timeout=timedelta(seconds=60))
     rank_sync.gather(summarize_files(source))  # the first exchange of a group does more
@@ -100,7 +100,7 @@ def measure_division(pattern: str, lanes: int) -> dict[str, float]:
 
 
 def measure_agreement() -> dict[str, float]:
-    """In a rank: measure sockets, agreements, the merge of a state, and the batches made ahead."""
+    """Measure sockets, agreements, the merge of a state, and the batches made ahead. Called in a rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
     before = len(connections())
     rank_sync = RankSync(timeout=timedelta(seconds=60))

@@ -47,16 +47,15 @@ class Progress:
         self.handed = handed
         self.midway = False
         # Of this iteration, and of the loader's iterations before it.
-        self.waited: float = (
-            0.0 if before is None else before.waited
-        )  # seconds that the trainer waited for batches
+        # Seconds that the trainer waited for batches.
+        self.waited: float = 0.0 if before is None else before.waited
         self.batches: int = 0 if before is None else before.batches  # handed out
         self.read_before = ReadReport() if before is None else before.report._replace(consumed=())
         self.reports: list[ReadReport] = []  # of the rank's workers
 
     @property
     def report(self) -> ReadReport:
-        """What this rank has read, since its loader was made."""
+        """Counts of what this rank has read since its loader was made."""
         return ReadReport.total([self.read_before, *self.reports])
 
     def require_whole(self, rank_sync: RankSync, action: str) -> None:

@@ -253,9 +253,8 @@ def _serve(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # instead of a handler that was forked from the trainer
     end_with_parent()
     stream, size = None, 1
-    begun_with = ReadReport.of(
-        dataset.lane_config.use
-    )  # a fork has copied the counts of the trainer's process
+    # A fork has copied the counts of the trainer's process.
+    begun_with = ReadReport.of(dataset.lane_config.use)
     reported = -math.inf  # when
     while True:
         events: list[Folded] = []

@@ -47,9 +47,8 @@ class Batch:
     tokens: torch.Tensor  # [batch, max_seq_len] int64
     labels: torch.Tensor  # [batch, max_seq_len] int64, unshifted
     input_pos: torch.Tensor  # [batch, max_seq_len] int64
-    seq_lens: (
-        torch.Tensor
-    )  # [batch, most segments] int32: lengths of sequences, that of the padding, then zeros
+    # [batch, most segments] int32: lengths of sequences, that of the padding, then zeros.
+    seq_lens: torch.Tensor
     fragments: tuple[tuple[Fragment, ...], ...]  # for each pack, where each of its sequences came from
 
     def to(self, device: torch.device | str) -> Batch:

@@ -11,7 +11,7 @@ from streampack.packing.strategies import STRATEGIES, Strategy
 
 
 class HasLength(Protocol):
-    """What a `Planner` packs: anything with a length, such as a `Span` or a piece with its tokens."""
+    """Anything with a length, which a `Planner` can pack, such as a `Span` or a piece with its tokens."""
 
     @property
     def length(self) -> int:

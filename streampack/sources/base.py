@@ -177,7 +177,7 @@ class Reader(ABC):
 
     @property
     def front(self) -> tuple[int, ...]:
-        """What the choice of the next row depends on, besides the cursor; only a mixture has a choice."""
+        """The numbers that decide the source of the next row, besides the cursor; empty for all but a mixture."""
         return ()
 
     def restore_front(self, numbers: Sequence[int]) -> None:  # noqa: B027  # only a mixture has one

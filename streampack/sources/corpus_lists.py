@@ -9,10 +9,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
-from uuid import uuid4
 
 from streampack.sources.parts import REMOVED_FILE, Part
 from streampack.storage.base import File
+from streampack.storage.whole_files import write_whole
 
 CORPUS_LISTS_FOLDER = "corpus_lists"  # the default folder, within a run's output folder
 SHOWN = 3  # names of files in a message
@@ -44,9 +44,7 @@ class CorpusList:
             return
         folder.mkdir(parents=True, exist_ok=True)
         content = json.dumps({"files": self.files, "lanes": self.lanes}, separators=(",", ":")).encode()
-        incomplete = path.with_name(f"{path.name}.{uuid4().hex}")  # several ranks may write it at once
-        incomplete.write_bytes(gzip.compress(content, 6, mtime=0))
-        incomplete.replace(path)
+        write_whole(path, gzip.compress(content, 6, mtime=0))
 
     @classmethod
     def load(cls, folder: Path, digest: str, num_lanes: int) -> CorpusList:
@@ -54,18 +52,21 @@ class CorpusList:
 
         Raises:
             ValueError: if there is none, or it is damaged.
+            OSError: if it cannot be read, as without permission.
         """
         path = _path(folder, digest, num_lanes)
         try:
-            found = json.loads(gzip.decompress(path.read_bytes()))
-            files = [Entry(str(name), int(size), str(tag)) for name, size, tag in found["files"]]
-            lanes = [[Part(*map(_number, part)) for part in lane] for lane in found["lanes"]]
+            content = path.read_bytes()
         except FileNotFoundError:
             raise ValueError(
                 f"{path} is missing: the list of the files that the run began with. A run can go on with other files "
                 "only where the lists that it kept (corpus_lists) are"
             ) from None
-        except (OSError, EOFError, ValueError, TypeError, KeyError, zlib.error) as error:
+        try:
+            found = json.loads(gzip.decompress(content))
+            files = [Entry(str(name), int(size), str(tag)) for name, size, tag in found["files"]]
+            lanes = [[Part(*map(_number, part)) for part in lane] for lane in found["lanes"]]
+        except (gzip.BadGzipFile, EOFError, ValueError, TypeError, KeyError, zlib.error) as error:
             raise ValueError(f"{path} is damaged ({error}); restore it from a copy") from None
         if len(lanes) != num_lanes or any(not 0 <= part.file < len(files) for lane in lanes for part in lane):
             raise ValueError(f"{path} is damaged: its parts do not fit its files; restore it from a copy")

@@ -38,10 +38,10 @@ class FileSource(Source):
     """
 
     unit = "row"
-    """What an offset counts, for messages."""
+    """The noun for what an offset counts, for messages."""
 
     whole = "file"
-    """What cannot be cut, and is shared by lanes if there are too few of it, for messages."""
+    """The noun for what cannot be cut, and is shared by lanes if there are too few of it, for messages."""
 
     def __init__(self, corpus: Corpus) -> None:
         self.corpus = corpus

@@ -46,9 +46,8 @@ class IterableSource(Source):
                 "possible; pass a function that makes it: IterableSource(lambda: ...)"
             )
         self.iterable = rows
-        self._newest: Iterator[Any] | None = (
-            None  # the last iterator, to notice if the next one is the same object
-        )
+        # The last iterator, to notice if the next one is the same object.
+        self._newest: Iterator[Any] | None = None
         self._first: MarkedRows | None = None  # marks of the first rows, once they were read
 
     def __getstate__(self) -> dict[str, Any]:

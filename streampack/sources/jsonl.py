@@ -23,9 +23,8 @@ from streampack.types import RowId
 from streampack.validation import require_positive
 
 LONGEST_LINE = 1 << 26  # bytes
-LEAST_PART = (
-    256  # bytes; where parts are shorter than most lines, opening them takes longer than reading their lines
-)
+# Bytes; where parts are shorter than most lines, opening them takes longer than reading their lines.
+LEAST_PART = 256
 PROBED_FILES = 16  # compressed files that `probe` reads from
 PROBED_BYTES = 1 << 22  # bytes of content that `probe` decompresses of each, to learn how well they compress
 
@@ -171,9 +170,8 @@ class JSONLSource(FileSource):
     def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
         """See `Source.probe`: rows from all over the plain files, the first rows of up to 16 compressed ones."""
         rows: dict[tuple[int, int], bytes | Damage] = {}
-        whole = float(
-            sum(self.files[number].size for number in self._plain)
-        )  # bytes of all lines, decompressed
+        # Bytes of all lines, decompressed.
+        whole = float(sum(self.files[number].size for number in self._plain))
         wanted = max(1, round(count * whole / sum(file.size for file in self.files)))
         if self._plain:
             parts = self._places(wanted)

@@ -134,9 +134,8 @@ class MixtureScheduler(Reader):
         self.locate = locate
         self.stop = stop
         self.place = f"lane {reading.lane} of {reading.num_lanes}"
-        self.tries = passes_by_all(
-            reading.num_lanes
-        )  # passes over a source that may be without rows for this lane
+        # Passes over a source that may be without rows for this lane.
+        self.tries = passes_by_all(reading.num_lanes)
         rng = np.random.default_rng(reading.key)
         # Two sets of random numbers, from which `_begin` makes the deficits that the epoch begins with.
         self.delays = sorted(rng.integers(0, reading.stagger + 1, len(names)).tolist())  # trained tokens

@@ -55,7 +55,7 @@ class Damage(ValueError):
 
 
 class Preparation(Protocol):
-    """What a reader of files behind a URL has fetched before it is needed."""
+    """Fetches records of a reader's parts before they are asked for, from files behind a URL."""
 
     def plan(self, part: Part, offset: int, following: Iterator[Part]) -> None:
         """Begin to fetch a part, from ``offset`` on, and the following ones."""

@@ -24,11 +24,12 @@ from streampack.storage.listing import UNREADABLE, Corpus, Name, find_files
 from streampack.storage.manifest import FORMAT, VERSION
 from streampack.storage.problems import MAX_NAMED, Problem, gone
 from streampack.storage.ranges import Fetcher, RangeStream
+from streampack.storage.whole_files import write_whole
 
 
 @dataclass(frozen=True)
 class Scan:
-    """What `scan` found.
+    """The result of `scan`: counts, and the problems of each file.
 
     Attributes:
         manifest: the file that was written.
@@ -135,7 +136,7 @@ def scan(
 
 @dataclass(frozen=True)
 class _Look:
-    """What was found of one file."""
+    """The tag, the contents and the problem of one file, as far as they could be found."""
 
     tag: str | None = None
     rows: int | None = None
@@ -197,13 +198,7 @@ def _write(path: Path, files: Sequence[File], looks: Sequence[_Look]) -> None:
         entry["problem"] = found.problem and " ".join(found.problem.split())[:LONGEST_PROBLEM]
         lines.append({key: value for key, value in entry.items() if value is not None})
     header = {"format": FORMAT, "version": VERSION, "schemas": list(map(json.loads, schemas))}
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with unfinished.open("w", encoding="utf-8") as stream:
-            stream.writelines(json.dumps(line) + "\n" for line in [header, *lines])
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_whole(path, "".join(json.dumps(line) + "\n" for line in [header, *lines]).encode())
 
 
 def _map(look: Any, files: Sequence[File], advance: Any) -> list[_Look]:

@@ -32,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streampack.storage.json_depth import shallow_json
+from streampack.storage.whole_files import settle
 from streampack.types import IntArray
 
 FORMAT = "streampack-tokens"
@@ -204,19 +205,3 @@ class ShardWriter:
     def _write(self, data: bytes) -> None:
         self.crc32 = zlib.crc32(data, self.crc32)
         self.file.write(data)
-
-
-def settle(file: Any, unfinished: Path, path: Path) -> None:
-    """Flush a written file to the disk, rename it to ``path``, and flush the folder.
-
-    So even after a failure of the machine, ``path`` is either complete or absent.
-    """
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()
-    unfinished.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

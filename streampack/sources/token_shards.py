@@ -93,9 +93,8 @@ class TokenShardSource(IndexedSource):
         self.tokens = sum(shard.tokens for shard in self.shards)
         if type(self) is TokenShardSource:  # A user's subclass may change the ids, so that no bound is known.
             self.ids_below = 1 << 8 * max(shard.width for shard in self.shards)
-        self._checked: set[int] = (
-            set()
-        )  # indices of shards whose header this process has compared with the index
+        # Indices of shards whose header this process has compared with the index.
+        self._checked: set[int] = set()
 
     def fingerprint(self) -> str:
         """Digest the shards' names, sizes and checksums in the index. The folder's place is no part of it."""

@@ -13,7 +13,7 @@ Schema = Mapping[str, str]
 
 
 class Details(NamedTuple):
-    """What is known of a file that was scanned.
+    """The rows, row groups and schema of a file, as far as a scan found them.
 
     >>> Details(rows=5, groups=array("q", [3, 700, 2, 500])).row_groups
     [(3, 700), (2, 500)]

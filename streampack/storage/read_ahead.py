@@ -85,7 +85,7 @@ def _fetch_all(queue: deque[tuple[Future[bytes], Callable[[], bytes]]]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ReadAhead:
-    """What a reader may fetch before it is needed, and the threads that it shares with the other readers.
+    """How much a reader may fetch before it is needed, and the threads that it shares with the other readers.
 
     >>> [ReadAhead.for_lanes(256 << 20, lanes).share >> 10 for lanes in (8, 240)]  # KiB
     [8192, 802]

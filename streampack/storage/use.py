@@ -1,4 +1,4 @@
-"""What one process has read from storage, and how long it may wait for storage that does not answer."""
+"""Counts of what one process reads from storage, and the limit of its waits for storage that does not answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens at a resume when files or sources were added, removed or changed since the state was made."""
+"""Resume where files or sources were added, removed or changed since the state was made."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WHAT_HAPPENS = (
 
 
 class Resumed(NamedTuple):
-    """What a run goes on from: a state for the sources of now, what changed in each, and `Reading.earlier`."""
+    """The result of `CorpusChanges.resume`: a state for the sources of now, what changed, and `Reading.earlier`."""
 
     loaded: LoadedState
     changed: dict[str, str]
@@ -61,9 +61,8 @@ class CorpusChanges:
         self.allowed = allowed == "allow"
         self.folder = None if folder is None else Path(folder)
         self.histories: Histories = {}
-        self._kept: set[tuple[str, int]] = (
-            set()
-        )  # digests of the lists that are in the folder, and numbers of lanes
+        # Digests of the lists that are in the folder, and their numbers of lanes.
+        self._kept: set[tuple[str, int]] = set()
 
     def state(self, num_lanes: int | None) -> dict[str, Any]:
         """Return what a state holds: the names of a mixture's sources, and the history of each source of files.

@@ -183,9 +183,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self.epoch = 0  # in which the newest iteration began, or the first one will begin
         self._epochs_begun = EpochCounter()
         self.num_lanes = num_lanes
-        self._lanes_asked_for = (
-            num_lanes is not None
-        )  # whether the user set num_lanes, not a state or an iteration
+        # Whether the user set num_lanes, not a state or an iteration.
+        self._lanes_asked_for = num_lanes is not None
         # A loaded state, and whether an iteration has gone on from it.
         self._resume = Resume(self._epochs_begun)
         self._stream: PackStream | None = None  # the packs of the newest iteration
@@ -196,9 +195,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self._identity = RunIdentity(self.lane_config)
         self._changes = CorpusChanges(source, allowed=corpus_changes, folder=corpus_lists)
         self._estimates: dict[tuple[int, int], Estimate] = {}
-        self._ranks: Ranks | None = (
-            None  # in a worker process: rank and world size of the process that made it
-        )
+        # In a worker process: rank and world size of the process that made it.
+        self._ranks: Ranks | None = None
 
     def __repr__(self) -> str:
         config, mix = self.lane_config, self.mix

@@ -51,9 +51,8 @@ class EpochCounter:
     def __init__(self, epoch: int = 0) -> None:
         self.next = epoch  # the epoch with which an iteration in this process begins
         self.known = 0  # the owner's version when ``next`` was set, or when this was sent to a worker process
-        self.copied_from_workers = (
-            False  # whether this is a copy, made while worker processes iterated the original
-        )
+        # Whether this is a copy, made while worker processes iterated the original.
+        self.copied_from_workers = False
         self._shared = RawArray("q", ENTRIES * FIELDS)
 
     def upcoming(self) -> int:

@@ -1,4 +1,4 @@
-"""What a lane resumes from: a few integers, a plain dict in a checkpoint."""
+"""The state of a lane, from which it resumes: a few integers, a plain dict in a checkpoint."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class LaneState:
 
 @dataclass(slots=True)
 class LaneEvent:
-    """What a lane makes in one step: a pack or the end of its epoch, and the state to resume from after it."""
+    """A pack of a lane or the end of its epoch, and the state to resume from after it."""
 
     lane: int
     epoch: int  # always 0 if epochs follow one another without an end

@@ -12,7 +12,7 @@ REPORT_EVERY = 1.0
 
 
 class ReadReport(NamedTuple):
-    """What one process has read, or several have together.
+    """Counts of what one process has read, or several have together.
 
     >>> one = ReadReport(bytes=10, consumed=((0.5, 1), (0.0, 0)))
     >>> ReadReport.total([one, ReadReport(bytes=5, consumed=((1.0, 1), (0.25, 1)))]).consumed

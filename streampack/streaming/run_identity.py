@@ -17,7 +17,7 @@ from streampack.validation import warn_user
 
 
 class RunIdentity:
-    """What decides which tokens share a pack: corpus, encoders and settings. It is computed when first asked for."""
+    """All that decides which tokens share a pack: corpus, encoders, settings. It is computed when first asked for."""
 
     def __init__(self, config: LaneConfig) -> None:
         self.config = config
@@ -67,7 +67,7 @@ class RunIdentity:
 
 
 def _parts_of(config: LaneConfig) -> dict[str, Any]:
-    """Return what decides which tokens share a pack: plain values, mappings of them, and `Compared`."""
+    """Return all that decides which tokens share a pack: plain values, mappings of them, and `Compared`."""
     packing, mix = config.packing, config.mix
     encoder: Any = Encoded.of(config.encode, config.source) if mix is None else {}
     if mix is not None:

@@ -155,7 +155,7 @@ class _Samples:
 
     @property
     def skipped(self) -> dict[str, Any]:
-        """What was skipped so far, for a shard's header."""
+        """The numbers of bad records and bad shards skipped so far, for a shard's header."""
         return {"bad": self.bad, "bad_shards": self.bad_shards}
 
     def _skip(self, row_id: RowId, reason: str, *, lost: Mapping[str, int] | None = None) -> None:

@@ -22,8 +22,9 @@ from streampack.packing.settings import Packing
 from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import BAD_RECORDS_FOLDER, quarantine_for
 from streampack.sources.indexed import INDEX
-from streampack.sources.token_files import DTYPES, FORMAT, VERSION, settle
+from streampack.sources.token_files import DTYPES, FORMAT, VERSION
 from streampack.storage.locks import lock_folder
+from streampack.storage.whole_files import settle
 from streampack.streaming.lane_config import Encode, LaneConfig
 from streampack.streaming.run_identity import Encoded
 from streampack.tokenize.lane_shards import Job, Progress, Report, read_progress, write_lane
@@ -129,9 +130,8 @@ def tokenize(
         "shard_tokens": require_positive(shard_tokens, "shard_tokens"),
         "dtype": _dtype_for(encode) if dtype == "auto" else dtype,
     }
-    config = LaneConfig(
-        source, encode, Packing(1, split_across_pack=True), quarantine=bad_records
-    )  # documents stay whole
+    documents = Packing(1, split_across_pack=True)  # they stay whole
+    config = LaneConfig(source, encode, documents, quarantine=bad_records)
     config.check_shards()
     job = Job(config, Path(out), plan)
     with lock_folder(job.out, way_out="wait until it ends, stop it, or give another folder"):

@@ -106,9 +106,8 @@ class Checkpoints:
             if self.world.is_main:
                 self._clean()
                 part.mkdir(parents=True)
-                content = (
-                    io.BytesIO()
-                )  # torch.save to a file would hide the error of a full disk behind another
+                # To a file, torch.save would hide the error of a full disk behind another.
+                content = io.BytesIO()
                 torch.save(run, content)
                 with (part / RUN_FILE).open("wb") as file:
                     file.write(content.getvalue())

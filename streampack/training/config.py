@@ -51,9 +51,8 @@ class RunConfig:
     verify_isolation: bool = True  # check before the first step that no sample of a pack attends to another
     activation_checkpointing: bool = False
     compile: bool = False
-    custom_sharded_layers: list[str] = field(
-        default_factory=list
-    )  # modules sharded one by one, as layers are
+    # Modules sharded one by one, as layers are.
+    custom_sharded_layers: list[str] = field(default_factory=list)
     fsdp_reshard_after_forward: bool = True  # False keeps layers whole until the backward pass: more memory
     collective_timeout: float = 600  # seconds that ranks wait for the slowest one
     checkpoint_every: int | None = None  # steps between checkpoints; None: only the final weights are saved

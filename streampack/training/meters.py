@@ -13,7 +13,7 @@ from streampack.sources.mixture import Mix
 from streampack.training.methods import Loader
 
 COUNTS = ("loss", "z_loss", "weight", "trained", "tokens", "capacity", "samples")
-"""What a `StepMeter` adds up, in this order; ``capacity`` is the tokens that fit, padding included."""
+"""The counts that a `StepMeter` adds up, in this order; ``capacity`` is the tokens that fit, padding included."""
 
 
 class StepMeter:

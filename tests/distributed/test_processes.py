@@ -211,9 +211,8 @@ def one_fails(kind: str, workers: int, folder: Path) -> Any:
     except Exception as error:
         told = type(error).__name__, str(error)
     took = time.monotonic() - begin
-    state = (
-        loader.state_dict()
-    )  # all ranks have been told after the same batch, so they can save what they have
+    # All ranks have been told after the same batch, so they can save what they have.
+    state = loader.state_dict()
     return told, took, count, state, held()["children"]
 
 

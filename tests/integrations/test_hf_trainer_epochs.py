@@ -53,9 +53,8 @@ def test_epochs_of_map_style_data_are_counted(tmp_path: Path) -> None:
     assert noted.seen == [
         ("begin", 0), ("end", ends[0]), ("begin", ends[0]), ("end", ends[1]), ("begin", ends[1]), ("end", ends[2])
     ]  # fmt: skip
-    assert entries(trainer, "learning_rate")[ends[2]] == pytest.approx(
-        5e-3 / ends[2]
-    )  # of the last step; then 0
+    # Of the last step; then 0.
+    assert entries(trainer, "learning_rate")[ends[2]] == pytest.approx(5e-3 / ends[2])
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {f"checkpoint-{end}" for end in ends}
     assert entries(trainer, "num_tokens")[ends[0]] == sum(len(row["tokens"]) for row in rows)
     assert (trainer.args.max_steps, trainer.train_dataset.epochs) == (-1, 1)

@@ -311,6 +311,10 @@ def test_the_error_names_what_was_added_removed_and_changed(tmp_path: Path) -> N
     with pytest.raises(ValueError, match=r"\.json\.gz is damaged .*; restore it from a copy"):
         make(source, **allowed).load_state_dict(state)
     kept.unlink()
+    kept.mkdir()  # as good as any other reason why a file that is there cannot be read
+    with pytest.raises(IsADirectoryError):
+        make(source, **allowed).load_state_dict(state)
+    kept.rmdir()
     with pytest.raises(
         ValueError, match=r"\.json\.gz is missing: the list of the files that the run began with"
     ):

@@ -131,9 +131,8 @@ def test_a_state_that_dropped_untrained_samples_is_refused_where_they_are_kept()
     state = dataset(untrained="drop").state_dict()
     with pytest.raises(ValueError, match="untrained"):
         dataset().load_state_dict(state)
-    dataset(untrained="error").load_state_dict(
-        dataset().state_dict()
-    )  # an error drops nothing, and may be lifted
+    # An error drops nothing, and may be lifted.
+    dataset(untrained="error").load_state_dict(dataset().state_dict())
 
 
 def test_a_mixture_drops_samples_that_train_nothing() -> None:

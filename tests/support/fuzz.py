@@ -209,9 +209,8 @@ def chain(seed: int, number: int) -> Counter[str]:
         per_step = rng.choice([1, 2, 3, 4, 6, 12])
         try:
             if endless and len({pack["lane"] for pack in islice(case.dataset(), lanes)}) < lanes:
-                case.num_lanes = lanes = (
-                    1  # the others have no row, and steps are the same only until a lane ends
-                )
+                # The others have no row, and steps are the same only until a lane ends.
+                case.num_lanes = lanes = 1
             reference = case.dataset()
             uncut = of_dicts(list(islice(reference, rng.randint(1, 8) * per_step if endless else None)))
         except ValueError as error:
