@@ -115,6 +115,7 @@ class Iteration:
         rank, size = rank_sync.data_rank, rank_sync.data_world_size
         num_lanes = dataset._lanes_for(size * max(1, options.num_workers))
         dataset.num_lanes = num_lanes
+        dataset._choose_balance_window(size)
         self.workers = min(options.num_workers, -(-num_lanes // size))
         self.batching.warn(num_lanes=num_lanes, num_workers=options.num_workers, rank=rank_sync.rank)
         divide_across_ranks(dataset.lane_config.source, num_lanes, rank_sync)
@@ -149,6 +150,7 @@ class Iteration:
             "packs_per_step": self.batching.packs_per_step,
             "packs_per_batch": self.batching.packs_per_batch,
             "data_world_size": rank_sync.data_world_size if rank_sync.has_data_groups else None,
+            "balance_window": dataset.balance_window,
             "epochs": dataset.epochs,
             "epoch": dataset.epoch,
             "on_bad_record": "error" if dataset.lane_config.quarantine is None else "skip",

@@ -111,6 +111,9 @@ class CorpusChanges:
             for name, source in self.source.file_sources().items()
         }
         self.histories = {name: histories[name] for name in earlier}
+        if changed:  # packs of a window cannot be planned again without the rows that are gone
+            states = {lane: each.closed() for lane, each in loaded.lane_states.items()}
+            loaded = replace(loaded, lane_states=states)
         if changed or any(earlier.values()):
             # Reading stands elsewhere where parts are left out.
             states = {lane: replace(each, reached=0) for lane, each in loaded.lane_states.items()}

@@ -14,6 +14,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from streampack.accounting import Ledger, SourceStats
+from streampack.packing.attention_cost import AttentionCost
 from streampack.packing.collator_check import refuse_foreign_collator
 from streampack.packing.encoders import TokensEncoder, guard_datasets
 from streampack.packing.samples import sample_from_encoded
@@ -23,6 +24,7 @@ from streampack.sources.bad_records import quarantine_for
 from streampack.sources.mixture import Mix
 from streampack.storage.read_ahead import READ_AHEAD, ReadAhead
 from streampack.storage.use import StorageUse
+from streampack.streaming.balance import default_window, require_window
 from streampack.streaming.consumers import Ranks, ranks_for_plain_iteration
 from streampack.streaming.corpus_changes import WHAT_HAPPENS, CorpusChanges, described
 from streampack.streaming.epochs import EpochCounter
@@ -104,6 +106,11 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             number of ranks that divides it. Default: the smallest multiple of the consumers (ranks x workers) that is
             at least 8, or less on data so small that each lane's last, part-empty pack would matter (below some 4,000
             rows or 2 MiB). With fewer lanes than ranks only a `PackedDataLoader` can go on: it hands out null packs.
+        balance_window: packs that each lane plans ahead and hands out by attention cost, in an order that all lanes
+            share, so that the ranks of a step have about the same work; 0 is off. A lane then holds the samples of as
+            many packs, and a sample waits for at most ``buffer_size + 2 * balance_window`` packs. Default: 64 for
+            several ranks and ``max_seq_len`` from 16,384 on, otherwise 0. It is fixed for the life of a run.
+        balance_cost: what the model's attention spares: ``{"sliding_window": tokens}`` or ``{"chunk_size": tokens}``.
 
     Raises:
         ValueError: for a bad setting, at construction; for a bad row, with its place, when it is read.
@@ -140,6 +147,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         max_outage: float = 0.0,
         corpus_changes: str = "error",
         corpus_lists: str | os.PathLike[str] | None = None,
+        balance_window: int | None = None,
+        balance_cost: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         kept = quarantine_for(
@@ -175,6 +184,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             vocab_size=vocab_size,
             checks=must_check(source, encode, vocab_size),
             quarantine=kept,
+            balance_cost=AttentionCost.from_setting(balance_cost),
             use=StorageUse(60 * require_minutes(max_outage, "max_outage")),
         )
         self.lane_config.check_shards()
@@ -183,8 +193,12 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self.epoch = 0  # in which the newest iteration began, or the first one will begin
         self._epochs_begun = EpochCounter()
         self.num_lanes = num_lanes
-        # Whether the user set num_lanes, not a state or an iteration.
-        self._lanes_asked_for = num_lanes is not None
+        self.balance_window: int | None = None
+        if balance_window is not None:
+            self._set_balance_window(require_window(balance_window))
+        # Which of these the user set, and no state or iteration.
+        chosen = {"num_lanes": num_lanes, "balance_window": balance_window}
+        self._asked_for = {name for name, value in chosen.items() if value is not None}
         # A loaded state, and whether an iteration has gone on from it.
         self._resume = Resume(self._epochs_begun)
         self._stream: PackStream | None = None  # the packs of the newest iteration
@@ -233,6 +247,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             )
         begin = self._resume.begin()
         self.epoch = begin.epoch
+        self._choose_balance_window(world_size)
         self._stream = self.stream(consumer, consumers, lane_states=begin.lane_states)
         if consumer == 0:
             self._log_shared()
@@ -253,7 +268,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         lane_states: Mapping[int, LaneState] | None = None,
         first_epoch: int | None = None,
     ) -> PackStream:
-        """Return the packs of one of several consumers (ranks x workers); this fixes ``num_lanes``.
+        """Return the packs of one of several consumers (ranks x workers); this fixes num_lanes and balance_window.
 
         Consumer c owns lanes c, c + consumers, and so on. They resume from ``lane_states``, by default those of the
         loaded state. Lanes that have ended an epoch before ``first_epoch`` begin that one.
@@ -261,6 +276,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         if not 0 <= consumer < consumers:
             raise ValueError(f"consumer={consumer} of consumers={consumers} cannot be; count from 0")
         self.num_lanes = num_lanes = self._lanes_for(consumers)
+        self._choose_balance_window(consumers)
         config, epoch = self.lane_config, self.epoch
         lanes = range(consumer, num_lanes, consumers)
         read_ahead = ReadAhead.for_lanes(self.read_ahead, len(lanes))
@@ -318,8 +334,17 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             ValueError: if fewer were asked for.
         """
         return count_lanes(
-            self.lane_config.source, consumers, wanted=self.num_lanes, fixed=self._lanes_asked_for
+            self.lane_config.source, consumers, wanted=self.num_lanes, fixed="num_lanes" in self._asked_for
         )
+
+    def _choose_balance_window(self, ranks: int) -> None:
+        """Choose ``balance_window`` for this many ranks, unless it is set, loaded or chosen already."""
+        if self.balance_window is None:
+            self._set_balance_window(default_window(self.lane_config.packing.max_seq_len, ranks=ranks))
+
+    def _set_balance_window(self, window: int) -> None:
+        self.balance_window = window
+        self.lane_config = replace(self.lane_config, balance_window=window)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, from 0, that the next iteration begins with; it decides the order when shuffling.
@@ -366,6 +391,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             "identity": self._identity.plain(),
             "epoch": self.epoch if epoch is None else epoch,
             "num_lanes": self.num_lanes,
+            # As long as nothing was read, a resume may choose another.
+            "balance_window": self.balance_window if lanes else None,
             "lanes": dict(lanes),
             **self._changes.state(self.num_lanes),
             **weights,
@@ -384,15 +411,19 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             warn_user(f"the corpus changed since the state was made: {described(changed)}. {WHAT_HAPPENS}")
         if self.mix is not None and (changes := self.mix.changed(state.get("weights"))):
             warn_user(changes)
-        if self._lanes_asked_for and loaded.num_lanes not in (None, self.num_lanes):
-            warn_user(
-                f"num_lanes={self.num_lanes} is not heeded: the state was made with num_lanes={loaded.num_lanes}, "
-                "which a run keeps; start a new run for another number"
-            )
+        for name in sorted(self._asked_for):
+            asked, kept = getattr(self, name), getattr(loaded, name)
+            if kept not in (None, asked):
+                warn_user(
+                    f"{name}={asked} is not heeded: the state was made with {name}={kept}, which a run keeps; start a "
+                    "new run for another number"
+                )
         self.lane_config = replace(self.lane_config, earlier=earlier)
         self._resume.load(loaded)
         self.epoch, self.num_lanes = loaded.epoch, loaded.num_lanes
-        self._lanes_asked_for = False
+        if loaded.balance_window is not None:
+            self._set_balance_window(loaded.balance_window)
+        self._asked_for = set()
         self._stream = self._copied = None
 
     def __getstate__(self) -> dict[str, Any]:

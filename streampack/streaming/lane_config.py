@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from streampack.packing.attention_cost import AttentionCost
 from streampack.packing.cut_samples import with_eos
 from streampack.packing.encoders import Encoder
 from streampack.packing.samples import check_sample, sample_from_encoded
@@ -39,6 +40,8 @@ class LaneConfig:
     vocab_size: int | None = None
     checks: bool = True  # every sample; an encoder may be known to make none but good ones
     quarantine: Quarantine | None = None  # None: a broken record is an error
+    balance_window: int = 0  # packs that are planned ahead and handed out by cost; 0: as they are planned
+    balance_cost: AttentionCost = field(default_factory=AttentionCost)  # of a pack
     use: StorageUse = field(default_factory=StorageUse)  # of this process
     earlier: Mapping[str, Sequence[Division]] = field(default_factory=dict)  # see Reading
 

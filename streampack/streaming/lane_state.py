@@ -4,13 +4,29 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from streampack.accounting import Ledger, SourceStats
 from streampack.types import Cursor, Pack
 
 DAMAGED = "; the state of this lane is damaged, resume from another checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class OpenWindow:
+    """Where a lane stood when it planned the packs of its open window, see `balance.PackWindow`.
+
+    A resume plans them again from there, and leaves out those that were handed out.
+    """
+
+    packs: int  # made in this epoch before the window
+    next_piece: int  # the number of the next piece to be read
+    consumed: int  # bit i is set if piece ``first + i`` was consumed
+
+    def as_list(self) -> list[Any]:
+        """Return plain values, for `LaneState.as_dict`."""
+        return [self.packs, self.next_piece, f"{self.consumed:x}"]
 
 
 @dataclass(slots=True)
@@ -37,7 +53,8 @@ class LaneState:
     first: int  # the number of the first piece of the row at ``cursor``
     offset: int  # how many tokens of the oldest waiting piece are packed; above 0 with split_across_pack only
     next_piece: int  # the number that the next piece to be read will get
-    consumed: int  # bit i is set if piece ``first + i`` is packed or dropped
+    # Bit i is set if piece ``first + i`` is packed or dropped, of a piece in several packs if the first one of them is.
+    consumed: int
     ledger: Ledger  # of all packs so far
     rows: int = 0  # the digits of a `RowLog` of these pieces
     # The epochs that began among these pieces: (number of the first piece after ``first``, epoch).
@@ -49,6 +66,25 @@ class LaneState:
     source_stats: tuple[SourceStats, ...] = ()  # one entry for each source of a mixture
     reached: int = 0  # a checksum of `Reader.reached` when the state was made; 0 at the end of an epoch
     bad_shards: tuple[int, ...] = ()  # checksums of the names of the bad shards that the lane left out
+    # With ``balance_window``, while a window is open. Then ``cursor``, ``epoch``, ``first`` and ``offset`` are those of
+    # its beginning, and all else is as it is now.
+    open_window: OpenWindow | None = None
+
+    @property
+    def spared(self) -> int:
+        """The pieces that a resume need not make again: bit i stands for piece ``first + i``."""
+        return self.consumed if self.open_window is None else self.open_window.consumed
+
+    def closed(self) -> LaneState:
+        """Return the state without an open window: its packs that were not handed out are planned anew.
+
+        Of a piece that begins in one pack and ends in another, of which one was handed out, the rest is lost.
+        """
+        if self.open_window is None:
+            return self
+        oldest = lowest_zero(self.open_window.consumed)
+        offset = 0 if self.consumed >> oldest & 1 else self.offset
+        return replace(self, offset=offset, open_window=None)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, which ``torch.load(weights_only=True)`` takes; long integers in hexadecimal digits.
@@ -64,6 +100,7 @@ class LaneState:
         found["ledger"] = self.ledger.numbers()
         found["source_stats"] = [stats.numbers() for stats in self.source_stats]
         found["bad_shards"] = list(self.bad_shards)
+        found["open_window"] = [] if self.open_window is None else self.open_window.as_list()
         return {**found, "checksum": _checksum(found)}
 
     @classmethod
@@ -98,6 +135,7 @@ class LaneState:
         span = values["next_piece"] - values["first"]
         if consumed.bit_length() > span:
             raise ValueError(f"consumed marks {consumed.bit_length()} pieces of {span}" + DAMAGED)
+        values["open_window"] = _open_window(values)
         if any(len(numbers) < 4 for numbers in values["windows"]):
             raise ValueError("a window has too few numbers" + DAMAGED)
         values |= {"cursor": tuple(values["cursor"]), "consumed": consumed, "rows": rows}
@@ -125,6 +163,32 @@ class LaneEvent:
 def as_dicts(states: Mapping[int, LaneState]) -> dict[int, dict[str, Any]]:
     """Return the states of some lanes as a checkpoint holds them."""
     return {lane: state.as_dict() for lane, state in states.items()}
+
+
+def lowest_zero(bits: int) -> int:
+    """Return the place of the lowest bit that is not set.
+
+    >>> lowest_zero(0b1011)
+    2
+    """
+    return (~bits & bits + 1).bit_length() - 1
+
+
+def _open_window(values: Mapping[str, Any]) -> OpenWindow | None:
+    """Check the open window in a lane's state, which may hold anything."""
+    found = values["open_window"]
+    if found == [] and type(found) is list:
+        return None
+    if type(found) is not list or len(found) != 3:
+        raise ValueError("open_window has not three numbers" + DAMAGED)
+    _require_counts(found[:2], "open_window")
+    window = OpenWindow(found[0], found[1], _hexadecimal({"open_window": found[2]}, "open_window"))
+    first, next_piece = values["first"], values["next_piece"]
+    if not (window.packs < values["packs"] and first <= window.next_piece <= next_piece):
+        raise ValueError("open_window does not lie before the state" + DAMAGED)
+    if window.consumed.bit_length() > window.next_piece - first:
+        raise ValueError("open_window marks pieces that were not read" + DAMAGED)
+    return window
 
 
 def _require_counts(found: Any, name: str, size: int | None = None) -> None:

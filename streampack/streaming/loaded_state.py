@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
+from streampack.streaming.balance import MOST_WINDOW
 from streampack.streaming.epochs import BEGUN, ENDED, WAITING, EpochCounter
 from streampack.streaming.lane_state import LaneState
 
@@ -31,6 +32,7 @@ class LoadedState:
     slot: int = 0  # the slot at which the next step begins
     epoch: int = 0  # in which the iteration that made the state began
     num_lanes: int | None = None
+    balance_window: int | None = None
     phase: int = WAITING  # how far the iteration that resumes from it is, in this process; see `epochs`
     in_worker: bool = False  # loaded in a worker process, so that only an iteration there resumes from it
 
@@ -52,6 +54,11 @@ def checked_state(state: Any) -> LoadedState:
         raise ValueError("the state is damaged: it lacks identity, epoch, num_lanes or lanes")
     if num_lanes is not None and not 0 < num_lanes <= MAX_LANES:
         raise ValueError(f"the state is damaged: it has {num_lanes} lanes, and 1 to {MAX_LANES} are possible")
+    balance_window = state.get("balance_window")
+    if balance_window is not None and not (
+        type(balance_window) is int and 0 <= balance_window <= MOST_WINDOW
+    ):
+        raise ValueError(f"the state is damaged: its balance_window is {balance_window!r}")
     for lane in lanes:
         if type(lane) is not int or not 0 <= lane < (num_lanes or 0):
             raise ValueError(f"the state is damaged: lane {lane!r} is none of its {num_lanes} lanes")
@@ -59,7 +66,11 @@ def checked_state(state: Any) -> LoadedState:
     if type(slot) is not int or not 0 <= slot < 2**63:
         raise ValueError(f"the state is damaged: slot {slot!r} is no number of packs")
     return LoadedState(
-        {lane: LaneState.from_dict(found) for lane, found in lanes.items()}, slot, state["epoch"], num_lanes
+        {lane: LaneState.from_dict(found) for lane, found in lanes.items()},
+        slot,
+        state["epoch"],
+        num_lanes,
+        balance_window,
     )
 
 

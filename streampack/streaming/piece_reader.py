@@ -160,7 +160,8 @@ class PieceReader:
         The ledger is the state's; what is read again is not counted again.
 
         Returns:
-            The pieces that waited then, and how many rows had waiting pieces and are no longer in the corpus.
+            The pieces that waited then, or with an open window at its beginning and since; and how many rows had
+            waiting pieces and are no longer in the corpus.
 
         Raises:
             ValueError: if the corpus or the encoder gives other rows or pieces than the state counts.
@@ -177,20 +178,20 @@ class PieceReader:
             if logged.epoch != self.epoch:
                 self.open(logged.epoch)
                 self.epoch_has_rows, self.epochs_without_pieces = True, 0
-            waits = [
-                number
-                for number in range(logged.number, logged.number + logged.pieces)
-                if not state.consumed >> (number - state.first) & 1
-            ]
+            numbers = range(logged.number, logged.number + logged.pieces)
+            waits = [number for number in numbers if not state.spared >> (number - state.first) & 1]
+            unpacked = any(not state.consumed >> (number - state.first) & 1 for number in waits)
             row = self._row_again(logged, state)
             last = logged.number + logged.pieces == state.next_piece
             pieces: list[Piece] = []
             if row is None or row.data is REMOVED or row.data is HELD_OUT:
-                removed += bool(waits)
+                removed += unpacked
             elif waits or (last and not self.config.packing.keeps_one_piece_per_sample):
                 # Of the last row, some pieces may not have been asked for when the state was taken.
                 pieces = self._pieces(row, again=True)
-                if (waits and len(pieces) < logged.pieces) or (len(pieces) > logged.pieces and not last):
+                # Of a row that made no piece, the one number is consumed.
+                too_few = len(pieces) < logged.pieces and (unpacked or (waits and pieces))
+                if too_few or (len(pieces) > logged.pieces and not last):
                     raise ValueError(
                         f"lane {self.lane}: {self.config.source.locate(row.row_id)} makes {len(pieces)} pieces, and "
                         f"the state says {logged.pieces}; the data or the encoder changed since it was written"

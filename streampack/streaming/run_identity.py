@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from streampack.packing.encoders import TokensEncoder, qualified_name
@@ -88,6 +88,7 @@ def _parts_of(config: LaneConfig) -> dict[str, Any]:
         "empty": config.empty,
         "untrained": "drop" if config.untrained == "drop" else "keep",  # "error" drops nothing
         "shuffle_window": config.shuffle_window,
+        "balance_cost": asdict(config.balance_cost),
         "seed": config.seed,
     }
 

@@ -93,6 +93,11 @@ class RunConfig:
             )
         if self.data.get("method") is not None:
             require(self.data["method"], "data.method", METHODS)
+            if self.data.get("balance_window"):
+                raise ValueError(
+                    f"data.balance_window={self.data['balance_window']} orders the packs of a stream, and "
+                    f"data.method={self.data['method']} makes batches of its own; leave one of the two out"
+                )
         if self.samples_in_row > 1 and not self.document_masking:
             raise ValueError(
                 "document_masking=False makes one sequence of the samples that minibatch_packing lays in a row, longer "

@@ -125,7 +125,7 @@ def entries_of(source: Source, encoder: Callable[[Mapping[str, Any]], Sample]) -
 
 def first_rows(entry: Entry, settings: Mapping[str, Any]) -> IterablePackedDataset:
     """Build a dataset that packs one source's rows in their order, in one lane."""
-    own: dict[str, Any] = {"shuffle": False, "num_lanes": 1, "encoder": entry.encoder}
+    own: dict[str, Any] = {"shuffle": False, "num_lanes": 1, "balance_window": 0, "encoder": entry.encoder}
     if folder := settings.get("quarantine"):
         own["quarantine"] = Path(folder, entry.name)
     return IterablePackedDataset(entry.source, **{**settings, **own})

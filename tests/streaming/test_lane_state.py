@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from streampack import Ledger
 from streampack.accounting import DROP_REASONS, SourceStats
-from streampack.streaming.lane_state import LaneState
+from streampack.streaming.lane_state import LaneState, OpenWindow
 
 counts = st.integers(0, 2**62)
 
@@ -28,8 +28,10 @@ def ledgers(draw: st.DrawFn) -> Ledger:
 @st.composite
 def states(draw: st.DrawFn) -> LaneState:
     first, span = draw(counts), draw(st.integers(0, 300))
+    packs, planned = draw(counts), draw(st.integers(0, span))
+    window = OpenWindow(packs - 1, first + planned, draw(st.integers(0, 2**planned - 1))) if packs else None
     return LaneState(
-        packs=draw(counts),
+        packs=packs,
         done=draw(st.booleans()),
         epoch=draw(counts),
         cursor=tuple(draw(st.lists(counts, max_size=6))),
@@ -53,6 +55,7 @@ def states(draw: st.DrawFn) -> LaneState:
         ),
         reached=draw(st.integers(0, 2**32 - 1)),
         bad_shards=tuple(draw(st.lists(counts, max_size=3))),
+        open_window=draw(st.sampled_from([None, window])),
     )
 
 
@@ -113,7 +116,8 @@ def test_a_lane_state_dict_has_these_fields() -> None:
         "source_stats": [],
         "reached": 2596996162,
         "bad_shards": [],
-        "checksum": 3367463356,
+        "open_window": [],
+        "checksum": 533312321,
     }
 
 
@@ -142,7 +146,7 @@ ODD = [None, True, -1, 2**63, 1.0, "", "x", b"", [], [[]], [None], {}, (), {"a":
 @pytest.mark.parametrize("name", [*typical().as_dict()])
 def test_other_kinds_of_values_are_refused(name: str) -> None:
     for value in ODD:
-        if value == [] and name in ("source_stats", "epochs", "front", "bad_shards"):
+        if value == [] and name in ("source_stats", "epochs", "front", "bad_shards", "open_window"):
             continue  # as it is
         with pytest.raises(ValueError, match="damaged"):
             LaneState.from_dict({**typical().as_dict(), name: value})
@@ -164,5 +168,5 @@ def test_a_bitmap_longer_than_the_pieces_is_named() -> None:
 
 
 def test_size_is_some_hundred_bytes() -> None:
-    assert len(pickle.dumps(typical().as_dict())) <= 350
-    assert len(pickle.dumps(LaneState(0, False, 0, (0,), 0, 0, 0, 0, Ledger()).as_dict())) <= 290
+    assert len(pickle.dumps(typical().as_dict())) <= 360
+    assert len(pickle.dumps(LaneState(0, False, 0, (0,), 0, 0, 0, 0, Ledger()).as_dict())) <= 280

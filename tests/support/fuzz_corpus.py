@@ -80,6 +80,9 @@ class Case:
             "on_bad_record": rng.choice(["skip", "skip" if gentle else "error"]),
             "max_bad_records": 10**6,
         }
+        # From a generator of its own, so that a case is otherwise the one that it is without.
+        balance = random.Random(str(self.settings))
+        self.settings["balance_window"] = balance.choice([None, None, 1, 2, 5, 64])
         rows: dict[str, Text | None] = {}
         self.weights: dict[str, float] = {}
         stop = None

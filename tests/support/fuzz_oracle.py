@@ -198,6 +198,8 @@ class Oracle:
             )
             return
         assert times == (1 if fate.pieces else 0), f"{place} came {times} times"
+        if self.settings["balance_window"]:  # packs of a window come in another order
+            parts = sorted(parts, key=lambda part: part[:2])
         ends = [stop for _, stop, _ in parts]
         assert not self.wraps or [start for start, _, _ in parts[1:]] == ends[:-1], f"{place}: out of order"
         trained = None

@@ -301,6 +301,12 @@ def test_a_flattened_row_is_never_one_sequence(tmp_path: Path) -> None:
         read_config(config)
 
 
+def test_a_method_has_no_window_of_packs(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, **{"data.method": "multipack", "data.balance_window": 8})
+    with pytest.raises(ValueError, match=r"data.balance_window=8 orders the packs of a stream"):
+        read_config(config)
+
+
 def read_as_a_rank(folder: Path) -> list[int]:
     """Rank 1 has a copy of the corpus without its last rows."""
     with join_world(torch.device("cpu")) as world:

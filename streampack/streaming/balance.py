@@ -1,0 +1,128 @@
+"""Windows of planned packs, handed out so that the packs of a step cost about the same attention.
+
+In a synchronous step all ranks wait for the one whose packs cost most. A lane plans ``balance_window`` packs ahead,
+sorts them by attention cost, and hands them out in a permutation of that order which is the same in all lanes. So the
+packs with the same number in their lanes have the same rank among the costs of their windows. Lanes exchange nothing,
+and a window holds the packs that the planner would have made one by one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from streampack.accounting import Ledger, SourceStats
+from streampack.packing.attention_cost import AttentionCost
+from streampack.packing.planner import Placed
+from streampack.sources.base import permutation
+from streampack.streaming.lane_state import LaneState
+from streampack.streaming.piece_reader import Piece
+from streampack.validation import require_positive
+
+log = logging.getLogger(__name__)
+
+DEFAULT_WINDOW = 64
+LONG_CONTEXT = 16_384  # tokens; with shorter packs attention is too small a part of a step to matter
+MOST_WINDOW = 4096  # packs; each lane holds the pieces of a window
+BALANCE_KEY = 0x62616C  # keeps these permutations apart from those of the rows
+
+
+def default_window(max_seq_len: int, *, ranks: int) -> int:
+    """Return and log the ``balance_window`` of a run that sets none: 0 for short packs or a single rank.
+
+    >>> default_window(4096, ranks=8), default_window(32768, ranks=1), default_window(32768, ranks=8)
+    (0, 0, 64)
+    """
+    if ranks == 1 or max_seq_len < LONG_CONTEXT:
+        return 0
+    log.info(
+        "balance_window=%d: packs of %d tokens are handed out by attention cost, so that %d ranks wait less for one "
+        "another; balance_window=0 switches it off", DEFAULT_WINDOW, max_seq_len, ranks,
+    )  # fmt: skip
+    return DEFAULT_WINDOW
+
+
+def require_window(window: int) -> int:
+    """Return ``balance_window`` as an int.
+
+    Raises:
+        ValueError: if it is no number of packs, or too large a one.
+    """
+    window = require_positive(window, "balance_window", least=0)
+    if window > MOST_WINDOW:
+        raise ValueError(
+            f"balance_window={window} is more than {MOST_WINDOW} packs, which a lane would hold in memory; give "
+            "fewer, 64 is enough for most runs"
+        )
+    return window
+
+
+def hand_out_order(costs: Sequence[int], *, slot: int, window: int, key: Sequence[int]) -> list[int]:
+    """Return the indices of a window's packs in the order in which they are handed out.
+
+    Args:
+        costs: of the packs, in the order in which they were planned.
+        slot: the place of the first of them in its window of ``window`` packs.
+        window: packs in a full window. At an epoch's end there may be fewer: then each slot takes the pack whose rank
+            comes nearest to that of the slot.
+        key: of the permutation; the same in all lanes.
+
+    >>> hand_out_order([40, 10, 30, 20], slot=0, window=4, key=(0, 0, 0))
+    [2, 1, 3, 0]
+    """
+    dearest_last = sorted(range(len(costs)), key=costs.__getitem__)
+    ranks = permutation(window, BALANCE_KEY, *key)[slot : slot + len(costs)]
+    return [dearest_last[rank] for rank in ranks.argsort().argsort().tolist()]
+
+
+@dataclass(slots=True)
+class PlannedPack:
+    """A pack that waits to be handed out."""
+
+    placed: list[Placed[Piece]]
+    tokens: int  # padding left out
+    cost: int
+    bits: int  # of its pieces, in `LaneState.consumed`
+
+    @classmethod
+    def of(cls, placed: list[Placed[Piece]], first: int, cost: AttentionCost) -> PlannedPack:
+        """Make one of a planned pack, for a state whose first piece has the number ``first``."""
+        bits, seq_lens = 0, []
+        for piece, start, stop in placed:
+            bits |= 1 << piece.number - first
+            seq_lens.append(stop - start)
+        return cls(placed, sum(seq_lens), cost.of(seq_lens), bits)
+
+
+class PackWindow:
+    """The planned packs of a lane that it has not handed out yet.
+
+    Args:
+        planned: the state of the lane when all packs are planned and none is handed out.
+        packs: in the order in which they are handed out.
+    """
+
+    def __init__(self, planned: LaneState, packs: Sequence[PlannedPack]) -> None:
+        self.planned = planned
+        self.packs = deque(packs)
+        self.consumed = planned.consumed
+        self.tokens = sum(pack.tokens for pack in packs)
+
+    def take(self) -> list[Placed[Piece]]:
+        """Return the pieces of the next pack."""
+        pack = self.packs.popleft()
+        self.consumed |= pack.bits
+        self.tokens -= pack.tokens
+        return pack.placed
+
+    def state(self, *, packs: int, ledger: Ledger, source_stats: Sequence[SourceStats]) -> LaneState:
+        """Return the state of the lane, which has counted these packs and tokens."""
+        return replace(
+            self.planned,
+            packs=packs,
+            consumed=self.consumed,
+            ledger=ledger.copy(),
+            source_stats=tuple(stats.copy() for stats in source_stats),
+        )
