@@ -159,6 +159,7 @@ class FileSource(Source):
     def _parts_of(self, reading: Reading) -> Sequence[Part]:
         for earlier in reading.earlier.get("", ()):
             if reading.epoch < earlier.until:
+                assert len(earlier.lanes) == reading.num_lanes, "a resume keeps the number of lanes"
                 return earlier.lanes[reading.lane]
         return self._lanes(reading.num_lanes)[reading.lane]
 

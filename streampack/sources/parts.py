@@ -139,7 +139,7 @@ class InOrder(Reader):
         self.part_index = 0
         self.offset = parts[0].start if parts else 0
         if reading.start is not None:
-            self.part_index, self.offset = reading.start[:2]
+            self.part_index, self.offset, _ = reading.start
         # The iterator over the current part's records. It is made at the first read, not here, because the reader may
         # be made in one process and used in another.
         self.records: Iterator[Record] | None = None

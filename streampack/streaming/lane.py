@@ -14,6 +14,7 @@ from streampack.streaming.balance import PackWindow, PlannedPack, hand_out_order
 from streampack.streaming.lane_config import LaneConfig
 from streampack.streaming.lane_state import DAMAGED, LaneEvent, LaneState, OpenWindow, lowest_zero
 from streampack.streaming.piece_reader import Piece, PieceReader
+from streampack.streaming.replay import Replay
 from streampack.types import Fragment, Pack
 
 
@@ -56,12 +57,12 @@ class Lane:
         self.window_begun: LaneState | None = None
         self.planned: list[list[Placed[Piece]]] = []
         self.window: PackWindow | None = None
-        self.state_to_restore = state
+        self.replay: Replay | None = None  # of the state, until `restore`
         if state is None:
             self.piece_reader.open(first_epoch)
         else:
             self._require_bounded(state)
-            self.piece_reader.open_at(state)
+            self.replay = Replay(self.piece_reader, state)
 
     @property
     def epoch(self) -> int:
@@ -92,9 +93,9 @@ class Lane:
         Raises:
             ValueError: if the state does not fit the data, or is damaged.
         """
-        if self.state_to_restore is not None:
-            self._restore(self.state_to_restore)
-            self.state_to_restore = None
+        if self.replay is not None:
+            self._restore(self.replay)
+            self.replay = None
         if self.epoch < self.first_epoch:
             self.start_epoch(self.first_epoch)
 
@@ -276,13 +277,14 @@ class Lane:
                 f"lane {self.lane}: the state has an open window and balance_window is 0" + DAMAGED
             )
 
-    def _restore(self, state: LaneState) -> None:
+    def _restore(self, replay: Replay) -> None:
         """Read again from the row of the oldest waiting piece, and skip what is consumed."""
+        state = replay.state
         self.packs = state.packs
         # A state that was saved at the end of the last epoch may be continued with epochs=None. There, a lane has an
         # end only if none of its rows makes a piece.
         self.done = state.done and not (self.config.endless and state.ledger.packed)
-        pieces, removed = self.piece_reader.replay(state)
+        pieces, removed = replay.run()
         window = state.open_window
         behind = len(pieces) if window is None else sum(piece.number < window.next_piece for piece in pieces)
         waiting, later = pieces[:behind], pieces[behind:]

@@ -171,6 +171,7 @@ def lowest_zero(bits: int) -> int:
     >>> lowest_zero(0b1011)
     2
     """
+    # Adding 1 sets that bit and clears those below it.
     return (~bits & bits + 1).bit_length() - 1
 
 

@@ -11,14 +11,13 @@ from zlib import crc32
 
 from streampack.accounting import Ledger, SourceStats, trained_tokens, trains_nothing
 from streampack.packing.cut_samples import untrained_error
-from streampack.sources.base import HELD_OUT, OTHER_RECORDS, REMOVED, BadRecord, KnownWindow, Reader, Reading
+from streampack.sources.base import HELD_OUT, REMOVED, BadRecord, KnownWindow, Reader, Reading
 from streampack.sources.passes import passes_by_all
 from streampack.storage.read_ahead import ReadAhead
 from streampack.streaming.lane_config import LaneConfig
-from streampack.streaming.lane_state import DAMAGED, LaneState
 from streampack.streaming.ledger_messages import FIRST_ROWS, warn_of_first_rows
-from streampack.streaming.row_log import LoggedRow, LoggedWindow, RowLog, digit_bits
-from streampack.types import Cursor, Row, RowId, Sample, Window
+from streampack.streaming.row_log import RowLog
+from streampack.types import Cursor, Row, RowId, Sample
 
 UNREADABLE: Mapping[str, Any] = MappingProxyType({})
 """The data of a row that could not be read and is skipped; compared by identity."""
@@ -105,19 +104,6 @@ class PieceReader:
         self.epoch_has_rows = False
         self.epochs_without_pieces += 1
 
-    def open_at(self, state: LaneState) -> None:
-        """Begin to read at a state's cursor; `replay` must follow.
-
-        Raises:
-            ValueError: if the state's rows and windows cannot be those of a lane.
-        """
-        before = self._log_of(state)
-        self.log = RowLog(sources=self.log.sources, first=state.first, epochs=[(state.first, state.epoch)])
-        self.next_number = state.first
-        self.known = before.known_windows()
-        self.log.expect(before.windows)
-        self.open(state.epoch, state.cursor)
-
     def begin_epoch(self, epoch: int) -> None:
         """Begin to read an epoch that no rows were read of before. If this fails, nothing has changed."""
         self.known = ()
@@ -134,14 +120,14 @@ class PieceReader:
             if (row := self._read()) is None:
                 self.ended = True
                 return None
-            self.pending = self._pieces(row, again=False)
+            self.pending = self.pieces_of(row, again=False)
             self.row, self.newest = None, row
             if not self.pending:
-                self._log(row)
+                self.log_row(row)
                 if row.data is not REMOVED and row.data is not HELD_OUT:
                     self._warn_if_all_dropped()
         piece = self.pending.pop(0)
-        self._log(self.newest, another=piece.number > piece.row_first)
+        self.log_row(self.newest, another=piece.number > piece.row_first)
         self.epochs_without_pieces = 0
         self.ledger.tokens_in += piece.length
         if self.source_stats:
@@ -154,98 +140,7 @@ class PieceReader:
             return self.pending[0].epoch, self.pending[0].cursor, self.pending[0].row_first
         return self.epoch, self.row.cursor if self.row else self.reader.cursor, self.next_number
 
-    def replay(self, state: LaneState) -> tuple[list[Piece], int]:
-        """Read again from a state's cursor, where `open_at` opened the reader, to where the state was taken.
-
-        The ledger is the state's; what is read again is not counted again.
-
-        Returns:
-            The pieces that waited then, or with an open window at its beginning and since; and how many rows had
-            waiting pieces and are no longer in the corpus.
-
-        Raises:
-            ValueError: if the corpus or the encoder gives other rows or pieces than the state counts.
-        """
-        self.ledger = state.ledger.copy()
-        self.source_stats = [stats.copy() for stats in state.source_stats]
-        self.bad_shards = list(state.bad_shards)
-        before = self._log_of(state)
-        # Rows and pieces of this epoch may lie before the cursor.
-        self.epoch_has_rows, self.epochs_without_pieces = True, 0
-        waiting: list[Piece] = []
-        removed = 0
-        for logged in before.rows():
-            if logged.epoch != self.epoch:
-                self.open(logged.epoch)
-                self.epoch_has_rows, self.epochs_without_pieces = True, 0
-            numbers = range(logged.number, logged.number + logged.pieces)
-            waits = [number for number in numbers if not state.spared >> (number - state.first) & 1]
-            unpacked = any(not state.consumed >> (number - state.first) & 1 for number in waits)
-            row = self._row_again(logged, state)
-            last = logged.number + logged.pieces == state.next_piece
-            pieces: list[Piece] = []
-            if row is None or row.data is REMOVED or row.data is HELD_OUT:
-                removed += unpacked
-            elif waits or (last and not self.config.packing.keeps_one_piece_per_sample):
-                # Of the last row, some pieces may not have been asked for when the state was taken.
-                pieces = self._pieces(row, again=True)
-                # Of a row that made no piece, the one number is consumed.
-                too_few = len(pieces) < logged.pieces and (unpacked or (waits and pieces))
-                if too_few or (len(pieces) > logged.pieces and not last):
-                    raise ValueError(
-                        f"lane {self.lane}: {self.config.source.locate(row.row_id)} makes {len(pieces)} pieces, and "
-                        f"the state says {logged.pieces}; the data or the encoder changed since it was written"
-                    )
-            self.row = None
-            for i in range(logged.pieces):
-                self._log(row, another=i > 0)
-            waiting += [pieces[number - logged.number] for number in waits] if pieces else []
-            self.newest, self.pending = row, pieces[logged.pieces :]
-        self.reader.restore_front(state.front)
-        self.ended = not state.reached
-        if state.reached != self.reached:
-            raise ValueError(f"lane {self.lane}: {OTHER_RECORDS}")
-        return waiting, removed
-
-    def _row_again(self, logged: LoggedRow, state: LaneState) -> Row | None:
-        """Read a row that was read before the state was taken; return None if its source left the mixture."""
-        if logged.source is None:
-            return None
-        self.reader.draw_from(logged.source)
-        if (row := self._next_row()) is None:
-            raise ValueError(
-                f"lane {self.lane}: the state says {state.next_piece} pieces were read and the corpus ends after "
-                f"{logged.number}; the data or the encoder changed"
-            )
-        return row
-
-    def _log_of(self, state: LaneState) -> RowLog:
-        """Return the log that a state holds."""
-        sources, window = self.log.sources, self.config.shuffle_window
-        count = state.next_piece - state.first
-        for source, number, numbers in state.windows:
-            right = len(numbers) > 3 and sum(numbers[3:]) <= window if window else len(numbers) == 2
-            if not right or source >= sources or number > count:
-                raise ValueError(f"lane {self.lane}: the state has a window that cannot be" + DAMAGED)
-        if state.rows >> digit_bits(sources) * count:
-            raise ValueError(f"lane {self.lane}: the state has rows behind its last piece" + DAMAGED)
-        epochs = [(state.first, state.epoch)]
-        for number, epoch in state.epochs:
-            if not (epochs[-1][0] < state.first + number < state.next_piece and epochs[-1][1] < epoch):
-                raise ValueError(
-                    f"lane {self.lane}: the state has epochs that do not follow each other" + DAMAGED
-                )
-            epochs.append((state.first + number, epoch))
-        windows = [
-            # Number 0 stands for any piece up to the first.
-            LoggedWindow(source, Window(numbers), first=state.first + number, last=state.first - 1)
-            for source, number, numbers in state.windows
-        ]
-        return RowLog(
-            sources=sources, first=state.first, count=count, digits=state.rows, epochs=epochs, windows=windows
-        )
-
-    def _log(self, row: Row | None, *, another: bool = False) -> None:
+    def log_row(self, row: Row | None, *, another: bool = False) -> None:
         """Give the next number to a row, or to ``another`` piece of it; None is a row whose source left the mixture."""
         if row is None:
             self.log.add(None, None, epoch=self.epoch, another=another)
@@ -256,7 +151,11 @@ class PieceReader:
 
     @property
     def reached(self) -> int:
-        """A checksum of where the reader stands; 0 at the end of an epoch, to which a replay does not come."""
+        """A checksum of where the reader stands; 0 at the end of an epoch, to which a replay does not come.
+
+        A replay that comes elsewhere has read other records. Without shuffling, nothing else tells. Of shuffle windows
+        the numbers of records are compared besides: a cursor says where a window begins, and not what is in it.
+        """
         return 0 if self.ended else crc32(repr(self.reader.reached).encode())
 
     def stats(self, row_id: RowId) -> SourceStats:
@@ -265,14 +164,14 @@ class PieceReader:
 
     def _read(self) -> Row | None:
         """Return the row to encode next; None at the end of the epoch, and never if epochs follow without an end."""
-        while (row := self._next_row()) is None:
+        while (row := self.next_row()) is None:
             if not self.config.endless or self.epochs_without_pieces >= self.most_without_pieces:
                 return None
             self.begin_epoch(self.epoch + 1)
         self.epoch_has_rows = True
         return row
 
-    def _next_row(self) -> Row | None:
+    def next_row(self) -> Row | None:
         """Return the row that was not encoded yet, or the source's next one; None if this epoch has no more."""
         if self.row is None:
             try:
@@ -285,7 +184,7 @@ class PieceReader:
                 self.unreadable = error
         return self.row
 
-    def _pieces(self, row: Row, *, again: bool) -> list[Piece]:
+    def pieces_of(self, row: Row, *, again: bool) -> list[Piece]:
         """Encode a row and cut it to pieces; none if it is dropped. Unless it is read again, count it."""
         config = self.config
         if row.data is REMOVED or row.data is HELD_OUT:

@@ -174,11 +174,11 @@ class RowLog:
         windows: list[list[LoggedWindow]] = [[] for _ in range(self.sources)]
         for logged in self.windows:
             windows[logged.source].append(logged)
+        firsts = [[logged.first for logged in of_source] for of_source in windows]
         counts = [[0] * len(of_source) for of_source in windows]
         for row in self.rows():
-            if row.source is not None and windows[row.source]:
-                firsts = [logged.first for logged in windows[row.source]]
-                counts[row.source][bisect_right(firsts, row.number) - 1] += 1
+            if row.source is not None and firsts[row.source]:
+                counts[row.source][bisect_right(firsts[row.source], row.number) - 1] += 1
         return [
             deque(KnownWindow(logged.window.numbers, count) for logged, count in zip(*pair, strict=True))
             for pair in zip(windows, counts, strict=True)

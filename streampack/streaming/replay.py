@@ -1,0 +1,122 @@
+"""`Replay`: reads a lane's rows again, from where its state says to where the state was taken."""
+
+from __future__ import annotations
+
+from streampack.sources.base import OTHER_RECORDS, REMOVED
+from streampack.streaming.lane_state import DAMAGED, LaneState
+from streampack.streaming.piece_reader import Piece, PieceReader
+from streampack.streaming.row_log import LoggedRow, LoggedWindow, RowLog, digit_bits
+from streampack.types import Row, Window
+
+
+class Replay:
+    """Reads a lane's rows again, from where its state says to where the state was taken.
+
+    Making it opens the reader at the state's cursor, so that it can fetch ahead; `run` reads.
+
+    Args:
+        reader: of the lane; nothing was read by it yet.
+        state: of the lane.
+
+    Raises:
+        ValueError: if the state's rows and windows cannot be those of a lane.
+    """
+
+    def __init__(self, reader: PieceReader, state: LaneState) -> None:
+        self.reader = reader
+        self.state = state
+        self.before = self._log_before()
+        sources = self.before.sources
+        reader.log = RowLog(sources=sources, first=state.first, epochs=[(state.first, state.epoch)])
+        reader.next_number = state.first
+        reader.known = self.before.known_windows()
+        reader.log.expect(self.before.windows)
+        reader.open(state.epoch, state.cursor)
+
+    def run(self) -> tuple[list[Piece], int]:
+        """Read again. The ledger is the state's; what is read again is not counted again.
+
+        Returns:
+            The pieces that waited then, or with an open window at its beginning and since; and how many rows had
+            waiting pieces and are no longer in the corpus.
+
+        Raises:
+            ValueError: if the corpus or the encoder gives other rows or pieces than the state counts.
+        """
+        reader, state = self.reader, self.state
+        reader.ledger = state.ledger.copy()
+        reader.source_stats = [stats.copy() for stats in state.source_stats]
+        reader.bad_shards = list(state.bad_shards)
+        # Rows and pieces of this epoch may lie before the cursor.
+        reader.epoch_has_rows, reader.epochs_without_pieces = True, 0
+        waiting: list[Piece] = []
+        removed = 0
+        for logged in self.before.rows():
+            if logged.epoch != reader.epoch:
+                reader.open(logged.epoch)
+                reader.epoch_has_rows, reader.epochs_without_pieces = True, 0
+            numbers = range(logged.number, logged.number + logged.pieces)
+            waits = [number for number in numbers if not state.spared >> (number - state.first) & 1]
+            unpacked = any(not state.consumed >> (number - state.first) & 1 for number in waits)
+            row = self._row(logged)
+            last = logged.number + logged.pieces == state.next_piece
+            pieces: list[Piece] = []
+            if row is None or row.data is REMOVED:
+                removed += unpacked
+            elif waits or (last and not reader.config.packing.keeps_one_piece_per_sample):
+                # Of the last row, some pieces may not have been asked for when the state was taken.
+                pieces = reader.pieces_of(row, again=True)
+                # Of a row that made no piece, the one number is consumed.
+                too_few = len(pieces) < logged.pieces and (unpacked or (waits and pieces))
+                if too_few or (len(pieces) > logged.pieces and not last):
+                    raise ValueError(
+                        f"lane {reader.lane}: {reader.config.source.locate(row.row_id)} makes {len(pieces)} pieces, "
+                        f"and the state says {logged.pieces}; the data or the encoder changed since it was written"
+                    )
+            reader.row = None
+            for i in range(logged.pieces):
+                reader.log_row(row, another=i > 0)
+            waiting += [pieces[number - logged.number] for number in waits] if pieces else []
+            reader.newest, reader.pending = row, pieces[logged.pieces :]
+        reader.reader.restore_front(state.front)
+        reader.ended = not state.reached
+        if state.reached != reader.reached:
+            raise ValueError(f"lane {reader.lane}: {OTHER_RECORDS}")
+        return waiting, removed
+
+    def _row(self, logged: LoggedRow) -> Row | None:
+        """Read a row that was read before the state was taken; return None if its source left the mixture."""
+        if logged.source is None:
+            return None
+        self.reader.reader.draw_from(logged.source)
+        if (row := self.reader.next_row()) is None:
+            raise ValueError(
+                f"lane {self.reader.lane}: the state says {self.state.next_piece} pieces were read and the corpus ends "
+                f"after {logged.number}; the data or the encoder changed"
+            )
+        return row
+
+    def _log_before(self) -> RowLog:
+        """Return the log that the state holds."""
+        state, lane = self.state, self.reader.lane
+        sources, window = self.reader.log.sources, self.reader.config.shuffle_window
+        count = state.next_piece - state.first
+        for source, number, numbers in state.windows:
+            right = len(numbers) > 3 and sum(numbers[3:]) <= window if window else len(numbers) == 2
+            if not right or source >= sources or number > count:
+                raise ValueError(f"lane {lane}: the state has a window that cannot be" + DAMAGED)
+        if state.rows >> digit_bits(sources) * count:
+            raise ValueError(f"lane {lane}: the state has rows behind its last piece" + DAMAGED)
+        epochs = [(state.first, state.epoch)]
+        for number, epoch in state.epochs:
+            if not (epochs[-1][0] < state.first + number < state.next_piece and epochs[-1][1] < epoch):
+                raise ValueError(f"lane {lane}: the state has epochs that do not follow each other" + DAMAGED)
+            epochs.append((state.first + number, epoch))
+        windows = [
+            # Number 0 stands for any piece up to the first.
+            LoggedWindow(source, Window(numbers), first=state.first + number, last=state.first - 1)
+            for source, number, numbers in state.windows
+        ]
+        return RowLog(
+            sources=sources, first=state.first, count=count, digits=state.rows, epochs=epochs, windows=windows
+        )
