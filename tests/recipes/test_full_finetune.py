@@ -1,6 +1,7 @@
 """The recipe on a toy model: losses, resume, refused configs."""
 
 import gzip
+import shutil
 import time
 
 import pytest
@@ -9,7 +10,7 @@ from streampack_recipes.full_finetune import train
 
 from streampack.training.overrides import with_overrides
 from tests.support.ranks import start_process
-from tests.support.tiny import losses, numbers, tiny_config
+from tests.support.tiny import losses, numbers, tiny_config, write_rows
 
 
 def test_a_run_learns_and_accounts_for_every_token(tmp_path, capsys):
@@ -177,3 +178,40 @@ def test_bad_configs(tmp_path, changes, message):
 def test_a_compiled_model_has_the_same_losses(tmp_path, uninterrupted):
     train(tiny_config(tmp_path, compile=True))
     assert numbers(tmp_path) == pytest.approx({k: float(v) for k, v in uninterrupted[0].items()}, rel=1e-4)
+
+
+def changing(folder, **changes):
+    """Return a config that reads a folder of files."""
+    config = tiny_config(folder, **{"log_every": 4} | changes)
+    config.data.source.paths = str(folder / "corpus")
+    return config
+
+
+def test_files_may_come_and_go_where_the_config_says_so_and_validation_keeps_no_list(tmp_path):
+    corpus, held_out, lists = tmp_path / "corpus", tmp_path / "held_out", tmp_path / "out" / "corpus_lists"
+    for folder in (corpus, held_out):
+        folder.mkdir()
+        for number in range(4):
+            write_rows(folder / f"{number}.jsonl", 60)
+    validation = {"source": {"_component_": "streampack.JSONLSource", "paths": str(held_out)}, "max_packs": 4}
+    changes = {"validation": validation, "data.corpus_changes": "allow"}
+    train(changing(tmp_path, max_steps=4, **changes))
+    [first] = lists.iterdir()
+
+    (corpus / "1.jsonl").unlink()
+    shutil.copy(corpus / "2.jsonl", corpus / "9.jsonl")
+    (held_out / "1.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"1 added \(9.jsonl\), 1 removed \(1.jsonl\).*corpus_changes="):
+        train(changing(tmp_path, max_steps=8, resume=True, validation=validation))
+    with pytest.warns(UserWarning, match=r"1 added \(9.jsonl\), 1 removed \(1.jsonl\)"):
+        result = train(changing(tmp_path, max_steps=8, resume=True, **changes))
+    assert result["step"] == 8
+    assert result["ledger"].dropped_samples["removed"] > 0
+    assert first in lists.iterdir()
+    assert len(list(lists.iterdir())) == 2
+
+
+def test_a_config_that_keeps_no_lists_cannot_allow_changes(tmp_path):
+    changes = {"data.corpus_changes": "allow", "data.corpus_lists": None}
+    with pytest.raises(ValueError, match=r"data: corpus_changes=.allow. needs corpus_lists"):
+        train(changing(tmp_path, **changes))

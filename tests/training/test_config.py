@@ -44,6 +44,15 @@ def test_bad_configs_are_refused(changes, message):
     )
 
 
+def test_a_method_of_all_samples_refuses_changing_files():
+    config = written()
+    config["data"] |= {"method": "multipack", "corpus_changes": "allow"}
+    with pytest.raises(
+        ValueError, match="data.method=multipack makes the batches of an epoch from all samples"
+    ):
+        read_config(config)
+
+
 def test_validate_names_the_node_of_every_problem():
     config = written()
     config["optimizer"]["rate"] = 4
