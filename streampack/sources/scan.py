@@ -89,7 +89,7 @@ def scan(
 
     Args:
         paths: files, folders or globs of this machine, or URLs.
-        out: the manifest to write; one that is there is replaced.
+        out: the manifest to write, in a folder of this machine; one that is there is replaced.
         manifest: instead of ``paths``, a list of the files' names, as `JSONLSource` takes it; with ``paths``, their
             folder.
         columns: the columns of Parquet files that will be read, which alone must be the same in all; None for all.
@@ -99,9 +99,11 @@ def scan(
         progress: show a bar.
 
     Raises:
-        ValueError: if nothing matches, no file can be read, one is named twice, or there are files of both kinds.
+        ValueError: if nothing matches, no file can be read, one is named twice, or there are files of both kinds; if
+            ``out`` cannot be a manifest.
         OSError: if a file cannot be read for a reason that may pass. Nothing is written.
     """
+    _require_place(Path(out))
     corpus = find_files(
         paths, manifest=manifest, endings=(*PARQUET, *JSON_LINES), storage_options=storage_options, retries=retries,
         timeout=timeout,
@@ -132,6 +134,23 @@ def scan(
         rows=None if None in known else sum(rows or 0 for rows in known),
         problems=named,
     )
+
+
+def _require_place(out: Path) -> None:
+    """Refuse a place for a manifest before the files are looked at, which may take hours.
+
+    Raises:
+        ValueError: if there is no folder for it, it is a folder, or its name is that of a file of rows.
+    """
+    if not out.parent.is_dir():
+        raise ValueError(f"out={os.fspath(out)!r}: there is no folder {out.parent} on this machine; make it")
+    if out.is_dir():
+        raise ValueError(f"out={os.fspath(out)!r} is a folder; name the manifest in it")
+    if out.name.lower().endswith((*PARQUET, *JSON_LINES)):
+        raise ValueError(
+            f"out={os.fspath(out)!r}: who reads that folder would read the manifest's lines as rows; give it another "
+            "ending, such as .manifest"
+        )
 
 
 @dataclass(frozen=True)

@@ -281,6 +281,24 @@ def test_files_of_two_kinds_are_refused(tmp_path: Path) -> None:
         JSONLSource([tmp_path, tmp_path], manifest=tmp_path / "manifest")
 
 
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("none/manifest", "there is no folder .*none on this machine"),
+        ("", "is a folder; name the manifest in it"),
+        ("all.jsonl", "would read the manifest's lines as rows"),
+    ],
+)
+def test_a_place_that_no_manifest_can_have_is_refused_before_a_file_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str, message: str
+) -> None:
+    files = corpus("jsonl", tmp_path)
+    monkeypatch.setattr("streampack.sources.scan.find_files", lambda *args, **settings: pytest.fail("looked"))
+    with pytest.raises(ValueError, match=message):
+        scan(tmp_path, out=tmp_path / out, progress=False)
+    assert len(list(tmp_path.iterdir())) == len(files.paths)
+
+
 def test_an_error_that_may_pass_leaves_no_manifest(tmp_path: Path) -> None:
     with Web(shards("parquet", 3)) as web:
         paths = [web.url + path for path in web.files]
