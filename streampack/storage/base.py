@@ -121,8 +121,8 @@ def ends(fetch: Callable[[File, int, int], bytes], file: File) -> str:
 def changed(file: File, what: str) -> str:
     """Describe a file that has changed since it was listed. ``what`` says how: "has 3 bytes and had 4"."""
     return (
-        f"{file.shown} {what} when the run began; a corpus must not change during a run: restore the file, or "
-        "start anew"
+        f"{file.shown} {what} when it was listed; a corpus must not change during a run: restore the file, or start "
+        'again (after a new scan, if a manifest lists the file), with corpus_changes="allow" to resume'
     )
 
 

@@ -248,8 +248,9 @@ def test_a_file_that_changes_during_a_run(tmp_path: Path) -> None:
     assert [next(reader).data["i"] for _ in range(5)] == [0, 1, 2, 3, 4]
     paths[1].write_bytes(before + b'{"i": 5}\n')
     assert next_error(reader) == (
-        f"{paths[1]} has {size + 9} bytes and had {size} when the run began; a corpus must not change "
-        "during a run: restore the file, or start anew"
+        f"{paths[1]} has {size + 9} bytes and had {size} when it was listed; a corpus must not change "
+        "during a run: restore the file, or start again (after a new scan, if a manifest lists the file), with "
+        'corpus_changes="allow" to resume'
     )
     paths[1].write_bytes(before)
     assert [row.data["i"] for row in reader] == [0, 1, 2, 3, 4], "restored, it goes on"

@@ -184,7 +184,7 @@ def test_a_file_that_is_another_one_than_was_scanned_is_named_when_it_is_read(
     data = data + b"\n" if change == "size" else data[:10] + bytes([data[10] ^ 1]) + data[11:]
     files.paths[3].write_bytes(data)
     what = "has .* bytes and had .*" if change == "size" else "does not have the content that it had"
-    message = f"{files.paths[3]} {what} when the run began; a corpus must not change"
+    message = f"{files.paths[3]} {what} when it was listed; a corpus must not change"
     with pytest.raises(ValueError, match=message):
         list(stream(opened(kind, tmp_path / "data" / "manifest")))
 
@@ -195,7 +195,7 @@ def test_a_version_behind_a_url_is_compared_with_the_manifest(tmp_path: Path) ->
         names.write_text("\n".join(path.rpartition("/")[2] for path in web.files))
         scan(f"{web.url}/c", manifest=names, out=tmp_path / "manifest", progress=False)
         web.files["/c/001.jsonl"] = web.files["/c/001.jsonl"][::-1]
-        with pytest.raises(ValueError, match=r"001.jsonl is version .* and was .* when the run began"):
+        with pytest.raises(ValueError, match=r"001.jsonl is version .* and was .* when it was listed"):
             list(stream(opened("jsonl", tmp_path / "manifest", f"{web.url}/c")))
 
 

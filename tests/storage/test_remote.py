@@ -232,7 +232,7 @@ def test_a_shard_that_changes_during_a_run_is_refused(web: Web, kind: str, chang
     last = list(web.files)[1]
     web.files[last] = b" " + web.files[last][change == "another" :]
     with pytest.raises(
-        ValueError, match=f"{last} (has|is version).* when the run began; a corpus must not change"
+        ValueError, match=f"{last} (has|is version).* when it was listed; a corpus must not change"
     ):
         list(reader)
 
@@ -265,7 +265,7 @@ def test_s3_through_a_listing(web: Web) -> None:
     last = list(web.files)[-1]
     data.fingerprint()
     web.files[last] = b" " + web.files[last][1:]
-    with pytest.raises(ValueError, match=r"005.* is version .* and was .* when the run began"):
+    with pytest.raises(ValueError, match=r"005.* is version .* and was .* when it was listed"):
         packs(data)
 
 
@@ -281,7 +281,7 @@ def test_a_file_system_without_ranged_requests_of_its_own() -> None:
         assert sorted(row.data["i"] for row in data.read(Reading())) == list(range(120))
         assert data.fingerprint() == source("jsonl", "memory://c/*.jsonl").fingerprint()
         memory.pipe("/c/001.jsonl", memory.cat("/c/001.jsonl") + b"{}")
-        with pytest.raises(ValueError, match="001.jsonl has .* bytes and had .* when the run began"):
+        with pytest.raises(ValueError, match="001.jsonl has .* bytes and had .* when it was listed"):
             list(data.read(Reading()))
         with pytest.raises(ValueError, match=r"no file matches 'memory://c/\*.txt'"):
             source("jsonl", "memory://c/*.txt")

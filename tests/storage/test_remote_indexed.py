@@ -132,6 +132,6 @@ def test_a_shard_that_changes_during_a_run_is_refused(web: Web, tmp_path: Path, 
     last = max(path for path in web.files if "index" not in path)
     web.files[last] = web.files[last][:-1] + bytes([web.files[last][-1] ^ 1])
     with pytest.raises(
-        ValueError, match=f"{last} is version .* when the run began; a corpus must not change"
+        ValueError, match=f"{last} is version .* when it was listed; a corpus must not change"
     ):
         list(data.read(ALONE))
