@@ -82,7 +82,8 @@ class CorpusChanges:
         """Return what a run needs to go on from a state.
 
         Raises:
-            ValueError: if something changed and that is not allowed, or a list is missing that is needed.
+            ValueError: if something changed and that is not allowed, if a list is missing that is needed, or if the
+                state is that of one of several consumers.
         """
         names = state.get("sources")
         histories = _checked(state.get("corpus"))
@@ -98,6 +99,8 @@ class CorpusChanges:
             history[:] = [(epoch, digest if before == digest else before) for epoch, before in history]
             if history[-1][1] != digest:
                 changed[name] = self._described(source, history[-1][1], loaded.num_lanes)
+                if self.allowed:
+                    self._require_all_lanes(name, loaded)
                 history.append((1 + max(self._epochs(name, loaded.lane_states.values()), default=0), digest))
         if changed and not self.allowed:
             if self.folder is None:  # the identities of the runs are compared next, and tell what they can
@@ -144,6 +147,23 @@ class CorpusChanges:
             front = (0,) * len(state.front) if least else state.front
             found.append(self.source.epochs_read(epoch, front)[name])
         return found
+
+    def _require_all_lanes(self, name: str, loaded: LoadedState) -> None:
+        """Refuse a state without the lanes of other consumers, such as other workers of torch's DataLoader.
+
+        The new list begins after the latest epoch of any lane, and each consumer would take another one. A lane that
+        has yielded nothing has no state either. But as long as there is one, no lane has ended the first epoch.
+        """
+        states = loaded.lane_states.values()
+        if len(states) == loaded.num_lanes:
+            return
+        for state, epoch in zip(states, self._epochs(name, states), strict=True):
+            if epoch > self.source.epochs_read(loaded.epoch, (0,) * len(state.front))[name]:
+                raise ValueError(
+                    f"the state has {len(states)} of {loaded.num_lanes} lanes, and the others decide, too, when a run "
+                    "goes on with other files: merge the states of all consumers, or iterate a PackedDataLoader, whose "
+                    "states have all lanes (those of torch's DataLoader with workers have some each)"
+                )
 
     def _earlier(
         self, name: str, source: Listable, history: list[tuple[int, str]], loaded: LoadedState

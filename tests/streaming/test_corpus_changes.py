@@ -396,3 +396,39 @@ def test_a_hold_out_holds_where_files_change(part: str, tmp_path: Path) -> None:
     gone = everything([{"f2": kept.pop("f2")}], 30)
     assert tokens_of(packs, 0) - gone == everything([kept], 30)
     assert tokens_of(packs, 1) == everything([kept], 30)
+
+
+def test_the_state_of_one_of_several_consumers_is_refused_where_the_others_decide_when_files_join(
+    tmp_path: Path,
+) -> None:
+    """Each would begin the new list in another epoch, and rows of the other files would be lost or come twice."""
+
+    def make_data(**changes: Any) -> IterablePackedDataset:
+        given = {
+            "max_seq_len": 32,
+            "num_lanes": 2,
+            "epochs": 3,
+            "corpus_lists": tmp_path / "lists",
+            **changes,
+        }
+        return make(JSONLSource(tmp_path / "files"), **given)
+
+    rng = random.Random(0)
+    files = {f"f{number}": new_rows(rng, number) for number in range(4)}
+    write_files(tmp_path / "files", files)
+    data = make_data()
+    states = [data.state_dict() for _ in data]
+    write_files(tmp_path / "files", {**files, "new": new_rows(rng, 9)})
+    refused = []
+    for state in states[::2]:
+        for lane, own in state["lanes"].items():
+            part = {**state, "lanes": {lane: own}}
+            try:
+                resumed(make_data(corpus_changes="allow"), part)
+            except ValueError as error:
+                assert "the state has 1 of 2 lanes, and the others decide, too" in str(error)
+                refused.append(own["epoch"])
+            else:
+                assert own["epoch"] == 0, "the next epoch is the same for all consumers only in the first"
+        resumed(make_data(corpus_changes="allow"), state)
+    assert set(refused) == {1, 2}
