@@ -6,7 +6,7 @@ As a pytest plugin (``python -m pytest -p stress.planted``) it plants the bug th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from streampack import IterablePackedDataset, PackedDataLoader
@@ -308,8 +308,8 @@ def worker_restarted_from_the_start() -> None:
 def ranks_do_not_agree() -> None:
     """A rank without more data stops, whatever the others have."""
 
-    def agree(self: RankSync, count: int, *, failed: bool = False) -> Agreement:
-        return OwnAgreement(count, failed=failed)
+    def agree(self: RankSync, count: int, *, failed: bool = False, notes: Sequence[int] = ()) -> Agreement:
+        return OwnAgreement(count, failed=failed, notes=notes)
 
     _set(RankSync, "agree", agree)
 

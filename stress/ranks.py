@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -159,12 +159,17 @@ class Ranks:
 class OwnAgreement(Agreement):
     """An agreement that a rank reaches from its own number, without the other ranks."""
 
-    def __init__(self, count: int, *, failed: bool = False) -> None:
+    def __init__(self, count: int, *, failed: bool = False, notes: Sequence[int] = ()) -> None:
         self.number = ~count if failed else count
+        self.noted = list(notes)
 
     def wait(self) -> tuple[int, bool]:
         """Return what follows from this rank's number."""
         return combine_counts([self.number])
+
+    def notes(self) -> list[list[int]]:
+        """Return this rank's notes."""
+        return [self.noted]
 
 
 class RankPools:

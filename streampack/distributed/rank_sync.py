@@ -29,18 +29,25 @@ class Agreement:
     """The pending result of `RankSync.agree`.
 
     Args:
-        received: where the numbers of all ranks arrive, by rank.
+        received: where the numbers of all ranks arrive, by rank: of each its count, and its notes.
         work: torch's handle of the exchange.
+        ranks: how many there are.
     """
 
-    def __init__(self, received: torch.Tensor, work: Any) -> None:
+    def __init__(self, received: torch.Tensor, work: Any, *, ranks: int) -> None:
         self.received = received
         self.work = work
+        self.ranks = ranks
 
     def wait(self) -> tuple[int, bool]:
         """Wait for all ranks; return how many batches exist, and whether a rank failed after them."""
         self.work.wait()
-        return combine_counts(self.received.tolist())
+        return combine_counts(self.received.view(self.ranks, -1)[:, 0].tolist())
+
+    def notes(self) -> list[list[int]]:
+        """Return the notes of each rank, after `wait`."""
+        noted: list[list[int]] = self.received.view(self.ranks, -1)[:, 1:].tolist()
+        return noted
 
 
 class RankSync:
@@ -80,13 +87,15 @@ class RankSync:
         # True while `gather` runs, and afterwards if an interrupt such as KeyboardInterrupt ended it.
         self.in_gather = False
 
-    def agree(self, count: int, *, failed: bool = False) -> Agreement:
+    def agree(self, count: int, *, failed: bool = False, notes: Sequence[int] = ()) -> Agreement:
         """Collective: start to exchange with all ranks how many batches this one has ready, and whether it fails then.
 
-        Only for several ranks. Returns without waiting for them.
+        Only for several ranks. Returns without waiting for them. ``notes`` are further integers for all ranks, as many
+        on each.
         """
         number = ~count if failed else count
-        return Agreement(*self._all_to_all(torch.tensor([number], device="cpu")))
+        sent = torch.tensor([number, *notes], device="cpu")
+        return Agreement(*self._all_to_all(sent), ranks=self.world_size)
 
     def gather(self, value: T) -> list[T]:
         """Collective: return every rank's value, by rank; for small values that can be pickled.

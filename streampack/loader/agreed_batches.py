@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from streampack.distributed.rank_sync import Agreement, RankSync
 from streampack.loader.merge import RankBatch
+from streampack.packing.attention_cost import AttentionCost
 
 ROUND = 8
 """Batches in one agreement of the ranks. It is under way while the batches of the round before are handed out."""
@@ -28,10 +29,14 @@ class AgreedBatches:
     they agree to exist moves to ``agreed``, and `take` returns it. If fewer batches exist than a round has parts, the
     epoch ends, or a rank failed; the rest of the round is ``left_over``.
 
+    Args:
+        rank_sync: the ranks.
+        cost: counts the attention cost of each part; the ranks tell one another in the same agreement.
     """
 
-    def __init__(self, rank_sync: RankSync) -> None:
+    def __init__(self, rank_sync: RankSync, *, cost: AttentionCost) -> None:
         self.rank_sync = rank_sync
+        self.cost = cost
         self.made = 0  # parts made in this epoch
         self.rounds = 0  # agreements begun, in all epochs
         self.open_round: list[RankBatch] = []
@@ -72,7 +77,9 @@ class AgreedBatches:
                 self._make_one(make_part)
             parts, agreement = self.agreeing.popleft()
             count, self.failing = agreement.wait()
-            self.agreed.extend(parts[:count])
+            for part, *costs in zip(parts[:count], *agreement.notes(), strict=False):
+                part.costs = costs
+                self.agreed.append(part)
             if count < len(parts):
                 self.left_over = parts[count:]
         return self.agreed.popleft()
@@ -106,6 +113,7 @@ class AgreedBatches:
             exist = [part.exists for part in self.open_round]
             count = exist.index(False) if False in exist else len(exist)
             failed = count < len(exist) and self.open_round[count].failed
-            self.agreeing.append((self.open_round, self.rank_sync.agree(count, failed=failed)))
+            costs = [sum(self.cost.of(pack.seq_lens) for pack in part.packs) for part in self.open_round]
+            self.agreeing.append((self.open_round, self.rank_sync.agree(count, failed=failed, notes=costs)))
             self.open_round = []
             self.rounds += 1

@@ -228,7 +228,10 @@ class PackedDataLoader:
 
         Since this loader was made, over the rank's worker processes, which report once a second:
 
-        - ``data_wait_seconds``: that the trainer waited for batches.
+        - ``data_wait``: seconds that a step waited for batches, a mean over the steps since the call before;
+          ``data_wait_mean`` over all steps, and ``data_wait_seconds`` the sum.
+        - ``cost_imbalance``: the attention cost of the dearest rank's part of a step over the mean of the ranks, a mean
+          over the steps since the call before, and ``cost_imbalance_mean`` over all steps; several ranks have it.
         - ``read_bytes``: from storage, as they are stored; of token shards that are mapped into memory, none.
         - ``read_seconds``: that readers waited for them. Workers do so at the same time.
         - ``read_retries``: how often a read was tried again.
@@ -247,8 +250,8 @@ class PackedDataLoader:
         """
         progress, ledger = self._progress, self.ledger()
         read = progress.report
-        metrics: dict[str, float] = {
-            "data_wait_seconds": progress.waited,
+        metrics: dict[str, float] = progress.meter.metrics() | {
+            "data_wait_seconds": progress.meter.waited,
             "read_rows": ledger.samples,
             "read_bytes": read.bytes,
             "read_seconds": read.seconds,

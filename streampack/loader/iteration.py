@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from streampack.fingerprint import digest
 from streampack.loader.agreed_batches import AgreedBatches
 from streampack.loader.batching import Batching
 from streampack.loader.merge import RankBatch, RankBatches
+from streampack.loader.step_meter import StepMeter
 from streampack.packing.batch import Batch, null_pack, stack_packs
 from streampack.streaming.consumers import require_loader_made_after_group
 from streampack.streaming.dataset import IterablePackedDataset
@@ -47,8 +49,7 @@ class Progress:
         self.handed = handed
         self.midway = False
         # Of this iteration, and of the loader's iterations before it.
-        # Seconds that the trainer waited for batches.
-        self.waited: float = 0.0 if before is None else before.waited
+        self.meter: StepMeter = StepMeter() if before is None else before.meter
         self.batches: int = 0 if before is None else before.batches  # handed out
         self.read_before = ReadReport() if before is None else before.report._replace(consumed=())
         self.reports: list[ReadReport] = []  # of the rank's workers
@@ -173,9 +174,10 @@ class Iteration:
             prefetch=self.options.prefetch,
             max_restarts=self.options.max_restarts,
         )
-        self.agreed_batches = AgreedBatches(self.rank_sync)
+        self.agreed_batches = AgreedBatches(self.rank_sync, cost=self.dataset.lane_config.balance_cost)
         self.agreed_batches.start_epoch(made=self.batches)
         self.new_states: dict[int, LaneState] = {}  # lane states that the batch in the making brings
+        self.costs: Sequence[int] = ()  # of the ranks' parts of it
         self.over = False
 
     def __iter__(self) -> Iteration:
@@ -199,8 +201,10 @@ class Iteration:
         self.new_states = {}
         begun = time.perf_counter()
         batch = self._next()
-        progress.waited += time.perf_counter() - begun
-        progress.batches += batch is not None
+        if batch is not None:
+            ends_step = self.batches % self.batching.batches_per_step == 0
+            progress.meter.add(self.costs, waited=time.perf_counter() - begun, ends_step=ends_step)
+            progress.batches += 1
         progress.reports = self.rank_batches.reports()
         slot = self.first_slot + self.batches // self.batching.batches_per_step * self.batching.packs_per_step
         lane_states = progress.handed.lane_states.copy()
@@ -222,6 +226,7 @@ class Iteration:
             # Null batches complete a step that has begun.
             if rank_batch is not None or self.batches % self.batching.batches_per_step:
                 batch = self._collate(rank_batch.packs if rank_batch else [])
+                self.costs = rank_batch.costs if rank_batch else ()
                 self._book([rank_batch] if rank_batch else [])
                 self.batches += 1
                 return batch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -34,6 +34,8 @@ class RankBatch:
     """This batch has no room for a pack of this rank, and the rank has packs for later batches of the epoch."""
     failed: bool = False
     """This rank failed when it made the batch."""
+    costs: Sequence[int] = ()
+    """Attention costs of the batch on each rank; empty for a single rank."""
 
     @property
     def packs(self) -> list[Pack]:

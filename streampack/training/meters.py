@@ -217,8 +217,8 @@ def stream_totals(loader: Loader, world: World) -> tuple[Ledger, int]:
 def stream_metrics(loader: Loader, world: World) -> dict[str, float]:
     """Collective: return the ledger of all ranks, the lowest epoch, and what an operator watches, by name.
 
-    Of the metrics of `PackedDataLoader.metrics`, counts are added up over the ranks. Of ``*_seconds`` the longest is
-    taken, of ``*consumed`` the mean.
+    Of the metrics of `PackedDataLoader.metrics`, counts are added up over the ranks. Of ``*_seconds``, ``data_wait*``
+    and ``cost_imbalance*`` the largest is taken, of ``*consumed`` the mean.
     """
     ledgers, epochs, ranks = zip(
         *world.gather((loader.ledger(), loader.epoch, loader.metrics())), strict=True
@@ -227,7 +227,7 @@ def stream_metrics(loader: Loader, world: World) -> dict[str, float]:
     found |= {f"ledger_{name}": value for name, value in Ledger.total(ledgers).as_dict().items()}
     for name in sorted({name for metrics in ranks for name in metrics}):
         values = [metrics[name] for metrics in ranks if name in metrics]
-        if name.endswith("_seconds"):
+        if name.endswith("_seconds") or name.startswith(("data_wait", "cost_imbalance")):
             found[name] = max(values)
         elif name.endswith("consumed"):
             found[name] = sum(values) / len(values)

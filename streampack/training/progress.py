@@ -90,7 +90,13 @@ def bar(total: int, *, done: int, enabled: bool = True) -> Iterator[Any]:
 
 def postfix(metrics: Mapping[str, float]) -> str:
     """Format what the bar shows of a step's metrics."""
-    return (
-        f"loss {metrics['loss']:.3f}, {metrics['tokens_per_second']:,.0f} tokens/s, "
-        f"padding {metrics['padding']:.1%}"
-    )
+    parts = [
+        f"loss {metrics['loss']:.3f}",
+        f"{metrics['tokens_per_second']:,.0f} tokens/s",
+        f"padding {metrics['padding']:.1%}",
+    ]
+    if "cost_imbalance" in metrics:
+        parts.append(f"imbalance {metrics['cost_imbalance']:.2f}")
+    if "data_wait" in metrics:
+        parts.append(f"data wait {metrics['data_wait']:.2g} s")
+    return ", ".join(parts)

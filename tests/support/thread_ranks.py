@@ -78,9 +78,9 @@ class ThreadSync(RankSync):
         """Return the same rank with a place among the data ranks."""
         return ThreadSync(self.board, self.rank, place)
 
-    def agree(self, count: int, *, failed: bool = False) -> Any:
+    def agree(self, count: int, *, failed: bool = False, notes: Sequence[int] = ()) -> Any:
         self.numbers.append(~count if failed else count)
-        return _Pending(self.board, self.board.write(self.rank, "agree", self.numbers[-1]))
+        return _Pending(self.board, self.board.write(self.rank, "agree", [self.numbers[-1], *notes]))
 
     def gather(self, value: Any) -> list[Any]:
         return self.board.read(self.board.write(self.rank, "gather", pickle.loads(pickle.dumps(value))))
@@ -91,7 +91,10 @@ class _Pending:
         self.board, self.index = board, index
 
     def wait(self) -> tuple[int, bool]:
-        return combine_counts(self.board.read(self.index))
+        return combine_counts([count for count, *_ in self.board.read(self.index)])
+
+    def notes(self) -> list[list[int]]:
+        return [notes for _, *notes in self.board.read(self.index)]
 
 
 def run_threads(size: int, rank: Callable[[int], None]) -> None:

@@ -93,6 +93,7 @@ def test_operators_metrics_of_all_ranks_are_added_up_or_the_longest(monkeypatch)
         pass
     own = loader.metrics()
     other = {**own, "read_bytes": own["read_bytes"] + 5, "data_wait_seconds": 1e6, "consumed": 0.5}
+    other |= {"data_wait": 7.0, "cost_imbalance": 1.5}
 
     class TwoRanks(World):
         def gather(self, value):
@@ -103,6 +104,7 @@ def test_operators_metrics_of_all_ranks_are_added_up_or_the_longest(monkeypatch)
     assert found["read_bytes"] == 2 * own["read_bytes"] + 5
     assert found["read_rows"] == found["ledger_samples"] == 6
     assert found["data_wait_seconds"] == 1e6
+    assert (found["data_wait"], found["cost_imbalance"]) == (7.0, 1.5)
     assert found["consumed"] == 0.75
 
 
@@ -229,5 +231,11 @@ def test_a_recipe_logs_every_source(tmp_path: Path) -> None:
         before = now
     fraction = float(losses(tmp_path, "source_counting_fraction")[max(steps)])
     assert fraction == pytest.approx(0.75, abs=0.05)
-    for name in ("data_wait_seconds", "read_bytes", "source_words_consumed", "source_words_recent_fraction"):
+    for name in (
+        "data_wait_seconds",
+        "data_wait",
+        "read_bytes",
+        "source_words_consumed",
+        "source_words_recent_fraction",
+    ):
         assert losses(tmp_path, name), f"{name} is logged"
