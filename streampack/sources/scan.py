@@ -128,7 +128,8 @@ def scan(
     first = corpus.files[0]
     return Scan(
         manifest=Path(out),
-        folder=redact(first.path).removesuffix(first.name).rstrip("/") or "/",
+        # Not by removing the name: in a URL it is quoted.
+        folder=redact(first.path).rsplit("/", 1 + first.name.count("/"))[0] or "/",
         files=len(corpus.files),
         bytes=sum(file.size for file in corpus.files),
         rows=None if None in known else sum(rows or 0 for rows in known),

@@ -199,6 +199,16 @@ def test_a_version_behind_a_url_is_compared_with_the_manifest(tmp_path: Path) ->
             list(stream(opened("jsonl", tmp_path / "manifest", f"{web.url}/c")))
 
 
+@pytest.mark.parametrize("name", ["a b.jsonl", "en/a b.jsonl", "a.jsonl"])
+def test_the_folder_of_a_url_is_right_where_names_are_quoted(tmp_path: Path, name: str) -> None:
+    with Web({f"/c/{name}": b'{"text": "a"}\n', "/c/z.jsonl": b'{"text": "b"}\n'}) as web:
+        (tmp_path / "names").write_text(f"{name}\nz.jsonl\n")
+        found = scan(f"{web.url}/c", manifest=tmp_path / "names", out=tmp_path / "manifest", progress=False)
+        assert found.folder == f"{web.url}/c"
+        source = JSONLSource(found.folder, manifest=found.manifest)
+        assert [row.data["text"] for row in source.read(Reading())] == ["a", "b"]
+
+
 def test_other_row_groups_than_the_manifest_says_are_refused(tmp_path: Path) -> None:
     files = corpus("parquet", tmp_path)
     manifest = scan(tmp_path, out=tmp_path / "manifest", progress=False).manifest
