@@ -168,6 +168,7 @@ class PackedDataLoader:
         self._identify("load", lambda: {"state": _digest_of(state)})
         self.dataset.load_state_dict(state)
         self._progress, self._started_from = Progress(HandedOut({}), before=self._progress), None
+        self._shares = Shares()  # those of before count tokens that the state may not have
 
     def _identify(self, doing: str, settings: Callable[[], dict[str, Any]]) -> None:
         """Collective: compare what the ranks were given, and read the corpus's fingerprint once, each rank a part."""

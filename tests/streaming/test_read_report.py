@@ -158,3 +158,22 @@ def test_reports_add_up() -> None:
     assert ReadReport.total([one, ReadReport(), other]) == ReadReport(11, 22.0, 33, 44.0, ((0.75, 4),))
     assert other.since(one) == ReadReport(9, 18.0, 27, 36.0, ((0.25, 3),))
     assert ReadReport(consumed=((0.5, 2), (0.0, 0))).fractions() == [0.25, None]
+
+
+def test_recent_shares_begin_anew_where_an_older_state_is_loaded() -> None:
+    """Without that, those of the state would be less than those of the call before."""
+    small, large = ([{"i": i, "n": n} for i in range(500)] for n in (3, 9))
+    entries = [
+        {"name": name, "source": MapSource(each), "weight": 1}
+        for name, each in (("small", small), ("large", large))
+    ]
+    loader = loader_of(Mix(entries, stop="never"), epochs=None)
+    batches = iter(loader)
+    next(batches)
+    state = loader.state_dict()
+    for _ in range(30):
+        next(batches)
+    loader.metrics()
+    loader.load_state_dict(state)
+    next(iter(loader))
+    assert not [name for name in loader.metrics() if "recent" in name]
