@@ -55,7 +55,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Exit status: 0; 1 for a config or files with problems, or leaks; 2 for a wrong command line."""
+    """Run one command.
+
+    Exit status: 0; 1 for a config or files with problems, or leaks; 2 for a wrong command line; 130 if it was
+    interrupted.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
@@ -268,6 +272,9 @@ def _scan(options: argparse.Namespace) -> int:
             manifest=options.manifest,
             columns=options.columns.split(",") if options.columns else None,
         )
+    except KeyboardInterrupt:
+        print("streampack: interrupted; no manifest was written", file=sys.stderr)
+        return 130  # as of a program that SIGINT ended
     except (ValueError, ImportError, OSError) as error:
         print(f"streampack: error: {error}", file=sys.stderr)
         return 1

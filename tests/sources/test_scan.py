@@ -16,6 +16,7 @@ import pytest
 from streampack import JSONLSource, cli
 from streampack.sources import ParquetSource, Reading
 from streampack.sources.scan import scan
+from streampack.storage.base import File, LocalStorage
 from tests.support.bad_shards import CASES, HARM, corpus, listed, stream, survivors
 from tests.support.conformance import check_resume_everywhere, content
 from tests.support.corpus import read_all, write
@@ -339,6 +340,23 @@ def test_the_command_prints_a_summary_and_exits_with_1_for_problems(
     assert "6/6" in shown.err, "the progress bar"
     assert cli.main(["scan", str(tmp_path / "none"), "--out", str(tmp_path / "no")]) == 1
     assert "no file matches" in capsys.readouterr().err
+
+
+def test_an_interrupted_scan_says_so_and_leaves_no_manifest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus("jsonl", tmp_path / "data")
+    looked = []
+
+    def fetch(storage: LocalStorage, file: File, start: int, stop: int) -> bytes:
+        looked.append(file.path)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LocalStorage, "fetch", fetch)
+    assert cli.main(["scan", str(tmp_path / "data"), "--out", str(tmp_path / "out")]) == 130
+    assert "interrupted; no manifest was written" in capsys.readouterr().err
+    assert looked
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
