@@ -39,3 +39,14 @@ def test_columns_of_most_files_must_be_in_all() -> None:
 def test_no_schema_is_no_problem() -> None:
     assert differing([None, None], ["a"]) == {}
     assert differing([], None) == {}
+
+
+def test_a_column_of_half_of_the_files_may_be_missing_in_the_others() -> None:
+    half = [{"a": "string", "b": "float"}, {"a": "string"}]
+    assert differing(half, None) == {}
+    assert differing([*half, {"a": "string", "b": "float"}], None).keys() == {1}
+
+
+def test_columns_without_values_do_not_decide_the_type() -> None:
+    schemas = [{"a": "null"}, {"a": "null"}, {"a": "null"}, {"a": "string"}, {"a": "string"}, {"a": "float"}]
+    assert differing(schemas, ["a"]) == {5: "its column 'a' is float, and string in most files"}
