@@ -7,16 +7,19 @@ import random
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from streampack import IterablePackedDataset, JSONLSource, Mix, ParquetSource
+from streampack import IGNORE_INDEX, IterablePackedDataset, JSONLSource, Mix, ParquetSource, TokenShardSource
+from streampack.sources.indexed import INDEX
+from streampack.sources.token_files import FORMAT, VERSION, ShardWriter
 from stress.corpus import (
     STRIDE,
     Corpus,
@@ -33,12 +36,17 @@ from stress.ranks import RankPools
 
 EPOCHS = 3
 PER_FILE = 1000  # room for the numbers of a file's rows
+SOURCES: dict[str, Callable[[Path], Any]] = {
+    "jsonl": JSONLSource,
+    "parquet": ParquetSource,
+    "token shards": TokenShardSource,
+}
 Rows = dict[str, list[dict[str, int]]]  # of each file
 
 
 @dataclass(frozen=True)
 class Changing(Corpus):
-    """A folder of JSON lines or Parquet, or with ``mixed`` two of them in a mixture."""
+    """A folder of files of one kind, or with ``mixed`` two of them in a mixture."""
 
     kind: str = "jsonl"
     mixed: bool = False
@@ -47,13 +55,12 @@ class Changing(Corpus):
         """See `Corpus.dataset`."""
         assert self.folder is not None
         names = ("a", "b") if self.mixed else ("a",)
-        opened = JSONLSource if self.kind == "jsonl" else ParquetSource
-        sources = [opened(Path(self.folder, name)) for name in names]
+        sources = [SOURCES[self.kind](Path(self.folder, name)) for name in names]
         mix = [{"name": n, "source": s, "weight": 1} for n, s in zip(names, sources, strict=True)]
         source = Mix(mix, stop="all_exhausted") if self.mixed else sources[0]
         return IterablePackedDataset(
             source,
-            encoder=Numbers(),
+            encoder=None if self.kind == "token shards" else Numbers(),
             epochs=EPOCHS,
             untrained="keep",
             corpus_changes="allow",
@@ -68,11 +75,28 @@ class Changing(Corpus):
         folder.mkdir(exist_ok=True)
         for path in folder.iterdir():
             path.unlink()
+        if self.kind == "token shards":
+            write_token_shards(folder, files)
+            return
         for file, rows in files.items():
             if self.kind == "jsonl":
                 Path(folder, f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
             else:
                 pq.write_table(pa.Table.from_pylist(rows), folder / f"{file}.parquet", row_group_size=9)
+
+
+def write_token_shards(folder: Path, files: Rows) -> None:
+    """Write a shard for each file, and the index of them in the order of their names."""
+    encode, shards = Numbers(), []
+    for file, rows in sorted(files.items()):
+        writer = ShardWriter(folder / f"{file}.bin", dtype="uint32")
+        for row in rows:
+            sample = encode(row)
+            writer.append(sample.tokens, sample.labels != IGNORE_INDEX)
+        shards.append(asdict(writer.close({})))
+    Path(folder, INDEX).write_text(
+        json.dumps({"format": FORMAT, "version": VERSION, "dtype": "uint32", "shards": shards})
+    )
 
 
 def resume(corpus: Changing, state: bytes | None, workers: int, steps: int | None) -> RankResult:
@@ -95,12 +119,12 @@ def found_in(steps: Iterable[Step]) -> Counter[int]:
 
 @job(
     "changing-corpus",
-    "files added, removed and changed at 40 random points, 1 to 4 ranks, JSONL and Parquet, with and without mixtures",
+    "files added, removed and changed at 40 random points, 1 to 4 ranks; JSONL, Parquet, token shards, and mixtures",
     limit=420,
 )
 def changing_corpus(run: Run) -> str:
     """Change the files between two stages; compare the second on two topologies, and count what came."""
-    points, dropped, sizes = run.count(40, 4), 0, []
+    points, dropped, sizes = run.count(40, 6), 0, []
     with RankPools() as pools:
         for number in range(points):
             run.progress(number, points, "points")
@@ -113,9 +137,9 @@ def changing_corpus(run: Run) -> str:
             with tempfile.TemporaryDirectory() as name:
                 settings = {
                     "max_seq_len": 24, "buffer_size": rng.choice([4, 16]), "num_lanes": 12,
-                    "shuffle": bool(number % 3), "shuffle_window": rng.choice([8, 100]), "seed": number,
+                    "shuffle": number % 5 > 1, "shuffle_window": rng.choice([8, 100]), "seed": number,
                 }  # fmt: skip
-                kind, mixed = ("jsonl", "parquet")[number % 2], number % 4 > 1
+                kind, mixed = list(SOURCES)[number % 3], number % 4 > 1
                 corpus = Changing([], name, settings, kind=kind, mixed=mixed)
                 before = {f"f{i}": rows() for i in range(8)}
                 other = {f"g{i}": rows() for i in range(4)}
