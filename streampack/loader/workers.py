@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import multiprocessing as mp
@@ -252,6 +253,9 @@ def _serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # instead of a handler that was forked from the trainer
     end_with_parent()
+    # Garbage of the trainer's process may hold readers of other libraries (pyarrow), whose end waits for threads that a
+    # fork does not copy: collected here, it crashed the worker.
+    gc.freeze()
     stream, size = None, 1
     # A fork has copied the counts of the trainer's process.
     begun_with = ReadReport.of(dataset.lane_config.use)

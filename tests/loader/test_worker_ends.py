@@ -96,6 +96,38 @@ def test_a_forked_copy_does_not_end_the_worker() -> None:
     assert found == expected(dataset(epochs=3))
 
 
+class Collecting(Numbers):
+    """Collects garbage before each row."""
+
+    def __call__(self, row: Any, /) -> Any:
+        gc.collect()
+        return super().__call__(row)
+
+
+class Noted:
+    """Notes in a file that it is deleted in another process than the one that made it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.pid = path, os.getpid()
+
+    def __del__(self) -> None:
+        if os.getpid() != self.pid:
+            self.path.touch()
+
+
+def test_a_worker_leaves_garbage_of_the_trainers_process_alone(tmp_path: Path) -> None:
+    """Of other libraries' objects it may be deadly to delete them without the threads that a fork does not copy."""
+    gc.disable()
+    try:
+        garbage: list[Any] = [Noted(tmp_path / "deleted")]
+        garbage.append(garbage)
+        del garbage
+        assert list(worker(dataset(epochs=1, encoder=Collecting())))
+    finally:
+        gc.enable()
+    assert not (tmp_path / "deleted").exists()
+
+
 def test_the_garbage_collector_may_run_in_the_receiving_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker in a cycle is closed by whichever thread allocates at the wrong moment, its own receiver included."""
     held: list[Worker] = []
