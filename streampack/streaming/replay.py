@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from streampack.sources.base import OTHER_RECORDS, REMOVED
 from streampack.streaming.lane_state import DAMAGED, LaneState
-from streampack.streaming.piece_reader import Piece, PieceReader
+from streampack.streaming.piece_reader import UNREADABLE, Piece, PieceReader
 from streampack.streaming.row_log import LoggedRow, LoggedWindow, RowLog, digit_bits
 from streampack.types import Row, Window
 
@@ -64,6 +64,11 @@ class Replay:
             if row is None or row.data is REMOVED:
                 removed += unpacked
             elif waits or (last and not reader.config.packing.keeps_one_piece_per_sample):
+                if unpacked and row.data is UNREADABLE and reader.unreadable is not None:
+                    where = reader.unreadable.locate(row.row_id)
+                    raise ValueError(
+                        f"lane {reader.lane}: {where}: {reader.unreadable.reason}; {OTHER_RECORDS}"
+                    )
                 # Of the last row, some pieces may not have been asked for when the state was taken.
                 pieces = reader.pieces_of(row, again=True)
                 # Of a row that made no piece, the one number is consumed.

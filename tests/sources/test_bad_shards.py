@@ -134,6 +134,24 @@ def test_a_file_that_is_gone_is_an_error_without_skip_and_a_read_after_it_goes_o
     ]
 
 
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_resume_that_must_read_a_row_of_a_file_that_is_gone_names_it(tmp_path: Path, kind: str) -> None:
+    files = corpus(kind, tmp_path)
+    data, settings = files.open(), {"shuffle": False, "num_lanes": 1}
+    dataset = stream(data, **settings)
+    for pack in dataset:
+        if set(survivors([pack])) & set(files.rows_of[3]):
+            break
+    state = dataset.state_dict()
+    files.paths[3].unlink()
+    resumed = stream(data, **settings)
+    resumed.load_state_dict(state)
+    with pytest.raises(
+        ValueError, match=f"^lane 0: .*{files.paths[3].name}.*: {GONE}; other records are read"
+    ):
+        next(iter(resumed))
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "gz", "parquet"])
 def test_a_shard_behind_a_url(tmp_path: Path, kind: str) -> None:
     """404 and 410 do not pass; other errors stay errors after their retries, also with skip."""
