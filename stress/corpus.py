@@ -7,7 +7,7 @@ import io
 import json
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -152,9 +152,24 @@ def run_rank(
     batch_size: int = 2,
     steps: int | None = None,
     every_state: bool = False,
+    groups: Callable[[], Mapping[str, Any]] = dict,
+    after_step: Callable[[int], None] | None = None,
 ) -> RankResult:
-    """Start or resume a run, and iterate for ``steps`` steps or to the end. Called in a rank."""
-    loader = PackedDataLoader(corpus.dataset(), batch_size=batch_size, num_workers=workers, timeout=60)
+    """Start or resume a run, and iterate for ``steps`` steps or to the end. Called in a rank.
+
+    Args:
+        corpus: makes the dataset.
+        state: of the run to resume, as `save_state` returned it.
+        workers: worker processes of the rank.
+        batch_size: packs in a batch.
+        steps: how many; None: to the end.
+        every_state: return the state before the first step and after each.
+        groups: returns arguments of `PackedDataLoader` that say which ranks get the same batches.
+        after_step: called with the number of steps done.
+    """
+    loader = PackedDataLoader(
+        corpus.dataset(), batch_size=batch_size, num_workers=workers, timeout=60, **groups()
+    )
     iterator: Any = None
     try:
         if state is not None:
@@ -167,6 +182,8 @@ def run_rank(
             states.append(save_state(loader.state_dict()))
         while (steps is None or len(done) < steps) and (batch := next(iterator, None)) is not None:
             done.append(record_packs(batch))
+            if after_step is not None:
+                after_step(len(done))
             if every_state:
                 states.append(save_state(loader.state_dict()))
         if not every_state:

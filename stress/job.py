@@ -7,16 +7,20 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
 MODULES = (
     "kills",
     "topology",
     "small_sources",
     "changes",
+    "bad_shards",
+    "data_groups",
     "states",
     "growth",
     "waiting",
     "network",
+    "many_files",
     "training",
     "bugs",
 )
@@ -57,6 +61,17 @@ def load_jobs() -> dict[str, Job]:
     for module in MODULES:
         import_module(f"stress.{module}")
     return JOBS
+
+
+def require_failure(check: Callable[[], Any], message: str) -> None:
+    """Require that a check fails with this message, because a bug is planted."""
+    failure = None
+    try:
+        check()
+    except AssertionError as error:
+        failure = str(error)
+    assert failure is not None, f"a planted bug passes the check for {message!r}"
+    assert message in failure, f"a planted bug fails otherwise than by {message!r}: {failure}"
 
 
 class Run:

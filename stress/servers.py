@@ -1,4 +1,4 @@
-"""Servers on loopback: nginx, whose log counts the bytes it sends, and moto, an S3 server."""
+"""Servers on loopback: nginx, whose log counts the bytes it sends; moto, an S3 server; and one that is slow."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from stress.job import NotRun
-from stress.ranks import free_port
+from stress.ranks import Ranks, free_port
 
 CONFIG = """
 daemon off;
@@ -140,3 +141,88 @@ def _wait_until_listening(port: int, process: subprocess.Popen[bytes], name: str
 def _terminate(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
     process.wait(10)
+
+
+class Asked(NamedTuple):
+    """What a `SlowWeb` was asked for since `SlowWeb.begin`."""
+
+    requests: int
+    bytes: int
+    rounds: int
+    """The most requests of which each came only after the one before was answered: they cannot be faster together."""
+
+
+class SlowWeb:
+    """A web server of a folder, in a process of its own, which waits before each answer.
+
+    Args:
+        root: the folder. Files may come and go.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.process = Ranks(1, join=False)
+        [self.url] = self.process.run(_serve_folder, root)
+
+    def __enter__(self) -> SlowWeb:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.process.kill()
+
+    def begin(self, delay: float) -> None:
+        """Wait so many seconds before each answer from now on, and count anew."""
+        self.process.run(_begin, delay)
+
+    def asked(self) -> Asked:
+        """Return the counts since `begin`."""
+        [asked] = self.process.run(_count)
+        found: Asked = asked
+        return found
+
+
+class _Folder(dict[str, bytes]):
+    """The files of a folder by their path in a URL, read when they are asked for."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self.root = root
+
+    def get(self, path: str, default: Any = None) -> Any:
+        found = self.root / path.lstrip("/")
+        return found.read_bytes() if found.is_file() else default
+
+
+class _Pace:
+    """Waits before each answer, and counts rounds of requests."""
+
+    def __init__(self, delay: float) -> None:
+        self.delay = delay
+        self.answered = 0  # the latest round of which a request was answered
+        self.lock = threading.Lock()
+
+    def __call__(self, path: str) -> None:
+        own = self.answered + 1
+        time.sleep(self.delay)
+        with self.lock:
+            self.answered = max(self.answered, own)
+
+
+_served: Any = None  # the `Web` of this process
+
+
+def _serve_folder(root: Path) -> str:
+    global _served
+    from tests.support.web import Web
+
+    _served = Web(_Folder(root), _Pace(0.0)).__enter__()
+    url: str = _served.url
+    return url
+
+
+def _begin(delay: float) -> None:
+    _served.requests.clear()
+    _served.bytes, _served.fault = 0, _Pace(delay)
+
+
+def _count() -> Asked:
+    return Asked(len(_served.requests), _served.bytes, _served.fault.answered)
