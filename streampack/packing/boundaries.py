@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from streampack.sources.arrow_rows import column_of
+
 SEVERAL_SEQUENCES = "its samples would see one another; give the dataset as it was before it was packed"
 REFUSED_COLUMNS = {
     "seq_lens": "it is a pack already; give the dataset that was packed, or leave packing to one of the two",
@@ -38,12 +40,13 @@ give the dataset as it was before it was packed
     for column, why in REFUSED_COLUMNS.items():
         if column in row:
             raise ValueError(f"there is a column {column!r}: {why}")
-    if (lengths := row.get(LENGTHS)) is not None and len(lengths) > 1:
+    if (lengths := column_of(row, LENGTHS)) is not None and len(lengths) > 1:
         raise ValueError(
             f"column {LENGTHS!r} says that the row holds {len(lengths)} sequences: {SEVERAL_SEQUENCES}"
         )
     for column in POSITIONS:
-        if row.get(column) is not None and (count := len(_starts(row[column], column))) > 1:
+        positions = column_of(row, column)
+        if positions is not None and (count := len(_starts(positions, column))) > 1:
             raise ValueError(
                 f"column {column!r} begins anew, so the row holds {count} sequences: {SEVERAL_SEQUENCES}"
             )
@@ -56,7 +59,7 @@ def require_no_padding(row: Mapping[str, Any]) -> None:
     Raises:
         ValueError: for such a row.
     """
-    mask = row.get("attention_mask")
+    mask = column_of(row, "attention_mask")
     if mask is None or not len(mask):
         return
     ends = int(mask[0]), int(mask[-1])

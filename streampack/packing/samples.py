@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streampack.packing.boundaries import require_one_sequence
+from streampack.sources.arrow_rows import ArrowRow, column_of
 from streampack.types import IGNORE_INDEX, INT32, INT64, IntArray, Sample
 from streampack.validation import vocabulary_text
 
@@ -60,7 +61,7 @@ def sample_from_row(row: Any) -> Sample:
             "there are both 'tokens' and 'input_ids'; remove the one that is not to be trained on"
         )
     if "labels" in row:
-        if _is_scalar(row["labels"]):
+        if _is_scalar(column_of(row, "labels")):
             raise ValueError(
                 "'labels' is one number for the whole row: rows to be classified or scored cannot be packed, only "
                 "those whose tokens are predicted; train on them unpacked, with transformers' DataCollatorWithPadding"
@@ -70,7 +71,7 @@ def sample_from_row(row: Any) -> Sample:
     tokens, labels = sample
     for column in TRAINED_MASKS:
         if column in row:
-            mask = np.asarray(row[column])
+            mask = np.asarray(column_of(row, column))
             if mask.shape != tokens.shape:
                 raise ValueError(f"{column!r} has shape {list(mask.shape)} for {tokens.size} tokens")
             labels = np.where(mask != 0, labels, tokens.dtype.type(IGNORE_INDEX))
@@ -120,23 +121,27 @@ def sample_from_columns(
         raise missing_column(row, tokens)
     if labels is not None and labels not in row:
         raise missing_column(row, labels)
-    ids = row[tokens]
+    ids, frozen = column_of(row, tokens), type(row) is ArrowRow
     if labels is None:
-        return sample_from_pair(ids, ids, tokens=tokens)
-    return sample_from_pair(ids, row[labels], tokens=tokens, labels=labels)
+        return sample_from_pair(ids, ids, tokens=tokens, frozen=frozen)
+    return sample_from_pair(ids, column_of(row, labels), tokens=tokens, labels=labels, frozen=frozen)
 
 
-def sample_from_pair(ids: Any, targets: Any, *, tokens: str = "tokens", labels: str = "labels") -> Sample:
-    """Copy ids and labels, as lists, arrays or tensors, to a `Sample`; ``tokens`` and ``labels`` name them in errors.
+def sample_from_pair(
+    ids: Any, targets: Any, *, tokens: str = "tokens", labels: str = "labels", frozen: bool = False
+) -> Sample:
+    """Make a `Sample` of ids and labels, as lists, arrays or tensors; ``tokens`` and ``labels`` name them in errors.
+
+    They are copied, except for int32 arrays in ``frozen`` memory, which nothing will change.
 
     Raises:
         ValueError: for anything but a flat sequence of whole numbers, and for ids and labels of different length.
     """
-    id_array = _ids_from_column(ids, tokens, type_codes="IQq")
+    id_array = _ids_from_column(ids, tokens, type_codes="IQq", frozen=frozen)
     if targets is ids:
         # Every token is trained. Sharing one array lets `trained_tokens`, `assemble` and others see that at once.
         return Sample(id_array, id_array)
-    label_array = _ids_from_column(targets, labels, type_codes="Iiq")
+    label_array = _ids_from_column(targets, labels, type_codes="Iiq", frozen=frozen)
     if id_array.size != label_array.size:
         raise ValueError(
             f"{tokens!r} has {id_array.size} entries and {labels!r} has {label_array.size}; "
@@ -237,7 +242,7 @@ def narrowed(ids: npt.NDArray[Any]) -> IntArray:
     return ids.astype(INT32 if fit else INT64)
 
 
-def _ids_from_column(values: Any, column: str, *, type_codes: str) -> IntArray:
+def _ids_from_column(values: Any, column: str, *, type_codes: str, frozen: bool) -> IntArray:
     """Return a column as int32 or int64, in memory that nothing else will change.
 
     A list of ints goes through an `array.array` of the first of the ``type_codes`` that holds all of them.
@@ -250,7 +255,8 @@ def _ids_from_column(values: Any, column: str, *, type_codes: str) -> IntArray:
             return narrowed(values)
         if values.dtype is INT32 and values.ndim == 1:
             # A read-only array that owns its memory cannot change, so it needs no copy.
-            return values.copy() if values.flags.writeable or values.base is not None else values
+            frozen = frozen or not (values.flags.writeable or values.base is not None)
+            return values if frozen else values.copy()
     elif type(values) is list and values and type(values[0]) is int:
         # Tokenizers return lists of ints. `array.array` parses the unsigned codes "I" and "Q" in a third of the time
         # of "i", "q" and numpy. Their memory is read as signed, so a negative number means that an id did not fit. A

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from streampack.sources.arrow_dataset import ArrowDataset, is_readable
+
 
 class Columns:
     """A map-style dataset of the rows of a table, given as columns of equal length.
@@ -35,12 +37,16 @@ class Columns:
 
 
 def by_rows(data: Any) -> Any:
-    """Turn a pandas frame or a dict of columns into `Columns`; return other data unchanged.
+    """Turn a pandas frame or a dict of columns into `Columns`, and a dataset of token ids into an `ArrowDataset`.
+
+    Other data is returned unchanged.
 
     Raises:
         ValueError: for a table of another library, and for a dict whose values are no columns.
     """
     library = type(data).__module__.partition(".")[0]
+    if type(data).__module__ == "datasets.arrow_dataset" and is_readable(data):
+        return ArrowDataset(data)
     if library == "pandas" and hasattr(data, "columns"):
         return Columns({str(name): data[name].array for name in data.columns})
     if library == "polars" and hasattr(data, "to_dicts"):

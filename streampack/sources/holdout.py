@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streampack.fingerprint import digest, plain
+from streampack.sources.arrow_rows import column_of
 from streampack.sources.base import HELD_OUT, REMOVED, Reader, Reading
 from streampack.sources.corpus_identity import identity_of
 from streampack.sources.examples import Example, MarkedRows, columns_of
@@ -89,7 +90,7 @@ class Holdout(WrappedSource):
         parts: list[bytes] = []
         previous, content = None, b""
         for column in sorted(row, key=str):
-            value = row[column]
+            value = column_of(row, column)
             if value is not previous:  # labels are often the tokens themselves
                 previous, content = value, _content_of(value)
             parts += f"{column!r} {len(content)} ".encode(), content

@@ -9,6 +9,7 @@ from typing import Any
 
 from streampack.fingerprint import digest
 from streampack.sources.base import Reader, Reading
+from streampack.sources.column_tables import by_rows
 from streampack.sources.corpus_identity import state_of
 from streampack.sources.examples import EXAMPLES, Example, MarkedRows, leading
 from streampack.sources.map_style import MapSource
@@ -107,7 +108,7 @@ class HFSource(WrappedSource):
                 )
             dataset = dataset.select_columns(list(columns))
         mapped = isinstance(dataset, datasets.Dataset)
-        super().__init__(MapSource(dataset) if mapped else _Stream(dataset))
+        super().__init__(MapSource(by_rows(dataset)) if mapped else _Stream(dataset))
 
 
 class _Stream(Source):

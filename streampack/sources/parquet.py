@@ -18,7 +18,6 @@ from streampack.sources.row_groups import (
     RowGroups,
     blocks_ahead,
     group_of,
-    plain_row,
     row_groups,
     starts_of,
 )
@@ -54,7 +53,10 @@ class ParquetSource(FileSource):
     Whole files are divided among the lanes. Files that are too large for that are cut into runs of row groups, so their
     footers are read before the first row (with a `PackedDataLoader`, each rank reads some of them for all ranks) unless
     a scanned manifest has their row groups. The stored bytes of a row group are read at once, and decoded 1,024 rows at
-    a time. If there are fewer row groups than lanes, several lanes read the same one and take turns with its rows.
+    a time, or fewer if they have more than some 16 MiB. If there are fewer row groups than lanes, several lanes read
+    the same one and take turns with its rows.
+
+    Rows are mappings. Token ids in them are read as arrays where they are encoded as tokens; other encoders get a dict.
 
     Args:
         paths: files, folders or globs of this machine, or URLs (``http``, ``https``, ``s3``, ``hf``).
@@ -138,7 +140,9 @@ class ParquetSource(FileSource):
 
     def decode(self, part: Part, offset: int, raw: Any) -> Mapping[str, Any]:
         """See `FileSource.decode`."""
-        return plain_row(raw)
+        batch, i, _ = raw
+        row: Mapping[str, Any] = batch.row(i)
+        return row
 
     def locate(self, row_id: RowId) -> str:
         """Return the file, the row's number in it, from 0, and its row group if the footer is in the cache."""
@@ -173,7 +177,7 @@ class ParquetSource(FileSource):
                 each = min(64, -(-footer.num_rows // max(1, len(starts) - 1)))  # rows from a row group
                 for group in spread(len(starts) - 1, -(-wanted // max(1, each))):
                     part = Part(number, starts[group], min(starts[group] + each, starts[group + 1]))
-                    rows += [plain_row(raw) for _, raw, _ in self.records(part, part.start, self.fetcher())]
+                    rows += [row.data for row in self._plain_rows(part)]
         whole = sum(file.size for file in self.files)
         return rows, known / max(1, len(rows)) * whole / max(1, size)
 
@@ -185,9 +189,13 @@ class ParquetSource(FileSource):
         with suppress(ValueError, FileNotFoundError):  # training reports damage
             starts = starts_of(self.footers.get(first, self.fetcher().take))
             part = Part(first, 0, min(count, *starts[1:2]))
-            records = self.records(part, 0, self.fetcher())
-            return [Example((first, number), plain_row(raw)) for number, raw, _ in records]
+            return self._plain_rows(part)
         return [Example((first, 0), None)]
+
+    def _plain_rows(self, part: Part) -> list[Example]:
+        """Return the rows of a part, as dicts that hold nothing else of the file."""
+        records = self.records(part, part.start, self.fetcher())
+        return [Example((part.file, n), dict(self.decode(part, n, raw))) for n, raw, _ in records]
 
     def divisible(self) -> list[Divisible]:
         """Return itself: footers must be read to cut large files into lanes."""

@@ -10,6 +10,7 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
+from streampack.sources.arrow_rows import ArrowBatch
 from streampack.sources.parts import BadShard, Damage, Part, Record
 from streampack.storage.base import File, changed
 from streampack.storage.details import Details
@@ -18,6 +19,9 @@ from streampack.storage.ranges import Block, Fetcher, blocks
 FOOTER_BYTES = 1 << 13  # bytes of the first request; a longer footer takes a second one
 KEPT_GROUPS = 1 << 16  # row groups, of all footers in the cache; each takes about 1 kB of memory
 BATCH_ROWS = 1024  # rows that are decoded at a time
+BATCH_BYTES = (
+    1 << 24
+)  # about; fewer rows are decoded at a time if they have more. A sample may hold its batch.
 PADDING_BYTES = 100  # old writers' column chunks may end that much later than their footers say (PARQUET-816)
 
 
@@ -94,7 +98,7 @@ class Footers:
 class RowGroups:
     """An iterator over the records of one part. Offsets are row numbers in the file.
 
-    A record's raw data is (columns of its batch by name, index of the row in the batch, bytes of an average row).
+    A record's raw data is (its batch, index of the row in the batch, bytes of an average row).
 
     Args:
         footers: of all files.
@@ -155,14 +159,15 @@ class RowGroups:
             )
             at = first
             for batch in table.iter_batches(
-                BATCH_ROWS, row_groups=[group], columns=wanted, use_threads=False
+                self._rows_at_once(group), row_groups=[group], columns=wanted, use_threads=False
             ):
                 found = zip(batch.schema.names, batch.columns, strict=True)
                 # "a.b" is the name of a column here; to pyarrow it may also be a field within a column "a".
                 columns = {name: column for name, column in found if wanted is None or name in wanted}
                 row_bytes = batch.nbytes // max(1, batch.num_rows)
+                rows = ArrowBatch(columns, whole=True)
                 for i in range(max(0, self.offset - at), min(batch.num_rows, self.stop - at)):
-                    yield at + i, (columns, i, row_bytes), at + i + 1
+                    yield at + i, (rows, i, row_bytes), at + i + 1
                 at += batch.num_rows
             if at != last:
                 raise ValueError(f"{at - first} rows are there and {last - first} should be")
@@ -170,6 +175,12 @@ class RowGroups:
             # The bytes of the group were all read before, so this is no error of the storage that may pass.
             what = f"row group {group} is damaged: {error}"
             raise Damage(what, offset=self.offset, resume=last if last < self.stop else None) from None
+
+    def _rows_at_once(self, group: int) -> int:
+        """Return how many rows of a row group to decode at a time."""
+        metadata = self.footer.row_group(group)
+        row_bytes: int = metadata.total_byte_size // max(1, metadata.num_rows)
+        return max(1, min(BATCH_ROWS, BATCH_BYTES // max(1, row_bytes)))
 
     def _ranges(self, group: int) -> list[tuple[int, int]]:
         """Return the byte ranges ``[start, stop)`` of a row group's needed columns. Ranges that touch are joined."""
@@ -256,12 +267,6 @@ class _Sparse(io.RawIOBase):
 def _is_within(path: str, columns: Sequence[str]) -> bool:
     """Return whether a leaf may belong to one of these columns, whose names may contain dots."""
     return any(path == name or path.startswith(f"{name}.") for name in columns)
-
-
-def plain_row(raw: tuple[Mapping[str, Any], int, int]) -> Mapping[str, Any]:
-    """Return a row as plain Python values, given the raw data of its record."""
-    columns, i, _ = raw
-    return {name: column[i].as_py() for name, column in columns.items()}
 
 
 def _tail(file: File) -> Block:

@@ -8,9 +8,10 @@ from typing import Any
 
 from streampack.packing.attention_cost import AttentionCost
 from streampack.packing.cut_samples import with_eos
-from streampack.packing.encoders import Encoder
+from streampack.packing.encoders import Encoder, TokensEncoder
 from streampack.packing.samples import check_sample, sample_from_encoded
 from streampack.packing.settings import Packing
+from streampack.sources.arrow_rows import ArrowRow
 from streampack.sources.bad_records import Quarantine, require_sound
 from streampack.sources.base import Division
 from streampack.sources.mixture import Mix
@@ -74,9 +75,14 @@ class LaneConfig:
             ValueError: for a row that makes no sample, with its place. Other errors of the encoder get a note of it.
         """
         try:
-            encode = self.encoder(row.row_id)
-            encoded = encode(row.data)
-            if not self.checks:
+            encode, data, checks = self.encoder(row.row_id), row.data, self.checks
+            if type(data) is ArrowRow:
+                if type(encode) is TokensEncoder:
+                    checks = checks and self.must_check(encode.ids_below_in(data))
+                else:
+                    data = dict(data)  # functions of users may change it, or add to its lists
+            encoded = encode(data)
+            if not checks:
                 return encoded
             # Encoders of this package return a `Sample` in new memory. Anyone else's may return other forms, or memory
             # that they use again, so that is converted and copied.
@@ -94,6 +100,10 @@ class LaneConfig:
             error.add_note(f"while encoding {place}")
             raise
         return sample
+
+    def must_check(self, bound: int | None) -> bool:
+        """Return whether ids must be checked that are below ``bound``; None if nothing is known of them."""
+        return bound is None or (self.vocab_size is not None and bound > self.vocab_size)
 
     def cut(self, sample: Sample) -> list[tuple[int, Sample]]:
         """Return the pieces that a sample becomes, each with its start in the sample; none if it is dropped.

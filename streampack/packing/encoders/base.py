@@ -8,6 +8,7 @@ from typing import Any
 
 from streampack.fingerprint import digest
 from streampack.packing.samples import sample_from_columns, sample_from_row
+from streampack.sources.arrow_rows import ArrowRow
 from streampack.types import Sample
 
 PROBE_TEXT = "The quick brown fox: 0123456789, naïve 漢字, def f(x): return x\n"
@@ -90,6 +91,13 @@ class TokensEncoder(Encoder):
         """Return ``stored`` if this encoder reads the columns of token shards. A subclass may make other ids."""
         as_stored = self.tokens in ("tokens", None) and self.labels in ("labels", None)
         return stored if as_stored and type(self) is TokensEncoder else None
+
+    def ids_below_in(self, row: ArrowRow) -> int | None:
+        """Return a number that all ids and labels of a row's batch are below; None if that is not known."""
+        names = row.batch.names
+        tokens = self.tokens or ("input_ids" if "input_ids" in names else "tokens")
+        all_trained = self.labels is None or (tokens == "input_ids" and "labels" not in names)
+        return row.batch.ids_below(tokens, None if all_trained else self.labels)
 
 
 def qualified_name(thing: Any) -> str:

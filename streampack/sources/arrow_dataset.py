@@ -1,0 +1,86 @@
+"""A map-style dataset of Hugging Face's ``datasets``, read from its Arrow table without making Python lists of ids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from streampack.sources.arrow_rows import ArrowBatch, holds_ids
+
+BATCH_ROWS = 1024
+KEPT_BATCHES = 1024  # each takes some 2 kB
+PLAIN_FEATURES = frozenset({"Value", "ClassLabel", "List", "LargeList"})
+"""Features whose values ``datasets`` returns as Arrow has them. It decodes others, such as images."""
+
+
+class ArrowDataset:
+    """The rows of a ``Dataset`` by number, each a mapping of plain values with ids as arrays (`ArrowRow`).
+
+    >>> from datasets import Dataset
+    >>> rows = ArrowDataset(Dataset.from_dict({"input_ids": [[1, 2], [3]]}).select([1, 0]))
+    >>> len(rows), rows[0]
+    (2, {'input_ids': [3]})
+
+    Ids are views of the table, so a dataset that is mapped from a file stays on disk.
+
+    Args:
+        dataset: one for which `is_readable` is true.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self._tables: list[Any] = []  # slices of the table, of at most `BATCH_ROWS` rows
+        self._starts: npt.NDArray[np.int64] = np.zeros(0, np.int64)  # the first row of each
+        self._numbers: npt.NDArray[Any] | None = (
+            None  # the table's row for each row of the dataset, if they differ
+        )
+        self._batches: dict[int, ArrowBatch] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"dataset": self.dataset}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["dataset"])  # type: ignore[misc]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        if not self._tables:
+            self._open()
+        if not 0 <= index < len(self.dataset):
+            return self.dataset[index]  # counted from the end, or an IndexError
+        number = index if self._numbers is None else int(self._numbers[index])
+        table = int(self._starts.searchsorted(number, "right")) - 1
+        if (batch := self._batches.get(table)) is None:
+            if len(self._batches) >= KEPT_BATCHES:
+                self._batches.clear()
+            found = self._tables[table]
+            columns = dict(zip(found.schema.names, found.columns, strict=True))
+            batch = self._batches[table] = ArrowBatch(columns, whole=False)
+        return batch.row(number - int(self._starts[table]))
+
+    def _open(self) -> None:
+        if self.dataset._indices is not None:
+            self._numbers = self.dataset._indices.column(0).to_numpy()
+        self._tables = [batch for batch in self.dataset.data.to_batches(BATCH_ROWS) if batch.num_rows]
+        counts = [batch.num_rows for batch in self._tables]
+        self._starts = np.cumsum([0, *counts[:-1]], dtype=np.int64)
+
+
+def is_readable(dataset: Any) -> bool:
+    """Return whether a ``Dataset`` has columns of ids, and no formatted or decoded ones: its rows are its table's."""
+    form, table = dataset.format, dataset.data
+    if form["type"] is not None or set(form["columns"]) != set(table.column_names):
+        return False
+    plain = all(map(_is_plain, dataset.features.values()))
+    return plain and any(map(holds_ids, table.schema.types))
+
+
+def _is_plain(feature: Any) -> bool:
+    if isinstance(feature, dict):
+        return all(map(_is_plain, feature.values()))
+    name = type(feature).__name__
+    return name in PLAIN_FEATURES and (not name.endswith("List") or _is_plain(feature.feature))

@@ -1,0 +1,184 @@
+"""Rows of Arrow batches, whose columns of token ids are read as arrays and not as Python lists."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from streampack.types import IGNORE_INDEX, INT32
+
+Starts = Sequence[int] | npt.NDArray[Any]
+
+
+class IdColumn:
+    """The numbers of a column of lists, of all rows of a batch.
+
+    Args:
+        values: the numbers of all rows, end to end; read-only memory.  # [numbers]
+        starts: where each row begins in ``values``, and where the last one ends; ``[rows + 1]``.
+    """
+
+    def __init__(self, values: npt.NDArray[Any], starts: Starts) -> None:
+        self.values = values
+        self.starts = starts
+        self.limits: tuple[int, int] | None = (
+            None  # the least and the largest number, once they were looked for
+        )
+
+    def row(self, index: int) -> npt.NDArray[Any]:
+        """Return the numbers of a row, ``[length]``, as a read-only view."""
+        return self.values[self.starts[index] : self.starts[index + 1]]
+
+    def narrow(self) -> tuple[int, int]:
+        """Store the numbers as int32 if all of them fit; return the least and the largest: (0, -1) if there are none.
+
+        One pass over a batch takes less than a call for each row.
+        """
+        if self.limits is None:
+            values = self.values
+            least, most = (int(values.min()), int(values.max())) if values.size else (0, -1)
+            if least >= -(2**31) and most < 2**31 and values.dtype != INT32:
+                self.values = values.astype(INT32)
+                self.values.flags.writeable = False
+            self.limits = least, most
+        return self.limits
+
+
+class ArrowBatch:
+    """Some rows of an Arrow table, by column.
+
+    Args:
+        columns: the columns by name: arrays of pyarrow, of equal length.
+        whole: whether all rows of the batch will be read, and soon. It then pays to look through a column when its
+            first row is asked for, to narrow its numbers to int32 and to know their bounds.
+    """
+
+    def __init__(self, columns: Mapping[str, Any], *, whole: bool) -> None:
+        self.names = dict.fromkeys(columns)
+        found = {name: id_column(column, whole=whole) for name, column in columns.items()}
+        self.ids = {name: column for name, column in found.items() if column is not None}
+        self.others = {name: column for name, column in columns.items() if name not in self.ids}
+        self.whole = whole
+        self._below: dict[tuple[str, str | None], int | None] = {}
+
+    def row(self, index: int) -> Mapping[str, Any]:
+        """Return a row as a mapping of plain Python values: an `ArrowRow` if it has columns of ids, else a dict.
+
+        Raises:
+            ValueError: for a value that cannot be decoded.
+        """
+        values = {name: column[index].as_py() for name, column in self.others.items()}
+        return ArrowRow(self, index, values) if self.ids else values
+
+    def ids_below(self, tokens: str, labels: str | None) -> int | None:
+        """Return a number that all ids in the column ``tokens``, and all ``labels``, are below.
+
+        Return None if that is unknown, if an id is negative, and if a label is negative and not ``IGNORE_INDEX``. The
+        rows must then be checked one by one.
+        """
+        key = tokens, labels
+        if key not in self._below:
+            self._below[key] = self._bound(tokens, labels)
+        return self._below[key]
+
+    def _bound(self, tokens: str, labels: str | None) -> int | None:
+        if not self.whole or (column := self.ids.get(tokens)) is None:
+            return None
+        least, most = column.narrow()
+        if least < 0:
+            return None
+        if labels is not None:
+            if (column := self.ids.get(labels)) is None:
+                return None
+            least_label, most_label = column.narrow()
+            negative = np.count_nonzero(column.values < 0) if least_label < 0 else 0
+            if negative and negative != np.count_nonzero(column.values == IGNORE_INDEX):
+                return None
+            most = max(most, most_label)
+        return most + 1
+
+
+class ArrowRow(Mapping[str, Any]):
+    """A row of an `ArrowBatch`: plain Python values, of which lists of whole numbers are made when they are asked for.
+
+    `column_of` returns such a list as an array, without making it.
+
+    >>> import pyarrow
+    >>> row = ArrowBatch({"tokens": pyarrow.array([[1, 2], [3]]), "n": pyarrow.array([7, 8])}, whole=True).row(0)
+    >>> row
+    {'tokens': [1, 2], 'n': 7}
+    >>> column_of(row, "tokens")
+    array([1, 2], dtype=int32)
+    """
+
+    __slots__ = ("batch", "index", "values_")
+
+    def __init__(self, batch: ArrowBatch, index: int, values: Mapping[str, Any]) -> None:
+        self.batch = batch
+        self.index = index
+        self.values_ = values
+
+    def __getitem__(self, name: str) -> Any:
+        column = self.batch.ids.get(name)
+        return self.values_[name] if column is None else column.row(self.index).tolist()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.batch.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.batch.names)
+
+    def __len__(self) -> int:
+        return len(self.batch.names)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)  # a copy is a plain dict, and does not hold the batch
+
+    def stored(self, name: str) -> Any:
+        """Return a column's value; whole numbers as an array ``[length]`` in memory that nothing will change."""
+        batch = self.batch
+        if (column := batch.ids.get(name)) is None:
+            return self.values_.get(name)
+        if batch.whole:
+            column.narrow()
+        return column.row(self.index)
+
+
+def column_of(row: Mapping[str, Any], name: str) -> Any:
+    """Return a column of a row, None if it is missing; of an `ArrowRow`, whole numbers as a read-only array."""
+    return row.stored(name) if type(row) is ArrowRow else row.get(name)
+
+
+def holds_ids(kind: Any) -> bool:
+    """Return whether a type of pyarrow is one of lists of whole numbers."""
+    from pyarrow import types
+
+    fixed = types.is_fixed_size_list(kind) and kind.list_size > 0
+    listed = fixed or types.is_list(kind) or types.is_large_list(kind)
+    return bool(listed and types.is_integer(kind.value_type))
+
+
+def id_column(array: Any, *, whole: bool) -> IdColumn | None:
+    """Return a column of pyarrow as an `IdColumn`, without a copy; None if it is no lists of whole numbers.
+
+    None, too, if a row or a number is missing: a row's list then holds None, which is refused where it is encoded.
+    """
+    if not holds_ids(kind := array.type) or not len(array) or array.null_count:
+        return None
+    if hasattr(kind, "list_size"):
+        size = kind.list_size
+        first, last = array.offset * size, (array.offset + len(array)) * size
+        starts: Starts = range(0, last - first + 1, size)
+    else:
+        offsets = array.offsets.to_numpy()
+        first, last = int(offsets[0]), int(offsets[-1])
+        # A list is read faster than an array, and takes nine times the memory.
+        starts = (offsets - first).tolist() if whole else offsets - first
+    values = array.values.slice(first, last - first)
+    return None if values.null_count else IdColumn(values.to_numpy(), starts)
