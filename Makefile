@@ -47,6 +47,7 @@ bench: $(VENV)/.installed-bench  ## density and speed beside the peers', time to
 	$(BIN)/python -m benchmarks.start
 	$(BIN)/python -m benchmarks.multipack
 	$(BIN)/python -m benchmarks.tokens
+	$(BIN)/python -m benchmarks.inputs
 	$(BIN)/python -m benchmarks.text
 	$(BIN)/python -m benchmarks.scale
 

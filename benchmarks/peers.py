@@ -56,19 +56,26 @@ def torchtune(samples: Samples, *, max_seq_len: int) -> Callable[[], Run]:
 
     It gets Python lists: with arrays its ``list += tokens`` makes a scalar object of every token.
     """
-    from torchtune.datasets import PackedDataset
+    import torchtune.datasets  # noqa: F401 - not to be timed
 
     lists = as_lists(samples) if not isinstance(samples[0]["tokens"], list) else list(samples)
 
     def run() -> Run:
-        with contextlib.redirect_stderr(io.StringIO()):  # its own progress bar
-            start = time.perf_counter()
-            packed = PackedDataset(lists, max_seq_len=max_seq_len, padding_idx=PADDING)
-            seconds = time.perf_counter() - start
+        start = time.perf_counter()
+        packed = torchtune_packs(lists, max_seq_len=max_seq_len)
+        seconds = time.perf_counter() - start
         counted = stream(lambda: packed.packs)
         return Run(counted.packs, counted.tokens, counted.checksum, seconds)
 
     return run
+
+
+def torchtune_packs(rows: Any, *, max_seq_len: int) -> Any:
+    """Return torchtune's ``PackedDataset`` of a map-style dataset, without its progress bar."""
+    from torchtune.datasets import PackedDataset
+
+    with contextlib.redirect_stderr(io.StringIO()):
+        return PackedDataset(rows, max_seq_len=max_seq_len, padding_idx=PADDING)
 
 
 def trl(samples: Samples, *, max_seq_len: int, batch: int | None) -> Callable[[], Run]:
@@ -78,8 +85,8 @@ def trl(samples: Samples, *, max_seq_len: int, batch: int | None) -> Callable[[]
     ``max_seq_len`` silently, which is one reason to count the tokens of the output.
     """
     import pyarrow as pa
-    from datasets import Dataset, disable_progress_bars, enable_progress_bars
-    from trl import pack_dataset
+    import trl  # noqa: F401 - not to be timed
+    from datasets import Dataset
 
     offsets = np.cumsum([0, *(len(sample["tokens"]) for sample in samples)], dtype=np.int32)
 
@@ -87,27 +94,46 @@ def trl(samples: Samples, *, max_seq_len: int, batch: int | None) -> Callable[[]
         return pa.ListArray.from_arrays(offsets, np.concatenate([sample[key] for sample in samples]))
 
     dataset = Dataset(pa.table({"input_ids": column("tokens"), "labels": column("labels")}))
-    # Without the last setting, a second round would be read from the cache of the first.
-    settings = {"batch_size": batch or len(samples), "keep_in_memory": True, "load_from_cache_file": False}
 
     def run() -> Run:
-        disable_progress_bars()
         start = time.perf_counter()
-        packed = pack_dataset(dataset, max_seq_len, strategy="bfd", map_kwargs=settings)
-        seconds = time.perf_counter() - start
-        enable_progress_bars()
-        tokens = checksum = 0
-        for chunk in packed.data.column("input_ids").chunks:
-            values = chunk.flatten().to_numpy()
-            tokens += len(values)
-            checksum += int(values.sum())
-        return Run(len(packed), tokens, checksum, seconds)
+        packed = trl_packs(dataset, max_seq_len=max_seq_len, batch=batch)
+        return arrow_run(packed, time.perf_counter() - start)
 
     return run
 
 
+def trl_packs(dataset: Any, *, max_seq_len: int, batch: int | None) -> Any:
+    """Return a ``Dataset`` of the packs that TRL's ``bfd`` makes of one with ``input_ids`` and ``labels``."""
+    from datasets import disable_progress_bars, enable_progress_bars
+    from trl import pack_dataset
+
+    # Without the last setting, a second round would be read from the cache of the first.
+    settings = {"batch_size": batch or len(dataset), "keep_in_memory": True, "load_from_cache_file": False}
+    disable_progress_bars()
+    packed = pack_dataset(dataset, max_seq_len, strategy="bfd", map_kwargs=settings)
+    enable_progress_bars()
+    return packed
+
+
+def arrow_run(packed: Any, seconds: float) -> Run:
+    """Count what is in a ``Dataset`` of packs, which was made in so many seconds."""
+    tokens = checksum = 0
+    for chunk in packed.data.column("input_ids").chunks:
+        values = chunk.flatten().to_numpy()
+        tokens += len(values)
+        checksum += int(values.sum())
+    return Run(len(packed), tokens, checksum, seconds)
+
+
 def grain(samples: Samples, *, max_seq_len: int, bins: int = 64) -> Callable[[], Run]:
     """Run Grain's ``BestFitPackIterDataset`` with ``bins`` open bins, NumPy arrays out."""
+    grain_packs(samples, max_seq_len=max_seq_len, bins=bins)  # imports
+    return lambda: stream(lambda: grain_packs(samples, max_seq_len=max_seq_len, bins=bins))
+
+
+def grain_packs(samples: Any, *, max_seq_len: int, bins: int = 64) -> Iterator[dict[str, Any]]:
+    """Return an iterator over the packs that Grain makes of a map-style dataset of arrays."""
     absl = logging.getLogger("absl")  # grain warns there that jax is missing, which packing does not need
     level = absl.level
     absl.setLevel(logging.ERROR)
@@ -116,20 +142,15 @@ def grain(samples: Samples, *, max_seq_len: int, bins: int = 64) -> Callable[[],
     absl.setLevel(level)
     # No threads, as Grain's documentation advises for data in memory.
     options = pygrain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-    keys = ("tokens", "labels")
-
-    def packs() -> Iterator[dict[str, Any]]:
-        rows = pygrain.MapDataset.source(samples).to_iter_dataset(read_options=options)
-        return iter(
-            pygrain.experimental.BestFitPackIterDataset(
-                rows,
-                length_struct=dict.fromkeys(keys, max_seq_len),
-                num_packing_bins=bins,
-                padding_struct={"tokens": PADDING, "labels": -100},
-            )
+    rows = pygrain.MapDataset.source(samples).to_iter_dataset(read_options=options)
+    return iter(
+        pygrain.experimental.BestFitPackIterDataset(
+            rows,
+            length_struct=dict.fromkeys(("tokens", "labels"), max_seq_len),
+            num_packing_bins=bins,
+            padding_struct={"tokens": PADDING, "labels": -100},
         )
-
-    return lambda: stream(packs)
+    )
 
 
 def copy_floor(samples: Samples, *, max_seq_len: int, keep: bool) -> Callable[[], Run]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import lanes, text, tokens
+from benchmarks import inputs, lanes, text, tokens
 from tests.support.tiny import WordTokenizer
 
 # Python 3.12 warns of every fork beside a thread; torch's own DataLoader does the same.
@@ -20,6 +20,16 @@ def test_tokens_runs(capsys: pytest.CaptureFixture[str]) -> None:
     tokens.main(["--smoke"])
     out = capsys.readouterr().out
     assert len(re.findall(r"^\| 1,000 |^\| 30,000 ", out, re.MULTILINE)) == 6
+
+
+@pytest.mark.slow
+def test_inputs_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torchtune")
+    inputs.main(["--smoke"])
+    out = capsys.readouterr().out
+    assert len(re.findall(r"^## ", out, re.MULTILINE)) == 4
+    assert len(re.findall(r"^\| streampack +\|", out, re.MULTILINE)) == 4
+    assert "changed the tokens" not in out
 
 
 @pytest.mark.slow

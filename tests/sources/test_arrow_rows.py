@@ -57,6 +57,8 @@ def columns(draw: st.DrawFn) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Draw columns of pyarrow, slices of longer ones, and their rows as lists."""
     rows = draw(st.integers(1, 4))
     lengths = draw(st.lists(st.integers(0, 4), min_size=rows, max_size=rows))
+    if draw(st.booleans()):
+        lengths = [lengths[0]] * rows
     found = {}
     for name in draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=3, unique=True)):
         kind = draw(st.sampled_from(list(NUMBERS)))
@@ -70,7 +72,7 @@ def columns(draw: st.DrawFn) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         elif draw(st.integers(0, 9)) == 0:
             values[0] = None
         before = draw(st.integers(0, 2))
-        outer = [values[-1]] * before + values + [values[0]]
+        outer = [[7] * lengths[0]] * before + values + [[7] * lengths[0]]
         found[name] = pa.array(outer, lists(kind)).slice(before, rows)
     found["text"] = pa.array([f"row {i}" for i in range(rows)])
     return found, pa.table(found).to_pylist()

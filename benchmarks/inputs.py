@@ -1,0 +1,276 @@
+"""Speed and memory from data that is tokenized already to batches of tensors, beside other packers.
+
+Run ``python -m benchmarks.inputs``; README.md in this folder explains the tables.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import multiprocessing as mp
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from benchmarks import lengths as corpora
+from benchmarks import peers, report
+
+MAX_SEQ_LEN = 4096
+BATCH = 4  # packs
+OURS = "streampack"
+HEADER = ("packer", "Mtok/s", "streampack is faster", "rounds", "peak memory, MB")
+IMPORTS = {
+    "streampack": ["streampack"],
+    "torchtune": ["torchtune.datasets"],
+    "trl": ["trl", "trl.trainer.sft_trainer"],
+    "grain": ["grain.python"],
+}
+# An input is measured so long in a round at least.
+LEAST_SECONDS = 0.5
+
+
+class Input(NamedTuple):
+    """One kind of data: what streampack is given, and functions that return what the others are given."""
+
+    ours: Callable[[], Any]  # a source, or what `IterablePackedDataset` makes one of
+    rows: Callable[[], Any]  # a map-style dataset of lists
+    arrays: Callable[[], Any]  # a map-style dataset of arrays
+    arrow: Callable[[], Any]  # a ``Dataset``
+
+
+class Measured(NamedTuple):
+    """What a packer did in a process of its own."""
+
+    seconds: float
+    tokens: int
+    checksum: int
+    peak: int  # bytes of memory beyond those before the first batch was asked for
+
+
+class Arrays:
+    """A map-style dataset of lists, whose rows are turned into arrays."""
+
+    def __init__(self, rows: Sequence[dict[str, list[int]]]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {name: np.array(ids) for name, ids in self.rows[index].items()}
+
+
+def inputs(samples: peers.Samples, folder: Path) -> dict[str, Input]:
+    """Write the samples in every form."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    from datasets import Dataset, disable_progress_bars, load_from_disk
+
+    from streampack import ParquetSource
+
+    def from_parquet(path: Path) -> Any:
+        return Dataset(pq.read_table(path, use_threads=False))
+
+    found = {}
+    offsets = np.cumsum([0, *(len(sample["tokens"]) for sample in samples)], dtype=np.int32)
+    for dtype in (np.int32, np.int64):
+        columns = {
+            name: pa.ListArray.from_arrays(
+                offsets, np.concatenate([sample[name] for sample in samples]).astype(dtype)
+            )
+            for name in ("tokens", "labels")
+        }
+        path = folder / f"{dtype.__name__}.parquet"
+        pq.write_table(pa.table(columns), path, row_group_size=5000)
+        read = partial(from_parquet, path)
+        found[f"{dtype.__name__} Parquet"] = Input(
+            partial(ParquetSource, path), read, lambda read=read: read().with_format("numpy"), read
+        )
+    disable_progress_bars()
+    from_parquet(path).save_to_disk(folder / "dataset")
+    stored = load_from_disk(folder / "dataset")
+    found["int64 datasets"] = Input(
+        lambda: stored, lambda: stored, lambda: stored.with_format("numpy"), lambda: stored
+    )
+    lists = corpora.as_lists(samples)
+    found["Python lists"] = Input(
+        lambda: lists, lambda: lists, lambda: Arrays(lists), lambda: Dataset.from_list(lists)
+    )
+    return found
+
+
+def packed(source: Any) -> Iterator[dict[str, Any]]:
+    """Yield streampack's batches."""
+    from streampack import IterablePackedDataset, PackedDataLoader
+
+    data = IterablePackedDataset(source, max_seq_len=MAX_SEQ_LEN, num_lanes=1, untrained="keep")
+    return ({"tokens": batch.tokens} for batch in PackedDataLoader(data, batch_size=BATCH))
+
+
+def stacked(packs: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    """Yield batches of packs of equal length: tokens, labels and positions."""
+    group: list[Any] = []
+    for pack in packs:
+        group.append(pack)
+        if len(group) == BATCH:
+            yield _stack(group)
+            group = []
+    if group:
+        yield _stack(group)
+
+
+def _stack(group: Sequence[Any]) -> dict[str, Any]:
+    positions = "input_pos" if "input_pos" in group[0] else "tokens_positions"
+    names = ("tokens", "labels", positions)
+    return {name: torch.stack([torch.as_tensor(pack[name]) for pack in group]) for name in names}
+
+
+def collated(dataset: Any) -> Iterator[dict[str, Any]]:
+    """Yield batches of TRL's packs by its own collator, as its trainer does: all packs of a batch end to end."""
+    from torch.utils.data import DataLoader
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    collator = DataCollatorForLanguageModeling(pad_token_id=corpora.PADDING, padding_free=True)
+    loader = DataLoader(dataset, batch_size=BATCH, collate_fn=collator)
+    return ({"tokens": batch["input_ids"]} for batch in loader)
+
+
+def with_trl(arrow: Callable[[], Any], *, batch: int = 1000) -> Any:
+    """Return TRL's packs of a ``Dataset`` with ``tokens``."""
+    return peers.trl_packs(arrow().rename_column("tokens", "input_ids"), max_seq_len=MAX_SEQ_LEN, batch=batch)
+
+
+def arrow_out(arrow: Callable[[], Any]) -> peers.Run:
+    """Run TRL without making batches of its packs."""
+    start = time.perf_counter()
+    dataset = with_trl(arrow)
+    return peers.arrow_run(dataset, time.perf_counter() - start)
+
+
+def contenders(given: Input) -> dict[str, Callable[[], peers.Run]]:
+    """Return a run of each packer that is installed, from an input to batches."""
+    length = {"max_seq_len": MAX_SEQ_LEN}
+    every: dict[str, tuple[str, Callable[[], peers.Run]]] = {
+        OURS: ("streampack", lambda: peers.stream(lambda: packed(given.ours()))),
+        "torchtune PackedDataset": (
+            "torchtune",
+            lambda: peers.stream(lambda: stacked(_items(peers.torchtune_packs(given.rows(), **length)))),
+        ),
+        "TRL bfd, its collator": ("trl", lambda: peers.stream(lambda: collated(with_trl(given.arrow)))),
+        "TRL bfd, Arrow out": ("trl", lambda: arrow_out(given.arrow)),
+        "Grain best-fit, 64 bins": (
+            "grain",
+            lambda: peers.stream(lambda: stacked(peers.grain_packs(given.arrays(), **length))),
+        ),
+    }
+    return {name: run for name, (package, run) in every.items() if is_installed(package)}
+
+
+def is_installed(package: str) -> bool:
+    """Import a packer before its runs are forked, so that the import takes none of their time and memory."""
+    try:
+        for module in IMPORTS[package]:
+            import_module(module)
+    except ModuleNotFoundError:
+        return False
+    return True
+
+
+def _items(packs: Any) -> Iterator[Any]:
+    return (packs[i] for i in range(len(packs)))
+
+
+def in_own_process(run: Callable[[], peers.Run], *, least: float) -> Measured:
+    """Run a packer in a forked process: once for its memory, then for its time, for ``least`` seconds."""
+    context = mp.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_measure, args=(run, least, sender))
+    process.start()
+    sender.close()
+    try:
+        measured: Measured = receiver.recv()
+    except EOFError:
+        raise RuntimeError("a packer failed; its error is printed above") from None
+    finally:
+        process.join()
+    return measured
+
+
+def _measure(run: Callable[[], peers.Run], least: float, sender: Any) -> None:
+    before = report.resident_memory("VmRSS") or 0
+    run()
+    peak = (report.resident_memory("VmHWM") or 0) - before
+    done = [run()]
+    while sum(each.seconds for each in done) < least:
+        done.append(run())
+    median = sorted(done, key=lambda each: each.seconds)[len(done) // 2]
+    sender.send(Measured(median.seconds, median.tokens, median.checksum, peak))
+
+
+def draw(name: str, rounds: dict[str, list[Measured]], *, tokens: int, checksum: int) -> str:
+    """Format the table of one input."""
+    rows, notes = [], []
+    for packer, runs in rounds.items():
+        ratios = [theirs.seconds / ours.seconds for theirs, ours in zip(runs, rounds[OURS], strict=True)]
+        speed = tokens / statistics.median(run.seconds for run in runs) / 1e6
+        peak = statistics.median(run.peak for run in runs) / 1e6
+        rows.append([packer, f"{speed:.1f}", *report.median_and_range(ratios), f"{peak:,.0f}"])
+        if any((run.tokens, run.checksum) != (tokens, checksum) for run in runs):
+            notes.append(f"**{packer} changed the tokens**: {tokens:,} in, {runs[0].tokens:,} out.")
+    notes = notes or ["All handed out every token, with the same sum of ids."]
+    return "\n\n".join([f"## {name}", report.table(HEADER, rows), "\n".join(notes)])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print and write the tables."""
+    parser = report.parser(__doc__, smoke="200 samples, one round")
+    add = parser.add_argument
+    add("--samples", type=int, default=20_000, help="samples with flan-like lengths (%(default)s)")
+    add("--repeats", type=int, default=5, help="rounds; the tables show their medians (%(default)s)")
+    options = parser.parse_args(arguments)
+    count, repeats, least = options.samples, options.repeats, LEAST_SECONDS
+    if options.smoke:
+        count, repeats, least = 200, 1, 0.0
+    if count < 1 or repeats < 1:
+        parser.error(f"--samples {count} and --repeats {repeats} must be at least 1")
+    # torchao logs a line about CUDA extensions when torchtune imports it.
+    logging.getLogger("torchao").setLevel(logging.ERROR)
+    samples = corpora.samples(corpora.lengths("flan", count=count))
+    tokens = sum(len(sample["tokens"]) for sample in samples)
+    checksum = sum(int(sample["tokens"].sum()) for sample in samples)
+    torch.set_num_threads(1)
+    sections = []
+    with tempfile.TemporaryDirectory() as folder:
+        found = {name: contenders(given) for name, given in inputs(samples, Path(folder)).items()}
+        step = report.progress(repeats * sum(map(len, found.values())))
+        for name, runs in found.items():
+            rounds: dict[str, list[Measured]] = {packer: [] for packer in runs}
+            for _ in range(repeats):
+                for packer, run in runs.items():
+                    step(f"{name}: {packer}")
+                    gc.collect()
+                    rounds[packer].append(in_own_process(run, least=least))
+            sections.append(draw(name, rounds, tokens=tokens, checksum=checksum))
+    report.publish(
+        "inputs",
+        options,
+        "# Tokenized data to batches",
+        report.machine_line(
+            "streampack", "torch", "numpy", "torchtune", "trl", "datasets", "pyarrow", "grain"
+        ),
+        f"{count:,} samples with lengths like FLAN's, {tokens:,} tokens, packs of {MAX_SEQ_LEN:,}, batches of {BATCH}, "
+        f"one process; medians of {repeats} interleaved rounds. Explained in ../README.md.",
+        *sections,
+    )
+
+
+if __name__ == "__main__":
+    main()
