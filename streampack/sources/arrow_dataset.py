@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from streampack.sources.arrow_rows import ArrowBatch, holds_ids
@@ -32,7 +33,8 @@ class ArrowDataset:
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
         self._tables: list[Any] = []  # slices of the table, of at most `BATCH_ROWS` rows
-        self._starts: npt.NDArray[np.int64] = np.zeros(0, np.int64)  # the first row of each
+        self._starts: list[int] = []  # the first row of each
+        self._length = len(dataset)
         self._numbers: npt.NDArray[Any] | None = (
             None  # the table's row for each row of the dataset, if they differ
         )
@@ -45,29 +47,28 @@ class ArrowDataset:
         self.__init__(state["dataset"])  # type: ignore[misc]
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return self._length
 
     def __getitem__(self, index: int) -> Any:
         if not self._tables:
             self._open()
-        if not 0 <= index < len(self.dataset):
+        if not 0 <= index < self._length:
             return self.dataset[index]  # counted from the end, or an IndexError
         number = index if self._numbers is None else int(self._numbers[index])
-        table = int(self._starts.searchsorted(number, "right")) - 1
+        table = bisect_right(self._starts, number) - 1
         if (batch := self._batches.get(table)) is None:
             if len(self._batches) >= KEPT_BATCHES:
                 self._batches.clear()
             found = self._tables[table]
             columns = dict(zip(found.schema.names, found.columns, strict=True))
             batch = self._batches[table] = ArrowBatch(columns, whole=False)
-        return batch.row(number - int(self._starts[table]))
+        return batch.row(number - self._starts[table])
 
     def _open(self) -> None:
         if self.dataset._indices is not None:
             self._numbers = self.dataset._indices.column(0).to_numpy()
         self._tables = [batch for batch in self.dataset.data.to_batches(BATCH_ROWS) if batch.num_rows]
-        counts = [batch.num_rows for batch in self._tables]
-        self._starts = np.cumsum([0, *counts[:-1]], dtype=np.int64)
+        self._starts = [0, *accumulate(batch.num_rows for batch in self._tables[:-1])]
 
 
 def is_readable(dataset: Any) -> bool:

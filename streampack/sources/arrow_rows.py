@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from streampack.types import IGNORE_INDEX, INT32
 
 Starts = Sequence[int] | npt.NDArray[Any]
+
+
+READ_OF_BATCH = 4
+"""When one row in so many of a batch was read, it pays to look through the whole batch."""
 
 
 class IdColumn:
@@ -24,27 +27,30 @@ class IdColumn:
     def __init__(self, values: npt.NDArray[Any], starts: Starts) -> None:
         self.values = values
         self.starts = starts
-        self.limits: tuple[int, int] | None = (
-            None  # the least and the largest number, once they were looked for
-        )
+        self.wide = False  # whether the numbers of a row fit into int32, and are wider in `values`
+        self._limits: tuple[int, int] | None = None
 
     def row(self, index: int) -> npt.NDArray[Any]:
-        """Return the numbers of a row, ``[length]``, as a read-only view."""
-        return self.values[self.starts[index] : self.starts[index + 1]]
+        """Return the numbers of a row, ``[length]``, in memory that nothing will change."""
+        found = self.values[self.starts[index] : self.starts[index + 1]]
+        return found.astype(INT32) if self.wide else found
 
-    def narrow(self) -> tuple[int, int]:
-        """Store the numbers as int32 if all of them fit; return the least and the largest: (0, -1) if there are none.
+    def limits(self, *, narrow: bool) -> tuple[int, int]:
+        """Return the least and the largest number; (0, -1) if there are none.
 
-        One pass over a batch takes less than a call for each row.
+        If both fit into int32, rows are int32 from here on: with ``narrow`` all numbers are converted now, otherwise
+        those of each row when it is read.
         """
-        if self.limits is None:
+        if self._limits is None:
             values = self.values
             least, most = (int(values.min()), int(values.max())) if values.size else (0, -1)
             if least >= -(2**31) and most < 2**31 and values.dtype != INT32:
-                self.values = values.astype(INT32)
-                self.values.flags.writeable = False
-            self.limits = least, most
-        return self.limits
+                self.wide = not narrow
+                if narrow:
+                    self.values = values.astype(INT32)
+                    self.values.flags.writeable = False
+            self._limits = least, most
+        return self._limits
 
 
 class ArrowBatch:
@@ -52,8 +58,9 @@ class ArrowBatch:
 
     Args:
         columns: the columns by name: arrays of pyarrow, of equal length.
-        whole: whether all rows of the batch will be read, and soon. It then pays to look through a column when its
-            first row is asked for, to narrow its numbers to int32 and to know their bounds.
+        whole: whether all rows of the batch will be read, and soon. A column is then narrowed to int32 when its first
+            row is asked for. Otherwise the batch may be mapped from a file, and is looked through only when a quarter
+            of its rows were read: so rows in a random order make a process read the file twice at most.
     """
 
     def __init__(self, columns: Mapping[str, Any], *, whole: bool) -> None:
@@ -62,6 +69,8 @@ class ArrowBatch:
         self.ids = {name: column for name, column in found.items() if column is not None}
         self.others = {name: column for name, column in columns.items() if name not in self.ids}
         self.whole = whole
+        rows = len(next(iter(columns.values())))
+        self.unread = 0 if whole else -(-rows // READ_OF_BATCH)  # rows before the batch is looked through
         self._below: dict[tuple[str, str | None], int | None] = {}
 
     def row(self, index: int) -> Mapping[str, Any]:
@@ -70,6 +79,8 @@ class ArrowBatch:
         Raises:
             ValueError: for a value that cannot be decoded.
         """
+        if self.unread:
+            self.unread -= 1
         values = {name: column[index].as_py() for name, column in self.others.items()}
         return ArrowRow(self, index, values) if self.ids else values
 
@@ -79,23 +90,24 @@ class ArrowBatch:
         Return None if that is unknown, if an id is negative, and if a label is negative and not ``IGNORE_INDEX``. The
         rows must then be checked one by one.
         """
+        if self.unread:
+            return None
         key = tokens, labels
         if key not in self._below:
             self._below[key] = self._bound(tokens, labels)
         return self._below[key]
 
     def _bound(self, tokens: str, labels: str | None) -> int | None:
-        if not self.whole or (column := self.ids.get(tokens)) is None:
+        if (column := self.ids.get(tokens)) is None:
             return None
-        least, most = column.narrow()
+        least, most = column.limits(narrow=self.whole)
         if least < 0:
             return None
         if labels is not None:
             if (column := self.ids.get(labels)) is None:
                 return None
-            least_label, most_label = column.narrow()
-            negative = np.count_nonzero(column.values < 0) if least_label < 0 else 0
-            if negative and negative != np.count_nonzero(column.values == IGNORE_INDEX):
+            least_label, most_label = column.limits(narrow=self.whole)
+            if least_label < 0 and ((column.values < 0) != (column.values == IGNORE_INDEX)).any():
                 return None
             most = max(most, most_label)
         return most + 1
@@ -146,7 +158,7 @@ class ArrowRow(Mapping[str, Any]):
         if (column := batch.ids.get(name)) is None:
             return self.values_.get(name)
         if batch.whole:
-            column.narrow()
+            column.limits(narrow=True)
         return column.row(self.index)
 
 

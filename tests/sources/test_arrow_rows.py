@@ -148,7 +148,12 @@ def test_bounds_are_those_of_the_whole_batch() -> None:
     assert below([[5], [7]], [[50], [-100]]) == 51
     assert below([[5], [-100]], [[5], [7]]) is None
     assert below([[5], [7]], [[5], [-99]]) is None
-    assert below([[5], [7]], [[5], [-100]], whole=False) is None
+    unread = ArrowBatch({"tokens": pa.array([[5], [7]] * 8)}, whole=False)
+    for index in range(4):
+        assert unread.ids_below("tokens", None) is None
+        unread.row(index)
+    assert unread.ids_below("tokens", None) == 8
+    assert column_of(unread.row(1), "tokens").dtype == np.int32
     assert below([[]], [[]]) == 0
 
 
