@@ -112,7 +112,7 @@ def _train(
         warn_of_unheeded(cfg, run["settings"], world=world)
         loader.load_state_dict(run["stream"])
     elif cfg.resume_from is not None:
-        run["step"] = begin_phase(cfg, model=model, optimizer=optimizer, world=world)
+        run["step"] = begin_phase(cfg, model=model, optimizer=optimizer, loader=loader, world=world)
     step, steps, held_out = run["step"], run["steps"], run["held_out"]
     # The run keeps a number of steps that was estimated from epochs: another estimate would make the schedule jump.
     if not steps or cfg.epochs is None:

@@ -165,8 +165,21 @@ class PackedDataLoader:
         Raises:
             ValueError: if the state is from another corpus, encoder or config, or is no state.
         """
+        self._load(state, self.dataset.load_state_dict)
+
+    def continue_from(self, state: Mapping[str, Any]) -> None:
+        """Collective: read on behind what a run with other settings has packed, on any topology.
+
+        See `IterablePackedDataset.continue_from`.
+
+        Raises:
+            ValueError: if the state is from another corpus or order, or all ``epochs`` are read; if it is no state.
+        """
+        self._load(state, self.dataset.continue_from)
+
+    def _load(self, state: Mapping[str, Any], load: Callable[[Mapping[str, Any]], None]) -> None:
         self._identify("load", lambda: {"state": _digest_of(state)})
-        self.dataset.load_state_dict(state)
+        load(state)
         self._progress, self._started_from = Progress(HandedOut({}), before=self._progress), None
         self._shares = Shares()  # those of before count tokens that the state may not have
 

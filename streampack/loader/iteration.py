@@ -270,9 +270,11 @@ class Iteration:
     def _require_packs(self) -> None:
         """Collective, after an epoch without a batch: raise on all ranks if the run has no pack."""
         lane_states = {**self.progress.handed.lane_states, **self.new_states}
-        ledgers = self.rank_sync.gather((self.rank_sync.data_rank, total_ledger(lane_states)))
-        whole = Ledger.total(dict(ledgers).values())
-        if not whole.packs:
+        # Lanes that read on behind an earlier run may have nothing left of this epoch.
+        anew = any(state.anew for state in self.progress.handed.lane_states.values())
+        found = self.rank_sync.gather((self.rank_sync.data_rank, total_ledger(lane_states), anew))
+        whole = Ledger.total({rank: ledger for rank, ledger, _ in found}.values())
+        if not whole.packs and not any(anew for _, _, anew in found):
             raise nothing_to_pack(whole)
 
     def _book(self, rank_batches: list[RankBatch]) -> None:

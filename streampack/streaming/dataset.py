@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
@@ -34,9 +34,9 @@ from streampack.streaming.lane import Lane
 from streampack.streaming.lane_config import UNTRAINED, LaneConfig, count_lanes, must_check
 from streampack.streaming.lane_state import LaneState, as_dicts
 from streampack.streaming.ledger_messages import UntrainedWarning
-from streampack.streaming.loaded_state import STATE_VERSION, Resume, checked_state
+from streampack.streaming.loaded_state import STATE_VERSION, LoadedState, Resume, checked_state
 from streampack.streaming.round_robin import PackStream, total_ledger, total_source_stats
-from streampack.streaming.run_identity import RunIdentity
+from streampack.streaming.run_identity import OF_READING, RunIdentity
 from streampack.types import Fragment, Sample
 from streampack.validation import require, require_minutes, require_positive, require_token_id, warn_user
 
@@ -404,26 +404,65 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         Raises:
             ValueError: if the state is from another corpus, encoder or config, or is no state.
         """
-        loaded = checked_state(state)
-        loaded, changed, earlier = self._changes.resume(state, loaded)
-        self._identity.require(state["identity"], changed=changed)
-        if changed:
-            warn_user(f"the corpus changed since the state was made: {described(changed)}. {WHAT_HAPPENS}")
+        loaded = self._checked(state)
         if self.mix is not None and (changes := self.mix.changed(state.get("weights"))):
             warn_user(changes)
-        for name in sorted(self._asked_for):
-            asked, kept = getattr(self, name), getattr(loaded, name)
-            if kept not in (None, asked):
-                warn_user(
-                    f"{name}={asked} is not heeded: the state was made with {name}={kept}, which a run keeps; start a "
-                    "new run for another number"
-                )
-        self.lane_config = replace(self.lane_config, earlier=earlier)
-        self._resume.load(loaded)
-        self.epoch, self.num_lanes = loaded.epoch, loaded.num_lanes
+        self._resume_from(loaded, kept={"num_lanes", "balance_window"})
         if loaded.balance_window is not None:
             self._set_balance_window(loaded.balance_window)
-        self._asked_for = set()
+
+    def continue_from(self, state: Mapping[str, Any]) -> None:
+        """Load the state of a run with other settings: the next iteration reads on behind what that run has packed.
+
+        The encoder, the packing and a mixture's weights may be others. The corpus, ``shuffle``, ``shuffle_window`` and
+        ``seed`` must be those of the run, whose ``num_lanes`` is kept. Rows of which some tokens were packed or dropped
+        are not read again; those of which all tokens waited are encoded, cut and packed anew. Packs, the ledger and the
+        statistics are counted from zero, and ``epochs`` from the run's beginning.
+
+        >>> rows = [{"tokens": [i] * 4, "labels": [i] * 4} for i in range(6)]
+        >>> short = IterablePackedDataset(rows, max_seq_len=4, num_lanes=1)
+        >>> packs = iter(short)
+        >>> next(packs)["tokens"].tolist(), next(packs)["tokens"].tolist()
+        ([0, 0, 0, 0], [1, 1, 1, 1])
+        >>> long = IterablePackedDataset(rows, max_seq_len=8)
+        >>> long.continue_from(short.state_dict())
+        >>> [pack["tokens"].tolist() for pack in long]
+        [[2, 2, 2, 2, 3, 3, 3, 3], [4, 4, 4, 4, 5, 5, 5, 5]]
+
+        Raises:
+            ValueError: if the state is from another corpus or order, if all ``epochs`` are read, or if it is no state;
+                when packs are read, if more pieces wait than ``buffer_size`` allows.
+        """
+        loaded = self._checked(state, names=OF_READING)
+        if self.epochs is not None and loaded.epochs_read >= self.epochs:
+            raise ValueError(
+                f"nothing is left to go on with: the earlier run has read the data {loaded.epochs_read} times, and "
+                f"epochs={self.epochs} counts those; set epochs to {loaded.epochs_read + 1} or more, or begin the data "
+                "anew"
+            )
+        self._resume_from(loaded.behind(), kept={"num_lanes"})
+
+    def _checked(self, state: Mapping[str, Any], *, names: Collection[str] | None = None) -> LoadedState:
+        """Check a state, by these parts of its identity, and prepare to read its corpus where that has changed."""
+        loaded, changed, earlier = self._changes.resume(state, checked_state(state))
+        self._identity.require(state["identity"], names=names, changed=changed)
+        if changed:
+            warn_user(f"the corpus changed since the state was made: {described(changed)}. {WHAT_HAPPENS}")
+        self.lane_config = replace(self.lane_config, earlier=earlier)
+        return loaded
+
+    def _resume_from(self, loaded: LoadedState, *, kept: set[str]) -> None:
+        """Let the next iteration go on from a state, whose values of the settings ``kept`` stay."""
+        for name in sorted(self._asked_for & kept):
+            asked, before = getattr(self, name), getattr(loaded, name)
+            if before not in (None, asked):
+                warn_user(
+                    f"{name}={asked} is not heeded: the state was made with {name}={before}, which a run keeps; start "
+                    "a new run for another number"
+                )
+        self._asked_for -= kept
+        self._resume.load(loaded)
+        self.epoch, self.num_lanes = loaded.epoch, loaded.num_lanes
         self._stream = self._copied = None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -259,14 +259,20 @@ class Lane:
             open_window=OpenWindow(begun.packs, begun.next_piece, begun.consumed),
         )
 
+    @property
+    def _most_waiting(self) -> int:
+        """The most pieces that can wait, those of a window of planned packs among them."""
+        packing = self.config.packing
+        in_window = self.config.balance_window * (packing.max_seqs_per_pack or packing.max_seq_len)
+        return packing.buffer_size + in_window
+
     def _require_bounded(self, state: LaneState) -> None:
         """Refuse a state by which more would be read again than a lane can have read."""
         # All pieces after the last consumed one wait, and at most `buffer_size` can. Without this check, a damaged
         # state could make the lane read the whole corpus.
         packing, window = self.config.packing, self.config.balance_window
-        waiting = state.next_piece - state.first - state.consumed.bit_length()
-        limit = packing.buffer_size + window * (packing.max_seqs_per_pack or packing.max_seq_len)
-        if waiting > limit:
+        waiting, limit = state.next_piece - state.first - state.consumed.bit_length(), self._most_waiting
+        if waiting > limit and not state.anew:  # with other settings, more may have waited
             raise ValueError(
                 f"lane {self.lane}: the state has {waiting} waiting pieces after the last consumed one, and "
                 f"buffer_size={packing.buffer_size} and balance_window={window} allow {limit}; it is damaged, resume "
@@ -283,7 +289,10 @@ class Lane:
         self.packs = state.packs
         # A state that was saved at the end of the last epoch may be continued with epochs=None. There, a lane has an
         # end only if none of its rows makes a piece.
-        self.done = state.done and not (self.config.endless and state.ledger.packed)
+        self.done = state.done and not (self.config.endless and (state.ledger.packed or state.anew))
+        if state.anew:
+            self._restore_anew(replay)
+            return
         pieces, removed = replay.run()
         window = state.open_window
         behind = len(pieces) if window is None else sum(piece.number < window.next_piece for piece in pieces)
@@ -302,6 +311,18 @@ class Lane:
                 f"lane {self.lane}: {self.planner.buffered} tokens wait after reading again, the state says "
                 f"{self.ledger.buffered}; the data or the encoder changed since it was written"
             )
+
+    def _restore_anew(self, replay: Replay) -> None:
+        """Read again what waited with other settings, and let it wait as it is with these."""
+        pieces = replay.run_anew()
+        if len(pieces) > (limit := self._most_waiting):
+            packing, window = self.config.packing, self.config.balance_window
+            raise ValueError(
+                f"lane {self.lane}: {len(pieces)} pieces of the rows that the earlier run had read wait, and "
+                f"buffer_size={packing.buffer_size} and balance_window={window} allow {limit}; set buffer_size to "
+                f"{len(pieces)} or more, or to what it was"
+            )
+        self.planner.restore(pieces, offset=0)
 
     def _plan_again(self, state: LaneState, open_window: OpenWindow, later: deque[Piece]) -> None:
         """Plan a state's open window again, of the pieces that waited at its beginning and those read ``later``."""

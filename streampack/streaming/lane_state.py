@@ -69,6 +69,8 @@ class LaneState:
     # With ``balance_window``, while a window is open. Then ``cursor``, ``epoch``, ``first`` and ``offset`` are those of
     # its beginning, and all else is as it is now.
     open_window: OpenWindow | None = None
+    # Whether the pieces are those of other settings, see `behind`. Then all but the ledger and ``packs`` count those.
+    anew: bool = False
 
     @property
     def spared(self) -> int:
@@ -85,6 +87,14 @@ class LaneState:
         oldest = lowest_zero(self.open_window.consumed)
         offset = 0 if self.consumed >> oldest & 1 else self.offset
         return replace(self, offset=offset, open_window=None)
+
+    def behind(self) -> LaneState:
+        """Return the state of a lane that reads on behind this one with other settings, and counts from zero.
+
+        A resume makes new pieces of the rows of which nothing was packed.
+        """
+        stats = tuple(SourceStats() for _ in self.source_stats)
+        return replace(self.closed(), packs=0, ledger=Ledger(), source_stats=stats, anew=True)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, which ``torch.load(weights_only=True)`` takes; long integers in hexadecimal digits.
@@ -122,8 +132,9 @@ class LaneState:
         _require_counts(values["bad_shards"], "bad_shards")
         _require_counts(values["front"], "front")
         _require_counts(values["ledger"], "ledger", len(Ledger().numbers()))
-        if type(values["done"]) is not bool:
-            raise ValueError("done is no bool" + DAMAGED)
+        for name in ("done", "anew"):
+            if type(values[name]) is not bool:
+                raise ValueError(f"{name} is no bool" + DAMAGED)
         for name, size in (("source_stats", len(fields(SourceStats))), ("epochs", 2), ("windows", None)):
             if type(values[name]) is not list:
                 raise ValueError(f"{name} is no list" + DAMAGED)

@@ -36,6 +36,18 @@ class LoadedState:
     phase: int = WAITING  # how far the iteration that resumes from it is, in this process; see `epochs`
     in_worker: bool = False  # loaded in a worker process, so that only an iteration there resumes from it
 
+    def behind(self) -> LoadedState:
+        """Return the state of a run that reads on behind this one with other settings."""
+        states = {lane: state.behind() for lane, state in self.lane_states.items()}
+        return replace(self, lane_states=states, slot=0, balance_window=None)
+
+    @property
+    def epochs_read(self) -> int:
+        """How many epochs all lanes have read to their end."""
+        if not self.lane_states or len(self.lane_states) != self.num_lanes:
+            return 0
+        return min(state.epoch + state.done for state in self.lane_states.values()) - self.epoch
+
 
 def checked_state(state: Any) -> LoadedState:
     """Parse a state, all but its identity, and check its types and ranges.

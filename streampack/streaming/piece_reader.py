@@ -189,7 +189,7 @@ class PieceReader:
         config = self.config
         if row.data is REMOVED or row.data is HELD_OUT:
             if self.source_stats and not again:
-                self._begin_stats(row)
+                self.begin_stats(row)
             self.reader.charge([])
             return []
         unreadable = row.data is UNREADABLE and self.unreadable
@@ -230,7 +230,7 @@ class PieceReader:
             if not pieces or pieces[0].sample is not sample:  # else the sample is one piece, as most are
                 lost = self._book_loss(sample, pieces, untrained=untrained)
             if self.source_stats:
-                stats = self._begin_stats(row)
+                stats = self.begin_stats(row)
                 stats.samples += 1
                 stats.tokens_in += lost
         return pieces
@@ -273,11 +273,11 @@ class PieceReader:
                 self.ledger.bad_shards += len(known) - len(self.bad_shards)
                 self.bad_shards = known
             if self.source_stats:
-                self._begin_stats(row)
+                self.begin_stats(row)
         if row.data is not UNREADABLE:  # of an unreadable row, `Reader.skip` has told the mixture already
             self.reader.charge([])
 
-    def _begin_stats(self, row: Row) -> SourceStats:
+    def begin_stats(self, row: Row) -> SourceStats:
         """Return the statistics of the newest row's source; count the epochs of it that began with the row."""
         stats = self.stats(row.row_id)
         stats.epochs += self.reader.passes_begun

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
 from streampack.sources.base import OTHER_RECORDS, REMOVED
-from streampack.streaming.lane_state import DAMAGED, LaneState
+from streampack.streaming.lane_state import DAMAGED, LaneState, lowest_zero
 from streampack.streaming.piece_reader import UNREADABLE, Piece, PieceReader
 from streampack.streaming.row_log import LoggedRow, LoggedWindow, RowLog, digit_bits
 from streampack.types import Row, Window
@@ -12,7 +16,8 @@ from streampack.types import Row, Window
 class Replay:
     """Reads a lane's rows again, from where its state says to where the state was taken.
 
-    Making it opens the reader at the state's cursor, so that it can fetch ahead; `run` reads.
+    Making it opens the reader at the state's cursor, so that it can fetch ahead; `run` reads, or `run_anew` if the
+    state is one of other settings.
 
     Args:
         reader: of the lane; nothing was read by it yet.
@@ -26,11 +31,14 @@ class Replay:
         self.reader = reader
         self.state = state
         self.before = self._log_before()
-        sources = self.before.sources
-        reader.log = RowLog(sources=sources, first=state.first, epochs=[(state.first, state.epoch)])
-        reader.next_number = state.first
+        windows, first = self.before.windows, state.first
+        if state.anew:
+            # Pieces are numbered from 0. What a window's first piece will be is known when its first row is read.
+            windows, first = [replace(each, first=self._first_anew(each), last=-1) for each in windows], 0
+        reader.log = RowLog(sources=self.before.sources, first=first, epochs=[(first, state.epoch)])
+        reader.next_number = first
         reader.known = self.before.known_windows()
-        reader.log.expect(self.before.windows)
+        reader.log.expect(windows)
         reader.open(state.epoch, state.cursor)
 
     def run(self) -> tuple[list[Piece], int]:
@@ -44,31 +52,19 @@ class Replay:
             ValueError: if the corpus or the encoder gives other rows or pieces than the state counts.
         """
         reader, state = self.reader, self.state
-        reader.ledger = state.ledger.copy()
-        reader.source_stats = [stats.copy() for stats in state.source_stats]
-        reader.bad_shards = list(state.bad_shards)
-        # Rows and pieces of this epoch may lie before the cursor.
-        reader.epoch_has_rows, reader.epochs_without_pieces = True, 0
         waiting: list[Piece] = []
         removed = 0
-        for logged in self.before.rows():
-            if logged.epoch != reader.epoch:
-                reader.open(logged.epoch)
-                reader.epoch_has_rows, reader.epochs_without_pieces = True, 0
+        for logged, row in self._rows():
             numbers = range(logged.number, logged.number + logged.pieces)
             waits = [number for number in numbers if not state.spared >> (number - state.first) & 1]
             unpacked = any(not state.consumed >> (number - state.first) & 1 for number in waits)
-            row = self._row(logged)
             last = logged.number + logged.pieces == state.next_piece
             pieces: list[Piece] = []
             if row is None or row.data is REMOVED:
                 removed += unpacked
             elif waits or (last and not reader.config.packing.keeps_one_piece_per_sample):
-                if unpacked and row.data is UNREADABLE and reader.unreadable is not None:
-                    where = reader.unreadable.locate(row.row_id)
-                    raise ValueError(
-                        f"lane {reader.lane}: {where}: {reader.unreadable.reason}; {OTHER_RECORDS}"
-                    )
+                if unpacked:
+                    self._require_readable(row)
                 # Of the last row, some pieces may not have been asked for when the state was taken.
                 pieces = reader.pieces_of(row, again=True)
                 # Of a row that made no piece, the one number is consumed.
@@ -83,11 +79,54 @@ class Replay:
                 reader.log_row(row, another=i > 0)
             waiting += [pieces[number - logged.number] for number in waits] if pieces else []
             reader.newest, reader.pending = row, pieces[logged.pieces :]
+        return waiting, removed
+
+    def run_anew(self) -> list[Piece]:
+        """Read again, and return new pieces of the rows of which nothing was packed, counted as if read first.
+
+        Raises:
+            ValueError: if the corpus gives other rows than the state counts.
+        """
+        reader, state = self.reader, self.state
+        oldest = state.first + lowest_zero(state.consumed)
+        waiting: list[Piece] = []
+        for logged, row in self._rows():
+            if row is None:
+                continue
+            ones = (1 << logged.pieces) - 1
+            packed = bool(state.consumed >> (logged.number - state.first) & ones)
+            packed |= bool(state.offset) and logged.number <= oldest < logged.number + logged.pieces
+            if packed:
+                pieces: list[Piece] = []
+                if reader.source_stats:
+                    reader.begin_stats(row)
+            else:
+                self._require_readable(row)
+                pieces = reader.pieces_of(row, again=False)
+            reader.row, reader.newest, reader.pending = None, row, pieces
+            if not pieces:
+                reader.log_row(row)
+            while reader.pending and (piece := reader.next()):
+                waiting.append(piece)
+        return waiting
+
+    def _rows(self) -> Iterator[tuple[LoggedRow, Row | None]]:
+        """Yield the rows up to where the state was taken; None for one of a source that left the mixture."""
+        reader, state = self.reader, self.state
+        reader.ledger = state.ledger.copy()
+        reader.source_stats = [stats.copy() for stats in state.source_stats]
+        reader.bad_shards = list(state.bad_shards)
+        # Rows and pieces of this epoch may lie before the cursor.
+        reader.epoch_has_rows, reader.epochs_without_pieces = True, 0
+        for logged in self.before.rows():
+            if logged.epoch != reader.epoch:
+                reader.open(logged.epoch)
+                reader.epoch_has_rows, reader.epochs_without_pieces = True, 0
+            yield logged, self._row(logged)
         reader.reader.restore_front(state.front)
         reader.ended = not state.reached
         if state.reached != reader.reached:
             raise ValueError(f"lane {reader.lane}: {OTHER_RECORDS}")
-        return waiting, removed
 
     def _row(self, logged: LoggedRow) -> Row | None:
         """Read a row that was read before the state was taken; return None if its source left the mixture."""
@@ -100,6 +139,17 @@ class Replay:
                 f"after {logged.number}; the data or the encoder changed"
             )
         return row
+
+    def _require_readable(self, row: Row) -> None:
+        """Raise if a row is missing that could be read before the state was taken."""
+        unreadable = self.reader.unreadable
+        if row.data is UNREADABLE and unreadable is not None:
+            where = unreadable.locate(row.row_id)
+            raise ValueError(f"lane {self.reader.lane}: {where}: {unreadable.reason}; {OTHER_RECORDS}")
+
+    def _first_anew(self, logged: LoggedWindow) -> int:
+        """Return 0 for a window that began before the state's first piece; for another `RowLog.add` finds it."""
+        return 0 if logged.first <= self.state.first else sys.maxsize
 
     def _log_before(self) -> RowLog:
         """Return the log that the state holds."""

@@ -56,7 +56,8 @@ class PackStream:
             lane.restore()
             for later in resumed[i + SOON : i + SOON + 1]:
                 later.prepare()
-        self.alone = alone
+        # Lanes that read on behind an earlier run may have nothing left of this epoch.
+        self.alone = alone and not any(state.anew for state in lane_states.values())
         self.last_epoch = last_epoch
         self._lane_states = {
             lane.lane: lane_states[lane.lane] for lane in self.lanes if lane.lane in lane_states

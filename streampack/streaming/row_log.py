@@ -101,6 +101,7 @@ class RowLog:
             if expected and expected[0].window == window:
                 newest = expected.popleft()
                 newest.window, newest.expected = window, False
+                newest.first = min(newest.first, number)  # lower if pieces are numbered anew
             else:
                 newest = LoggedWindow(source, window, number, number)
                 self.windows.append(newest)

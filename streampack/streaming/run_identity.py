@@ -15,6 +15,9 @@ from streampack.sources.source import Source
 from streampack.streaming.lane_config import Encode, LaneConfig
 from streampack.validation import warn_user
 
+OF_READING = ("corpus", "shuffle_window", "seed")
+"""Parts of an identity that decide which rows a lane reads, and in which order."""
+
 
 class RunIdentity:
     """All that decides which tokens share a pack: corpus, encoders, settings. It is computed when first asked for."""
@@ -53,9 +56,11 @@ class RunIdentity:
         Raises:
             ValueError: saying which file, row or setting differs first.
         """
-        ours = {name: part for name, part in self.parts.items() if names is None or name in names}
+        ours: Mapping[str, Any] = self.parts
         if changed and isinstance(theirs, Mapping):
             theirs, ours = without_files(theirs, changed), without_files(ours, changed)
+        if names is not None:
+            ours = {name: part for name, part in ours.items() if name in names}
         words = difference(theirs, ours)
         if words is not None:
             raise ValueError(

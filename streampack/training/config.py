@@ -65,6 +65,7 @@ class RunConfig:
     z_loss: float = 0.0  # pretraining: weight of the squared log-normalizer in the loss; PaLM's was 1e-4
     resume: bool = False  # from the newest checkpoint in output_dir; from step 0 if there is none
     resume_from: str | None = None  # another run's checkpoint, for a second phase: see `begin_phase`
+    continue_data: bool = False  # with resume_from: read on behind what that run has packed
     log_every: int = 1  # steps between two logs
     profiler: Node | None = None
 
@@ -92,7 +93,17 @@ class RunConfig:
             raise ValueError(
                 f"clip_grad_norm={self.clip_grad_norm} is no norm; give a number above 0, or null"
             )
+        if self.continue_data and self.resume_from is None:
+            raise ValueError(
+                "continue_data=True reads on behind another run; name its checkpoint with resume_from, or leave it "
+                "out"
+            )
         if self.data.get("method") is not None:
+            if self.continue_data:
+                raise ValueError(
+                    f"continue_data=True reads a stream on, and data.method={self.data['method']} makes its batches of "
+                    "all samples; leave one of the two out"
+                )
             require(self.data["method"], "data.method", METHODS)
             if self.data.get("balance_window"):
                 raise ValueError(

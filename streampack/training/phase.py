@@ -10,19 +10,23 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from streampack.distributed.world import World
+from streampack.loader.data_loader import PackedDataLoader
 from streampack.training.checkpoint import STEP_NAME, Checkpoints
 from streampack.training.config import RunConfig
+from streampack.training.methods import Loader
 
 
 def begin_phase(
-    config: RunConfig, *, model: nn.Module, optimizer: torch.optim.Optimizer, world: World
+    config: RunConfig, *, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Loader, world: World
 ) -> int:
     """Load the model and the optimizer's state of ``resume_from``, and return its step; a collective.
 
-    The optimizer keeps the settings (``lr``, ``weight_decay``) that the config gives it.
+    The optimizer keeps the settings (``lr``, ``weight_decay``) that the config gives it. The data begin anew, or with
+    ``continue_data`` behind what that run has packed.
 
     Raises:
-        ValueError: if it is no checkpoint, or ``max_steps`` is over at its step.
+        ValueError: if it is no checkpoint, or ``max_steps`` is over at its step; with ``continue_data``, if the data
+            are others than that run's.
         CheckpointError: if it cannot be read, or is of another model.
     """
     assert config.resume_from is not None
@@ -44,9 +48,12 @@ def begin_phase(
     settings = [
         {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
     ]
-    Checkpoints(path.parent, world=world).load(step, model=model, optimizer=optimizer)
+    run = Checkpoints(path.parent, world=world).load(step, model=model, optimizer=optimizer)
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
+    if config.continue_data:
+        assert isinstance(loader, PackedDataLoader), "the config refuses other methods"
+        loader.continue_from(run["stream"])
     return step
 
 

@@ -114,6 +114,56 @@ def test_what_cannot_go_on_is_refused(tmp_path, first, name, changes, message):
         train(config)
 
 
+def stream_of(path):
+    return torch.load(path / "run.pt")["stream"]["lanes"]
+
+
+def test_a_second_phase_reads_on_behind_the_first_if_asked(tmp_path, first):
+    before = stream_of(first)
+    places = {}
+    for continued in (False, True):
+        folder = tmp_path / str(continued)
+        settings = {"checkpoint_every": 1, "resume_from": str(first), "log_every": 1}
+        if continued:
+            settings["continue_data"] = True
+        train(tiny_config(folder, max_steps=9, **settings))
+        lanes = stream_of(folder / "out" / "checkpoints" / "step_00000009")
+        places[continued] = {lane: (each["epoch"], each["cursor"]) for lane, each in lanes.items()}
+        assert sum(lane["ledger"][0] for lane in lanes.values()) > 0
+    assert all(places[True][lane] >= (each["epoch"], each["cursor"]) for lane, each in before.items())
+    assert places[True] != places[False]
+    # It is resumed from its own checkpoints, with the same losses.
+    expected = losses(tmp_path / "True")
+    config = tiny_config(tmp_path / "again", max_steps=8, resume=True, **settings)
+    config.lr_scheduler = None
+    train(config)
+    config.max_steps = 9
+    train(config)
+    assert list(losses(tmp_path / "again")) == [7, 8, 9]
+    assert list(expected) == [7, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"resume_from": None},
+            "continue_data=True reads on behind another run; name its checkpoint with resume_from",
+        ),
+        (
+            {"data.method": "random_padding"},
+            "continue_data=True reads a stream on, and data.method=random_padding",
+        ),
+        ({"validation": None}, "the state was made with corpus"),
+        ({"seed": 5}, "the state was made with seed"),
+    ],
+)
+def test_data_that_cannot_be_read_on_are_refused(tmp_path, first, changes, message):
+    settings = {"resume_from": str(first), "continue_data": True, "max_steps": 8, **changes}
+    with pytest.raises(ValueError, match=message):
+        train(tiny_config(tmp_path, **settings))
+
+
 @pytest.mark.parametrize(
     "make", [lambda o: LambdaLR(o, lambda n: 1 / (n + 1)), lambda o: StepLR(o, step_size=2, gamma=0.5)]
 )
