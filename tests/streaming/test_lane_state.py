@@ -56,6 +56,7 @@ def states(draw: st.DrawFn) -> LaneState:
         reached=draw(st.integers(0, 2**32 - 1)),
         bad_shards=tuple(draw(st.lists(counts, max_size=3))),
         open_window=draw(st.sampled_from([None, window])),
+        anew=draw(st.booleans()),
     )
 
 
@@ -117,7 +118,8 @@ def test_a_lane_state_dict_has_these_fields() -> None:
         "reached": 2596996162,
         "bad_shards": [],
         "open_window": [],
-        "checksum": 533312321,
+        "anew": False,
+        "checksum": 585_917_169,
     }
 
 
