@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from unittest.mock import patch
 from streampack import IterablePackedDataset, PackedDataLoader
 from streampack.sources.scan import scan
 from streampack.storage.ranges import Fetcher
+from streampack.storage.read_ahead import SMALLEST_BLOCK, ReadAhead
 from stress.changes import SOURCES
 from stress.corpus import Numbers, record_packs
 from stress.job import Run, job, require_failure
@@ -25,6 +27,7 @@ DELAY = 0.05  # seconds a request
 BATCH_SIZE = 8
 COLUMNS = ["i", "n", "text"]
 LANE_BYTES = 75_000  # of read_ahead for each lane; a row group has 16 KB in the columns that are read
+TIGHT_LANE_BYTES = 40_000  # where it is read_ahead that limits what is fetched ahead
 FIRST_ROUNDS = 60  # to the first batch: 3 s, of 50 ms each, of the 5 s that it may take
 SHARD_LANES = 8
 MOST_REQUESTS = 800  # of 8 lanes, each of which fetches up to 32 blocks ahead, and footers
@@ -40,6 +43,7 @@ class Reading:
         lanes: how many.
         read_ahead: bytes for read-ahead and windows.
         manifest: of a scan.
+        bounded: False plants a bug: readers fetch ahead whatever all of them hold.
     """
 
     kind: str
@@ -47,6 +51,7 @@ class Reading:
     lanes: int
     read_ahead: int
     manifest: str | None = None
+    bounded: bool = True
 
     def dataset(self) -> IterablePackedDataset:
         """Build a new dataset, as a new process would."""
@@ -99,8 +104,16 @@ def read_batches(reading: Reading, batches: int) -> tuple[list[bytes], float, in
         ahead = sum(stop - start for _, start, stop in blocks)
         held = max(held, ahead + sum(each.window + each.reading for each in fetchers))
 
+    def unbounded(read_ahead: ReadAhead, *, now: bool) -> int:
+        return sys.maxsize
+
     begun = time.perf_counter()
-    with patch.object(Fetcher, "__init__", counted), patch.object(Fetcher, "top_up", watched):
+    room = ReadAhead.room if reading.bounded else unbounded
+    with (
+        patch.object(Fetcher, "__init__", counted),
+        patch.object(Fetcher, "top_up", watched),
+        patch.object(ReadAhead, "room", room),
+    ):
         loader = PackedDataLoader(reading.dataset(), batch_size=BATCH_SIZE)
         steps = [record_packs(batch) for batch in islice(loader, batches)]
         seconds = time.perf_counter() - begun
@@ -130,14 +143,26 @@ def many_lanes(run: Run) -> str:
         )
         check_rounds(first, 1)
         check_rounds(many, batches)
+        tight = replace(reading, read_ahead=lanes * TIGHT_LANE_BYTES)
+        bounded = read(tight, web, batches)
+        require_bound(tight, bounded)
+        require_failure(
+            lambda: require_bound(tight, read(replace(tight, bounded=False), web, batches)), "held"
+        )
         alone = read(replace(reading, read_ahead=0), web, 8)
         require_failure(lambda: check_rounds(alone, 8), "rounds of requests")
     return (
         f"{lanes} lanes and files: the first batch after {first.seconds:.1f} s, {first.asked.requests} requests in "
         f"{first.asked.rounds} rounds; {batches} batches after {many.seconds:.1f} s, {many.asked.rounds} rounds, packs "
         f"as of local files; without read-ahead {alone.asked.rounds} rounds for 8 batches, which the check refuses; "
-        f"held at most {many.held / 1e6:.1f} MB, with read_ahead of {reading.read_ahead / 1e6:.1f} MB"
+        f"held at most {bounded.held / 1e6:.1f} MB with read_ahead of {tight.read_ahead / 1e6:.1f} MB"
     )
+
+
+def require_bound(reading: Reading, found: Read) -> None:
+    """Require that all lanes together held no more than ``read_ahead``, but for the last request."""
+    limit = reading.read_ahead + SMALLEST_BLOCK
+    assert found.held <= limit, f"held {found.held:,} bytes, with read_ahead of {reading.read_ahead:,}"
 
 
 def check_rounds(found: Read, batches: int) -> None:

@@ -112,7 +112,9 @@ def compare(run: Run, kind: str, root: Path, used: int, server: Nginx, remote_of
     assert hex_digests(results) == reference
     whole = traffic(server, since)
     if not run.quick:  # with few shards, what is read behind the ends of parts is more of the whole
-        assert whole.bytes <= MAX_OVERHEAD * used, f"{whole.bytes:,} bytes of {kind} were sent, {used:,} are used"
+        assert whole.bytes <= MAX_OVERHEAD * used, (
+            f"{whole.bytes:,} bytes of {kind} were sent, {used:,} are used"
+        )
 
     kills, rng = run.count(3, 1), random.Random(1)
     with tempfile.TemporaryDirectory() as name:

@@ -12,7 +12,7 @@ from typing import Any
 
 from streampack.storage.base import File, Storage
 from streampack.storage.counts import ReadCounts
-from streampack.storage.read_ahead import NO_READ_AHEAD, ReadAhead
+from streampack.storage.read_ahead import NO_READ_AHEAD, Account, ReadAhead
 from streampack.storage.retries import Retries
 from streampack.storage.use import StorageUse
 
@@ -71,8 +71,10 @@ class Fetcher:
         self.later: Iterator[Iterable[Block | None]] = iter(())
         # Bytes that the reader holds besides blocks that were fetched ahead: what it reads from, and its window.
         self.reading = self.window = 0
-        # Bytes that it is about to take, and how many of them it may fetch ahead.
+        # Bytes that it is about to take, how many of them it may fetch ahead, and whether it is its turn.
         self.expected = self.burst = 0
+        self.now = False
+        self.account = Account(read_ahead.threads)
 
     def plan(self, blocks: Iterable[Block | None], later: Iterable[Iterable[Block | None]] = ()) -> None:
         """Set the blocks to fetch ahead, in order, and start fetching.
@@ -96,7 +98,8 @@ class Fetcher:
 
     def expect(self, size: int, *, now: bool = False) -> None:
         """Fetch ahead for a reader that will take ``size`` bytes at once, when its turn comes or ``now``."""
-        self.expected, self.burst = size, self.read_ahead.turn if now else self.read_ahead.burst
+        self.expected, self.now = size, now
+        self.burst = self.read_ahead.turn if now else self.read_ahead.burst
         self.top_up()
 
     def hold(self, window: int) -> None:
@@ -155,8 +158,11 @@ class Fetcher:
     def top_up(self, *, taken: Block | None = None) -> None:
         """Fetch blocks of the plan as long as there is room, except for ``taken``."""
         ahead = self.read_ahead
-        room = max(ahead.share - self.reading - self.window, min(self.expected, self.burst))
-        room -= sum(stop - start for known in (self.in_flight, self.old) for _, start, stop in known)
+        held = sum(stop - start for known in (self.in_flight, self.old) for _, start, stop in known)
+        needed = self.reading + self.window
+        self.account.set(ahead=held, needed=needed)
+        room = max(ahead.share - needed, min(self.expected, self.burst)) - held
+        room = min(room, ahead.room(now=self.now))
         while (block := self.waiting or self._next_planned()) is not None:
             self.waiting = None
             if (
@@ -169,6 +175,8 @@ class Fetcher:
                     self.waiting = block
                     return
                 room -= size
+                held += size
+                self.account.set(ahead=held, needed=needed)
                 future = ahead.threads.submit(partial(self.storage.fetch, *block))
             self.in_flight[block] = future
 

@@ -43,6 +43,8 @@ class FetchThreads:
         self.threads: list[threading.Thread] = []
         self.waiting: dict[int, weakref.ref[Waiting]] = {}  # by id
         self.warned = False  # whether a shuffle window was found too large
+        # Of all readers of the process, see `Account`: bytes, and how many of them hold some that they need.
+        self.ahead = self.needed = self.reading = 0
 
     def submit(self, fetch: Callable[[], bytes]) -> Future[bytes]:
         """Call ``fetch`` in a thread. Until a thread has begun it, the returned future can be cancelled."""
@@ -66,6 +68,24 @@ class FetchThreads:
         for reference in waiting.values():
             if (found := reference()) is not None:
                 found.top_up()
+
+
+class Account:
+    """Counts the bytes that one reader holds among those of all readers of the process."""
+
+    def __init__(self, threads: FetchThreads) -> None:
+        self.threads = threads
+        self.ahead = self.needed = 0
+
+    def set(self, *, ahead: int, needed: int) -> None:
+        """Set how many bytes the reader has fetched ahead, and how many it reads from and has in its window."""
+        self.threads.ahead += ahead - self.ahead
+        self.threads.needed += needed - self.needed
+        self.threads.reading += (needed > 0) - (self.needed > 0)
+        self.ahead, self.needed = ahead, needed
+
+    def __del__(self) -> None:
+        self.set(ahead=0, needed=0)
 
 
 def _fetch_all(queue: deque[tuple[Future[bytes], Callable[[], bytes]]]) -> None:
@@ -96,6 +116,8 @@ class ReadAhead:
         burst: how many bytes it may fetch ahead, whatever it holds, if its turn is one of the next `SOON`.
         turn: the same in its turn. At any time, one reader of a process has its turn.
         window: the bytes of a shuffle window from which on the windows alone exceed the budget.
+        budget: the bytes of all readers of the process together, beyond which none fetches ahead.
+        lanes: how many lanes the process has.
         threads: fetch for all readers of the process.
     """
 
@@ -103,6 +125,8 @@ class ReadAhead:
     burst: int
     turn: int
     window: int
+    budget: int
+    lanes: int = 1
     threads: FetchThreads = field(default_factory=FetchThreads, compare=False)
 
     @classmethod
@@ -111,12 +135,21 @@ class ReadAhead:
         burst, turn = min(LONGEST_BURST, budget // 4 // SOON), min(LONGEST_BURST, budget // 8)
         lanes = max(1, lanes)
         left = budget - min(SOON, lanes) * burst - turn
-        return cls(min(LONGEST_SHARE, left // lanes), burst, turn, budget // lanes)
+        return cls(min(LONGEST_SHARE, left // lanes), burst, turn, budget // lanes, budget, lanes)
 
     def part(self, fraction: float) -> ReadAhead:
         """Return what one source of a mixture may fetch ahead, if the lane reads this fraction of its rows from it."""
         share, burst, window = (int(fraction * each) for each in (self.share, self.burst, self.window))
         return replace(self, share=share, burst=max(burst, min(self.burst, SMALLEST_BLOCK)), window=window)
+
+    def room(self, *, now: bool) -> int:
+        """Return how many more bytes all readers together may fetch ahead, for one whose turn is ``now`` or another.
+
+        Lanes that have not begun will need as much as the others do on average.
+        """
+        threads = self.threads
+        needed = threads.needed * max(1.0, self.lanes / max(1, threads.reading))
+        return self.budget - threads.ahead - int(needed) - (0 if now else self.turn)
 
     def check(self, window: int) -> None:
         """Warn, once in a process, if a shuffle window of so many bytes is too large."""
@@ -134,4 +167,4 @@ class ReadAhead:
         return min(most, max(SMALLEST_BLOCK, self.share // 2)) if self.turn else most
 
 
-NO_READ_AHEAD = ReadAhead(0, 0, 0, 0)
+NO_READ_AHEAD = ReadAhead(0, 0, 0, 0, 0)

@@ -37,7 +37,7 @@ class Memory:
 
 def opened(size: int, start: int, stop: int, *, block: int, ahead: int) -> tuple[Any, Fetcher, Memory]:
     storage = Memory(bytes(i * i % 251 for i in range(size)), block)
-    fetcher = Fetcher(storage, Retries(attempts=0), read_ahead=ReadAhead(ahead, 0, 0, 0))
+    fetcher = Fetcher(storage, Retries(attempts=0), read_ahead=ReadAhead(ahead, 0, 0, 0, ahead))
     stretch = RangeStream(fetcher, File("/a", "a", size), start, stop, tail=tail_of(start, stop))
     return stretch, fetcher, storage
 

@@ -99,7 +99,7 @@ def test_read_ahead_is_bounded(web: Web, monkeypatch: pytest.MonkeyPatch) -> Non
     web.files = shards("jsonl", 2, 1000)
     size = sum(map(len, web.files.values()))
     data = source("jsonl", urls(web))
-    reader = data.read(Reading(read_ahead=ReadAhead(45_000, 0, 0, 0)))
+    reader = data.read(Reading(read_ahead=ReadAhead(45_000, 0, 0, 0, 45_000)))
     next(reader)
     for thread in threading.enumerate():
         if thread.name.startswith("read ahead"):

@@ -115,7 +115,7 @@ def test_the_next_part_is_fetched_while_this_one_is_read(
         return take(fetcher, block)
 
     monkeypatch.setattr(Fetcher, "take", watched)
-    for _ in data.read(Reading(shuffle_window=4, read_ahead=ReadAhead(20_000, 0, 0, 20_000))):
+    for _ in data.read(Reading(shuffle_window=4, read_ahead=ReadAhead(20_000, 0, 0, 20_000, 20_000))):
         time.sleep(0.002)  # an answer on loopback takes less
     assert len(asked) > 100
     assert len(late) <= 4, "the first part's header, offsets, mask and first block"
