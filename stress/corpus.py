@@ -56,7 +56,7 @@ class Corpus:
     def make(
         cls, count: int, *, folder: Path | None = None, longest: int = 12, seed: int = 0, **settings: Any
     ) -> Corpus:
-        """Draw mostly short samples, shuffled and packed by ``exact_fit`` to 24 tokens."""
+        """Draw mostly short samples, shuffled, packed by ``exact_fit`` to 24 tokens, handed out by cost in windows."""
         rng = np.random.default_rng(seed)
         lengths = np.minimum(rng.integers(1, longest + 1, count), rng.integers(1, longest + 1, count))
         defaults = {
@@ -66,6 +66,7 @@ class Corpus:
             "shuffle": True,
             "shuffle_window": 32,
             "seed": seed,
+            "balance_window": 8,
         }
         corpus = cls(lengths.tolist(), str(folder) if folder else None, {**defaults, **settings})
         if folder:

@@ -40,7 +40,7 @@ def kill_all(run: Run) -> str:
     rng = random.Random(1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        corpus = Corpus.make(max(900, kills * 110), folder=folder, epochs=3)
+        corpus = Corpus.make(max(900, kills * 110), folder=folder, epochs=3, balance_window=64)
         with Ranks(2) as ranks:
             results = ranks.run(run_rank, corpus)
         check_coverage(global_steps(results), corpus, epochs=3)

@@ -150,7 +150,8 @@ def many_lanes(run: Run) -> str:
             lambda: require_bound(tight, read(replace(tight, bounded=False), web, batches)), "held"
         )
         alone = read(replace(reading, read_ahead=0), web, 8)
-        require_failure(lambda: check_rounds(alone, 8), "rounds of requests")
+        if not run.quick:  # few lanes need few rounds in any case
+            require_failure(lambda: check_rounds(alone, 8), "rounds of requests")
     return (
         f"{lanes} lanes and files: the first batch after {first.seconds:.1f} s, {first.asked.requests} requests in "
         f"{first.asked.rounds} rounds; {batches} batches after {many.seconds:.1f} s, {many.asked.rounds} rounds, packs "

@@ -161,7 +161,7 @@ def offset_not_restored() -> None:
 @bug
 def drop_counted_twice() -> None:
     """A resume counts samples dropped before the state a second time."""
-    good = PieceReader._pieces
+    good = PieceReader.pieces_of
 
     def pieces(self: PieceReader, row: Any, *, again: bool) -> Any:
         before = self.next_number
@@ -170,7 +170,7 @@ def drop_counted_twice() -> None:
             self.next_number = before
         return found
 
-    _set(PieceReader, "_pieces", pieces)
+    _set(PieceReader, "pieces_of", pieces)
 
 
 @bug

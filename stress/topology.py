@@ -309,6 +309,7 @@ def generate(rng: random.Random) -> tuple[Corpus, list[Stage]]:
         "num_lanes": rng.choice([most, most + 1, 6, 12, 13]) if most <= 6 else most,
     }
     settings["num_lanes"] = max(most, settings["num_lanes"])
+    settings["balance_window"] = rng.choice([0, 1, 5, 64])
     drawn = [lengths() for _ in range(count)]
     if overlong == "drop" and min(drawn) > limit:
         drawn[0] = limit  # a run without a pack is an error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -75,3 +76,33 @@ def test_the_last_block_brings_the_tail_of_the_whole_part() -> None:
     while left:
         left -= len(stretch.read(left))
     assert sorted(storage.asked)[2:] == [(2 * block, stop + tail_of(0, stop))]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_readers_fetch_ahead_within_the_budget_of_all(data: st.DataObject) -> None:
+    """Whatever each may hold: what all fetch ahead, read from and have in windows stays in the budget."""
+    lanes, block = data.draw(st.integers(2, 6), label="lanes"), 1000
+    budget = data.draw(st.integers(lanes, 30 * lanes), label="budget, in blocks") * block
+    share = ReadAhead.for_lanes(budget, lanes)
+    share = replace(share, burst=data.draw(st.sampled_from([share.burst, budget // 2])))
+    storage = Memory(bytes(100_000), block)
+    file = File("/a", "a", 100_000)
+    fetchers = [Fetcher(storage, Retries(attempts=0), read_ahead=share) for _ in range(lanes)]
+    streams = [RangeStream(fetcher, file, 0, 100_000) for fetcher in fetchers]
+
+    def held(fetcher: Fetcher) -> int:
+        return sum(stop - start for _, start, stop in (*fetcher.in_flight, *fetcher.old))
+
+    for _ in range(data.draw(st.integers(1, 40), label="turns")):
+        i = data.draw(st.integers(0, lanes - 1), label="lane")
+        fetchers[i].expect(data.draw(st.integers(0, 60)) * block, now=data.draw(st.booleans()))
+        streams[i].read(data.draw(st.integers(1, 3 * block)))
+        needed = sum(fetcher.reading + fetcher.window for fetcher in fetchers)
+        ahead = sum(map(held, fetchers))
+        assert (share.threads.ahead, share.threads.needed) == (ahead, needed)
+        # A lane that begins takes a block that the others could not know of.
+        assert ahead + needed <= max(budget, needed) + lanes * block
+    fetchers.clear()
+    streams.clear()
+    assert (share.threads.ahead, share.threads.needed, share.threads.reading) == (0, 0, 0)
