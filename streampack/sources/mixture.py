@@ -130,6 +130,7 @@ class Mix(Source):
             raise ValueError("all sources of the mixture have weight=0; give at least one a weight above 0")
         self.entries = [replace(entry, weight=entry.weight / total) for entry in flat]
         self.varies_by_process = any(entry.source.varies_by_process for entry in self.entries)
+        self.local = all(entry.source.local for entry in self.entries)
         self.weights = tuple(
             max(1, round(entry.weight * TOTAL_WEIGHT)) if entry.weight else 0 for entry in self.entries
         )

@@ -47,6 +47,7 @@ class PackStream:
     ) -> None:
         self.open_lane = open_lane
         self.lanes = [open_lane(lane, lane_states.get(lane)) for lane in lanes]
+        self.fetches = any(not lane.config.source.local for lane in self.lanes[:1])
         self._place = {lane.lane: i for i, lane in enumerate(self.lanes)}
         # Lanes that are restored soon, and in `_event` lanes whose turn comes soon, fetch ahead.
         resumed = [lane for lane in self.lanes if lane.lane in lane_states]
@@ -119,8 +120,9 @@ class PackStream:
                 self._midway = None
                 continue
             self._midway = lane.lane
-            ahead = min(SOON, len(self.lanes) - 1)
-            self.lanes[(self._place[lane.lane] + ahead) % len(self.lanes)].prepare()
+            if self.fetches:
+                ahead = min(SOON, len(self.lanes) - 1)
+                self.lanes[(self._place[lane.lane] + ahead) % len(self.lanes)].prepare()
             event = lane.next_event()
             heapq.heapreplace(self._heap, (self._order_key(lane), lane))
             return event

@@ -163,12 +163,16 @@ class RowLog:
 
     def numbered_epochs(self) -> tuple[tuple[int, int], ...]:
         """Return the epochs that began after the first piece, as a lane state keeps them."""
+        if len(self.epochs) < 2:  # nearly always; this is called for every pack
+            return ()
         return tuple((number - self.first, epoch) for number, epoch in self.epochs if number > self.first)
 
     def numbered_windows(self) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
         """Return the windows as a lane state keeps them: (source, pieces before its first row, `Window.numbers`)."""
-        ordered = sorted(self.windows, key=attrgetter("source"))
-        return tuple((each.source, max(0, each.first - self.first), each.window.numbers) for each in ordered)
+        ordered = sorted(self.windows, key=attrgetter("source")) if self.sources > 1 else self.windows
+        return tuple(
+            [(each.source, max(0, each.first - self.first), each.window.numbers) for each in ordered]
+        )
 
     def known_windows(self) -> list[deque[KnownWindow]]:
         """Return the windows of each source, in the order in which they were read, with the rows read from each."""

@@ -18,7 +18,7 @@ import pytest
 from streampack import Holdout, IterablePackedDataset, MDSSource, Mix, TokenShardSource
 from streampack.packing.encoders import TokensEncoder
 from streampack.packing.samples import sample_from_columns
-from streampack.sources import Reading
+from streampack.sources import Reading, token_shards
 from streampack.sources.token_files import ShardWriter, read_header
 from streampack.tokenize.tokenize import tokenize
 from streampack.types import IGNORE_INDEX
@@ -111,6 +111,20 @@ def test_ids_that_need_32_bits_are_int64(tmp_path: Path) -> None:
     samples = [sample_from_columns(row.data) for row in TokenShardSource(tmp_path).read(Reading())]
     assert [sample.tokens.tolist() for sample in samples] == [row["tokens"] for row in rows]
     assert [sample.tokens.itemsize for sample in samples] == [8, 4, 4]
+
+
+def test_a_large_id_is_found_in_whichever_stretch_of_documents_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many short documents are looked at together, long ones each by itself."""
+    rows = [{"tokens": [n], "labels": [n]} for n in (1, 2, 3, 2**31, 5, 6, 7, 8, 9)]
+    make(rows, tmp_path, dtype="uint32", lanes=1)
+    monkeypatch.setattr(token_shards, "OFFSETS_AT_ONCE", 3)
+    for most in (0, 2, 3, 100):
+        monkeypatch.setattr(token_shards, "LOOKED_AT", most)
+        found = [sample_from_columns(row.data).tokens for row in TokenShardSource(tmp_path).read(Reading())]
+        assert [tokens.tolist() for tokens in found] == [row["tokens"] for row in rows]
+        assert [tokens.itemsize for tokens in found] == [4, 4, 4, 8, 4, 4, 4, 4, 4]
 
 
 def test_the_fingerprint_depends_on_the_content_only(tmp_path: Path) -> None:
