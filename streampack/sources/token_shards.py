@@ -37,9 +37,9 @@ TOKENS_PER_LANE = 1 << 18  # tokens per lane by default: 64 packs of 4,096
 Raw = tuple[npt.NDArray[Any], npt.NDArray[np.uint8] | None, int]
 """A document as it is stored: (tokens, mask, skipped).
 
-``tokens`` ``[length]`` are uint16 or uint32, int32 if all are known to fit into it, and a view of the file if that is mapped. ``mask`` are the bytes that
-hold a bit for each token; None if every token is trained. ``skipped`` is how many bits of the first byte belong to the
-document before."""
+``tokens`` ``[length]`` are uint16 or uint32, int32 if all are known to fit into it, and a view of the file if that is
+mapped. ``mask`` are the bytes that hold a bit for each token; None if every token is trained. ``skipped`` is how many
+bits of the first byte belong to the document before."""
 
 
 class TokenShardSource(IndexedSource):

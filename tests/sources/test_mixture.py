@@ -15,6 +15,7 @@ import pytest
 from streampack import (
     IGNORE_INDEX,
     IterablePackedDataset,
+    JSONLSource,
     MapSource,
     Mix,
     Sample,
@@ -22,7 +23,7 @@ from streampack import (
 )
 from streampack.sources import Holdout, Reading
 from streampack.sources.holdout import hold_out
-from tests.support.corpus import Numbers, all_of, rows, samples_in
+from tests.support.corpus import Numbers, all_of, in_memory, rows, samples_in, write
 from tests.support.mixtures import (
     APART,
     SHUFFLED,
@@ -254,3 +255,14 @@ def test_a_probe_sees_all_sources() -> None:
     found, scale = three().probe(30)
     assert {row["i"] // APART for row in found} == {0, 1, 2}
     assert len(found) * scale == pytest.approx(180)
+
+
+def test_a_mixture_is_local_if_all_of_its_sources_are(tmp_path: Path) -> None:
+    """Of others, lanes are prepared before their turn."""
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    path = write(folder / "a.jsonl", rows(3))
+    here, there = JSONLSource(path), JSONLSource(f"{in_memory(folder)}/a.jsonl")
+    for second, local in ((here, True), (there, False)):
+        entries = [{"name": "a", "source": here, "weight": 1}, {"name": "b", "source": second, "weight": 1}]
+        assert Mix(entries).local is local
