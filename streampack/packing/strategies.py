@@ -61,6 +61,14 @@ def exact_fit(lengths: list[int], room: int, pull: Callable[[], bool]) -> list[i
     ``room`` bits, which takes about 0.2 us at 4,096. The search stops at the first arrival with which some subset
     leaves no room, so it pulls more pieces into the buffer only while no exact sum exists.
     """
+    # As long as all pieces together fit, no other subset is fuller. In a pack of a million tokens a whole buffer
+    # often does, and `reach` would have a million bits.
+    total = seen = 0
+    while total < room and (seen < len(lengths) or pull()):
+        total += lengths[seen]
+        seen += 1
+    if total <= room:
+        return list(range(seen))
     reach = 1 << room
     before: list[int] = []  # before[i] is the reach of lengths[:i]; the members of the sum are found from it
     seen = 0
