@@ -50,6 +50,7 @@ bench: $(VENV)/.installed-bench  ## density and speed beside the peers', time to
 	$(BIN)/python -m benchmarks.inputs
 	$(BIN)/python -m benchmarks.text
 	$(BIN)/python -m benchmarks.scale
+	$(BIN)/python -m benchmarks.growth
 	$(BIN)/python -m benchmarks.straggling
 	$(BIN)/python -m benchmarks.balance_loss
 

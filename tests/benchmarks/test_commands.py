@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import inputs, lanes, text, tokens
+from benchmarks import growth, inputs, lanes, straggling, text, tokens
 from tests.support.tiny import WordTokenizer
 
 # Python 3.12 warns of every fork beside a thread; torch's own DataLoader does the same.
@@ -46,6 +46,24 @@ def test_text_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
 def test_lanes_runs(capsys: pytest.CaptureFixture[str]) -> None:
     lanes.main(["--smoke"])
     assert len(re.findall(r"^\| (?:parquet|jsonl) +\| +64 ", capsys.readouterr().out, re.MULTILINE)) == 2
+
+
+@pytest.mark.slow
+def test_growth_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    growth.main(["--smoke"])
+    assert len(re.findall(r"^\| (?:1,024|4,096|10,000|100,000) ", capsys.readouterr().out, re.MULTILINE)) == 4
+
+
+@pytest.mark.slow
+def test_straggling_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    straggling.main(["--smoke"])
+    found = re.search(
+        r"^\| 8,192 +\| +2 \| +64 \| +([\d.]+) \| +[\d.]+ \| +([\d.]+) ",
+        capsys.readouterr().out,
+        re.MULTILINE,
+    )
+    assert found is not None
+    assert 1 <= float(found[2]) < float(found[1])  # with a window, and as planned
 
 
 def test_a_share_of_the_text_is_nobody_elses(tmp_path: Path) -> None:

@@ -1,0 +1,115 @@
+"""Cost of a token and memory as packs and the corpus grow.
+
+Run ``python -m benchmarks.growth``; README.md in this folder explains the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Mapping
+from multiprocessing import get_context
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks import lengths as corpora
+from benchmarks import report
+from streampack import IterablePackedDataset
+
+LONGEST = 1024  # tokens of a sample, so that all sizes of packs hold the same samples
+PACK_SIZES = tuple(4**power for power in range(5, 11))  # 1k to 1M
+CORPUS_SIZES = tuple(10**power for power in range(4, 8))
+TOKENS = 12_000_000  # read in a round
+ROUNDS = 3
+HEADER = ("Mtok/s", "of the first row", "memory, MB")
+
+
+class Rows:
+    """A map-style corpus of any number of rows with FLAN-like lengths, which holds a thousand."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.lengths = corpora.lengths("flan", count=1000, longest=LONGEST).tolist()
+        self.ids = np.random.default_rng(0).integers(1, 32_000, LONGEST, dtype=np.int32)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        if not 0 <= index < self.count:
+            raise IndexError(index)
+        ids = self.ids[: self.lengths[index % 1000]]
+        return {"tokens": ids, "labels": ids}
+
+
+class Cost(NamedTuple):
+    """What a round took."""
+
+    seconds: float  # of the process
+    tokens: int
+    memory: int  # bytes, the most, beyond those before
+
+
+def measure(max_seq_len: int, rows: int, tokens: int, shuffle: bool) -> Cost:
+    """Pack about so many tokens in a new process."""
+    next(IterablePackedDataset(Rows(1000), max_seq_len=LONGEST).stream())  # imports
+    gc.collect()
+    before = report.resident_memory("VmRSS") or 0
+    settings: dict[str, Any] = {
+        "max_seq_len": max_seq_len,
+        "num_lanes": 1,
+        "shuffle": shuffle,
+        "epochs": None,
+    }
+    stream = IterablePackedDataset(Rows(rows), **settings).stream()
+    next(stream)  # with the order of the rows, which is no cost of a token
+    begun, done = time.process_time(), 0
+    while done < tokens:
+        done += sum(next(stream).seq_lens)
+    seconds = time.process_time() - begun
+    return Cost(seconds, done, (report.resident_memory("VmHWM") or 0) - before)
+
+
+def best(*case: Any, rounds: int) -> Cost:
+    """Return the fastest of some rounds, each in a process of its own."""
+    costs = []
+    for _ in range(rounds):
+        with get_context("spawn").Pool(1) as pool:
+            costs.append(pool.apply(measure, case))
+    return min(costs, key=lambda cost: cost.seconds / cost.tokens)
+
+
+def table(name: str, sizes: list[tuple[int, Cost]]) -> str:
+    """Return a table of one size that grows."""
+    first = sizes[0][1]
+    rows = []
+    for size, cost in sizes:
+        speed = cost.tokens / cost.seconds
+        ratio = speed * first.seconds / first.tokens
+        rows.append([f"{size:,}", f"{speed / 1e6:.1f}", f"{ratio:.2f}", f"{cost.memory / 1e6:.0f}"])
+    return report.table((name, *HEADER), rows)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the benchmark."""
+    options: argparse.Namespace = report.parser(__doc__, smoke="two sizes, few tokens").parse_args(arguments)
+    tokens, rounds = (200_000, 1) if options.smoke else (TOKENS, ROUNDS)
+    packs, corpus = (PACK_SIZES[:2], CORPUS_SIZES[:2]) if options.smoke else (PACK_SIZES, CORPUS_SIZES)
+    report.publish(
+        "growth",
+        options,
+        "# Cost as packs and the corpus grow",
+        report.machine_line("streampack", "torch", "numpy"),
+        f"One lane, `exact_fit`, int32 samples of at most {LONGEST:,} tokens to packs; {tokens / 1e6:g} million "
+        f"tokens, CPU time of the fastest of {rounds} processes. How to read it: ../README.md.",
+        "Rows in their order, of a corpus of 100,000:",
+        table("max_seq_len", [(size, best(size, 100_000, tokens, False, rounds=rounds)) for size in packs]),
+        "Shuffled rows, packs of 4,096:",
+        table("samples", [(size, best(4096, size, tokens, True, rounds=rounds)) for size in corpus]),
+    )
+
+
+if __name__ == "__main__":
+    main()
