@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from streampack import IterableSource, JSONLSource, MapSource
+from streampack import IterablePackedDataset, IterableSource, JSONLSource, MapSource
 from streampack.sources.as_source import as_source
 from tests.support.corpus import numbered, write
 
@@ -47,3 +48,22 @@ def test_an_iterable_dataset_with_a_length_is_an_iterable() -> None:
             return iter(numbered(3))
 
     assert type(as_source(Sized())) is IterableSource
+
+
+@pytest.mark.parametrize("as_array", [False, True])
+def test_what_a_hugging_face_tokenizer_returns_is_a_corpus(as_array: bool) -> None:
+    """A batch of a tokenizer is rows by columns; rows of its kind are rows. Padding in it is refused, not packed."""
+    transformers = pytest.importorskip("transformers")
+    ids = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+    columns: Any = {"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]}
+    batch = transformers.BatchEncoding(columns)
+    if as_array:
+        batch = [transformers.BatchEncoding({"input_ids": np.array(row)}) for row in ids]
+    packs = IterablePackedDataset(batch, max_seq_len=5, num_lanes=1)
+    assert [pack["tokens"].tolist() for pack in packs] == [[1, 2, 3, 4, 5], [6, 7, 8, 9, 0]]
+    padded = {
+        "input_ids": np.array([[1, 2, 0], [4, 5, 6]]),
+        "attention_mask": np.array([[1, 1, 0], [1, 1, 1]]),
+    }
+    with pytest.raises(ValueError, match="tokenize without padding"):
+        list(IterablePackedDataset(transformers.BatchEncoding(padded), max_seq_len=5))
