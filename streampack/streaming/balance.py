@@ -24,7 +24,7 @@ from streampack.validation import require_positive
 log = logging.getLogger(__name__)
 
 DEFAULT_WINDOW = 64
-LONG_CONTEXT = 16_384  # tokens; with shorter packs attention is too small a part of a step to matter
+LONG_CONTEXT = 8_192  # tokens; with shorter packs attention is too small a part of a step to matter
 MOST_WINDOW = 4096  # packs; each lane holds the pieces of a window
 BALANCE_KEY = 0x62616C  # keeps these permutations apart from those of the rows
 

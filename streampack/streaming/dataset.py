@@ -109,7 +109,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         balance_window: packs that each lane plans ahead and hands out by attention cost, in an order that all lanes
             share, so that the ranks of a step have about the same work; 0 is off. A lane then holds the samples of as
             many packs, and a sample waits for at most ``buffer_size + 2 * balance_window`` packs. Default: 64 for
-            several ranks and ``max_seq_len`` from 16,384 on, otherwise 0. It is fixed for the life of a run.
+            several ranks and ``max_seq_len`` from 8,192 on, otherwise 0. It is fixed for the life of a run.
         balance_cost: what the model's attention spares: ``{"sliding_window": tokens}`` or ``{"chunk_size": tokens}``.
 
     Raises:

@@ -253,7 +253,7 @@ def keys(packs: list[dict[str, Any]]) -> list[str]:
 
 
 def test_the_default_depends_on_ranks_and_length(caplog: pytest.LogCaptureFixture) -> None:
-    for length, ranks, expected in ((24, 8, 0), (16_384, 1, 0), (16_384, 2, 64)):
+    for length, ranks, expected in ((24, 8, 0), (8_191, 8, 0), (8_192, 1, 0), (8_192, 2, 64)):
         data = dataset(rows(20), max_seq_len=length, balance_window=None)
         with caplog.at_level(logging.INFO):
             caplog.clear()
