@@ -57,7 +57,7 @@ class LaneState:
     consumed: int
     ledger: Ledger  # of all packs so far
     rows: int = 0  # the digits of a `RowLog` of these pieces
-    # The epochs that began among these pieces: (number of the first piece after ``first``, epoch).
+    # The later epochs of these pieces: (number of the first piece after ``first``, epoch).
     epochs: tuple[tuple[int, int], ...] = ()
     # The windows that these pieces were read from, and that are being read: (source, number of the first piece after
     # ``first``, `Window.numbers`).

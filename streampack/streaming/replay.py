@@ -164,7 +164,8 @@ class Replay:
             raise ValueError(f"lane {lane}: the state has rows behind its last piece" + DAMAGED)
         epochs = [(state.first, state.epoch)]
         for number, epoch in state.epochs:
-            if not (epochs[-1][0] < state.first + number < state.next_piece and epochs[-1][1] < epoch):
+            follows = epochs[-1][0] < state.first + number or len(epochs) == 1  # see `numbered_epochs`
+            if not (follows and state.first + number < state.next_piece and epochs[-1][1] < epoch):
                 raise ValueError(f"lane {lane}: the state has epochs that do not follow each other" + DAMAGED)
             epochs.append((state.first + number, epoch))
         windows = [

@@ -161,11 +161,14 @@ class RowLog:
         if newest is not None:
             yield newest
 
-    def numbered_epochs(self) -> tuple[tuple[int, int], ...]:
-        """Return the epochs that began after the first piece, as a lane state keeps them."""
-        if len(self.epochs) < 2:  # nearly always; this is called for every pack
+    def numbered_epochs(self, epoch: int) -> tuple[tuple[int, int], ...]:
+        """Return the epochs after that of a lane state's cursor, as the state keeps them.
+
+        The first piece may be of such a one: the cursor may stand at the end of the epoch before.
+        """
+        if self.epochs and self.epochs[-1][1] == epoch:  # nearly always; this is called for every pack
             return ()
-        return tuple((number - self.first, epoch) for number, epoch in self.epochs if number > self.first)
+        return tuple((number - self.first, later) for number, later in self.epochs if later > epoch)
 
     def numbered_windows(self) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
         """Return the windows as a lane state keeps them: (source, pieces before its first row, `Window.numbers`)."""

@@ -392,3 +392,16 @@ def test_ranks_with_other_windows_are_refused() -> None:
     with pytest.raises(AssertionError) as error:
         run(lambda: make(rows(50), balance_window=next(windows))(), Topology(2))
     assert "balance_window" in str(error.value.__cause__)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_window_that_begins_at_the_end_of_an_epoch_is_resumed(way: str) -> None:
+    """Nothing waits there, so the state's cursor is in the epoch before that of the first row."""
+    for count in (1, 2, 3):
+        source = MapSource([{"i": i, "n": 24} for i in range(count)])
+        events = events_of(lane_of(source, window=5, way=way, endless=True), 24)
+        expected = [content(event.pack) for event in events if event.pack is not None]
+        for number, event in enumerate(events[:-4], 1):
+            state = LaneState.from_dict(event.state.as_dict())
+            again = lane_of(source, window=5, way=way, endless=True, state=state)
+            assert [content(pack) for pack in packs_of(again, 4)] == expected[number : number + 4]
