@@ -8,7 +8,6 @@ and a window holds the packs that the planner would have made one by one.
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,8 +20,6 @@ from streampack.streaming.lane_state import LaneState
 from streampack.streaming.piece_reader import Piece
 from streampack.validation import require_positive
 
-log = logging.getLogger(__name__)
-
 DEFAULT_WINDOW = 64
 LONG_CONTEXT = 8_192  # tokens; with shorter packs attention is too small a part of a step to matter
 MOST_WINDOW = 4096  # packs; each lane holds the pieces of a window
@@ -30,18 +27,12 @@ BALANCE_KEY = 0x62616C  # keeps these permutations apart from those of the rows
 
 
 def default_window(max_seq_len: int, *, ranks: int) -> int:
-    """Return and log the ``balance_window`` of a run that sets none: 0 for short packs or a single rank.
+    """Return the ``balance_window`` of a run that sets none: 0 for short packs or a single rank.
 
     >>> default_window(4096, ranks=8), default_window(32768, ranks=1), default_window(32768, ranks=8)
     (0, 0, 64)
     """
-    if ranks == 1 or max_seq_len < LONG_CONTEXT:
-        return 0
-    log.info(
-        "balance_window=%d: packs of %d tokens are handed out by attention cost, so that %d ranks wait less for one "
-        "another; balance_window=0 switches it off", DEFAULT_WINDOW, max_seq_len, ranks,
-    )  # fmt: skip
-    return DEFAULT_WINDOW
+    return 0 if ranks == 1 or max_seq_len < LONG_CONTEXT else DEFAULT_WINDOW
 
 
 def require_window(window: int) -> int:

@@ -337,10 +337,21 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             self.lane_config.source, consumers, wanted=self.num_lanes, fixed="num_lanes" in self._asked_for
         )
 
+    def _window_for(self, ranks: int) -> int:
+        """Return ``balance_window``: as set, loaded or begun with, otherwise the default for this many ranks."""
+        if self.balance_window is not None:
+            return self.balance_window
+        return default_window(self.lane_config.packing.max_seq_len, ranks=ranks)
+
     def _choose_balance_window(self, ranks: int) -> None:
-        """Choose ``balance_window`` for this many ranks, unless it is set, loaded or chosen already."""
-        if self.balance_window is None:
-            self._set_balance_window(default_window(self.lane_config.packing.max_seq_len, ranks=ranks))
+        """Set ``balance_window`` for this many ranks, unless it is, and log a default other than 0."""
+        window, chosen = self._window_for(ranks), self.balance_window is None
+        self._set_balance_window(window)
+        if chosen and window:
+            log.info(
+                "balance_window=%d: packs are handed out by attention cost, so that %d ranks wait less for each other; "
+                "0 switches it off", window, ranks,
+            )  # fmt: skip
 
     def _set_balance_window(self, window: int) -> None:
         self.balance_window = window

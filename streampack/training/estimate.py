@@ -61,6 +61,8 @@ def _opening(config: RunConfig, loader: Loader, world: World) -> str:
     by_method = isinstance(loader, MethodLoader)
     num_lanes = 1 if by_method else _lanes(config, loader, world)
     parts = [] if by_method else [f"{num_lanes} lane{'s' * (num_lanes > 1)}"]
+    if not by_method and (window := dataset._window_for(world.size)):
+        parts.append(f"balance_window={window}")
     loses_tokens = packing.overlong in ("truncate", "drop")
     estimate = None
     if config.epochs is not None or loses_tokens:

@@ -156,3 +156,6 @@ def test_the_opening_reports_lanes_and_truncation(tmp_path: Path) -> None:
         "untrained    75.0% of them train nothing (data.untrained)",
     ]
     assert total_steps(config, loader, world=World()) == 20
+    data = IterablePackedDataset(rows, max_seq_len=20, overlong="truncate", num_lanes=2, balance_window=9)
+    first = opening(config, PackedDataLoader(data, packs_per_step=2), world=World()).splitlines()[0]
+    assert first == "data         2 lanes, balance_window=9, an epoch is 40 packs"
