@@ -21,6 +21,7 @@ from streampack.streaming.dataset import STATE_VERSION
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_state import LaneState
 from streampack.streaming.piece_reader import PieceReader
+from streampack.streaming.replay import Replay
 from streampack.types import Pack
 from stress.ranks import OwnAgreement
 
@@ -99,10 +100,10 @@ def _restoring(change: Callable[[LaneState], None]) -> None:
     """Plant a change of the state that a lane restores."""
     good = Lane._restore
 
-    def restore(self: Lane, state: LaneState) -> None:
-        changed = LaneState.from_dict(state.as_dict())
-        change(changed)
-        good(self, changed)
+    def restore(self: Lane, replay: Replay) -> None:
+        replay.state = LaneState.from_dict(replay.state.as_dict())
+        change(replay.state)
+        good(self, replay)
 
     _set(Lane, "_restore", restore)
 
