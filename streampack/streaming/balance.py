@@ -61,7 +61,7 @@ def hand_out_order(costs: Sequence[int], *, slot: int, window: int, key: Sequenc
         key: of the permutation; the same in all lanes.
 
     >>> hand_out_order([40, 10, 30, 20], slot=0, window=4, key=(0, 0, 0))
-    [2, 1, 3, 0]
+    [0, 2, 1, 3]
     """
     dearest_last = sorted(range(len(costs)), key=costs.__getitem__)
     ranks = permutation(window, BALANCE_KEY, *key)[slot : slot + len(costs)]
