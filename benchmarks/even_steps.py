@@ -105,7 +105,7 @@ def main(arguments: list[str] | None = None) -> None:
     options: argparse.Namespace = report.parser(__doc__, smoke="one round of short packs").parse_args(
         arguments
     )
-    measured = steps(1, 1024) if options.smoke else steps(12, CONTEXT)
+    measured = steps(1, 1024) if options.smoke else steps(8, CONTEXT)
     report.publish(
         "even-steps",
         options,
