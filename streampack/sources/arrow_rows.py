@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
-from streampack.types import IGNORE_INDEX, INT32
+from streampack.types import IGNORE_INDEX, INT32, Sample
 
 Starts = Sequence[int] | npt.NDArray[Any]
 
@@ -71,7 +73,8 @@ class ArrowBatch:
         self.whole = whole
         rows = len(next(iter(columns.values())))
         self.unread = 0 if whole else -(-rows // READ_OF_BATCH)  # rows before the batch is looked through
-        self._below: dict[tuple[str, str | None], int | None] = {}
+        # Filled by `TokensEncoder`, by the columns that it was made with.
+        self.checked: dict[tuple[str | None, str | None], CheckedIds | None] = {}
 
     def row(self, index: int) -> Mapping[str, Any]:
         """Return a row as a mapping of plain Python values: an `ArrowRow` if it has columns of ids, else a dict.
@@ -84,33 +87,42 @@ class ArrowBatch:
         values = {name: column[index].as_py() for name, column in self.others.items()}
         return ArrowRow(self, index, values) if self.ids else values
 
-    def ids_below(self, tokens: str, labels: str | None) -> int | None:
-        """Return a number that all ids in the column ``tokens``, and all ``labels``, are below.
 
-        Return None if that is unknown, if an id is negative, and if a label is negative and not ``IGNORE_INDEX``. The
-        rows must then be checked one by one.
-        """
-        if self.unread:
-            return None
-        key = tokens, labels
-        if key not in self._below:
-            self._below[key] = self._bound(tokens, labels)
-        return self._below[key]
+@dataclass(frozen=True, slots=True)
+class CheckedIds:
+    """The samples of all rows of a batch, which were checked together.
 
-    def _bound(self, tokens: str, labels: str | None) -> int | None:
-        if (column := self.ids.get(tokens)) is None:
+    All fit into int32 and are below ``below``; ids are 0 or more, labels too or ``IGNORE_INDEX``; each token has a
+    label. Without ``labels``, all tokens are trained.
+    """
+
+    tokens: IdColumn
+    labels: IdColumn | None
+    below: int
+
+    @classmethod
+    def of(cls, batch: ArrowBatch, tokens: str, labels: str | None) -> CheckedIds | None:
+        """Look through two columns of a batch; return None if a row is other than said above, or may be."""
+        ids = batch.ids.get(tokens)
+        targets = ids if labels is None else batch.ids.get(labels)
+        if ids is None or targets is None:
             return None
-        least, most = column.limits(narrow=self.whole)
-        if least < 0:
+        (least, most), (least_label, most_label) = [
+            each.limits(narrow=batch.whole) for each in (ids, targets)
+        ]
+        most = max(most, most_label)
+        if least < 0 or most >= 2**31:
             return None
-        if labels is not None:
-            if (column := self.ids.get(labels)) is None:
-                return None
-            least_label, most_label = column.limits(narrow=self.whole)
-            if least_label < 0 and ((column.values < 0) != (column.values == IGNORE_INDEX)).any():
-                return None
-            most = max(most, most_label)
-        return most + 1
+        if least_label < 0 and ((targets.values < 0) != (targets.values == IGNORE_INDEX)).any():
+            return None
+        if not np.array_equal(ids.starts, targets.starts):
+            return None
+        return cls(ids, None if labels is None else targets, most + 1)
+
+    def sample(self, index: int) -> Sample:
+        """Return the sample of a row, in memory that nothing will change."""
+        tokens = self.tokens.row(index)
+        return Sample(tokens, tokens if self.labels is None else self.labels.row(index))
 
 
 class ArrowRow(Mapping[str, Any]):

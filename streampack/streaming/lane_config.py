@@ -75,14 +75,14 @@ class LaneConfig:
             ValueError: for a row that makes no sample, with its place. Other errors of the encoder get a note of it.
         """
         try:
-            encode, data, checks = self.encoder(row.row_id), row.data, self.checks
+            encode, data = self.encoder(row.row_id), row.data
             if type(data) is ArrowRow:
-                if type(encode) is TokensEncoder:
-                    checks = checks and self.must_check(encode.ids_below_in(data))
-                else:
+                if type(encode) is not TokensEncoder:
                     data = dict(data)  # functions of users may change it, or add to its lists
+                elif (ids := encode.checked_in(data.batch)) is not None and not self.must_check(ids.below):
+                    return ids.sample(data.index)
             encoded = encode(data)
-            if not checks:
+            if not self.checks:
                 return encoded
             # Encoders of this package return a `Sample` in new memory. Anyone else's may return other forms, or memory
             # that they use again, so that is converted and copied.
@@ -101,9 +101,9 @@ class LaneConfig:
             raise
         return sample
 
-    def must_check(self, bound: int | None) -> bool:
-        """Return whether ids must be checked that are below ``bound``; None if nothing is known of them."""
-        return bound is None or (self.vocab_size is not None and bound > self.vocab_size)
+    def must_check(self, bound: int) -> bool:
+        """Return whether ids that are below ``bound`` may be outside the vocabulary."""
+        return self.vocab_size is not None and bound > self.vocab_size
 
     def cut(self, sample: Sample) -> list[tuple[int, Sample]]:
         """Return the pieces that a sample becomes, each with its start in the sample; none if it is dropped.

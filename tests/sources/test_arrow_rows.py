@@ -99,9 +99,13 @@ def test_a_row_is_equal_to_its_lists(given: Any, whole: bool, vocab_size: int | 
         for encoder in ENCODERS:
             found = encoded(encoder, lists, vocab_size)
             assert encoded(encoder, row, vocab_size) == found
-            bound = encoder.ids_below_in(row) if type(row) is ArrowRow else None
-            if bound is not None and (vocab_size is None or bound <= vocab_size):
-                assert encoded(encoder, row, vocab_size, known=True) == found, "an error would be missed"
+            ids = encoder.checked_in(batch) if type(row) is ArrowRow else None
+            if ids is not None and (vocab_size is None or ids.below <= vocab_size):
+                sample = ids.sample(index)
+                assert (sample.tokens.tolist(), sample.labels.tolist()) == found, "an error would be missed"
+                assert {array.dtype for array in sample} == {np.dtype(np.int32)}
+                one_by_one = encoder(row)
+                assert (sample.tokens is sample.labels) == (one_by_one.tokens is one_by_one.labels)
         assert row == lists
         assert dict(row) == lists
         assert list(row) == list(lists)
@@ -138,23 +142,48 @@ def test_wide_ids_are_narrowed(whole: bool) -> None:
     assert [TokensEncoder(labels=None)(batch.row(i)).tokens.dtype for i in (0, 1)] == [np.int32, np.int64]
 
 
-def test_bounds_are_those_of_the_whole_batch() -> None:
+def test_a_batch_is_checked_as_a_whole() -> None:
     def below(tokens: list[list[int]], labels: list[list[int]], *, whole: bool = True) -> int | None:
         kind = pa.list_(pa.int64())
         columns = {"tokens": pa.array(tokens, kind), "labels": pa.array(labels, kind)}
-        return ArrowBatch(columns, whole=whole).ids_below("tokens", "labels")
+        ids = TokensEncoder().checked_in(ArrowBatch(columns, whole=whole))
+        return None if ids is None else ids.below
 
     assert below([[5], [7]], [[5], [-100]]) == 8
     assert below([[5], [7]], [[50], [-100]]) == 51
     assert below([[5], [-100]], [[5], [7]]) is None
     assert below([[5], [7]], [[5], [-99]]) is None
+    assert below([[5, 5], [7]], [[5], [7, 7]]) is None
+    assert below([[5], [2**31]], [[5], [7]]) is None
+    assert below([[5], [7]], [[5], [2**31]]) is None
+    assert below([[5], [7]], [[5], [-(2**40)]]) is None
+    assert below([[]], [[]]) == 0
     unread = ArrowBatch({"tokens": pa.array([[5], [7]] * 8)}, whole=False)
     for index in range(4):
-        assert unread.ids_below("tokens", None) is None
+        assert TokensEncoder(labels=None).checked_in(unread) is None
         unread.row(index)
-    assert unread.ids_below("tokens", None) == 8
-    assert column_of(unread.row(1), "tokens").dtype == np.int32
-    assert below([[]], [[]]) == 0
+    assert (ids := TokensEncoder(labels=None).checked_in(unread)) is not None
+    assert ids.below == 8
+    assert ids.sample(1).tokens.dtype == column_of(unread.row(1), "tokens").dtype == np.int32
+
+
+def test_other_columns_are_heeded_in_whole_batches() -> None:
+    one = pa.array([[1, 1]])
+
+    def checked(encoder: TokensEncoder, *names: str) -> bool:
+        return encoder.checked_in(ArrowBatch(dict.fromkeys(names, one), whole=True)) is not None
+
+    assert checked(TokensEncoder(), "tokens", "labels")
+    assert checked(TokensEncoder(), "input_ids")
+    assert checked(TokensEncoder(labels=None), "input_ids", "tokens")
+    assert checked(TokensEncoder(tokens="ids", labels="targets"), "ids", "targets", "tokens", "input_ids")
+    assert not checked(TokensEncoder(), "tokens")
+    assert not checked(TokensEncoder(), "tokens", "input_ids", "labels")
+    assert not checked(TokensEncoder(), "input_ids", "completion_mask")
+    assert checked(TokensEncoder(), "input_ids", "attention_mask")
+    assert not checked(TokensEncoder(), "input_ids", "attention_mask", "position_ids")
+    zero = ArrowBatch({"input_ids": one, "attention_mask": pa.array([[0, 1]])}, whole=True)
+    assert TokensEncoder().checked_in(zero) is None
 
 
 def test_a_copy_is_a_dict_without_the_batch() -> None:

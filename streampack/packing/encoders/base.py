@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from streampack.fingerprint import digest
-from streampack.packing.samples import sample_from_columns, sample_from_row
-from streampack.sources.arrow_rows import ArrowRow
+from streampack.packing.boundaries import BOUNDARY_COLUMNS
+from streampack.packing.samples import TRAINED_MASKS, sample_from_columns, sample_from_row
+from streampack.sources.arrow_rows import ArrowBatch, CheckedIds
 from streampack.types import Sample
 
 PROBE_TEXT = "The quick brown fox: 0123456789, naïve 漢字, def f(x): return x\n"
@@ -92,12 +93,34 @@ class TokensEncoder(Encoder):
         as_stored = self.tokens in ("tokens", None) and self.labels in ("labels", None)
         return stored if as_stored and type(self) is TokensEncoder else None
 
-    def ids_below_in(self, row: ArrowRow) -> int | None:
-        """Return a number that all ids and labels of a row's batch are below; None if that is not known."""
-        names = row.batch.names
-        tokens = self.tokens or ("input_ids" if "input_ids" in names else "tokens")
-        all_trained = self.labels is None or (tokens == "input_ids" and "labels" not in names)
-        return row.batch.ids_below(tokens, None if all_trained else self.labels)
+    def checked_in(self, batch: ArrowBatch) -> CheckedIds | None:
+        """Return what this encoder makes of the rows of a batch, checked all at once; None if it must see each row.
+
+        This takes a quarter of the time that rows take. A batch that may be mapped from a file is not looked through
+        before a part of its rows was read.
+        """
+        if batch.unread:
+            return None
+        key = self.tokens, self.labels
+        if key not in batch.checked:
+            batch.checked[key] = self._look_through(batch)
+        return batch.checked[key]
+
+    def _look_through(self, batch: ArrowBatch) -> CheckedIds | None:
+        names = batch.names.keys()
+        tokens, labels = self.tokens or ("input_ids" if "input_ids" in names else "tokens"), self.labels
+        for column in BOUNDARY_COLUMNS & names:
+            # A mask of ones is what tokenizers give with every row: nothing is hidden.
+            mask = batch.ids.get(column) if column == "attention_mask" else None
+            if mask is None or mask.limits(narrow=batch.whole) != (1, 1):
+                return None
+        if labels == "labels" and self.tokens is None and {"tokens", "input_ids"} <= names:
+            return None  # an error of every row
+        if labels == "labels" and tokens == "input_ids" and labels not in names:
+            if not names.isdisjoint(TRAINED_MASKS):
+                return None
+            labels = None
+        return CheckedIds.of(batch, tokens, labels)
 
 
 def qualified_name(thing: Any) -> str:
