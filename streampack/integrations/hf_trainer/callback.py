@@ -68,10 +68,10 @@ def step_callback(hooks: Hooks) -> Any:
                 handler.on_epoch_end(args, state, control)
                 handler.on_epoch_begin(args, state, control)
             if control.should_log or control.should_evaluate:
-                hooks.update_totals()
+                hooks.update_totals(logged=control.should_log)
 
         def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if control.should_log or control.should_evaluate:
-                hooks.update_totals()
+                hooks.update_totals(logged=control.should_log)
 
     return StepEnd()

@@ -72,7 +72,7 @@ class Hooks:
         self.first_epoch = 0  # the packs' epoch in which the first training began
         self.evaluations: dict[IterablePackedDataset, Evaluation] = {}
         self.token_mean: TokenMean | None = None  # the loss of the evaluation that is running
-        self.totals: dict[str, float] = {}  # token totals of all ranks, to be logged
+        self.totals: dict[str, float] = {}  # what is logged of all ranks: token totals, waiting, imbalance
         # Trained tokens of all ranks, as `_get_num_items_in_batch` counted them last: of a step, or of an evaluation's
         # batch.
         self._num_trained: Any = None
@@ -250,7 +250,7 @@ class Hooks:
         self.originals["save_model"](output_dir, _internal_call=_internal_call)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log the training's numbers together with the token totals."""
+        """Log the training's numbers together with those of all ranks."""
         self.originals["log"](logs | self.totals if "loss" in logs else logs, start_time)
 
     def compute_loss(
@@ -275,12 +275,12 @@ class Hooks:
         self._num_trained = count = self.originals["_get_num_items_in_batch"](batch_samples, device)
         return count.clamp(min=1) if torch.is_tensor(count) else count
 
-    def update_totals(self) -> None:
-        """Collective: update the token totals of all ranks, which are logged next."""
+    def update_totals(self, *, logged: bool) -> None:
+        """Collective: update the numbers of all ranks that are logged next; ``logged``: before an evaluation too."""
         assert self.steps is not None
         self.steps.check_trained()
-        ledger = self.steps.ledger()
-        self.totals = {
+        ledger, metered = self.steps.totals(metered=logged)
+        self.totals = metered | {
             "num_tokens": ledger.packed,
             "padding": ledger.padding,
             "untrained": ledger.untrained,

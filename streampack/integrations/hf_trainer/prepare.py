@@ -57,8 +57,9 @@ def prepare_trainer_for_packing(
     data of Trainer's own loader. When several ranks predict, null packs give rows with labels of -100 only.
 
     Logs: ``num_tokens`` (real tokens so far), ``padding`` (a fraction), ``untrained`` (samples that train nothing) and
-    ``dropped_tokens``. A step that trains nothing is an error, raised with the next log or at the end, unless the packs
-    have ``untrained="keep"``.
+    ``dropped_tokens``; of the metrics of `PackedDataLoader`, ``data_wait`` (of the rank that waited longest),
+    ``cost_imbalance`` and their means, ``*_mean``. A step that trains nothing is an error, raised with the next log or
+    at the end, unless the packs have ``untrained="keep"``.
 
     A trainer may be prepared again; the last call counts. `Trainer` over map-style data needs none of this:
     ``data_collator=FlatteningCollator()`` suffices.

@@ -20,6 +20,9 @@ log = logging.getLogger(__name__)
 
 AsInputs = Callable[[Batch], dict[str, Any]]
 
+METERED = ("data_wait", "data_wait_mean", "cost_imbalance", "cost_imbalance_mean")
+"""What the logs have of `PackedDataLoader.metrics`."""
+
 
 class Steps:
     """The training loader that a trainer iterates.
@@ -125,9 +128,21 @@ class Steps:
         """Collective: return the stream's state after the last step that was made."""
         return self.loader._state_of(*self._after_last_step())
 
-    def ledger(self) -> Ledger:
-        """Collective: return the ledger of all ranks."""
-        return Ledger.total(self.loader.rank_sync.gather(total_ledger(self._after_last_step()[0])))
+    def totals(self, *, metered: bool) -> tuple[Ledger, dict[str, float]]:
+        """Collective: return the ledger of all ranks, and of `PackedDataLoader.metrics` those in `METERED`.
+
+        Of each metric the largest of the ranks is taken. A step whose batches were fetched in advance is in the
+        metrics, and not in the ledger.
+
+        Args:
+            metered: whether to ask for metrics, which are means over the steps since they were asked for last.
+        """
+        found = self.loader.metrics() if metered else {}
+        mine = {name: found[name] for name in METERED if name in found}
+        ledgers, ranks = zip(
+            *self.loader.rank_sync.gather((total_ledger(self._after_last_step()[0]), mine)), strict=True
+        )
+        return Ledger.total(ledgers), {name: max(rank[name] for rank in ranks) for name in mine}
 
     def check_trained(self) -> None:
         """Collective: check that each step since the last check trained something.
