@@ -282,7 +282,7 @@ def num_lanes_recomputed() -> None:
     def load_state_dict(self: IterablePackedDataset, state: Mapping[str, Any]) -> None:
         ours = self.num_lanes
         good(self, state)
-        self.num_lanes = ours
+        self.settings.num_lanes = ours
 
     _set(IterablePackedDataset, "load_state_dict", load_state_dict)
 

@@ -70,7 +70,7 @@ def check_steps(steps: list[Step], reference: list[Step], *, same: int = 0) -> N
 def common_steps(corpus: Corpus, per_step: int) -> int:
     """Count the steps of the first epoch before a lane has no more packs."""
     dataset = corpus.dataset()
-    num_lanes = dataset._lanes_for(1)
+    num_lanes = dataset.lanes_for(1)
     counts = Counter(dict.fromkeys(range(num_lanes), 0))
     counts.update(item["lane"] for item in dataset if item["epoch"] == 0)
     return min(counts.values()) * num_lanes // per_step

@@ -114,9 +114,8 @@ class Iteration:
             require_loader_made_after_group(made_for_one_rank=rank_sync.alone)
         require_same_run(dataset, rank_sync, doing="iterate", settings=lambda: self._settings(start))
         rank, size = rank_sync.data_rank, rank_sync.data_world_size
-        num_lanes = dataset._lanes_for(size * max(1, options.num_workers))
-        dataset.num_lanes = num_lanes
-        dataset._choose_balance_window(size)
+        num_lanes = dataset.fix_lanes(size * max(1, options.num_workers))
+        dataset.settings.choose_window(dataset.lane_config.packing, size)
         self.workers = min(options.num_workers, -(-num_lanes // size))
         self.batching.warn(num_lanes=num_lanes, num_workers=options.num_workers, rank=rank_sync.rank)
         divide_across_ranks(dataset.lane_config.source, num_lanes, rank_sync)
@@ -139,7 +138,7 @@ class Iteration:
     def _settings(self, start: HandedOut) -> dict[str, Any]:
         """Return what must be the same on all ranks, beside the data; raise for settings that cannot be."""
         dataset, rank_sync, mix = self.dataset, self.rank_sync, self.dataset.mix
-        dataset._lanes_for(rank_sync.data_world_size * max(1, self.options.num_workers))
+        dataset.lanes_for(rank_sync.data_world_size * max(1, self.options.num_workers))
         budget = dataset.lane_config.longest_read
         what = "max_outage" if dataset.lane_config.use.limit else "the source's retries"
         if not rank_sync.alone and budget >= rank_sync.timeout.total_seconds():

@@ -1,4 +1,4 @@
-"""Windows of planned packs, handed out so that the packs of a step cost about the same attention.
+"""The order in which windows of packs are handed out, so that the packs of a step cost about the same attention.
 
 In a synchronous step all ranks wait for the one whose packs cost most. A lane plans ``balance_window`` packs ahead,
 sorts them by attention cost, and hands them out in a permutation of that order which is the same in all lanes. So the
@@ -8,16 +8,9 @@ and a window holds the packs that the planner would have made one by one.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
-from streampack.accounting import Ledger, SourceStats
-from streampack.packing.attention_cost import AttentionCost
-from streampack.packing.planner import Placed
 from streampack.sources.base import permutation
-from streampack.streaming.lane_state import LaneState
-from streampack.streaming.piece_reader import Piece
 from streampack.validation import require_positive
 
 DEFAULT_WINDOW = 64
@@ -66,54 +59,3 @@ def hand_out_order(costs: Sequence[int], *, slot: int, window: int, key: Sequenc
     dearest_last = sorted(range(len(costs)), key=costs.__getitem__)
     ranks = permutation(window, BALANCE_KEY, *key)[slot : slot + len(costs)]
     return [dearest_last[rank] for rank in ranks.argsort().argsort().tolist()]
-
-
-@dataclass(slots=True)
-class PlannedPack:
-    """A pack that waits to be handed out."""
-
-    placed: list[Placed[Piece]]
-    tokens: int  # padding left out
-    cost: int
-    bits: int  # of its pieces, in `LaneState.consumed`
-
-    @classmethod
-    def of(cls, placed: list[Placed[Piece]], first: int, cost: AttentionCost) -> PlannedPack:
-        """Make one of a planned pack, for a state whose first piece has the number ``first``."""
-        bits, seq_lens = 0, []
-        for piece, start, stop in placed:
-            bits |= 1 << piece.number - first
-            seq_lens.append(stop - start)
-        return cls(placed, sum(seq_lens), cost.of(seq_lens), bits)
-
-
-class PackWindow:
-    """The planned packs of a lane that it has not handed out yet.
-
-    Args:
-        planned: the state of the lane when all packs are planned and none is handed out.
-        packs: in the order in which they are handed out.
-    """
-
-    def __init__(self, planned: LaneState, packs: Sequence[PlannedPack]) -> None:
-        self.planned = planned
-        self.packs = deque(packs)
-        self.consumed = planned.consumed
-        self.tokens = sum(pack.tokens for pack in packs)
-
-    def take(self) -> list[Placed[Piece]]:
-        """Return the pieces of the next pack."""
-        pack = self.packs.popleft()
-        self.consumed |= pack.bits
-        self.tokens -= pack.tokens
-        return pack.placed
-
-    def state(self, *, packs: int, ledger: Ledger, source_stats: Sequence[SourceStats]) -> LaneState:
-        """Return the state of the lane, which has counted these packs and tokens."""
-        return replace(
-            self.planned,
-            packs=packs,
-            consumed=self.consumed,
-            ledger=ledger.copy(),
-            source_stats=tuple(stats.copy() for stats in source_stats),
-        )

@@ -17,26 +17,26 @@ from streampack.accounting import Ledger, SourceStats
 from streampack.packing.attention_cost import AttentionCost
 from streampack.packing.collator_check import refuse_foreign_collator
 from streampack.packing.encoders import TokensEncoder, guard_datasets
-from streampack.packing.samples import sample_from_encoded
 from streampack.packing.settings import Packing
 from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import quarantine_for
 from streampack.sources.mixture import Mix
 from streampack.storage.read_ahead import READ_AHEAD, ReadAhead
 from streampack.storage.use import StorageUse
-from streampack.streaming.balance import default_window, require_window
 from streampack.streaming.consumers import Ranks, ranks_for_plain_iteration
 from streampack.streaming.corpus_changes import WHAT_HAPPENS, CorpusChanges, described
 from streampack.streaming.epochs import EpochCounter
 from streampack.streaming.estimate import Estimate, estimate
 from streampack.streaming.iteration import PackDicts, RefusedIteration
 from streampack.streaming.lane import Lane
-from streampack.streaming.lane_config import UNTRAINED, LaneConfig, count_lanes, must_check
+from streampack.streaming.lane_config import UNTRAINED, LaneConfig, must_check
 from streampack.streaming.lane_state import LaneState, as_dicts
 from streampack.streaming.ledger_messages import UntrainedWarning
 from streampack.streaming.loaded_state import STATE_VERSION, LoadedState, Resume, checked_state
 from streampack.streaming.round_robin import PackStream, total_ledger, total_source_stats
 from streampack.streaming.run_identity import OF_READING, RunIdentity
+from streampack.streaming.run_settings import RunSettings
+from streampack.streaming.trace import trace
 from streampack.types import Fragment, Sample
 from streampack.validation import require, require_minutes, require_positive, require_token_id, warn_user
 
@@ -158,7 +158,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         if untrained is not None:
             require(untrained, "untrained", UNTRAINED)
         require_positive(shuffle_window, "shuffle_window")
-        for value, name in ((epochs, "epochs"), (num_lanes, "num_lanes"), (vocab_size, "vocab_size")):
+        for value, name in ((epochs, "epochs"), (vocab_size, "vocab_size")):
             if value is not None:
                 require_positive(value, name)
         seed = require_positive(seed, "seed", least=0)
@@ -192,13 +192,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self.epochs = epochs
         self.epoch = 0  # in which the newest iteration began, or the first one will begin
         self._epochs_begun = EpochCounter()
-        self.num_lanes = num_lanes
-        self.balance_window: int | None = None
-        if balance_window is not None:
-            self._set_balance_window(require_window(balance_window))
-        # Which of these the user set, and no state or iteration.
-        chosen = {"num_lanes": num_lanes, "balance_window": balance_window}
-        self._asked_for = {name for name, value in chosen.items() if value is not None}
+        self.settings = RunSettings(num_lanes=num_lanes, balance_window=balance_window)
         # A loaded state, and whether an iteration has gone on from it.
         self._resume = Resume(self._epochs_begun)
         self._stream: PackStream | None = None  # the packs of the newest iteration
@@ -247,7 +241,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             )
         begin = self._resume.begin()
         self.epoch = begin.epoch
-        self._choose_balance_window(world_size)
+        self.settings.choose_window(self.lane_config.packing, world_size)
         self._stream = self.stream(consumer, consumers, lane_states=begin.lane_states)
         if consumer == 0:
             self._log_shared()
@@ -275,9 +269,10 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         """
         if not 0 <= consumer < consumers:
             raise ValueError(f"consumer={consumer} of consumers={consumers} cannot be; count from 0")
-        self.num_lanes = num_lanes = self._lanes_for(consumers)
-        self._choose_balance_window(consumers)
-        config, epoch = self.lane_config, self.epoch
+        num_lanes = self.fix_lanes(consumers)
+        self.settings.choose_window(self.lane_config.packing, consumers)
+        config = replace(self.lane_config, balance_window=self.balance_window or 0)
+        epoch = self.epoch
         lanes = range(consumer, num_lanes, consumers)
         read_ahead = ReadAhead.for_lanes(self.read_ahead, len(lanes))
 
@@ -325,37 +320,24 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         """The number, from 0, of the epoch that ends an iteration; None if it never ends."""
         return None if self.epochs is None else self.epoch + self.epochs - 1
 
-    def _lanes_for(self, consumers: int) -> int:
-        """Return the number of lanes: as set, loaded or begun with, otherwise a multiple of ``consumers``.
+    @property
+    def num_lanes(self) -> int | None:
+        """The number of lanes, once it is set, loaded or begun with; then fixed for the life of a run."""
+        return self.settings.num_lanes
 
-        A run that goes on may have fewer lanes than consumers: some then have nothing to do.
+    @property
+    def balance_window(self) -> int | None:
+        """Packs that each lane plans ahead, once it is set, loaded or begun with; then fixed for the life of a run."""
+        return self.settings.balance_window
 
-        Raises:
-            ValueError: if fewer were asked for.
-        """
-        return count_lanes(
-            self.lane_config.source, consumers, wanted=self.num_lanes, fixed="num_lanes" in self._asked_for
-        )
+    def lanes_for(self, consumers: int) -> int:
+        """Return how many lanes this many consumers (ranks x workers) would read; see `RunSettings.lanes_for`."""
+        return self.settings.lanes_for(self.lane_config.source, consumers)
 
-    def _window_for(self, ranks: int) -> int:
-        """Return ``balance_window``: as set, loaded or begun with, otherwise the default for this many ranks."""
-        if self.balance_window is not None:
-            return self.balance_window
-        return default_window(self.lane_config.packing.max_seq_len, ranks=ranks)
-
-    def _choose_balance_window(self, ranks: int) -> None:
-        """Set ``balance_window`` for this many ranks, unless it is, and log a default other than 0."""
-        window, chosen = self._window_for(ranks), self.balance_window is None
-        self._set_balance_window(window)
-        if chosen and window:
-            log.info(
-                "balance_window=%d: packs are handed out by attention cost, so that %d ranks wait less for each other; "
-                "0 switches it off", window, ranks,
-            )  # fmt: skip
-
-    def _set_balance_window(self, window: int) -> None:
-        self.balance_window = window
-        self.lane_config = replace(self.lane_config, balance_window=window)
+    def fix_lanes(self, consumers: int) -> int:
+        """Fix the number of lanes for this many consumers, and return it."""
+        self.settings.num_lanes = num_lanes = self.lanes_for(consumers)
+        return num_lanes
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, from 0, that the next iteration begins with; it decides the order when shuffling.
@@ -418,9 +400,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         loaded = self._checked(state)
         if self.mix is not None and (changes := self.mix.changed(state.get("weights"))):
             warn_user(changes)
-        self._resume_from(loaded, kept={"num_lanes", "balance_window"})
-        if loaded.balance_window is not None:
-            self._set_balance_window(loaded.balance_window)
+        self._resume_from(loaded)
 
     def continue_from(self, state: Mapping[str, Any]) -> None:
         """Load the state of a run with other settings: the next iteration reads on behind what that run has packed.
@@ -451,7 +431,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
                 f"epochs={self.epochs} counts those; set epochs to {loaded.epochs_read + 1} or more, or begin the data "
                 "anew"
             )
-        self._resume_from(loaded.behind(), kept={"num_lanes"})
+        self._resume_from(loaded.behind())
 
     def _checked(self, state: Mapping[str, Any], *, names: Collection[str] | None = None) -> LoadedState:
         """Check a state, by these parts of its identity, and prepare to read its corpus where that has changed."""
@@ -462,18 +442,11 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self.lane_config = replace(self.lane_config, earlier=earlier)
         return loaded
 
-    def _resume_from(self, loaded: LoadedState, *, kept: set[str]) -> None:
-        """Let the next iteration go on from a state, whose values of the settings ``kept`` stay."""
-        for name in sorted(self._asked_for & kept):
-            asked, before = getattr(self, name), getattr(loaded, name)
-            if before not in (None, asked):
-                warn_user(
-                    f"{name}={asked} is not heeded: the state was made with {name}={before}, which a run keeps; start "
-                    "a new run for another number"
-                )
-        self._asked_for -= kept
+    def _resume_from(self, loaded: LoadedState) -> None:
+        """Let the next iteration go on from a state."""
+        self.settings.keep(loaded)
         self._resume.load(loaded)
-        self.epoch, self.num_lanes = loaded.epoch, loaded.num_lanes
+        self.epoch = loaded.epoch
         self._stream = self._copied = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -512,17 +485,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         >>> data.trace(pack["fragments"][0])
         {'place': 'sample 0', 'row': {'tokens': [7, 8], 'labels': [7, 8]}, 'tokens': [7, 8]}
         """
-        config = self.lane_config
-        row, encode = config.source.fetch(fragment.row_id), config.encoder(fragment.row_id)
-        # The fragment lies in the last piece that begins at or before it.
-        start, piece = [p for p in config.cut(sample_from_encoded(encode(row))) if p[0] <= fragment.start][-1]
-        tokens = piece.tokens[fragment.start - start : fragment.stop - start]
-        found = {"place": config.source.locate(fragment.row_id), "row": row, "tokens": tokens.tolist()}
-        if self.mix is not None:
-            found["source"] = self.mix.names[self.mix.source_index(fragment.row_id)]
-        if hasattr(encode, "decode"):
-            found["text"] = encode.decode(found["tokens"])
-        return found
+        return trace(self.lane_config, fragment)
 
     def estimate(self, *, rows: int = 256, num_lanes: int | None = None) -> Estimate:
         """Estimate the packs of an epoch, with their standard error, and how much of the data is cut off.
@@ -534,7 +497,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         Raises:
             ValueError: if the source cannot tell its size.
         """
-        key = (rows, self._lanes_for(1) if num_lanes is None else num_lanes)
+        key = (rows, self.lanes_for(1) if num_lanes is None else num_lanes)
         if key not in self._estimates:
             self._estimates[key] = estimate(self.lane_config, rows=rows, num_lanes=key[1])
         return self._estimates[key]

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import replace
 
 from streampack.accounting import Ledger, SourceStats, trained_tokens
 from streampack.packing.assemble import assemble
-from streampack.packing.planner import Placed, Planner
+from streampack.packing.planner import Planner
 from streampack.storage.read_ahead import ReadAhead
-from streampack.streaming.balance import PackWindow, PlannedPack, hand_out_order
 from streampack.streaming.lane_config import LaneConfig
-from streampack.streaming.lane_state import DAMAGED, LaneEvent, LaneState, OpenWindow, lowest_zero
+from streampack.streaming.lane_state import DAMAGED, LaneEvent, LaneState, lowest_zero
+from streampack.streaming.pack_windows import PackWindows, consumed_pieces
 from streampack.streaming.piece_reader import Piece, PieceReader
 from streampack.streaming.replay import Replay
 from streampack.types import Fragment, Pack
@@ -52,11 +50,7 @@ class Lane:
         self.planner: Planner[Piece] = Planner(config.packing, self.piece_reader.next)
         self.done = False  # whether this epoch is used up
         self.packs = 0  # made in this epoch; with ``endless``, since the beginning
-        # With ``balance_window``: the state at which planning of the open window began, its packs so far in the order
-        # in which they were planned, and the window, when all are planned.
-        self.window_begun: LaneState | None = None
-        self.planned: list[list[Placed[Piece]]] = []
-        self.window: PackWindow | None = None
+        self.windows = PackWindows(config, self.planner, self.piece_reader)  # with ``balance_window``
         self.replay: Replay | None = None  # of the state, until `restore`
         if state is None:
             self.piece_reader.open(first_epoch)
@@ -128,7 +122,10 @@ class Lane:
         """
         if self.done:
             return None
-        placed = self._next_planned() if self.config.balance_window else self.planner.next_pack()
+        if self.config.balance_window:
+            placed = self.windows.next_pack(self.state)
+        else:
+            placed = self.planner.next_pack()
         if not placed:
             self.done = True
             return None
@@ -167,56 +164,20 @@ class Lane:
             lane=self.lane,
         )
 
-    def _next_planned(self) -> list[Placed[Piece]]:
-        """Return the next pack of the open window, and plan a window if none is open; empty at the epoch's end."""
-        if self.window is None:
-            self.window_begun = self.window_begun or self.state()
-            packs = self._plan_window(self.window_begun)
-            self.window = PackWindow(self._state_planned(self.window_begun, packs), packs)
-            self.window_begun = None
-        placed = self.window.take() if self.window.packs else []
-        if not self.window.packs:
-            self.window = None
-        return placed
-
-    def _plan_window(self, begun: LaneState) -> list[PlannedPack]:
-        """Plan the packs of a window that begins at a state, in the order in which they are handed out."""
-        config, size = self.config, self.config.balance_window
-        # An error leaves the packs that are planned already in `planned`, and the next call plans the others.
-        while len(self.planned) < size - begun.packs % size and (placed := self.planner.next_pack()):
-            self.planned.append(placed)
-        packs = [PlannedPack.of(placed, begun.first, config.balance_cost) for placed in self.planned]
-        self.planned = []
-        epoch = 0 if config.endless else self.epoch
-        order = hand_out_order(
-            [pack.cost for pack in packs],
-            slot=begun.packs % size,
-            window=size,
-            key=(config.seed, epoch, begun.packs // size),
-        )
-        return [packs[i] for i in order]
-
-    def _consumed(self, first: int, planned: Iterable[PlannedPack] = ()) -> int:
-        """Return the pieces from ``first`` on that are consumed: those that neither wait nor are planned."""
-        waiting = 0
-        for piece in self.planner.waiting:
-            waiting |= 1 << piece.number - first
-        for pack in planned:
-            waiting |= pack.bits
-        return (1 << self.piece_reader.next_number - first) - 1 ^ waiting
-
     def state(self) -> LaneState:
         """Return a snapshot to resume from. Call it between packs only."""
         planner, reader = self.planner, self.piece_reader
         assert not planner.placed, "a state is taken between packs"
-        buffered = planner.buffered + (self.window.tokens if self.window else 0)
+        buffered = planner.buffered + self.windows.tokens
         if self.ledger.buffered != buffered:
             raise RuntimeError(
                 f"lane {self.lane} lost tokens: the ledger counts {self.ledger.buffered} buffered tokens "
                 f"and the planner holds {buffered}; this is a bug in streampack, do not trust this run"
             )
-        if self.window is not None:
-            return self.window.state(packs=self.packs, ledger=self.ledger, source_stats=self.source_stats)
+        if self.windows.open is not None:
+            return self.windows.open.state(
+                packs=self.packs, ledger=self.ledger, source_stats=self.source_stats
+            )
         if planner.waiting:
             oldest = planner.waiting[0]
             epoch, cursor, first = oldest.epoch, oldest.cursor, oldest.row_first
@@ -232,7 +193,7 @@ class Lane:
             first=first,
             offset=planner.offset,
             next_piece=reader.next_number,
-            consumed=self._consumed(first),
+            consumed=consumed_pieces(planner, reader, first=first),
             ledger=self.ledger.copy(),
             rows=log.digits,
             epochs=log.numbered_epochs(epoch),
@@ -241,22 +202,6 @@ class Lane:
             source_stats=tuple(stats.copy() for stats in self.source_stats),
             reached=reader.reached,
             bad_shards=tuple(reader.bad_shards),
-        )
-
-    def _state_planned(self, begun: LaneState, packs: list[PlannedPack]) -> LaneState:
-        """Return the state when the packs of a window that begins at a state are planned and none is handed out."""
-        reader = self.piece_reader
-        return replace(
-            begun,
-            next_piece=reader.next_number,
-            consumed=self._consumed(begun.first, packs),
-            rows=reader.log.digits,
-            epochs=reader.log.numbered_epochs(begun.epoch),
-            windows=reader.log.numbered_windows(),
-            front=reader.reader.front,
-            reached=reader.reached,
-            bad_shards=tuple(reader.bad_shards),
-            open_window=OpenWindow(begun.packs, begun.next_piece, begun.consumed),
         )
 
     @property
@@ -301,8 +246,8 @@ class Lane:
         oldest = state.first + lowest_zero(state.spared)
         self.planner.restore(waiting, offset=state.offset if pieces and pieces[0].number == oldest else 0)
         if window is not None:
-            self._plan_again(state, window, deque(later))
-        lost = self.ledger.buffered - self.planner.buffered - (self.window.tokens if self.window else 0)
+            self.windows.plan_again(state, window, deque(later))
+        lost = self.ledger.buffered - self.planner.buffered - self.windows.tokens
         # A window that was closed where the corpus changed may have handed out parts of pieces.
         if lost > 0 and (removed or (self.config.balance_window and self.config.packing.split_across_pack)):
             self.ledger.drop("removed", lost, samples=removed)
@@ -323,26 +268,3 @@ class Lane:
                 f"{len(pieces)} or more, or to what it was"
             )
         self.planner.restore(pieces, offset=0)
-
-    def _plan_again(self, state: LaneState, open_window: OpenWindow, later: deque[Piece]) -> None:
-        """Plan a state's open window again, of the pieces that waited at its beginning and those read ``later``."""
-        begun = replace(
-            state,
-            packs=open_window.packs,
-            next_piece=open_window.next_piece,
-            consumed=open_window.consumed,
-            open_window=None,
-        )
-        pull = self.planner.pull
-        self.planner.pull = lambda: later.popleft() if later else pull()
-        packs = self._plan_window(begun)
-        self.planner.pull = pull
-        self.window = PackWindow(replace(state, consumed=self._consumed(state.first, packs)), packs)
-        handed_out = state.packs - open_window.packs
-        for _ in range(min(handed_out, len(packs))):
-            self.window.take()
-        if later or not self.window.packs or self.window.consumed != state.consumed:
-            raise ValueError(
-                f"lane {self.lane}: the {handed_out} packs that were handed out of {len(packs)} are not those of the "
-                "state; the data or the encoder changed since it was written"
-            )

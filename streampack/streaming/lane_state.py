@@ -15,7 +15,7 @@ DAMAGED = "; the state of this lane is damaged, resume from another checkpoint"
 
 @dataclass(frozen=True, slots=True)
 class OpenWindow:
-    """Where a lane stood when it planned the packs of its open window, see `balance.PackWindow`.
+    """Where a lane stood when it planned the packs of its open window, see `pack_windows.PackWindows`.
 
     A resume plans them again from there, and leaves out those that were handed out.
     """

@@ -43,7 +43,7 @@ def _estimated_steps(config: RunConfig, loader: PackedDataLoader, world: World) 
 
 
 def _lanes(config: RunConfig, loader: Loader, world: World) -> int:
-    return loader.dataset._lanes_for(world.size * max(1, config.num_workers))
+    return loader.dataset.lanes_for(world.size * max(1, config.num_workers))
 
 
 def opening(config: RunConfig, loader: Loader, *, world: World) -> str:
@@ -61,7 +61,7 @@ def _opening(config: RunConfig, loader: Loader, world: World) -> str:
     by_method = isinstance(loader, MethodLoader)
     num_lanes = 1 if by_method else _lanes(config, loader, world)
     parts = [] if by_method else [f"{num_lanes} lane{'s' * (num_lanes > 1)}"]
-    if not by_method and (window := dataset._window_for(world.size)):
+    if not by_method and (window := dataset.settings.window_for(packing, world.size)):
         parts.append(f"balance_window={window}")
     loses_tokens = packing.overlong in ("truncate", "drop")
     estimate = None

@@ -159,7 +159,7 @@ def test_the_ledger_adds_up_at_every_pack(way: str) -> None:
         ledger = event.state.ledger
         handed += sum(event.pack.seq_lens)
         assert ledger.packed == handed
-        window = 0 if lane.window is None else lane.window.tokens
+        window = lane.windows.tokens
         assert ledger.tokens_in == handed + sum(ledger.dropped.values()) + lane.planner.buffered + window
     assert lane.ledger.buffered == 0
 
@@ -257,10 +257,10 @@ def test_the_default_depends_on_ranks_and_length(caplog: pytest.LogCaptureFixtur
         data = dataset(rows(20), max_seq_len=length, balance_window=None)
         with caplog.at_level(logging.INFO):
             caplog.clear()
-            data._choose_balance_window(ranks)
-        assert data.balance_window == data.lane_config.balance_window == expected
+            data.settings.choose_window(data.lane_config.packing, ranks)
+        assert data.balance_window == expected
         assert len(caplog.records) == (expected > 0)
-        data._choose_balance_window(9)  # it stays
+        data.settings.choose_window(data.lane_config.packing, 9)  # it stays
         assert data.balance_window == expected
 
 
@@ -312,7 +312,7 @@ def test_weights_may_change_within_a_window() -> None:
     data = mixed(1)
     iterator = iter(data)
     made = [next(iterator) for _ in range(20)]
-    window = {lane.lane: lane.window for lane in data._stream.lanes}  # type: ignore[union-attr]
+    window = {lane.lane: lane.windows.open for lane in data._stream.lanes}  # type: ignore[union-attr]
     planned = Counter(lane for lane, each in window.items() if each for _ in each.packs)
     again = mixed(3)
     with pytest.warns(UserWarning, match="weights changed"):

@@ -182,19 +182,19 @@ def test_a_stream_takes_one_pack_of_each_lane_in_turn() -> None:
 
 def test_the_default_number_of_lanes() -> None:
     many, few = MapSource([{"i": 0, "n": 1}] * 10_000), MapSource(rows(100))
-    assert [make(many)._lanes_for(n) for n in (1, 2, 3, 5, 8, 12)] == [8, 8, 9, 10, 8, 12]
-    assert [make(few)._lanes_for(n) for n in (1, 2, 3)] == [1, 2, 3]
-    assert make(many, num_lanes=5)._lanes_for(2) == 5
+    assert [make(many).lanes_for(n) for n in (1, 2, 3, 5, 8, 12)] == [8, 8, 9, 10, 8, 12]
+    assert [make(few).lanes_for(n) for n in (1, 2, 3)] == [1, 2, 3]
+    assert make(many, num_lanes=5).lanes_for(2) == 5
     with pytest.raises(ValueError) as error:
-        make(many, num_lanes=2)._lanes_for(3)
+        make(many, num_lanes=2).lanes_for(3)
     assert str(error.value) == (
         "2 lanes cannot feed 3 consumers (ranks x workers): some would get nothing; "
         "use fewer workers, or start a new run with more num_lanes"
     )
     some = MapSource(rows(4 * 512))
-    assert [make(some)._lanes_for(n) for n in (1, 2, 3, 4, 5)] == [4, 4, 3, 4, 5]
+    assert [make(some).lanes_for(n) for n in (1, 2, 3, 4, 5)] == [4, 4, 3, 4, 5]
     iterable = IterableSource(rows(10))
-    assert [make(iterable)._lanes_for(n) for n in (1, 2)] == [1, 2]
+    assert [make(iterable).lanes_for(n) for n in (1, 2)] == [1, 2]
 
 
 @pytest.mark.parametrize(("consumer", "consumers"), [(2, 2), (-1, 2), (0, 0)])

@@ -162,7 +162,7 @@ def test_an_error_at_the_beginning_begins_no_epoch(monkeypatch: pytest.MonkeyPat
     data = dataset()
     list(data)
     with monkeypatch.context() as patch:
-        patch.setattr(data, "_lanes_for", lambda consumers: 1 / 0)
+        patch.setattr(data, "lanes_for", lambda consumers: 1 / 0)
         for iterate in (lambda: iter(data), lambda: iter(PackedDataLoader(data))):
             with pytest.raises(ZeroDivisionError):
                 iterate()
@@ -179,7 +179,7 @@ def test_an_error_at_the_beginning_keeps_the_loaded_state(monkeypatch: pytest.Mo
     resumed = PackedDataLoader(dataset())
     resumed.load_state_dict(first.state_dict())
     with monkeypatch.context() as patch:
-        patch.setattr(resumed.dataset, "_lanes_for", lambda consumers: 1 / 0)
+        patch.setattr(resumed.dataset, "lanes_for", lambda consumers: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             iter(resumed)
     assert [batch.tokens.tolist() for batch in resumed] == batches[5:]

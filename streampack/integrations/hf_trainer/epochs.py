@@ -68,7 +68,7 @@ def plan_epochs(loader: PackedDataLoader, epochs: float) -> Plan:
         ValueError: for a row that cannot be encoded or is too long, naming it.
     """
     packs, ranks = loader.dataset, loader.rank_sync
-    num_lanes = packs._lanes_for(ranks.world_size * max(1, loader.num_workers))
+    num_lanes = packs.lanes_for(ranks.world_size * max(1, loader.num_workers))
     config = packs.lane_config
     if not config.source.map_style:
         # All ranks take rank 0's estimate, because with different numbers of steps they would deadlock.
