@@ -76,8 +76,12 @@ def is_readable(dataset: Any) -> bool:
     form, table = dataset.format, dataset.data
     if form["type"] is not None or set(form["columns"]) != set(table.column_names):
         return False
-    plain = all(map(_is_plain, dataset.features.values()))
-    return plain and any(map(holds_ids, table.schema.types))
+    return has_plain_ids(dataset.features)
+
+
+def has_plain_ids(features: Any) -> bool:
+    """Return whether ``Features`` have columns of ids, and none whose values ``datasets`` decodes."""
+    return all(map(_is_plain, features.values())) and any(map(holds_ids, features.arrow_schema.types))
 
 
 def _is_plain(feature: Any) -> bool:

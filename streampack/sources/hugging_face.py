@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 from streampack.fingerprint import digest
+from streampack.sources.arrow_dataset import has_plain_ids
+from streampack.sources.arrow_rows import ArrowBatch
 from streampack.sources.base import Reader, Reading
 from streampack.sources.column_tables import by_rows
 from streampack.sources.corpus_identity import state_of
 from streampack.sources.examples import EXAMPLES, Example, MarkedRows, leading
 from streampack.sources.map_style import MapSource
 from streampack.sources.parts import Part, Record
+from streampack.sources.row_groups import BATCH_BYTES, BATCH_ROWS
 from streampack.sources.shuffling import read_parts
 from streampack.sources.source import Source
 from streampack.sources.turns import deal, share, sharing
@@ -37,6 +40,11 @@ after the other, give the same rows as the whole. Other streams may lose rows: d
 interleaved streams of three shards, and only three of them when that is sharded three ways."""
 
 
+BY_TABLE = frozenset({"ArrowExamplesIterable", "SelectColumnsIterable"})
+"""Classes of ``datasets`` whose tables all have the columns and types of the stream's features. A stream that is made
+of these only, such as one of Parquet files, can be read by table. JSON lines have no features before they are read."""
+
+
 class HFSource(WrappedSource):
     """A dataset of Hugging Face's ``datasets``, or the name of one.
 
@@ -51,9 +59,12 @@ class HFSource(WrappedSource):
     A map-style dataset is read as by `MapSource`. Of a streaming one, shards are divided among the lanes. If it has
     fewer shards than there are lanes, several lanes read the same shard and take turns with its rows, which costs as
     many times as much; ``dataset.reshard()`` makes a shard of each row group of Parquet files. A resume reads the shard
-    again from its first row up to the cursor, as the dataset's own ``state_dict()`` does. That takes about 8 us a row,
-    and whatever ``map`` does with a row: do slow work in the encoder. A stream that does more than change or drop rows
-    one by one (interleaved, repeated, cut by ``take``) is read as one shard.
+    again from its first row up to the cursor. By row that takes about 8 us a row, and whatever ``map`` does with it, so
+    do slow work in the encoder. A stream that does more than change or drop rows one by one (interleaved, repeated, cut
+    by ``take``) is read as one shard.
+
+    Ids in the columns of a map-style dataset, and of a stream of Parquet or Arrow files, are read as arrays. A stream
+    that was changed by ``map``, ``filter``, ``cast`` or ``with_format`` is read by row, as Python lists.
 
     Args:
         dataset: a ``Dataset``, an ``IterableDataset``, or a name for ``datasets.load_dataset``.
@@ -125,6 +136,8 @@ class _Stream(Source):
         self.shards = dataset.num_shards if classes <= ROW_WISE else 1
         # Whether the stream has shards that cannot be read one by one, and is read as a whole, as one shard.
         self.whole = self.shards != dataset.num_shards
+        plain = classes <= BY_TABLE and dataset._formatting is None and dataset.features is not None
+        self.by_table = plain and has_plain_ids(dataset.features)
         self._divided: dict[int, list[list[Part]]] = {}  # for a number of lanes, the parts of each lane
         self._empty: set[Part] = set()  # parts that were read and have no records
         self._identity: dict[str, Any] | None = None
@@ -177,7 +190,7 @@ class _Stream(Source):
         return f"shard {shard}, row {row}"
 
     def fetch(self, row_id: RowId) -> Mapping[str, Any]:
-        return next(islice(self._rows(row_id[0]), row_id[1], None))
+        return next(self._rows(*row_id))
 
     def natural_lanes(self) -> int:
         return self.shards
@@ -191,21 +204,38 @@ class _Stream(Source):
         return found
 
     def _records(self, shard: int, offset: int) -> Iterator[Record]:
-        for number, row in enumerate(islice(self._rows(shard), offset, None), offset):
+        for number, row in enumerate(self._rows(shard, offset), offset):
             yield number, row, number + 1
 
-    def _rows(self, shard: int) -> Iterator[Mapping[str, Any]]:
+    def _rows(self, shard: int, offset: int = 0) -> Iterator[Mapping[str, Any]]:
+        """Read a shard's rows from number ``offset`` on."""
         # A new object each time, also of a stream that is read as a whole: iterators of one that is interleaved or
         # concatenated disturb one another, in datasets 5.2.
         dataset = self.dataset.shard(self.shards, shard)
+        if self.by_table:
+            return _rows_of(dataset.with_format("arrow").iter(BATCH_ROWS), offset)
+        rows: Iterator[Mapping[str, Any]] = iter(dataset)
         if "torch" in sys.modules:
             from torch.utils.data import get_worker_info
 
             if get_worker_info() is not None:
                 # In a worker of a torch DataLoader, ``iter(dataset)`` yields only this worker's share of the rows.
-                return ({key: values[0] for key, values in batch.items()} for batch in dataset.iter(1))
-        rows: Iterator[Mapping[str, Any]] = iter(dataset)
-        return rows
+                rows = ({key: values[0] for key, values in batch.items()} for batch in dataset.iter(1))
+        return islice(rows, offset, None)
+
+
+def _rows_of(tables: Iterable[Any], offset: int) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of pyarrow's tables from number ``offset`` on.
+
+    Rows count from the first table's first row, so where tables begin is no part of a cursor.
+    """
+    for table in tables:
+        row_bytes = table.nbytes // max(1, len(table))
+        for batch in table.to_batches(max_chunksize=max(1, BATCH_BYTES // max(1, row_bytes))):
+            if offset < len(batch):
+                rows = ArrowBatch(dict(zip(batch.schema.names, batch.columns, strict=True)), whole=True)
+                yield from map(rows.row, range(offset, len(batch)))
+            offset = max(0, offset - len(batch))
 
 
 def _class_names(iterable: Any) -> Iterator[str]:
