@@ -53,6 +53,7 @@ bench: $(VENV)/.installed-bench  ## density and speed beside the peers', time to
 	$(BIN)/python -m benchmarks.growth
 	$(BIN)/python -m benchmarks.straggling
 	$(BIN)/python -m benchmarks.even_steps
+	$(BIN)/python -m benchmarks.waiting
 	$(BIN)/python -m benchmarks.balance_loss
 
 models: setup  ## docs/guides/models.md: which families of models keep samples apart, as the tests see it now

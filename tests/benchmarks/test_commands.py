@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import growth, inputs, lanes, straggling, text, tokens
+from benchmarks import growth, inputs, lanes, straggling, text, tokens, waiting
 from tests.support.tiny import WordTokenizer
 
 # Python 3.12 warns of every fork beside a thread; torch's own DataLoader does the same.
@@ -64,6 +64,14 @@ def test_straggling_runs(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert found is not None
     assert 1 <= float(found[2]) < float(found[1])  # with a window, and as planned
+
+
+@pytest.mark.slow
+def test_waiting_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchtune")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")  # what it sets goes away with the test
+    waiting.main(["--smoke"])
+    assert len(re.findall(r"^\| [01] +\| +2 \| ", capsys.readouterr().out, re.MULTILINE)) == 2
 
 
 def test_a_share_of_the_text_is_nobody_elses(tmp_path: Path) -> None:
