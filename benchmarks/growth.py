@@ -1,4 +1,4 @@
-"""Cost of a token and memory as packs and the corpus grow.
+"""Cost of a token and memory as packs, the corpus and the number of worker processes grow.
 
 Run ``python -m benchmarks.growth``; README.md in this folder explains the tables.
 """
@@ -7,20 +7,27 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
+import tempfile
 import time
-from collections.abc import Mapping
-from multiprocessing import get_context
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import active_children, get_context, set_start_method
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from benchmarks import lengths as corpora
 from benchmarks import report
-from streampack import IterablePackedDataset
+from benchmarks.start import WordTokenizer, write_rows
+from streampack import IterablePackedDataset, JSONLSource, PackedDataLoader, TextEncoder
 
 LONGEST = 1024  # tokens of a sample, so that all sizes of packs hold the same samples
 PACK_SIZES = tuple(4**power for power in range(5, 11))  # 1k to 1M
 CORPUS_SIZES = tuple(10**power for power in range(4, 8))
+WORKERS = (0, 1, 2, 4)
+TEXT_BYTES = 20_000_000  # of the file that workers read, again and again
 TOKENS = 12_000_000  # read in a round
 ROUNDS = 3
 HEADER = ("Mtok/s", "of the first row", "memory, MB")
@@ -47,7 +54,7 @@ class Rows:
 class Cost(NamedTuple):
     """What a round took."""
 
-    seconds: float  # of the process
+    seconds: float  # of the process's CPU; with workers, elapsed
     tokens: int
     memory: int  # bytes, the most, beyond those before
 
@@ -72,12 +79,34 @@ def measure(max_seq_len: int, rows: int, tokens: int, shuffle: bool) -> Cost:
     return Cost(seconds, done, (report.resident_memory("VmHWM") or 0) - before)
 
 
-def best(*case: Any, rounds: int) -> Cost:
+def measure_workers(path: Path, workers: int, tokens: int) -> Cost:
+    """Read, tokenize and pack about so many tokens of a file of text in worker processes of a new process."""
+    data = IterablePackedDataset(
+        JSONLSource(path), encoder=TextEncoder(WordTokenizer()), max_seq_len=4096, num_lanes=8, epochs=None
+    )
+    set_start_method(
+        "fork", force=True
+    )  # this process was spawned, and so would its workers be, unlike a trainer's
+    before = report.proportional_memory([os.getpid()]) or 0
+    batches = iter(PackedDataLoader(data, batch_size=4, num_workers=workers))
+    next(batches)  # when the workers have begun
+    begun, done, memory = time.perf_counter(), 0, 0
+    while done < tokens:
+        done += next(batches).num_tokens
+    seconds = time.perf_counter() - begun
+    for _ in range(8):  # a batch of each lane
+        processes = [os.getpid(), *(child.pid for child in active_children() if child.pid)]
+        memory = max(memory, report.proportional_memory(processes) or 0)
+        next(batches)
+    return Cost(seconds, done, memory - before)
+
+
+def best(measured: Callable[..., Cost], *case: Any, rounds: int) -> Cost:
     """Return the fastest of some rounds, each in a process of its own."""
     costs = []
     for _ in range(rounds):
-        with get_context("spawn").Pool(1) as pool:
-            costs.append(pool.apply(measure, case))
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            costs.append(pool.submit(measured, *case).result())
     return min(costs, key=lambda cost: cost.seconds / cost.tokens)
 
 
@@ -97,17 +126,28 @@ def main(arguments: list[str] | None = None) -> None:
     options: argparse.Namespace = report.parser(__doc__, smoke="two sizes, few tokens").parse_args(arguments)
     tokens, rounds = (200_000, 1) if options.smoke else (TOKENS, ROUNDS)
     packs, corpus = (PACK_SIZES[:2], CORPUS_SIZES[:2]) if options.smoke else (PACK_SIZES, CORPUS_SIZES)
+    with tempfile.TemporaryDirectory() as folder:
+        text = Path(folder) / "text.jsonl"
+        write_rows(text, TEXT_BYTES // 20 if options.smoke else TEXT_BYTES)
+        with_workers = [
+            (workers, best(measure_workers, text, workers, tokens, rounds=rounds)) for workers in WORKERS
+        ]
     report.publish(
         "growth",
         options,
-        "# Cost as packs and the corpus grow",
+        "# Cost as packs, the corpus and the number of workers grow",
         report.machine_line("streampack", "torch", "numpy"),
         f"One lane, `exact_fit`, int32 samples of at most {LONGEST:,} tokens to packs; {tokens / 1e6:g} million "
         f"tokens, CPU time of the fastest of {rounds} processes. How to read it: ../README.md.",
         "Rows in their order, of a corpus of 100,000:",
-        table("max_seq_len", [(size, best(size, 100_000, tokens, False, rounds=rounds)) for size in packs]),
+        table(
+            "max_seq_len",
+            [(size, best(measure, size, 100_000, tokens, False, rounds=rounds)) for size in packs],
+        ),
         "Shuffled rows, packs of 4,096:",
-        table("samples", [(size, best(4096, size, tokens, True, rounds=rounds)) for size in corpus]),
+        table("samples", [(size, best(measure, 4096, size, tokens, True, rounds=rounds)) for size in corpus]),
+        "JSON lines of text to batches, packs of 4,096, 8 lanes; elapsed time, and the memory of all processes:",
+        table("num_workers", with_workers),
     )
 
 

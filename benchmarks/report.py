@@ -42,6 +42,19 @@ def resident_memory(field: str) -> int | None:
     return int(found[1]) * 1024 if found else None
 
 
+def proportional_memory(processes: Iterable[int]) -> int | None:
+    """Return the ``Pss`` of some processes in bytes, which counts a page that they share once; None without /proc."""
+    total = 0
+    for process in processes:
+        try:
+            rollup = Path(f"/proc/{process}/smaps_rollup").read_text()
+        except OSError:
+            return None
+        found = re.search(r"^Pss:\s+(\d+) kB$", rollup, re.MULTILINE)
+        total += int(found[1]) * 1024 if found else 0
+    return total
+
+
 def cpu_model() -> str:
     """Return the CPU's name as the system gives it."""
     try:

@@ -51,7 +51,11 @@ def test_lanes_runs(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 def test_growth_runs(capsys: pytest.CaptureFixture[str]) -> None:
     growth.main(["--smoke"])
-    assert len(re.findall(r"^\| (?:1,024|4,096|10,000|100,000) ", capsys.readouterr().out, re.MULTILINE)) == 4
+    out = capsys.readouterr().out
+    assert len(re.findall(r"^\| (?:1,024|4,096|10,000|100,000) ", out, re.MULTILINE)) == 4
+    memory = [int(found) for found in re.findall(r"^\| [0124] +\|.* (\d+) \|$", out, re.MULTILINE)]
+    assert len(memory) == 4
+    assert memory[3] > memory[1]  # four workers, and one
 
 
 @pytest.mark.slow
