@@ -38,6 +38,7 @@ from streampack.training.model import build_model, clip_gradients, full_weights,
 from streampack.training.overrides import parse
 from streampack.training.phase import advance, begin_phase
 from streampack.training.progress import MetricLogger, bar, postfix, summary
+from streampack.training.row_losses import RowLosses
 from streampack.training.run_folder import (
     Interrupted,
     finished,
@@ -131,6 +132,7 @@ def _train(
     every = (cfg.validation or {}).get("every")
     meter = StepMeter(world, device, untrained=dataset.lane_config.untrained)
     by_source = SourceMeter(loader, world, device)
+    by_row = RowLosses(cfg, world=world)
     started = time.perf_counter()
 
     def totals() -> dict[str, Any]:
@@ -180,6 +182,7 @@ def _train(
                 (loss + z_loss).backward()
                 meter.add(batch, loss, weights, z_loss=z_loss)
                 by_source.add(batch, losses, weights)
+                by_row.add(batch, losses, weights)
             if not meter.batches:
                 break  # the last epoch is over, on every rank
             # World size / weight of the trained tokens on all ranks: undoes the mean over ranks of data parallelism.
@@ -191,11 +194,13 @@ def _train(
                 scheduler.step()
             meter.stop()
             step += 1
+            by_row.end_step(step)
             profiler.step()
             progress.update()
             if step % cfg.log_every == 0:
                 metrics = meter.metrics() | {"lr": rate} | ({} if norm is None else {"grad_norm": norm})
                 metrics |= stream_metrics(loader, world) | memory_metrics(world, device) | by_source.metrics()
+                by_row.write()
                 logger.log(metrics, step=step)
                 progress.set_postfix_str(postfix(metrics))
             stopped = stop.agree()
@@ -208,6 +213,7 @@ def _train(
                 checkpoints.wait()
                 raise Interrupted(number=stopped)
     profiler.stop()
+    by_row.write()
     meter.check()
 
     validate()

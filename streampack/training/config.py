@@ -67,6 +67,7 @@ class RunConfig:
     resume_from: str | None = None  # another run's checkpoint, for a second phase: see `begin_phase`
     continue_data: bool = False  # with resume_from: read on behind what that run has packed
     log_every: int = 1  # steps between two logs
+    log_rows: bool = False  # keep the loss of every sequence, for `streampack trace`
     profiler: Node | None = None
 
     def __post_init__(self) -> None:

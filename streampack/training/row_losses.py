@@ -1,0 +1,231 @@
+"""A log of the loss of every sequence, and what it says of a step: which rows its loss came from."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from streampack.distributed.world import World
+from streampack.packing.batch import Batch
+from streampack.training.config import RunConfig
+from streampack.types import Fragment
+from streampack.validation import require
+
+ROWS_FOLDER = "rows"
+"""The folder in ``output_dir`` where the log is kept."""
+
+FILE_NAME = re.compile(r"attempt_(\d+)_rank_(\d+)\.jsonl")
+ORDERS = ("excess", "share", "mean")
+Fragments = tuple[tuple[Fragment, ...], ...]  # of each pack of a batch
+
+
+class RowLosses:
+    """Log the loss of every sequence that is trained, with ``log_rows: true``; otherwise do nothing.
+
+    Each rank writes JSON lines to a file of its own, ``rows/attempt_00001_rank_00000.jsonl``: one line a step, which
+    lists its sequences as ``[row_id, start, stop, loss, weight, checksum]``, with the sum of the losses of a sequence's
+    tokens, in nats, the sum of its labels' weights, and the sum of its tokens' `hashes`. About 50 bytes a sequence.
+    Each start of a run is an attempt. Sums stay on the device until `write`, so that the loop does not wait for a GPU.
+
+    Making it is a collective.
+    """
+
+    def __init__(self, config: RunConfig, *, world: World) -> None:
+        self.path: Path | None = None
+        # The sequences of each batch, and the sums of their losses, weights and hashes, until they are written; and how
+        # many of the batches each step had.
+        self._batches: list[tuple[Fragments, tuple[torch.Tensor, ...]]] = []
+        self._steps: list[tuple[int, int]] = []
+        if config.log_rows:
+            folder = Path(config.output_dir, ROWS_FOLDER)
+            attempt = world.run_on_main(lambda: _newest_attempt(folder) + 1, of=str(folder))
+            self.path = folder / f"attempt_{attempt:05d}_rank_{world.rank:05d}.jsonl"
+
+    def add(self, batch: Batch, losses: torch.Tensor, weights: torch.Tensor) -> None:
+        """Take one batch of this rank: its `token_losses`, ``[batch, max_seq_len]``, and its labels' weights."""
+        if self.path is None:
+            return
+        here = _ends(batch)
+        there = here.to(losses.device, non_blocking=True)
+        dtype = torch.float32 if losses.device.type == "mps" else torch.float64
+        sums = (
+            _sums(losses.detach().to(dtype), there),
+            _sums(weights.double(), here),
+            _sums(hashes(batch.tokens), there),
+        )
+        self._batches.append((batch.fragments, sums))
+
+    def end_step(self, step: int) -> None:
+        """Say that the batches since the last call were this step's."""
+        if self.path is not None:
+            self._steps.append((step, len(self._batches) - sum(count for _, count in self._steps)))
+
+    def write(self) -> None:
+        """Write the steps that have ended. This waits for the device."""
+        if not self._steps or self.path is None:
+            return
+        batches, lines = iter(self._batches), []
+        for step, count in self._steps:
+            rows = [row for _, batch in zip(range(count), batches, strict=False) for row in _rows(*batch)]
+            lines.append(json.dumps({"step": step, "rows": rows}, separators=(",", ":")) + "\n")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.writelines(lines)
+        self._batches, self._steps = [], []
+
+
+def hashes(tokens: torch.Tensor) -> torch.Tensor:
+    """Return a number below 2**31 for each id. Their sum over a sequence tells later whether its row has changed."""
+    return (tokens + 1) * 2_654_435_761 % (2**31 - 1)
+
+
+def _ends(batch: Batch) -> torch.Tensor:
+    """Return where each sequence of each pack ends, ``[batch, most sequences + 1]``, with a 0 before the first."""
+    ends = [list(accumulate((f.stop - f.start for f in pack), initial=0)) for pack in batch.fragments]
+    width = max(map(len, ends))
+    return torch.tensor([each + each[-1:] * (width - len(each)) for each in ends])
+
+
+def _sums(values: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the values of each sequence, ``[batch, most sequences]``."""
+    return F.pad(values.cumsum(1), (1, 0)).gather(1, ends).diff(dim=1)
+
+
+def _rows(packs: Fragments, sums: tuple[torch.Tensor, ...]) -> Iterator[list[Any]]:
+    for fragments, *of_pack in zip(packs, *(each.tolist() for each in sums), strict=True):
+        for fragment, loss, weight, checksum in zip(
+            fragments, *of_pack, strict=False
+        ):  # the widest has more sums
+            found = float(f"{loss:.6g}"), float(f"{weight:.6g}"), checksum
+            yield [fragment.row_id, fragment.start, fragment.stop, *found]
+
+
+@dataclass(frozen=True, slots=True)
+class RowLoss:
+    """The loss of one sequence in a step.
+
+    >>> fragment = Fragment((0, 7), 0, 10, None)
+    >>> row = RowLoss(fragment, step_loss=80.0, step_weight=40.0, loss=40.0, weight=10.0, checksum=0)
+    >>> row.share, row.mean, row.excess
+    (0.5, 4.0, 0.25)
+    """
+
+    fragment: Fragment
+    step_loss: float  # the sum over the step
+    step_weight: float
+    loss: float  # the sum over its tokens, in nats
+    weight: float  # of its labels: how many are trained, or 1 with ``loss_norm: sample``
+    checksum: int  # the sum of its tokens' `hashes`
+
+    @property
+    def share(self) -> float:
+        """Its part of the step's loss, from 0 to 1."""
+        return self.loss / self.step_loss if self.step_loss else 0.0
+
+    @property
+    def mean(self) -> float:
+        """Its loss a trained token; with ``loss_norm: sample``, of its sample."""
+        return self.loss / self.weight if self.weight else 0.0
+
+    @property
+    def excess(self) -> float:
+        """By how much its part of the step's loss is above its part of the step's trained tokens.
+
+        By the share alone, a long row of ordinary text comes before a short row of garbage.
+        """
+        return self.share - (self.weight / self.step_weight if self.step_weight else 0.0)
+
+
+def read_step(folder: Path, step: int) -> list[RowLoss]:
+    """Return the sequences of a step from the log in a folder.
+
+    Where a run was resumed from before the step, the last attempt counts.
+
+    Raises:
+        ValueError: if the log does not have the step.
+    """
+    for attempt in sorted(set(map(_attempt, _files(folder))), reverse=True):
+        paths = sorted(path for path in _files(folder) if _attempt(path) == attempt)
+        lines = [line for path in paths for line in _lines(path) if line["step"] == step]
+        if rows := [row for line in lines for row in line["rows"]]:
+            loss, weight = sum(row[3] for row in rows), sum(row[4] for row in rows)
+            return [
+                RowLoss(Fragment(tuple(row_id), start, stop, None), loss, weight, *own)
+                for row_id, start, stop, *own in rows
+            ]
+    raise ValueError(f"{folder} has no rows of step {step}{_what_there_is(folder)}")
+
+
+def step_losses(folder: Path) -> dict[int, float]:
+    """Return the mean loss of each step in the log, by step; of the last attempt that has it.
+
+    Raises:
+        ValueError: if there is no log.
+    """
+    sums: dict[int, list[float]] = {}
+    latest: dict[int, int] = {}
+    for path in sorted(_files(folder)):  # by attempt
+        for line in _lines(path):
+            step = line["step"]
+            if latest.get(step) != (attempt := _attempt(path)):
+                latest[step], sums[step] = attempt, [0.0, 0.0]
+            for row in line["rows"]:
+                sums[step][0] += row[3]
+                sums[step][1] += row[4]
+    if not sums:
+        raise ValueError(f"{folder} has no rows{_what_there_is(folder)}")
+    return {step: loss / weight if weight else 0.0 for step, (loss, weight) in sorted(sums.items())}
+
+
+def ranked(rows: Iterable[RowLoss], *, by: str = "excess") -> list[RowLoss]:
+    """Return sequences in the order of how much of a step's loss came from them, the most first.
+
+    A loss that is not finite comes before all others.
+
+    Raises:
+        ValueError: for an unknown ``by``.
+    """
+    require(by, "by", ORDERS)
+
+    def key(row: RowLoss) -> tuple[bool, float]:
+        finite = abs(row.loss) < float("inf")
+        return finite, -getattr(row, by) if finite else 0.0
+
+    return sorted(rows, key=key)
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a file; not its last one if that is cut off, because the run was killed."""
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("*.jsonl") if FILE_NAME.fullmatch(path.name)]
+
+
+def _attempt(path: Path) -> int:
+    match = FILE_NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
+
+
+def _newest_attempt(folder: Path) -> int:
+    return max(map(_attempt, _files(folder)), default=0)
+
+
+def _what_there_is(folder: Path) -> str:
+    steps = [line["step"] for path in _files(folder) for line in _lines(path)]
+    if steps:
+        return f"; it has steps {min(steps)} to {max(steps)}"
+    return "; a run keeps them with log_rows: true in its config"
