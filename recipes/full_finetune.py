@@ -107,13 +107,15 @@ def _train(
     loader = build_loader(cfg, dataset, device=device, world=world)
 
     # A new run, one that continues from its newest checkpoint, or a second phase of another run.
-    run: dict[str, Any] = {"step": 0, "steps": 0, "tokens": 0, "seconds": 0.0, "held_out": []}
+    run: dict[str, Any] = {"begun": 0, "step": 0, "steps": 0, "tokens": 0, "seconds": 0.0, "held_out": []}
     if saved_step is not None:
         run = checkpoints.load(saved_step, model=model, optimizer=optimizer)
         warn_of_unheeded(cfg, run["settings"], world=world)
         loader.load_state_dict(run["stream"])
     elif cfg.resume_from is not None:
-        run["step"] = begin_phase(cfg, model=model, optimizer=optimizer, loader=loader, world=world)
+        run["begun"] = run["step"] = begin_phase(
+            cfg, model=model, optimizer=optimizer, loader=loader, world=world
+        )
     step, steps, held_out = run["step"], run["steps"], run["held_out"]
     # The run keeps a number of steps that was estimated from epochs: another estimate would make the schedule jump.
     if not steps or cfg.epochs is None:
@@ -147,7 +149,11 @@ def _train(
     def save() -> None:
         schedule = None if scheduler is None else scheduler.state_dict()
         state = totals() | {"steps": steps, "stream": loader.state_dict(), "scheduler": schedule}
-        state["settings"] = fixed_settings(cfg)
+        state |= {
+            "begun": run["begun"],
+            "packs_per_step": loader.packs_per_step,
+            "settings": fixed_settings(cfg),
+        }
         checkpoints.save(step, model=model, optimizer=optimizer, run=state)
 
     def validate() -> None:

@@ -98,7 +98,7 @@ class Checkpoints:
             CheckpointError: on all ranks, if one cannot write. The checkpoints that were complete stay so.
         """
         self.wait()
-        final = self._path(step)
+        final = self.path(step)
         part = final.with_suffix(".part")
         _silence_dcp()
         # A collective: no rank writes before the folder is clean.
@@ -140,11 +140,11 @@ class Checkpoints:
     def load(self, step: int, *, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Restore model and optimizer in place, and return the saved ``run``."""
         _silence_dcp()
-        path = self._path(step)
+        path = self.path(step)
         failed = f"checkpoint {path} could not be read"
         # Before the collectives of DCP, in which the other ranks would wait for one that has no such file.
         with self.world.raise_on_all(), plain_errors(failed):
-            run = _read_run(path / RUN_FILE)
+            run = _read(path / RUN_FILE)
         with self.world.raise_on_all(), plain_errors(failed):
             state = _state(model, optimizer)
             loader.load(state, checkpoint_id=path, no_dist=self.world.size == 1)
@@ -170,7 +170,7 @@ class Checkpoints:
                 shutil.rmtree(replaced)
             for old in self.steps()[: -self.keep]:
                 if self.keep_every is None or old % self.keep_every:
-                    path = self._path(old)
+                    path = self.path(old)
                     gone = path.with_suffix(".old")
                     path.rename(gone)
                     shutil.rmtree(gone)
@@ -207,7 +207,8 @@ class Checkpoints:
             if LEFTOVER_NAME.fullmatch(path.name):
                 shutil.rmtree(path)
 
-    def _path(self, step: int) -> Path:
+    def path(self, step: int) -> Path:
+        """Return the directory of a step's checkpoint, whether there is one or not."""
         return self.folder / f"step_{step:08d}"
 
 
@@ -279,8 +280,17 @@ class _Writer(FileSystemWriter):
             raise
 
 
-def _read_run(path: Path) -> dict[str, Any]:
-    """Read the small file of a checkpoint."""
+def read_run(path: Path) -> dict[str, Any]:
+    """Read what a checkpoint's directory holds beside model and optimizer.
+
+    Raises:
+        CheckpointError: if it cannot be read.
+    """
+    with plain_errors(f"checkpoint {path} could not be read"):
+        return _read(path / RUN_FILE)
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
         run: dict[str, Any] = torch.load(path, weights_only=True)
     except (EOFError, RuntimeError, pickle.UnpicklingError) as error:

@@ -115,7 +115,8 @@ class MethodLoader:
         )
         self.sampler: Any = self.loader.sampler
         rows_at_once = batch_size * world.size
-        self.batches_per_step = (packs_per_step or rows_at_once) // rows_at_once
+        self.packs_per_step = packs_per_step or rows_at_once
+        self.batches_per_step = self.packs_per_step // rows_at_once
         self._handed = 0  # batches that each rank has handed out in this epoch
         self._totals = Ledger()  # what all ranks have handed out since the beginning
 

@@ -77,7 +77,7 @@ def open_checkpoints(config: RunConfig, *, world: World) -> tuple[Checkpoints, i
             overwrite.
     """
     checkpoints = Checkpoints(
-        _checkpoints(config),
+        checkpoints_folder(config),
         keep=config.keep_checkpoints,
         keep_every=config.keep_every,
         world=world,
@@ -187,7 +187,7 @@ def _finished(config: RunConfig) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     result: dict[str, Any] = json.loads(path.read_text())
-    newest = max(Checkpoints(_checkpoints(config)).steps(), default=None)
+    newest = max(Checkpoints(checkpoints_folder(config)).steps(), default=None)
     if result.pop("data") != config.data:
         return None  # the checkpoint refuses what does not fit it
     result["saved"] = [os.path.normpath(Path(config.output_dir, path)) for path in result["saved"]]
@@ -202,7 +202,7 @@ def _finished(config: RunConfig) -> dict[str, Any] | None:
 
 
 def _interrupted(config: RunConfig, *, number: int) -> Interrupted:
-    newest = max(Checkpoints(_checkpoints(config)).steps(), default=None)
+    newest = max(Checkpoints(checkpoints_folder(config)).steps(), default=None)
     if newest is not None:
         message = f"interrupted; resume=True goes on from step {newest}, its newest checkpoint"
     elif config.checkpoint_every is not None:
@@ -217,7 +217,8 @@ def _interrupted(config: RunConfig, *, number: int) -> Interrupted:
     return Interrupted(f"{config.output_dir}: {message}", step=newest, number=number)
 
 
-def _checkpoints(config: RunConfig) -> Path:
+def checkpoints_folder(config: RunConfig) -> Path:
+    """Return where a run keeps its checkpoints."""
     return Path(config.output_dir, "checkpoints")
 
 

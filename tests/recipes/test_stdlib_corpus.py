@@ -251,8 +251,9 @@ def test_other_content_goes_to_another_folder(tmp_path, monkeypatch):
 
 def test_processes_may_prepare_at_once(small, library, tmp_path):
     expected = stdlib_corpus.prepare(tmp_path / "expected").folder
-    for run in [start(tmp_path / "shared", library) for _ in range(2)]:
-        out, err = run.communicate()
+    runs = [start(tmp_path / "shared", library) for _ in range(2)]
+    said = [run.communicate() for run in runs]  # before looking: the slower one still has files of its own
+    for run, (out, err) in zip(runs, said, strict=True):
         assert run.returncode == 0, err
         assert Path(out.strip()).parent == tmp_path / "shared"
         assert content(Path(out.strip())) == content(expected), "deterministic, and nothing temporary stays"
