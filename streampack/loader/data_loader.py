@@ -84,6 +84,12 @@ class PackedDataLoader:
         data_world_size: int | None = None,
         process_group: ProcessGroup | None = None,
     ) -> None:
+        if not isinstance(dataset, IterablePackedDataset):
+            raise ValueError(
+                f"a {type(dataset).__name__} is no stream of packs; give PackedDataLoader an "
+                "IterablePackedDataset(rows, max_seq_len=...), or packs of a PackedDataset to torch's DataLoader with "
+                "collate_fn=streampack.collate_packed"
+            )
         require_positive(batch_size, "batch_size")
         require_positive(prefetch_factor, "prefetch_factor")
         if packs_per_step is not None:

@@ -42,6 +42,11 @@ def as_source(data: Any, *, once: Once = alone) -> Source:
         files = [os.fspath(path) for path in data]
         kind = ParquetSource if all(path.endswith(".parquet") for path in files) else JSONLSource
         return kind(files, once=once)
+    if type(data).__module__ == "datasets.dataset_dict":
+        splits = ", ".join(map(repr, data))
+        raise ValueError(
+            f"a {type(data).__name__} has several splits: {splits}; give one, such as dataset['train']"
+        )
     data = by_rows(data)
     if type(data).__module__ == "datasets.iterable_dataset":
         return HFSource(data)

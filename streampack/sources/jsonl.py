@@ -16,7 +16,7 @@ from streampack.sources.lines import HEAD_BYTES, ByteCount, Lines, parsed, stret
 from streampack.sources.parts import BadShard, Damage, Part, Record
 from streampack.storage.base import ParallelMap, map_in_threads
 from streampack.storage.compression import content, kind_of, not_text
-from streampack.storage.formats import JSON_LINES, not_json_lines, whole_json
+from streampack.storage.formats import JSON_LINES, not_json_lines, other_json, whole_json
 from streampack.storage.listing import Name, Once, alone, find_files, require_some
 from streampack.storage.ranges import Block, Fetcher, RangeStream, blocks, tail_of
 from streampack.types import RowId
@@ -133,12 +133,15 @@ class JSONLSource(FileSource):
         except ValueError as error:  # JSONDecodeError and UnicodeDecodeError alike
             if (kind := self._kind(part.file)) is not None:
                 raise BadShard(not_text(kind), offset=offset) from None
-            whole = f"; if the file is one JSON document, {whole_json(self.files[part.file].shown)}"
-            raise ValueError(
-                f"not a line of JSON ({error}){whole if raw[:1] in (b'[', b'{') else ''}"
-            ) from None
+            way_out = other_json(raw, error, self.files[part.file].shown)
+            raise ValueError(f"not a line of JSON ({error}){way_out}") from None
         if not isinstance(row, dict):
-            raise ValueError(f"a row must be a JSON object, this is a {type(row).__name__}")
+            way_out = (
+                f"if the file is one JSON array, {whole_json(self.files[part.file].shown)}"
+                if isinstance(row, list)
+                else 'write {"text": ...} on each line'
+            )
+            raise ValueError(f"a row must be a JSON object, this is a {type(row).__name__}; {way_out}")
         return row
 
     def locate(self, row_id: RowId) -> str:

@@ -65,6 +65,21 @@ def whole_json(path: str) -> str:
     return f"let datasets read it: HFSource('json', data_files={path!r}, split='train')"
 
 
+def other_json(raw: bytes, error: ValueError, path: str) -> str:
+    """Return the end of the error message for a line that is no JSON: what the file may be, and how to read that.
+
+    >>> other_json(b"{'text': 'a'}", ValueError(), "a.jsonl")
+    '; Python wrote it in single quotes: write rows by json.dumps'
+    """
+    if isinstance(error, UnicodeDecodeError):
+        return "; JSON is UTF-8: convert the file, such as by iconv -f LATIN1 -t UTF-8"
+    if raw[:2] == b"{'":
+        return "; Python wrote it in single quotes: write rows by json.dumps"
+    if raw[:1] in (b"[", b"{"):
+        return f"; if the file is one JSON document, {whole_json(path)}"
+    return f"; if the file is plain text, let datasets read it: HFSource('text', data_files={path!r}, split='train')"
+
+
 def _begins_a_list(path: str) -> bool:
     with Path(path).open("rb") as file:
         return file.read(256).lstrip(b" \t\r\n\xef\xbb\xbf").startswith(b"[")

@@ -148,22 +148,26 @@ class RemoteStorage:
             response: Any = getattr(error, "response", None)
             if hasattr(response, "status_code"):  # an error of huggingface_hub
                 raise refusal(shown, response.status_code, response.headers) from None
-            raise _class_of(error)(f"{shown}: {type(error).__name__}") from None
+            name = type(error).__name__
+            if name in _SETTINGS:
+                raise Refused(f"{shown}: {name}; {_SETTINGS[name]}") from None
+            kind = Refused if isinstance(error, TypeError) else ConnectionError
+            raise kind(f"{shown}: {name}") from None
 
 
 _KIND = {FileNotFoundError: "there is no such file", PermissionError: "access is denied"}
 
-
-def _class_of(error: Exception) -> type[OSError]:
-    """Return the class that replaces a library's error: `Refused` for wrong settings, else one that is retried."""
-    permanent = (
-        "NoCredentialsError",
-        "PartialCredentialsError",
-        "InvalidURL",
-        "ParamValidationError",
-        "ProfileNotFound",
-    )
-    return Refused if type(error).__name__ in permanent or isinstance(error, TypeError) else ConnectionError
+_CREDENTIALS = (
+    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or for a public bucket storage_options={'anon': True}"
+)
+_SETTINGS = {
+    "NoCredentialsError": _CREDENTIALS,
+    "PartialCredentialsError": _CREDENTIALS,
+    "ProfileNotFound": "correct AWS_PROFILE, or unset it",
+    "ParamValidationError": "correct the name of the bucket or the key",
+    "InvalidURL": "correct the URL",
+}
+"""Errors of libraries, by name, that another try would not change, each with the way out."""
 
 
 def _make(scheme: str, options: Mapping[str, Any]) -> Any:

@@ -250,8 +250,10 @@ def test_too_many_bad_records_fail_the_run(tmp_path: Path) -> None:
             while True:
                 found.append(next(running))
                 states.append(running.lane_states())
+        path = f"{tmp_path}/data/a.jsonl"
         assert str(error.value) == (
-            f"{tmp_path}/data/a.jsonl:42: a row must be a JSON object, this is a list; lane 0 has passed by 2 broken "
+            f"{path}:42: a row must be a JSON object, this is a list; if the file is one JSON array, let datasets read "
+            f"it: HFSource('json', data_files={path!r}, split='train'); lane 0 has passed by 2 broken "
             "records before this one: look at them, and raise max_bad_records if they may be left out"
         )
     assert len(listed(tmp_path / "bad")) == 2

@@ -25,6 +25,7 @@ from streampack import PackedDataLoader
 from streampack.sources import Reading
 from streampack.storage.read_ahead import NO_READ_AHEAD, ReadAhead
 from streampack.storage.remote import RemoteStorage
+from streampack.storage.retries import Refused
 from tests.support.conformance import check_resume_everywhere
 from tests.support.shards import KINDS, packs, shards, source, stream, urls, used
 from tests.support.web import Web, random_faults
@@ -356,3 +357,18 @@ def test_a_secret_appears_nowhere(
 
 def children() -> list[int]:
     return [child.pid for child in multiprocessing.active_children() if child.pid]
+
+
+def test_missing_credentials_are_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoCredentialsError(Exception):
+        """botocore's, which is known by its name."""
+
+    def refuse(_: object) -> object:
+        raise NoCredentialsError("Unable to locate credentials of AKIASECRET")
+
+    storage = RemoteStorage("s3", options={}, patience=1.0)
+    monkeypatch.setattr(storage, "filesystem", lambda: None)
+    with pytest.raises(Refused) as error:
+        storage._call("s3://bucket/rows.jsonl", refuse)
+    assert str(error.value).startswith("s3://bucket/rows.jsonl: NoCredentialsError; set AWS_ACCESS_KEY_ID")
+    assert "AKIASECRET" not in str(error.value)

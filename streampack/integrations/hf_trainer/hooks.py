@@ -19,7 +19,7 @@ from streampack.integrations.hf_trainer.checkpoints import (
 )
 from streampack.integrations.hf_trainer.epochs import Plan, plan_epochs
 from streampack.integrations.hf_trainer.evaluation import Evaluation, TokenMean, require_end
-from streampack.integrations.hf_trainer.steps import Steps
+from streampack.integrations.hf_trainer.steps import Steps, require_token_ids
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.packing.batch import Batch
 from streampack.streaming.dataset import IterablePackedDataset
@@ -112,6 +112,7 @@ class Hooks:
 
     def as_inputs(self, batch: Batch) -> dict[str, Any]:
         """Turn a batch into the model's keyword arguments, on its device."""
+        require_token_ids(batch, find_pretrained(self.trainer.model))
         batch = batch.to(self.trainer.args.device)
         return {**self.inputs(batch), "labels": batch.labels}
 
