@@ -14,7 +14,7 @@ from streampack.losses import LOSS_NORMS
 from streampack.map_style.methods import METHODS
 from streampack.sources.corpus_lists import CORPUS_LISTS_FOLDER
 from streampack.streaming.dataset import IterablePackedDataset
-from streampack.training.hints import hint_for
+from streampack.training.hints import DATA_KEYS, TORCHTUNE_KEYS, TRAINER_KEYS, hint_for
 from streampack.training.nodes import config_node_problems, type_problems
 from streampack.validation import require, require_positive
 
@@ -22,52 +22,100 @@ Node = dict[str, Any]
 
 NODES = {"tokenizer", "model", "checkpointer", "optimizer", "metric_logger", "lr_scheduler", "profiler"}
 DTYPES = ("bf16", "fp32", "fp64")
-VALIDATION_KEYS = ("fraction", "source", "max_packs", "every")
+VALIDATION_KEYS = {
+    "fraction": "of the rows to hold out, above 0 and below 1, by their content: the same rows in every run",
+    "source": "instead of `fraction`, a source of its own, as `data.source`",
+    "max_packs": "the most packs of each source that an evaluation reads; default: 32",
+    "every": "steps between two evaluations; there is one before the first step and one after the last in any case",
+}
+"""Keys of the ``validation`` section, each with its meaning."""
 
 
 @dataclass(kw_only=True)
 class RunConfig:
-    """The config of one run. Nodes with a ``_component_`` stay plain dicts until the recipe builds them."""
+    """The config of one run. Nodes with a ``_component_`` stay plain dicts until the recipe builds them.
 
-    output_dir: str  # checkpoints, weights and logs
+    Attributes:
+        output_dir: the folder of checkpoints, weights and logs.
+        tokenizer: a node, which is handed to the encoders.
+        model: a node of one of torchtune's builders.
+        checkpointer: a node of one of torchtune's: where the weights come from, and the format in which they are saved.
+        optimizer: a node.
+        data: ``source``, ``encoder``, and arguments of `IterablePackedDataset`; or a ``method``.
+        metric_logger: a node of one of torchtune's.
+        seed: of dropout, and of the shuffled order where ``data.seed`` is not given.
+        device: ``"auto"`` takes the GPU where there is one; or ``"cuda"``, ``"cpu"``.
+        dtype: of weights and computation: ``"bf16"``, ``"fp32"`` or ``"fp64"``.
+        validation: which rows are held out, and how often the loss on them is measured.
+        lr_scheduler: a node of a schedule that takes ``num_training_steps``; without one, the rate stays as it is.
+        epochs: how often the data is read; without it, again and again, until ``max_steps``.
+        max_steps: optimizer steps of the whole run.
+        batch_size: the most packs in a forward pass of one rank.
+        packs_per_step: packs in an optimizer step, over all ranks; default: one batch a rank.
+        num_workers: processes that read, encode and pack, for each rank.
+        loss_norm: ``"token"``, or ``"sample"``: every sample weighs the same, whatever its length.
+        clip_grad_norm: the norm to which gradients are clipped.
+        attention: ``"auto"``, ``"dense"`` (``"sdpa"``), ``"flex"``, ``"varlen"`` or ``"flash"``; see
+            `prepare_model_for_packing`.
+        verify_isolation: whether to check before the first step that no sample of a pack attends to another.
+        activation_checkpointing: whether activations are computed again in the backward pass, to save memory.
+        compile: whether the model is compiled.
+        custom_sharded_layers: names of modules that are sharded one by one, as layers are.
+        fsdp_reshard_after_forward: False keeps layers whole until the backward pass, which takes more memory.
+        collective_timeout: seconds that ranks wait for the slowest one.
+        checkpoint_every: steps between checkpoints; without it, only the final weights are saved.
+        keep_checkpoints: how many of the newest checkpoints are kept.
+        keep_every: steps; checkpoints of its multiples are kept for good.
+        async_checkpoint: whether to write while training continues, from a copy in memory.
+        save_adapter_weights_only: LoRA: whether to leave out the merged weights.
+        document_masking: pretraining: False lets a token attend to all documents before it in its pack.
+        z_loss: pretraining: the weight of the squared log-normalizer in the loss; PaLM's was 1e-4.
+        resume: whether to go on from the newest checkpoint in ``output_dir``, or from step 0 if there is none.
+        resume_from: another run's checkpoint, from which a second phase begins.
+        continue_data: with ``resume_from``: whether to read on behind what that run has packed.
+        log_every: steps between two logs.
+        log_rows: whether to keep the loss of every sequence, for ``streampack trace``.
+        profiler: a node of one of torchtune's profilers.
+    """
+
+    output_dir: str
     tokenizer: Node
     model: Node
-    checkpointer: Node  # torchtune's: where the weights come from, and the format in which they are saved
+    checkpointer: Node
     optimizer: Node
-    data: Node  # source, encoder, the arguments of IterablePackedDataset; or a method, see MethodLoader
+    data: Node
     metric_logger: Node
     seed: int = 0
     device: str = "auto"
     dtype: str = "bf16"
-    validation: Node | None = None  # fraction of the rows or source, max_packs, every
+    validation: Node | None = None
     lr_scheduler: Node | None = None
-    epochs: int | None = None  # None: the data is read again and again, until max_steps
+    epochs: int | None = None
     max_steps: int | None = None
-    batch_size: int = 1  # packs in a forward pass of one rank, at most
-    packs_per_step: int | None = None  # packs in an optimizer step, over all ranks; default: one batch a rank
-    num_workers: int = 0  # processes that read, encode and pack, for each rank
-    loss_norm: str = "token"  # or "sample": every sample weighs the same, whatever its length
+    batch_size: int = 1
+    packs_per_step: int | None = None
+    num_workers: int = 0
+    loss_norm: str = "token"
     clip_grad_norm: float | None = None
-    attention: str = "auto"  # or "dense" ("sdpa"), "flex", "varlen", "flash": see prepare_model_for_packing
-    verify_isolation: bool = True  # check before the first step that no sample of a pack attends to another
+    attention: str = "auto"
+    verify_isolation: bool = True
     activation_checkpointing: bool = False
     compile: bool = False
-    # Modules sharded one by one, as layers are.
     custom_sharded_layers: list[str] = field(default_factory=list)
-    fsdp_reshard_after_forward: bool = True  # False keeps layers whole until the backward pass: more memory
-    collective_timeout: float = 600  # seconds that ranks wait for the slowest one
-    checkpoint_every: int | None = None  # steps between checkpoints; None: only the final weights are saved
-    keep_checkpoints: int = 2  # the newest ones
-    keep_every: int | None = None  # steps; checkpoints of its multiples are kept for good
-    async_checkpoint: bool = False  # write while training continues, from a copy in memory
-    save_adapter_weights_only: bool = False  # LoRA: do not save the merged weights
-    document_masking: bool = True  # pretraining: False lets a token attend to all documents before it
-    z_loss: float = 0.0  # pretraining: weight of the squared log-normalizer in the loss; PaLM's was 1e-4
-    resume: bool = False  # from the newest checkpoint in output_dir; from step 0 if there is none
-    resume_from: str | None = None  # another run's checkpoint, for a second phase: see `begin_phase`
-    continue_data: bool = False  # with resume_from: read on behind what that run has packed
-    log_every: int = 1  # steps between two logs
-    log_rows: bool = False  # keep the loss of every sequence, for `streampack trace`
+    fsdp_reshard_after_forward: bool = True
+    collective_timeout: float = 600
+    checkpoint_every: int | None = None
+    keep_checkpoints: int = 2
+    keep_every: int | None = None
+    async_checkpoint: bool = False
+    save_adapter_weights_only: bool = False
+    document_masking: bool = True
+    z_loss: float = 0.0
+    resume: bool = False
+    resume_from: str | None = None
+    continue_data: bool = False
+    log_every: int = 1
+    log_rows: bool = False
     profiler: Node | None = None
 
     def __post_init__(self) -> None:
@@ -169,7 +217,10 @@ def config_problems(values: Mapping[str, Any]) -> list[str]:
     """Return the problems of a config that show without building anything or opening a file."""
     known = {f.name for f in fields(RunConfig)}
     required = {f.name for f in fields(RunConfig) if f.default is MISSING and f.default_factory is MISSING}
-    problems = [f"unknown key {key!r}{hint_for(key, known, top=True)}" for key in values if key not in known]
+    others = TRAINER_KEYS | TORCHTUNE_KEYS
+    problems = [
+        f"unknown key {key!r}{hint_for(key, known, elsewhere=others)}" for key in values if key not in known
+    ]
     problems += [f"missing key {key!r}" for key in sorted(required - set(values))]
     problems += [f"{key}: {problem}" for key, problem in type_problems(RunConfig, values, name="a run")]
     for key in NODES & set(values):
@@ -195,8 +246,12 @@ def _data_problems(data: Mapping[str, Any]) -> list[str]:
     settings = {key: value for key, value in data.items() if key not in ("source", "encoder", "method")}
     known = inspect.signature(IterablePackedDataset).parameters
     problems = [f"data.{key} is missing" for key in ("source", "max_seq_len") if data.get(key) is None]
+    if isinstance(data.get("encoder"), str):
+        problems.append(
+            f"data.encoder={data['encoder']!r} is text; write it as a component: {{_component_: {data['encoder']}}}"
+        )
     problems += [
-        f"data: unknown key {key!r}{hint_for(key, [*known, 'method'])}"
+        f"data: unknown key {key!r}{hint_for(key, [*known, 'method'], elsewhere=DATA_KEYS)}"
         for key in settings
         if key not in known
     ]

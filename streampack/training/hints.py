@@ -1,8 +1,9 @@
-"""Hints for unknown keys of a config: torchtune's keys, and misspelt ones."""
+"""Hints for unknown keys of a config: keys of torchtune, of Trainer and TRL, and misspelt ones."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 from streampack.validation import did_you_mean
 
@@ -48,13 +49,75 @@ TORCHTUNE_KEYS = {
 }
 """Keys of torchtune's configs for full and LoRA fine-tuning that have another name here, or none."""
 
+TRAINER_KEYS = {
+    "per_device_train_batch_size": "write batch_size, which counts packs",
+    "per_device_eval_batch_size": "held-out packs take batch_size",
+    "learning_rate": "write optimizer.lr",
+    "weight_decay": "write optimizer.weight_decay",
+    "adam_beta1": "write optimizer.betas",
+    "adam_beta2": "write optimizer.betas",
+    "optim": "write optimizer: {_component_: torch.optim.AdamW, lr: ...}",
+    "lr_scheduler_type": "write lr_scheduler: {_component_: ...}, torchtune's schedule or one of transformers'",
+    "warmup_steps": "write lr_scheduler.num_warmup_steps",
+    "warmup_ratio": "write lr_scheduler.num_warmup_steps",
+    "num_train_epochs": "write epochs",
+    "max_grad_norm": "write clip_grad_norm",
+    "bf16": "write dtype: bf16",
+    "fp16": "write dtype: bf16, which needs no loss scaling; fp16 is not offered",
+    "gradient_checkpointing": "write activation_checkpointing",
+    "torch_compile": "write compile",
+    "attn_implementation": "write attention",
+    "dataloader_num_workers": "write num_workers",
+    "logging_steps": "write log_every",
+    "eval_steps": "write validation.every",
+    "eval_strategy": "write validation.every",
+    "save_steps": "write checkpoint_every",
+    "save_strategy": "write checkpoint_every, in steps",
+    "save_total_limit": "write keep_checkpoints",
+    "report_to": "write metric_logger: {_component_: ...}",
+    "data_seed": "write data.seed",
+    "max_length": "write data.max_seq_len",
+    "packing": "packing is always on; remove the key",
+    "packing_strategy": "write data.strategy",
+    "padding_free": "packs have no padding but at their end; remove the key",
+    "group_by_length": "write data.method: group_by_length_padding, or remove the key",
+    "completion_only_loss": "write data.encoder: {_component_: streampack.PromptCompletionEncoder}",
+    "assistant_only_loss": "write data.encoder: {_component_: streampack.ChatEncoder}, which trains the answers",
+    "dataset_text_field": "write data.encoder: {_component_: streampack.TextEncoder, column: ...}",
+}
+"""Arguments of transformers' Trainer and TRL's SFTTrainer that have another name in a config of ours, or none."""
 
-def hint_for(key: str, known: Collection[str], *, top: bool = False) -> str:
-    """Return the end of an error message for a key that is not ``known``; ``top`` for keys at the top of a config.
+
+DATA_KEYS = {
+    "packed": "packing is always on; remove the key",
+    "train_on_input": "write it under data.encoder.message_transform",
+    "column_map": "write it under data.encoder.message_transform",
+    "new_system_prompt": "write it under data.encoder.message_transform",
+    "message_transform": "write it under data.encoder",
+    "column": "write it under data.encoder",
+    "paths": "write it under data.source",
+    "data_files": "write it under data.source",
+    "split": "write it under data.source",
+    "name": "write it under data.source",
+    "streaming": "write it under data.source",
+    "max_length": "write max_seq_len",
+    "batch_size": "write batch_size at the top of the config",
+    "num_workers": "write num_workers at the top of the config",
+    "packs_per_step": "write packs_per_step at the top of the config",
+}
+"""Keys of a torchtune ``dataset`` node, and of ours, that are not keys of ``data``."""
+
+NO_HINTS: Mapping[str, str] = MappingProxyType({})
+
+
+def hint_for(key: str, known: Collection[str], *, elsewhere: Mapping[str, str] = NO_HINTS) -> str:
+    """Return the end of an error message for a key that is not ``known``; ``elsewhere`` has hints for other names.
 
     >>> hint_for("shufle", ["shuffle", "seed"])
     "; did you mean 'shuffle'?"
+    >>> hint_for("save_steps", ["checkpoint_every"], elsewhere=TRAINER_KEYS)
+    '; write checkpoint_every'
     """
-    if top and key in TORCHTUNE_KEYS:
-        return f"; {TORCHTUNE_KEYS[key]}"
+    if key in elsewhere:
+        return f"; {elsewhere[key]}"
     return did_you_mean(key, known) or f"; the keys are {', '.join(sorted(known))}"
