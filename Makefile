@@ -13,7 +13,7 @@ PYTEST_ARGS ?=
 DEVICE ?= cuda
 GPU_PYTHON ?= python3
 
-.PHONY: help setup quickstart test test-slow stress lint format bench paper models gpu wheels clean
+.PHONY: help setup quickstart test test-slow stress lint format bench paper models gpu wheels docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -91,6 +91,13 @@ wheels:  ## what a GPU machine without network lacks, as a folder to copy there;
 	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --implementation cp --python-version $(WHEELS_PYTHON) \
 		$(PLATFORMS:%=--platform %_x86_64) -c constraints.txt -d wheels $(WHEELS)
 
+# The tables and pictures in docs/ are made from the code; a warning of Sphinx is an error.
+docs: $(VENV)/.installed-docs  ## the documentation as pages that open from disk: build/docs/index.html
+	$(BIN)/python -m tests.support.docs_tables
+	$(BIN)/python -m tests.support.docs_pictures
+	$(BIN)/python -m sphinx -q -b html -c docs -d build/doctrees -W --keep-going -n . build/docs
+	@echo "open build/docs/index.html"
+
 clean:  ## remove .venv, builds and caches
 	rm -rf $(VENV) .site-gpu build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -109,6 +116,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.installed-stress: $(VENV)/.installed
 	$(BIN)/python -m pip install -c constraints.txt -e ".[stress]"
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(BIN)/python -m pip install -c constraints.txt -e ".[docs]"
 	@touch $@
 
 $(VENV)/.installed-bench: $(VENV)/.installed

@@ -60,6 +60,8 @@ EXTRAS = [
 FREE_TESTS = {
     "test_architecture.py": "the layers, the public names, the places of tests",
     "test_docs.py": "README and docs",
+    "test_docs_made.py": "tables and pictures of docs/ that are made from the code",
+    "test_mistakes.py": "the likeliest mistakes of a newcomer, through every door",
     "test_fuzz.py": "configurations and chains of resumes drawn at random, from sources to loaders",
     "distributed/test_processes.py": "several processes: loader and collectives together",
     "loader/test_interrupts.py": "exceptions in the middle of next(): loader, workers, streams and sources together",
@@ -248,7 +250,8 @@ def test_one_version() -> None:
 # Requirements of extras that we do not import, and who needs them.
 NEEDED_BY = {
     "torchao": "torchtune", "torchdata": "torchtune", "accelerate": "transformers' Trainer", "aiohttp": "fsspec",
-    "s3fs": "fsspec", "moto": "a process of its own", "flask": "moto", "flask-cors": "moto", "pytest-xdist": "pytest",
+    "s3fs": "fsspec", "moto": "a process of its own", "sphinx": "make docs", "myst-parser": "sphinx",
+    "furo": "sphinx", "sphinx-copybutton": "sphinx", "flask": "moto", "flask-cors": "moto", "pytest-xdist": "pytest",
     "ruff": "make lint", "mypy": "make lint", "flash-attn": "streampack.attention.flash, by name",
 }  # fmt: skip
 

@@ -1,13 +1,17 @@
-"""README and docs: every Python block runs as it is printed, and every link leads somewhere."""
+"""README and docs: every Python block runs as it is printed, every link leads somewhere, every page is listed."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.hf_tokenizers import byte_level
 
@@ -36,13 +40,16 @@ def test_there_are_pages_with_blocks() -> None:
 @pytest.mark.parametrize("page", WITH_BLOCKS, ids=lambda page: page.name)
 @pytest.mark.filterwarnings("ignore")  # of transformers and TRL, which a reader sees and may ignore
 def test_python_blocks_run_as_printed(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after the other, in a folder with data/*.jsonl, with a small ``model`` and ``tokenizer``."""
+    """One after the other, in a folder with data/*.jsonl and chats/*.jsonl, a small ``model`` and ``tokenizer``."""
     transformers = pytest.importorskip("transformers")
     if "trl" in page.read_text(encoding="utf-8"):
         pytest.importorskip("trl")
     (tmp_path / "data").mkdir()
     lines = [json.dumps({"text": "one two three " * (i % 7 + 1)}) for i in range(40)]
     (tmp_path / "data" / "rows.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "chats").mkdir()
+    turns = [{"role": "user", "content": "what is this"}, {"role": "assistant", "content": "a test"}]
+    (tmp_path / "chats" / "rows.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 40)
     monkeypatch.chdir(tmp_path)
     sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
     config = transformers.LlamaConfig(vocab_size=1000, num_attention_heads=2, pad_token_id=0, **sizes)
@@ -56,12 +63,107 @@ def test_python_blocks_run_as_printed(page: Path, tmp_path: Path, monkeypatch: p
         exec(compile(block, f"{page.name}, block {number}", "exec"), names)
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+LINKED = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"]
+
+
+def prose(page: Path) -> str:
+    """The text of a page without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as code hosts and MyST make them."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
-    broken = [
-        link
-        for link in links
-        if "://" not in link and not link.startswith("#") and not (page.parent / link.split("#")[0]).exists()
-    ]
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if "://" not in link and not (target.exists() and (not anchor or anchor in anchors(target))):
+            broken.append(link)
     assert not broken
+
+
+def listed(page: Path) -> set[Path]:
+    """The pages in the toctrees of a page; an entry may be a glob."""
+    text = page.read_text(encoding="utf-8")
+    trees = re.findall(r"^```\{toctree\}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    entries = [line for tree in trees for line in tree.splitlines() if line and not line.startswith(":")]
+    for entry in entries:
+        assert "*" in entry or (page.parent / f"{entry}.md").is_file(), f"{page.name} lists {entry}"
+    return {path.resolve() for entry in entries for path in page.parent.glob(f"{entry}.md")}
+
+
+def test_every_page_is_in_a_table_of_contents() -> None:
+    index = ROOT / "docs" / "index.md"
+    found = {index} | listed(index)
+    found |= {below for page in found for below in listed(page)}
+    results = set((ROOT / "benchmarks" / "results").glob("*.md"))
+    assert {*LINKED, *results} - found == set()
+
+
+def whole_configs(page: Path) -> list[str]:
+    """The YAML blocks of a page that are in streampack's own keys, not in torchtune's."""
+    text = page.read_text(encoding="utf-8")
+    found: list[str] = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return [block for block in found if not block.startswith("# torchtune") and re.search(r"^\w", block)]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if whole_configs(page)], ids=lambda page: page.name)
+def test_yaml_blocks_have_keys_that_a_run_knows(page: Path) -> None:
+    """Put into the quickstart's config; what a run would read is not opened."""
+    pytest.importorskip("torchtune")
+    from omegaconf import OmegaConf
+
+    from streampack.training.config import config_problems, to_plain
+
+    encoder = "{_component_: streampack.TextEncoder}"  # where a page shows three dots
+    for block in whole_configs(page):
+        config = to_plain(OmegaConf.load(ROOT / "configs" / "quickstart.yaml"))
+        written = OmegaConf.to_container(OmegaConf.create(block.replace("{...}", encoder)))
+        assert isinstance(written, dict)
+        config |= {**written, "data": {**config["data"], "max_seq_len": 512, **written.get("data", {})}}
+        known = {"above model.max_seq_len"}  # the quickstart's model is small
+        problems = [each for each in config_problems(config) if not any(text in each for text in known)]
+        assert problems == [], block
+
+
+def test_plain_ddp_gives_the_same_weights_on_any_number_of_ranks(tmp_path: Path) -> None:
+    """The last block of "Coming from Trainer and TRL", by torchrun."""
+    pytest.importorskip("transformers")
+    page = ROOT / "docs" / "guides" / "coming_from_trainer.md"
+    [block] = [block for block in blocks(page) if "DistributedDataParallel" in block]
+    sizes = (
+        "hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=1000"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\nfrom transformers import LlamaConfig, LlamaForCausalLM\n"
+        "from streampack import IterablePackedDataset, PackedDataLoader\n"
+        f"torch.manual_seed(0)\nmodel = LlamaForCausalLM(LlamaConfig({sizes}))\n"
+        'rows = [{"input_ids": [n % 50 + 1] * (n % 90 + 2)} for n in range(400)]\n'
+        f"{block}\n"
+        'if int(os.environ["RANK"]) == 0:\n    torch.save(model.state_dict(), f"{ranks}.pt")\n'
+    )
+    weights = []
+    for ranks in (1, 2):
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc_per_node={ranks}",
+            script,
+        ]
+        run = subprocess.run(
+            command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+        assert run.returncode == 0, run.stderr
+        weights.append(torch.load(tmp_path / f"{ranks}.pt"))
+    for name, one in weights[0].items():
+        torch.testing.assert_close(weights[1][name], one, rtol=1e-5, atol=1e-6, msg=name)

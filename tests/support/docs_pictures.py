@@ -1,0 +1,251 @@
+"""Pictures of how packing works, drawn from real plans: ``python -m tests.support.docs_pictures`` writes them.
+
+tests/test_docs_made.py compares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from benchmarks.lengths import lengths
+from streampack import IterablePackedDataset, collate_packed, make_mask, plan_packs
+
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "pictures"
+
+# Sizes in pixels. 480 wide, so that on a telephone the letters are still readable.
+WIDTH, MARGIN, LETTER = 480, 12, 13
+LINE = 20
+SAMPLES = [int(length) for length in lengths("orca", count=20, seed=5, longest=1024)]
+MAX_SEQ_LEN = 1024
+
+Span = tuple[int, int]  # the number of a sample, and its tokens
+
+
+class Picture:
+    """SVG shapes, from the top down, on a white sheet that is readable in light and dark pages."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self.shapes: list[str] = []
+        self.top = MARGIN
+
+    def text(self, text: str, *, left: float = MARGIN, anchor: str = "start", kind: str = "t") -> None:
+        """Write a line at the current height, which does not move."""
+        self.shapes.append(
+            f'<text class="{kind}" x="{left:g}" y="{self.top + LETTER:g}" text-anchor="{anchor}">{text}</text>'
+        )
+
+    def box(self, left: float, width: float, height: float, *, fill: str, kind: str = "") -> None:
+        """Draw a rectangle at the current height, which does not move."""
+        name = f' class="{kind}"' if kind else ""
+        self.shapes.append(
+            f'<rect{name} x="{left:g}" y="{self.top:g}" width="{width:g}" height="{height:g}" fill="{fill}"/>'
+        )
+
+    def down(self, pixels: float) -> None:
+        self.top += pixels
+
+    def svg(self) -> str:
+        height = self.top + MARGIN
+        return "\n".join(
+            [
+                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}" '
+                f'height="{height:g}" role="img" aria-label="{self.title}">',
+                f"<title>{self.title}</title>",
+                "<style>text{font:13px sans-serif;fill:#222}.b{font-weight:bold}.n{font-size:11px}"
+                ".m{font:11px monospace}.s{stroke:#fff}</style>",
+                '<defs><pattern id="p" width="6" height="6" patternUnits="userSpaceOnUse" '
+                'patternTransform="rotate(45)"><rect width="6" height="6" fill="#eee"/>'
+                '<rect width="2" height="6" fill="#bbb"/></pattern></defs>',
+                '<rect width="100%" height="100%" rx="6" fill="#fff"/>',
+                *self.shapes,
+                "</svg>\n",
+            ]
+        )
+
+
+def colour(sample: int) -> str:
+    """Return the colour of a sample; those of neighbours differ clearly."""
+    return f"hsl({sample * 137 % 360} 60% {78 - sample % 3 * 7}%)"
+
+
+PADDING = "url(#p)"
+
+
+def draw_row(picture: Picture, spans: Iterable[Span], *, tokens: int) -> None:
+    """Draw a row of samples, each with its number, over its padding."""
+    scale = (WIDTH - 2 * MARGIN) / tokens
+    picture.box(MARGIN, WIDTH - 2 * MARGIN, LINE - 4, fill=PADDING)
+    left = float(MARGIN)
+    for sample, length in spans:
+        width = length * scale
+        picture.box(left, width, LINE - 4, fill=colour(sample), kind="s")
+        if width > 16:
+            picture.down(-1)
+            picture.text(str(sample + 1), left=left + width / 2, anchor="middle", kind="n")
+            picture.down(1)
+        left += width
+    picture.down(LINE)
+
+
+def draw_rows(picture: Picture, heading: str, rows: Sequence[Sequence[Span]], *, tokens: int) -> None:
+    """Draw rows under a heading that counts them and their padding."""
+    real = sum(length for row in rows for _, length in row)
+    padding = 100 - 100 * real / (len(rows) * tokens)
+    picture.text(heading, kind="b")
+    picture.text(f"{len(rows)} rows, {padding:.0f} % padding", left=WIDTH - MARGIN, anchor="end", kind="t")
+    picture.down(LINE + 2)
+    for row in rows:
+        draw_row(picture, row, tokens=tokens)
+    picture.down(10)
+
+
+def planned(strategy: str) -> list[list[Span]]:
+    """Return the packs that a strategy plans of the samples."""
+    plan = plan_packs(SAMPLES, MAX_SEQ_LEN, strategy=strategy)
+    return [[(span.index, span.stop - span.start) for span in pack] for pack in plan]
+
+
+def padding_and_packing() -> str:
+    picture = Picture("The same samples padded, and packed")
+    draw_rows(picture, "padded", [[(i, length)] for i, length in enumerate(SAMPLES)], tokens=MAX_SEQ_LEN)
+    draw_rows(picture, "packed", planned("exact_fit"), tokens=MAX_SEQ_LEN)
+    return picture.svg()
+
+
+def strategies() -> str:
+    picture = Picture("Twenty samples in packs by each strategy")
+    for strategy in ("next_fit", "first_fit", "best_fit", "exact_fit"):
+        draw_rows(picture, strategy, planned(strategy), tokens=MAX_SEQ_LEN)
+    return picture.svg()
+
+
+SMALL = [5, 4, 6, 3]
+SMALL_PACK = 16
+
+
+def small_pack() -> IterablePackedDataset:
+    """Return a dataset whose first pack has three samples; the first token of each is a prompt."""
+    rows = [
+        {"tokens": [10 * (i + 1) + j for j in range(length)], "labels": [-100] * 2 + [1] * (length - 2)}
+        for i, length in enumerate(SMALL)
+    ]
+    return IterablePackedDataset(rows, max_seq_len=SMALL_PACK, strategy="first_fit", num_lanes=1)
+
+
+def one_pack() -> str:
+    """Draw the arrays of one pack, token by token."""
+    pack = next(iter(small_pack()))
+    picture = Picture("Tokens, positions and labels of one pack")
+    segments = [number for number, length in enumerate(pack["seq_lens"].tolist()) for _ in range(length)]
+    left, width = 86, (WIDTH - 86 - MARGIN) / SMALL_PACK
+    for name in ("tokens", "input_pos", "labels"):
+        picture.text(name, kind="m")
+        for column, value in enumerate(pack[name].tolist()):
+            segment = segments[column]
+            padding = segment >= pack["num_seqs"]
+            trained = pack["labels"][column] != -100
+            fill = PADDING if padding else colour(segment)
+            picture.box(left + column * width, width - 1, LINE - 2, fill=fill)
+            shown = "·" if name == "labels" and not trained else str(value)
+            picture.text(shown, left=left + (column + 0.5) * width, anchor="middle", kind="m")
+        picture.down(LINE)
+    picture.down(4)
+    picture.text(f"seq_lens  {pack['seq_lens'].tolist()}", kind="m")
+    picture.down(LINE - 2)
+    picture.text("· is -100: prompts, the first token of a sample, padding", kind="n")
+    picture.down(LINE - 2)
+    return picture.svg()
+
+
+def mask() -> str:
+    """Draw which token attends to which: in one sequence, and in a pack."""
+    picture = Picture("Attention in a row without boundaries, and in a pack")
+    batch = collate_packed([next(iter(small_pack()))])
+    isolated = make_mask(batch, attention="dense")[0].tolist()
+    segments = [
+        number for number, length in enumerate(batch.seq_lens[0].tolist()) for _ in range(int(length))
+    ]
+    real = len([segment for segment in segments if segment < 3])
+    side = (WIDTH - 3 * MARGIN) / 2 / SMALL_PACK
+    second = MARGIN + SMALL_PACK * side + MARGIN
+    picture.text("one sequence: causal", kind="b")
+    picture.text("a pack: block-causal", left=second, kind="b")
+    picture.down(LINE + 2)
+    for query in range(SMALL_PACK):
+        for key in range(SMALL_PACK):
+            for left, seen in ((MARGIN, key <= query), (second, isolated[query][key])):
+                if query >= real or key >= real:
+                    fill = PADDING if seen and query == key else "#f6f6f6"
+                else:
+                    fill = colour(segments[query]) if seen else "#f6f6f6"
+                picture.box(left + key * side, side - 1, side - 1, fill=fill)
+        picture.down(side)
+    picture.down(2)
+    picture.text("a row: what that token sees (columns)", kind="n")
+    picture.down(LINE - 2)
+    return picture.svg()
+
+
+def lanes() -> str:
+    """Draw the first packs of four lanes with their slots, and which rank makes them."""
+    rows = [{"input_ids": [5] * 8} for _ in range(200)]
+    packs_per_step = 4
+
+    def read_by(ranks: int) -> list[int]:
+        """Return which rank reads each lane."""
+        dataset = IterablePackedDataset(rows, max_seq_len=16, num_lanes=4)
+        owners = {}
+        for rank in range(ranks):
+            stream = dataset.stream(rank, ranks)
+            list(stream)
+            owners |= dict.fromkeys(stream.lane_states(), rank)
+        return [owners[lane] for lane in range(4)]
+
+    picture = Picture("Packs of four lanes, steps, and ranks")
+    left, width = 66, 62
+    picture.text("step", kind="b")
+    for step in range(4):
+        picture.text(str(step), left=left + (step + 0.5) * width, anchor="middle", kind="b")
+    for column, ranks in enumerate((1, 2, 4)):
+        name = f"{ranks} rank{'s' * (ranks > 1)}"
+        picture.text(name, left=left + 4 * width + 28 + column * 54, anchor="middle", kind="n")
+    picture.down(LINE + 2)
+    owners = {ranks: read_by(ranks) for ranks in (1, 2, 4)}
+    for lane in range(4):
+        picture.text(f"lane {lane}")
+        for step in range(4):
+            slot = step * packs_per_step + lane
+            picture.box(left + step * width, width - 3, LINE, fill=colour(step * 2))
+            picture.down(1)
+            picture.text(f"pack {slot}", left=left + (step + 0.5) * width, anchor="middle", kind="n")
+            picture.down(-1)
+        for column, ranks in enumerate((1, 2, 4)):
+            picture.text(
+                f"rank {owners[ranks][lane]}",
+                left=left + 4 * width + 28 + column * 54,
+                anchor="middle",
+                kind="n",
+            )
+        picture.down(LINE + 4)
+    return picture.svg()
+
+
+PICTURES: dict[str, Callable[[], str]] = {
+    "padding_and_packing.svg": padding_and_packing,
+    "strategies.svg": strategies,
+    "one_pack.svg": one_pack,
+    "mask.svg": mask,
+    "lanes.svg": lanes,
+}
+
+
+def main() -> None:
+    FOLDER.mkdir(exist_ok=True)
+    for name, draw in PICTURES.items():
+        (FOLDER / name).write_text(draw(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

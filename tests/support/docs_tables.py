@@ -1,0 +1,164 @@
+"""Tables in docs/ that are made from the code: keys of a config, hints for other tools' keys, mistakes and messages.
+
+``python -m tests.support.docs_tables`` writes them between their marks; tests/test_docs_tables.py compares them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import streampack
+from streampack.training.config import VALIDATION_KEYS, RunConfig
+from streampack.training.hints import TORCHTUNE_KEYS, TRAINER_KEYS
+from tests.support.mistakes import MISTAKES
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PASSED_BY_RECIPES = {"self", "source", "encoder", "tokenizer", "once", "epochs", "vocab_size", "padding_idx"}
+TYPES = {
+    "str": "text",
+    "Name": "text",
+    "os.PathLike[str]": "",
+    "PathLike[str]": "",
+    "int": "whole number",
+    "float": "number",
+    "bool": "`true` or `false`",
+    "None": "",
+    "Node": "mapping",
+    "Mapping[str, Any]": "mapping",
+    "Any": "any",
+    "Iterable[Name]": "list",
+    "Sequence[str]": "list",
+    "list[str]": "list",
+    "Sequence[Mapping[str, Any] | Entry]": "list",
+    "Callable[[Mapping[str, Any]], Any]": "mapping",
+}
+CODE = re.compile(r"\{[^{}]*\}|--\w+(?: NAME)?|\b(?:\w+\.)*\w*_\w*(?:=\w+)?|\b(?:\w+\.)+\w+\b|\b\w+=\w+")
+
+
+def documented(docstring: str, section: str) -> dict[str, str]:
+    """Return the entries of a Google-style section of a docstring, each as one line.
+
+    >>> documented("Do.\\n\\nArgs:\\n    a: one\\n        thing.\\n\\n    b: two.\\n\\nRaises:\\n    x: y", "Args")
+    {'a': 'one thing.', 'b': 'two.'}
+    """
+    text = inspect.cleandoc(docstring).partition(f"\n{section}:\n")[2]
+    entries: dict[str, str] = {}
+    name = ""
+    for line in text.splitlines():
+        if line and not line.startswith(" "):
+            break  # the next section
+        if begins := re.match(r"    (\w+): (.*)", line):
+            name = begins[1]
+            entries[name] = begins[2]
+        elif line.strip():
+            entries[name] += f" {line.strip()}"
+    return entries
+
+
+def plain_type(annotation: str) -> str:
+    """Return a type as a reader of YAML knows it.
+
+    >>> plain_type("int | None"), plain_type("Name | Iterable[Name] | None")
+    ('whole number', 'text or list')
+    """
+    whole = TYPES.get(annotation)
+    parts = [annotation] if whole is not None else annotation.split(" | ")
+    return " or ".join(dict.fromkeys(TYPES[part] for part in parts if TYPES[part]))
+
+
+def plain_default(value: Any) -> str:
+    """Return a default as YAML writes it; nothing for a key that has none."""
+    if value is inspect.Parameter.empty:
+        return "required"
+    if value is None or not isinstance(value, bool | int | float | str):
+        return ""
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def rows_of(callable_: Callable[..., Any], section: str, *, leave_out: Iterable[str] = ()) -> list[list[str]]:
+    """Return a row for each argument: name, type, default and meaning, which the docstring must have."""
+    meanings = documented(callable_.__doc__ or "", section)
+    rows = []
+    for name, parameter in inspect.signature(callable_).parameters.items():
+        if name in leave_out:
+            continue
+        default = parameter.default
+        if repr(default) == "<factory>":
+            default = None
+        meaning = meanings[name].replace("``", "`")
+        rows.append([f"`{name}`", plain_type(str(parameter.annotation)), plain_default(default), meaning])
+    return rows
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a Markdown table."""
+    head = list(head)
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def keys_table(callable_: Callable[..., Any], section: str = "Args") -> str:
+    leave_out = () if section == "Attributes" else PASSED_BY_RECIPES
+    return table(["key", "type", "default", "meaning"], rows_of(callable_, section, leave_out=leave_out))
+
+
+def hints_table(hints: Mapping[str, str], there: str) -> str:
+    """Return the table of another tool's keys; names in the hints are set as code."""
+    rows = [[f"`{key}`", CODE.sub(lambda name: f"`{name[0]}`", hint)] for key, hint in hints.items()]
+    return table([there, "here"], rows)
+
+
+def mistakes_list() -> str:
+    """Return the mistakes with their messages and cures, under the doors where one meets them."""
+    parts = []
+    for door in dict.fromkeys(mistake.door for mistake in MISTAKES):
+        parts.append(f"## {door}")
+        for mistake in (each for each in MISTAKES if each.door == door):
+            parts.append(f"### {mistake.title}\n\n```text\n{mistake.message}\n```\n\n{mistake.cure}")
+    return "\n\n".join(parts)
+
+
+COMPONENTS = (
+    *("JSONLSource", "ParquetSource", "HFSource", "TokenShardSource", "MDSSource"),
+    *("TextEncoder", "ChatEncoder", "PromptCompletionEncoder", "MessagesEncoder", "TokensEncoder", "HFTokenizer"),
+)  # fmt: skip
+
+
+def tables() -> dict[tuple[str, str], str]:
+    """Return all tables, by page and name."""
+    made = {
+        ("reference/config.md", "run"): keys_table(RunConfig, "Attributes"),
+        ("reference/config.md", "validation"): table(
+            ["key", "meaning"],
+            [[f"`{key}`", meaning.replace("``", "`")] for key, meaning in VALIDATION_KEYS.items()],
+        ),
+        ("reference/config.md", "data"): keys_table(streampack.IterablePackedDataset),
+        ("guides/coming_from_torchtune.md", "keys"): hints_table(TORCHTUNE_KEYS, "torchtune"),
+        ("guides/coming_from_trainer.md", "keys"): hints_table(TRAINER_KEYS, "Trainer, SFTTrainer"),
+        ("reference/errors.md", "mistakes"): mistakes_list(),
+    }
+    for name in COMPONENTS:
+        made["reference/config.md", name] = keys_table(getattr(streampack, name))
+    return made
+
+
+def put(text: str, name: str, content: str) -> str:
+    """Return a page's text with the content between the marks of a table."""
+    pattern = re.compile(rf"(<!-- table: {name} -->\n\n).*?(\n*<!-- end -->)", re.DOTALL)
+    found = pattern.findall(text)
+    assert len(found) == 1, f"the page has {len(found)} marks <!-- table: {name} --> ... <!-- end -->"
+    return pattern.sub(lambda match: f"{match[1]}{content}\n\n<!-- end -->", text)
+
+
+def main() -> None:
+    for (page, name), content in tables().items():
+        path = DOCS / page
+        path.write_text(put(path.read_text(encoding="utf-8"), name, content), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
