@@ -55,6 +55,7 @@ bench: $(VENV)/.installed-bench  ## density and speed beside the peers', time to
 	$(BIN)/python -m benchmarks.even_steps
 	$(BIN)/python -m benchmarks.waiting
 	$(BIN)/python -m benchmarks.balance_loss
+	$(BIN)/python -m benchmarks.plot
 
 models: setup  ## docs/guides/models.md: which families of models keep samples apart, as the tests see it now
 	mkdir -p build && rm -f build/models.jsonl
