@@ -30,7 +30,7 @@ WORKERS = (0, 1, 2, 4)
 TEXT_BYTES = 20_000_000  # of the file that workers read, again and again
 TOKENS = 12_000_000  # read in a round
 ROUNDS = 3
-HEADER = ("Mtok/s", "of the first row", "memory, MB")
+HEADER = ("Mtok/s", "of the first row", "garbage collection", "memory, MB")
 
 
 class Rows:
@@ -57,6 +57,7 @@ class Cost(NamedTuple):
     seconds: float  # of the process's CPU; with workers, elapsed
     tokens: int
     memory: int  # bytes, the most, beyond those before
+    collecting: float | None = None  # of the seconds, in Python's garbage collector; not known of workers
 
 
 def measure(max_seq_len: int, rows: int, tokens: int, shuffle: bool) -> Cost:
@@ -72,11 +73,30 @@ def measure(max_seq_len: int, rows: int, tokens: int, shuffle: bool) -> Cost:
     }
     stream = IterablePackedDataset(Rows(rows), **settings).stream()
     next(stream)  # with the order of the rows, which is no cost of a token
+    collector = Collector()
     begun, done = time.process_time(), 0
     while done < tokens:
         done += sum(next(stream).seq_lens)
     seconds = time.process_time() - begun
-    return Cost(seconds, done, (report.resident_memory("VmHWM") or 0) - before)
+    return Cost(seconds, done, (report.resident_memory("VmHWM") or 0) - before, collector.seconds)
+
+
+class Collector:
+    """Adds up the CPU time of Python's garbage collector from now on.
+
+    It looks through all objects of the process, those of torch among them, whenever a quarter as many as before are
+    alive: the pieces of a pack of a million tokens are thousands of objects.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = self._begun = 0.0
+        gc.callbacks.append(self._add)
+
+    def _add(self, phase: str, _: Any) -> None:
+        if phase == "start":
+            self._begun = time.process_time()
+        else:
+            self.seconds += time.process_time() - self._begun
 
 
 def measure_workers(path: Path, workers: int, tokens: int) -> Cost:
@@ -117,7 +137,10 @@ def table(name: str, sizes: list[tuple[int, Cost]]) -> str:
     for size, cost in sizes:
         speed = cost.tokens / cost.seconds
         ratio = speed * first.seconds / first.tokens
-        rows.append([f"{size:,}", f"{speed / 1e6:.1f}", f"{ratio:.2f}", f"{cost.memory / 1e6:.0f}"])
+        collecting = "-" if cost.collecting is None else f"{cost.collecting / cost.seconds:.0%}"
+        rows.append(
+            [f"{size:,}", f"{speed / 1e6:.1f}", f"{ratio:.2f}", collecting, f"{cost.memory / 1e6:.0f}"]
+        )
     return report.table((name, *HEADER), rows)
 
 
