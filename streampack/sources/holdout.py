@@ -80,10 +80,10 @@ class Holdout(WrappedSource):
         """See `Source.read`."""
         return _Kept(self.source.read(reading), self, left_out=reading.left_out)
 
-    def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
+    def probe(self, count: int) -> tuple[list[Example], float]:
         """See `Source.probe`. The sample loses the same fraction of rows as the source, so the scale stays."""
         rows, scale = self.source.probe(count)
-        return [row for row in rows if self.keeps(row)], scale
+        return [row for row in rows if row.data is None or self.keeps(row.data)], scale
 
     def keeps(self, row: Mapping[str, Any]) -> bool:
         """Return whether a row belongs to this part."""

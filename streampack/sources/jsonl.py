@@ -170,7 +170,7 @@ class JSONLSource(FileSource):
         plain = sum(self.files[number].size for number in self._plain)
         return max(1, (plain >> 18) + len(self._compressed))
 
-    def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
+    def probe(self, count: int) -> tuple[list[Example], float]:
         """See `Source.probe`: rows from all over the plain files, the first rows of up to 16 compressed ones."""
         rows: dict[tuple[int, int], bytes | Damage] = {}
         # Bytes of all lines, decompressed.
@@ -195,11 +195,11 @@ class JSONLSource(FileSource):
                             break
                 read, stored = read + lines.offset, stored + lines.raw.tell()
             whole += read / max(1, stored) * sum(self.files[number].size for number in self._compressed)
-        decoded = []
-        for (number, offset), raw in rows.items():
-            with suppress(ValueError):  # a broken record is reported when training reads it
-                decoded.append(self.decode(Part(number), offset, raw))
-        return decoded, whole / max(1, sum(len(raw) for raw in rows.values() if isinstance(raw, bytes)))
+        found = [
+            example((number, offset), partial(self.decode, Part(number), offset, raw))
+            for (number, offset), raw in rows.items()
+        ]
+        return found, whole / max(1, sum(len(raw) for raw in rows.values() if isinstance(raw, bytes)))
 
     def examples(self, count: int = EXAMPLES) -> list[Example]:
         """See `Source.examples`: rows from all over the plain files, or the first rows of the first compressed one."""

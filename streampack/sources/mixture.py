@@ -308,13 +308,13 @@ class Mix(Source):
         """See `Source.shared`; each begins with the source's name."""
         return [f"{entry.name}: {what}" for entry in self.entries for what in entry.source.shared(num_lanes)]
 
-    def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
+    def probe(self, count: int) -> tuple[list[Example], float]:
         """See `Source.probe`; returns about equally many rows of each source."""
-        rows: list[Mapping[str, Any]] = []
+        rows: list[Example] = []
         total = 0.0
-        for entry in self.entries:
+        for number, entry in enumerate(self.entries):
             some, scale = entry.source.probe(max(1, count // len(self.entries)))
-            rows += some
+            rows += [Example((number, *row.row_id), row.data) for row in some]
             total += len(some) * scale
         return rows, total / max(1, len(rows))
 

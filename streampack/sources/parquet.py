@@ -161,11 +161,11 @@ class ParquetSource(FileSource):
         parts = sum(len(self._runs(i, step=0)[0]) for i in range(len(self.files))) if few else len(self.files)
         return max(1, min(parts, sum(file.size for file in self.files) >> 18))
 
-    def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
+    def probe(self, count: int) -> tuple[list[Example], float]:
         """See `Source.probe`: the first rows of row groups of up to 16 files."""
         sound = [number for number in range(len(self.files)) if number not in self.bad]
         numbers = [sound[i] for i in spread(len(sound), PROBED_FILES)]
-        rows: list[Mapping[str, Any]] = []
+        rows: list[Example] = []
         wanted = -(-count // len(numbers))  # rows from each file
         known = size = 0
         for number in numbers:
@@ -177,7 +177,7 @@ class ParquetSource(FileSource):
                 each = min(64, -(-footer.num_rows // max(1, len(starts) - 1)))  # rows from a row group
                 for group in spread(len(starts) - 1, -(-wanted // max(1, each))):
                     part = Part(number, starts[group], min(starts[group] + each, starts[group + 1]))
-                    rows += [row.data for row in self._plain_rows(part)]
+                    rows += self._plain_rows(part)
         whole = sum(file.size for file in self.files)
         return rows, known / max(1, len(rows)) * whole / max(1, size)
 

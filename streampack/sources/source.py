@@ -105,16 +105,16 @@ class Source(ABC):
         """
         raise ValueError(f"the length of {type(self).__name__} is unknown; set max_steps")
 
-    def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
+    def probe(self, count: int) -> tuple[list[Example], float]:
         """Return about ``count`` rows from all over the corpus, and how many times as large the corpus is.
 
-        Broken records are left out, but count as rows for the size.
+        Records that cannot be read have no data, or are left out; they count as rows for the size.
 
         Raises:
             ValueError: if the corpus has no known length.
         """
         size, found = self.num_rows(), self.examples(count)
-        return [row.data for row in found if row.data is not None], size / max(1, len(found))
+        return found, size / max(1, len(found))
 
     def examples(self, count: int = EXAMPLES) -> list[Example]:
         """Return about ``count`` rows, the same ones at each call and in each process; by default the first rows."""

@@ -66,7 +66,7 @@ class WrappedSource(Source):
         """See `Source.num_rows`."""
         return self.source.num_rows()
 
-    def probe(self, count: int) -> tuple[list[Mapping[str, Any]], float]:
+    def probe(self, count: int) -> tuple[list[Example], float]:
         """See `Source.probe`."""
         return self.source.probe(count)
 

@@ -137,7 +137,8 @@ class _Seen:
 
     def look(self, source: Source, encode: Encode, rows: int) -> tuple[float, float]:
         """Encode some rows of a source; return estimates of its tokens that are packed, and of those trained."""
-        sampled, scale = source.probe(rows)
+        found, scale = source.probe(rows)
+        sampled = [row.data for row in found if row.data is not None]
         sizes: list[int] = []
         lengths: list[int] = []
         trained, before = 0, self.tokens

@@ -245,7 +245,7 @@ def _progress_bar(job: Job, found: list[Progress], *, shown: bool) -> Iterator[R
     total = None
     with suppress(Exception):  # streams have no length; a broken row is reported where it is read
         rows, scale = job.config.source.probe(PROBED_ROWS)
-        total = int(sum(_length(job, row) for row in rows) * scale)
+        total = int(sum(_length(job, row.data) for row in rows) * scale)
     done = sum(shard.tokens for progress in found for shard in progress.shards)
     with tqdm(total=total, initial=done, unit="tok", unit_scale=True, desc=f"tokenize {job.out}") as bar:
         yield bar.update

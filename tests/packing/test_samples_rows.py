@@ -186,7 +186,7 @@ def test_datasets_may_overwrite_the_row_they_returned() -> None:
             return self.row
 
     assert packs_of(Reused()) == (PACKED, TRAINED)
-    assert len({row["tokens"][0] for row in MapSource(Reused()).probe(3)[0]}) == 3
+    assert len({row.data["tokens"][0] for row in MapSource(Reused()).probe(3)[0]}) == 3
     with_state = IterablePackedDataset(Reused(), max_seq_len=6)
     list(with_state)
     IterablePackedDataset([{"tokens": ids, "labels": ids} for ids in IDS], max_seq_len=6).load_state_dict(

@@ -30,7 +30,7 @@ def test_probe_of_plain_files(tmp_path: Path, files: int) -> None:
     probed, scale = source.probe(256)
     assert 200 <= len(probed) <= 260
     true = sum(len(row["text"]) for row in rows)
-    assert sum(len(row["text"]) for row in probed) * scale == pytest.approx(true, rel=0.15)
+    assert sum(len(row.data["text"]) for row in probed) * scale == pytest.approx(true, rel=0.15)
     assert source.bytes_read < 300 * 1000, "not the whole corpus"
 
 
@@ -43,7 +43,7 @@ def test_probe_of_compressed_files(tmp_path: Path, suffix: str) -> None:
     source = JSONLSource(write(tmp_path / f"a.jsonl{suffix}", rows))
     probed, scale = source.probe(512)
     true = sum(len(row["text"]) for row in rows)
-    assert sum(len(row["text"]) for row in probed) * scale == pytest.approx(true, rel=0.35)
+    assert sum(len(row.data["text"]) for row in probed) * scale == pytest.approx(true, rel=0.35)
     small = JSONLSource(write(tmp_path / f"small.jsonl{suffix}", rows[:40]))
     probed, scale = small.probe(512)
     assert (len(probed), scale) == (40, pytest.approx(1))
@@ -68,20 +68,21 @@ def test_probe_of_more_files_than_rows_are_wanted(
     assert 0.8 * opened <= len(looked) <= opened
     assert 60 <= len(probed) <= 70
     true = sum(len(row["text"]) for row in rows)
-    assert sum(len(row["text"]) for row in probed) * scale == pytest.approx(true, rel=0.3)
+    assert sum(len(row.data["text"]) for row in probed) * scale == pytest.approx(true, rel=0.3)
     assert len({number // 50 for number in map(int, (name[:3] for name in looked))}) >= 8, "from all over"
 
 
 def test_probe_of_small_and_of_map_style_data(tmp_path: Path) -> None:
     source = JSONLSource(write(tmp_path / "a.jsonl", numbered(5)))
     probed, scale = source.probe(256)
-    assert (sorted(row["i"] for row in probed), scale) == ([0, 1, 2, 3, 4], pytest.approx(1))
+    assert (sorted(row.data["i"] for row in probed), scale) == ([0, 1, 2, 3, 4], pytest.approx(1))
     probed, scale = MapSource(texts_of(5000)).probe(100)
     assert len(probed) in (100, 101)
-    assert sum(len(row["text"]) for row in probed) * scale == pytest.approx(
+    assert sum(len(row.data["text"]) for row in probed) * scale == pytest.approx(
         sum(len(row["text"]) for row in texts_of(5000)), rel=0.15
     )
-    assert MapSource(numbered(3)).probe(100) == (numbered(3), 1.0)
+    probed, scale = MapSource(numbered(3)).probe(100)
+    assert ([row.data for row in probed], scale) == (numbered(3), 1.0)
     with pytest.raises(ValueError, match="the length of IterableSource is unknown; set max_steps"):
         IterableSource(numbered(3)).probe(10)
 

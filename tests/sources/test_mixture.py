@@ -253,7 +253,8 @@ def test_an_epochs_packs_are_estimated(stop: str) -> None:
 
 def test_a_probe_sees_all_sources() -> None:
     found, scale = three().probe(30)
-    assert {row["i"] // APART for row in found} == {0, 1, 2}
+    assert {row.data["i"] // APART for row in found} == {0, 1, 2}
+    assert all(three().fetch(row.row_id) == row.data for row in found)
     assert len(found) * scale == pytest.approx(180)
 
 

@@ -191,6 +191,7 @@ def test_a_probe_scales_to_all_rows(source: Any, kind: str) -> None:
         return
     found, scale = source.probe(COUNT)
     assert len(found) * scale == pytest.approx(len(expected(source)), rel=0.1)
+    assert [number(source.fetch(row.row_id)) for row in found] == [number(row.data) for row in found]
     assert source.natural_lanes() >= 1
 
 
