@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from streampack import __version__
 from streampack.catalog import RECIPES, UsageError, config_file, our_files, unknown
+from streampack.inspection import command as inspection
 from streampack.instantiate import trust
 from streampack.tune_cli import hand_over, require_torchtune, theirs
 
@@ -24,6 +25,7 @@ COMMANDS = {
     "cp": "copy a config or a recipe, to make it yours",
     "validate": "check a config: keys, components, files, and the first rows; the model is not built",
     "verify": "check that no sample of a pack sees another in this model; needs no weights and no data",
+    "inspect": "show what packing does to a corpus: padding, steps, drops, the first packs, what to change",
     "scan": "look at all files of a corpus once, and write a manifest by which runs start fast",
     "tokenize": "write the config's data.source as token shards",
     "export": "write a running checkpoint's weights in the model's own format, while the run goes on",
@@ -88,7 +90,9 @@ def _dispatch(words: list[str]) -> int:
         _trust(options.trust)
         return hand_over("run", rest)
     options, rest = parser.parse_known_args(words)
-    if rest and not hasattr(options, "overrides"):
+    if words[0] == "inspect" and not any(word.startswith("-") for word in rest):
+        options.words += rest  # words between which options stood
+    elif rest and not hasattr(options, "overrides"):
         commands[words[0]].error(f"unrecognized arguments: {' '.join(rest)}")
     if hasattr(options, "overrides"):
         _settle_config(options, rest, commands[words[0]])
@@ -112,8 +116,8 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
         for name, text in COMMANDS.items()
     }
     for name, act in {
-        "ls": _ls, "cat": _cat, "cp": _cp, "validate": _validate, "verify": _verify, "scan": _scan,
-        "tokenize": _tokenize, "export": _export,
+        "ls": _ls, "cat": _cat, "cp": _cp, "validate": _validate, "verify": _verify, "inspect": _inspect,
+        "scan": _scan, "tokenize": _tokenize, "export": _export,
     }.items():  # fmt: skip
         commands[name].set_defaults(act=act)
     commands["export"].add_argument(
@@ -124,6 +128,7 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     )
     for name in ("validate", "verify", "tokenize", "export"):
         _add_config(commands[name])
+    inspection.add_arguments(commands["inspect"])
     commands["run"].usage, commands["run"].description = RUN_USAGE, RUN_DESCRIPTION
     commands["run"].add_argument(
         "recipe", metavar="RECIPE", help="a name that `streampack ls` lists, or a path"
@@ -260,6 +265,21 @@ def _verify(options: argparse.Namespace) -> int:
         return 1
     print(f"{path}: {report}", file=sys.stdout if report.ok else sys.stderr)
     return 0 if report.ok else 1
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    _trust(options.trust)
+    if options.config is None and len(options.words) == 1 and options.words[0].endswith((".yaml", ".yml")):
+        options.config = options.words.pop()
+    if options.config is None:
+        if not options.words:
+            raise UsageError(
+                "name files, or a config: --config CONFIG; `streampack inspect --help` shows both"
+            )
+        return inspection.run(options, None)
+    options.overrides = options.words
+    _, config = _read("inspect", options)
+    return inspection.run(options, config)
 
 
 def _scan(options: argparse.Namespace) -> int:

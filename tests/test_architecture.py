@@ -34,6 +34,7 @@ LAYERS = (
     {"integrations"},
     {"streampack"},
     {"training"},
+    {"inspection"},
     {"tune_cli", "recipes"},
     {"cli"},
     {"__main__"},
@@ -53,7 +54,7 @@ EXTRAS = [
         "tokenizers",
     ),  # tune
     *("transformers", "datasets", "accelerate", "pyarrow"),  # hf
-    *("flash_attn", "fsspec", "s3fs", "zstandard", "trl", "grain"),  # the others
+    *("flash_attn", "fsspec", "s3fs", "zstandard", "trl", "grain", "rich"),  # the others
 ]
 
 # Tests of no single module, by their place under tests/.

@@ -221,8 +221,8 @@ def test_run_on_two_processes(tmp_path: Path) -> None:
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["rum", "full_finetune"]) == 2
     assert capsys.readouterr().err == (
-        "streampack: error: unknown command 'rum': it is none of ls, cat, cp, validate, verify, scan, tokenize, "
-        "export, run; did you mean 'run'?\n"
+        "streampack: error: unknown command 'rum': it is none of ls, cat, cp, validate, verify, inspect, "
+        "scan, tokenize, export, run; did you mean 'run'?\n"
     )
 
 

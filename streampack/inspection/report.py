@@ -1,0 +1,218 @@
+"""The report of an inspection: plain frozen dataclasses, and their JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+VERSION = 1
+"""Of the JSON. It rises when a name or a meaning changes; new names may come without."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the run was taken to be."""
+
+    max_seq_len: int
+    filled_by: str  # the strategy, "split_across_pack", or the name of the method
+    overlong: str
+    buffer_size: int
+    shuffle: bool
+    ranks: int
+    workers: int
+    lanes: int
+    batch_size: int
+    packs_per_step: int
+    balance_window: int
+    padded_batch: int  # samples in a batch of the padding that packing is compared with
+    model: str | None
+    parameters: int | None
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How much of the corpus was read."""
+
+    rows: int  # read
+    rows_in_all: float | None  # of one epoch; None if it is unknown
+    exact: bool  # every row of an epoch was read, in the order of the run's first epoch
+    error: float  # relative standard error of the epoch's tokens; 0 if exact
+
+
+@dataclass(frozen=True)
+class LongRow:
+    """One of the longest rows, and where it is."""
+
+    place: str
+    tokens: int
+    trained: int
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths of the samples, before anything is cut or dropped."""
+
+    samples: int
+    tokens: int
+    trained: int  # tokens whose label is not -100, without the first of each sample
+    mean: float
+    quantiles: dict[str, int]  # "0.5" -> the median
+    histogram: list[tuple[int, int, int]]  # (from, to, samples), lengths in [from, to)
+    longest: list[LongRow]
+
+    @property
+    def masked(self) -> int:
+        """Tokens that are read and not trained."""
+        return self.tokens - self.trained
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Rows that are dropped or lose a part, for one reason of the ledger."""
+
+    reason: str  # one of `streampack.accounting.DROP_REASONS`
+    rows: int
+    tokens: int
+    fraction: float  # of all tokens
+    error: float  # standard error of the fraction; 0 if exact
+    stops: bool  # a run with these settings stops at the first such row
+    examples: list[str]  # places, with what is wrong
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one way to make batches comes to in an epoch."""
+
+    name: str
+    chosen: bool  # the config's own
+    packs: float  # rows of batches; for padding and mini-batches, samples
+    padding: float  # fraction of the tokens forwarded
+    error: float  # standard error of the padding; 0 if exact
+    steps: float
+    samples_per_step: float
+    tokens: float  # forwarded, padding included
+    speedup: float  # tokens forwarded by padding / by this one
+    flops_speedup: float | None  # the same in operations of the model; None without a model
+    # Part of the padding that lies in part-empty last packs, of which each lane has one.
+    last_packs: float
+
+
+@dataclass(frozen=True)
+class Imbalance:
+    """How long ranks wait for the one whose packs cost most: cost of the slowest / mean of the ranks."""
+
+    ranks: int
+    packs_per_step: int
+    null_packs: int  # in each step, because ranks and batches do not divide the packs
+    steps: float
+    planned: float  # by attention, packs handed out as they are planned
+    window: int
+    balanced: float  # by attention, with ``balance_window=window``
+    planned_work: float | None  # by all operations of the model
+    balanced_work: float | None
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Pairs of tokens that a pack's attention computes."""
+
+    mean: float
+    quantiles: dict[str, int]
+    largest: int
+    fraction: float  # mean / pairs of a pack that is one sequence
+    share_of_work: float | None  # of the model's operations
+    imbalance: list[Imbalance]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive tokens of a sequence that are all trained, or all masked."""
+
+    start: int  # in the pack
+    stop: int
+    trained: bool
+    text: str | None  # decoded; None if the encoder cannot
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """A sequence of a pack and the row that it is from."""
+
+    place: str
+    source: str | None  # of a mixture
+    start: int  # in the pack
+    length: int
+    of_sample: tuple[int, int]  # which tokens of its sample
+    trained: int
+    runs: list[Run]
+
+
+@dataclass(frozen=True)
+class PackView:
+    """One of the run's first packs."""
+
+    lane: int
+    number: int  # in its lane
+    max_seq_len: int
+    padding: int
+    sequences: list[Sequence]
+    cu_seqlens: list[int]  # of the sequences and the padding
+
+    @property
+    def positions(self) -> list[tuple[int, int]]:
+        """First and last position id of each segment."""
+        return [(0, stop - start - 1) for start, stop in pairwise(self.cu_seqlens)]
+
+
+@dataclass(frozen=True)
+class SourceShare:
+    """A source of a mixture in one epoch, and in the whole run where its length is known."""
+
+    name: str
+    weight: float  # target fraction of the trained tokens
+    rows: float  # of one pass
+    tokens: float
+    trained: float
+    fraction: float  # expected fraction of the trained tokens
+    passes: float  # over the source in one epoch of the mixture
+    passes_in_run: float | None
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A recommendation: what, why, and the lines of YAML."""
+
+    title: str
+    why: str
+    yaml: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What packing does to a corpus."""
+
+    title: str
+    settings: Settings
+    coverage: Coverage
+    lengths: Lengths
+    losses: list[Loss]
+    outcomes: list[Outcome]
+    attention: Attention
+    packs: list[PackView]
+    sources: list[SourceShare]
+    advice: list[Advice]
+    assumed: list[str]
+
+    @property
+    def chosen(self) -> Outcome:
+        """The outcome of the config's own way to make batches."""
+        return next(outcome for outcome in self.outcomes if outcome.chosen)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as plain values, for JSON."""
+        plain: dict[str, Any] = asdict(self)
+        plain["lengths"]["masked"] = self.lengths.masked
+        for view, pack in zip(plain["packs"], self.packs, strict=True):
+            view["positions"] = [list(pair) for pair in pack.positions]
+        return {"version": VERSION, **plain}
