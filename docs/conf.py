@@ -47,6 +47,7 @@ html_theme = "furo"
 html_title = f"streampack {release}"
 html_static_path = ["_static"]
 html_css_files = ["streampack.css"]
+html_js_files = ["streampack.js"]
 html_extra_path = ["_extra"]  # index.html, which leads to docs/index.html
 html_show_sourcelink = False
 html_copy_source = False
