@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.forked_ranks import run_ranks
 from tests.support.hf_tokenizers import byte_level
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -132,38 +130,30 @@ def test_yaml_blocks_have_keys_that_a_run_knows(page: Path) -> None:
         assert problems == [], block
 
 
+def weights_after(block: str) -> list[list[float]]:
+    """Train a small model by a block of a page, on a rank of a group or alone."""
+    import transformers
+
+    import streampack
+
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(vocab_size=100, num_attention_heads=2, pad_token_id=0, **sizes)
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    rows = [{"input_ids": [n % 50 + 1] * (n % 90 + 2)} for n in range(100)]
+    names: dict[str, Any] = {"__name__": "page", "model": model, "rows": rows}
+    names |= {name: getattr(streampack, name) for name in ("IterablePackedDataset", "PackedDataLoader")}
+    exec(block, names)
+    return [weight.flatten().tolist() for weight in model.state_dict().values()]
+
+
 def test_plain_ddp_gives_the_same_weights_on_any_number_of_ranks(tmp_path: Path) -> None:
-    """The last block of "Coming from Trainer and TRL", by torchrun."""
+    """The last block of "Coming from Trainer and TRL"."""
     pytest.importorskip("transformers")
     page = ROOT / "docs" / "guides" / "coming_from_trainer.md"
     [block] = [block for block in blocks(page) if "DistributedDataParallel" in block]
-    sizes = (
-        "hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=1000"
-    )
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import torch\nfrom transformers import LlamaConfig, LlamaForCausalLM\n"
-        "from streampack import IterablePackedDataset, PackedDataLoader\n"
-        f"torch.manual_seed(0)\nmodel = LlamaForCausalLM(LlamaConfig({sizes}))\n"
-        'rows = [{"input_ids": [n % 50 + 1] * (n % 90 + 2)} for n in range(400)]\n'
-        f"{block}\n"
-        'if int(os.environ["RANK"]) == 0:\n    torch.save(model.state_dict(), f"{ranks}.pt")\n'
-    )
-    weights = []
-    for ranks in (1, 2):
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc_per_node={ranks}",
-            script,
-        ]
-        run = subprocess.run(
-            command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            capture_output=True, text=True, timeout=300, check=False,
-        )  # fmt: skip
-        assert run.returncode == 0, run.stderr
-        weights.append(torch.load(tmp_path / f"{ranks}.pt"))
-    for name, one in weights[0].items():
-        torch.testing.assert_close(weights[1][name], one, rtol=1e-5, atol=1e-6, msg=name)
+    [alone] = run_ranks(1, weights_after, block, folder=tmp_path)
+    for weights in run_ranks(2, weights_after, block, folder=tmp_path):
+        assert weights != []
+        for ours, theirs in zip(weights, alone, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
