@@ -37,7 +37,7 @@ from streampack.training.meters import SourceMeter, StepMeter, memory_metrics, s
 from streampack.training.model import build_model, clip_gradients, full_weights, seed_step
 from streampack.training.overrides import parse
 from streampack.training.phase import advance, begin_phase
-from streampack.training.progress import MetricLogger, bar, postfix, summary
+from streampack.training.progress import MetricLogger, aligned, bar, postfix, summary
 from streampack.training.row_losses import RowLosses
 from streampack.training.run_folder import (
     Interrupted,
@@ -126,9 +126,10 @@ def _train(
     elif scheduler is not None:
         advance(scheduler, step)
 
-    if text := opening(cfg, loader, world=world):
-        print(text)
-    logger = MetricLogger(cfg.metric_logger, world=world)
+    in_effect = opening(cfg, loader, inputs=inputs, world=world, done=step)
+    if world.is_main:
+        print(aligned(in_effect), flush=True)
+    logger = MetricLogger(cfg, world=world, resumed=saved_step)
     logger.log_config(raw)
     profiler = build(cfg.profiler)[0] if cfg.profiler else training.DummyProfiler()
     every = (cfg.validation or {}).get("every")

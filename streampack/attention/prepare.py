@@ -28,6 +28,10 @@ class Inputs(Protocol):
     def attention(self) -> str:
         """The backend: ``"dense"``, ``"flex"``, ``"varlen"`` or ``"flash"``."""
 
+    @property
+    def refused(self) -> Mapping[str, str]:
+        """The backends that ``"auto"`` tried before this one, each with why it cannot compute the model."""
+
     def __call__(self, batch: Packed | Mapping[str, Any]) -> dict[str, Any]:
         """Return keyword arguments for a batch, on its device.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -79,6 +79,7 @@ class TorchtuneInputs:
     attention: str
     windows: frozenset[int | None]
     model: TransformerDecoder  # without its wrappers
+    refused: Mapping[str, str] = field(default_factory=dict)
 
     def __call__(self, batch: Packed | Mapping[str, Any]) -> dict[str, Any]:
         """Return ``tokens``, ``mask`` and ``input_pos``.
@@ -122,19 +123,23 @@ def prepare(model: nn.Module, *, attention: str) -> TorchtuneInputs:
     attentions = _attentions(decoder)
     parameter = next(model.parameters())
     why_not = partial(_why_not_backend, attentions=attentions, device=parameter.device, dtype=parameter.dtype)
+    refused = {}
     if attention == "auto":
-        attention = next(backend for backend in auto_backends(parameter.device) if why_not(backend) is None)
+        for attention in auto_backends(parameter.device):
+            if (why := why_not(attention)) is None:
+                break
+            refused[attention] = why
     elif why := why_not(attention):
         raise ValueError(f"attention={attention!r} cannot compute this model: {why}; use attention='auto'")
     for module in attentions:
         _patch(module)
-    PREPARED[decoder] = partial(_make_inputs, attention)
-    return _make_inputs(attention, decoder)
+    PREPARED[decoder] = partial(_make_inputs, attention, refused)
+    return _make_inputs(attention, refused, decoder)
 
 
-def _make_inputs(attention: str, decoder: TransformerDecoder) -> TorchtuneInputs:
+def _make_inputs(attention: str, refused: Mapping[str, str], decoder: TransformerDecoder) -> TorchtuneInputs:
     windows = frozenset(getattr(module, "sliding_window_size", None) for module in _attentions(decoder))
-    return TorchtuneInputs(attention, windows, decoder)
+    return TorchtuneInputs(attention, windows, decoder, refused)
 
 
 def _decoder(model: nn.Module) -> TransformerDecoder:

@@ -11,7 +11,7 @@ Samples are kept apart in one of three ways:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,7 @@ class TransformersInputs:
     attention: str  # "dense", "flex", "varlen" or "flash"
     model: Any  # the PreTrainedModel, without its wrappers
     num_positions: int | None = None  # length of the model's table of positions; None if it has no table
+    refused: Mapping[str, str] = field(default_factory=dict)
 
     def __call__(self, batch: Packed | Mapping[str, Any]) -> dict[str, Any]:
         """Return keyword arguments on the batch's device; with ``labels`` where a dict has them.
@@ -134,17 +135,17 @@ def prepare(model: nn.Module, *, attention: str) -> TransformersInputs:
     if why := why_not_packable(config, stateful=bool(inner._is_stateful)) or _why_not_with_prompts(model):
         raise ValueError(f"this model cannot be packed: {why}")
     before = inner.config._attn_implementation
-    reasons = {}
+    reasons: dict[str, str] = {}
     for backend in auto_backends(inner.device) if attention == "auto" else (attention,):
         if why := _why_not_backend(inner, backend):
             reasons[backend] = why
             continue
         set_attention(inner, _implementation_name(inner, backend))
-        inputs = _make_inputs(backend, inner)
+        inputs = _make_inputs(backend, reasons, inner)
         why = None if config.model_type in PROVEN else _try_on_pack(model, inputs)
         if why is None:
             disable_cache(inner)
-            PREPARED[inner] = partial(_make_inputs, backend)
+            PREPARED[inner] = partial(_make_inputs, backend, reasons)
             return inputs
         reasons[backend] = f"nothing is known of {config.model_type}, and it failed a try: {why}"
         set_attention(inner, before)
@@ -170,8 +171,8 @@ def _try_on_pack(model: nn.Module, inputs: TransformersInputs) -> str | None:
     return None if report.ok else str(report)
 
 
-def _make_inputs(attention: str, inner: nn.Module) -> TransformersInputs:
-    return TransformersInputs(attention, inner, position_table(inner))
+def _make_inputs(attention: str, refused: Mapping[str, str], inner: nn.Module) -> TransformersInputs:
+    return TransformersInputs(attention, inner, position_table(inner), refused)
 
 
 def _why_not_backend(inner: Any, attention: str) -> str | None:

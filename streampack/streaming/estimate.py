@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import count, islice
 from typing import Any, NamedTuple
 
-from streampack.accounting import trained_tokens
+from streampack.accounting import Ledger, trained_tokens
 from streampack.packing.planner import plan_samples
 from streampack.packing.samples import check_sample, sample_from_encoded
 from streampack.sources import MapSource
@@ -25,6 +26,8 @@ ENOUGH_ROWS = 64
 """Once so many rows with `COUNTED_TOKENS` tokens are encoded, the estimate takes no more."""
 SIMULATED_PACKS = 100
 """About so many packs are planned from the sampled lengths, to find how full the strategy makes them."""
+ENDLESS_PACKS, ENDLESS_PIECES = 400, 50_000
+"""So many packs of a stream without end are planned at most, of about so many pieces."""
 
 
 class Estimate(NamedTuple):
@@ -37,6 +40,7 @@ class Estimate(NamedTuple):
     cut: float  # fraction of the tokens that are truncated or dropped
     cut_trained: float  # fraction of the trained tokens that are truncated or dropped
     untrained: float  # fraction of the samples that train nothing, before or after truncation
+    padding: float  # fraction of the packs' capacity
 
     @property
     def at_most(self) -> int:
@@ -64,16 +68,25 @@ def estimate(config: LaneConfig, *, rows: int, num_lanes: int = 1) -> Estimate:
     else:
         tokens, _ = tokens_of(config.source, None)
     if config.mix is None and seen.rows_in_all <= COUNTED_ROWS and seen.tokens_in_all <= COUNTED_TOKENS:
-        return seen.estimate(_count(config, num_lanes), error=0.0)
+        ledger = _count(config, num_lanes)
+        padding = seen.padding() if config.endless else ledger.padding
+        return seen.estimate(ledger.packs, error=0.0, padding=padding)
     # The last pack of each lane is half empty on average.
-    packs = tokens / (config.packing.max_seq_len * seen.fill()) + num_lanes / 2
-    return seen.estimate(packs, error=packs * seen.relative_error)
+    fill = seen.fill()
+    full = tokens / (config.packing.max_seq_len * fill)
+    packs = full + num_lanes / 2
+    padding = seen.padding() if config.endless else 1 - fill * full / packs
+    return seen.estimate(packs, error=packs * seen.relative_error, padding=padding)
 
 
-def _count(config: LaneConfig, num_lanes: int) -> int:
+def _count(config: LaneConfig, num_lanes: int) -> Ledger:
+    """Make all packs of an epoch; return what was counted."""
     config = _one_epoch(config)
     lanes = [Lane(config, lane=lane, num_lanes=num_lanes) for lane in range(num_lanes)]
-    return sum(1 for lane in lanes for _ in iter(lane.next_pack, None))
+    for lane in lanes:
+        for _ in iter(lane.next_pack, None):
+            pass
+    return Ledger.total(lane.ledger for lane in lanes)
 
 
 def _one_epoch(config: LaneConfig) -> LaneConfig:
@@ -199,7 +212,22 @@ class _Seen:
         packs = sum(1 for _ in plan_samples(enumerate(lengths), packing))
         return min(1.0, tokens * again / ((packs - 0.5) * packing.max_seq_len))
 
-    def estimate(self, packs: float, *, error: float) -> Estimate:
+    def padding(self) -> float:
+        """Return the padding of a stream of such samples without end, which has no part-empty last packs."""
+        packing = self.config.packing
+        if not self.kept:
+            return 0.0
+        again = (permutation(len(self.kept), turn).tolist() for turn in count())
+        numbered = enumerate(self.kept[i] for order in again for i in order)
+        packs = tokens = 0
+        for pack in islice(plan_samples(numbered, packing), ENDLESS_PACKS):
+            packs += 1
+            tokens += sum(span.stop - span.start for span in pack)
+            if pack[-1].index > ENDLESS_PIECES:
+                break
+        return 1 - tokens / (packs * packing.max_seq_len)
+
+    def estimate(self, packs: float, *, error: float, padding: float) -> Estimate:
         """Return an estimate with these packs and the counts so far."""
         return Estimate(
             packs,
@@ -209,6 +237,7 @@ class _Seen:
             self.lost / max(1, self.tokens),
             self.lost_trained / max(1, self.trained),
             self.untrained / max(1, self.samples),
+            padding,
         )
 
 

@@ -1,17 +1,24 @@
-"""Estimates printed and used before a run: its number of steps, the length of an epoch, the cost of truncation."""
+"""What is printed and used before a run: its number of steps, what is in effect, the cost of truncation."""
 
 from __future__ import annotations
 
 import math
 from contextlib import suppress
 
+from streampack.accounting import Ledger
+from streampack.attention.prepare import Inputs
 from streampack.distributed.world import World
 from streampack.loader.data_loader import PackedDataLoader
+from streampack.streaming.estimate import Estimate
 from streampack.training.config import RunConfig
+from streampack.training.meters import stream_totals
 from streampack.training.methods import Loader, MethodLoader
+from streampack.training.progress import dropped_tokens
 
 PROBED_ROWS = 1024
-"""Rows that are encoded for an estimate."""
+"""Rows that are encoded for an estimate of an epoch or of what is cut off."""
+FEW_ROWS = 256
+"""Rows that are encoded where only the expected padding is asked for."""
 
 
 def total_steps(config: RunConfig, loader: Loader, *, world: World, done: int = 0) -> int:
@@ -46,47 +53,97 @@ def _lanes(config: RunConfig, loader: Loader, world: World) -> int:
     return loader.dataset.lanes_for(world.size * max(1, config.num_workers))
 
 
-def opening(config: RunConfig, loader: Loader, *, world: World) -> str:
-    """Collective: format the first lines of a run: lanes, length of an epoch, cost of truncation.
+def opening(
+    config: RunConfig, loader: Loader, *, inputs: Inputs, world: World, done: int = 0
+) -> dict[str, str]:
+    """Collective: say what is in effect in a run, by name, for its first lines: lanes, packing, attention.
 
-    Returns an empty string on all ranks but 0.
+    Args:
+        config: the run's.
+        loader: of the training batches, with its state loaded if the run goes on.
+        inputs: of the prepared model.
+        world: the ranks.
+        done: steps that were made before.
+
+    Returns:
+        An empty dict on all ranks but 0.
     """
+    ledger = stream_totals(loader, world)[0] if done else None
     with world.raise_on_all():
-        return _opening(config, loader, world) if world.is_main else ""
+        return _opening(config, loader, inputs, world, ledger) if world.is_main else {}
 
 
-def _opening(config: RunConfig, loader: Loader, world: World) -> str:
-    dataset = loader.dataset
-    packing = dataset.lane_config.packing
-    by_method = isinstance(loader, MethodLoader)
-    num_lanes = 1 if by_method else _lanes(config, loader, world)
-    parts = [] if by_method else [f"{num_lanes} lane{'s' * (num_lanes > 1)}"]
-    if not by_method and (window := dataset.settings.window_for(packing, world.size)):
-        parts.append(f"balance_window={window}")
-    loses_tokens = packing.overlong in ("truncate", "drop")
+def _opening(
+    config: RunConfig, loader: Loader, inputs: Inputs, world: World, ledger: Ledger | None
+) -> dict[str, str]:
+    num_lanes = 1 if isinstance(loader, MethodLoader) else _lanes(config, loader, world)
     estimate = None
-    if config.epochs is not None or loses_tokens:
-        # Streams of unknown length and endless mixtures have no estimate. The error of a bad row is not raised here,
-        # but where training reads the row.
-        with suppress(Exception):
-            estimate = dataset.estimate(rows=PROBED_ROWS, num_lanes=num_lanes)
+    # Streams of unknown length and endless mixtures have no estimate. The error of a bad row is not raised here, but
+    # where training reads the row.
+    packing = loader.dataset.lane_config.packing
+    counts = config.epochs is not None or packing.overlong in ("truncate", "drop")
+    with suppress(Exception):
+        estimate = loader.dataset.estimate(rows=PROBED_ROWS if counts else FEW_ROWS, num_lanes=num_lanes)
+    lines = {
+        "data": _data(config, loader, world, estimate, num_lanes),
+        "packing": _packing(loader, world, estimate),
+        "attention": _attention(config, inputs),
+    }
+    if ledger is not None:
+        lines["so far"] = f"{ledger.tokens_in:,} tokens read, {dropped_tokens(ledger)}"
     if estimate is None:
-        return f"data         {', '.join(parts) or config.data['method']}"
-    if isinstance(loader, MethodLoader):
-        parts.append(f"an epoch is {loader.steps_per_epoch:,} steps")
-    elif estimate.error:
-        parts.append(
-            f"an epoch is about {estimate.packs:,.0f} packs (standard error {estimate.error / estimate.packs:.1%})"
-        )
-    else:
-        parts.append(f"an epoch is {estimate.packs:,.0f} packs")
-    lines = [f"data         {', '.join(parts)}"]
-    if estimate.longer and loses_tokens:
-        lines.append(
-            f"overlong     {estimate.longer:.1%} of {estimate.samples:,} samples looked at are longer than "
+        return lines
+    if estimate.longer and packing.overlong in ("truncate", "drop"):
+        lines["overlong"] = (
+            f"{estimate.longer:.1%} of {estimate.samples:,} samples looked at are longer than "
             f"max_seq_len={packing.max_seq_len}: overlong={packing.overlong} loses {estimate.cut:.1%} of the tokens, "
             f"{estimate.cut_trained:.1%} of the trained ones"
         )
     if estimate.untrained:
-        lines.append(f"untrained    {estimate.untrained:.1%} of them train nothing (data.untrained)")
-    return "\n".join(lines)
+        lines["untrained"] = (
+            f"{estimate.untrained:.1%} of {estimate.samples:,} samples looked at train nothing (data.untrained)"
+        )
+    return lines
+
+
+def _data(config: RunConfig, loader: Loader, world: World, estimate: Estimate | None, num_lanes: int) -> str:
+    """Say who reads the data, and how long an epoch is."""
+    if isinstance(loader, MethodLoader):
+        return f"every rank reads all of it; an epoch is {loader.steps_per_epoch:,} steps"
+    consumers = world.size * max(1, config.num_workers)
+    text = f"{num_lanes} lane{'s' * (num_lanes > 1)} for {consumers} consumer{'s' * (consumers > 1)}"
+    if estimate is None:
+        return text
+    if estimate.error:
+        return (
+            f"{text}, an epoch is about {estimate.packs:,.0f} packs "
+            f"(standard error {estimate.error / estimate.packs:.1%})"
+        )
+    return f"{text}, an epoch is {estimate.packs:,.0f} packs"
+
+
+def _packing(loader: Loader, world: World, estimate: Estimate | None) -> str:
+    """Say how packs are filled, and how much padding that leaves."""
+    dataset = loader.dataset
+    packing = dataset.lane_config.packing
+    if isinstance(loader, MethodLoader):
+        return f"method={loader.method}, max_seq_len={packing.max_seq_len}"
+    parts = [
+        "split_across_pack" if packing.split_across_pack else f"strategy={packing.strategy}",
+        f"max_seq_len={packing.max_seq_len}",
+        f"balance_window={dataset.settings.window_for(packing, world.size)}",
+    ]
+    if estimate is not None:
+        parts.append(f"about {estimate.padding:.1%} padding expected")
+    return ", ".join(parts)
+
+
+def _attention(config: RunConfig, inputs: Inputs) -> str:
+    """Say which backend computes the attention, and why it was chosen."""
+    if config.attention != "auto":
+        return f"{inputs.attention}, as the config says"
+    if not inputs.refused:
+        return f"{inputs.attention}, the first choice of attention=auto on this device"
+    return f"{inputs.attention}; " + "; ".join(
+        f"{backend} will not do: {why}" for backend, why in inputs.refused.items()
+    )

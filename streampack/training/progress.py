@@ -5,19 +5,31 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 from streampack.accounting import Ledger
 from streampack.distributed.world import World
 from streampack.instantiate import build
 from streampack.sources.bad_records import Quarantine
+from streampack.training.config import RunConfig
+from streampack.training.record import METRICS_FILE, MetricRecord
 
 
 class MetricLogger:
-    """The config's metric logger on rank 0; does nothing on the other ranks."""
+    """The config's metric logger on rank 0, and the run's own record beside it; does nothing on the other ranks.
 
-    def __init__(self, node: Mapping[str, Any], *, world: World) -> None:
-        self.logger = build(node) if world.is_main else None
+    Args:
+        config: its ``metric_logger`` is built, and its ``output_dir`` gets the `MetricRecord`.
+        world: the ranks.
+        resumed: the step from which the run goes on, None for a new run.
+    """
+
+    def __init__(self, config: RunConfig, *, world: World, resumed: int | None = None) -> None:
+        self.logger = self.record = None
+        if world.is_main:
+            self.logger = build(config.metric_logger)
+            self.record = MetricRecord(Path(config.output_dir, METRICS_FILE), resumed=resumed)
 
     def log_config(self, config: Any) -> None:
         """Log the run's config."""
@@ -29,8 +41,9 @@ class MetricLogger:
         from torchtune.training.metric_logging import StdoutLogger
         from tqdm import tqdm
 
-        if self.logger is None:
+        if self.logger is None or self.record is None:
             return
+        self.record.write(values, step=step)
         prints = isinstance(self.logger, StdoutLogger) or sys.stderr.isatty()
         with tqdm.external_write_mode() if prints else nullcontext():
             self.logger.log_dict(values, step=step)
@@ -39,6 +52,28 @@ class MetricLogger:
         """Flush and close the logger."""
         if self.logger is not None:
             self.logger.close()
+
+
+def aligned(lines: Mapping[str, str]) -> str:
+    """Format lines that each begin with a name.
+
+    >>> print(aligned({"data": "2 lanes", "attention": "varlen"}))
+    data         2 lanes
+    attention    varlen
+    """
+    return "\n".join(f"{name:12} {text}" for name, text in lines.items())
+
+
+def dropped_tokens(ledger: Ledger) -> str:
+    """Format how many tokens a ledger has as dropped, and for which reasons.
+
+    >>> ledger = Ledger()
+    >>> ledger.drop("truncated", 1200)
+    >>> dropped_tokens(ledger)
+    '1,200 dropped (1,200 truncated)'
+    """
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in ledger.dropped.items() if count)
+    return f"{sum(ledger.dropped.values()):,} dropped{reasons and f' ({reasons})'}"
 
 
 def summary(result: Mapping[str, Any], *, quarantine: Quarantine | None = None) -> str:
@@ -50,12 +85,10 @@ def summary(result: Mapping[str, Any], *, quarantine: Quarantine | None = None) 
     """
     ledger: Ledger = result["ledger"]
     seconds, held_out = result["seconds"], result["held_out"]
-    dropped = sum(ledger.dropped.values())
-    reasons = ", ".join(f"{count:,} {reason}" for reason, count in ledger.dropped.items() if count)
     lines = [
         f"packs        {ledger.packs:,}, from {ledger.samples:,} samples that were read, {ledger.padding:.2%} padding",
-        f"tokens       {ledger.tokens_in:,} in = {ledger.packed:,} packed + {dropped:,} dropped"
-        f"{f' ({reasons})' if reasons else ''} + {ledger.buffered:,} buffered",
+        f"tokens       {ledger.tokens_in:,} in = {ledger.packed:,} packed + {dropped_tokens(ledger)} + "
+        f"{ledger.buffered:,} buffered",
         f"speed        {result['tokens'] / max(seconds, 1e-9):,.0f} tokens/s over {seconds:,.0f} s",
     ]
     if (bad := ledger.dropped_samples["bad"]) or ledger.bad_shards:

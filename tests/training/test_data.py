@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 import torch
 
 from streampack import IterablePackedDataset, PackedDataLoader
+from streampack.attention.torchtune import TorchtuneInputs
 from streampack.distributed.world import World, join_world
 from streampack.packing.batch import Batch
 from streampack.tokenize.tokenize import tokenize
@@ -19,6 +23,8 @@ from streampack.training.estimate import opening, total_steps
 from tests.support.ranks import RankError, run_ranks
 from tests.support.tiny import WordTokenizer, mixed_config, tiny_config
 from tests.support.web import Web
+
+INPUTS = TorchtuneInputs("varlen", frozenset(), model=None)  # type: ignore[arg-type]
 
 
 class OneOfTwo(World):
@@ -149,13 +155,69 @@ def test_the_opening_reports_lanes_and_truncation(tmp_path: Path) -> None:
     config = read_config(tiny_config(tmp_path, epochs=1, max_steps=None, packs_per_step=2, validation=None))
     data = IterablePackedDataset(rows, max_seq_len=20, overlong="truncate", num_lanes=2)
     loader = PackedDataLoader(data, packs_per_step=2)
-    assert opening(config, loader, world=World()).splitlines() == [
-        "data         2 lanes, an epoch is 40 packs",
-        "overlong     100.0% of 40 samples looked at are longer than max_seq_len=20: overlong=truncate loses 33.3% of "
+    assert opening(config, loader, inputs=INPUTS, world=World()) == {
+        "data": "2 lanes for 1 consumer, an epoch is 40 packs",
+        "packing": "strategy=exact_fit, max_seq_len=20, balance_window=0, about 0.0% padding expected",
+        "attention": "varlen, the first choice of attention=auto on this device",
+        "overlong": "100.0% of 40 samples looked at are longer than max_seq_len=20: overlong=truncate loses 33.3% of "
         "the tokens, 62.5% of the trained ones",
-        "untrained    75.0% of them train nothing (data.untrained)",
-    ]
+        "untrained": "75.0% of 40 samples looked at train nothing (data.untrained)",
+    }
     assert total_steps(config, loader, world=World()) == 20
     data = IterablePackedDataset(rows, max_seq_len=20, overlong="truncate", num_lanes=2, balance_window=9)
-    first = opening(config, PackedDataLoader(data, packs_per_step=2), world=World()).splitlines()[0]
-    assert first == "data         2 lanes, balance_window=9, an epoch is 40 packs"
+    loader = PackedDataLoader(data, packs_per_step=2)
+    assert "balance_window=9" in opening(config, loader, inputs=INPUTS, world=World())["packing"]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "strategy", "split_across_pack"),
+    [
+        (None, "exact_fit", False),
+        (1, "next_fit", False),
+        (None, "next_fit", False),
+        (None, "exact_fit", True),
+    ],
+)
+def test_the_opening_expects_the_padding_that_packs_have(
+    tmp_path: Path, epochs: int | None, strategy: str, split_across_pack: bool
+) -> None:
+    lengths = torch.randint(2, 20, (250,), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = [{"tokens": [1] * length, "labels": [1] * length} for length in lengths]
+    data = IterablePackedDataset(
+        rows,
+        max_seq_len=24,
+        num_lanes=2,
+        epochs=epochs,
+        strategy=strategy,
+        split_across_pack=split_across_pack,
+    )
+    changes = {"max_steps": None} if epochs else {}
+    config = read_config(tiny_config(tmp_path, epochs=epochs, packs_per_step=2, validation=None, **changes))
+    loader = PackedDataLoader(data, packs_per_step=2)
+    line = opening(config, loader, inputs=INPUTS, world=World())["packing"]
+    assert line.startswith("split_across_pack" if split_across_pack else f"strategy={strategy}")
+    expected = float(re.search(r"about ([\d.]+)% padding", line)[1])  # type: ignore[index]
+    for _ in islice(loader, 200):
+        pass
+    assert 100 * loader.ledger().padding == pytest.approx(expected, abs=2)
+    assert (expected > 5) == (strategy == "next_fit")
+
+
+def test_the_opening_says_why_attention_was_chosen_and_what_was_dropped_before_a_resume(
+    tmp_path: Path,
+) -> None:
+    rows = [{"tokens": [1] * 30, "labels": [1] * 30}] * 40
+    data = IterablePackedDataset(rows, max_seq_len=20, overlong="truncate", num_lanes=1)
+    loader = PackedDataLoader(data)
+    config = read_config(tiny_config(tmp_path, validation=None))
+    refused = replace(INPUTS, attention="dense", refused={"varlen": "its kernel is not for this dtype"})
+    lines = opening(config, loader, inputs=refused, world=World())
+    assert lines["attention"] == "dense; varlen will not do: its kernel is not for this dtype"
+    assert "so far" not in lines
+    next(iter(loader))
+    resumed = PackedDataLoader(data)
+    resumed.load_state_dict(loader.state_dict())
+    config = read_config(tiny_config(tmp_path, validation=None, attention="dense"))
+    lines = opening(config, resumed, inputs=refused, world=World(), done=1)
+    assert lines["attention"] == "dense, as the config says"
+    assert lines["so far"] == "30 tokens read, 10 dropped (10 truncated)"

@@ -3,31 +3,33 @@ import sys
 
 from streampack.accounting import Ledger
 from streampack.distributed.world import World
+from streampack.training.config import read_config
 from streampack.training.progress import MetricLogger, bar, summary
+from streampack.training.record import METRICS_FILE, read_metrics
+from tests.support.tiny import tiny_config
 
 
 def test_only_rank_0_logs(tmp_path):
-    node = {
-        "_component_": "torchtune.training.metric_logging.DiskLogger",
-        "log_dir": str(tmp_path),
-        "filename": "log.txt",
-    }
-    silent = MetricLogger(node, world=World(rank=1, size=2))
+    config = read_config(tiny_config(tmp_path))
+    (tmp_path / "out").mkdir()
+    silent = MetricLogger(config, world=World(rank=1, size=2))
     silent.log({"loss": 1.0}, step=3)
     silent.log_config({})
     silent.close()
-    assert list(tmp_path.iterdir()) == []
-    logger = MetricLogger(node, world=World())
+    assert list((tmp_path / "out").iterdir()) == []
+    logger = MetricLogger(config, world=World())
     logger.log({"loss": 1.5}, step=3)
     logger.close()
-    assert "Step 3 | loss:1.5" in (tmp_path / "log.txt").read_text()
+    assert "Step 3 | loss:1.5" in (tmp_path / "out" / "logs" / "log.txt").read_text()
+    assert read_metrics(tmp_path / "out" / METRICS_FILE) == {3: {"loss": 1.5}}
 
 
-def test_a_printing_logger_gets_lines_of_its_own(monkeypatch, capsys):
+def test_a_printing_logger_gets_lines_of_its_own(tmp_path, monkeypatch, capsys):
     """As on a terminal, where the bar and the logger write to one place."""
     place = sys.stdout
     monkeypatch.setattr(sys, "stderr", place)
-    logger = MetricLogger({"_component_": "torchtune.training.metric_logging.StdoutLogger"}, world=World())
+    node = {"_component_": "torchtune.training.metric_logging.StdoutLogger"}
+    logger = MetricLogger(read_config(tiny_config(tmp_path, metric_logger=node)), world=World())
     with bar(3, done=1) as progress:
         for step in 2, 3:
             progress.update()
