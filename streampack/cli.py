@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from streampack import __version__
 from streampack.catalog import RECIPES, UsageError, config_file, our_files, unknown
 from streampack.inspection import command as inspection
+from streampack.inspection import trace_command, unpack_command
 from streampack.instantiate import trust
 from streampack.tune_cli import hand_over, require_torchtune, theirs
 
@@ -26,6 +27,8 @@ COMMANDS = {
     "validate": "check a config: keys, components, files, and the first rows; the model is not built",
     "verify": "check that no sample of a pack sees another in this model; needs no weights and no data",
     "inspect": "show what packing does to a corpus: padding, steps, drops, the first packs, what to change",
+    "unpack": "show packs as text: the first ones of a config, or those of a step of its run",
+    "trace": "show which rows the loss of a step came from",
     "scan": "look at all files of a corpus once, and write a manifest by which runs start fast",
     "tokenize": "write the config's data.source as token shards",
     "export": "write a running checkpoint's weights in the model's own format, while the run goes on",
@@ -117,7 +120,7 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     }
     for name, act in {
         "ls": _ls, "cat": _cat, "cp": _cp, "validate": _validate, "verify": _verify, "inspect": _inspect,
-        "scan": _scan, "tokenize": _tokenize, "export": _export,
+        "unpack": _unpack, "trace": _trace, "scan": _scan, "tokenize": _tokenize, "export": _export,
     }.items():  # fmt: skip
         commands[name].set_defaults(act=act)
     commands["export"].add_argument(
@@ -126,8 +129,10 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     commands["export"].add_argument(
         "--out", metavar="FOLDER", type=Path, required=True, help="of the weights"
     )
-    for name in ("validate", "verify", "tokenize", "export"):
+    for name in ("validate", "verify", "unpack", "trace", "tokenize", "export"):
         _add_config(commands[name])
+    unpack_command.add_arguments(commands["unpack"])
+    trace_command.add_arguments(commands["trace"])
     inspection.add_arguments(commands["inspect"])
     commands["run"].usage, commands["run"].description = RUN_USAGE, RUN_DESCRIPTION
     commands["run"].add_argument(
@@ -280,6 +285,14 @@ def _inspect(options: argparse.Namespace) -> int:
     options.overrides = options.words
     _, config = _read("inspect", options)
     return inspection.run(options, config)
+
+
+def _unpack(options: argparse.Namespace) -> int:
+    return unpack_command.run(options, _read("unpack", options)[1])
+
+
+def _trace(options: argparse.Namespace) -> int:
+    return trace_command.run(options, _read("trace", options)[1])
 
 
 def _scan(options: argparse.Namespace) -> int:

@@ -190,26 +190,12 @@ def _encoder(row: Any, tokenizer: Any) -> Any:
 
 
 def _of_config(config: Any, ranks: Sequence[int]) -> tuple[IterablePackedDataset, RunShape]:
-    import tempfile
-    from dataclasses import replace
-
-    from streampack.distributed.world import World
+    from streampack.inspection.run_data import training_data
     from streampack.inspection.survey import RunShape
-    from streampack.instantiate import build
     from streampack.training.config import read_config
-    from streampack.training.data import build_datasets
 
     cfg = read_config(config)
-    vocab_size = cfg.model.get("vocab_size")
-    # Lists of bad records, which are not kept here, and of files are named by output_dir, where nothing is written.
-    with tempfile.TemporaryDirectory() as scratch:
-        quiet = replace(cfg, output_dir=scratch, data={**cfg.data, "quarantine": None})
-        datasets = build_datasets(
-            quiet,
-            tokenizer=build(cfg.tokenizer),
-            vocab_size=vocab_size if isinstance(vocab_size, int) else None,
-            world=World(),
-        )
+    dataset = training_data(cfg)
     shape = RunShape(
         ranks=ranks,
         workers=cfg.num_workers,
@@ -219,7 +205,7 @@ def _of_config(config: Any, ranks: Sequence[int]) -> tuple[IterablePackedDataset
         max_steps=cfg.max_steps,
         model=_model(cfg.model),
     )
-    return datasets.train, shape
+    return dataset, shape
 
 
 def _model(node: Any) -> Any:

@@ -1,0 +1,32 @@
+"""The training data of a config, built to be looked at: nothing is written."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from streampack.distributed.world import World
+from streampack.instantiate import build
+from streampack.sources.corpus_lists import CORPUS_LISTS_FOLDER
+from streampack.streaming.dataset import IterablePackedDataset
+from streampack.training.config import RunConfig
+from streampack.training.data import build_datasets
+
+
+def training_data(config: RunConfig) -> IterablePackedDataset:
+    """Build the training dataset of a config. Bad records that it skips are not listed.
+
+    Raises:
+        ValueError: for a data or validation section that does not fit.
+    """
+    vocab_size = config.model.get("vocab_size")
+    data = {"corpus_lists": Path(config.output_dir, CORPUS_LISTS_FOLDER), **config.data, "quarantine": None}
+    # Lists of bad records are named by output_dir, where nothing is to be written.
+    with tempfile.TemporaryDirectory() as scratch:
+        return build_datasets(
+            replace(config, output_dir=scratch, data=data),
+            tokenizer=build(config.tokenizer),
+            vocab_size=vocab_size if isinstance(vocab_size, int) else None,
+            world=World(),
+        ).train
