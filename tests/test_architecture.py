@@ -63,6 +63,7 @@ FREE_TESTS = {
     "test_docs.py": "README and docs",
     "test_docs_made.py": "tables and pictures of docs/ that are made from the code",
     "test_mistakes.py": "the likeliest mistakes of a newcomer, through every door",
+    "inspection/test_commands.py": "`streampack unpack` and `streampack trace`, on one run",
     "test_fuzz.py": "configurations and chains of resumes drawn at random, from sources to loaders",
     "distributed/test_processes.py": "several processes: loader and collectives together",
     "loader/test_interrupts.py": "exceptions in the middle of next(): loader, workers, streams and sources together",

@@ -222,7 +222,7 @@ def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["rum", "full_finetune"]) == 2
     assert capsys.readouterr().err == (
         "streampack: error: unknown command 'rum': it is none of ls, cat, cp, validate, verify, inspect, "
-        "scan, tokenize, export, run; did you mean 'run'?\n"
+        "unpack, trace, scan, tokenize, export, run; did you mean 'run'?\n"
     )
 
 

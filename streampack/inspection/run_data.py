@@ -5,13 +5,15 @@ from __future__ import annotations
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from streampack.distributed.world import World
 from streampack.instantiate import build
 from streampack.sources.corpus_lists import CORPUS_LISTS_FOLDER
 from streampack.streaming.dataset import IterablePackedDataset
-from streampack.training.config import RunConfig
-from streampack.training.data import build_datasets
+
+if TYPE_CHECKING:
+    from streampack.training.config import RunConfig
 
 
 def training_data(config: RunConfig) -> IterablePackedDataset:
@@ -20,6 +22,8 @@ def training_data(config: RunConfig) -> IterablePackedDataset:
     Raises:
         ValueError: for a data or validation section that does not fit.
     """
+    from streampack.training.data import build_datasets  # it needs torchtune
+
     vocab_size = config.model.get("vocab_size")
     data = {"corpus_lists": Path(config.output_dir, CORPUS_LISTS_FOLDER), **config.data, "quarantine": None}
     # Lists of bad records are named by output_dir, where nothing is to be written.
