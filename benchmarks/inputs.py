@@ -32,6 +32,8 @@ IMPORTS = {
     "torchtune": ["torchtune.datasets"],
     "trl": ["trl", "trl.trainer.sft_trainer"],
     "grain": ["grain.python"],
+    "transformers": ["transformers.data.data_collator"],
+    "torchtitan": ["torchtitan.hf_datasets.text_datasets"],
 }
 # An input is measured so long in a round at least.
 LEAST_SECONDS = 0.5
@@ -148,6 +150,18 @@ def with_trl(arrow: Callable[[], Any], *, batch: int = 1000) -> Any:
     return peers.trl_packs(arrow().rename_column("tokens", "input_ids"), max_seq_len=MAX_SEQ_LEN, batch=batch)
 
 
+def flattened(arrow: Callable[[], Any]) -> Iterator[dict[str, Any]]:
+    """Yield transformers' batches: the next samples end to end, as many as fill ours on average."""
+    from torch.utils.data import DataLoader
+    from transformers import DataCollatorWithFlattening
+
+    dataset = arrow().rename_column("tokens", "input_ids")
+    tokens = sum(len(chunk.flatten()) for chunk in dataset.data.column("input_ids").chunks)
+    samples = round(BATCH * MAX_SEQ_LEN * len(dataset) / tokens)
+    loader = DataLoader(dataset, batch_size=max(1, samples), collate_fn=DataCollatorWithFlattening())
+    return ({"tokens": batch["input_ids"]} for batch in loader)
+
+
 def arrow_out(arrow: Callable[[], Any]) -> peers.Run:
     """Run TRL without making batches of its packs."""
     start = time.perf_counter()
@@ -169,6 +183,11 @@ def contenders(given: Input) -> dict[str, Callable[[], peers.Run]]:
         "Grain best-fit, 64 bins": (
             "grain",
             lambda: peers.stream(lambda: stacked(peers.grain_packs(given.arrays(), **length))),
+        ),
+        "transformers, flattening": ("transformers", lambda: peers.stream(lambda: flattened(given.arrow))),
+        "torchtitan, cut": (
+            "torchtitan",
+            lambda: peers.stream(lambda: peers.titan_batches(given.arrow(), batch=BATCH, **length)),
         ),
     }
     return {name: run for name, (package, run) in every.items() if is_installed(package)}
@@ -264,7 +283,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options,
         "# Tokenized data to batches",
         report.machine_line(
-            "streampack", "torch", "numpy", "torchtune", "trl", "datasets", "pyarrow", "grain"
+            "streampack",
+            "torch",
+            "numpy",
+            "torchtune",
+            "trl",
+            "datasets",
+            "pyarrow",
+            "grain",
+            "transformers",
+            "torchtitan",
         ),
         f"{count:,} samples with lengths like FLAN's, {tokens:,} tokens, packs of {MAX_SEQ_LEN:,}, batches of {BATCH}, "
         f"one process; medians of {repeats} interleaved rounds. Explained in ../README.md.",

@@ -153,6 +153,31 @@ def grain_packs(samples: Any, *, max_seq_len: int, bins: int = 64) -> Iterator[d
     )
 
 
+def titan_batches(dataset: Any, *, max_seq_len: int, batch: int) -> Iterator[dict[str, Any]]:
+    """Yield the batches of torchtitan's loader of a ``Dataset`` with ``tokens``, which it takes for text and tokenizes.
+
+    It cuts the samples, end to end, into pieces of one token more than a pack, keeps no boundaries, and drops the rest.
+    """
+    import torch
+    from torchtitan.hf_datasets import DatasetConfig, text_datasets
+
+    logging.getLogger().setLevel(logging.ERROR)  # it warns that the data has ended
+    text_datasets.DATASETS["rows"] = DatasetConfig(
+        path="", loader=lambda path: dataset, sample_processor=lambda row: row["tokens"]
+    )
+    packs = text_datasets.HuggingFaceTextDataset("rows", None, _SameIds(), seq_len=max_seq_len)
+    loader = text_datasets.ParallelAwareDataloader(packs, dp_rank=0, dp_world_size=1, batch_size=batch)
+    for found, labels in loader:
+        yield {"tokens": torch.cat([found["input"][:, :1], labels], dim=1)}
+
+
+class _SameIds:
+    """A tokenizer of torchtitan's, for texts that are token ids already."""
+
+    def encode(self, text: list[int], *, add_bos: bool, add_eos: bool) -> list[int]:
+        return text
+
+
 def copy_floor(samples: Samples, *, max_seq_len: int, keep: bool) -> Callable[[], Run]:
     """Copy three int64 arrays pack by pack, the least that any packer of tensors does.
 
