@@ -274,8 +274,8 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _inspect(options: argparse.Namespace) -> int:
     _trust(options.trust)
-    if options.config is None and len(options.words) == 1 and options.words[0].endswith((".yaml", ".yml")):
-        options.config = options.words.pop()
+    if options.config is None and options.words and options.words[0].endswith((".yaml", ".yml")):
+        options.config = options.words.pop(0)
     if options.config is None:
         if not options.words:
             raise UsageError(

@@ -67,7 +67,7 @@ def _truncated(report: Report) -> Advice | None:
         return Advice(
             "Raise max_seq_len",
             f"{why}; {longer:,} holds 99.9 % of the rows",
-            f"data:\n  max_seq_len: {longer}",
+            f"data:\n  max_seq_len: {longer}  # if the model has so many positions",
         )
     return Advice("Keep long samples in pieces", why, "data:\n  overlong: split")
 
@@ -92,10 +92,11 @@ def _untrained(report: Report) -> Advice | None:
 def _strategy(report: Report) -> Advice | None:
     chosen = report.chosen
     others = [outcome for outcome in report.outcomes if outcome.name in STRATEGIES]
-    best: Outcome = min(others, key=lambda outcome: outcome.padding)
+    # Of strategies that differ in less than a tenth of a per cent, exact_fit, which is the default.
+    best: Outcome = min(others, key=lambda each: (round(each.padding, 3), each.name != "exact_fit"))
     if chosen.padding - best.padding < WORTH or chosen.name == "split_across_pack":
         return None
-    method = "" if chosen.name in STRATEGIES else "  # and leave method out\n"
+    method = "" if report.settings.method is None else "  # and leave method out\n"
     return Advice(
         f"Pack by {best.name}",
         f"it pads {best.padding:.1%} of the tokens and {chosen.name} {chosen.padding:.1%}: "
@@ -107,6 +108,14 @@ def _strategy(report: Report) -> Advice | None:
 def _lanes(report: Report) -> Advice | None:
     chosen, settings = report.chosen, report.settings
     consumers = settings.ranks * max(1, settings.workers)
+    if settings.method is not None:
+        return None
+    if settings.lanes < consumers:
+        return Advice(
+            "Give every consumer a lane",
+            f"num_lanes={settings.lanes} is less than {consumers} (ranks x workers), and a new run is refused",
+            f"data:\n  num_lanes: {consumers}",
+        )
     if chosen.last_packs < WORTH or settings.lanes <= consumers:
         return None
     return Advice(

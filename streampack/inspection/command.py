@@ -79,7 +79,13 @@ def run(options: argparse.Namespace, config: Any | None) -> int:
                 sys.stdout.write(f"{text}\n")
             else:
                 Path(options.json).write_text(f"{text}\n", encoding="utf-8")
+        if options.html:
+            from streampack.inspection.page_report import report_page
+
+            options.html.write_text(report_page(report), encoding="utf-8")
         render(report)
+        if options.html and options.json != "-":
+            sys.stdout.write(f"\nthe page: {options.html}\n")
     except KeyboardInterrupt:
         sys.stderr.write("streampack: interrupted; nothing was written\n")
         return 130  # as of a program that SIGINT ended

@@ -16,6 +16,7 @@ class Settings:
 
     max_seq_len: int
     filled_by: str  # the strategy, "split_across_pack", or the name of the method
+    method: str | None  # ``data.method``, if it replaces the strategy
     overlong: str
     buffer_size: int
     shuffle: bool

@@ -155,6 +155,7 @@ def _settings(dataset: IterablePackedDataset, shape: RunShape, lanes: int, windo
     return Settings(
         max_seq_len=config.packing.max_seq_len,
         filled_by=shape.method or config.packing.filled_by,
+        method=shape.method,
         overlong=str(config.packing.overlong),
         buffer_size=config.packing.buffer_size,
         shuffle=config.shuffle_window > 0,

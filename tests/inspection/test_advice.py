@@ -28,6 +28,7 @@ def test_nothing_is_recommended_where_nothing_is_to_gain() -> None:
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "Pack by exact_fit": ({"strategy": "next_fit"}, "strategy: exact_fit"),
     "Use fewer lanes": ({"num_lanes": 40}, "num_lanes: 1"),
+    "Give every consumer a lane": ({"shape": RunShape(ranks=(2,), workers=2)}, "num_lanes: 4"),
     "Say what to do with samples longer than max_seq_len": (
         {"rows": [*FITTING, *token_rows([900])], "overlong": "error"},
         "# or keep them whole: max_seq_len: 1024",
