@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 KILLED = "killed"
@@ -58,6 +59,7 @@ def run_ranks(
 
 
 def _rank(job: Callable[..., Any], args: tuple[Any, ...], rank: int, size: int, folder: Path) -> None:
+    torch.set_num_threads(1)  # the threads of the process that forked are not here, and would be waited for
     try:
         store = dist.FileStore(str(folder / "store"), size)
         limit = timedelta(seconds=60)
