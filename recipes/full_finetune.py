@@ -22,6 +22,7 @@ from torchtune import training
 
 from streampack.attention.prepare import prepare_model_for_packing
 from streampack.distributed.world import World, join_world
+from streampack.inspection.report_writer import ReportWriter
 from streampack.instantiate import build
 from streampack.losses import label_weights, loss_terms
 from streampack.map_style.flatten import join_documents
@@ -131,6 +132,7 @@ def _train(
         print(aligned(in_effect), flush=True)
     logger = MetricLogger(cfg, world=world, resumed=saved_step)
     logger.log_config(raw)
+    report = ReportWriter(cfg, lanes=dataset.lane_config, in_effect=in_effect, world=world)
     profiler = build(cfg.profiler)[0] if cfg.profiler else training.DummyProfiler()
     every = (cfg.validation or {}).get("every")
     meter = StepMeter(world, device, untrained=dataset.lane_config.untrained)
@@ -170,12 +172,14 @@ def _train(
         validate()
     batches = iter(loader)
     profiler.start()
-    with bar(steps, done=step, enabled=world.is_main) as progress, stop_on_signals(world) as stop:
+    show = bar(steps, done=step, enabled=world.is_main)
+    with report.on_error(), show as progress, stop_on_signals(world) as stop:
         while cfg.max_steps is None or step < cfg.max_steps:
             meter.start()
             seed_step(cfg.seed, step, world.rank)  # so that dropout is the same after a resume
             optimizer.zero_grad(set_to_none=True)
             for batch in islice(batches, loader.batches_per_step):
+                report.add(batch, step=step + 1)
                 batch = batch if cfg.document_masking else join_documents(batch)
                 weights = label_weights(batch, loss_norm=cfg.loss_norm)
                 batch = batch.to(device)
@@ -238,6 +242,8 @@ def _train(
         for name, folder in saved.items():
             print(f"{name:12} {folder}")
         record_end(cfg, result, saved=saved.values())
+        report.write(step=step, ledger=result["ledger"])
+        print(f"{'report':12} {report.path}")
     return result
 
 

@@ -20,8 +20,13 @@ from typing import Any
 
 from streampack_recipes import stdlib_corpus
 
+from streampack.types import Pack
+
+DRAWN_PACKS = 4
+
 NEXT = """
 What to try next:
+  see the run                open {report} in a browser
   pack as torchtune does     make quickstart ARGS="data.strategy=next_fit", and compare the padding
   never cut a long sample    make quickstart ARGS="data.overlong=split"
   your own data              streampack cp quickstart my.yaml, edit it, and
@@ -41,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
         config, result = _train(overrides)
         if config.data.get("method") is None:
             print(packed_and_padded(config, steps=result["step"]))
-    print(NEXT)
+    print(NEXT.format(report=Path(config.output_dir, "report.html")))
     return 0
 
 
@@ -79,7 +84,7 @@ def _run_folder(base: Path) -> tuple[str, bool]:
 
 
 def packed_and_padded(config: Any, *, steps: int) -> str:
-    """Count the tokens of a run's packs, and of padded mini-batches of the same samples.
+    """Count the tokens of a run's packs, and of padded mini-batches of the same samples; draw the first packs.
 
     Reads the packs that the run trained once more, without a model. A mini-batch is padded to its longest sample, and
     its samples are drawn at random, as a shuffling DataLoader does.
@@ -87,6 +92,9 @@ def packed_and_padded(config: Any, *, steps: int) -> str:
     import torch
 
     from streampack.distributed.world import World
+    from streampack.inspection.drawing import LEGEND, draw_packs
+    from streampack.inspection.picture import view
+    from streampack.inspection.report_writer import packs_of
     from streampack.instantiate import build
     from streampack.training.config import read_config
     from streampack.training.data import build_datasets, build_loader
@@ -96,18 +104,23 @@ def packed_and_padded(config: Any, *, steps: int) -> str:
     loader = build_loader(cfg, datasets.train, device=torch.device("cpu"), world=World())
     lengths: list[int] = []
     packed, batches = 0, 0
+    packs: list[Pack] = []
     for batch in islice(loader, steps * loader.batches_per_step):
         packed, batches = packed + batch.tokens.numel(), batches + 1
+        if len(packs) < DRAWN_PACKS:
+            packs += packs_of(batch)
         lengths += [each.stop - each.start for fragments in batch.fragments for each in fragments]
     random.Random(0).shuffle(lengths)
     like_packed = round(len(lengths) / max(1, batches))
+    views = [view(pack, datasets.train.lane_config) for pack in packs[:DRAWN_PACKS]]
     small, large = (padded_tokens(lengths, batch_size=size) for size in (cfg.batch_size, like_packed))
     return (
         f"\nTokens through the model for the {len(lengths):,} samples trained, {sum(lengths):,} of them real:\n"
         f"  packed                              {packed:>12,}\n"
         f"  padded, mini-batches of {cfg.batch_size:<3}         {small:>12,}   {small / packed:.1f} times as many\n"
         f"  padded, mini-batches of {like_packed:<3}         {large:>12,}   {large / packed:.1f} times as many; "
-        f"{cfg.batch_size} packs hold {like_packed} samples"
+        f"{cfg.batch_size} packs hold {like_packed} samples\n"
+        f"\nThe first packs, one a line; {LEGEND}:\n{draw_packs(views, width=96, colour=sys.stdout.isatty())}"
     )
 
 

@@ -39,7 +39,10 @@ def test_packed_tokens_are_those_of_the_run(tmp_path):
     lines = quickstart.packed_and_padded(config, steps=5).splitlines()
     assert f"{ledger.packed:,} of them real" in lines[1]
     assert lines[2].split() == ["packed", f"{ledger.capacity:,}"]
-    padded = [int(line.split()[4].replace(",", "")) for line in lines[3:]]
+    padded = [int(line.split()[4].replace(",", "")) for line in lines[3:5]]
+    drawn = lines[-4:]
+    assert [len(line) for line in drawn] == [96] * 4
+    assert "█" in drawn[0]
     assert ledger.packed < padded[0] < padded[1]
 
 

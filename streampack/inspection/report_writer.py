@@ -1,0 +1,132 @@
+"""What a recipe calls to write the page of its run: it keeps the first packs, and writes at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from streampack.accounting import Ledger
+from streampack.distributed.world import World
+from streampack.inspection.picture import view
+from streampack.inspection.run_page import render
+from streampack.inspection.run_report import RunReport, last_ledger
+from streampack.packing.batch import Batch
+from streampack.streaming.lane_config import LaneConfig
+from streampack.training.config import RunConfig
+from streampack.training.record import METRICS_FILE, read_metrics
+from streampack.types import Pack
+from streampack.validation import warn_user
+
+REPORT_FILE = "report.html"
+"""The file in ``output_dir`` that rank 0 writes."""
+PACKS = 4
+"""Packs that are shown: the first that rank 0 trained since its start."""
+MOST_ERROR = 500
+"""Characters of an error's message that are kept."""
+
+
+class ReportWriter:
+    """Writes the page of a run, ``report.html`` in its ``output_dir``, on rank 0; does nothing on the other ranks.
+
+    Args:
+        config: the run's.
+        lanes: of the dataset, whose source and encoder say what a pack holds.
+        in_effect: what `streampack.training.estimate.opening` returns.
+        world: the ranks.
+    """
+
+    def __init__(
+        self, config: RunConfig, *, lanes: LaneConfig, in_effect: Mapping[str, str], world: World
+    ) -> None:
+        self.config = config
+        self.lanes = lanes
+        self.in_effect = in_effect
+        self.path = Path(config.output_dir, REPORT_FILE)
+        self._missing = PACKS if world.is_main else 0
+        self._is_main = world.is_main
+        self._packs: list[tuple[int, Pack]] = []
+
+    def add(self, batch: Batch, *, step: int) -> None:
+        """Take a batch that is trained in a step; only the first packs are kept."""
+        if self._missing:
+            found = packs_of(batch)[: self._missing]
+            self._packs += [(step, pack) for pack in found]
+            self._missing -= len(found)
+
+    @contextmanager
+    def on_error(self) -> Iterator[None]:
+        """Write the page where an error or a signal ends the block, and say so in it."""
+        try:
+            yield
+        except BaseException as error:
+            self._write(_how(error), ledger=None)
+            raise
+
+    def write(self, *, step: int, ledger: Ledger) -> None:
+        """Write the page of a run that is over."""
+        self._write(f"finished after {step:,} steps", ledger=ledger)
+
+    def _write(self, ended: str, *, ledger: Ledger | None) -> None:
+        if not self._is_main:
+            return
+        try:
+            write_page(self._report(ended, ledger), self.path)
+        except Exception as error:  # the weights are worth more than a picture of the run
+            warn_user(f"{self.path} could not be written: {type(error).__name__}: {error}")
+
+    def _report(self, ended: str, ledger: Ledger | None) -> RunReport:
+        from omegaconf import OmegaConf
+
+        metrics = read_metrics(self.path.with_name(METRICS_FILE))
+        mix = self.lanes.mix
+        return RunReport(
+            title=self.path.parent.name,
+            ended=ended,
+            in_effect=self.in_effect,
+            config=OmegaConf.to_yaml(OmegaConf.create(asdict(self.config))),
+            metrics=metrics,
+            ledger=last_ledger(metrics) if ledger is None else ledger.as_dict(),
+            sources=[] if mix is None else list(mix.names),
+            packs=[(step, view(pack, self.lanes)) for step, pack in self._packs],
+        )
+
+
+def write_page(report: RunReport, path: Path) -> None:
+    """Write a report as an HTML page, whole or not at all."""
+    part = path.with_suffix(".part")
+    part.write_text(render(report), encoding="utf-8")
+    part.replace(path)
+
+
+def packs_of(batch: Batch) -> list[Pack]:
+    """Return the packs of a batch, without those of padding only. Their lane is not known: 0.
+
+    >>> from streampack import IterablePackedDataset, collate_packed
+    >>> rows = [{"tokens": [7, 8, 9], "labels": [7, 8, 9]}, {"tokens": [4, 5], "labels": [4, 5]}]
+    >>> [pack] = packs_of(collate_packed(list(IterablePackedDataset(rows, max_seq_len=6))))
+    >>> pack.tokens.tolist(), pack.seq_lens
+    ([7, 8, 9, 4, 5, 0], (3, 2))
+    """
+    return [
+        Pack(
+            tokens=tokens.numpy().copy(),
+            labels=labels.numpy().copy(),
+            seq_lens=tuple(fragment.stop - fragment.start for fragment in fragments),
+            fragments=fragments,
+            epoch=0,
+            number=number,
+            lane=0,
+        )
+        for number, (tokens, labels, fragments) in enumerate(
+            zip(batch.tokens, batch.labels, batch.fragments, strict=True)
+        )
+        if fragments
+    ]
+
+
+def _how(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted by a signal"
+    return f"failed: {type(error).__name__}: {error}"[:MOST_ERROR]
