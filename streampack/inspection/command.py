@@ -15,7 +15,7 @@ from streampack.catalog import UsageError
 
 if TYPE_CHECKING:
     from streampack.inspection.report import Report
-    from streampack.inspection.survey import RunShape
+    from streampack.inspection.shape import RunShape
     from streampack.streaming.dataset import IterablePackedDataset
 
 ROWS = 20_000
@@ -143,7 +143,7 @@ def _report(options: argparse.Namespace, config: Any | None, ranks: Sequence[int
 
 
 def _of_files(options: argparse.Namespace, ranks: Sequence[int]) -> tuple[IterablePackedDataset, RunShape]:
-    from streampack.inspection.survey import RunShape
+    from streampack.inspection.shape import RunShape
     from streampack.packing.encoders import padding_id
     from streampack.sources.as_source import as_source
     from streampack.streaming.dataset import IterablePackedDataset
@@ -197,7 +197,7 @@ def _encoder(row: Any, tokenizer: Any) -> Any:
 
 def _of_config(config: Any, ranks: Sequence[int]) -> tuple[IterablePackedDataset, RunShape]:
     from streampack.inspection.run_data import training_data
-    from streampack.inspection.survey import RunShape
+    from streampack.inspection.shape import RunShape
     from streampack.training.config import read_config
 
     cfg = read_config(config)

@@ -88,8 +88,8 @@ def plan_padding(
     starts = np.arange(0, len(lengths), batch)
     longest = np.maximum.reduceat(lengths, starts) if len(lengths) else lengths
     widths = np.repeat(longest, batch)[: len(lengths)]
-    of_width = {width: cost.of([width]) for width in np.unique(widths).tolist()}
-    pairs = np.array([of_width[width] for width in widths.tolist()], np.int64)
+    different, which = np.unique(widths, return_inverse=True)
+    pairs = np.array([cost.of([width]) for width in different.tolist()], np.int64)[which]
     return Plan(widths, lengths, pairs, (len(lengths),), 0, -(-len(lengths) // rows_per_step))
 
 

@@ -176,7 +176,7 @@ class Tally:
     def _exemplify(self, reason: str, row_id: RowId, detail: str) -> None:
         examples = self.examples.setdefault(reason, [])
         if len(examples) < EXAMPLES_OF_A_LOSS:
-            examples.append(f"{self.source.locate(row_id)}: {detail}")
+            examples.append(f"{self.source.locate_cheaply(row_id)}: {detail}")
 
 
 def read_lanes(config: LaneConfig, num_lanes: int, tally: Tally, *, progress: Progress) -> list[array[int]]:

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
 from streampack.inspection.advice import advise
-from streampack.inspection.costs import ModelWork, slowest_over_mean
+from streampack.inspection.costs import slowest_over_mean
 from streampack.inspection.epoch import Epoch, read_epoch
+from streampack.inspection.outcomes import plan_outcomes
 from streampack.inspection.picture import first_packs
-from streampack.inspection.plans import (
-    Plan,
-    Totals,
-    packings,
-    plan_lanes,
-    plan_method,
-    plan_padding,
-    stretches,
-    totals,
-)
+from streampack.inspection.plans import Plan, Totals
 from streampack.inspection.reading import Progress, Tally, stops, tolerant
 from streampack.inspection.report import (
     Attention,
@@ -30,47 +22,17 @@ from streampack.inspection.report import (
     Lengths,
     LongRow,
     Loss,
-    Outcome,
     Report,
     Settings,
     SourceShare,
 )
-from streampack.loader.batching import Batching
+from streampack.inspection.shape import RunShape
 from streampack.streaming.balance import DEFAULT_WINDOW
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.lane_config import LaneConfig, count_lanes
 
 QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 0.999, 1.0)
 BINS = 24
-PADDED_BATCH = 8
-"""Samples in a batch of padding where the run's batches hold one pack: alone, a sample would need no padding."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunShape:
-    """What a dataset does not say of its run.
-
-    Args:
-        ranks: of the run; numbers of ranks after the first are compared with it.
-        workers: processes of each rank that make packs.
-        batch_size: packs in a batch.
-        packs_per_step: packs in an optimizer step over all ranks; None is one batch of each rank.
-        method: ``data.method``, which replaces the packing of the stream.
-        max_steps: of the run, for the passes over a mixture's sources.
-        model: counts the model's operations; None where there is no model.
-    """
-
-    ranks: Sequence[int] = (1, 8, 64)
-    workers: int = 0
-    batch_size: int = 1
-    packs_per_step: int | None = None
-    method: str | None = None
-    max_steps: int | None = None
-    model: ModelWork | None = None
-
-    def batching(self, ranks: int) -> Batching:
-        """Return how the packs of a step are divided among so many ranks."""
-        return Batching(self.batch_size, self.packs_per_step or ranks * self.batch_size, ranks)
 
 
 def inspect_dataset(
@@ -114,10 +76,8 @@ def inspect_dataset(
     finished()
     if not tally.kept:
         raise ValueError(_nothing(tally))
-    plans = _plans(reading, epoch, shape)
     settings = _settings(dataset, shape, lanes, window)
-    outcomes = _outcomes(plans, epoch, settings, shape)
-    chosen, planned = plans[settings.filled_by]
+    outcomes, chosen, planned = plan_outcomes(reading, epoch, shape, chosen=settings.filled_by)
     report = Report(
         title=title,
         settings=settings,
@@ -165,63 +125,10 @@ def _settings(dataset: IterablePackedDataset, shape: RunShape, lanes: int, windo
         batch_size=shape.batch_size,
         packs_per_step=batching.packs_per_step,
         balance_window=window,
-        padded_batch=shape.batch_size if shape.batch_size > 1 else PADDED_BATCH,
+        padded_batch=shape.padded_batch,
         model=None if model is None else model.name,
         parameters=None if model is None else model.parameters,
     )
-
-
-def _plans(config: LaneConfig, epoch: Epoch, shape: RunShape) -> dict[str, tuple[Plan, Totals]]:
-    """Plan an epoch by each strategy, by padding, and by the run's method."""
-    cost, batching, found = config.balance_cost, shape.batching(shape.ranks[0]), {}
-    if shape.method:
-        plan = plan_method(
-            epoch.lanes, config.packing, cost, method=shape.method, batching=batching, seed=config.seed
-        )
-        found[shape.method] = plan, totals(plan, epoch, batching)
-    for name, packing in packings(config.packing).items():
-        if name in found:  # a method of the same name
-            continue
-        given = stretches(epoch, packing)
-        plan = plan_lanes(given.lanes, packing, cost)
-        groups = None if epoch.exact else plan_lanes(given.groups, packing, cost)
-        found[name] = plan, totals(plan, epoch, batching, whole_lanes=given.whole, groups=groups)
-    padded = shape.batch_size if shape.batch_size > 1 else PADDED_BATCH
-    for name, batch in (("padding", padded), ("mini-batches", 1)):
-        at_once = batch * batching.world_size
-        step = -(-batching.packs_per_step // at_once) * at_once
-        plan = plan_padding(
-            epoch.lanes, config.packing, cost, batch=batch, rows_per_step=step, seed=config.seed
-        )
-        found[name] = plan, totals(plan, epoch, batching)
-    return found
-
-
-def _outcomes(
-    plans: dict[str, tuple[Plan, Totals]], epoch: Epoch, settings: Settings, shape: RunShape
-) -> list[Outcome]:
-    padding, model = plans["padding"][1], shape.model
-    found = []
-    for name, (_, each) in plans.items():
-        flops = None
-        if model is not None:
-            flops = model.of(padding.tokens, padding.pairs) / model.of(each.tokens, each.pairs)
-        found.append(
-            Outcome(
-                name=name,
-                chosen=name == settings.filled_by,
-                packs=each.rows,
-                padding=each.padding,
-                error=each.error,
-                steps=each.steps,
-                samples_per_step=epoch.samples / max(1.0, each.steps),
-                tokens=each.tokens,
-                speedup=padding.tokens / each.tokens,
-                flops_speedup=flops,
-                last_packs=each.last,
-            )
-        )
-    return found
 
 
 def _lengths(tally: Tally) -> Lengths:
@@ -235,7 +142,8 @@ def _lengths(tally: Tally) -> Lengths:
         quantiles={str(q): int(np.quantile(whole, q, method="inverted_cdf")) for q in QUANTILES},
         histogram=_histogram(whole),
         longest=[
-            LongRow(tally.source.locate(row_id), tokens, trained) for tokens, trained, row_id in longest
+            LongRow(tally.source.locate_cheaply(row_id), tokens, trained)
+            for tokens, trained, row_id in longest
         ],
     )
 

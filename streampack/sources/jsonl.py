@@ -25,6 +25,7 @@ from streampack.validation import require_positive
 LONGEST_LINE = 1 << 26  # bytes
 # Bytes; where parts are shorter than most lines, opening them takes longer than reading their lines.
 LEAST_PART = 256
+COUNTED_BYTES = 1 << 24  # of a file before a row, in which lines are counted for a list of many rows
 PROBED_FILES = 16  # compressed files that `probe` reads from
 PROBED_BYTES = 1 << 22  # bytes of content that `probe` decompresses of each, to learn how well they compress
 
@@ -159,6 +160,13 @@ class JSONLSource(FileSource):
                     left -= len(chunk)
                 return f"{file.path}:{line}"
         return f"{file.shown}, byte {offset}"
+
+    def locate_cheaply(self, row_id: RowId) -> str:
+        """See `Source.locate_cheaply`: lines are counted near the beginning of a plain file."""
+        number, offset = row_id
+        if offset <= COUNTED_BYTES and self.files[number].seekable:
+            return self.locate(row_id)
+        return f"{self.files[number].shown}, byte {offset}"
 
     @property
     def bytes_read(self) -> int:

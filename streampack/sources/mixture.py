@@ -281,6 +281,11 @@ class Mix(Source):
         entry = self.entries[row_id[0]]
         return f"{entry.name}: {entry.source.locate(row_id[1:])}"
 
+    def locate_cheaply(self, row_id: RowId) -> str:
+        """See `Source.locate_cheaply`; begins with the source's name."""
+        entry = self.entries[row_id[0]]
+        return f"{entry.name}: {entry.source.locate_cheaply(row_id[1:])}"
+
     def shard(self, row_id: RowId) -> str:
         """See `Source.shard`; begins with the source's name."""
         entry = self.entries[row_id[0]]

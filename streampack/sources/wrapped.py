@@ -41,6 +41,10 @@ class WrappedSource(Source):
         """See `Source.locate`."""
         return self.source.locate(row_id)
 
+    def locate_cheaply(self, row_id: RowId) -> str:
+        """See `Source.locate_cheaply`."""
+        return self.source.locate_cheaply(row_id)
+
     def fetch(self, row_id: RowId) -> Mapping[str, Any]:
         """See `Source.fetch`."""
         return self.source.fetch(row_id)

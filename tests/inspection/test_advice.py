@@ -8,7 +8,8 @@ import pytest
 
 from streampack import IterablePackedDataset
 from streampack.inspection.report import Advice
-from streampack.inspection.survey import RunShape, inspect_dataset
+from streampack.inspection.shape import RunShape
+from streampack.inspection.survey import inspect_dataset
 from streampack.training.config import RunConfig
 from tests.support.inspection import log_normal, token_rows
 

@@ -8,7 +8,8 @@ from streampack import cli
 from streampack.inspection.costs import ModelWork
 from streampack.inspection.page_report import report_page
 from streampack.inspection.report import SourceShare
-from streampack.inspection.survey import RunShape, inspect_dataset
+from streampack.inspection.shape import RunShape
+from streampack.inspection.survey import inspect_dataset
 from tests.support.hf_tokenizers import byte_level
 from tests.support.html import parsed
 from tests.support.inspection import chats, dataset

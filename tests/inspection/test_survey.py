@@ -13,7 +13,8 @@ from streampack import IterablePackedDataset, Mix, PackedDataLoader
 from streampack.inspection import plans
 from streampack.inspection.costs import ModelWork
 from streampack.inspection.report import Report
-from streampack.inspection.survey import RunShape, inspect_dataset
+from streampack.inspection.shape import RunShape
+from streampack.inspection.survey import inspect_dataset
 from streampack.loader.batching import Batching
 from streampack.packing.attention_cost import AttentionCost
 from streampack.training.methods import MethodLoader
@@ -75,7 +76,7 @@ def test_the_packs_of_each_strategy_are_those_of_a_run(
         planned[packing.filled_by] = plan = original(lanes, packing, cost)
         return plan
 
-    monkeypatch.setattr("streampack.inspection.survey.plan_lanes", watched)
+    monkeypatch.setattr("streampack.inspection.outcomes.plan_lanes", watched)
     report = inspect_dataset(dataset(name, tmp_path), rows=None)
     packs = list(dataset(name, tmp_path, **WAYS[way]).stream())
     packs.sort(key=lambda pack: (pack.lane, pack.number))

@@ -14,9 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from streampack import JSONLSource
+from streampack import JSONLSource, Mix
 from streampack.sources import Reading
 from streampack.sources.files import divide
+from streampack.sources.holdout import hold_out
 from tests.support.corpus import PACK, next_error, numbered, read_all, write
 
 WINDOWS = (0, 1, 3, 1000)
@@ -299,3 +300,19 @@ def test_readers_of_compressed_files_are_freed_without_a_garbage_collector(tmp_p
         assert held() is None
     finally:
         gc.enable()
+
+
+def test_lines_are_counted_for_many_rows_near_the_beginning_of_plain_files_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streampack.sources.jsonl.COUNTED_BYTES", 30)
+    rows = [{"i": i} for i in range(9)]
+    path = write(tmp_path / "a.jsonl", rows)
+    mixed = Mix([{"name": "one", "source": hold_out(JSONLSource(path), fraction=0.5)[0], "weight": 1}])
+    offsets = [len(json.dumps(row)) + 1 for row in rows]
+    for number, offset in enumerate(itertools.accumulate(offsets[:-1], initial=0)):
+        near = f"{path}:{number + 1}" if offset <= 30 else f"{path}, byte {offset}"
+        assert JSONLSource(path).locate_cheaply((0, offset)) == near
+        assert mixed.locate_cheaply((0, 0, offset)) == f"one: {near}"
+    packed = write(tmp_path / "b.jsonl.gz", rows)
+    assert JSONLSource(packed).locate_cheaply((0, 9)) == f"{packed}, byte 9"

@@ -172,6 +172,8 @@ def test_rows_are_fetched_again_by_row_id(source: Any) -> None:
     for row in source.read(Reading(shuffle_window=7)):
         assert plain(source.fetch(row.row_id)) == plain(row.data)
         places.add(source.locate(row.row_id))
+        near = source.locate_cheaply(row.row_id)
+        assert near == source.locate(row.row_id) or ", byte " in near
         shards.add(source.shard(row.row_id))
     assert len(places) == len(expected(source))
     assert len(shards) in (1, 3, 5, len(places))
