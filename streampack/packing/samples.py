@@ -223,8 +223,10 @@ def as_mapping(row: Any) -> Mapping[str, Any]:
     return {"input_ids": row}
 
 
-def missing_column(row: Mapping[str, Any], column: str) -> ValueError:
+def missing_column(row: Any, column: str) -> ValueError:
     """Make the error for a row without ``column``; it names the columns that are there."""
+    if not isinstance(row, Mapping):
+        return ValueError(f"the row is {_shown(row)}; it must be a dict with a column {column!r}")
     there = ", ".join(repr(name) for name in row) or "none"
     return ValueError(f"column {column!r} is missing; the row's columns are {there}")
 

@@ -152,7 +152,7 @@ def count_lanes(source: Source, consumers: int, *, wanted: int | None, fixed: bo
             wanted = max(1, filled // consumers) * consumers
     if wanted < consumers and fixed:
         raise ValueError(
-            f"{wanted} lanes cannot feed {consumers} consumers (ranks x workers): some would get nothing; "
-            "use fewer workers, or start a new run with more num_lanes"
+            f"{wanted} lane{'s' * (wanted > 1)} cannot feed {consumers} consumers (ranks x workers): some would get "
+            "nothing; use fewer workers, or start a new run with more num_lanes"
         )
     return wanted

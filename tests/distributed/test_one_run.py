@@ -162,7 +162,7 @@ def test_too_few_lanes_on_one_rank_are_raised_on_all() -> None:
     errors = on_ranks(2, lambda rank_sync: iter(make(rank_sync)))
     assert isinstance(errors[0], RuntimeError)
     assert isinstance(errors[1], ValueError)
-    assert "1 lanes cannot feed 2 consumers" in str(errors[0])
+    assert "1 lane cannot feed 2 consumers" in str(errors[0])
 
 
 def test_ranks_with_the_same_run_are_accepted() -> None:

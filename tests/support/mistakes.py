@@ -156,6 +156,29 @@ MISTAKES = (
     ),
     Mistake(
         door=TOKENS,
+        title="A tokenizer in place of an encoder",
+        make=lambda folder: streampack.IterablePackedDataset(
+            [{"text": "a"}], max_seq_len=8, encoder=tokenizer()
+        ),
+        message="encoder is a tokenizer, a TokenizersBackend; wrap it: TextEncoder(tokenizer) for rows of text, "
+        "ChatEncoder(tokenizer) for messages, PromptCompletionEncoder(tokenizer) for prompts with answers",
+        cure="Name an encoder: [which for which rows](../guides/encoders.md).",
+    ),
+    Mistake(
+        door=TOKENS,
+        title="Bare texts in place of rows",
+        make=lambda folder: next(
+            iter(
+                streampack.IterablePackedDataset(
+                    ["hello"], max_seq_len=8, encoder=streampack.TextEncoder(tokenizer())
+                )
+            )
+        ),
+        message="sample 0: the row is a str, 'hello'; it must be a dict with a column 'text'",
+        cure='Give rows with names: `[{"text": text} for text in texts]`.',
+    ),
+    Mistake(
+        door=TOKENS,
         title="Text in another column",
         make=lambda folder: texts(file(folder, "rows.jsonl", '{"content": "a"}\n')),
         message="rows.jsonl:1: column 'text' is missing; the row's columns are 'content'",
@@ -329,7 +352,7 @@ MISTAKES = (
         make=lambda folder: next(
             iter(PackedDataLoader(packs([{"input_ids": [5]}] * 9, num_lanes=1), num_workers=2))
         ),
-        message="1 lanes cannot feed 2 consumers (ranks x workers): some would get nothing; use fewer workers, or "
+        message="1 lane cannot feed 2 consumers (ranks x workers): some would get nothing; use fewer workers, or "
         "start a new run with more num_lanes",
         cure="Leave `num_lanes` out when you begin a run: it is then at least the number of ranks x workers.",
     ),

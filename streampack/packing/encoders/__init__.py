@@ -10,7 +10,7 @@ from streampack.packing.encoders.chat import ChatEncoder, PromptCompletionEncode
 from streampack.packing.encoders.hf_tokenizer import HFTokenizer
 from streampack.packing.encoders.messages import MessagesEncoder, guard_datasets
 from streampack.packing.encoders.text import TextEncoder
-from streampack.packing.encoders.tokenizer import check_tokenizer, padding_id
+from streampack.packing.encoders.tokenizer import check_tokenizer, padding_id, require_encoder
 
 __all__ = [
     "PROBE_TEXT",
@@ -25,4 +25,5 @@ __all__ = [
     "guard_datasets",
     "padding_id",
     "qualified_name",
+    "require_encoder",
 ]

@@ -202,8 +202,12 @@ def is_hf(tokenizer: Any) -> bool:
 
 
 def _load(path: str, revision: str | None) -> Any:
-    from transformers import AutoTokenizer
-
+    try:
+        from transformers import AutoTokenizer
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            "a Hugging Face tokenizer needs transformers: pip install 'streampack[hf]'"
+        ) from error
     folder = Path(path).expanduser()
     if folder.is_file():
         raise ValueError(f"{path} is a file; give the folder that it is in, with its tokenizer_config.json")

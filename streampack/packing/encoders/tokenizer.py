@@ -32,6 +32,24 @@ def check_tokenizer(tokenizer: Any) -> Any:
     return without_truncation(tokenizer)
 
 
+def require_encoder(encoder: Any) -> Any:
+    """Return an encoder, or raise if it is a tokenizer or cannot be called.
+
+    Raises:
+        ValueError: naming what to wrap it with.
+    """
+    if is_hf(encoder) or isinstance(encoder, HFTokenizer):
+        raise ValueError(
+            f"encoder is a tokenizer, a {type(encoder).__name__}; wrap it: TextEncoder(tokenizer) for rows of text, "
+            "ChatEncoder(tokenizer) for messages, PromptCompletionEncoder(tokenizer) for prompts with answers"
+        )
+    if not callable(encoder):
+        raise ValueError(
+            f"encoder is a {type(encoder).__name__}; it must be a function that makes a streampack.Sample of a row"
+        )
+    return encoder
+
+
 def check_ends(tokenizer: Any, *, add_bos: bool | None, add_eos: bool) -> None:
     """Refuse a tokenizer that ignores ``add_bos`` or ``add_eos``, as its tokens of a short text show.
 
