@@ -20,16 +20,21 @@ MOST_ROWS = 16
 """Sequences in the table of boundaries."""
 
 
-def packs_figure(packs: Sequence[PackView], *, name: str = "packs") -> Markup:
+def packs_figure(packs: Sequence[PackView], *, names: Sequence[str] | None = None) -> Markup:
     """Return packs as rows of blocks, of which hover or focus shows the text, file and row.
 
     Args:
         packs: to draw.
-        name: of the figure on its page; no other may have it.
+        names: of the packs; None names each by its lane and number.
     """
-    rows = [_pack(pack, f"{name}-{number}") for number, pack in enumerate(packs)]
+    if names is None:
+        names = [f"lane {pack.lane}, pack {pack.number}" for pack in packs]
+    rows = [
+        _pack(pack, title, f"packs-{number}")
+        for number, (pack, title) in enumerate(zip(packs, names, strict=True))
+    ]
     templates = "".join(
-        _template(sequence, f"{name}-{number}-{at}", with_text=at < MOST_TEXTS)
+        _template(sequence, f"packs-{number}-{at}", with_text=at < MOST_TEXTS)
         for number, pack in enumerate(packs)
         for at, sequence in enumerate(pack.sequences[:MOST_BLOCKS])
     )
@@ -44,8 +49,7 @@ def packs_figure(packs: Sequence[PackView], *, name: str = "packs") -> Markup:
     )
 
 
-def _pack(pack: PackView, name: str) -> str:
-    title = f"lane {pack.lane}, pack {pack.number}" if pack.lane >= 0 else f"pack {name.rpartition('-')[2]}"
+def _pack(pack: PackView, title: str, name: str) -> str:
     drawn = pack.sequences[:MOST_BLOCKS]
     blocks = [_block(sequence, at, f"{name}-{at}") for at, sequence in enumerate(drawn)]
     if rest := sum(sequence.length for sequence in pack.sequences[MOST_BLOCKS:]):

@@ -10,7 +10,7 @@ from pathlib import Path
 from streampack.accounting import Ledger
 from streampack.distributed.world import World
 from streampack.inspection.picture import view
-from streampack.inspection.run_page import render
+from streampack.inspection.run_page import run_page
 from streampack.inspection.run_report import RunReport, last_ledger
 from streampack.packing.batch import Batch
 from streampack.streaming.lane_config import LaneConfig
@@ -96,7 +96,7 @@ class ReportWriter:
 def write_page(report: RunReport, path: Path) -> None:
     """Write a report as an HTML page, whole or not at all."""
     part = path.with_suffix(".part")
-    part.write_text(render(report), encoding="utf-8")
+    part.write_text(run_page(report), encoding="utf-8")
     part.replace(path)
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 
 from streampack.accounting import DROP_REASONS
 from streampack.inspection.charts import BUCKETS, Line, Point, line_chart, short, thin
-from streampack.inspection.pack_pictures import pack_picture
-from streampack.inspection.run_page_style import STYLE
+from streampack.inspection.page import Fact, Markup, facts, markup, page, paragraph, section, table
+from streampack.inspection.page_packs import packs_figure
 from streampack.inspection.run_report import RunReport
 
 MOST_ROWS = 25
@@ -43,7 +42,7 @@ CHARTS = (
     Chart("wait", "Waiting for data", "ms a step", {"data wait": "data_wait"}, factor=1000),
     Chart(
         "imbalance",
-        "Attention cost of the dearest rank",
+        "Attention cost of the slowest rank",
         "times the mean",
         {"imbalance": "cost_imbalance"},
         least=1.0,
@@ -53,43 +52,46 @@ CHARTS = (
 )
 
 
-def render(report: RunReport) -> str:
-    """Return the page of a run as text."""
-    title = escape(f"Run {report.title}")
-    sections = [
-        ("Over time", _pictures(report)),
-        ("Where every token went", _ledger(report) + _sources(report)),
-        ("The first packs", _packs(report)),
-        ("In effect", _in_effect(report)),
-    ]
-    body = "".join(f"<section><h2>{heading}</h2>{html}</section>" for heading, html in sections if html)
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
-        f"<title>{title}</title><style>{STYLE}</style></head><body><main><header><h1>{title}</h1>"
-        f"<p>{escape(report.ended)}</p>{_tiles(report)}</header>{body}</main></body></html>\n"
-    )
+def run_page(report: RunReport) -> str:
+    """Return the report of a run as a self-contained HTML document."""
+    title = f"Run {report.title}"
+    return page(title, _parts(report, title))
 
 
-def _tiles(report: RunReport) -> str:
+def _parts(report: RunReport, title: str) -> Iterator[Markup]:
+    yield Markup(f"<h1>{markup(title)}</h1>")
+    yield paragraph(report.ended, kind="lead")
+    yield _facts(report)
+    yield section("Over time", *_pictures(report))
+    if report.ledger:
+        yield section("Where every token went", *_ledger(report), *_sources(report))
+    if report.packs:
+        views = [pack for _, pack in report.packs]
+        names = [f"step {step:,}" for step, _ in report.packs]
+        note = "The first packs that rank 0 trained since it was started."
+        yield section("The first packs", paragraph(note, kind="note"), packs_figure(views, names=names))
+    yield section("In effect", *_in_effect(report))
+
+
+def _facts(report: RunReport) -> Markup:
     """Show the figures that one looks for first."""
     found = []
+    if report.metrics:
+        found.append(Fact("last step logged", f"{max(report.metrics):,}"))
     for name, metric in (("loss", "loss"), ("validation loss", "validation_loss")):
         if points := _finite(report.series(metric)):
-            found.append((name, f"{points[0][1]:.3f} → {points[-1][1]:.3f}"))
-    if report.metrics:
-        found.insert(0, ("last step logged", f"{max(report.metrics):,}"))
+            found.append(
+                Fact(name, f"{points[-1][1]:.3f}", f"{points[0][1]:.3f} at step {points[0][0]:,.0f}")
+            )
     if speed := _finite(report.series("tokens_per_second")):
-        found.append(("tokens/s, median", short(sorted(value for _, value in speed)[len(speed) // 2])))
+        found.append(Fact("tokens/s", short(sorted(value for _, value in speed)[len(speed) // 2]), "median"))
     if report.ledger:
-        found.append(("tokens packed", short(report.ledger["packed"])))
-        found.append(("padding", f"{report.ledger['padding']:.2%}"))
-    items = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in found)
-    return f'<dl class="tiles">{items}</dl>' if items else ""
+        found.append(Fact("tokens packed", short(report.ledger["packed"])))
+        found.append(Fact("padding", f"{report.ledger['padding']:.2%}"))
+    return facts(found) if found else Markup("")
 
 
-def _pictures(report: RunReport) -> str:
+def _pictures(report: RunReport) -> Iterator[Markup]:
     charts, rows = [], []
     for chart in CHARTS:
         lines = [
@@ -100,30 +102,33 @@ def _pictures(report: RunReport) -> str:
         drawn = line_chart(
             chart.name, lines, title=chart.title, unit=chart.unit, least=chart.least, show=chart.show
         )
-        keys = "".join(
-            f'<span class="key key-{number}">{escape(line.name)}</span>' for number, line in enumerate(lines)
-        )
         if drawn:
-            legend = keys if len(lines) > 1 else ""
-            charts.append(f"<figure><figcaption>{escape(chart.title)} {legend}</figcaption>{drawn}</figure>")
+            charts.append(_figure(chart, lines, drawn))
         rows += [_summary(chart, line) for line in lines]
     if not rows:
-        return "<p>Nothing was logged.</p>"
-    heads = ("", "unit", "first", "last", "lowest", "at step", "highest", "at step", "mean")
-    gaps = any(
-        not math.isfinite(v) for chart in CHARTS for m in chart.metrics.values() for _, v in report.series(m)
+        yield paragraph("Nothing was logged.")
+        return
+    yield Markup(f'<div class="charts">{"".join(charts)}</div>')
+    if len(report.metrics) > 2 * BUCKETS:
+        note = (
+            "A line is the mean of several steps; the pale one behind it is their lowest and highest values."
+        )
+        yield paragraph(note, kind="note")
+    values = (
+        value for chart in CHARTS for metric in chart.metrics.values() for _, value in report.series(metric)
     )
-    notes = [
-        "Of many steps, a line is their mean, and the pale one behind it their lowest and highest values."
-        if len(report.metrics) > 2 * BUCKETS
-        else "",
-        "A cross marks a step whose value is not a finite number." if gaps else "",
-    ]
-    note = "".join(f"<p>{text}</p>" for text in notes if text)
-    return (
-        f'<div class="charts">{"".join(charts)}</div>{note}{_table("The metrics in numbers", heads, rows)}'
-        f"{_steps(report)}"
+    if not all(map(math.isfinite, values)):
+        yield paragraph("A cross marks a step whose value is not a finite number.", kind="note")
+    columns = ("metric", "unit", "first", "last", "lowest", "at step", "highest", "at step", "mean")
+    yield table(columns, rows, caption="The metrics in numbers", text=[1])
+    yield _steps(report)
+
+
+def _figure(chart: Chart, lines: Sequence[Line], drawn: str) -> str:
+    keys = "".join(
+        f'<span class="line-key line-key-{at}">{markup(line.name)}</span>' for at, line in enumerate(lines)
     )
+    return f"<figure><figcaption>{markup(chart.title)} {keys if len(lines) > 1 else ''}</figcaption>{drawn}</figure>"
 
 
 def _summary(chart: Chart, line: Line) -> list[str]:
@@ -145,45 +150,43 @@ def _cell(value: float, chart: Chart) -> str:
     return chart.show(value) if math.isfinite(value) else "not finite"
 
 
-def _steps(report: RunReport) -> str:
+def _steps(report: RunReport) -> Markup:
     """Return a table of some steps, those with the highest and the lowest loss among them."""
-    loss = _finite(report.series("loss"))
     columns = [
         (f"{label} {chart.title.lower()}" if len(chart.metrics) > 1 else label, metric, chart)
         for chart in CHARTS
         for label, metric in chart.metrics.items()
         if report.series(metric)
     ]
-    rows = [
-        [f"{step:,.0f}"]
-        + [
-            _cell(report.metrics[int(step)][metric] * chart.factor, chart)
-            if metric in report.metrics[int(step)]
-            else ""
+    rows = []
+    for step, _ in thin(_finite(report.series("loss")), buckets=MOST_ROWS // 2 - 1):
+        logged = report.metrics[int(step)]
+        values = (
+            _cell(logged[metric] * chart.factor, chart) if metric in logged else ""
             for _, metric, chart in columns
-        ]
-        for step, _ in thin(loss, buckets=MOST_ROWS // 2 - 1)
-    ]
+        )
+        rows.append([f"{step:,.0f}", *values])
+    if not rows:
+        return Markup("")
     heads = ["step", *(name if chart.unit in name else f"{name}, {chart.unit}" for name, _, chart in columns)]
-    table = _table("Some steps", heads, rows)
-    return f"<details><summary>Some steps in numbers</summary>{table}</details>" if rows else ""
+    return _folded(
+        "Some steps in numbers",
+        Markup(
+            f'<div class="wide" tabindex="0" role="region" aria-label="Some steps">{table(heads, rows)}</div>'
+        ),
+    )
 
 
-def _ledger(report: RunReport) -> str:
+def _ledger(report: RunReport) -> Iterator[Markup]:
     ledger = report.ledger
-    if not ledger:
-        return ""
     whole = max(1, ledger["tokens_in"])
-    parts = [("packed", ledger["packed"])]
+    parts = [("made by the encoder", ledger["tokens_in"]), ("packed", ledger["packed"])]
     parts += [
         (f"dropped: {name}", ledger.get(f"dropped_{name}", 0)) for name in DROP_REASONS if name != "bad"
     ]
     parts += [("buffered: read, waiting for a pack", ledger["buffered"])]
-    rows = [
-        [name, f"{tokens:,.0f}", f"{tokens / whole:.2%}"]
-        for name, tokens in [("made by the encoder", ledger["tokens_in"]), *parts]
-        if tokens
-    ]
+    rows = [[name, f"{tokens:,.0f}", f"{tokens / whole:.2%}"] for name, tokens in parts if tokens]
+    yield table(("", "tokens", "of all"), rows)
     counts = [
         f"{ledger['samples']:,.0f} samples read, {ledger['packs']:,.0f} packs, {ledger['padding']:.2%} padding"
     ]
@@ -194,10 +197,10 @@ def _ledger(report: RunReport) -> str:
     ):
         if ledger[name]:
             counts.append(f"{ledger[name]:,.0f} {words}")
-    return _table("Tokens", ("", "tokens", "of all"), rows) + f"<p>{'; '.join(counts)}.</p>"
+    yield paragraph(f"{'; '.join(counts)}.")
 
 
-def _sources(report: RunReport) -> str:
+def _sources(report: RunReport) -> Iterator[Markup]:
     last: dict[str, float] = {}
     for values in report.metrics.values():
         last |= {name: value for name, value in values.items() if name.startswith("source_")}
@@ -211,44 +214,21 @@ def _sources(report: RunReport) -> str:
         for name in report.sources
         if last
     ]
-    heads = ("source", "of the trained tokens", "trained tokens", "epochs")
-    return _table("Sources of the mixture", heads, rows) if rows else ""
+    if rows:
+        columns = ("source", "of the trained tokens", "trained tokens", "epochs")
+        yield table(columns, rows, caption="Sources of the mixture")
 
 
-def _packs(report: RunReport) -> str:
-    if not report.packs:
-        return ""
-    legend = (
-        '<p class="legend"><span class="swatch trained"></span>trained <span class="swatch masked"></span>masked '
-        '<span class="swatch padding"></span>padding. Each sequence has a colour; none attends to another.</p>'
-    )
-    return legend + "".join(pack_picture(pack, step=step) for step, pack in report.packs)
-
-
-def _in_effect(report: RunReport) -> str:
-    items = "".join(
-        f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in report.in_effect.items()
-    )
+def _in_effect(report: RunReport) -> Iterator[Markup]:
+    yield table(("", "at the start"), list(report.in_effect.items()), text=[1])
     config = report.config
     if len(config) > MOST_CONFIG:
         config = f"{config[:MOST_CONFIG]}\n[{len(config) - MOST_CONFIG:,} characters more]"
-    return (
-        f'<dl class="effect">{items}</dl><details><summary>All settings</summary>'
-        f'<pre tabindex="0">{escape(config)}</pre></details>'
-    )
+    yield _folded("All settings", Markup(f"<pre>{markup(config)}</pre>"))
 
 
-def _table(caption: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table whose first column names the rows; narrow screens scroll it."""
-    head = "".join(f'<th scope="col">{escape(text)}</th>' if text else "<td></td>" for text in heads)
-    body = "".join(
-        f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(text)}</td>" for text in rest)}</tr>'
-        for first, *rest in rows
-    )
-    return (
-        f'<div class="wide" role="region" aria-label="{escape(caption)}" tabindex="0"><table><caption>'
-        f"{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
+def _folded(title: str, content: Markup) -> Markup:
+    return Markup(f"<details><summary>{markup(title)}</summary>{content}</details>")
 
 
 def _finite(points: Sequence[Point]) -> list[Point]:
