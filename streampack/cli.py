@@ -7,6 +7,7 @@ errors in the words) do not import it.
 from __future__ import annotations
 
 import argparse
+import difflib
 import shutil
 import sys
 from collections.abc import Sequence
@@ -34,6 +35,13 @@ COMMANDS = {
     "export": "write a running checkpoint's weights in the model's own format, while the run goes on",
     "run": "train",
 }
+MEANT = {
+    "train": "run RECIPE --config CONFIG",
+    "finetune": "run RECIPE --config CONFIG",
+    "list": "ls",
+    "copy": "cp NAME DESTINATION",
+}
+"""Words that are no commands, and the commands that do what they say."""
 EPILOG = """\
 RECIPE and CONFIG are names that `streampack ls` lists, or paths. For example:
 
@@ -78,8 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(words: list[str]) -> int:
     parser, commands = _parsers()
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
-        rule = f"it is none of {', '.join(COMMANDS)}"
-        raise UsageError(unknown("command", words[0], COMMANDS, rule=rule))
+        raise _unknown_command(words[0])
     if not words or words[0] in ("-h", "--help"):
         parser.print_help()
         return 0
@@ -100,6 +107,16 @@ def _dispatch(words: list[str]) -> int:
     if hasattr(options, "overrides"):
         _settle_config(options, rest, commands[words[0]])
     return int(options.act(options))
+
+
+def _unknown_command(word: str) -> UsageError:
+    rule = f"it is none of {', '.join(COMMANDS)}"
+    for close in difflib.get_close_matches(word, [*COMMANDS, *MEANT], n=1):
+        if close in MEANT:
+            return UsageError(
+                f"unknown command {word!r}: {rule}; to {close}, write `streampack {MEANT[close]}`"
+            )
+    return UsageError(unknown("command", word, COMMANDS, rule=rule))
 
 
 def _parsers() -> tuple[_Parser, dict[str, _Parser]]:

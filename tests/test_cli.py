@@ -226,6 +226,14 @@ def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
+@pytest.mark.parametrize("word", ["train", "trian"])
+def test_a_word_that_is_no_command_but_says_what_one_does(
+    word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([word, "--config", "quickstart"]) == 2
+    assert capsys.readouterr().err.endswith("; to train, write `streampack run RECIPE --config CONFIG`\n")
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [

@@ -186,7 +186,8 @@ def check_sample(sample: Sample, vocab_size: int | None = None) -> None:
     ids = tokens.view(unsigned)
     if ids.item(ids.argmax()) >= limit:
         bad = tokens[(tokens < 0) | (tokens >= limit)][0]
-        raise ValueError(f"token id {bad} is outside the vocabulary of {vocabulary_text(vocab_size)}")
+        hint = "; use the model's own tokenizer, or resize the model's embeddings" if bad >= 0 else ""
+        raise ValueError(f"token id {bad} is outside the vocabulary of {vocabulary_text(vocab_size)}{hint}")
     if not labels_are_tokens and not _are_labels(labels, vocab_size):
         outside = (labels < 0) & (labels != IGNORE_INDEX)
         if vocab_size is not None:
@@ -223,12 +224,19 @@ def as_mapping(row: Any) -> Mapping[str, Any]:
     return {"input_ids": row}
 
 
-def missing_column(row: Any, column: str) -> ValueError:
-    """Make the error for a row without ``column``; it names the columns that are there."""
+def missing_column(row: Any, column: str, *, option: str | None = None) -> ValueError:
+    """Make the error for a row without ``column``: it names the columns that are there.
+
+    Args:
+        row: without it.
+        column: the name of the column.
+        option: the encoder's option that names the column to read.
+    """
     if not isinstance(row, Mapping):
         return ValueError(f"the row is {_shown(row)}; it must be a dict with a column {column!r}")
     there = ", ".join(repr(name) for name in row) or "none"
-    return ValueError(f"column {column!r} is missing; the row's columns are {there}")
+    hint = f"; the encoder's option {option}= names the one to read" if option else ""
+    return ValueError(f"column {column!r} is missing; the row's columns are {there}{hint}")
 
 
 def narrowed(ids: npt.NDArray[Any]) -> IntArray:

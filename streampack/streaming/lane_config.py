@@ -114,8 +114,12 @@ class LaneConfig:
         length = sample.tokens.size
         if 0 < length <= self.packing.max_seq_len:  # most are
             return [(0, sample)]
-        if length == 0 and self.empty == "drop":
-            return []
+        if length == 0:
+            if self.empty == "drop":
+                return []
+            raise ValueError(
+                "has 0 tokens; mend the row, or set empty='drop', which counts and leaves out such samples"
+            )
         bounds = self.packing.pieces_of(length)
         if bounds == [(0, length)]:
             return [(0, sample)]

@@ -59,7 +59,11 @@ def checked_state(state: Any) -> LoadedState:
     if type(version) is not int or version != STATE_VERSION:
         method = state.get("method") if isinstance(state, Mapping) else None
         other = f"; it was made with method={method!r}, whose batches no stream makes" if method else ""
-        raise ValueError(f"this is no state of an IterablePackedDataset (version {STATE_VERSION}){other}")
+        kind = "None" if state is None else f"this {type(state).__name__}"
+        raise ValueError(
+            f"{kind} is no state of an IterablePackedDataset (version {STATE_VERSION}){other}; give what "
+            "loader.state_dict() returned during the run to go on with"
+        )
     identity, num_lanes, lanes = state.get("identity"), state.get("num_lanes"), state.get("lanes")
     counts = type(state.get("epoch")) is int and (num_lanes is None or type(num_lanes) is int)
     if not (isinstance(identity, Mapping) and isinstance(lanes, Mapping) and counts):

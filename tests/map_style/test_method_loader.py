@@ -176,7 +176,8 @@ def test_the_global_generators_are_left_alone() -> None:
             "random_padding",
             [{"tokens": [99], "labels": [99]}],
             {"vocab_size": 50},
-            "sample 0: token id 99 is outside the vocabulary of 50 ids (0 to 49)",
+            "sample 0: token id 99 is outside the vocabulary of 50 ids (0 to 49); use the model's own tokenizer, or "
+            "resize the model's embeddings",
         ),
         (
             "random_padding",

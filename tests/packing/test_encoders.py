@@ -116,8 +116,17 @@ def test_empty_text_without_bos_and_eos_is_an_empty_sample() -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"body": "a"}, "column 'text' is missing; the row's columns are 'body'"),
-        ({"text": None}, "column 'text' holds a NoneType; it must be text"),
+        (
+            {"body": "a"},
+            "column 'text' is missing; the row's columns are 'body'; the encoder's option column= names the one to "
+            "read",
+        ),
+        (
+            {"text": None},
+            "column 'text' holds no text (null); mend the row, or set on_bad_record='skip', which counts and lists "
+            "such rows",
+        ),
+        ({"text": 5}, "column 'text' holds a int; it must be text"),
     ],
 )
 def test_bad_text(row: dict[str, Any], message: str) -> None:

@@ -164,7 +164,13 @@ def test_bad_columns_are_refused_with_the_reason(row: dict[str, Any], message: s
 @pytest.mark.parametrize(
     ("tokens", "labels", "vocab_size", "message"),
     [
-        ([3, 10], None, 10, "token id 10 is outside the vocabulary of 10 ids (0 to 9)"),
+        (
+            [3, 10],
+            None,
+            10,
+            "token id 10 is outside the vocabulary of 10 ids (0 to 9); use the model's own tokenizer, or resize the "
+            "model's embeddings",
+        ),
         ([3, -1], None, 10, "token id -1 is outside the vocabulary of 10 ids (0 to 9)"),
         ([3, -1], None, None, "token id -1 is outside the vocabulary of ids from 0"),
         ([-(2**63), 3], None, None, f"token id {-(2**63)} is outside the vocabulary of ids from 0"),

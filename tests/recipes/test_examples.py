@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import re
 import runpy
+import shlex
+import tomllib
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+from streampack import cli
+from tests.support import hf_trainers
+from tests.support.hf_tokenizers import byte_level
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
 
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")  # TRL's own setting
 
@@ -44,3 +53,35 @@ def test_an_example_trains_and_resumes(name: str, needs: str, tmp_path: Path) ->
     assert len(curves[0]) == 4
     assert curves[0] == curves[1]
     assert curves[0][-1] < curves[0][0]
+
+
+def test_the_three_commands_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a folder with a model and chats to trained weights and a page, as they are written there."""
+    pytest.importorskip("rich")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    [block] = re.findall(
+        r"^## Your chats, in three commands\n.*?^```\n(.*?)^```", readme, re.MULTILINE | re.DOTALL
+    )
+    install, train, inspect = map(shlex.split, block.splitlines())
+
+    assert install[:3] == ["pip", "install", "-e"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(re.findall(r"\w+", install[3])) <= extras.keys()
+
+    monkeypatch.chdir(tmp_path)
+    tokenizer = byte_level(pad_token="</s>")
+    tokenizer.save_pretrained("my_model")
+    hf_trainers.model().save_pretrained("my_model")
+    Path("chats").mkdir()
+    turns = [{"role": "user", "content": "what is this"}, {"role": "assistant", "content": "a test"}]
+    Path("chats/rows.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 400)
+
+    assert train[:2] == ["python", "examples/chat_sft.py"]
+    main = runpy.run_path(str(EXAMPLES / "chat_sft.py"))["main"]
+    trainer = main([*train[2:], "--use_cpu", "True", "--disable_tqdm", "True"])
+    assert trainer.state.global_step > 1
+    assert (Path(trainer.args.output_dir) / "model.safetensors").is_file()
+
+    assert inspect[0] == "streampack"
+    assert cli.main(inspect[1:]) == 0
+    assert "chats/rows.jsonl" in Path(inspect[inspect.index("--html") + 1]).read_text()

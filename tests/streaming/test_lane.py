@@ -156,7 +156,8 @@ def test_empty_samples_are_an_error_or_dropped_by_name() -> None:
     for _ in range(2):
         with pytest.raises(ValueError) as error:
             lane.next_pack()
-        assert str(error.value) == "sample 1 has 0 tokens; remove it, or drop empty samples before packing"
+        message = "sample 1 has 0 tokens; mend the row, or set empty='drop', which counts and leaves out such samples"
+        assert str(error.value) == message
     for overlong in ("error", *POLICIES):
         lane = make(MapSource(data), empty="drop", overlong=overlong)
         assert [spans(pack) for pack in drain(lane)] == [[(0, 0, 3), (2, 0, 4)]]
@@ -180,7 +181,10 @@ def test_an_id_outside_the_vocabulary_is_an_error_with_its_place(tmp_path: Path)
     lane = make(JSONLSource(path), vocab_size=1000)
     with pytest.raises(ValueError) as error:
         drain(lane)
-    assert str(error.value) == f"{path}:2: token id 1001 is outside the vocabulary of 1000 ids (0 to 999)"
+    assert str(error.value) == (
+        f"{path}:2: token id 1001 is outside the vocabulary of 1000 ids (0 to 999); use the model's own tokenizer, or "
+        "resize the model's embeddings"
+    )
     assert len(drain(make(JSONLSource(path), vocab_size=1004))) == 1
 
 

@@ -181,8 +181,24 @@ MISTAKES = (
         door=TOKENS,
         title="Text in another column",
         make=lambda folder: texts(file(folder, "rows.jsonl", '{"content": "a"}\n')),
-        message="rows.jsonl:1: column 'text' is missing; the row's columns are 'content'",
+        message="rows.jsonl:1: column 'text' is missing; the row's columns are 'content'; the encoder's option "
+        "column= names the one to read",
         cure='Every encoder takes the name of its column: `TextEncoder(tokenizer, column="content")`.',
+    ),
+    Mistake(
+        door=TOKENS,
+        title="A row without text",
+        make=lambda folder: texts(file(folder, "rows.jsonl", '{"text": null}\n')),
+        message="rows.jsonl:1: column 'text' holds no text (null); mend the row, or set on_bad_record='skip', which "
+        "counts and lists such rows",
+        cure="A few such rows may be skipped; if all are null, the text is in another column.",
+    ),
+    Mistake(
+        door=TOKENS,
+        title="A sample without a token",
+        make=lambda folder: first([{"input_ids": []}]),
+        message="sample 0 has 0 tokens; mend the row, or set empty='drop', which counts and leaves out such samples",
+        cure='`empty="drop"`, in a config `data.empty: drop`.',
     ),
     Mistake(
         door=TOKENS,
@@ -214,7 +230,8 @@ MISTAKES = (
         door=TOKENS,
         title="A tokenizer that does not fit the model",
         make=lambda folder: first([{"input_ids": [5, 2000]}], vocab_size=1000),
-        message="sample 0: token id 2000 is outside the vocabulary of 1000 ids (0 to 999)",
+        message="sample 0: token id 2000 is outside the vocabulary of 1000 ids (0 to 999); use the model's own "
+        "tokenizer, or resize the model's embeddings",
         cure="Use the model's own tokenizer. After tokens were added to it, resize the model's embeddings.",
     ),
     Mistake(
@@ -270,7 +287,8 @@ MISTAKES = (
         door=CONFIGS,
         title="A tokenizer with more ids than the model",
         make=lambda folder: validated(folder, "model.vocab_size", 4),
-        message="data: rows.jsonl:2: token id 4 is outside the vocabulary of 4 ids (0 to 3)",
+        message="data: rows.jsonl:2: token id 4 is outside the vocabulary of 4 ids (0 to 3); use the model's own "
+        "tokenizer, or resize the model's embeddings",
         cure="Tokenizer and weights belong together: take both from one folder.",
     ),
     Mistake(
@@ -315,6 +333,14 @@ MISTAKES = (
     ),
     Mistake(
         door=CONFIGS,
+        title="A command of another tool",
+        make=lambda folder: command("trian", "--config", "quickstart"),
+        message="streampack: error: unknown command 'trian': it is none of ls, cat, cp, validate, verify, inspect, "
+        "unpack, trace, scan, tokenize, export, run; to train, write `streampack run RECIPE --config CONFIG`",
+        cure="`streampack --help` lists the commands.",
+    ),
+    Mistake(
+        door=CONFIGS,
         title="A value with two dashes",
         make=lambda folder: command("validate", "--config", "quickstart", "--max_steps", "3"),
         message="streampack: error: '--max_steps' is neither an option nor KEY=VALUE; `streampack validate --help` "
@@ -355,6 +381,14 @@ MISTAKES = (
         message="1 lane cannot feed 2 consumers (ranks x workers): some would get nothing; use fewer workers, or "
         "start a new run with more num_lanes",
         cure="Leave `num_lanes` out when you begin a run: it is then at least the number of ranks x workers.",
+    ),
+    Mistake(
+        door=LOADERS,
+        title="A resume without a state",
+        make=lambda folder: PackedDataLoader(packs([{"input_ids": [5] * 9}] * 9)).load_state_dict({}),
+        message="this dict is no state of an IterablePackedDataset (version 1); give what loader.state_dict() "
+        "returned during the run to go on with",
+        cure="Save `loader.state_dict()` in the checkpoint, beside the model's and the optimizer's.",
     ),
     Mistake(
         door=LOADERS,

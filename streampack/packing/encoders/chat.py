@@ -60,7 +60,7 @@ class ChatEncoder(Encoder):
     def __call__(self, row: Mapping[str, Any], /) -> Sample:
         """See `Encoder`."""
         column = self.column or next((name for name in COLUMNS if name in row), COLUMNS[0])
-        messages = parse_conversation(row, column)
+        messages = parse_conversation(row, column, option="column")
         refuse_left_out(row, used=(column, self.tools), ignore=self.ignore)
         tools = None
         if self.tools not in self.ignore:
@@ -118,9 +118,9 @@ class PromptCompletionEncoder(Encoder):
 
     def __call__(self, row: Mapping[str, Any], /) -> Sample:
         """See `Encoder`."""
-        for column in (self.prompt, self.completion):
+        for option, column in (("prompt", self.prompt), ("completion", self.completion)):
             if column not in row:
-                raise missing_column(row, column)
+                raise missing_column(row, column, option=option)
         prompt, completion = row[self.prompt], row[self.completion]
         if isinstance(prompt, str) and isinstance(completion, str):
             return self._encode_text(prompt, completion)

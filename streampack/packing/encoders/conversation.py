@@ -24,7 +24,9 @@ COMPANIONS = ("system", "tools", "functions", "history")
 """Columns beside a conversation that change what the model sees, so that they may not be left out unnoticed."""
 
 
-def parse_conversation(row: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
+def parse_conversation(
+    row: Mapping[str, Any], column: str, *, option: str | None = None
+) -> list[dict[str, Any]]:
     """Parse a row's messages to dicts with ``role``, ``content`` (text) and, where there are any, ``tool_calls``.
 
     Accepts OpenAI's form and ShareGPT's (``from``, ``value``), as lists, arrays or JSON text. Content in parts is
@@ -33,11 +35,16 @@ def parse_conversation(row: Mapping[str, Any], column: str) -> list[dict[str, An
     >>> parse_conversation({"messages": '[{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]'}, "messages")
     [{'role': 'user', 'content': 'Hi'}]
 
+    Args:
+        row: with the messages.
+        column: that holds them.
+        option: the encoder's option that names the column, for the error of a row without it.
+
     Raises:
         ValueError: for anything but a conversation of text, naming the message.
     """
     if column not in row:
-        raise missing_column(row, column)
+        raise missing_column(row, column, option=option)
     found = parse_json(row[column], f"column {column!r}")
     if not isinstance(found, list | tuple | np.ndarray):
         raise ValueError(

@@ -37,8 +37,13 @@ class TextEncoder(Encoder):
     def __call__(self, row: Mapping[str, Any], /) -> Sample:
         """See `Encoder`."""
         if self.column not in row:
-            raise missing_column(row, self.column)
+            raise missing_column(row, self.column, option="column")
         text = row[self.column]
+        if text is None:
+            raise ValueError(
+                f"column {self.column!r} holds no text (null); mend the row, or set on_bad_record='skip', which counts "
+                "and lists such rows"
+            )
         if not isinstance(text, str):
             raise ValueError(f"column {self.column!r} holds a {type(text).__name__}; it must be text")
         try:

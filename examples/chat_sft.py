@@ -1,0 +1,63 @@
+"""Fine-tune a Hugging Face model folder on chats of your own with transformers' Trainer, streamed and packed.
+
+    pip install "streampack[hf]"
+    python examples/chat_sft.py --model my_model --data "chats/*.jsonl"
+
+A line is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}; the answers are
+trained. Kill it and run it again, on another number of ranks if you like: it continues with the packs not trained yet.
+All of TrainingArguments are options. The model and its tokenizer are saved in output_dir.
+"""
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, Trainer, TrainingArguments
+
+from streampack import ChatEncoder, IterablePackedDataset, prepare_trainer_for_packing
+
+
+@dataclass
+class ChatArguments:
+    """What is trained, and on what."""
+
+    model: str = field(
+        metadata={"help": "a folder with weights, tokenizer and chat template, or a name on the Hub"}
+    )
+    data: str = field(metadata={"help": "files of JSON lines, such as 'chats/*.jsonl'"})
+    max_seq_len: int = field(default=4096, metadata={"help": "tokens in a pack"})
+    overlong: str = field(
+        default="truncate", metadata={"help": "chats longer than a pack: truncate, drop, error"}
+    )
+
+
+def main(argv: list[str]) -> Trainer:
+    """Train, or resume a killed run."""
+    parser = HfArgumentParser((ChatArguments, TrainingArguments))
+    parser.set_defaults(
+        output_dir="outputs/chat", num_train_epochs=1, per_device_train_batch_size=1, learning_rate=2e-5,
+        logging_steps=10, save_steps=100, report_to="none", use_cpu=not torch.cuda.is_available(),
+    )  # fmt: skip
+    chat, args = parser.parse_args_into_dataclasses(argv)
+    tokenizer = AutoTokenizer.from_pretrained(chat.model)
+    encoder = ChatEncoder(tokenizer)
+    packs = IterablePackedDataset(
+        chat.data,
+        encoder=encoder,
+        max_seq_len=chat.max_seq_len,
+        overlong=chat.overlong,
+        padding_idx=encoder.tokenizer.pad_id,
+        shuffle=True,
+        epochs=None if args.max_steps > 0 else 1,
+    )
+    model = AutoModelForCausalLM.from_pretrained(chat.model)
+    trainer = Trainer(model, args, processing_class=tokenizer)
+    prepare_trainer_for_packing(trainer, train_dataset=packs)
+    trainer.train(resume_from_checkpoint=any(Path(args.output_dir).glob("checkpoint-*")))
+    trainer.save_model()
+    return trainer
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
