@@ -129,8 +129,8 @@ def line_chart(
         return ""
     steps = [step for line in lines for step, _ in line.points]
     x = Scale(*_range(min(steps), max(steps)), LEFT, WIDTH - RIGHT)
-    low, high = _range(min(values) if least is None else min(least, *values), max(values))
-    y = Scale(low, high, HEIGHT - BOTTOM, TOP)
+    low, high = _range(min(values), max(values)) if least is None else (min(least, *values), max(values))
+    y = Scale(low, high if high > low else low + 1, HEIGHT - BOTTOM, TOP)
     parts = [*_axes(x, y, unit, show)]
     for number, (line, points) in enumerate(zip(lines, finite, strict=True)):
         parts += _drawn(line, points, number, x, y)
@@ -164,7 +164,7 @@ def _axes(x: Scale, y: Scale, unit: str, show: Callable[[float], str]) -> list[s
     parts.append(f'<path class="axis" d="M{LEFT} {bottom}H{right}"/>')
     parts.append(f'<text class="x" x="{(LEFT + right) / 2:.0f}" y="{HEIGHT - 4}">step</text>')
     middle = (TOP + bottom) / 2
-    parts.append(f'<text class="x" transform="translate(10 {middle:.0f})rotate(-90)">{escape(unit)}</text>')
+    parts.append(f'<text class="x" transform="translate(13 {middle:.0f})rotate(-90)">{escape(unit)}</text>')
     return parts
 
 

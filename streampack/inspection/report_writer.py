@@ -82,7 +82,7 @@ class ReportWriter:
         metrics = read_metrics(self.path.with_name(METRICS_FILE))
         mix = self.lanes.mix
         return RunReport(
-            title=self.path.parent.name,
+            title=str(self.path.parent),
             ended=ended,
             in_effect=self.in_effect,
             config=OmegaConf.to_yaml(OmegaConf.create(asdict(self.config))),

@@ -186,7 +186,7 @@ def _ledger(report: RunReport) -> Iterator[Markup]:
     ]
     parts += [("buffered: read, waiting for a pack", ledger["buffered"])]
     rows = [[name, f"{tokens:,.0f}", f"{tokens / whole:.2%}"] for name, tokens in parts if tokens]
-    yield table(("", "tokens", "of all"), rows)
+    yield table(("where", "tokens", "of all"), rows)
     counts = [
         f"{ledger['samples']:,.0f} samples read, {ledger['packs']:,.0f} packs, {ledger['padding']:.2%} padding"
     ]
@@ -220,7 +220,7 @@ def _sources(report: RunReport) -> Iterator[Markup]:
 
 
 def _in_effect(report: RunReport) -> Iterator[Markup]:
-    yield table(("", "at the start"), list(report.in_effect.items()), text=[1])
+    yield table(("what", "at the start"), list(report.in_effect.items()), text=[1])
     config = report.config
     if len(config) > MOST_CONFIG:
         config = f"{config[:MOST_CONFIG]}\n[{len(config) - MOST_CONFIG:,} characters more]"

@@ -63,6 +63,14 @@ def test_the_axis_begins_at_the_least_value_asked_for(heights: list[float], leas
         assert abs(places(path)[0][2] - (HEIGHT - BOTTOM - (heights[0] - low) / (high - low) * tall)) < 0.06
 
 
+def test_values_that_are_all_the_least_one_lie_on_the_axis() -> None:
+    """Padding that is 0 throughout has no ticks below 0."""
+    svg = picture(Line("padding", [(1, 0.0), (2, 0.0)]), least=0.0)
+    [path] = of_class(svg, "line")
+    assert {y for _, _, y in places(path)} == {float(HEIGHT - BOTTOM)}
+    assert not [element for element in svg.iter() if (element.text or "").startswith("-")]
+
+
 @given(st.lists(values, min_size=1, max_size=2000), st.integers(1, 40))
 def test_thinning_keeps_the_ends_and_the_extremes_of_every_bucket(heights: list[float], buckets: int) -> None:
     points = list(enumerate(heights))
