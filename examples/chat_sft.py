@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments
 
-from streampack import ChatEncoder, IterablePackedDataset, prepare_trainer_for_packing
+from streampack import ChatEncoder, HFTokenizer, IterablePackedDataset, prepare_trainer_for_packing
 
 
 @dataclass
@@ -30,6 +30,9 @@ class ChatArguments:
     overlong: str = field(
         default="truncate", metadata={"help": "chats longer than a pack: truncate, drop, error"}
     )
+    chat_template: str | None = field(
+        default=None, metadata={"help": "a file of Jinja, where the tokenizer has no template"}
+    )
 
 
 def main(argv: list[str]) -> Trainer:
@@ -40,19 +43,21 @@ def main(argv: list[str]) -> Trainer:
         logging_steps=10, save_steps=100, report_to="none", use_cpu=not torch.cuda.is_available(),
     )  # fmt: skip
     chat, args = parser.parse_args_into_dataclasses(argv)
-    tokenizer = AutoTokenizer.from_pretrained(chat.model)
-    encoder = ChatEncoder(tokenizer)
+    tokenizer = HFTokenizer(chat.model, chat_template=chat.chat_template)
+    if chat.chat_template is not None:  # so that it is saved with the weights
+        tokenizer.tokenizer.chat_template = Path(chat.chat_template).read_text(encoding="utf-8")
     packs = IterablePackedDataset(
         chat.data,
-        encoder=encoder,
+        encoder=ChatEncoder(tokenizer),
         max_seq_len=chat.max_seq_len,
         overlong=chat.overlong,
-        padding_idx=encoder.tokenizer.pad_id,
+        padding_idx=tokenizer.pad_id,
         shuffle=True,
         epochs=None if args.max_steps > 0 else 1,
     )
-    model = AutoModelForCausalLM.from_pretrained(chat.model)
-    trainer = Trainer(model, args, processing_class=tokenizer)
+    # Weights in bf16 would round small updates away; --bf16 True computes in bf16 with weights in fp32.
+    model = AutoModelForCausalLM.from_pretrained(chat.model, dtype=torch.float32)
+    trainer = Trainer(model, args, processing_class=tokenizer.tokenizer)
     prepare_trainer_for_packing(trainer, train_dataset=packs)
     trainer.train(resume_from_checkpoint=any(Path(args.output_dir).glob("checkpoint-*")))
     trainer.save_model()
