@@ -25,6 +25,8 @@ from streampack.streaming.lane_config import LaneConfig
 
 FIRST_LOOK = 256
 """Rows from which the number of rows of files is estimated, to see whether all of them are few enough."""
+WHOLE = 1.5
+"""A corpus with up to so many times the rows asked for is read whole: of rows drawn by bytes, many come twice."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,8 @@ def read_epoch(
 ) -> tuple[Epoch, Tally, list[SourceShare]]:
     """Read an epoch, or about ``rows`` rows of it from all over the corpus; ``config`` is a `tolerant` one.
 
-    A corpus with no more than ``rows`` rows is read as a whole. A mixture that never ends is read until each of its
-    sources was read once.
+    A corpus with no more than ``WHOLE * rows`` rows is read as a whole. A mixture that never ends is read until
+    each of its sources was read once.
     """
     if config.mix is not None and config.mix.stop == "never":
         config = replace(config, source=Mix(config.mix.entries, stop="all_exhausted"))
@@ -86,7 +88,7 @@ def _has_at_most(config: LaneConfig, rows: int) -> bool:
         found, scale = config.source.probe(FIRST_LOOK)
     except ValueError:
         return False
-    return len(found) * scale <= rows
+    return len(found) * scale <= WHOLE * rows
 
 
 def _first_rows(config: LaneConfig, num_lanes: int, rows: int, tally: Tally, progress: Progress) -> Epoch:

@@ -109,6 +109,12 @@ def test_a_small_corpus_is_read_as_a_whole(tmp_path: Path) -> None:
     assert inspect_dataset(dataset("flan", tmp_path), rows=20_000).coverage.exact
 
 
+def test_a_corpus_with_few_more_rows_than_asked_for_is_read_whole(tmp_path: Path) -> None:
+    rows = inspect_dataset(dataset("flan", tmp_path), rows=None).coverage.rows
+    assert inspect_dataset(dataset("flan", tmp_path), rows=round(rows / 1.3)).coverage.exact
+    assert not inspect_dataset(dataset("flan", tmp_path), rows=round(rows / 2)).coverage.exact
+
+
 @pytest.mark.parametrize(
     "method", ["random_padding", "minibatch_packing", "multipack", "exact_fit", "fixed_length_posid"]
 )
