@@ -5,7 +5,8 @@
 
 A line is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}; the answers are
 trained. Kill it and run it again, on another number of ranks if you like: it continues with the packs not trained yet.
-All of TrainingArguments are options. The model and its tokenizer are saved in output_dir.
+All of TrainingArguments are options. Model, tokenizer and report.html,
+a page of the run, are written to output_dir.
 """
 
 import sys
@@ -16,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments
 
 from streampack import ChatEncoder, HFTokenizer, IterablePackedDataset, prepare_trainer_for_packing
+from streampack.inspection.trainer_report import write_trainer_report
 
 
 @dataclass
@@ -61,6 +63,7 @@ def main(argv: list[str]) -> Trainer:
     prepare_trainer_for_packing(trainer, train_dataset=packs)
     trainer.train(resume_from_checkpoint=any(Path(args.output_dir).glob("checkpoint-*")))
     trainer.save_model()
+    print("the run as a page:", write_trainer_report(trainer))
     return trainer
 
 

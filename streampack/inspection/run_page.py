@@ -68,7 +68,7 @@ def _parts(report: RunReport, title: str) -> Iterator[Markup]:
     if report.packs:
         views = [pack for _, pack in report.packs]
         names = [f"step {step:,}" for step, _ in report.packs]
-        note = "The first packs that rank 0 trained since it was started."
+        note = "Before each pack stands the step that trained it."
         yield section("The first packs", paragraph(note, kind="note"), packs_figure(views, names=names))
     yield section("In effect", *_in_effect(report))
 

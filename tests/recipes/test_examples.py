@@ -81,6 +81,7 @@ def test_the_three_commands_of_the_readme(tmp_path: Path, monkeypatch: pytest.Mo
     trainer = main([*train[2:], "--use_cpu", "True", "--disable_tqdm", "True"])
     assert trainer.state.global_step > 1
     assert (Path(trainer.args.output_dir) / "model.safetensors").is_file()
+    assert "chats/rows.jsonl" in (Path(trainer.args.output_dir) / "report.html").read_text()
 
     assert inspect[0] == "streampack"
     assert cli.main(inspect[1:]) == 0

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from streampack.accounting import Ledger
 from streampack.attention import Inputs, prepare_model_for_packing
 from streampack.attention.pretrained import find_pretrained
 from streampack.integrations.hf_trainer.checkpoints import (
@@ -28,6 +29,12 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 log = logging.getLogger(__name__)
+
+
+def hooks_of(trainer: Trainer) -> Hooks | None:
+    """Return the hooks of a trainer that is prepared; None for any other."""
+    hooks = getattr(trainer.train, "__self__", None)
+    return hooks if isinstance(hooks, Hooks) else None
 
 
 class Hooks:
@@ -72,6 +79,7 @@ class Hooks:
         self.first_epoch = 0  # the packs' epoch in which the first training began
         self.evaluations: dict[IterablePackedDataset, Evaluation] = {}
         self.token_mean: TokenMean | None = None  # the loss of the evaluation that is running
+        self.ledger: Ledger | None = None  # of all ranks, after the newest training that came to its end
         self.totals: dict[str, float] = {}  # what is logged of all ranks: token totals, waiting, imbalance
         # Trained tokens of all ranks, as `_get_num_items_in_batch` counted them last: of a step, or of an evaluation's
         # batch.
@@ -139,6 +147,7 @@ class Hooks:
             result = self.originals["train"](resume_from_checkpoint, trial, ignore_keys_for_eval)
             if self.steps is not None:
                 self.steps.check_trained()
+                self.ledger = self.steps.totals(metered=False)[0]
             self._warn_of_untrained_data()
             return result
         finally:

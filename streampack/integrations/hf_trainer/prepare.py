@@ -9,7 +9,7 @@ from streampack.attention import Inputs
 from streampack.integrations.hf_trainer.callback import step_callback
 from streampack.integrations.hf_trainer.epochs import require_epochs
 from streampack.integrations.hf_trainer.evaluation import require_end
-from streampack.integrations.hf_trainer.hooks import Hooks
+from streampack.integrations.hf_trainer.hooks import Hooks, hooks_of
 from streampack.streaming.consumers import model_parallel_warning
 from streampack.streaming.dataset import IterablePackedDataset
 
@@ -90,8 +90,7 @@ def prepare_trainer_for_packing(
         if isinstance(data, IterablePackedDataset):
             require_end(data, name)
     _require_settings(trainer, packs)
-    earlier = getattr(trainer.train, "__self__", None)
-    if isinstance(earlier, Hooks):
+    if (earlier := hooks_of(trainer)) is not None:
         earlier.restore()
     hooks = Hooks(trainer, packs, attention=attention, verify=verify_isolation)
     inputs = hooks.inputs

@@ -1,0 +1,80 @@
+"""The page of a training of transformers' `Trainer`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from streampack.inspection.picture import first_packs
+from streampack.inspection.reading import tolerant
+from streampack.inspection.report_writer import PACKS, REPORT_FILE, write_page
+from streampack.inspection.run_report import RunReport
+from streampack.integrations.hf_trainer.hooks import Hooks, hooks_of
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+METRICS = {
+    "loss": "loss",
+    "eval_loss": "validation_loss",
+    "grad_norm": "grad_norm",
+    "learning_rate": "lr",
+    "padding": "padding",
+    "data_wait": "data_wait",
+    "cost_imbalance": "cost_imbalance",
+}
+"""Names of numbers in Trainer's log, and the names of the same metrics in a recipe's."""
+
+
+def write_trainer_report(trainer: Trainer) -> Path:
+    """Write the page of a training that is over, ``report.html`` in the trainer's ``output_dir``; return its path.
+
+    Every rank may call it; rank 0 writes. The first packs are made once more, from the run's data.
+
+    Args:
+        trainer: prepared by `prepare_trainer_for_packing`, and trained.
+
+    Raises:
+        ValueError: for any other trainer.
+    """
+    hooks = hooks_of(trainer)
+    if hooks is None or hooks.steps is None or hooks.ledger is None:
+        raise ValueError(
+            "the trainer has trained no packs to the end; call prepare_trainer_for_packing(trainer) and "
+            "trainer.train() first"
+        )
+    path = Path(trainer.args.output_dir, REPORT_FILE)
+    if trainer.is_world_process_zero():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_page(_report(trainer, hooks), path)
+    return path
+
+
+def _report(trainer: Trainer, hooks: Hooks) -> RunReport:
+    assert hooks.steps is not None
+    assert hooks.ledger is not None
+    args, loader, config = trainer.args, hooks.steps.loader, hooks.packs.lane_config
+    window = hooks.packs.settings.window_for(config.packing, args.world_size)
+    consumers = args.world_size * max(1, args.dataloader_num_workers)
+    num_lanes = hooks.packs.lanes_for(consumers)
+    metrics: dict[int, dict[str, float]] = {}
+    for entry in trainer.state.log_history:
+        found = {METRICS[name]: float(value) for name, value in entry.items() if name in METRICS}
+        metrics.setdefault(entry["step"], {}).update(found)
+    packs = first_packs(replace(tolerant(config), balance_window=window), num_lanes, PACKS)
+    return RunReport(
+        title=args.output_dir,
+        ended=f"finished after {trainer.state.global_step:,} steps",
+        in_effect={
+            "data": f"{num_lanes} lane(s) for {consumers} consumer(s), {loader.packs_per_step} pack(s) a step",
+            "packing": f"{config.packing.filled_by}, max_seq_len={config.packing.max_seq_len}, "
+            f"balance_window={window}",
+            "attention": hooks.inputs.attention,
+        },
+        config=args.to_json_string(),
+        metrics=metrics,
+        ledger=hooks.ledger.as_dict(),
+        sources=[],  # Trainer's log has no numbers of them
+        packs=[((pack.number * num_lanes + pack.lane) // loader.packs_per_step + 1, pack) for pack in packs],
+    )
