@@ -63,7 +63,9 @@ def main(argv: list[str]) -> Trainer:
     prepare_trainer_for_packing(trainer, train_dataset=packs)
     trainer.train(resume_from_checkpoint=any(Path(args.output_dir).glob("checkpoint-*")))
     trainer.save_model()
-    print("the run as a page:", write_trainer_report(trainer))
+    page = write_trainer_report(trainer)
+    if trainer.is_world_process_zero():
+        print("the run as a page:", page)
     return trainer
 
 
