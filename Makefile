@@ -54,13 +54,15 @@ bench: $(VENV)/.installed-bench  ## density and speed beside the peers', time to
 	$(BIN)/python -m benchmarks.straggling
 	$(BIN)/python -m benchmarks.even_steps
 	$(BIN)/python -m benchmarks.waiting
+	$(BIN)/python -m benchmarks.mixers
 	$(BIN)/python -m benchmarks.balance_loss
 	$(BIN)/python -m benchmarks.plot
 
 models: setup  ## docs/guides/models.md: which families of models keep samples apart, as the tests see it now
 	mkdir -p build && rm -f build/models.jsonl
 	STREAMPACK_WRITE_TABLES=build/models.jsonl OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not gpu" \
-		tests/attention/test_torchtune.py tests/attention/test_transformers.py tests/attention/test_families.py
+		tests/attention/test_torchtune.py tests/attention/test_transformers.py tests/attention/test_families.py \
+		tests/attention/test_mixers.py
 	$(BIN)/python -m tests.support.models_table build/models.jsonl
 
 # A GPU machine without network has a torch of its own; what else it needs comes as wheels (`make wheels`), which are

@@ -17,7 +17,7 @@ PROVEN = frozenset(
 )
 """Families (``config.model_type``) for which a test shows that a packed sample has the logits of the sample alone."""
 
-IGNORE_POSITIONS = frozenset({"falcon", "gpt_oss"})
+IGNORE_POSITIONS = frozenset({"falcon", "gpt_oss", "granitemoehybrid"})
 """Families that make their masks without ``position_ids``, so that the masks of packs must be made for them."""
 
 _ALIBI = (
@@ -27,14 +27,15 @@ _ALIBI = (
 _STATE = "carries a state from token to token, over the ends of samples, and attention masks do not reach it"
 _NO_PACK = "train it on padded batches, one sample a row"
 
-_REASONS = {"bloom": _ALIBI, "mpt": _ALIBI, "lfm2": _STATE, "lfm2_moe": _STATE}
+_REASONS = {"bloom": _ALIBI, "mpt": _ALIBI}
 _STATEFUL_LAYERS = frozenset({"linear_attention", "conv", "mamba", "recurrent", "hybrid", "hybrid_sliding"})
 
 
-def why_not_packable(config: Any, *, stateful: bool = False) -> str | None:
+def why_not_packable(config: Any, *, stateful: bool = False, split: bool = False) -> str | None:
     """Return why a model with this config cannot be packed at all, and what to do; None if no reason is known.
 
-    ``stateful`` is ``_is_stateful`` of the model's class in transformers.
+    ``stateful`` is ``_is_stateful`` of the model's class in transformers; with ``split``, its mixers are known, and run
+    one sequence at a time.
 
     >>> class Config:
     ...     model_type, alibi = "falcon", True
@@ -45,7 +46,9 @@ says where samples begin; train it on padded batches, one sample a row
     reason = _REASONS.get(config.model_type)
     if getattr(config, "alibi", False):
         reason = _ALIBI
-    elif stateful or _STATEFUL_LAYERS.intersection(getattr(config, "layer_types", None) or ()):
+    elif not split and (
+        stateful or _STATEFUL_LAYERS.intersection(getattr(config, "layer_types", None) or ())
+    ):
         reason = _STATE
     elif getattr(config, "is_encoder_decoder", False):
         reason = "is an encoder-decoder model; a pack has no source and target side"

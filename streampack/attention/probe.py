@@ -19,6 +19,7 @@ from streampack.attention.probe_pack import (
     sample_slices,
 )
 from streampack.attention.report import Kind, Leak, LeakReport
+from streampack.attention.trace_leak import leaking_module
 from streampack.attention.undisturbed import seed_all, train_without_dropout, undisturbed
 from streampack.packing.batch import Batch
 
@@ -168,13 +169,33 @@ def find_leaks(
     leaks = [move for move in dict.fromkeys(moves) if move.moved > allowed]
     # Leaks in training mode are listed only if there are none in eval mode, which they would repeat.
     leaks = [leak for leak in leaks if not leak.training] or leaks
+    mixing = next((leak for leak in leaks if leak.kind == "sample" and not leak.training), None)
+    first_module = None
+    # The forward passes of several ranks may be collectives, and a rank alone must not make more of them.
+    if mixing is not None and mixing.source is not None and module is not None and not _is_one_of_several():
+        source, place = places[mixing.source], places[mixing.sample]
+        with undisturbed(module, device, eager=batch is None):
+            first_module = leaking_module(
+                module,
+                lambda: run_model(pack),
+                lambda: run_with_change(source),
+                max_seq_len=pack.tokens.shape[1],
+                place=place,
+            )
     return LeakReport(
         lengths=tuple(place.stop - place.start for place in places),
         leaks=tuple([leak for leak in leaks if leak.kind == "noise"] or leaks),
         limit=allowed,
         worst=max(move.moved for move in moves),
         blind=bool(moved_within <= allowed),
+        module=first_module,
     )
+
+
+def _is_one_of_several() -> bool:
+    """Return whether this process is one of several ranks."""
+    ranks = torch.distributed
+    return ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1
 
 
 def _device(module: nn.Module | None) -> torch.device:

@@ -77,6 +77,7 @@ attention; if none will do, train on padded batches, one sample a row
     worst: float  # the largest change of logits, whether it is a leak or not
     # Whether tokens did not change even the logits of later tokens of their own sample; then leaks could not show.
     blind: bool = False
+    module: str | None = None  # the first module of the model in which samples mix, if it was found
 
     @property
     def ok(self) -> bool:
@@ -110,4 +111,6 @@ attention; if none will do, train on padded batches, one sample a row
         count = f"{len(self.leaks)} leak{'s' if len(self.leaks) > 1 else ''}"
         lines = [f"{count} in {pack}, where logits may move by {self.limit:g}:"]
         lines += [f"  {leak}" for leak in self.leaks]
+        if self.module is not None:
+            lines.append(f"first in: {self.module}")
         return "\n".join([*lines, f"likely cause: {self.cause}", WAY_OUT])

@@ -10,6 +10,7 @@ Samples are kept apart in one of three ways:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +31,7 @@ from streampack.attention.families import (
 )
 from streampack.attention.flash import flash_attention
 from streampack.attention.mappings import as_packed, labels_of, positions_of
+from streampack.attention.mixers import LENGTHS, find_mixers, split_mixers
 from streampack.attention.positions import position_table
 from streampack.attention.pretrained import disable_cache, find_pretrained, set_attention, stock_attention
 from streampack.attention.probe import find_leaks
@@ -43,6 +45,11 @@ if TYPE_CHECKING:
 _REGISTERED_NAMES = {"varlen": "streampack_varlen", "flash": "streampack_fa"}
 BACKENDS = ("dense", "flex", *_REGISTERED_NAMES)
 
+KNOWN_LIBRARIES = frozenset(
+    {"torch", "transformers", "peft", "accelerate", "bitsandbytes", "torchao", "liger_kernel"}
+)
+"""Where the modules of a proven family may be from. A module from elsewhere may mix samples, so the model is probed."""
+
 
 @dataclass(frozen=True)
 class TransformersInputs:
@@ -52,6 +59,8 @@ class TransformersInputs:
     model: Any  # the PreTrainedModel, without its wrappers
     num_positions: int | None = None  # length of the model's table of positions; None if it has no table
     refused: Mapping[str, str] = field(default_factory=dict)
+    split: bool = False  # whether it has mixers, which must know the lengths of sequences
+    takes_positions: bool = True
 
     def __call__(self, batch: Packed | Mapping[str, Any]) -> dict[str, Any]:
         """Return keyword arguments on the batch's device; with ``labels`` where a dict has them.
@@ -72,7 +81,11 @@ class TransformersInputs:
         config, max_seq_len = self.model.config.get_text_config(), batch.tokens.shape[1]
         self.require_length(max_seq_len)
         positions = positions_of(batch.seq_lens, max_seq_len=max_seq_len)
-        inputs = {"input_ids": batch.tokens, "position_ids": positions, "use_cache": False}
+        inputs: dict[str, Any] = {"input_ids": batch.tokens, "use_cache": False}
+        if self.takes_positions:
+            inputs["position_ids"] = positions
+        if self.split:
+            inputs[LENGTHS] = batch.seq_lens
         if self.attention in _REGISTERED_NAMES:
             cu_seqlens = cu_seqlens_of(batch.seq_lens, max_seq_len=max_seq_len)
             # The loss of a router would take an attention_mask for a mask of tokens, so the boundaries go elsewhere.
@@ -132,8 +145,12 @@ def prepare(model: nn.Module, *, attention: str) -> TransformersInputs:
             "streampack.make_mask(batch), or call streampack.attention.varlen_attention in it"
         )
     config = inner.config.get_text_config()
-    if why := why_not_packable(config, stateful=bool(inner._is_stateful)) or _why_not_with_prompts(model):
+    mixers = find_mixers(inner)
+    stateful = bool(inner._is_stateful)
+    if why := why_not_packable(config, stateful=stateful, split=bool(mixers)) or _why_not_with_prompts(model):
         raise ValueError(f"this model cannot be packed: {why}")
+    if mixers:
+        split_mixers(inner, mixers)
     before = inner.config._attn_implementation
     reasons: dict[str, str] = {}
     for backend in auto_backends(inner.device) if attention == "auto" else (attention,):
@@ -142,7 +159,7 @@ def prepare(model: nn.Module, *, attention: str) -> TransformersInputs:
             continue
         set_attention(inner, _implementation_name(inner, backend))
         inputs = _make_inputs(backend, reasons, inner)
-        why = None if config.model_type in PROVEN else _try_on_pack(model, inputs)
+        why = None if _is_proven(inner, config) else _try_on_pack(model, inputs)
         if why is None:
             disable_cache(inner)
             PREPARED[inner] = partial(_make_inputs, backend, reasons)
@@ -160,6 +177,12 @@ def prepare(model: nn.Module, *, attention: str) -> TransformersInputs:
     )
 
 
+def _is_proven(inner: nn.Module, config: Any) -> bool:
+    """Return whether a test has shown that a model's family can be packed, and it has no modules of somebody else's."""
+    roots = {type(module).__module__.partition(".")[0] for module in inner.modules()}
+    return config.model_type in PROVEN and roots <= KNOWN_LIBRARIES
+
+
 def _try_on_pack(model: nn.Module, inputs: TransformersInputs) -> str | None:
     """Probe a model of an unknown family on a small pack; return what went wrong, None if samples are kept apart."""
     if any(parameter.is_meta for parameter in model.parameters()):
@@ -172,7 +195,9 @@ def _try_on_pack(model: nn.Module, inputs: TransformersInputs) -> str | None:
 
 
 def _make_inputs(attention: str, refused: Mapping[str, str], inner: nn.Module) -> TransformersInputs:
-    return TransformersInputs(attention, inner, position_table(inner), refused)
+    takes_positions = "position_ids" in inspect.signature(inner.forward).parameters
+    split = bool(find_mixers(inner))
+    return TransformersInputs(attention, inner, position_table(inner), refused, split, takes_positions)
 
 
 def _why_not_backend(inner: Any, attention: str) -> str | None:

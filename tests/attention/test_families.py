@@ -14,6 +14,7 @@ from streampack.attention.families import PROVEN
 from tests.support.hf_models import (
     EXPERTS,
     FAMILIES,
+    HEADS,
     MAX_SEQ_LEN,
     VOCAB,
     WINDOW,
@@ -35,18 +36,10 @@ def test_every_proven_family_has_a_test() -> None:
     assert set(FAMILIES) == PROVEN
 
 
-HYBRID = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8}
 STATE = "carries a state from token to token, over the ends of samples, and attention masks do not reach it"
 ALIBI = "adds a bias for the distance of tokens (ALiBi) counted from the start of the pack"
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "mamba": (STATE, {"state_size": 4}),
-    "mamba2": (STATE, {"state_size": 4, "num_heads": 8, "head_dim": 16, "n_groups": 1}),
-    "falcon_mamba": (STATE, {}),
-    "recurrent_gemma": (STATE, {"head_dim": 16, "lru_width": 64}),
-    "rwkv": (STATE, {}),
-    "lfm2": (STATE, {"layer_types": ["conv", "full_attention"]}),
-    "minimax": (STATE, {"head_dim": 16, "num_local_experts": 4}),
-    "qwen3_next": (STATE, HYBRID | {"linear_value_head_dim": 8, "num_experts": 4, "head_dim": 16}),
+    "deepseek_v4": (STATE, HEADS),
     "falcon": (ALIBI, {"alibi": True}),
     "bloom": (ALIBI, {"n_head": 4, "n_layer": 2}),
     "mpt": (ALIBI, {"d_model": 64, "n_heads": 4, "n_layers": 2}),
@@ -70,13 +63,12 @@ def test_families_that_cannot_be_packed_are_refused(
     record_model("transformers", name, EVERY, "refused: " + str(error.value).split(f"{family} ", 1)[1])
 
 
-@pytest.mark.parametrize("family", ["mamba", "bloom", "mpt", "lfm2"])
+@pytest.mark.parametrize("family", ["bloom", "mpt"])
 def test_refused_families_leak(family: str) -> None:
     """With the arguments that suffice for a llama."""
 
     def logits(batch: Batch) -> torch.Tensor:
-        positions = {} if family in ("mamba", "bloom", "mpt") else {"position_ids": batch.input_pos}
-        output: torch.Tensor = model(input_ids=batch.tokens, use_cache=False, **positions).logits
+        output: torch.Tensor = model(input_ids=batch.tokens, use_cache=False).logits
         return output
 
     model = build(family, **REFUSED[family][1])

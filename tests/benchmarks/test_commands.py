@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import growth, inputs, lanes, straggling, text, tokens, waiting
+from benchmarks import growth, inputs, lanes, mixers, straggling, text, tokens, waiting
 from tests.support.tiny import WordTokenizer
 
 # Python 3.12 warns of every fork beside a thread; torch's own DataLoader does the same.
@@ -90,6 +90,13 @@ def test_a_share_of_the_text_is_nobody_elses(tmp_path: Path) -> None:
     wanted = sum(len(tokenizer.encode(some)) for some in corpus.texts)
     assert text.plain(tokenizer, corpus, 2) == wanted
     assert {text.packed(tokenizer, corpus, 2, mode) for mode in text.MODES} == {wanted}
+
+
+@pytest.mark.slow
+def test_mixers_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    mixers.main(["--smoke"])
+    assert len(re.findall(r"^\| (falcon_h1|lfm2) ", capsys.readouterr().out, re.MULTILINE)) == 2
 
 
 def test_processes_that_fail_are_not_measured() -> None:

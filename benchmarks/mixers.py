@@ -1,0 +1,101 @@
+"""Passes of models whose layers carry a state: over a pack of many sequences, and over one sequence of its length.
+
+Run ``python -m benchmarks.mixers``; README.md in this folder explains the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from benchmarks import report
+from benchmarks.lengths import lengths
+from streampack import Batch, IterablePackedDataset, collate_packed, prepare_model_for_packing
+from streampack.attention.mixers import LENGTHS
+from tests.support.hf_models import build
+from tests.support.hybrid_models import HYBRIDS
+
+FAMILIES = (
+    "falcon_h1",
+    "jamba",
+    "lfm2",
+    "mamba2",
+    "minimax",
+    "qwen3_next",
+    "recurrent_gemma",
+    "rwkv",
+    "zamba2",
+)
+LARGER: dict[str, dict[str, Any]] = {
+    "mamba2": {"head_dim": 64, "chunk_size": 64},
+    "falcon_h1": {"mamba_chunk_size": 64, "mamba_d_ssm": 256, "mamba_d_head": 32},
+    "zamba2": {"mamba_headdim": 64, "chunk_size": 64},
+    "recurrent_gemma": {"lru_width": 256},
+}
+"""Sizes of the test's models that grow with their width; chunks as long as those of real models would hide the cost."""
+
+HEADER = ("family", "sequences", "tokens", "pack, s", "one sequence, s", "pack / one sequence", "rounds")
+WIDTH = {"hidden_size": 256, "intermediate_size": 512}
+
+
+def pack(max_seq_len: int) -> Batch:
+    """Return one full pack of sequences with lengths like FLAN's."""
+    rows = [{"input_ids": [1 + i % 59 for i in range(n)]} for n in lengths("flan", count=400)]
+    packs = IterablePackedDataset(rows, max_seq_len=max_seq_len, overlong="drop", num_lanes=1)
+    return collate_packed([next(iter(packs))])
+
+
+def measure(family: str, batch: Batch, *, rounds: int) -> list[str]:
+    """Return the row of a family."""
+    size = batch.tokens.shape[1]
+    sizes = HYBRIDS[family] | LARGER.get(family, {}) | WIDTH | {"max_position_embeddings": size}
+    model = build(family, **sizes)
+    packed = prepare_model_for_packing(model, attention="dense")(batch)
+    # The same tokens as one sequence: no boundary in positions, and so none in masks.
+    alone = packed | {LENGTHS: torch.tensor([[size]])}
+    if "position_ids" in packed:
+        alone["position_ids"] = torch.arange(size)[None]
+
+    def seconds(inputs: dict[str, Any]) -> float:
+        begun = time.perf_counter()
+        model(**inputs).logits.sum().backward()
+        return time.perf_counter() - begun
+
+    found = [(seconds(packed), seconds(alone)) for _ in range(rounds + 1)][1:]  # the first round warms up
+    ratios = [ours / theirs for ours, theirs in found]
+    return [
+        family,
+        str(sum(map(len, batch.fragments))),
+        f"{batch.num_tokens:,}",
+        *(f"{statistics.median(column):.2f}" for column in zip(*found, strict=True)),
+        f"{statistics.median(ratios):.2f}",
+        f"{min(ratios):.2f} to {max(ratios):.2f}",
+    ]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the benchmark."""
+    options: argparse.Namespace = report.parser(__doc__, smoke="two families, a short pack").parse_args(
+        arguments
+    )
+    batch = pack(512 if options.smoke else 2048)
+    families = FAMILIES[:3:2] if options.smoke else FAMILIES
+    rows = [measure(family, batch, rounds=1 if options.smoke else 3) for family in families]
+    report.publish(
+        "mixers",
+        options,
+        "# Layers that carry a state, run one sequence at a time",
+        report.machine_line("streampack", "torch", "transformers"),
+        f"Forward and backward pass of tiny models (256 channels, 2 to 4 layers), {torch.get_num_threads()} thread(s), "
+        "transformers' own code without kernels; a pack of sequences with lengths like FLAN's, and the same tokens as "
+        "one sequence; both take turns. How to read it: ../README.md.",
+        report.table(HEADER, rows),
+    )
+
+
+if __name__ == "__main__":
+    main()

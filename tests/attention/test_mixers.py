@@ -1,0 +1,196 @@
+"""Layers that carry a state, run one sequence at a time: each sample has the logits and gradients it has alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from streampack import Batch, find_leaks, prepare_model_for_packing
+from streampack.attention.mixers import LENGTHS, MIXERS, _by_length, find_mixers
+from tests.support.hf_models import (
+    MAX_SEQ_LEN,
+    Wrapper,
+    build,
+    fp64_throughout,
+    run_alone,
+    run_packed,
+)
+from tests.support.hybrid_models import HYBRIDS, OTHERWISE
+from tests.support.isolation import differences, stream_and_batch
+from tests.support.models_table import LIMITS, figures
+
+pytest.importorskip("transformers")
+
+Record = Callable[[str, str, str, str], None]
+NOT_IN_FP64 = {
+    "xlstm",
+    "inkling_text",
+    "inkling2_text",
+    "kimi_linear",
+}  # they compute a part in fp32 in any case
+
+
+@pytest.mark.parametrize("attention", ["dense", "varlen"])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_packed_equals_alone(family: str, attention: str, record_model: Record) -> None:
+    sizes = HYBRIDS[family]
+    if why := OTHERWISE.get((family, attention)):
+        with pytest.raises(ValueError) as error:
+            prepare_model_for_packing(build(family, **sizes), attention=attention)
+        assert str(error.value).startswith(f"attention='{attention}' will not do: {why}")
+        record_model(
+            "transformers", family, attention, "refused: it fails the probe, or has no such attention"
+        )
+        return
+    data, batch = stream_and_batch("overlong")
+    seen: dict[str, float] = {}
+    for dtype in (torch.float32, torch.float64):
+        if dtype == torch.float64 and (family in NOT_IN_FP64 or attention != "dense"):
+            continue
+        model, alone = build(family, dtype, **sizes), build(family, dtype, **sizes)
+        inputs = prepare_model_for_packing(model, attention=attention)
+        with fp64_throughout() if dtype == torch.float64 else nullcontext():
+            found = differences(run_packed(model, batch, inputs), run_alone(alone, data, batch))
+        if dtype == torch.float32:
+            seen |= {"logits": found["logits"], "gradients": found["gradient"]}
+        else:
+            seen["fp64"] = found["gradient"]
+    assert all(seen[name] < LIMITS[name] for name in seen), seen
+    record_model("transformers", family, attention, figures(**seen))
+
+
+def test_every_mixer_is_tried() -> None:
+    found = {
+        cls.__name__
+        for family, sizes in HYBRIDS.items()
+        for mixer in find_mixers(build(family, **sizes))
+        for cls in type(mixer).__mro__
+    }
+    assert found >= MIXERS
+
+
+@pytest.fixture
+def hybrid() -> Any:
+    return build("qwen3_next", **HYBRIDS["qwen3_next"])
+
+
+def test_without_inputs_a_prepared_model_computes_what_it_did(hybrid: Any) -> None:
+    tokens = torch.arange(1, 25)[None] % 60
+    before = hybrid(input_ids=tokens, use_cache=False).logits
+    inputs = prepare_model_for_packing(hybrid)
+    _, batch = stream_and_batch("overlong")
+    packed = hybrid(**inputs(batch)).logits
+    assert torch.equal(hybrid(input_ids=tokens, use_cache=False).logits, before)
+    assert torch.equal(hybrid(**inputs(batch)).logits, packed)
+    generated = hybrid.generate(tokens, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    fresh = build("qwen3_next", **HYBRIDS["qwen3_next"])
+    assert torch.equal(generated, fresh.generate(tokens, max_new_tokens=4, do_sample=False, pad_token_id=0))
+
+
+def test_prepared_twice_copied_and_wrapped(hybrid: Any) -> None:
+    _, batch = stream_and_batch("overlong")
+    logits = hybrid(**prepare_model_for_packing(hybrid)(batch)).logits
+    inputs = prepare_model_for_packing(hybrid)
+    assert torch.equal(hybrid(**inputs(batch)).logits, logits)
+    other = copy.deepcopy(hybrid)
+    with torch.no_grad():
+        for parameter in hybrid.parameters():
+            parameter.zero_()
+    inputs = prepare_model_for_packing(Wrapper(other))
+    assert torch.equal(Wrapper(other)(**inputs(batch)).logits, logits), "a copy has its own weights"
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
+def test_two_forward_passes_before_their_backward_passes_with_checkpointing(hybrid: Any) -> None:
+    """Layers are computed again in the backward pass, with the boundaries of their own forward pass."""
+    _, batch = stream_and_batch("overlong")
+    inputs = prepare_model_for_packing(hybrid)
+    halves = [
+        Batch(each.tokens, each.labels, each.input_pos, each.seq_lens, each.fragments)
+        for each in (first(batch, 0), first(batch, 1))
+    ]
+
+    def gradients(*, checkpointing: bool) -> torch.Tensor:
+        hybrid.train()
+        if checkpointing:
+            hybrid.gradient_checkpointing_enable({"use_reentrant": False})
+        sums = [hybrid(**inputs(half)).logits.square().sum() for half in halves]
+        for each in sums:
+            each.backward()
+        found = torch.cat([parameter.grad.flatten() for parameter in hybrid.parameters()])
+        hybrid.zero_grad()
+        return found
+
+    assert not torch.equal(halves[0].seq_lens, halves[1].seq_lens)
+    plain = gradients(checkpointing=False)
+    torch.testing.assert_close(gradients(checkpointing=True), plain, rtol=1e-5, atol=1e-6)
+
+
+def first(batch: Batch, number: int) -> Batch:
+    part = slice(number, number + 1)
+    return Batch(
+        batch.tokens[part],
+        batch.labels[part],
+        batch.input_pos[part],
+        batch.seq_lens[part],
+        batch.fragments[part],
+    )
+
+
+@pytest.mark.parametrize("family", ["mamba", "lfm2", "qwen3_next"])
+def test_a_boundary_that_is_dropped_is_found_and_the_layer_named(family: str) -> None:
+    model = build(family, **HYBRIDS[family])
+    inputs = prepare_model_for_packing(model)
+
+    def dropped(batch: Batch) -> dict[str, Any]:
+        made = inputs(batch)
+        lengths = made[LENGTHS].clone()
+        lengths[:, 1] += lengths[:, 2]
+        lengths[:, 2] = 0
+        return {**made, LENGTHS: lengths}
+
+    assert find_leaks(model, inputs=inputs, max_seq_len=MAX_SEQ_LEN).ok
+    report = find_leaks(model, inputs=dropped, max_seq_len=MAX_SEQ_LEN)
+    assert {(leak.source, leak.sample) for leak in report.leaks if leak.kind == "sample"} == {(1, 2)}
+    assert report.module is not None
+    assert report.module.split(" (")[1][:-1] in MIXERS
+    assert ".layers.0." in report.module
+    assert f"first in: {report.module}" in str(report)
+
+
+class Averages(nn.Module):
+    """Mixes along the row: each token gets the mean of those before it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden_states: torch.Tensor) -> Any:
+        counts = torch.arange(1, hidden_states.shape[1] + 1)[None, :, None]
+        return self.inner(hidden_states + hidden_states.cumsum(1) / counts)
+
+
+@pytest.mark.parametrize("attention", ["dense", "varlen", "auto"])
+def test_an_unknown_mixer_is_refused_by_name(attention: str) -> None:
+    """In a model of a family that is known: it is probed because the module is nobody's that we know."""
+    model: Any = build("llama")
+    model.model.layers[1].mlp = Averages(model.model.layers[1].mlp)
+    with pytest.raises(ValueError, match=r"first in: model\.layers\.1\.mlp \(Averages\)"):
+        prepare_model_for_packing(model, attention=attention)
+
+
+def test_sequences_of_equal_length_run_together() -> None:
+    found = _by_length([[3, 2, 3], [2, 6]], max_seq_len=8, device=torch.device("cpu"))
+    assert [each.tolist() for each in found] == [
+        [[0, 1, 2], [5, 6, 7]],
+        [[3, 4], [8, 9]],
+        [[10, 11, 12, 13, 14, 15]],
+    ]
+    [rest] = _by_length([[3, 0]], max_seq_len=6, device=torch.device("cpu"))
+    assert rest.tolist() == [[0, 1, 2], [3, 4, 5]], "the padding's length may be left out"
