@@ -16,6 +16,9 @@ IntArray = npt.NDArray[np.signedinteger[Any]]
 """Token ids or labels before they become tensors: int32 wherever they fit, else int64. A pack is copied several times
 before it becomes int64 tensors, and half the bytes are copied faster."""
 
+FloatArray = npt.NDArray[np.float32]
+"""Numbers of segments or tokens, such as advantages."""
+
 INT32, INT64 = np.dtype(np.int32), np.dtype(np.int64)
 """The types of an `IntArray`. numpy takes longer with ``np.int32``, whose dtype it looks up for every new array."""
 
@@ -85,6 +88,19 @@ class Fragment(NamedTuple):
 
 
 @dataclass(slots=True)
+class PackGroups:
+    """What a pack with groups says of its sequences, the segments of the groups.
+
+    ``fields`` and ``token_fields`` are NaN where a sample lacks the field, and at padding.
+    """
+
+    parents: tuple[int, ...]  # for each sequence the one of this pack that it continues, or -1
+    first_labels: tuple[int, ...]  # labels of the first tokens, which the last token of the parent predicts
+    fields: dict[str, FloatArray]  # each [sequences]
+    token_fields: dict[str, FloatArray]  # each [max_seq_len]
+
+
+@dataclass(slots=True)
 class Pack:
     """``max_seq_len`` tokens made of sequences that lie end to end, padded at the end.
 
@@ -99,3 +115,4 @@ class Pack:
     epoch: int  # 0 for every pack of a stream without end, in which epochs run into one another
     number: int  # how many packs its lane made before it in this epoch
     lane: int
+    groups: PackGroups | None = None  # None: it holds plain samples only

@@ -22,7 +22,9 @@ def document_ids(seq_lens: torch.Tensor, *, max_seq_len: int) -> torch.Tensor:
     return torch.searchsorted(ends, indices, right=True)  # counts the segments that end before a token
 
 
-def dense_mask(seq_lens: torch.Tensor, *, max_seq_len: int) -> torch.Tensor:
+def dense_mask(
+    seq_lens: torch.Tensor, *, max_seq_len: int, visible: torch.Tensor | None = None
+) -> torch.Tensor:
     """Make a mask ``[batch, query, key]``, True where a query attends to a key; both count ``max_seq_len`` tokens.
 
     A token attends to itself and to the tokens before it in its sequence. Padding attends to padding, because a row
@@ -33,6 +35,14 @@ def dense_mask(seq_lens: torch.Tensor, *, max_seq_len: int) -> torch.Tensor:
              [1, 1, 0, 0],
              [0, 0, 1, 0],
              [0, 0, 0, 1]]], dtype=torch.int32)
+
+    Args:
+        seq_lens: ``[batch, segments]``, as in a `Batch`; the padding's length may be left out.
+        max_seq_len: the length of a pack.
+        visible: ``[batch, segments + 1, segments + 1]``, whether a sequence sees another; None: only itself.
     """
     ids = document_ids(seq_lens, max_seq_len=max_seq_len)
-    return (ids[:, :, None] == ids[:, None, :]).tril_()
+    if visible is None:
+        return (ids[:, :, None] == ids[:, None, :]).tril_()
+    packs = torch.arange(len(ids), device=ids.device)[:, None, None]
+    return visible[packs, ids[:, :, None], ids[:, None, :]].tril_()

@@ -87,6 +87,7 @@ def flash_attention(
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute `varlen_attention` with flash-attn, with the same arguments; a ``softcap`` needs flash-attn 2 or 3.
 
@@ -111,7 +112,7 @@ def flash_attention(
         k,
         v,
         cu_seqlens_q=cu_seqlens,
-        cu_seqlens_k=cu_seqlens,
+        cu_seqlens_k=cu_seqlens if cu_seqlens_k is None else cu_seqlens_k,
         max_seqlen_q=max_seqlen,
         max_seqlen_k=max_seqlen,
         softmax_scale=scale,

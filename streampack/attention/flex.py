@@ -15,7 +15,14 @@ BLOCK_SIZE = 128
 """Queries and keys of one block of a mask; flex attention's default."""
 
 
-def flex_mask(seq_lens: torch.Tensor, *, max_seq_len: int, window: int | None = None) -> BlockMask:
+def flex_mask(
+    seq_lens: torch.Tensor,
+    *,
+    max_seq_len: int,
+    window: int | None = None,
+    visible: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+) -> BlockMask:
     """Make the mask of `dense_mask` as a `BlockMask` on the device of ``seq_lens``, which torchtune models accept.
 
     The result equals that of torch's ``create_block_mask``, which evaluates the mask for every pair of tokens. This
@@ -34,8 +41,12 @@ def flex_mask(seq_lens: torch.Tensor, *, max_seq_len: int, window: int | None = 
         seq_lens: ``[batch, segments]``, as in a `Batch`; the padding's length may be left out.
         max_seq_len: the length of a pack.
         window: how many tokens a query attends to, its own included; None: all before it in its sequence.
+        visible: ``[batch, segments + 1, segments + 1]``, whether a sequence sees another; None: only itself.
+        positions: ``[batch, max_seq_len]``, by which a window is counted where a sequence sees another.
     """
     ids = document_ids(seq_lens, max_seq_len=max_seq_len)
+    if visible is not None:
+        return _shared_mask(ids, visible, positions=positions, window=window)
 
     def may_attend(
         batch: torch.Tensor, _head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
@@ -57,6 +68,45 @@ def flex_mask(seq_lens: torch.Tensor, *, max_seq_len: int, window: int | None = 
     if window is not None:
         any_visible &= (distance - 1) * BLOCK_SIZE + 1 < window  # the closest query and key of both blocks
         all_visible &= (distance + 1) * BLOCK_SIZE - 1 < window  # the two that are farthest apart
+    return BlockMask.from_kv_blocks(
+        *_key_blocks(any_visible & ~all_visible),
+        *_key_blocks(all_visible),
+        BLOCK_SIZE=BLOCK_SIZE,
+        mask_mod=may_attend,
+        seq_lengths=(max_seq_len, max_seq_len),
+    )
+
+
+def _shared_mask(
+    ids: torch.Tensor, visible: torch.Tensor, *, positions: torch.Tensor | None, window: int | None
+) -> BlockMask:
+    """Make the mask of sequences that see others. Blocks are full only where both hold a part of one sequence."""
+    max_seq_len = ids.shape[1]
+
+    def may_attend(
+        batch: torch.Tensor, _head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
+        allowed = visible[batch, ids[batch, query], ids[batch, key]] & (query >= key)
+        if window is None or positions is None:
+            return allowed
+        return allowed & (positions[batch, query] - positions[batch, key] < window)
+
+    blocks = torch.arange(-(-max_seq_len // BLOCK_SIZE), device=ids.device)
+    held = torch.zeros(
+        len(ids), len(blocks), visible.shape[1], device=ids.device
+    )  # whether a block has a sequence
+    packs = torch.arange(len(ids), device=ids.device)[:, None]
+    held[packs, torch.arange(max_seq_len, device=ids.device) // BLOCK_SIZE, ids] = 1
+    any_seen = held @ visible.float() @ held.mT > 0  # [batch, blocks, blocks]
+    distance = blocks[:, None] - blocks
+    within_pack = (blocks + 1) * BLOCK_SIZE <= max_seq_len
+    single = held.sum(-1) == 1
+    any_visible = any_seen & (distance >= 0)
+    all_visible = (
+        any_visible & single[:, :, None] & single[:, None, :] & (distance > 0) & within_pack[:, None]
+    )
+    if window is not None:
+        all_visible = torch.zeros_like(all_visible)
     return BlockMask.from_kv_blocks(
         *_key_blocks(any_visible & ~all_visible),
         *_key_blocks(all_visible),

@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from streampack.attention.dense import dense_mask
 from streampack.attention.flex import flex_mask
 from streampack.attention.mappings import Packed, as_packed
+from streampack.attention.shared import SharedPrefixes
 from streampack.streaming.consumers import model_parallel_warning
 from streampack.validation import require, warn_user
 
@@ -115,7 +116,10 @@ def make_mask(batch: Packed | Mapping[str, Any], *, attention: str = "auto") -> 
     batch = as_packed(batch)
     if attention == "auto":
         attention = "flex" if batch.tokens.device.type == "cuda" else "dense"
-    return _MASKS[attention](batch.seq_lens, max_seq_len=batch.tokens.shape[1])
+    shared = SharedPrefixes.of(batch)
+    return _MASKS[attention](
+        batch.seq_lens, max_seq_len=batch.tokens.shape[1], visible=shared and shared.visible()
+    )
 
 
 def _backend(attention: str, known: tuple[str, ...]) -> str:

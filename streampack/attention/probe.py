@@ -16,6 +16,7 @@ from streampack.attention.probe_pack import (
     make_pack,
     pack_alone,
     probe_length,
+    sample_paths,
     sample_slices,
 )
 from streampack.attention.report import Kind, Leak, LeakReport
@@ -43,6 +44,7 @@ def find_leaks(
     vocab_size: int | None = None,
     limit: float | None = None,
     seed: int = 0,
+    groups: bool = False,
 ) -> LeakReport:
     """Look for samples of a pack that attend to one another or to padding, and for wrong positions.
 
@@ -75,6 +77,9 @@ def find_leaks(
             norm of the pack's logits. For a sample alone, the mean over its tokens counts. None: 1e-4 in fp32, 0.01
             with TF32, 0.02 in fp16, 0.1 in bf16.
         seed: seed of the random tokens.
+        groups: whether samples of the pack share prefixes, as the answers to one prompt do in a `Group`: a sample may
+            then be moved by its prefix, and not by another that continues the same one. A ``batch`` with groups is
+            probed in this way in any case.
 
     Raises:
         ValueError: if the vocabulary has fewer than two tokens, the batch has no sample, all logits are 0, or the model
@@ -93,9 +98,11 @@ def find_leaks(
     if max_seq_len is None:
         max_seq_len = PROBE_LENGTH if module is None else probe_length(module)
     pack = (
-        first_pack(batch) if batch is not None else make_pack(max_seq_len, vocab_size, generator).to(device)
+        first_pack(batch)
+        if batch is not None
+        else make_pack(max_seq_len, vocab_size, generator, groups=groups).to(device)
     )
-    places = sample_slices(pack)
+    places, paths = sample_slices(pack), sample_paths(pack)
     shifts = torch.randint(1, vocab_size, pack.tokens.shape, generator=generator).to(device)
     other_tokens = (pack.tokens + shifts) % vocab_size  # no token is the same as in the pack
 
@@ -140,7 +147,7 @@ def find_leaks(
         for source in changed_samples:
             changed = run_with_change(places[source])
             for sample, place in enumerate(places):
-                if sample != source:
+                if source not in paths[sample]:
                     compare("sample", changed[place], sample, source, training=training)
 
     with undisturbed(module, device, eager=batch is None):
@@ -158,9 +165,10 @@ def find_leaks(
         change_each(training=False)
         with native_call(module, inputs) as as_written:
             for sample in changed_samples:
-                tokens = pack.tokens[:, places[sample]]
+                tokens = torch.cat([pack.tokens[:, places[number]] for number in paths[sample]], 1)
                 alone = run_model(pack_alone(pack, tokens)) if as_written is None else as_written(tokens)
-                compare("alone", alone[: tokens.shape[1]], sample)
+                length = places[sample].stop - places[sample].start
+                compare("alone", alone[tokens.shape[1] - length : tokens.shape[1]], sample)
         if module is not None:
             train_without_dropout(module)
             base = run_model(pack)

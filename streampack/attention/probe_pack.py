@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 from torch import nn
 
 from streampack.attention.positions import position_table
-from streampack.packing.batch import Batch
+from streampack.packing.batch import Batch, BatchGroups
+from streampack.packing.groups import ROOT, path_starts, paths_of
 from streampack.types import IGNORE_INDEX, Fragment
 
 PROBE_LENGTH = 256
@@ -19,6 +21,8 @@ MAX_PROBE_LENGTH = 1 << 14
 """Windows that need a longer pack are not probed."""
 SAMPLE_FRACTIONS = (0.3, 0.0, 0.4, 0.2)
 """Lengths of the samples as fractions of 256 tokens; 0 is a sample of one token. The rest is padding."""
+GROUP_FRACTIONS, GROUP_PARENTS = (0.3, 0.2, 0.1, 0.15, 0.1), (-1, 0, 0, 2, -1)
+"""A pack with a group: a prompt, two answers, a third that continues the second; then a sample of its own."""
 WINDOW_SETTINGS = ("sliding_window", "attention_chunk_size", "window_size", "sliding_window_size")
 """Attributes of models and configs that hold the length of a window or chunk, in tokens."""
 
@@ -48,10 +52,13 @@ def probe_length(model: nn.Module, *, max_length: int | None = None) -> int:
     )
 
 
-def make_pack(max_seq_len: int, vocab_size: int, generator: torch.Generator) -> Batch:
-    """Make a pack of four samples and padding, with random tokens.
+def make_pack(
+    max_seq_len: int, vocab_size: int, generator: torch.Generator, *, groups: bool = False
+) -> Batch:
+    """Make a pack of four samples and padding, with random tokens; or, with ``groups``, one of a group and a sample.
 
-    The first 256 tokens are divided as `SAMPLE_FRACTIONS` says; all further tokens belong to the longest sample.
+    The first 256 tokens are divided as `SAMPLE_FRACTIONS` or `GROUP_FRACTIONS` says; all further tokens belong to the
+    longest sample.
 
     Raises:
         ValueError: if ``max_seq_len`` is below 8.
@@ -60,21 +67,37 @@ def make_pack(max_seq_len: int, vocab_size: int, generator: torch.Generator) -> 
         raise ValueError(
             f"max_seq_len is {max_seq_len}; the probe's pack needs {MIN_PROBE_LENGTH} tokens or more"
         )
-    lengths = [max(1, int(fraction * min(max_seq_len, PROBE_LENGTH))) for fraction in SAMPLE_FRACTIONS]
-    lengths[SAMPLE_FRACTIONS.index(max(SAMPLE_FRACTIONS))] += max(0, max_seq_len - PROBE_LENGTH)
-    return pack_of(torch.randint(0, vocab_size, (1, max_seq_len), generator=generator), lengths)
+    fractions = GROUP_FRACTIONS if groups else SAMPLE_FRACTIONS
+    lengths = [max(1, int(fraction * min(max_seq_len, PROBE_LENGTH))) for fraction in fractions]
+    lengths[fractions.index(max(fractions))] += max(0, max_seq_len - PROBE_LENGTH)
+    tokens = torch.randint(0, vocab_size, (1, max_seq_len), generator=generator)
+    return pack_of(tokens, lengths, parents=GROUP_PARENTS if groups else None)
 
 
-def pack_of(tokens: torch.Tensor, lengths: list[int]) -> Batch:
-    """Return ``tokens`` ``[1, max_seq_len]`` as a batch of one pack: samples of these lengths, then padding."""
+def pack_of(tokens: torch.Tensor, lengths: list[int], *, parents: tuple[int, ...] | None = None) -> Batch:
+    """Return ``tokens`` ``[1, max_seq_len]`` as a batch of one pack: samples of these lengths, then padding.
+
+    Args:
+        tokens: on the model's device.
+        lengths: of the samples.
+        parents: for each sample the one that it continues, or -1; None: no sample continues another.
+    """
     segments = [*lengths, tokens.shape[1] - sum(lengths)]
-    positions = torch.cat([torch.arange(length) for length in segments])[None]
+    starts = [*path_starts(lengths, parents or [ROOT] * len(lengths)), 0]
+    positions = torch.cat(
+        [torch.arange(start, start + length) for start, length in zip(starts, segments, strict=True)]
+    )[None]
+    groups = None
+    if parents is not None:
+        first_labels = torch.full((1, len(segments)), IGNORE_INDEX, device=tokens.device)
+        groups = BatchGroups((parents,), first_labels, {}, {})
     return Batch(
         tokens=tokens,
         labels=torch.full_like(tokens, IGNORE_INDEX),
         input_pos=positions.to(tokens.device),
         seq_lens=torch.tensor([segments], dtype=torch.int32, device=tokens.device),
         fragments=(tuple(Fragment((number,), 0, length) for number, length in enumerate(lengths)),),
+        groups=groups,
     )
 
 
@@ -86,8 +109,16 @@ def first_pack(batch: Batch) -> Batch:
     """
     if not batch.fragments or not batch.fragments[0]:
         raise ValueError("the first pack of the batch holds no sample; give another batch, or none")
+    groups = batch.groups
+    if groups is not None:
+        groups = replace(groups.map(lambda tensor: tensor[:1]), parents=groups.parents[:1])
     return Batch(
-        batch.tokens[:1], batch.labels[:1], batch.input_pos[:1], batch.seq_lens[:1], batch.fragments[:1]
+        batch.tokens[:1],
+        batch.labels[:1],
+        batch.input_pos[:1],
+        batch.seq_lens[:1],
+        batch.fragments[:1],
+        groups,
     )
 
 
@@ -101,3 +132,10 @@ def sample_slices(pack: Batch) -> list[slice]:
     """Return the slice of tokens that each sample has in a batch of one pack."""
     ends = accumulate((fragment.stop - fragment.start for fragment in pack.fragments[0]), initial=0)
     return [slice(start, stop) for start, stop in pairwise(ends)]
+
+
+def sample_paths(pack: Batch) -> list[list[int]]:
+    """Return for each sample of a batch of one pack the samples that it continues, from the root on, and itself."""
+    if pack.groups is None:
+        return [[number] for number in range(len(pack.fragments[0]))]
+    return paths_of(pack.groups.parents[0])

@@ -17,6 +17,7 @@ from streampack.attention.dense import dense_mask
 from streampack.attention.flash import flash_attention
 from streampack.attention.flex import flex_attention_of, flex_mask
 from streampack.attention.mappings import as_packed
+from streampack.attention.shared import SharedKeys, SharedPrefixes
 from streampack.attention.varlen import cu_seqlens_of, varlen_attention
 
 if TYPE_CHECKING:
@@ -38,12 +39,24 @@ class Sequences:
     def __init__(self, batch: Packed, *, attention: str, windows: Iterable[int | None]) -> None:
         size = batch.tokens.shape[1]
         self.max_seq_len = size
+        self.keys: SharedKeys | None = None  # with shared prefixes: the keys of each sequence
+        shared = SharedPrefixes.of(batch)
         # A mask for each window that the model's layers have; None with other backends than flex.
         self.block_masks = None
         if attention == "flex":
-            self.block_masks = {w: flex_mask(batch.seq_lens, max_seq_len=size, window=w) for w in windows}
+            visible = None if shared is None else shared.visible()
+            self.block_masks = {
+                w: flex_mask(
+                    batch.seq_lens, max_seq_len=size, window=w, visible=visible, positions=batch.input_pos
+                )
+                for w in windows
+            }
         else:
-            self.cu_seqlens = cu_seqlens_of(batch.seq_lens, max_seq_len=size)
+            if shared is not None:
+                self.keys = shared.keys()
+                self.cu_seqlens = self.keys.cu_seqlens_q
+            else:
+                self.cu_seqlens = cu_seqlens_of(batch.seq_lens, max_seq_len=size)
             self.kernel = varlen_attention if attention == "varlen" else flash_attention
 
     def attend(
@@ -61,9 +74,15 @@ class Sequences:
             return flex_attention_of(
                 q, k, v, block_mask=self.block_masks[window], scale=scale, softcap=softcap
             )
+        flat_q, flat_k, flat_v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+        if self.keys is not None:
+            flat_k, flat_v = flat_k[self.keys.index], flat_v[self.keys.index]
         out = self.kernel(
-            *(x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)),
+            flat_q,
+            flat_k,
+            flat_v,
             cu_seqlens=self.cu_seqlens,
+            cu_seqlens_k=None if self.keys is None else self.keys.cu_seqlens_k,
             max_seqlen=self.max_seq_len,
             window=window,
             scale=scale,
@@ -91,7 +110,14 @@ class TorchtuneInputs:
         self.require_length(batch.tokens.shape[1])
         mask: torch.Tensor | Sequences
         if self.attention == "dense":
-            mask = dense_mask(batch.seq_lens, max_seq_len=batch.tokens.shape[1])
+            size, shared = batch.tokens.shape[1], SharedPrefixes.of(batch)
+            if shared is not None and (window := min(filter(None, self.windows), default=size)) < size:
+                raise ValueError(
+                    f"the batch has shared prefixes, and torchtune counts this model's window of {window} tokens in a "
+                    "mask without them; use attention='varlen' or 'flex', or share_prefix=False"
+                )
+            visible = None if shared is None else shared.visible()
+            mask = dense_mask(batch.seq_lens, max_seq_len=size, visible=visible)
         else:
             mask = Sequences(batch, attention=self.attention, windows=self.windows)
         return {"tokens": batch.tokens, "mask": mask, "input_pos": batch.input_pos}

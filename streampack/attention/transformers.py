@@ -35,6 +35,8 @@ from streampack.attention.mixers import LENGTHS, find_mixers, split_mixers
 from streampack.attention.positions import position_table
 from streampack.attention.pretrained import disable_cache, find_pretrained, set_attention, stock_attention
 from streampack.attention.probe import find_leaks
+from streampack.attention.shared import SharedPrefixes, fold_keys, unfold_keys
+from streampack.attention.shared_masks import shared_masks
 from streampack.attention.varlen import cu_seqlens_of, varlen_attention
 
 if TYPE_CHECKING:
@@ -80,23 +82,40 @@ class TransformersInputs:
             return self(packed) if labels is None else self(packed) | {"labels": labels}
         config, max_seq_len = self.model.config.get_text_config(), batch.tokens.shape[1]
         self.require_length(max_seq_len)
-        positions = positions_of(batch.seq_lens, max_seq_len=max_seq_len)
+        shared = SharedPrefixes.of(batch)
+        positions = batch.input_pos if shared else positions_of(batch.seq_lens, max_seq_len=max_seq_len)
         inputs: dict[str, Any] = {"input_ids": batch.tokens, "use_cache": False}
         if self.takes_positions:
             inputs["position_ids"] = positions
         if self.split:
+            if shared:
+                raise ValueError(
+                    f"the batch has shared prefixes, and {config.model_type} has layers that carry a state, which cannot "
+                    "share one; set share_prefix=False in the encoder"
+                )
             inputs[LENGTHS] = batch.seq_lens
         if self.attention in _REGISTERED_NAMES:
-            cu_seqlens = cu_seqlens_of(batch.seq_lens, max_seq_len=max_seq_len)
+            cu_seqlens = (
+                fold_keys(shared.keys()) if shared else cu_seqlens_of(batch.seq_lens, max_seq_len=max_seq_len)
+            )
             # The loss of a router would take an attention_mask for a mask of tokens, so the boundaries go elsewhere.
             if getattr(config, "output_router_logits", False):
                 return inputs | {"cu_seq_lens_q": cu_seqlens}
             # As a tensor of 4 dimensions they look like a finished mask, which every family hands to its attention
             # function. Some families (stablelm) do not hand on keyword arguments such as cu_seq_lens_q.
+            if shared:
+                return inputs | {"attention_mask": cu_seqlens}
             cu_seqlens = cu_seqlens[None, None, None]
             torch._dynamo.maybe_mark_dynamic(cu_seqlens, 3)  # without it, torch.compile makes two graphs
             return inputs | {"attention_mask": cu_seqlens}
-        if config.model_type in IGNORE_POSITIONS:
+        if shared:
+            if getattr(config, "output_router_logits", False):
+                raise ValueError(
+                    "the batch has shared prefixes, which need masks that a router's loss (output_router_logits) "
+                    "cannot read; use attention='varlen', or share_prefix=False"
+                )
+            inputs["attention_mask"] = shared_masks(self.model, batch, shared, attention=self.attention)
+        elif config.model_type in IGNORE_POSITIONS:
             inputs["attention_mask"] = self._make_masks(config, positions)
         return inputs
 
@@ -274,7 +293,7 @@ def _make_attention_function(kernel: Callable[..., torch.Tensor], attention: str
     ) -> tuple[torch.Tensor, None]:
         # `TransformersInputs` passes cu_seqlens as an int32 mask; real masks are bool or float.
         if attention_mask is not None and attention_mask.dtype == torch.int32:
-            cu_seq_lens_q = attention_mask.flatten()
+            cu_seq_lens_q = attention_mask
         if cu_seq_lens_q is None:
             plain: tuple[torch.Tensor, None] = sdpa_attention_forward(
                 module, query, key, value, attention_mask, **layer_arguments
@@ -289,9 +308,16 @@ def _make_attention_function(kernel: Callable[..., torch.Tensor], attention: str
         else:
             window = window_of(module.config, module.layer_idx)  # type: ignore[arg-type]
         batch, heads, max_seq_len, _ = query.shape
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        keys = unfold_keys(cu_seq_lens_q) if cu_seq_lens_q.ndim == 4 else None
+        if keys is not None:
+            k, v = k[keys.index], v[keys.index]
         out = kernel(
-            *(x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)),
-            cu_seqlens=cu_seq_lens_q,
+            q,
+            k,
+            v,
+            cu_seqlens=cu_seq_lens_q.flatten() if keys is None else keys.cu_seqlens_q,
+            cu_seqlens_k=None if keys is None else keys.cu_seqlens_k,
             max_seqlen=max_seq_len,
             window=window,
             scale=layer_arguments.get("scaling"),

@@ -76,6 +76,7 @@ def varlen_attention(
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute causal attention within each sequence.
 
@@ -97,6 +98,8 @@ def varlen_attention(
         window: how many tokens a query attends to, its own included; None: all tokens before it.
         scale: factor of the scores; None: ``head_dim ** -0.5``.
         softcap: scores become ``softcap * tanh(score / softcap)``; None: they stay as they are. CPU only.
+        cu_seqlens_k: ``[sequences + 1]`` int32, where the keys of each sequence begin, if it has more of them than
+            queries: its queries are then the last of its keys. None: as ``cu_seqlens``.
 
     Returns:
         ``[tokens, heads, head_dim]``, in the dtype of ``q``; under autocast, in autocast's dtype.
@@ -109,14 +112,15 @@ def varlen_attention(
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if q.device.type != "cuda":
-        out: torch.Tensor = _attend_sequences(q, k, v, cu_seqlens, window, scale, softcap)
+        out: torch.Tensor = _attend_sequences(q, k, v, cu_seqlens, cu_seqlens_k, window, scale, softcap)
         return out
     if why := why_not_varlen(dtype=q.dtype, head_dim=q.shape[-1], softcap=softcap):
         raise ValueError(f"attention='varlen' on CUDA: {why}; use attention='flex' or 'dense'")
     # How many keys a query attends to before and after its own token; -1 stands for all.
     window_size = (-1 if window is None else window - 1, 0)
     return _varlen_kernel(
-        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=scale, window_size=window_size,
+        q, k, v, cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k, max_seqlen, max_seqlen,
+        scale=scale, window_size=window_size,
         **(_GQA_ARGUMENT if q.shape[1] != k.shape[1] else {}),
     )  # fmt: skip
 
@@ -145,6 +149,7 @@ def _attend_sequences(
     k: torch.Tensor,
     v: torch.Tensor,
     cu_seqlens: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
     window: int | None,
     scale: float | None,
     softcap: float | None,
@@ -155,8 +160,14 @@ def _attend_sequences(
     tokens.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
-    lengths = [length for length in cu_seqlens.diff().tolist() if length]
-    sequences = [torch.split(x.to(dtype).transpose(0, 1)[None], lengths, dim=2) for x in (q, k, v)]
+    lengths = key_lengths = [length for length in cu_seqlens.diff().tolist() if length]
+    if cu_seqlens_k is not None:
+        key_lengths = [length for length in cu_seqlens_k.diff().tolist() if length]
+        k, v = k[: cu_seqlens_k[-1]], v[: cu_seqlens_k[-1]]
+    sequences = [
+        torch.split(x.to(dtype).transpose(0, 1)[None], split, dim=2)
+        for x, split in ((q, lengths), (k, key_lengths), (v, key_lengths))
+    ]
     outs = [
         _attend_sequence(*qkv, window=window, scale=scale, softcap=softcap)
         for qkv in zip(*sequences, strict=True)
@@ -166,7 +177,7 @@ def _attend_sequences(
 
 def _attend_sequence(
     q: torch.Tensor,  # [1, heads, length, head_dim]
-    k: torch.Tensor,  # [1, kv_heads, length, head_dim]
+    k: torch.Tensor,  # [1, kv_heads, keys, head_dim], of which the last ones are those of the queries
     v: torch.Tensor,
     *,
     window: int | None,
@@ -174,18 +185,20 @@ def _attend_sequence(
     softcap: float | None,
 ) -> torch.Tensor:
     """Compute causal attention of one sequence."""
-    length = q.shape[2]
-    if softcap is None and (window is None or window >= length):
+    length, keys = q.shape[2], k.shape[2]
+    before = keys - length  # keys that belong to the prefix that the sequence continues
+    if not before and softcap is None and (window is None or window >= length):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     blocks = []
     for start in range(0, length, QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, length)
-        # The first key that any query of this block attends to.
-        first_key = 0 if window is None else max(0, start - window + 1)
-        queries = torch.arange(start, stop, device=q.device)[:, None]
-        distance = queries - torch.arange(first_key, stop, device=q.device)
-        mask = (distance >= 0) & (distance < (window or length))
-        block = q[:, :, start:stop], k[:, :, first_key:stop], v[:, :, first_key:stop]
+        # The first key that any query of this block attends to, and the one after the last.
+        last_key = before + stop
+        first_key = 0 if window is None else max(0, before + start - window + 1)
+        queries = torch.arange(before + start, last_key, device=q.device)[:, None]
+        distance = queries - torch.arange(first_key, last_key, device=q.device)
+        mask = (distance >= 0) & (distance < (window or keys))
+        block = q[:, :, start:stop], k[:, :, first_key:last_key], v[:, :, first_key:last_key]
         if softcap is None:
             blocks.append(
                 F.scaled_dot_product_attention(*block, attn_mask=mask, scale=scale, enable_gqa=True)

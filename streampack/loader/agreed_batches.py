@@ -8,6 +8,8 @@ from collections.abc import Callable
 from streampack.distributed.rank_sync import Agreement, RankSync
 from streampack.loader.merge import RankBatch
 from streampack.packing.attention_cost import AttentionCost
+from streampack.packing.groups import path_starts
+from streampack.types import Pack
 
 ROUND = 8
 """Batches in one agreement of the ranks. It is under way while the batches of the round before are handed out."""
@@ -113,7 +115,11 @@ class AgreedBatches:
             exist = [part.exists for part in self.open_round]
             count = exist.index(False) if False in exist else len(exist)
             failed = count < len(exist) and self.open_round[count].failed
-            costs = [sum(self.cost.of(pack.seq_lens) for pack in part.packs) for part in self.open_round]
+            costs = [sum(map(self._cost_of, part.packs)) for part in self.open_round]
             self.agreeing.append((self.open_round, self.rank_sync.agree(count, failed=failed, notes=costs)))
             self.open_round = []
             self.rounds += 1
+
+    def _cost_of(self, pack: Pack) -> int:
+        starts = None if pack.groups is None else path_starts(pack.seq_lens, pack.groups.parents)
+        return self.cost.of_pack(pack.seq_lens, starts)

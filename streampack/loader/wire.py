@@ -13,7 +13,7 @@ import numpy as np
 
 from streampack.packing.samples import narrowed
 from streampack.streaming.lane_state import LaneEvent
-from streampack.types import Fragment, Pack
+from streampack.types import Fragment, Pack, PackGroups
 
 Folded = tuple[Any, ...]
 
@@ -28,7 +28,10 @@ def fold(event: LaneEvent) -> Folded:
         if ids.itemsize > 4:  # a pack is int64 if one of its samples was
             ids = narrowed(ids)
         arrays += [ids.dtype.char, PickleBuffer(ids.data)]
-    return (*head, *arrays, pack.seq_lens, tuple(map(tuple, pack.fragments)), pack.number)
+    groups = None
+    if pack.groups is not None:
+        groups = tuple(getattr(pack.groups, name) for name in PackGroups.__slots__)
+    return (*head, *arrays, pack.seq_lens, tuple(map(tuple, pack.fragments)), pack.number, groups)
 
 
 def unfold(folded: Folded) -> LaneEvent:
@@ -36,7 +39,9 @@ def unfold(folded: Folded) -> LaneEvent:
     lane, epoch, state, *rest = folded
     if not rest:
         return LaneEvent(lane, epoch, None, state)
-    first, tokens, second, labels, seq_lens, fragments, number = rest
+    first, tokens, second, labels, seq_lens, fragments, number, groups = rest
     tokens, labels = np.frombuffer(tokens, np.dtype(first)), np.frombuffer(labels, np.dtype(second))
     pack = Pack(tokens, labels, seq_lens, tuple(map(Fragment._make, fragments)), epoch, number, lane)
+    if groups is not None:
+        pack.groups = PackGroups(*groups)
     return LaneEvent(lane, epoch, pack, state)

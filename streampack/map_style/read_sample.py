@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from streampack.packing.groups import Group
 from streampack.packing.samples import check_sample, sample_from_row
 from streampack.types import Sample
 
@@ -20,6 +21,8 @@ def read_sample(ds: Any, index: int, *, vocab_size: int | None = None) -> Sample
         error.add_note(f"while reading sample {index}")
         raise
     try:
+        if isinstance(row, Group):
+            raise ValueError("is a group of segments; only IterablePackedDataset packs those")
         sample = sample_from_row(row)
         check_sample(sample, vocab_size)
     except ValueError as error:

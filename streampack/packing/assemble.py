@@ -43,16 +43,27 @@ def assemble(
     return row, targets
 
 
-def positions(packs: Sequence[Sequence[int]], max_seq_len: int) -> IntArray:
+def positions(
+    packs: Sequence[Sequence[int]], max_seq_len: int, *, starts: Sequence[Sequence[int]] | None = None
+) -> IntArray:
     """Return ``input_pos`` of packs with these ``seq_lens``: it counts from 0 in every sequence and in the padding.
 
     >>> positions([[3, 2], [6]], 6).tolist()
     [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]]
+
+    Args:
+        packs: the ``seq_lens`` of each.
+        max_seq_len: of a pack.
+        starts: for each pack the position of each sequence's first token. None: 0, as where none continues another.
     """
     count = _count(max_seq_len)
     parts = []
-    for seq_lens in packs:
-        parts += [count[:length] for length in seq_lens]
+    for number, seq_lens in enumerate(packs):
+        if starts is None:
+            parts += [count[:length] for length in seq_lens]
+        else:
+            begin = starts[number]
+            parts += [count[at : at + length] for at, length in zip(begin, seq_lens, strict=True)]
         if padding := max_seq_len - sum(seq_lens):
             parts.append(count[:padding])
     return np.concatenate(parts).reshape(len(packs), max_seq_len)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,21 @@ class AttentionCost:
         if self.chunk_size is not None:
             return sum(_chunked(length, self.chunk_size) for length in seq_lens)
         return sum([length * (length + 1) for length in seq_lens]) // 2
+
+    def of_pack(self, seq_lens: Sequence[int], starts: Sequence[int] | None) -> int:
+        """Return the pairs of a pack of which sequences may continue others.
+
+        >>> AttentionCost().of_pack([3, 2], [0, 3]) == AttentionCost().of([5])
+        True
+
+        Args:
+            seq_lens: of its sequences.
+            starts: positions of their first tokens, as of `path_starts`; None: all are 0.
+        """
+        if starts is None:
+            return self.of(seq_lens)
+        ends = (start + length for start, length in zip(starts, seq_lens, strict=True))
+        return self.of(ends) - self.of(starts)
 
 
 def _windowed(length: int, window: int) -> int:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from streampack.packing.assemble import assemble, positions
-from streampack.types import IGNORE_INDEX, Fragment, IntArray, Pack
+from streampack.packing.groups import ROOT, path_starts
+from streampack.types import IGNORE_INDEX, Fragment, IntArray, Pack, PackGroups
 
 
 def to_torchtune(pack: Pack, input_pos: IntArray | None = None) -> dict[str, Any]:
@@ -21,7 +23,7 @@ def to_torchtune(pack: Pack, input_pos: IntArray | None = None) -> dict[str, Any
     sequence and in the padding; ``input_pos`` gives others.
     """
     if input_pos is None:
-        [input_pos] = positions([pack.seq_lens], pack.tokens.size)
+        [input_pos] = _positions([pack])
     return {
         "tokens": torch.from_numpy(pack.tokens.astype(np.int64, copy=False)),  # [max_seq_len]
         "labels": torch.from_numpy(pack.labels.astype(np.int64, copy=False)),  # [max_seq_len]
@@ -31,6 +33,7 @@ def to_torchtune(pack: Pack, input_pos: IntArray | None = None) -> dict[str, Any
         "fragments": pack.fragments,
         "epoch": pack.epoch,
         "lane": pack.lane,
+        **({} if pack.groups is None else {"groups": pack.groups}),
     }
 
 
@@ -38,6 +41,29 @@ def null_pack(max_seq_len: int, *, padding_idx: int = 0) -> Pack:
     """Make a pack of padding only. It trains nothing; a rank takes it where it has no pack and others do."""
     tokens, labels = assemble([], max_seq_len=max_seq_len, padding_idx=padding_idx)
     return Pack(tokens, labels, (), (), epoch=-1, number=-1, lane=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchGroups:
+    """What a batch with groups says of its sequences, which are the segments of the groups.
+
+    ``fields`` and ``token_fields`` are NaN where a sample lacks the field, and at padding.
+    """
+
+    parents: tuple[
+        tuple[int, ...], ...
+    ]  # for each pack and sequence the one of the pack that it continues, or -1
+    first_labels: torch.Tensor  # [batch, most segments] int64: labels of first tokens, which parents predict
+    fields: dict[str, torch.Tensor]  # each [batch, most segments] float32
+    token_fields: dict[str, torch.Tensor]  # each [batch, max_seq_len] float32
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> BatchGroups:
+        """Return a copy with changed tensors."""
+        fields, token_fields = (
+            {name: change(tensor) for name, tensor in each.items()}
+            for each in (self.fields, self.token_fields)
+        )
+        return BatchGroups(self.parents, change(self.first_labels), fields, token_fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,24 +76,22 @@ class Batch:
     # [batch, most segments] int32: lengths of sequences, that of the padding, then zeros.
     seq_lens: torch.Tensor
     fragments: tuple[tuple[Fragment, ...], ...]  # for each pack, where each of its sequences came from
+    groups: BatchGroups | None = None  # None: the packs hold plain samples only
 
     def to(self, device: torch.device | str) -> Batch:
         """Return a copy on another device."""
-        tokens, labels, input_pos, seq_lens = (
-            tensor.to(device, non_blocking=True)
-            for tensor in (self.tokens, self.labels, self.input_pos, self.seq_lens)
-        )
-        return Batch(tokens, labels, input_pos, seq_lens, self.fragments)
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> Batch:
         """Return a copy in page-locked memory."""
-        return Batch(
-            self.tokens.pin_memory(),
-            self.labels.pin_memory(),
-            self.input_pos.pin_memory(),
-            self.seq_lens.pin_memory(),
-            self.fragments,
+        return self._map(torch.Tensor.pin_memory)
+
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        tokens, labels, input_pos, seq_lens = map(
+            change, (self.tokens, self.labels, self.input_pos, self.seq_lens)
         )
+        groups = None if self.groups is None else self.groups.map(change)
+        return Batch(tokens, labels, input_pos, seq_lens, self.fragments, groups)
 
     @property
     def num_tokens(self) -> int:
@@ -82,7 +106,8 @@ class Batch:
     @property
     def num_trained(self) -> torch.Tensor:
         """Number of tokens that the loss counts, as a 0-d tensor on the batch's device."""
-        return (self.labels[:, 1:] != IGNORE_INDEX).sum()  # nothing predicts the first token of a row
+        trained = (self.labels[:, 1:] != IGNORE_INDEX).sum()  # nothing predicts the first token of a row
+        return trained if self.groups is None else trained + (self.groups.first_labels != IGNORE_INDEX).sum()
 
 
 def collate_packed(packs: Sequence[Mapping[str, Any]], *, segments: int | None = None) -> Batch:
@@ -101,12 +126,19 @@ def collate_packed(packs: Sequence[Mapping[str, Any]], *, segments: int | None =
     Raises:
         ValueError: if a pack has more than ``segments``.
     """
+    seq_lens = _stack_seq_lens([pack["seq_lens"].tolist() for pack in packs], segments)
     return Batch(
         tokens=torch.stack([pack["tokens"] for pack in packs]),
         labels=torch.stack([pack["labels"] for pack in packs]),
         input_pos=torch.stack([pack["input_pos"] for pack in packs]),
-        seq_lens=_stack_seq_lens([pack["seq_lens"].tolist() for pack in packs], segments),
+        seq_lens=seq_lens,
         fragments=tuple(tuple(pack["fragments"]) for pack in packs),
+        groups=_stack_groups(
+            [pack.get("groups") for pack in packs],
+            [pack["num_seqs"] for pack in packs],
+            max_seq_len=packs[0]["tokens"].numel(),
+            width=seq_lens.shape[1],
+        ),
     )
 
 
@@ -118,12 +150,66 @@ def stack_packs(packs: Sequence[Pack], *, segments: int | None = None) -> Batch:
     Raises:
         ValueError: as `collate_packed`.
     """
+    seq_lens = _stack_seq_lens([_segment_lengths(pack) for pack in packs], segments)
     return Batch(
         tokens=_stack_ids([pack.tokens for pack in packs]),
         labels=_stack_ids([pack.labels for pack in packs]),
-        input_pos=torch.from_numpy(positions([pack.seq_lens for pack in packs], packs[0].tokens.size)),
-        seq_lens=_stack_seq_lens([_segment_lengths(pack) for pack in packs], segments),
+        input_pos=torch.from_numpy(_positions(packs)),
+        seq_lens=seq_lens,
         fragments=tuple(pack.fragments for pack in packs),
+        groups=_stack_groups(
+            [pack.groups for pack in packs],
+            [len(pack.seq_lens) for pack in packs],
+            max_seq_len=packs[0].tokens.size,
+            width=seq_lens.shape[1],
+        ),
+    )
+
+
+def _positions(packs: Sequence[Pack]) -> IntArray:
+    """Return the positions of tokens ``[len(packs), max_seq_len]``, which go on where a sequence continues another."""
+    starts = None
+    if any(pack.groups is not None for pack in packs):
+        starts = [
+            path_starts(pack.seq_lens, pack.groups.parents) if pack.groups else [0] * len(pack.seq_lens)
+            for pack in packs
+        ]
+    return positions([pack.seq_lens for pack in packs], packs[0].tokens.size, starts=starts)
+
+
+def _stack_groups(
+    rows: Sequence[PackGroups | None], counts: Sequence[int], *, max_seq_len: int, width: int
+) -> BatchGroups | None:
+    """Stack what packs say of their groups.
+
+    Args:
+        rows: of each pack; None for one of plain samples.
+        counts: sequences of each pack.
+        max_seq_len: of a pack.
+        width: of ``seq_lens``.
+    """
+    if all(row is None for row in rows):
+        return None
+    first_labels = np.full((len(rows), width), IGNORE_INDEX, np.int64)
+    fields: dict[str, npt.NDArray[np.float32]] = {}
+    token_fields: dict[str, npt.NDArray[np.float32]] = {}
+    parents = []
+    for number, (row, count) in enumerate(zip(rows, counts, strict=True)):
+        if row is None:
+            parents.append((ROOT,) * count)
+            continue
+        parents.append(row.parents)
+        first_labels[number, :count] = row.first_labels
+        for name, values in row.fields.items():
+            fields.setdefault(name, np.full((len(rows), width), np.nan, np.float32))[number, :count] = values
+        for name, values in row.token_fields.items():
+            empty = np.full((len(rows), max_seq_len), np.nan, np.float32)
+            token_fields.setdefault(name, empty)[number] = values
+    return BatchGroups(
+        tuple(parents),
+        torch.from_numpy(first_labels),
+        {name: torch.from_numpy(values) for name, values in fields.items()},
+        {name: torch.from_numpy(values) for name, values in token_fields.items()},
     )
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streampack.packing.boundaries import require_one_sequence
+from streampack.packing.groups import Group
 from streampack.sources.arrow_rows import ArrowRow, column_of
 from streampack.types import IGNORE_INDEX, INT32, INT64, IntArray, Sample
 from streampack.validation import vocabulary_text
@@ -91,6 +92,8 @@ def sample_from_encoded(encoded: Any) -> Sample:
     Raises:
         ValueError: for what is none of these.
     """
+    if isinstance(encoded, Group):
+        return encoded.copied()
     pair = isinstance(encoded, tuple) and len(encoded) == 2 and not _is_scalar(encoded[0])
     if isinstance(encoded, Sample) or pair:
         return sample_from_pair(*encoded)

@@ -6,6 +6,7 @@ from collections import deque
 
 from streampack.accounting import Ledger, SourceStats, trained_tokens
 from streampack.packing.assemble import assemble
+from streampack.packing.groups import Group, pack_groups
 from streampack.packing.planner import Planner
 from streampack.storage.read_ahead import ReadAhead
 from streampack.streaming.lane_config import LaneConfig
@@ -130,7 +131,9 @@ class Lane:
             self.done = True
             return None
         packing, mixed = self.config.packing, bool(self.source_stats)
-        sequences, fragments, seq_lens = [], [], []
+        sequences, fragments = [], []
+        seq_lens: list[int] = []
+        grouped = False
         for piece, start, stop in placed:
             sequence, length = piece.sample, stop - start
             if length < piece.length:
@@ -140,8 +143,15 @@ class Lane:
                     piece.trained = trained_tokens(sequence, packing.cuts(piece.length, start, stop))
                 sequence = sequence.cut(start, stop)
             sequences.append(sequence)
-            seq_lens.append(length)
-            fragments.append(Fragment(piece.row_id, piece.start + start, piece.start + stop, piece.trained))
+            if type(sequence) is Group:
+                grouped = True
+                seq_lens += sequence.lengths
+                fragments += [Fragment(piece.row_id, *bounds) for bounds in sequence.bounds]
+            else:
+                seq_lens.append(length)
+                fragments.append(
+                    Fragment(piece.row_id, piece.start + start, piece.start + stop, piece.trained)
+                )
             if mixed:
                 stats = self.piece_reader.stats(piece.row_id)
                 stats.packed += length
@@ -149,6 +159,7 @@ class Lane:
         tokens, labels = assemble(
             sequences, max_seq_len=packing.max_seq_len, padding_idx=self.config.padding_idx
         )
+        groups = pack_groups(sequences, labels, max_seq_len=packing.max_seq_len) if grouped else None
         self.packs += 1
         ledger = self.ledger
         ledger.packs += 1
@@ -162,6 +173,7 @@ class Lane:
             epoch=0 if self.config.endless else self.epoch,
             number=self.packs - 1,
             lane=self.lane,
+            groups=groups,
         )
 
     def state(self) -> LaneState:

@@ -9,6 +9,7 @@ from typing import Any
 from streampack.packing.attention_cost import AttentionCost
 from streampack.packing.cut_samples import with_eos
 from streampack.packing.encoders import Encoder, TokensEncoder
+from streampack.packing.groups import Group
 from streampack.packing.samples import check_sample, sample_from_encoded
 from streampack.packing.settings import Packing
 from streampack.sources.arrow_rows import ArrowRow
@@ -111,6 +112,8 @@ class LaneConfig:
         Raises:
             ValueError: as `Packing.pieces_of`.
         """
+        if type(sample) is Group:
+            return self._cut_group(sample)
         length = sample.tokens.size
         if 0 < length <= self.packing.max_seq_len:  # most are
             return [(0, sample)]
@@ -127,6 +130,27 @@ class LaneConfig:
         if self.truncate_eos is not None and bounds and bounds[-1][1] < length:
             pieces = [(start, with_eos(piece, self.truncate_eos)) for start, piece in pieces]
         return pieces
+
+    def _cut_group(self, group: Group) -> list[tuple[int, Sample]]:
+        """Return a group whole, or shortened so that it fits; none if it is dropped."""
+        packing, length = self.packing, group.tokens.size
+        if packing.split_across_pack:
+            raise ValueError("is a group of segments, which is never split; leave split_across_pack out")
+        if packing.max_seqs_per_pack is not None:
+            raise ValueError(
+                "is a group of segments, of which max_seqs_per_pack cannot count each; leave it out"
+            )
+        if length <= packing.max_seq_len:
+            return [(0, group)]
+        if packing.overlong == "split":
+            raise ValueError(
+                f"is a group of {length} tokens, max_seq_len is {packing.max_seq_len}, and a group is never split; set "
+                "overlong to 'truncate' or 'drop', or raise max_seq_len"
+            )
+        if packing.overlong == "truncate":
+            short = group.truncated(packing.max_seq_len, side=packing.truncate_side)
+            return [] if short is None else [(0, short)]
+        return [(0, group) for _ in packing.pieces_of(length)]  # drops it, or raises
 
 
 def must_check(source: Source, encode: Encode, vocab_size: int | None) -> bool:

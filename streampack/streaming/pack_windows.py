@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from streampack.accounting import Ledger, SourceStats
 from streampack.packing.attention_cost import AttentionCost
+from streampack.packing.groups import Group, path_starts
 from streampack.packing.planner import Placed, Planner
 from streampack.streaming.balance import hand_out_order
 from streampack.streaming.lane_config import LaneConfig
@@ -27,11 +28,14 @@ class PlannedPack:
     @classmethod
     def of(cls, placed: list[Placed[Piece]], first: int, cost: AttentionCost) -> PlannedPack:
         """Make one of a planned pack, for a state whose first piece has the number ``first``."""
-        bits, seq_lens = 0, []
+        bits, seq_lens, in_groups = 0, [], 0
         for piece, start, stop in placed:
             bits |= 1 << piece.number - first
             seq_lens.append(stop - start)
-        return cls(placed, sum(seq_lens), cost.of(seq_lens), bits)
+            if type(group := piece.sample) is Group:
+                in_groups += cost.of_pack(group.lengths, path_starts(group.lengths, group.parents))
+                in_groups -= cost.of([group.tokens.size])
+        return cls(placed, sum(seq_lens), cost.of(seq_lens) + in_groups, bits)
 
 
 class PackWindow:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from streampack.packing.groups import Group
 from streampack.sources.base import BadRecord, Reading
 from streampack.sources.corpus_identity import state_of
 from streampack.sources.token_files import Shard, ShardWriter, read_header, shard_of
@@ -178,6 +179,8 @@ def _append_document(job: Job, row: Row, sample: Sample, writer: ShardWriter) ->
     """
     trained = sample.labels == sample.tokens
     try:
+        if isinstance(sample, Group):
+            raise ValueError("it is a group of segments, which a shard has no place for; stream the rows")
         if not (trained | (sample.labels == IGNORE_INDEX)).all():
             raise ValueError(f"a label is neither its token nor {IGNORE_INDEX}, and a shard keeps no other")
         writer.append(sample.tokens, trained)

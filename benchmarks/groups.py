@@ -1,0 +1,172 @@
+"""Forward and backward passes over groups with a shared prompt: packed and shared, packed unshared, and padded.
+
+Run ``python -m benchmarks.groups``; README.md in this folder explains the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks import report
+from benchmarks.gpu.model import Shape
+from streampack import IGNORE_INDEX, IterablePackedDataset, PackedDataLoader, prepare_model_for_packing
+from streampack.losses import summed_cross_entropy
+from streampack.packing.groups import Group
+
+VOCAB = 512
+HEADER = (
+    "groups",
+    "way",
+    "tokens forwarded",
+    "of them unique",
+    "padding",
+    "s",
+    "shared is faster",
+    "rounds",
+)
+WAYS = ("packed, shared", "packed, unshared", "padded")
+
+
+def make_groups(count: int, *, answers: int, prompt: int, answer: int, seed: int = 0) -> list[Group]:
+    """Return groups of random tokens with log-normal lengths.
+
+    Args:
+        count: of groups.
+        answers: to each prompt.
+        prompt: mean tokens of a prompt.
+        answer: mean tokens of an answer.
+        seed: of lengths and tokens.
+    """
+    rng = np.random.default_rng(seed)
+
+    def drawn(mean: int, size: int) -> np.ndarray:
+        return np.clip(rng.lognormal(np.log(mean) - 0.125, 0.5, size), 4, 4 * mean).astype(int)
+
+    found = []
+    for head, *tails in zip(
+        drawn(prompt, count), *(drawn(answer, count) for _ in range(answers)), strict=True
+    ):
+        tokens = rng.integers(1, VOCAB, head + sum(tails))
+        labels = tokens.copy()
+        labels[:head] = IGNORE_INDEX
+        found.append(Group(tokens, labels, lengths=[head, *tails], parents=[-1] + [0] * answers))
+    return found
+
+
+def packed(groups: Sequence[Group], *, max_seq_len: int) -> list[Any]:
+    """Return the batches of a stream of the groups, in packs of ``max_seq_len``."""
+    rows = [{"group": group} for group in groups]
+    data = IterablePackedDataset(rows, max_seq_len=max_seq_len, encoder=lambda row: row["group"], num_lanes=1)
+    return list(PackedDataLoader(data))
+
+
+def padded(groups: Sequence[Group], *, rows: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield tokens and labels of mini-batches of about ``rows`` answers, each with its prompt, padded to the longest.
+
+    All answers to a prompt are in one mini-batch, as torchtune's and TRL's collators of preference pairs have them.
+    """
+    answers = len(groups[0].leaves)
+    size = max(1, rows // answers)
+    for few in (groups[start : start + size] for start in range(0, len(groups), size)):
+        alone = [
+            (sample[start:stop], labels[start:stop])
+            for group in few
+            for unshared in [group.unshared()]
+            for sample, labels in [unshared]
+            for start, stop in unshared.bounds
+        ]
+        tensors = [
+            [torch.from_numpy(each.astype(np.int64)) for each in column]
+            for column in zip(*alone, strict=True)
+        ]
+        tokens = torch.nn.utils.rnn.pad_sequence(tensors[0], batch_first=True)
+        yield (
+            tokens,
+            torch.nn.utils.rnn.pad_sequence(tensors[1], batch_first=True, padding_value=IGNORE_INDEX),
+        )
+
+
+def measure(groups: Sequence[Group], *, rounds: int, max_seq_len: int, rows: int) -> list[list[str]]:
+    """Return a row for each way, from passes over the same groups that take turns."""
+    shape = Shape(
+        vocab_size=VOCAB, num_layers=4, num_heads=8, num_kv_heads=4, embed_dim=256, intermediate_dim=768
+    )
+    model = shape.build(device="cpu", dtype="fp32", seed=0)
+    inputs = prepare_model_for_packing(model, attention="varlen")
+    shared = packed(groups, max_seq_len=max_seq_len)
+    unshared = packed([group.unshared() for group in groups], max_seq_len=max_seq_len)
+    pads = list(padded(groups, rows=rows))
+
+    def run(way: str) -> float:
+        begun = time.perf_counter()
+        if way == "padded":
+            for tokens, labels in pads:
+                summed_cross_entropy(model(tokens), labels).backward()
+        else:
+            for batch in shared if way == WAYS[0] else unshared:
+                summed_cross_entropy(model(**inputs(batch)), batch.labels).backward()
+        model.zero_grad()
+        return time.perf_counter() - begun
+
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    for number in range(rounds + 1):
+        for way in WAYS:
+            took = run(way)
+            if number:  # the first round warms up
+                seconds[way].append(took)
+    unique = sum(group.tokens.size for group in groups)
+    alone = sum(group.unshared().tokens.size for group in groups)
+    sizes = {
+        WAYS[0]: (sum(batch.tokens.numel() for batch in shared), unique),
+        WAYS[1]: (sum(batch.tokens.numel() for batch in unshared), alone),
+        WAYS[2]: (sum(tokens.numel() for tokens, _ in pads), alone),
+    }
+    answers = len(groups[0].leaves)
+    rows_made = []
+    for way in WAYS:
+        ratios = [theirs / ours for theirs, ours in zip(seconds[way], seconds[WAYS[0]], strict=True)]
+        forwarded, real = sizes[way]
+        rows_made.append(
+            [
+                f"{len(groups)} prompts x {answers} answers",
+                way,
+                f"{forwarded:,}",
+                f"{unique / forwarded:.1%}",
+                f"{1 - real / forwarded:.1%}",
+                f"{statistics.median(seconds[way]):.2f}",
+                f"{statistics.median(ratios):.2f}",
+                f"{min(ratios):.2f} to {max(ratios):.2f}",
+            ]
+        )
+    return rows_made
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the benchmark."""
+    options: argparse.Namespace = report.parser(__doc__, smoke="few groups, one round").parse_args(arguments)
+    rounds, pairs, rollouts = (1, 8, 2) if options.smoke else (7, 128, 32)
+    rows = []
+    for count, answers, prompt, answer in ((pairs, 2, 180, 120), (rollouts, 8, 128, 128)):
+        groups = make_groups(count, answers=answers, prompt=prompt, answer=answer)
+        rows += measure(groups, rounds=rounds, max_seq_len=4096, rows=16)
+    report.publish(
+        "groups",
+        options,
+        "# Groups with a shared prompt: packed and padded",
+        report.machine_line("streampack", "torch", "torchtune"),
+        f"Forward and backward passes of a model of four layers, {torch.get_num_threads()} thread(s); packs of 4,096; "
+        "mini-batches of 16 answers are padded to the longest; the ways take turns. Prompts are 60 % of an answer's "
+        "row in pairs, and half of it in groups of 8. How to read it: ../README.md.",
+        report.table(HEADER, rows),
+    )
+
+
+if __name__ == "__main__":
+    main()

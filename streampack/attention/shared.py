@@ -1,0 +1,142 @@
+"""Shared prefixes: which segments of a batch's groups a segment sees, as a table for masks and as keys for kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from streampack.packing.batch import Batch
+from streampack.packing.groups import ROOT
+
+if TYPE_CHECKING:
+    from streampack.attention.mappings import Packed
+
+
+@dataclass(frozen=True)
+class SharedKeys:
+    """The keys of each sequence of a batch, from the root of its group to itself, for kernels without a mask.
+
+    Sequence i has the queries ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1]`` of the batch, and the keys
+    ``cu_seqlens_k[i]`` to ``cu_seqlens_k[i + 1]`` of those that ``index`` selects, of which the last are its own.
+    """
+
+    cu_seqlens_q: torch.Tensor  # [sequences + 1] int32
+    cu_seqlens_k: torch.Tensor  # [sequences + 1] int32
+    index: torch.Tensor  # [keys] int32: tokens of the batch, its packs laid end to end
+
+
+class SharedPrefixes:
+    """The segments of a batch in which some continue others.
+
+    Args:
+        parents: for each pack and sequence the sequence that it continues, or -1.
+        lengths: of the sequences of each pack.
+        max_seq_len: of a pack.
+        segments: the width of the batch's ``seq_lens``.
+        device: of the tensors that are made.
+    """
+
+    def __init__(
+        self,
+        parents: tuple[tuple[int, ...], ...],
+        lengths: tuple[tuple[int, ...], ...],
+        *,
+        max_seq_len: int,
+        segments: int,
+        device: torch.device,
+    ) -> None:
+        self.parents = parents
+        self.lengths = lengths
+        self.max_seq_len = max_seq_len
+        self.segments = segments
+        self.device = device
+
+    @classmethod
+    def of(cls, batch: Packed) -> SharedPrefixes | None:
+        """Return the shared prefixes of a batch; None if no sequence of it continues another."""
+        if not isinstance(batch, Batch) or batch.groups is None:
+            return None
+        parents = batch.groups.parents
+        if all(parent == ROOT for pack in parents for parent in pack):
+            return None
+        lengths = tuple(
+            tuple(fragment.stop - fragment.start for fragment in pack) for pack in batch.fragments
+        )
+        return cls(
+            parents,
+            lengths,
+            max_seq_len=batch.tokens.shape[1],
+            segments=batch.seq_lens.shape[1],
+            device=batch.tokens.device,
+        )
+
+    def visible(self) -> torch.Tensor:
+        """Return ``[batch, segments + 1, segments + 1]`` bool: whether a segment sees another, as it or its prefix.
+
+        The numbers are those of `document_ids`, which may be as large as ``segments`` for padding.
+        """
+        size = self.segments + 1
+        table = np.zeros((len(self.parents), size, size), np.bool_)
+        table[:, np.arange(size), np.arange(size)] = True
+        for seen, parents in zip(table, self.parents, strict=True):
+            for number, parent in enumerate(parents):
+                if parent != ROOT:
+                    seen[number] |= seen[parent]
+        return torch.from_numpy(table).to(self.device, non_blocking=True)
+
+    def keys(self) -> SharedKeys:
+        """Return the keys of each sequence; padding is a sequence of its own at the end of its pack."""
+        parts, queries, keys = [], [0], [0]
+        for number, (parents, lengths) in enumerate(zip(self.parents, self.lengths, strict=True)):
+            start = number * self.max_seq_len
+            paths: list[list[range]] = []  # tokens of each sequence from the root on
+            for parent, length in zip(parents, lengths, strict=True):
+                before = paths[parent] if parent != ROOT else []
+                paths.append([*before, range(start, start + length)])
+                start += length
+            if start < (end := (number + 1) * self.max_seq_len):
+                paths.append([range(start, end)])
+            for path in paths:
+                parts += path
+                queries.append(path[-1].stop)
+                keys.append(keys[-1] + sum(map(len, path)))
+        index = np.concatenate([np.arange(part.start, part.stop, dtype=np.int32) for part in parts])
+        tensors = (np.array(queries, np.int32), np.array(keys, np.int32), index)
+        on_device = [torch.from_numpy(each).to(self.device, non_blocking=True) for each in tensors]
+        for tensor in on_device:
+            torch._dynamo.maybe_mark_dynamic(
+                tensor, 0
+            )  # else torch.compile would compile for each new length
+        return SharedKeys(*on_device)
+
+
+# Rows of the tensor into which `fold_keys` puts both cumulative lengths, before those of the index.
+_LENGTH_ROWS = 2
+
+
+def fold_keys(keys: SharedKeys) -> torch.Tensor:
+    """Return keys as one tensor ``[1, 1, rows, sequences + 1]`` int32, which passes through a model like a mask.
+
+    Its shape says where each part is, so `unfold_keys` copies nothing to the host. The index is filled up with zeros.
+    """
+    width = keys.cu_seqlens_q.numel()
+    rows = -(-keys.index.numel() // width)
+    index = torch.nn.functional.pad(keys.index, (0, rows * width - keys.index.numel()))
+    lengths = torch.stack([keys.cu_seqlens_q, keys.cu_seqlens_k])
+    folded = torch.cat([lengths, index.view(rows, width)])[None, None]
+    torch._dynamo.maybe_mark_dynamic(folded, (2, 3))
+    return folded
+
+
+def unfold_keys(folded: torch.Tensor) -> SharedKeys | None:
+    """Invert `fold_keys`; None for a tensor of one row, which holds ``cu_seqlens`` only.
+
+    The index may have zeros at its end, whose keys no sequence has.
+    """
+    table = folded[0, 0]
+    if len(table) <= _LENGTH_ROWS:
+        return None
+    return SharedKeys(table[0].contiguous(), table[1].contiguous(), table[_LENGTH_ROWS:].flatten())
