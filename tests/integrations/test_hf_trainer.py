@@ -25,6 +25,7 @@ from streampack import (
     prepare_trainer_for_packing,
 )
 from streampack.integrations.hf_trainer.checkpoints import STREAM_FILE, newest_checkpoint, write_stream
+from streampack.packing.groups import Group
 from tests.support.hf_trainers import (
     MAX_SEQ_LEN,
     SAMPLES,
@@ -349,6 +350,25 @@ def test_bad_settings_are_refused(
     monkeypatch.setattr(target, name, value, raising=False)
     with pytest.raises(ValueError, match=message):
         prepare_trainer_for_packing(trainer)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_answers_that_share_a_prompt_are_refused(tmp_path: Path, shared: bool) -> None:
+    pair = Group([5, 6, 7, 8, 9], [-100, -100, 7, 8, 9], lengths=[2, 2, 1], parents=[-1, 0, 0])
+    packs = IterablePackedDataset(
+        [{"group": pair if shared else pair.unshared()}] * 4,
+        max_seq_len=16,
+        encoder=lambda row: row["group"],
+    )
+    trainer = packed(tmp_path, packs, max_steps=1)
+    if shared:
+        with pytest.raises(
+            ValueError, match="share a prompt, and cross-entropy would .*; set share_prefix=False"
+        ):
+            trainer.train()
+    else:
+        trainer.train()
+        assert losses(trainer)[1] > 0
 
 
 def test_models_with_other_heads_are_refused(tmp_path: Path) -> None:

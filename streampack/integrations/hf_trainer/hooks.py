@@ -22,6 +22,7 @@ from streampack.integrations.hf_trainer.epochs import Plan, plan_epochs
 from streampack.integrations.hf_trainer.evaluation import Evaluation, TokenMean, require_end
 from streampack.integrations.hf_trainer.steps import Steps, require_token_ids
 from streampack.loader.data_loader import PackedDataLoader
+from streampack.losses import require_unshared
 from streampack.packing.batch import Batch
 from streampack.streaming.dataset import IterablePackedDataset
 
@@ -119,7 +120,13 @@ class Hooks:
         return self._inputs[0]
 
     def as_inputs(self, batch: Batch) -> dict[str, Any]:
-        """Turn a batch into the model's keyword arguments, on its device."""
+        """Turn a batch into the model's keyword arguments, on its device.
+
+        Raises:
+            ValueError: for a batch that the model's cross-entropy cannot train: ids that it does not have, answers
+                that share a prompt.
+        """
+        require_unshared(batch)
         require_token_ids(batch, find_pretrained(self.trainer.model))
         batch = batch.to(self.trainer.args.device)
         return {**self.inputs(batch), "labels": batch.labels}
