@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from streampack import IGNORE_INDEX, Batch, IterablePackedDataset, JSONLSource, PackedDataLoader, Sample
+from streampack.packing.groups import Group
 
 STRIDE = 1000  # sample i has the tokens 1000 i + 1, 1000 i + 2, ...
 
@@ -43,6 +44,36 @@ class Numbers:
         return "numbers"
 
 
+class Trees(Numbers):
+    """Encode the same tokens as groups: of 4 tokens or more, a prompt and three answers, one of which goes on."""
+
+    def __call__(self, row: Mapping[str, Any], /) -> Sample:  # noqa: D102 - the class says it
+        sample = super().__call__(row)
+        lengths, parents = tree_of(row["n"])
+        labels = sample.tokens.copy()
+        labels[: lengths[0]] = IGNORE_INDEX
+        return Group(
+            sample.tokens,
+            labels,
+            lengths=lengths,
+            parents=parents,
+            fields={"row": [row["i"]] * len(lengths), "segment": range(len(lengths))},
+            token_fields={"id": sample.tokens},
+        )
+
+    def fingerprint(self) -> str:
+        """Return another constant."""
+        return "trees"
+
+
+def tree_of(tokens: int) -> tuple[list[int], list[int]]:
+    """Return the lengths and parents of the segments of a row with so many tokens."""
+    if tokens < 4:
+        return [tokens], [-1]
+    part = tokens // 4
+    return [part, part, part, tokens - 3 * part], [-1, 0, 0, 1]
+
+
 @dataclass(frozen=True)
 class Corpus:
     """Samples of given lengths, and the settings under which they are packed."""
@@ -51,10 +82,18 @@ class Corpus:
     folder: str | None = None  # holds the rows as three JSONL files; None: the rows are a map-style dataset
     settings: Mapping[str, Any] = field(default_factory=dict)
     bad: int = -1
+    grouped: bool = False  # rows become groups
 
     @classmethod
     def make(
-        cls, count: int, *, folder: Path | None = None, longest: int = 12, seed: int = 0, **settings: Any
+        cls,
+        count: int,
+        *,
+        folder: Path | None = None,
+        longest: int = 12,
+        seed: int = 0,
+        grouped: bool = False,
+        **settings: Any,
     ) -> Corpus:
         """Draw mostly short samples, shuffled, packed by ``exact_fit`` to 24 tokens, handed out by cost in windows."""
         rng = np.random.default_rng(seed)
@@ -68,7 +107,9 @@ class Corpus:
             "seed": seed,
             "balance_window": 8,
         }
-        corpus = cls(lengths.tolist(), str(folder) if folder else None, {**defaults, **settings})
+        corpus = cls(
+            lengths.tolist(), str(folder) if folder else None, {**defaults, **settings}, grouped=grouped
+        )
         if folder:
             corpus.write()
         return corpus
@@ -93,9 +134,8 @@ class Corpus:
         source: Any = self.rows()
         if self.folder:
             source = JSONLSource(sorted(Path(self.folder).glob("*.jsonl")))
-        return IterablePackedDataset(
-            source, encoder=Numbers(bad=self.bad), **{"untrained": "keep", **self.settings}
-        )
+        encoder = Trees(bad=self.bad) if self.grouped else Numbers(bad=self.bad)
+        return IterablePackedDataset(source, encoder=encoder, **{"untrained": "keep", **self.settings})
 
     def expected_tokens(self, epochs: int = 1) -> Counter[int]:
         """Count how often each token must occur in ``epochs`` epochs."""
@@ -133,8 +173,38 @@ def record_packs(batch: Batch) -> Step:
         digest = hashlib.blake2b(repr(fragments).encode(), digest_size=12)
         for array in arrays:
             digest.update(array.numpy().tobytes())
+        if batch.groups is not None:
+            digest.update(repr(check_groups(batch, i)).encode())
         packs.append(PackRecord(digest.digest(), tuple(batch.tokens[i, :used].tolist())))
     return packs
+
+
+def check_groups(batch: Batch, number: int) -> list[Any]:
+    """Check that a pack of `Trees` holds whole groups, each field at its tokens; return what it says of them."""
+    groups, fragments = batch.groups, batch.fragments[number]
+    assert groups is not None
+    starts = [at for at, fragment in enumerate(fragments) if fragment.start == 0]
+    fields = {name: values[number, : len(fragments)].tolist() for name, values in groups.fields.items()}
+    used = 0
+    for first, after in pairwise([*starts, len(fragments)]):
+        own = fragments[first:after]
+        lengths, parents = tree_of(own[-1].stop)
+        assert len({fragment.row_id for fragment in own}) == 1, "a group of two rows"
+        assert [fragment.stop - fragment.start for fragment in own] == lengths, "a group was split"
+        found = [parent - first if parent >= 0 else -1 for parent in groups.parents[number][first:after]]
+        assert found == parents, "a segment continues another than its own prefix"
+        assert fields["segment"][first:after] == list(range(len(own))), "a field of another segment"
+        row = int(batch.tokens[number, used]) // STRIDE
+        assert fields["row"][first:after] == [row] * len(own), "a field of another row"
+        used += own[-1].stop
+    ids = groups.token_fields["id"][number, :used]
+    assert (ids == batch.tokens[number, :used]).all(), "a field of another token"
+    return [
+        groups.parents[number],
+        groups.first_labels[number, : len(fragments)].tolist(),
+        fields,
+        ids.tolist(),
+    ]
 
 
 class RankResult(NamedTuple):

@@ -12,6 +12,7 @@ from typing import Any
 MODULES = (
     "kills",
     "topology",
+    "groups",
     "small_sources",
     "changes",
     "bad_shards",

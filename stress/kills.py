@@ -37,34 +37,39 @@ MAX_DELAY = 10.0  # seconds within which every rank must raise
 def kill_all(run: Run) -> str:
     """Kill 2 ranks x 2 workers, which save every few steps, and resume from the last saved state."""
     kills = run.count(50, 3)
-    rng = random.Random(1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         corpus = Corpus.make(max(900, kills * 110), folder=folder, epochs=3, balance_window=64)
+        return kill_and_resume(run, corpus, folder, kills=kills)
+
+
+def kill_and_resume(run: Run, corpus: Corpus, folder: Path, *, kills: int) -> str:
+    """Kill a run of three epochs at random points, resume it, and compare it with one that ran through."""
+    rng = random.Random(1)
+    with Ranks(2) as ranks:
+        results = ranks.run(run_rank, corpus)
+    check_coverage(global_steps(results), corpus, epochs=3)
+    reference = [[[pack.digest.hex() for pack in step] for step in result.steps] for result in results]
+    total = len(reference[0])
+    counted = starts = 0
+    while counted < kills:
+        run.progress(counted, kills, "kills")
+        before, starts = saved_step(folder), starts + 1
+        assert before < total - 40, "the corpus is too small for so many kills"
         with Ranks(2) as ranks:
-            results = ranks.run(run_rank, corpus)
-        check_coverage(global_steps(results), corpus, epochs=3)
-        reference = [[[pack.digest.hex() for pack in step] for step in result.steps] for result in results]
-        total = len(reference[0])
-        counted = starts = 0
-        while counted < kills:
-            run.progress(counted, kills, "kills")
-            before, starts = saved_step(folder), starts + 1
-            assert before < total - 40, "the corpus is too small for so many kills"
-            with Ranks(2) as ranks:
-                ranks.start(train_and_save, corpus, folder, 0.002)
-                # Anywhere from the start of the first process to a few saved states later.
-                target = rng.randrange(0, 4 * SAVE_EVERY)
-                deadline = time.monotonic() + 60
-                while last_logged_step(folder) < before + target and time.monotonic() < deadline:
-                    time.sleep(0.001)
-                time.sleep(rng.random() * 0.02)
-                ranks.kill()
-            assert saved_step(folder) >= before
-            counted += saved_step(folder) > before
-        with Ranks(2) as ranks:
-            ranks.run(train_and_save, corpus, folder, 0.0)
-        repeated = sum(check_log(folder, rank, reference[rank]) for rank in range(2))
+            ranks.start(train_and_save, corpus, folder, 0.002)
+            # Anywhere from the start of the first process to a few saved states later.
+            target = rng.randrange(0, 4 * SAVE_EVERY)
+            deadline = time.monotonic() + 60
+            while last_logged_step(folder) < before + target and time.monotonic() < deadline:
+                time.sleep(0.001)
+            time.sleep(rng.random() * 0.02)
+            ranks.kill()
+        assert saved_step(folder) >= before
+        counted += saved_step(folder) > before
+    with Ranks(2) as ranks:
+        ranks.run(train_and_save, corpus, folder, 0.0)
+    repeated = sum(check_log(folder, rank, reference[rank]) for rank in range(2))
     packs = sum(len(step) for steps in reference for step in steps)
     return (
         f"{counted} kills after new progress, of {starts}; {total} steps, {packs:,} packs, 3 epochs; {repeated} "
