@@ -314,6 +314,7 @@ def _preference_pair(row: Mapping[str, Any]) -> str:
     if not columns:
         return ""
     return (
-        f"the row is a preference pair ({', '.join(map(repr, columns))}): its answers share a prompt and a loss, which "
-        "packs do not keep together; leave DPO's and reward trainers their own collator"
+        f"the row is a preference pair ({', '.join(map(repr, columns))}), whose answers must stay in one pack; "
+        "such rows need an encoder: encoder=PreferenceEncoder(tokenizer), or data.encoder in a config; leave TRL's own "
+        "trainers of pairs their collator"
     )

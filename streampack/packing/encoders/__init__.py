@@ -1,14 +1,16 @@
 """Encoders turn rows into samples: ready tokens, plain text, conversations, prompts with completions.
 
-An encoder is a callable ``row -> Sample`` with a ``fingerprint()``. Tokenizers of torchtune and of Hugging Face work
-alike. A tokenizer's own length limit is switched off, because it would drop tokens uncounted: ``overlong`` decides what
-becomes of a long sample.
+An encoder is a callable ``row -> Sample`` with a ``fingerprint()``; of pairs and rollouts it makes a `Group`.
+Tokenizers of torchtune and of Hugging Face work alike. A tokenizer's own length limit is switched off, because it would
+drop tokens uncounted: ``overlong`` decides what becomes of a long sample.
 """
 
 from streampack.packing.encoders.base import PROBE_TEXT, Encoder, TokensEncoder, qualified_name
 from streampack.packing.encoders.chat import ChatEncoder, PromptCompletionEncoder
 from streampack.packing.encoders.hf_tokenizer import HFTokenizer
 from streampack.packing.encoders.messages import MessagesEncoder, guard_datasets
+from streampack.packing.encoders.preference import PreferenceEncoder
+from streampack.packing.encoders.rollout import RolloutEncoder
 from streampack.packing.encoders.text import TextEncoder
 from streampack.packing.encoders.tokenizer import check_tokenizer, padding_id, require_encoder
 
@@ -18,7 +20,9 @@ __all__ = [
     "Encoder",
     "HFTokenizer",
     "MessagesEncoder",
+    "PreferenceEncoder",
     "PromptCompletionEncoder",
+    "RolloutEncoder",
     "TextEncoder",
     "TokensEncoder",
     "check_tokenizer",

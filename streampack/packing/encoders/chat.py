@@ -65,11 +65,11 @@ class ChatEncoder(Encoder):
         tools = None
         if self.tools not in self.ignore:
             tools = parse_json(row.get(self.tools) or None, f"column {self.tools!r}")
-        trained = [_is_trained(m) for m in messages]
+        trained = [is_trained(m) for m in messages]
         if self.answers == "last":
             last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)
             trained = [flag and i == last for i, flag in enumerate(trained)]
-        return _masked_sample(*self.tokenizer.chat(messages, trained, tools=tools or None))
+        return masked_sample(*self.tokenizer.chat(messages, trained, tools=tools or None))
 
     def decode(self, tokens: list[int]) -> str:
         """Decode tokens, special tokens included."""
@@ -123,17 +123,22 @@ class PromptCompletionEncoder(Encoder):
                 raise missing_column(row, column, option=option)
         prompt, completion = row[self.prompt], row[self.completion]
         if isinstance(prompt, str) and isinstance(completion, str):
-            return self._encode_text(prompt, completion)
+            return self.encode_text(prompt, completion)
         if any(value is None or isinstance(value, str | bytes) for value in (prompt, completion)):
             raise ValueError(
                 f"column {self.prompt!r} holds a {type(prompt).__name__} and {self.completion!r} a "
                 f"{type(completion).__name__}; both must be text, or both lists of messages"
             )
         before, after = parse_conversation(row, self.prompt), parse_conversation(row, self.completion)
-        trained = [False] * len(before) + [_is_trained(m) for m in after]
-        return _masked_sample(*_chat_tokenizer(self.tokenizer).chat([*before, *after], trained))
+        trained = [False] * len(before) + [is_trained(m) for m in after]
+        return masked_sample(*_chat_tokenizer(self.tokenizer).chat([*before, *after], trained))
 
-    def _encode_text(self, prompt: str, completion: str) -> Sample:
+    def encode_text(self, prompt: str, completion: str) -> Sample:
+        """Encode a text behind its prompt, of which the completion is trained.
+
+        Raises:
+            ValueError: if a token crosses from one into the other.
+        """
         encode = self.tokenizer.encode
         head = encode(prompt, add_bos=self.add_bos, add_eos=False)
         ids = encode(prompt + completion, add_bos=self.add_bos, add_eos=self.add_eos)
@@ -142,7 +147,7 @@ class PromptCompletionEncoder(Encoder):
                 f"a token crosses from the prompt ({prompt[-16:]!r}) into the completion ({completion[:16]!r}), so no "
                 "mask is right; move white space from the prompt's end to the completion's beginning"
             )
-        return _masked_sample(ids, np.arange(len(ids)) >= len(head))
+        return masked_sample(ids, np.arange(len(ids)) >= len(head))
 
     def decode(self, tokens: list[int]) -> str:
         """Decode tokens as the tokenizer does."""
@@ -166,10 +171,12 @@ def _chat_tokenizer(tokenizer: Any) -> HFTokenizer:
     return ready
 
 
-def _is_trained(message: Mapping[str, Any]) -> bool:
+def is_trained(message: Mapping[str, Any]) -> bool:
+    """Return whether a message is an answer, and its weight is not 0."""
     return bool(message["role"] == "assistant" and message.get("weight", 1) == 1)
 
 
-def _masked_sample(ids: Any, trained: Any) -> Sample:
+def masked_sample(ids: Any, trained: Any) -> Sample:
+    """Make a sample of ids, and a mask of those that are trained."""
     tokens = sample_from_columns({"tokens": ids}, labels=None).tokens
     return Sample(tokens, np.where(trained, tokens, IGNORE_INDEX))

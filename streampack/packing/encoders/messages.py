@@ -24,6 +24,15 @@ COLUMNS = {
 }
 """torchtune's transforms, and the columns that their ``column_map`` can rename."""
 
+PAIRS = {
+    "ChosenRejectedToMessages": ("chosen", "rejected"),
+    "StackExchangePairedToMessages": ("prompt", "chosen", "rejected"),
+}
+"""torchtune's transforms to pairs, likewise."""
+
+TRANSFORMS = ("torchtune.data._messages", "torchtune.datasets._stack_exchange_paired")
+"""Modules of torchtune's transforms."""
+
 NO_IMAGE = "it has an image, which a pack has no place for; train on it unpacked, or remove the image"
 
 
@@ -84,21 +93,23 @@ class MessagesEncoder(Encoder):
 
     def fingerprint(self) -> str:
         """Return a digest of the transform's name and settings, and of the tokens of a short conversation."""
-        from torchtune.data import Message
-
-        transform = self.message_transform
-        settings = sorted((k, _setting(v)) for k, v in getattr(transform, "__dict__", {}).items())
-        probe = self.tokenizer(
-            {
-                "messages": [
-                    Message("user", PROBE_TEXT, masked=True),
-                    Message("assistant", PROBE_TEXT, eot=True),
-                ]
-            }
-        )
+        probe = self.tokenizer({"messages": probe_messages()})
         choices = (self.guarded.ignore, own_fingerprint(self.tokenizer))
         encoded = (plain(probe["tokens"]), plain(probe["mask"]))
-        return digest("messages", qualified_name(transform), settings, *encoded, choices)
+        return digest("messages", *settings_of_transform(self.message_transform), *encoded, choices)
+
+
+def probe_messages() -> list[Any]:
+    """Return the short conversation whose tokens are part of a fingerprint."""
+    from torchtune.data import Message
+
+    return [Message("user", PROBE_TEXT, masked=True), Message("assistant", PROBE_TEXT, eot=True)]
+
+
+def settings_of_transform(transform: Any) -> tuple[Any, ...]:
+    """Return the name and the settings of a transform, the same in every process."""
+    settings = sorted((key, _setting(value)) for key, value in getattr(transform, "__dict__", {}).items())
+    return qualified_name(transform), settings
 
 
 def _setting(value: Any) -> str:
@@ -130,11 +141,11 @@ class GuardedTransform:
     def __init__(self, transform: Callable[[Any], Any], *, ignore: Sequence[str] = ()) -> None:
         self.transform = transform
         self.ignore = tuple(ignore)
-        self.kind = _kind(transform)
-        if self.kind == "ChosenRejectedToMessages":
+        self.kind = transform_kind(transform)
+        if self.kind in PAIRS:
             raise ValueError(
-                "ChosenRejectedToMessages makes pairs of a chosen and a rejected answer, for preference training; to "
-                "train on the chosen ones: OpenAIToMessages with column_map: {messages: chosen}"
+                f"{self.kind} makes pairs of a chosen and a rejected answer; give it to PreferenceEncoder, or train on "
+                "the chosen ones: OpenAIToMessages with column_map: {messages: chosen}"
             )
         given = getattr(transform, "_column_map", getattr(transform, "column_map", None)) or {}
         known = COLUMNS.get(self.kind, ())
@@ -157,7 +168,7 @@ class GuardedTransform:
             row = self._without_image(row)
         if self.kind == "OpenAIToMessages":
             messages = parse_conversation(row, self.columns["messages"])
-            self._require_text(messages)
+            require_text(messages, ignore=self.ignore)
             row = {**row, self.columns["messages"]: messages}
         elif self.kind == "ShareGPTToMessages":
             messages = self._sharegpt_messages(row)
@@ -171,31 +182,10 @@ class GuardedTransform:
                 f"the message transform found no {error}, in the row or within it; the row's columns are "
                 f"{', '.join(map(repr, row)) or 'none'}"
             ) from error
-        self._mask_weight_0(made, messages)
+        mask_weight_0(self.transform, made, messages)
         for i, message in enumerate(made):
-            _require_text_content(message, i)
+            require_text_content(message, i)
         return {"messages": made}
-
-    def _require_text(self, messages: list[dict[str, Any]]) -> None:
-        """Raise unless OpenAI's messages are of what torchtune's transform reads: text, in roles that it knows."""
-        for i, message in enumerate(messages):
-            if "tool_calls" in message or message["role"] in ("tool", "ipython"):
-                raise ValueError(
-                    f"message {i} ({message['role']}) has tool calls or a tool's answer, which torchtune's transform "
-                    "drops; render them by the model's chat template (streampack.ChatEncoder with "
-                    "streampack.HFTokenizer)"
-                )
-            if message["role"] not in ROLES:
-                raise ValueError(
-                    f"message {i} has the role {message['role']!r}, which torchtune does not know; its roles are "
-                    f"{', '.join(ROLES)}"
-                )
-            for key in REASONING:
-                if message.get(key) and key not in self.ignore:
-                    raise ValueError(
-                        f"message {i} ({message['role']}) has {key!r}, which torchtune's transform drops; say "
-                        f"ignore: [{key}], or use streampack.ChatEncoder"
-                    )
 
     def _sharegpt_messages(self, row: Mapping[str, Any]) -> list[Any]:
         """Return the messages of a ShareGPT row, with ``role`` set; raise unless they are text."""
@@ -237,19 +227,40 @@ class GuardedTransform:
             raise ValueError(NO_IMAGE)
         return {name: value for name, value in row.items() if name not in names}
 
-    def _mask_weight_0(self, made: Sequence[Any], given: Sequence[Mapping[str, Any]]) -> None:
-        """Mask each message ``made`` by the transform whose message in the row, among those ``given``, has weight 0."""
-        replaced = getattr(self.transform, "new_system_prompt", None) is not None
-        kept = [message for message in given if not (message["role"] == "system" and replaced)]
-        if not kept:
-            return
-        for i, (message, turn) in enumerate(zip(made[-len(kept) :], kept, strict=True)):
-            if turn.get("weight", 1) not in (None, 0, 1):
+
+def require_text(messages: Sequence[Mapping[str, Any]], *, ignore: Sequence[str]) -> None:
+    """Raise unless OpenAI's messages are of what torchtune's transform reads: text, in roles that it knows."""
+    for i, message in enumerate(messages):
+        if "tool_calls" in message or message["role"] in ("tool", "ipython"):
+            raise ValueError(
+                f"message {i} ({message['role']}) has tool calls or a tool's answer, which torchtune's transform "
+                "drops; render them by the model's chat template, with streampack.HFTokenizer (ChatEncoder, or "
+                "PreferenceEncoder without a message_transform)"
+            )
+        if message["role"] not in ROLES:
+            raise ValueError(
+                f"message {i} has the role {message['role']!r}, which torchtune does not know; its roles are "
+                f"{', '.join(ROLES)}"
+            )
+        for key in REASONING:
+            if message.get(key) and key not in ignore:
                 raise ValueError(
-                    f"message {i} has weight={turn['weight']!r}; it must be 0 (not trained) or 1"
+                    f"message {i} ({message['role']}) has {key!r}, which torchtune's transform drops; say "
+                    f"ignore: [{key}], or use streampack.ChatEncoder"
                 )
-            if turn.get("weight") == 0:
-                message.masked = True
+
+
+def mask_weight_0(transform: Any, made: Sequence[Any], given: Sequence[Mapping[str, Any]]) -> None:
+    """Mask each message ``made`` by the transform whose message in the row, among those ``given``, has weight 0."""
+    replaced = getattr(transform, "new_system_prompt", None) is not None
+    kept = [message for message in given if not (message["role"] == "system" and replaced)]
+    if not kept:
+        return
+    for i, (message, turn) in enumerate(zip(made[-len(kept) :], kept, strict=True)):
+        if turn.get("weight", 1) not in (None, 0, 1):
+            raise ValueError(f"message {i} has weight={turn['weight']!r}; it must be 0 (not trained) or 1")
+        if turn.get("weight") == 0:
+            message.masked = True
 
 
 def guard_datasets(data: Any) -> None:
@@ -262,7 +273,7 @@ def guard_datasets(data: Any) -> None:
         return
     inner = getattr(data, "_prepare_sample", None)
     transform = getattr(inner, "_message_transform", None)
-    if inner is not None and transform is not None and _kind(transform) in COLUMNS:
+    if inner is not None and transform is not None and transform_kind(transform) in COLUMNS:
         inner._message_transform = GuardedTransform(transform)
     for name in ("dataset", "source"):  # a map-style source, a subset, a hold-out
         if (within := getattr(data, name, None)) is not None:
@@ -273,15 +284,15 @@ def guard_datasets(data: Any) -> None:
         guard_datasets(entry.source)
 
 
-def _kind(transform: Any) -> str:
+def transform_kind(transform: Any) -> str:
     """Return the name of torchtune's class whose ``__call__`` a transform uses; empty for any other."""
     for base in type(transform).__mro__:
         if "__call__" in vars(base):
-            return base.__name__ if base.__module__ == "torchtune.data._messages" else ""
+            return base.__name__ if base.__module__ in TRANSFORMS else ""
     return ""
 
 
-def _require_text_content(message: Any, i: int) -> None:
+def require_text_content(message: Any, i: int) -> None:
     """Raise unless all content of message ``i`` is text."""
     for part in message.content:
         if part["type"] != "text":

@@ -87,6 +87,15 @@ class ChatTemplate:
             mask[self._boundary(text, ids, start, i) : self._boundary(text, ids, end, i)] = True
         return ids, mask
 
+    def prompt(self, messages: Messages, *, tools: Any = None) -> list[int]:
+        """Return the token ids of a conversation with a generation prompt behind it, as at inference.
+
+        Raises:
+            ValueError: for a conversation that the template refuses, or leaves a part out of.
+        """
+        self._refuse_left_out(messages, self.render(messages, tools=tools)[0], tools)
+        return self.tokenize(self.render(messages, tools=tools, prompt=True)[0])
+
     def render(
         self, messages: Messages, *, tools: Any = None, prompt: bool = False, spans: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
