@@ -189,12 +189,12 @@ class _Seen:
         self.longer += length > packing.max_seq_len
         if length > packing.max_seq_len and packing.overlong == "error":
             return 0, 0
-        pieces = packing.pieces_of(length)
-        trains = sum(trained_tokens(sample.cut(*bounds)) for bounds in pieces)
+        pieces = [piece for _, piece in self.config.cut(sample)]
+        trains = sum(map(trained_tokens, pieces))
         self.untrained += bool(pieces) and not trains
         if not trains and self.config.untrained == "drop":
             pieces = []
-        tokens = [stop - start for start, stop in pieces]
+        tokens = [piece.tokens.size for piece in pieces]
         self.kept += tokens
         self.lost += length - sum(tokens)
         if packing.overlong in ("truncate", "drop"):

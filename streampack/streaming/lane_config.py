@@ -140,17 +140,19 @@ class LaneConfig:
             raise ValueError(
                 "is a group of segments, of which max_seqs_per_pack cannot count each; leave it out"
             )
+        if self.truncate_eos is not None:
+            raise ValueError("is a group of segments, whose numbers truncate_eos would not fit; leave it out")
         if length <= packing.max_seq_len:
             return [(0, group)]
-        if packing.overlong == "split":
-            raise ValueError(
-                f"is a group of {length} tokens, max_seq_len is {packing.max_seq_len}, and a group is never split; set "
-                "overlong to 'truncate' or 'drop', or raise max_seq_len"
-            )
         if packing.overlong == "truncate":
             short = group.truncated(packing.max_seq_len, side=packing.truncate_side)
             return [] if short is None else [(0, short)]
-        return [(0, group) for _ in packing.pieces_of(length)]  # drops it, or raises
+        if packing.overlong == "drop":
+            return []
+        raise ValueError(
+            f"is a group of {length} tokens, max_seq_len is {packing.max_seq_len}, and a group is never split; set "
+            "overlong to 'truncate' or 'drop', or raise max_seq_len"
+        )
 
 
 def must_check(source: Source, encode: Encode, vocab_size: int | None) -> bool:

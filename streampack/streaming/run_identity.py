@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from streampack.packing.encoders import TokensEncoder, qualified_name
+from streampack.packing.groups import Group
 from streampack.sources.corpus_identity import difference, identity_of, state_of
 from streampack.sources.examples import EXAMPLES, UNKNOWN, Example, MarkedRows, differs_at, mark
 from streampack.sources.source import Source
@@ -217,6 +218,9 @@ def _mark(encode: Encode, row: Example) -> str:
     if row.data is None:
         return UNKNOWN
     try:
-        return mark(encode(copy.deepcopy(row.data)))
+        made = encode(copy.deepcopy(row.data))
+        if isinstance(made, Group):  # as a tuple, it is its tokens and labels only
+            return mark((made, made.lengths, made.parents, made.fields, made.token_fields))
+        return mark(made)
     except Exception:  # raised when the row is read for training
         return UNKNOWN
