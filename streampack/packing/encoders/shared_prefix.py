@@ -61,9 +61,9 @@ def group_of(
 def shared_prefix(wholes: Sequence[Sample]) -> int:
     """Return how many tokens sequences share: those that all begin with, up to the first that any of them trains.
 
-    At least one token of each is left out, so that each has a segment of its own.
+    Each trains a token (`require_trained`), so each has a segment of its own.
     """
-    limit = min(min(_untrained(whole), whole.tokens.size - 1) for whole in wholes)
+    limit = min(map(_untrained, wholes))
     return common_prefix([whole.tokens[:limit] for whole in wholes])
 
 
