@@ -38,6 +38,7 @@ from streampack.training.meters import SourceMeter, StepMeter, memory_metrics, s
 from streampack.training.model import build_model, clip_gradients, full_weights, seed_step
 from streampack.training.overrides import parse
 from streampack.training.phase import advance, begin_phase
+from streampack.training.preferences import refuse_preferences
 from streampack.training.progress import MetricLogger, aligned, bar, postfix, summary
 from streampack.training.row_losses import RowLosses
 from streampack.training.run_folder import (
@@ -69,6 +70,7 @@ def train(raw: Any, *, adapters_only: bool = False) -> dict[str, Any]:
         On all ranks: ``step``, ``tokens``, ``seconds``, ``held_out`` (pairs of step and loss), ``ledger``.
     """
     cfg = read_config(raw)
+    refuse_preferences(cfg)
     if cfg.save_adapter_weights_only and not adapters_only:
         raise ValueError(
             "save_adapter_weights_only: this recipe trains all weights; remove the key, or run lora_finetune"

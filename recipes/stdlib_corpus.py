@@ -1,7 +1,7 @@
 """Text that every machine has: the standard library of the Python that runs this file.
 
 Its docstrings become question-answer pairs (about 6,700, half a million tokens, lengths as skewed as those of
-instruction data), its sources become documents for pretraining. Nothing is downloaded or imported: the files are
+instruction data) and preference pairs, its sources become documents for pretraining. Nothing is downloaded or imported: the files are
 parsed with `ast`. `python -m streampack_recipes.stdlib_corpus` writes the files and prints their folder.
 """
 
@@ -10,6 +10,8 @@ import hashlib
 import io
 import json
 import os
+import random
+import re
 import sys
 import sysconfig
 import tokenize
@@ -40,6 +42,7 @@ class Paths(NamedTuple):
     pairs: Path  # JSONL, one {"input": ..., "output": ...} a line
     sources: Path  # JSONL, one {"path": ..., "text": ...} a line
     tokenizer: Path  # SentencePiece model, for torchtune.models.llama2.llama2_tokenizer
+    preferences: Path  # JSONL, one {"prompt": ..., "chosen": ..., "rejected": ...} a line
 
 
 def source_files() -> Iterator[dict[str, str]]:
@@ -93,8 +96,29 @@ def docstring_pairs() -> Iterator[dict[str, str]]:
                 yield {"input": question, "output": answer}
 
 
+def preference_pairs() -> Iterator[dict[str, str]]:
+    """Yield a preference pair for every documented name: the first paragraph of its docstring, and the same words mixed.
+
+    >>> pair = next(pair for pair in preference_pairs() if "bisect.insort_left" in pair["prompt"])
+    >>> pair["prompt"], pair["chosen"]
+    ('What does `bisect.insort_left` do?\\n', 'Insert item x in list a, and keep it sorted assuming a is sorted.')
+    >>> sorted(pair["rejected"].split()) == sorted(pair["chosen"].split())
+    True
+    """
+    for row in docstring_pairs():
+        chosen = row["output"].partition("\n\n")[0]
+        words = re.findall(r"\S+", chosen)
+        random.Random(row["input"]).shuffle(words)
+        mixed = iter(words)
+        rejected = re.sub(r"\S+", lambda _, mixed=mixed: next(mixed), chosen)
+        if rejected != chosen:
+            yield {"prompt": f"{row['input']}\n", "chosen": chosen, "rejected": rejected}
+
+
 def prepare(cache_dir: Path | None = None) -> Paths:
-    """Write `pairs.jsonl`, `sources.jsonl` and `tokenizer.model` where they are missing, and return their paths.
+    """Write `pairs.jsonl`, `sources.jsonl`, `tokenizer.model` and `preferences.jsonl` where they are missing.
+
+    Returns their paths.
 
     They go to `cache_dir`, by default $STREAMPACK_CACHE or ~/.cache/streampack, in a folder named after the Python
     version and a hash of everything that determines their content. Files appear complete or not at all, so several
@@ -105,7 +129,8 @@ def prepare(cache_dir: Path | None = None) -> Paths:
     """
     base = cache_dir or os.environ.get("STREAMPACK_CACHE") or Path.home() / ".cache" / "streampack"
     folder = Path(base) / f"stdlib-py{sys.version_info.major}.{sys.version_info.minor}-{_fingerprint()}"
-    paths = Paths(folder, folder / "pairs.jsonl", folder / "sources.jsonl", folder / "tokenizer.model")
+    names = ("pairs.jsonl", "sources.jsonl", "tokenizer.model", "preferences.jsonl")
+    paths = Paths(folder, *(folder / name for name in names))
     folder.mkdir(parents=True, exist_ok=True)
     if not paths.pairs.exists():
         print("reading the standard library's docstrings, some seconds", file=sys.stderr)
@@ -117,6 +142,8 @@ def prepare(cache_dir: Path | None = None) -> Paths:
         texts = [text for line in lines for text in json.loads(line).values()]
         print(f"training a tokenizer of {VOCAB_SIZE:,} tokens on them, some seconds", file=sys.stderr)
         _write(paths.tokenizer, _train_tokenizer(texts))
+    if not paths.preferences.exists():
+        _write(paths.preferences, _lines(preference_pairs()))
     return paths
 
 

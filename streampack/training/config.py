@@ -20,7 +20,11 @@ from streampack.validation import require, require_positive
 
 Node = dict[str, Any]
 
-NODES = {"tokenizer", "model", "checkpointer", "optimizer", "metric_logger", "lr_scheduler", "profiler"}
+NODES = {
+    "tokenizer", "model", "checkpointer", "optimizer", "metric_logger", "lr_scheduler", "profiler", "loss",
+    "ref_checkpointer",
+}  # fmt: skip
+REFERENCES = ("model", "data")
 DTYPES = ("bf16", "fp32", "fp64")
 VALIDATION_KEYS = {
     "fraction": "of the rows to hold out, above 0 and below 1, by their content: the same rows in every run",
@@ -70,6 +74,10 @@ class RunConfig:
         save_adapter_weights_only: LoRA: whether to leave out the merged weights.
         document_masking: pretraining: False lets a token attend to all documents before it in its pack.
         z_loss: pretraining: the weight of the squared log-normalizer in the loss; PaLM's was 1e-4.
+        loss: dpo: a node of a loss that compares pairs: torchtune's ``DPOLoss`` or ``RSOLoss``, or `PreferenceLoss`.
+        reference: dpo: what the policy is compared with: ``"model"``, its weights at the beginning; or ``"data"``, the
+            numbers in the field ``ref_logps``.
+        ref_checkpointer: dpo: a node of another checkpointer, from which the reference gets its weights.
         resume: whether to go on from the newest checkpoint in ``output_dir``, or from step 0 if there is none.
         resume_from: another run's checkpoint, from which a second phase begins.
         continue_data: with ``resume_from``: whether to read on behind what that run has packed.
@@ -111,6 +119,9 @@ class RunConfig:
     save_adapter_weights_only: bool = False
     document_masking: bool = True
     z_loss: float = 0.0
+    loss: Node | None = None
+    reference: str = "model"
+    ref_checkpointer: Node | None = None
     resume: bool = False
     resume_from: str | None = None
     continue_data: bool = False
@@ -132,6 +143,7 @@ class RunConfig:
             raise ValueError("neither epochs nor max_steps is set; say when the run ends")
         require(self.loss_norm, "loss_norm", LOSS_NORMS)
         require(self.attention, "attention", ATTENTIONS)
+        require(self.reference, "reference", REFERENCES)
         self._check_validation()
         if self.keep_every is not None and self.keep_every % (self.checkpoint_every or self.keep_every + 1):
             raise ValueError(

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 from torchtune import training
-from torchtune.modules import peft
 
 from streampack.distributed.world import World
 from streampack.instantiate import build
 from streampack.training.checkpoint import STEP_NAME, load_weights
 from streampack.training.config import RunConfig, read_config
 from streampack.training.lora import adapter_config, save_adapters, split_and_merge
-from streampack.training.model import build_model, full_weights, seed_step
+from streampack.training.model import build_model, full_weights, has_adapters, seed_step
 from streampack.training.run_folder import weights_folders
 from streampack.training.weights import save_weights
 
@@ -78,8 +77,7 @@ def export(checkpoint: Path, *, config: Any, out: Path) -> dict[str, Path]:
     device = torch.device("cpu")
     checkpointer = build(cfg.checkpointer)
     base = checkpointer.load_checkpoint()[training.MODEL_KEY]
-    with torch.device("meta"):
-        adapters_only = bool(peft.get_adapter_params(build(cfg.model)))
+    adapters_only = has_adapters(cfg)
     model = build_model(cfg, weights=base, device=device, world=World(), adapters_only=adapters_only)
     load_weights(checkpoint, model)
     weights = full_weights(model, device=device, world=World())

@@ -19,7 +19,6 @@ TORCHTUNE_KEYS = {
     "ac_mode": "activation_checkpointing=True checkpoints every layer",
     "ac_option": "activation_checkpointing=True checkpoints every layer",
     "resume_from_checkpoint": "write resume=True to go on from the newest checkpoint in output_dir",
-    "loss": "the loss is built in: cross-entropy over the trained tokens, divided once; see loss_norm",
     "optimizer_in_bwd": "the optimizer steps after the backward pass, never in it; remove the key",
     "max_steps_per_epoch": "write max_steps, which counts the steps of the whole run",
     "dataset": "write data.source, and data.encoder for rows that are no tokens yet",

@@ -49,14 +49,28 @@ class StepMeter:
         self.counts = [0.0] * len(COUNTS)
 
     def add(
-        self, batch: Batch, loss: torch.Tensor, weights: torch.Tensor, *, z_loss: torch.Tensor | None = None
+        self,
+        batch: Batch,
+        loss: torch.Tensor,
+        weights: torch.Tensor,
+        *,
+        z_loss: torch.Tensor | None = None,
+        trained: int | None = None,
     ) -> None:
-        """Count one batch of this rank: its summed loss (and z-loss), and the weights of its labels (on the CPU)."""
+        """Count one batch of this rank.
+
+        Args:
+            batch: on any device.
+            loss: the sum over the batch.
+            weights: of its labels, or of what else the loss is a mean over, on the CPU.
+            z_loss: the sum over the batch.
+            trained: trained tokens. None: as many as weights that are not 0.
+        """
         self.batches += 1
         self.loss = self.loss + loss.detach()
         if z_loss is not None:
             self.z_loss = self.z_loss + z_loss.detach()
-        weight, trained = float(weights.sum()), float(weights.count_nonzero())
+        weight, trained = float(weights.sum()), int(weights.count_nonzero()) if trained is None else trained
         counts = (0.0, 0.0, weight, trained, batch.num_tokens, batch.tokens.numel(), batch.num_seqs)
         self.counts = [a + b for a, b in zip(self.counts, counts, strict=True)]
 

@@ -96,6 +96,12 @@ def build_model(
     return model.train()
 
 
+def has_adapters(config: RunConfig) -> bool:
+    """Return whether the model that a config names has adapters."""
+    with torch.device("meta"):
+        return bool(peft.get_adapter_params(build(config.model)))
+
+
 @contextmanager
 def _short_loading_errors(model: nn.Module, weights: Weights) -> Iterator[None]:
     """Replace an error of loading ``weights`` in the block by a short one that names what does not fit.

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from streampack_recipes import stdlib_corpus
 
-NAMES = ["pairs.jsonl", "sources.jsonl", "tokenizer.model"]
+NAMES = ["pairs.jsonl", "preferences.jsonl", "sources.jsonl", "tokenizer.model"]
 
 # Runs the script on another library than the interpreter's, and kills it at the given call of os.replace.
 RUN = """
@@ -110,6 +110,17 @@ def test_pairs_are_questions_with_answers(pairs):
     )
     assert "What does `json` do?" in answers, "a package is named without its __init__"
     assert "What does `collections.Counter.most_common` do?" in answers
+
+
+def test_rejected_answers_are_the_chosen_words_in_another_order(prepared):
+    pairs = [json.loads(line) for line in prepared.preferences.read_text(encoding="utf-8").split("\n")[:-1]]
+    assert len(pairs) >= 4_500
+    assert len({pair["prompt"] for pair in pairs}) == len(pairs)
+    for pair in pairs:
+        assert pair["prompt"].endswith("` do?\n")
+        assert pair["chosen"] != pair["rejected"]
+        assert sorted(pair["chosen"].split()) == sorted(pair["rejected"].split())
+        assert "\n\n" not in pair["chosen"]
 
 
 def test_source_files_leave_out_tests_and_installed_packages():
@@ -228,6 +239,7 @@ def test_prepared_files_hold_the_rows_and_are_reused(small, tmp_path, monkeypatc
     for path, rows in (
         (paths.pairs, stdlib_corpus.docstring_pairs()),
         (paths.sources, stdlib_corpus.source_files()),
+        (paths.preferences, stdlib_corpus.preference_pairs()),
     ):
         lines = path.read_text(encoding="utf-8").split("\n")
         assert [json.loads(line) for line in lines[:-1]] == list(rows)

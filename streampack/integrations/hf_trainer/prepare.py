@@ -113,8 +113,8 @@ def _require_next_token_loss(trainer: Trainer) -> None:
         if other and kind.__name__.endswith("Trainer") and kind.__module__.startswith("trl."):
             raise ValueError(
                 f"{kind.__name__} compares, scores or samples whole answers of padded rows, in a loss of its own; "
-                "leave this trainer's loader as it is, or train packed pairs and rollouts with the dpo recipe or the loops "
-                "of docs/guides/preferences.md"
+                "leave this trainer's loader as it is, or train packed pairs and rollouts with the dpo recipe or the "
+                "loops of docs/guides/preferences.md"
             )
     model = trainer.model
     name = type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__

@@ -1,0 +1,268 @@
+"""Training on preference pairs: which configs fit, the reference's log-probabilities, metrics, held-out pairs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torchtune import training
+from torchtune.modules import peft
+
+from streampack.attention import Inputs
+from streampack.attention.prepare import prepare_model_for_packing
+from streampack.distributed.world import World
+from streampack.instantiate import build
+from streampack.losses import PreferenceLoss, pair_of, sequence_logps
+from streampack.packing.batch import Batch
+from streampack.training.config import RunConfig
+from streampack.training.evaluation import HeldOut
+from streampack.training.model import build_model, evaluating
+
+REFERENCE_FIELD = "ref_logps"
+"""The field of a batch with the reference's log-probability of each answer, summed over its trained tokens."""
+
+Pairs = tuple[torch.Tensor, torch.Tensor]
+"""What `pair_of` returns: indices of the chosen and of the rejected answers."""
+
+
+class Compared(NamedTuple):
+    """What a preference loss says of the pairs of a batch, each ``[pairs]``; only ``losses`` has a gradient."""
+
+    losses: torch.Tensor
+    chosen_rewards: torch.Tensor
+    rejected_rewards: torch.Tensor
+    chosen_logps: torch.Tensor
+    rejected_logps: torch.Tensor
+
+
+def require_preferences(config: RunConfig) -> None:
+    """Check that a config fits a recipe that compares pairs.
+
+    Raises:
+        ValueError: if it lacks a loss, or has a key that is for cross-entropy.
+    """
+    if config.loss is None:
+        raise ValueError(
+            "loss is missing; name one that compares pairs, such as loss: {_component_: torchtune.rlhf.loss.DPOLoss, "
+            "beta: 0.1}"
+        )
+    for key, plain in (("loss_norm", "token"), ("z_loss", 0), ("document_masking", True)):
+        if (value := getattr(config, key)) != plain:
+            raise ValueError(f"{key}={value} is for cross-entropy, and dpo compares pairs; remove the key")
+    if method := config.data.get("method"):
+        raise ValueError(f"data.method={method} makes batches of single samples; remove the key")
+
+
+def refuse_preferences(config: RunConfig) -> None:
+    """Check that a config for a recipe with cross-entropy names no loss of its own.
+
+    Raises:
+        ValueError: if it does.
+    """
+    if config.loss is not None:
+        raise ValueError(
+            "loss: this recipe's is cross-entropy over the trained tokens, divided once (see loss_norm); remove the "
+            "key, or run dpo for a loss that compares pairs"
+        )
+    for key in ("ref_checkpointer", "reference"):
+        if (value := getattr(config, key)) not in (None, "model"):
+            raise ValueError(f"{key}={value}: this recipe has no reference; remove the key, or run dpo")
+
+
+class Reference:
+    """Log-probabilities of sequences under the model that the policy is compared with, without gradients.
+
+    It is the frozen base of a model with adapters; otherwise a second, frozen model; or, with ``reference: data``, the
+    field ``ref_logps`` of the batch, and then there is no forward pass. Making it is a collective where the second
+    model is sharded.
+
+    Args:
+        config: the run's.
+        loss: of the run. One that is ``reference_free`` gets zeros.
+        model: the policy.
+        inputs: of the policy.
+        weights: from which the policy began; used if no ``ref_checkpointer`` names others.
+        device: of the model.
+        world: the ranks.
+
+    Raises:
+        ValueError: for a ``ref_checkpointer`` that would not be used.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        loss: nn.Module,
+        *,
+        model: nn.Module,
+        inputs: Inputs,
+        weights: Mapping[str, Any],
+        device: torch.device,
+        world: World,
+    ) -> None:
+        self.model, self.inputs, self.device = model, inputs, device
+        self.adapted = bool(peft.get_adapter_params(model))
+        self.from_data = config.reference == "data"
+        self.free = isinstance(loss, PreferenceLoss) and loss.reference_free
+        reasons = {
+            "the loss is reference_free": self.free,
+            "reference=data takes the data's numbers": self.from_data,
+            "the frozen base of the adapters is the reference": self.adapted,
+        }
+        if why := [reason for reason, holds in reasons.items() if holds]:
+            if config.ref_checkpointer is not None:
+                raise ValueError(f"ref_checkpointer is not used: {why[0]}; remove the key")
+            return
+        if config.ref_checkpointer is not None:
+            with world.main_first():
+                checkpointer = build(config.ref_checkpointer)
+            weights = checkpointer.load_checkpoint()[training.MODEL_KEY]
+        self.model = build_model(config, weights=weights, device=device, world=world)
+        self.model.requires_grad_(False).eval()
+        self.inputs = prepare_model_for_packing(self.model, attention=config.attention)
+
+    def given(self, batch: Batch, pairs: Pairs) -> torch.Tensor | None:
+        """Return what is known without a forward pass, ``[batch, segments]``, or None; all on the CPU.
+
+        Raises:
+            ValueError: with ``reference: data``, if a pair has no ``ref_logps``; without, if the data have them.
+        """
+        if self.free or not len(pairs[0]):  # a batch of padding only, as a rank without a pack gets
+            return torch.zeros(batch.seq_lens.shape) if self.free or self.from_data else None
+        values = None if batch.groups is None else batch.groups.fields.get(REFERENCE_FIELD)
+        if not self.from_data:
+            if values is not None:
+                raise ValueError(
+                    f"the data have {REFERENCE_FIELD}, and reference=model would compute them again; set "
+                    "reference=data, or leave the field out of data.encoder"
+                )
+            return None
+        if values is None or values.flatten()[torch.cat(pairs)].isnan().any():
+            raise ValueError(
+                f"reference=data, and a pair has no {REFERENCE_FIELD}: one number for each answer; name their columns "
+                "in data.encoder.fields, or set reference=model"
+            )
+        return values
+
+    def __call__(self, batch: Batch) -> torch.Tensor:
+        """Return the sum of each sequence's log-probabilities, ``[batch, segments]``, by a forward pass."""
+        with torch.no_grad(), peft.disable_adapter(self.model) if self.adapted else nullcontext():
+            return sequence_logps(self.model(**self.inputs(batch)), batch)[0]
+
+
+class Comparison:
+    """Compares the pairs of batches: a forward pass of the policy, the reference's numbers, and the loss of each pair.
+
+    Args:
+        loss: torchtune's ``DPOLoss`` or ``RSOLoss``, a `PreferenceLoss`, or any that is called like these.
+        model: the policy.
+        inputs: of the policy.
+        reference: of the run.
+    """
+
+    def __init__(self, loss: nn.Module, *, model: nn.Module, inputs: Inputs, reference: Reference) -> None:
+        self.loss, self.model, self.inputs, self.reference = loss, model, inputs, reference
+        self.mean = isinstance(loss, PreferenceLoss) and loss.length_normalized
+
+    def __call__(self, batch: Batch, pairs: Pairs) -> Compared:
+        """Compare the ``pairs`` (`pair_of`) of a batch, both on the CPU; the result is on the model's device."""
+        device = self.reference.device
+        given = self.reference.given(batch, pairs)
+        batch, pairs = batch.to(device), (pairs[0].to(device), pairs[1].to(device))
+        # First, because the policy's activations wait for the backward pass.
+        reference = self.reference(batch) if given is None else given.to(device)
+        logps, counts = sequence_logps(self.model(**self.inputs(batch)), batch)
+        if self.mean:
+            logps, reference = (values / counts.clamp(min=1) for values in (logps, reference))
+        chosen, rejected = (logps.flatten()[index] for index in pairs)
+        result = self.loss(chosen, rejected, *(reference.flatten()[index] for index in pairs))
+        losses, chosen_rewards, rejected_rewards = result
+        return Compared(losses, chosen_rewards, rejected_rewards, chosen.detach(), rejected.detach())
+
+
+@dataclass
+class PairMeter:
+    """Adds up rewards and log-probabilities of pairs, over all ranks.
+
+    Attributes:
+        world: the ranks.
+        device: where the sums stay until `metrics` reads them.
+    """
+
+    world: World
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self.sums = torch.zeros(6, dtype=torch.float64, device=self.device)
+
+    def add(self, compared: Compared) -> None:
+        """Count the pairs of one batch of this rank."""
+        _, chosen, rejected, *logps = (values.detach().double() for values in compared)
+        columns = (torch.ones_like(chosen), chosen, rejected, (chosen > rejected).double(), *logps)
+        self.sums += torch.stack([column.sum() for column in columns])
+
+    def metrics(self) -> dict[str, float]:
+        """Collective: return means over the pairs since the last call, under torchtune's names; none without pairs."""
+        pairs, *sums = self.world.all_reduce(self.sums).tolist()
+        self.sums = torch.zeros_like(self.sums)
+        if not pairs:
+            return {}
+        chosen, rejected, right, *logps = (value / pairs for value in sums)
+        return {
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/margins": chosen - rejected,
+            "rewards/accuracies": right,
+            "log_probs/chosen": logps[0],
+            "log_probs/rejected": logps[1],
+        }
+
+
+def evaluate_pairs(
+    compare: Comparison, held_out: Mapping[str, HeldOut], *, device: torch.device, world: World
+) -> dict[str, float]:
+    """Collective: return the mean loss and the mean rewards of the held-out pairs of all ranks.
+
+    ``validation_loss`` is the mean of the sources' losses, weighted by their fractions of the trained tokens; a
+    mixture has ``validation_loss_<name>`` too. The rewards are means over all pairs.
+    """
+    totals = torch.zeros(len(held_out), 2, dtype=torch.float64, device=device)
+    meter = PairMeter(world, device)
+    with evaluating(compare.model):
+        for total, (batches, _) in zip(totals, held_out.values(), strict=True):
+            for batch in batches:
+                compared = compare(batch, pair_of(batch))
+                meter.add(compared)
+                total += torch.stack(
+                    [compared.losses.sum(), compared.losses.new_tensor(len(compared.losses))]
+                )
+    losses = [loss / pairs if pairs else 0.0 for loss, pairs in world.all_reduce(totals).tolist()]
+    fractions = [source.weight for source in held_out.values()]
+    mean = math.fsum(weight * loss for weight, loss in zip(fractions, losses, strict=True)) / math.fsum(
+        fractions
+    )
+    found = {"validation_loss": mean}
+    found |= {f"validation_loss_{name}": loss for name, loss in zip(held_out, losses, strict=True) if name}
+    return found | {f"validation_{name}": value for name, value in meter.metrics().items()}
+
+
+def at_first_token(values: torch.Tensor, batch: Batch, index: torch.Tensor) -> torch.Tensor:
+    """Return zeros ``[batch, max_seq_len]`` with each value at the first token of its sequence.
+
+    So meters that count by token count pairs, each at its chosen answer.
+
+    Args:
+        values: ``[pairs]``.
+        batch: on any device.
+        index: ``[pairs]``, into ``[batch * segments]``, as `pair_of` returns it.
+    """
+    rows, size = batch.tokens.shape
+    starts = batch.seq_lens.long().cumsum(1) - batch.seq_lens
+    starts = starts + size * torch.arange(rows, device=starts.device)[:, None]
+    places = starts.flatten().to(index.device)[index].to(values.device)
+    return values.new_zeros(rows * size).index_put((places,), values).view(rows, size)
