@@ -27,6 +27,7 @@ An environment variable, because processes that a launcher starts inherit it."""
 
 COMPONENTS = {
     r"streampack": r"\w+(Source|Encoder|Tokenizer|Messages)|Mix|Holdout|PackedDataset|packed_dataset",
+    r"streampack\.losses": r"PreferenceLoss",
     r"streampack\.training\.weights": r"random_weights",
     r"streampack_recipes\.quickstart": r"corpus_file",
     r"torch\.optim": r"[A-Z]\w+",
@@ -35,7 +36,9 @@ COMPONENTS = {
     r"torchtune\.data": r"\w+(ToMessages|Template)",
     r"torchtune\.datasets": r"\w+(_d|D)ataset",
     r"torchtune\.models\.\w+": r"\w+",
+    r"torchtune\.modules\.loss": r"\w+Loss",
     r"torchtune\.modules\.transforms\.tokenizers": r"\w+BaseTokenizer",
+    r"torchtune\.rlhf\.loss": r"(DPO|RSO)Loss",
     r"torchtune\.training": r"FullModel\w+Checkpointer|get_cosine_schedule_with_warmup|setup_torch_profiler",
     r"torchtune\.training\.checkpointing": r"FullModel\w+Checkpointer",
     r"torchtune\.training\.lr_schedulers": r"get_cosine_schedule_with_warmup",

@@ -251,6 +251,12 @@ def config_problems(values: Mapping[str, Any]) -> list[str]:
             )
     if isinstance(values.get("data"), Mapping):
         problems += _data_problems(values["data"])
+    loss = values.get("loss")
+    if isinstance(loss, Mapping) and str(loss.get(COMPONENT)).startswith("torchtune.modules.loss."):
+        problems.append(
+            f"loss: {loss[COMPONENT]} compares no pairs, and the loss of other recipes is built in: cross-entropy over "
+            "the trained tokens, divided once, see loss_norm; remove the key"
+        )
     return problems + list(config_node_problems(values))
 
 

@@ -1,0 +1,349 @@
+"""The dpo recipe on toy models: its losses against torchtune's own computation, resume, ranks, references."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from contextlib import nullcontext
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from streampack_recipes.dpo import train
+from streampack_recipes.full_finetune import train as train_plain
+from torchtune.data import padded_collate_dpo
+from torchtune.models.llama3 import llama3
+from torchtune.rlhf.loss import DPOLoss
+
+from streampack.distributed.world import World
+from streampack.instantiate import build
+from streampack.training.config import read_config
+from streampack.training.data import build_data, build_loader
+from streampack.training.record import read_metrics
+from tests.support.preferences import dpo_config, whole_pairs
+from tests.support.ranks import run_ranks
+from tests.support.tiny import interrupt_step, losses, numbers
+
+
+def metrics(folder: Path) -> dict[int, dict[str, float]]:
+    return read_metrics(folder / "out" / "metrics.jsonl")
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return torch.load(next((folder / "out" / "epoch_0").glob("*.bin")), weights_only=True)
+
+
+def torchtunes_recipe() -> Any:
+    spec = importlib.util.find_spec("torchtune")
+    assert spec is not None
+    assert spec.origin is not None
+    path = Path(spec.origin).parents[1] / "recipes" / "lora_dpo_single_device.py"
+    loaded = importlib.util.spec_from_file_location("torchtunes_dpo", path)
+    assert loaded is not None
+    assert loaded.loader is not None
+    module = importlib.util.module_from_spec(loaded)
+    loaded.loader.exec_module(module)
+    return module.LoRADPORecipeSingleDevice
+
+
+def torchtunes_losses(config: Any, folder: Path, steps: int) -> list[dict[str, float]]:
+    """Train on the same pairs in the same order, padded, with torchtune's collator, forward pass and loss."""
+    cfg = read_config(config)
+    dataset, _ = build_data(cfg, tokenizer=build(cfg.tokenizer), vocab_size=16)
+    loader = build_loader(cfg, dataset, device=torch.device("cpu"), world=World())
+    arguments = {key: value for key, value in cfg.model.items() if key != "_component_"}
+    recipe = torchtunes_recipe()
+    this = SimpleNamespace(_device=torch.device("cpu"), activations_handling_ctx=nullcontext())
+    policy, reference = (llama3(**arguments) for _ in range(2))
+    for model in (policy, reference):
+        model.load_state_dict(torch.load(folder / "init" / "model.bin", weights_only=True))
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=cfg.optimizer["lr"])
+    loss_fn = DPOLoss(beta=cfg.loss["beta"])
+    batches, found = iter(loader), []
+    for _ in range(steps):
+        pairs = [pair for batch in islice(batches, loader.batches_per_step) for pair in whole_pairs(batch)]
+        examples = []
+        for pair in pairs:
+            # The two begin alike, and answers of one pair begin differently.
+            shared = next(i for i, (a, b) in enumerate(zip(*pair, strict=False)) if a != b)
+            example = {}
+            for name, ids in zip(("chosen", "rejected"), pair, strict=True):
+                example[f"{name}_input_ids"] = ids
+                example[f"{name}_labels"] = [-100] * shared + ids[shared:]
+            examples.append(example)
+        batch = padded_collate_dpo(examples)
+        chosen, rejected, *_ = recipe.concatenated_forward(this, policy, batch)
+        with torch.no_grad():
+            references = recipe.concatenated_forward(this, reference, batch)[:2]
+        each, chosen_rewards, rejected_rewards = loss_fn(chosen, rejected, *references)
+        optimizer.zero_grad()
+        each.mean().backward()
+        optimizer.step()
+        found.append(
+            {
+                "loss": each.mean().item(),
+                "rewards/chosen": chosen_rewards.mean().item(),
+                "rewards/margins": (chosen_rewards - rejected_rewards).mean().item(),
+                "rewards/accuracies": (chosen_rewards > rejected_rewards).float().mean().item(),
+                "log_probs/chosen": chosen.mean().item(),
+                "log_probs/rejected": rejected.mean().item(),
+            }
+        )
+    return found
+
+
+def test_thirty_steps_are_those_of_torchtunes_recipe_on_padded_pairs(tmp_path: Path) -> None:
+    config = dpo_config(tmp_path, max_steps=30, validation=None, clip_grad_norm=None)
+    train(config)
+    ours = metrics(tmp_path)
+    theirs = torchtunes_losses(config, tmp_path, 30)
+    assert ours[1]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert ours[1]["rewards/accuracies"] == 0
+    assert theirs[-1]["loss"] < 0.6
+    for step, expected in enumerate(theirs, start=1):
+        for name, value in expected.items():
+            assert ours[step][name] == pytest.approx(value, rel=1e-5, abs=1e-5), (step, name)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("whole")
+    train(dpo_config(folder, max_steps=12, log_rows=True))
+    return folder
+
+
+def test_a_run_learns_what_was_chosen_and_accounts_for_every_token(tmp_path: Path) -> None:
+    result = train(dpo_config(tmp_path, max_steps=30))
+    (first, before), (last, after) = result["held_out"][0], result["held_out"][-1]
+    assert (first, last) == (0, 30)
+    assert before == pytest.approx(math.log(2), abs=1e-6)
+    assert after < before - 0.1
+    found = metrics(tmp_path)
+    assert found[30]["validation_rewards/accuracies"] > 0.8
+    assert found[30]["rewards/margins"] > 0.3
+    assert found[30]["trained_tokens"] > 50
+    ledger = result["ledger"]
+    assert ledger.tokens_in == ledger.packed + ledger.buffered + sum(ledger.dropped.values())
+    assert ledger.packed == result["tokens"]
+    assert (tmp_path / "out" / "report.html").is_file()
+    start = torch.load(tmp_path / "init" / "model.bin", weights_only=True)
+    assert any(not torch.equal(value, start[name]) for name, value in weights(tmp_path).items())
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_an_interrupted_run_resumes_with_the_same_numbers(
+    tmp_path: Path, adapters: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [tmp_path / "whole", tmp_path / "resumed"]
+    settings: dict[str, Any] = {"adapters": adapters, "num_workers": 1, "max_steps": 9, "resume": True}
+    expected = train(dpo_config(folders[0], **settings))
+    with monkeypatch.context() as interrupted:
+        interrupt_step(7, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train(dpo_config(folders[1], **settings))
+    result = train(dpo_config(folders[1], **settings))
+    assert losses(folders[1]) == losses(folders[0])
+    assert losses(folders[1], "rewards/margins") == losses(folders[0], "rewards/margins")
+    assert result["held_out"] == expected["held_out"]
+    ours, theirs = weights(folders[1]), weights(folders[0])
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"adapters": True},
+        {"adapters": False, "num_workers": 1},
+        {
+            "loss": {
+                "_component_": "streampack.losses.PreferenceLoss",
+                "form": "ipo",
+                "length_normalized": True,
+            }
+        },
+    ],
+)
+def test_two_ranks_train_as_one(tmp_path: Path, changes: dict[str, Any]) -> None:
+    folders = [tmp_path / "one", tmp_path / "two"]
+    one, two = (dpo_config(folder, max_steps=5, **changes) for folder in folders)
+    alone = train(one)
+    both = run_ranks(train, 2, two)
+    for name in ("loss", "rewards/chosen", "rewards/margins", "rewards/accuracies", "log_probs/rejected"):
+        assert numbers(folders[1], name) == pytest.approx(numbers(folders[0], name), rel=1e-4, abs=1e-6)
+    assert both[0]["held_out"] == both[1]["held_out"]
+    steps = [[loss for _, loss in result["held_out"]] for result in (alone, both[0])]
+    assert steps[1] == pytest.approx(steps[0], rel=1e-5)
+
+
+def test_adapters_are_compared_with_their_base(tmp_path: Path) -> None:
+    train(dpo_config(tmp_path, adapters=True, max_steps=12))
+    found = metrics(tmp_path)
+    assert found[1]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert found[12]["loss"] < 0.6
+    assert (tmp_path / "out" / "adapter" / "adapter_model.pt").is_file()
+
+
+def test_sequences_have_the_losses_of_their_pairs_in_the_log(whole: Path) -> None:
+    [path] = (whole / "out" / "rows").glob("*.jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    found = metrics(whole)
+    for line in lines:
+        assert {row[4] for row in line["rows"]} == {0, 1}
+        pairs = sum(row[4] for row in line["rows"])
+        assert len(line["rows"]) == 3 * pairs
+        assert sum(row[3] for row in line["rows"]) / pairs == pytest.approx(
+            found[line["step"]]["loss"], rel=1e-4
+        )
+
+
+def score(folder: Path, config: Any) -> Path:
+    """Write the rows of a config once more, with the log-probabilities of its first weights, one answer at a time."""
+    from tests.support.preferences import PairEncoder
+
+    cfg = read_config(config)
+    model = llama3(**{key: value for key, value in cfg.model.items() if key != "_component_"})
+    model.load_state_dict(torch.load(folder / "init" / "model.bin", weights_only=True))
+    path = folder / "scored.jsonl"
+    with path.open("w") as file, torch.no_grad():
+        for line in (folder / "pairs.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            group = PairEncoder()(row)
+            prompt = group.lengths[0]
+            row["ref"] = []
+            for sequence in torch.split(
+                torch.tensor(group.unshared().tokens), list(group.unshared().lengths)
+            ):
+                logps = model(sequence[None])[0, :-1].log_softmax(1)
+                row["ref"].append(float(logps.gather(1, sequence[1:, None])[prompt - 1 :].sum()))
+            file.write(json.dumps(row) + "\n")
+    return path
+
+
+def test_numbers_in_the_data_take_the_place_of_the_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = {"_component_": "tests.support.preferences.PairEncoder", "ref": "ref"}
+    config = dpo_config(tmp_path, max_steps=12, reference="data", **{"data.encoder": encoder})
+    config.data.source.paths = str(score(tmp_path, config))
+    config.validation = None  # rows are held out by their content, which the numbers are a part of
+    expected = dpo_config(tmp_path / "other", max_steps=12, validation=None)
+    expected.data.source.paths = config.data.source.paths
+    train(expected)
+    from streampack.training.preferences import Reference
+
+    monkeypatch.setattr(Reference, "__call__", None)  # no forward pass of a reference
+    train(config)
+    ours, theirs = (numbers(folder, "loss") for folder in (tmp_path, tmp_path / "other"))
+    assert ours == pytest.approx(theirs, rel=1e-5)
+    config.reference, config.output_dir = "model", str(tmp_path / "third")
+    with pytest.raises(
+        ValueError, match="the data have ref_logps, and reference=model would compute them again"
+    ):
+        train(config)
+
+
+def test_numbers_that_are_missing_in_the_data_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match="reference=data, and a pair has no ref_logps: one number for each answer"
+    ):
+        train(dpo_config(tmp_path, reference="data", validation=None))
+
+
+def test_another_checkpoint_may_be_the_reference(tmp_path: Path) -> None:
+    config = dpo_config(tmp_path, max_steps=1, validation=None)
+    node = dict(config.checkpointer)
+    other = tmp_path / "other"
+    other.mkdir()
+    torch.manual_seed(3)
+    arguments = {key: value for key, value in config.model.items() if key != "_component_"}
+    torch.save(llama3(**arguments).state_dict(), other / "model.bin")
+    config.ref_checkpointer = node | {"checkpoint_dir": str(other)}
+    train(config)
+    [values] = metrics(tmp_path).values()
+    assert abs(values["loss"] - math.log(2)) > 1e-3
+    assert values["rewards/chosen"] != 0
+
+
+def test_a_loss_without_reference_makes_no_forward_pass_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SimPO: means over the tokens of an answer."""
+    from streampack.training.preferences import Reference
+
+    monkeypatch.setattr(Reference, "__call__", None)
+    loss = {
+        "_component_": "streampack.losses.PreferenceLoss", "beta": 2.0, "margin": 0.5, "reference_free": True,
+        "length_normalized": True,
+    }  # fmt: skip
+    train(dpo_config(tmp_path, max_steps=12, loss=loss))
+    found = metrics(tmp_path)
+    assert found[12]["loss"] < found[1]["loss"] - 0.2
+    assert found[1]["log_probs/chosen"] > -4  # a mean of about ln(16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"loss": None},
+            "loss is missing; name one that compares pairs, such as loss: {_component_: torchtune.rlhf",
+        ),
+        (
+            {"loss_norm": "sample"},
+            "loss_norm=sample is for cross-entropy, and dpo compares pairs; remove the key",
+        ),
+        ({"z_loss": 1e-4}, "z_loss=0.0001 is for cross-entropy"),
+        (
+            {"data.method": "multipack"},
+            "data.method=multipack makes batches of single samples; remove the key",
+        ),
+        ({"reference": "base"}, "reference='base' is unknown; choose one of 'model', 'data'"),
+        (
+            {"loss": {"_component_": "torchtune.modules.loss.LinearCrossEntropyLoss"}},
+            "loss: torchtune.modules.loss.LinearCrossEntropyLoss compares no pairs, and the loss of other recipes is",
+        ),
+        (
+            {
+                "reference": "data",
+                "ref_checkpointer": {"_component_": "torchtune.training.FullModelHFCheckpointer"},
+            },
+            "ref_checkpointer is not used: reference=data takes the data's numbers; remove the key",
+        ),
+        (
+            {
+                "adapters": True,
+                "ref_checkpointer": {"_component_": "torchtune.training.FullModelHFCheckpointer"},
+            },
+            "ref_checkpointer is not used: the frozen base of the adapters is the reference; remove the key",
+        ),
+        (
+            {"data.encoder": {"_component_": "streampack.TextEncoder", "column": "chosen"}},
+            r"row \(0, \d+.* has 1 answer and a pair has 2, the chosen one first; encode rows with PreferenceEncoder",
+        ),
+    ],
+)
+def test_configs_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        train(dpo_config(tmp_path, validation=None, **changes))
+
+
+def test_recipes_of_cross_entropy_refuse_pairs(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match="loss: this recipe's is cross-entropy .*; remove the key, or run dpo"
+    ):
+        train_plain(dpo_config(tmp_path))
+    with pytest.raises(
+        ValueError, match="reference=data: this recipe has no reference; remove the key, or run dpo"
+    ):
+        train_plain(dpo_config(tmp_path, loss=None, reference="data"))
+    with pytest.raises(
+        ValueError, match="share a prompt, and cross-entropy would leave out .* share_prefix=False"
+    ):
+        train_plain(dpo_config(tmp_path, loss=None, validation=None))
+    unshared = {"_component_": "tests.support.preferences.PairEncoder", "share_prefix": False}
+    result = train_plain(dpo_config(tmp_path, loss=None, max_steps=2, **{"data.encoder": unshared}))
+    assert result["step"] == 2
