@@ -1,8 +1,8 @@
 """Text that every machine has: the standard library of the Python that runs this file.
 
 Its docstrings become question-answer pairs (about 6,700, half a million tokens, lengths as skewed as those of
-instruction data) and preference pairs, its sources become documents for pretraining. Nothing is downloaded or imported: the files are
-parsed with `ast`. `python -m streampack_recipes.stdlib_corpus` writes the files and prints their folder.
+instruction data) and preference pairs, its sources become documents for pretraining. Nothing is downloaded or imported:
+the files are parsed with `ast`. `python -m streampack_recipes.stdlib_corpus` writes the files and prints their folder.
 """
 
 import ast
@@ -97,11 +97,11 @@ def docstring_pairs() -> Iterator[dict[str, str]]:
 
 
 def preference_pairs() -> Iterator[dict[str, str]]:
-    """Yield a preference pair for every documented name: the first paragraph of its docstring, and the same words mixed.
+    r"""Yield a preference pair for every documented name: its docstring's first paragraph, and the same words mixed.
 
     >>> pair = next(pair for pair in preference_pairs() if "bisect.insort_left" in pair["prompt"])
     >>> pair["prompt"], pair["chosen"]
-    ('What does `bisect.insort_left` do?\\n', 'Insert item x in list a, and keep it sorted assuming a is sorted.')
+    ('What does `bisect.insort_left` do?\n', 'Insert item x in list a, and keep it sorted assuming a is sorted.')
     >>> sorted(pair["rejected"].split()) == sorted(pair["chosen"].split())
     True
     """
