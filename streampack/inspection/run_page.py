@@ -37,6 +37,20 @@ class Chart:
 
 CHARTS = (
     Chart("loss", "Loss", "nats", {"training": "loss", "validation": "validation_loss"}, least=None),
+    Chart(
+        "rewards",
+        "Rewards of chosen and rejected answers",
+        "reward",
+        {"chosen": "rewards/chosen", "rejected": "rewards/rejected"},
+        least=None,
+    ),
+    Chart(
+        "accuracy",
+        "Pairs whose chosen answer has the higher reward",
+        "% of the pairs",
+        {"training": "rewards/accuracies", "validation": "validation_rewards/accuracies"},
+        factor=100,
+    ),
     Chart("padding", "Padding", "% of a pack", {"padding": "padding"}, factor=100),
     Chart("speed", "Speed", "tokens/s", {"tokens/s": "tokens_per_second"}, show=short),
     Chart("wait", "Waiting for data", "ms a step", {"data wait": "data_wait"}, factor=1000),

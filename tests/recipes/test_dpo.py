@@ -129,7 +129,7 @@ def test_a_run_learns_what_was_chosen_and_accounts_for_every_token(tmp_path: Pat
     ledger = result["ledger"]
     assert ledger.tokens_in == ledger.packed + ledger.buffered + sum(ledger.dropped.values())
     assert ledger.packed == result["tokens"]
-    assert (tmp_path / "out" / "report.html").is_file()
+    assert "Pairs whose chosen answer has the higher reward" in (tmp_path / "out" / "report.html").read_text()
     start = torch.load(tmp_path / "init" / "model.bin", weights_only=True)
     assert any(not torch.equal(value, start[name]) for name, value in weights(tmp_path).items())
 
