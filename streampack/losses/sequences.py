@@ -196,13 +196,14 @@ def _paths(batch: Batch) -> torch.Tensor | None:
 def _groups(batch: Batch) -> Iterator[tuple[RowId, list[int]]]:
     """Yield the row of each group and its answers' indices into ``[batch * segments]``; a plain sample has one answer.
 
-    A group begins where its first token is: at a fragment with ``start == 0``.
+    A group begins where its first token is: at a fragment with ``start == 0``; a part of a split sample is one too.
     """
     width = batch.seq_lens.shape[1]
     for pack, fragments in enumerate(batch.fragments):
         parents = (ROOT,) * len(fragments) if batch.groups is None else batch.groups.parents[pack]
         continued = set(parents)
-        begins = [number for number, each in enumerate(fragments) if each.start == 0 or number == 0]
+        before = [None, *(each.row_id for each in fragments)]
+        begins = [i for i, each in enumerate(fragments) if each.start == 0 or each.row_id != before[i]]
         for begin, end in pairwise([*begins, len(fragments)]):
             answers = [pack * width + number for number in range(begin, end) if number not in continued]
             yield fragments[begin].row_id, answers

@@ -296,6 +296,21 @@ def test_a_group_of_another_number_of_answers_is_no_pair(answers: int) -> None:
             pair_of(packed([each]))
 
 
+def test_parts_of_split_samples_are_no_answers_of_a_group() -> None:
+    rows: list[Any] = [{"input_ids": [1] * 20}, {"group": preference_groups(1)[0]}, {"input_ids": [2] * 3}]
+    data = IterablePackedDataset(
+        rows,
+        max_seq_len=16,
+        num_lanes=1,
+        overlong="split",
+        encoder=lambda row: row.get("group") or row["input_ids"],
+    )
+    batch = collate_packed(list(data))
+    assert any(fragment.start for fragments in batch.fragments for fragment in fragments if fragment.trained)
+    found = sorted(len(answers) for _, answers in sequences_module._groups(batch))
+    assert found == [1, 1, 1, 2]
+
+
 def test_plain_samples_are_no_pairs_and_padding_has_none() -> None:
     plain = collate_packed(
         list(IterablePackedDataset([{"input_ids": [1, 2]}] * 2, max_seq_len=8, num_lanes=1))
