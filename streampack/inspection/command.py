@@ -171,12 +171,22 @@ def _encoder(row: Any, tokenizer: Any) -> Any:
     Raises:
         ValueError: if none does, or it needs a tokenizer and there is none.
     """
-    from streampack.packing.encoders import ChatEncoder, PromptCompletionEncoder, TextEncoder
+    from streampack.packing.encoders import (
+        ChatEncoder,
+        PreferenceEncoder,
+        PromptCompletionEncoder,
+        RolloutEncoder,
+        TextEncoder,
+    )
 
     if {"input_ids", "tokens"} & set(row):
         return None
     made: Callable[[], Any]
-    if {"messages", "conversations"} & set(row):
+    if {"chosen", "rejected"} <= set(row):  # which may have their conversation in another column, too
+        made = lambda: PreferenceEncoder(tokenizer)  # noqa: E731
+    elif {"prompt", "completions"} <= set(row):
+        made = lambda: RolloutEncoder(tokenizer)  # noqa: E731
+    elif {"messages", "conversations"} & set(row):
         made = lambda: ChatEncoder(tokenizer)  # noqa: E731
     elif {"prompt", "completion"} <= set(row):
         made = lambda: PromptCompletionEncoder(tokenizer)  # noqa: E731
@@ -187,8 +197,8 @@ def _encoder(row: Any, tokenizer: Any) -> Any:
     else:
         columns = ", ".join(sorted(map(str, row))) or "none that can be read"
         raise ValueError(
-            f"the rows have the columns {columns}, and none of messages, prompt with completion, text or input_ids; "
-            "write a config with data.encoder: streampack cp quickstart my.yaml"
+            f"the rows have the columns {columns}, and none of messages, prompt with completion, chosen with rejected, "
+            "text or input_ids; write a config with data.encoder: streampack cp quickstart my.yaml"
         )
     if tokenizer is None:
         raise ValueError("the rows are text: name the tokenizer of the model, --tokenizer PATH")

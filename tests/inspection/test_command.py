@@ -52,6 +52,8 @@ def test_json_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ({"messages": []}, "ChatEncoder"),
         ({"conversations": []}, "ChatEncoder"),
         ({"prompt": "a", "completion": "b"}, "PromptCompletionEncoder"),
+        ({"messages": [], "prompt": "a", "chosen": [], "rejected": []}, "PreferenceEncoder"),
+        ({"prompt": "a", "completions": []}, "RolloutEncoder"),
         ({"text": "a"}, "TextEncoder"),
         ({"content": "a", "id": 1}, "TextEncoder"),
         ({"input_ids": [1]}, "NoneType"),

@@ -17,6 +17,7 @@ from streampack import (
     ChatEncoder,
     Group,
     IterablePackedDataset,
+    PackedDataLoader,
     PreferenceEncoder,
     PromptCompletionEncoder,
 )
@@ -418,3 +419,32 @@ def test_bad_fields_name_the_column(chatml: Any, fields: Any, row: dict[str, Any
 def test_settings_that_cannot_be_are_refused(chatml: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PreferenceEncoder(chatml, **settings)
+
+
+def test_pairs_in_the_config_of_a_recipe(tmp_path: Path) -> None:
+    """The encoder is handed the run's tokenizer; train and held-out batches hold whole pairs with their numbers."""
+    pytest.importorskip("torchtune")
+    from streampack.instantiate import build
+    from streampack.training.config import config_problems, read_config, to_plain
+    from streampack.training.data import build_data
+    from tests.support.tiny import tiny_config
+
+    byte_level(template=MARKED).save_pretrained(tmp_path / "tokenizer")
+    tokenizer = {"_component_": "streampack.HFTokenizer", "path": str(tmp_path / "tokenizer")}
+    rows = [{"chosen": [USER, GOOD], "rejected": [USER, BAD], "ref": [-1.5, -i]} for i in range(40)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for transform in (None, {"_component_": "torchtune.data.ChosenRejectedToMessages"}):
+        encoder = {"_component_": "streampack.PreferenceEncoder", "fields": {"ref_logps": "ref"}}
+        encoder |= {"message_transform": transform} if transform else {}
+        sizes = {"data.max_seq_len": 128, "model.max_seq_len": 128}
+        config = tiny_config(tmp_path, tokenizer=tokenizer, **{"data.encoder": encoder, **sizes})
+        config.data.source.paths = str(tmp_path / "pairs.jsonl")
+        assert config_problems(to_plain(config)) == []
+        data, held_out = build_data(read_config(config), tokenizer=build(tokenizer), vocab_size=400)
+        for batch in [next(iter(PackedDataLoader(data))), *held_out[""].batches]:
+            assert batch.groups is not None
+            for parents, values in zip(
+                batch.groups.parents, batch.groups.fields["ref_logps"].tolist(), strict=True
+            ):
+                assert parents == tuple(number for at in range(0, len(parents), 3) for number in (-1, at, at))
+                assert set(values[1 : len(parents) : 3]) == {-1.5}

@@ -124,7 +124,8 @@ def mistakes_list() -> str:
 
 COMPONENTS = (
     *("JSONLSource", "ParquetSource", "HFSource", "TokenShardSource", "MDSSource"),
-    *("TextEncoder", "ChatEncoder", "PromptCompletionEncoder", "MessagesEncoder", "TokensEncoder", "HFTokenizer"),
+    *("TextEncoder", "ChatEncoder", "PromptCompletionEncoder", "PreferenceEncoder", "RolloutEncoder"),
+    *("MessagesEncoder", "TokensEncoder", "HFTokenizer"),
 )  # fmt: skip
 
 

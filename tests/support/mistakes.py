@@ -166,6 +166,38 @@ MISTAKES = (
     ),
     Mistake(
         door=TOKENS,
+        title="Preference pairs without an encoder",
+        make=lambda folder: first([{"prompt": "a", "chosen": "b", "rejected": "c"}]),
+        message="sample 0: the row is a preference pair ('chosen', 'rejected'), whose answers must stay in one pack; "
+        "such rows need an encoder: encoder=PreferenceEncoder(tokenizer), or data.encoder in a config; leave TRL's own "
+        "trainers of pairs their collator",
+        cure="`PreferenceEncoder`: [pairs and rollouts](../guides/groups.md).",
+    ),
+    Mistake(
+        door=TOKENS,
+        title="Preference pairs whose prompt has another name",
+        make=lambda folder: first(
+            [{"question": "a", "chosen": "b", "rejected": "c"}],
+            encoder=streampack.PreferenceEncoder(tokenizer()),
+        ),
+        message="sample 0: there is no column 'prompt', and column 'question' would be left out; say prompt: question, "
+        "or ignore: [question]",
+        cure='Name the column: `PreferenceEncoder(tokenizer, prompt="question")`.',
+    ),
+    Mistake(
+        door=TOKENS,
+        title="A pair or rollout that is too long",
+        make=lambda folder: first(
+            [{"prompt": "a", "chosen": "b" * 61, "rejected": "c"}],
+            encoder=streampack.PreferenceEncoder(tokenizer()),
+        ),
+        message="sample 0 is a group of 65 tokens, max_seq_len is 64, and a group is never split; set overlong to "
+        "'truncate' or 'drop', or raise max_seq_len",
+        cure="`overlong: truncate` cuts the ends of the longest answers, with `truncate_side: left` the beginning of "
+        "the prompt: [groups](../guides/groups.md#too-long).",
+    ),
+    Mistake(
+        door=TOKENS,
         title="Bare texts in place of rows",
         make=lambda folder: next(
             iter(

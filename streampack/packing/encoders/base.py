@@ -16,7 +16,6 @@ PROBE_TEXT = "The quick brown fox: 0123456789, naïve 漢字, def f(x): return x
 """The text on which tokenizers are checked, and whose tokens are part of an encoder's fingerprint."""
 
 SUGGESTED_ENCODERS = {
-    "chosen": "PreferenceEncoder(tokenizer)",
     "completions": "RolloutEncoder(tokenizer)",
     "text": "TextEncoder(tokenizer)",
     "messages": "ChatEncoder(tokenizer)",

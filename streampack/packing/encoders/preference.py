@@ -90,7 +90,7 @@ class PreferenceEncoder(Encoder):
         tools: str = "tools",
         add_bos: bool | None = None,
         add_eos: bool = True,
-        fields: Sequence[str] | Mapping[str, str | Sequence[str]] | None = None,
+        fields: Sequence[str] | Mapping[str, Any] | None = None,
         share_prefix: bool = True,
         ignore: Sequence[str] = (),
     ) -> None:

@@ -75,8 +75,8 @@ class RolloutEncoder(Encoder):
         mask: str | None = None,
         add_bos: bool | None = None,
         add_eos: bool = True,
-        fields: Sequence[str] | Mapping[str, str] | None = None,
-        token_fields: Sequence[str] | Mapping[str, str] | None = None,
+        fields: Sequence[str] | Mapping[str, Any] | None = None,
+        token_fields: Sequence[str] | Mapping[str, Any] | None = None,
         share_prefix: bool = True,
         ignore: Sequence[str] = (),
     ) -> None:
