@@ -8,6 +8,7 @@ from html import escape
 from streampack.inspection.page import Markup, markup, paragraph, table
 from streampack.inspection.report import PackView
 from streampack.inspection.report import Sequence as SequenceView
+from streampack.packing.groups import ROOT
 
 COLOURS = 7
 MOST_BLOCKS = 300
@@ -103,7 +104,10 @@ def _said(sequence: SequenceView) -> Iterator[str]:
 
 
 def mask_figure(pack: PackView) -> Markup:
-    """Return a picture of which tokens (rows) attend to which (columns) in a pack: a triangle for each sequence."""
+    """Return a picture of which tokens (rows) attend to which (columns) in a pack: a triangle for each sequence.
+
+    Of a group there is a rectangle besides for each segment that a segment continues.
+    """
     size = 400
     scale = size / pack.max_seq_len
     shapes = []
@@ -112,12 +116,25 @@ def mask_figure(pack: PackView) -> Markup:
         shapes.append(
             f'<path class="s{number % COLOURS}" d="M{start:.2f} {start:.2f}V{stop:.2f}H{stop:.2f}Z"/>'
         )
+        parent = sequence.parent
+        while parent != ROOT:
+            before = pack.sequences[parent]
+            left, right = before.start * scale, (before.start + before.length) * scale
+            shapes.append(
+                f'<path class="s{parent % COLOURS}" d="M{left:.2f} {start:.2f}V{stop:.2f}H{right:.2f}V{start:.2f}Z"/>'
+            )
+            parent = before.parent
     if pack.padding:
         start = (pack.max_seq_len - pack.padding) * scale
         shapes.append(
             f'<path fill="none" stroke="var(--hatch)" d="M{start:.2f} {start:.2f}V{size}H{size}Z"/>'
         )
-    about = f"block-causal mask: {len(pack.sequences)} triangles on the diagonal, and nothing outside of them"
+    outside = "nothing"
+    if any(sequence.parent != ROOT for sequence in pack.sequences):
+        outside = "rectangles where one sequence continues another"
+    about = (
+        f"block-causal mask: {len(pack.sequences)} triangles on the diagonal, and {outside} outside of them"
+    )
     return Markup(
         f'<svg class="mask" role="img" aria-label="{about}" viewBox="0 0 {size} {size}">{"".join(shapes)}</svg>'
     )
@@ -128,8 +145,8 @@ def boundaries(pack: PackView) -> Markup:
     rows: list[list[object]] = []
     for number, sequence in enumerate(pack.sequences[:MOST_ROWS]):
         bounds = f"{sequence.start:,} - {sequence.start + sequence.length:,}"
-        last = pack.positions[number][1]
-        rows.append([sequence.place, bounds, f"0 - {last:,}", f"{sequence.trained:,}"])
+        first, last = pack.positions[number]
+        rows.append([sequence.place, bounds, f"{first:,} - {last:,}", f"{sequence.trained:,}"])
     if (more := len(pack.sequences) - MOST_ROWS) > 0:
         rows.append([f"and {more:,} more", "", "", ""])
     if pack.padding:

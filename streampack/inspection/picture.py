@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
-import numpy as np
-
 from streampack.inspection.report import PackView, Run
 from streampack.inspection.report import Sequence as SequenceView
+from streampack.packing.groups import ROOT
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_config import LaneConfig
 from streampack.types import IGNORE_INDEX, Pack
@@ -54,7 +53,10 @@ def view(pack: Pack, config: LaneConfig) -> PackView:
     for number, (fragment, start, length) in enumerate(
         zip(pack.fragments, starts, pack.seq_lens, strict=False)
     ):
-        labels = pack.labels[start : start + length]
+        trained = (pack.labels[start : start + length] != IGNORE_INDEX).tolist()
+        parent = ROOT if pack.groups is None else pack.groups.parents[number]
+        if pack.groups is not None and parent != ROOT:
+            trained[0] = pack.groups.first_labels[number] != IGNORE_INDEX  # by the last token of the parent
         decode = _decoder(config.encoder(fragment.row_id)) if number < MOST_SEQUENCES else None
         tokens = pack.tokens[start : start + length].tolist()
         sequences.append(
@@ -64,8 +66,9 @@ def view(pack: Pack, config: LaneConfig) -> PackView:
                 start=start,
                 length=length,
                 of_sample=(fragment.start, fragment.stop),
-                trained=int(np.count_nonzero(labels != IGNORE_INDEX)),
-                runs=_runs(tokens, (labels != IGNORE_INDEX).tolist(), start, decode),
+                trained=sum(trained),
+                runs=_runs(tokens, trained, start, decode, continues=parent != ROOT),
+                parent=parent,
             )
         )
     size = pack.tokens.size
@@ -78,14 +81,20 @@ def _decoder(encode: Any) -> Callable[[list[int]], str] | None:
 
 
 def _runs(
-    tokens: Sequence[int], trained: Sequence[bool], start: int, decode: Callable[[list[int]], str] | None
+    tokens: Sequence[int],
+    trained: Sequence[bool],
+    start: int,
+    decode: Callable[[list[int]], str] | None,
+    *,
+    continues: bool,
 ) -> list[Run]:
     """Divide a sequence where training begins or ends.
 
-    The first token of a sequence has no label, and is no run of its own where the next one is trained.
+    The first token of a sequence that continues no other has no label, and is no run of its own where the next one is
+    trained.
     """
     flags = list(trained)
-    if len(flags) > 1:
+    if len(flags) > 1 and not continues:
         flags[0] = flags[1]
     cuts = [0, *(i for i in range(1, len(flags)) if flags[i] != flags[i - 1]), len(flags)]
     found = []

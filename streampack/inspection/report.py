@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
+from streampack.packing.groups import ROOT, path_starts
+
 VERSION = 1
 """Of the JSON. It rises when a name or a meaning changes; new names may come without."""
 
@@ -147,6 +149,7 @@ class Sequence:
     of_sample: tuple[int, int]  # which tokens of its sample
     trained: int
     runs: list[Run]
+    parent: int = ROOT  # the sequence of the pack that it continues, in a group
 
 
 @dataclass(frozen=True)
@@ -162,8 +165,11 @@ class PackView:
 
     @property
     def positions(self) -> list[tuple[int, int]]:
-        """First and last position id of each segment."""
-        return [(0, stop - start - 1) for start, stop in pairwise(self.cu_seqlens)]
+        """First and last position id of each segment, the padding included."""
+        lengths = [stop - start for start, stop in pairwise(self.cu_seqlens)]
+        parents = [sequence.parent for sequence in self.sequences]
+        starts = path_starts(lengths, [*parents, *[ROOT] * (len(lengths) - len(parents))])
+        return [(start, start + length - 1) for start, length in zip(starts, lengths, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -244,7 +244,7 @@ def _boundaries(report: Report) -> RenderableType:
         table.add_row(
             _plain(sequence.place),
             f"{sequence.start:,} - {stop:,}",
-            f"0 - {pack.positions[number][1]:,}",
+            "{:,} - {:,}".format(*pack.positions[number]),
             f"{sequence.trained:,}",
         )
     if (more := len(pack.sequences) - SHOWN_SEQUENCES) > 0:

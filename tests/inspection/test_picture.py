@@ -9,10 +9,13 @@ import torch
 
 from streampack import IGNORE_INDEX, IterablePackedDataset
 from streampack.attention.varlen import cu_seqlens_of
+from streampack.inspection.page_packs import mask_figure
 from streampack.inspection.picture import MOST_TEXT, first_packs
 from streampack.inspection.reading import tolerant
 from streampack.packing.batch import stack_packs
+from tests.support.corpus import rows
 from tests.support.inspection import CORPORA, dataset, token_rows
+from tests.support.segments import Pairs
 
 
 @pytest.mark.parametrize("name", CORPORA)
@@ -75,3 +78,23 @@ def test_fewer_packs_than_asked_for() -> None:
         (1, 0),
         (0, 1),
     ]
+
+
+def test_the_packs_of_groups_say_which_sequence_continues_which() -> None:
+    """Positions go on, first tokens of answers count as trained, and the picture shows what they attend to."""
+    run = IterablePackedDataset(rows(60), encoder=Pairs(), max_seq_len=48, overlong="drop", num_lanes=1)
+    views, shared = first_packs(tolerant(run.lane_config), 1, 6), 0
+    for view, pack in zip(views, run.stream(), strict=False):
+        batch = stack_packs([pack])
+        positions = torch.cat([torch.arange(first, last + 1) for first, last in view.positions])
+        assert torch.equal(positions, batch.input_pos[0])
+        assert sum(sequence.trained for sequence in view.sequences) == batch.num_trained
+        for number, sequence in enumerate(view.sequences):
+            assert pack.groups is None or sequence.parent == pack.groups.parents[number]
+            if sequence.parent != -1:
+                assert [run.trained for run in sequence.runs] == [True]
+                shared += 1
+        assert mask_figure(view).count("<path") == len(view.sequences) + (view.padding > 0) + sum(
+            sequence.parent != -1 for sequence in view.sequences
+        )
+    assert shared > 5
