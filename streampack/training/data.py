@@ -164,11 +164,17 @@ def held_out_packs(dataset: IterablePackedDataset, *, name: str, max_packs: int)
                 "(validation.source), or leave validation out"
             ) from None
         raise ValueError(f"validation rows{of}: {error}") from error
-    if not any((pack.labels != IGNORE_INDEX).any() for pack in packs):
+    if not any(map(trains, packs)):
         raise ValueError(
             f"the validation rows{of} train nothing in {len(packs)} pack(s): every label is masked; hold out other rows"
         )
     return packs
+
+
+def trains(pack: Pack) -> bool:
+    """Return whether a label of a pack is trained."""
+    first = () if pack.groups is None else pack.groups.first_labels
+    return bool((pack.labels != IGNORE_INDEX).any()) or any(label != IGNORE_INDEX for label in first)
 
 
 def build_loader(

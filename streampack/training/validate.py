@@ -19,9 +19,8 @@ from streampack.distributed.world import World
 from streampack.instantiate import build
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.training.config import RunConfig, config_problems, to_plain
-from streampack.training.data import build_datasets, entries_of, first_rows, held_out_packs
+from streampack.training.data import build_datasets, entries_of, first_rows, held_out_packs, trains
 from streampack.training.devices import missing_device, named_device
-from streampack.types import IGNORE_INDEX
 from streampack.validation import did_you_mean
 
 SCHEDULE_STEPS = 100  # number of training steps given to the schedule that is built
@@ -116,7 +115,7 @@ def _require_training(dataset: IterablePackedDataset) -> None:
         ValueError: if it does not.
     """
     pack = next(iter(dataset.stream()))
-    if not (pack.labels != IGNORE_INDEX).any():
+    if not trains(pack):
         raise ValueError(
             f"the first pack trains nothing: every label of its {len(pack.fragments)} sample(s) is masked, or was cut "
             "off; check the roles of the messages, overlong and max_seq_len"

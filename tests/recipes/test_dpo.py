@@ -200,6 +200,33 @@ def test_sequences_have_the_losses_of_their_pairs_in_the_log(whole: Path) -> Non
         )
 
 
+def test_pairs_of_a_mixture_have_losses_by_source(tmp_path: Path) -> None:
+    config = dpo_config(tmp_path, max_steps=4, log_every=4)
+    source = {"_component_": "streampack.JSONLSource", "paths": config.data.source.paths}
+    sources = [{"name": name, "source": source, "weight": weight} for name, weight in (("a", 3), ("b", 1))]
+    config.data.source = {"_component_": "streampack.Mix", "sources": sources, "stop": "never"}
+    train(config)
+    found = metrics(tmp_path)[4]
+    assert found["source_a_fraction"] == pytest.approx(0.75, abs=0.1)
+    # Of all pairs since the last log, of which the first have ln 2.
+    assert 0.3 < found["loss"] < found["source_a_loss"] < math.log(2) + 0.05
+    assert 0.3 < found["source_b_loss"] < math.log(2) + 0.05
+    assert metrics(tmp_path)[0].keys() >= {
+        "validation_loss",
+        "validation_loss_a",
+        "validation_rewards/margins",
+    }
+
+
+def test_answers_of_one_token_can_be_held_out(tmp_path: Path) -> None:
+    """Their labels are the ones that the prompt's last token predicts, and they are not in the pack's own."""
+    config = dpo_config(
+        tmp_path, max_steps=1, **{"data.encoder": {"_component_": "tests.support.preferences.Short"}}
+    )
+    [first, _] = train(config)["held_out"]
+    assert first == (0, pytest.approx(math.log(2), abs=1e-6))
+
+
 def score(folder: Path, config: Any) -> Path:
     """Write the rows of a config once more, with the log-probabilities of its first weights, one answer at a time."""
     from tests.support.preferences import PairEncoder

@@ -76,12 +76,14 @@ def test_only_the_environment_adds_to_what_a_config_may_name(monkeypatch):
     assert validate(written(profiler=node), files=False) == []
 
 
-def test_every_key_of_torchtunes_fine_tuning_configs_is_known_or_has_a_hint():
+def test_every_key_of_torchtunes_configs_is_known_or_has_a_hint():
     from torchtune import _recipe_registry as registry
 
     folder = Path(registry.__file__).parent.parent / "recipes" / "configs"
     kinds = [
-        f"{kind}_finetune_{where}" for kind in ("full", "lora") for where in ("single_device", "distributed")
+        f"{kind}_{where}"
+        for kind in ("full_finetune", "lora_finetune", "lora_dpo", "full_dpo")
+        for where in ("single_device", "distributed")
     ]
     keys = set()
     for recipe in registry.get_all_recipes():
