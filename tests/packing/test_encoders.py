@@ -72,6 +72,7 @@ def test_tokens_fingerprint_covers_the_columns() -> None:
         ({"id": 1, "messages": []}, "ChatEncoder(tokenizer)"),
         ({"conversations": []}, "ChatEncoder(tokenizer)"),
         ({"prompt": "a", "completion": "b"}, "PromptCompletionEncoder(tokenizer)"),
+        ({"prompt": "a", "completions": ["b"]}, "RolloutEncoder(tokenizer)"),
         ({"instruction": "a", "output": "b"}, "MessagesEncoder(tokenizer, message_transform=AlpacaToMessages())"),
     ],
 )  # fmt: skip

@@ -18,6 +18,7 @@ from streampack import (
     Group,
     IterablePackedDataset,
     PackedDataLoader,
+    ParquetSource,
     PreferenceEncoder,
     PromptCompletionEncoder,
 )
@@ -388,6 +389,23 @@ def test_fields_arrive_at_their_answers(chatml: Any) -> None:
         assert fields[name][1:].tolist() == values
     batch = next(iter(IterablePackedDataset([row], encoder=encoder, max_seq_len=128)))
     assert batch["groups"].fields["ref_logps"][1:].tolist() == [-1.5, -2.0]
+
+
+def test_rows_of_tables(chatml: Any, tmp_path: Path) -> None:
+    """Of `datasets` and Parquet, which hold a null wherever another row's message has a key."""
+    datasets = pytest.importorskip("datasets")
+    rows = [pair(ref=[-1.0, -2.0]), pair(chosen=[CALL, GOOD], ref=[0.5, 1.0])]
+    table = datasets.Dataset.from_list(rows)
+    table.to_parquet(tmp_path / "rows.parquet")
+    encoder = PreferenceEncoder(chatml, fields=["ref"])
+    expected = [encoder(row) for row in rows]
+    for source in (table, ParquetSource(str(tmp_path / "rows.parquet"))):
+        packs = IterablePackedDataset(
+            source, encoder=encoder, max_seq_len=99, strategy="next_fit", num_lanes=1
+        )
+        for pack, group in zip(packs, expected, strict=True):
+            assert pack["tokens"][: group.tokens.size].tolist() == group.tokens.tolist()
+            assert pack["groups"].fields["ref"][1:].tolist() == group.fields["ref"][1:].tolist()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streampack import IGNORE_INDEX, IterablePackedDataset, PromptCompletionEncoder, RolloutEncoder
+from streampack import (
+    IGNORE_INDEX,
+    IterablePackedDataset,
+    PackedDataLoader,
+    PromptCompletionEncoder,
+    RolloutEncoder,
+)
 from tests.packing.test_encoders_preference import GOOD, LETTERS, TALK, TOOL, USER, sequences, trained
 from tests.support.hf_tokenizers import CHATML, DEAF, byte_level
 
@@ -114,6 +120,54 @@ def test_numbers_arrive_in_the_pack() -> None:
     assert pack["groups"].token_fields["old_logps"].tolist()[2:5] == [-1, -2, -3]
     one = RolloutEncoder(LETTERS, fields={"difficulty": "d"})({**ROW, "d": 0.5})
     assert one.fields["difficulty"][1:].tolist() == [0.5, 0.5], "one number for all"
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_truncated_rollouts_cross_worker_processes_with_their_numbers(side: str) -> None:
+    """Ids are their own numbers, so each number shows its token; a resume goes on with them."""
+    rows = [
+        {
+            "prompt": [9] * 4,
+            "completions": [[*range(10, 12 + i % 9)], [*range(30, 33)]],
+            "reward": [10, 30],
+            "i": i,
+        }
+        for i in range(40)
+    ]
+    for row in rows:
+        row["ids"] = [[float(token) for token in ids] for ids in row["completions"]]
+    encoder = RolloutEncoder(LETTERS, fields=["reward"], token_fields=["ids"])
+
+    def loader(num_workers: int) -> PackedDataLoader:
+        data = IterablePackedDataset(
+            rows,
+            encoder=encoder,
+            max_seq_len=13,
+            overlong="truncate",
+            truncate_side=side,
+            num_lanes=2,
+            shuffle=True,
+        )
+        return PackedDataLoader(data, batch_size=2, num_workers=num_workers)
+
+    begun = loader(1)
+    batches = [next(iter(begun)) for _ in range(1)]
+    resumed = loader(0)
+    resumed.load_state_dict(begun.state_dict())
+    batches += resumed
+    assert len(batches) > 10
+    groups = 0
+    for batch in batches:
+        assert batch.groups is not None
+        ids = batch.groups.token_fields["ids"]
+        numbered = ~ids.isnan()
+        assert torch.equal(ids[numbered].long(), batch.tokens[numbered])
+        assert torch.equal(numbered, batch.tokens > 9)
+        rewards = batch.groups.fields["reward"]
+        firsts = batch.groups.first_labels
+        assert torch.equal(rewards[~rewards.isnan()].long(), firsts[firsts != IGNORE_INDEX])
+        groups += int((firsts == 10).sum())
+    assert groups == sum(1 for row in rows if side == "right" or len(row["completions"][0]) <= 9)
 
 
 @pytest.mark.parametrize(
