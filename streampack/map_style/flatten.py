@@ -33,8 +33,16 @@ def flatten_batch(batch: Batch, *, pad_to_multiple_of: int = 1, padding_idx: int
         batch: any batch on the CPU.
         pad_to_multiple_of: pad the row to a multiple of this many tokens, for tensor cores.
         padding_idx: the token of that padding.
+
+    Raises:
+        ValueError: for a batch with groups.
     """
     require_positive(pad_to_multiple_of, "pad_to_multiple_of")
+    if batch.groups is not None:
+        raise ValueError(
+            "the batch has groups, and flatten_batch would part answers from their prompts; train its packs as they "
+            "are, which have little padding"
+        )
     real = [sum(fragment.stop - fragment.start for fragment in row) for row in batch.fragments]
     total = sum(real)
     # A batch of padding alone becomes one token of padding, because models need at least one.

@@ -3,6 +3,7 @@ from __future__ import annotations
 from itertools import chain
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from streampack import (
     IGNORE_INDEX,
     FlatteningCollator,
+    Group,
     IterablePackedDataset,
     PackedDataLoader,
     collate_packed,
@@ -72,6 +74,15 @@ def test_a_batch_of_padding_becomes_one_token() -> None:
         [[1]],
     )
     assert flatten_batch(nothing, pad_to_multiple_of=4).tokens.shape == (1, 4)
+
+
+def test_groups_are_refused() -> None:
+    pair = Group([5, 6, 7, 8, 9], [-100, -100, 7, 8, 9], lengths=[2, 2, 1], parents=[-1, 0, 0])
+    packs = IterablePackedDataset([0], encoder=lambda _: pair, max_seq_len=8)
+    with pytest.raises(
+        ValueError, match="has groups, and flatten_batch would part answers from their prompts"
+    ):
+        flatten_batch(collate_packed(list(packs)))
 
 
 @given(lengths_of, st.integers(1, 3), st.booleans())
