@@ -179,6 +179,17 @@ def test_two_ranks_train_as_one(tmp_path: Path, changes: dict[str, Any]) -> None
     assert steps[1] == pytest.approx(steps[0], rel=1e-5)
 
 
+def test_a_run_goes_on_with_other_numbers_of_ranks(tmp_path: Path) -> None:
+    folders = [tmp_path / "one", tmp_path / "others"]
+    whole, parts = (dpo_config(folder, max_steps=4, resume=True, validation=None) for folder in folders)
+    train(whole)
+    for ranks, steps in ((4, 2), (2, 4)):
+        parts.max_steps = steps
+        run_ranks(train, ranks, parts)
+    for name in ("loss", "rewards/margins"):
+        assert numbers(folders[1], name) == pytest.approx(numbers(folders[0], name), rel=1e-4, abs=1e-6)
+
+
 def test_adapters_are_compared_with_their_base(tmp_path: Path) -> None:
     train(dpo_config(tmp_path, adapters=True, max_steps=12))
     found = metrics(tmp_path)
