@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from streampack.inspection.report import Advice, Outcome, Report
+from streampack.packing.groups import ROOT
 from streampack.packing.strategies import STRATEGIES
 
 WORTH = 0.01
@@ -47,6 +48,8 @@ def _overlong(report: Report) -> Advice | None:
     fits = _enough_for(report, 1.0)
     most = report.settings.max_seq_len
     way = "truncate  # or drop; split keeps every token" if report.lengths.masked else "split"
+    if _has_groups(report):
+        way = "truncate  # or drop"
     raised = f"\n  # or keep them whole: max_seq_len: {fits}" if fits <= 4 * most else ""
     return Advice(
         "Say what to do with samples longer than max_seq_len",
@@ -69,7 +72,14 @@ def _truncated(report: Report) -> Advice | None:
             f"{why}; {longer:,} holds 99.9 % of the rows",
             f"data:\n  max_seq_len: {longer}  # if the model has so many positions",
         )
+    if _has_groups(report):
+        return None
     return Advice("Keep long samples in pieces", why, "data:\n  overlong: split")
+
+
+def _has_groups(report: Report) -> bool:
+    """Return whether some of the packs have groups with a shared prefix, which cannot be split."""
+    return any(sequence.parent != ROOT for pack in report.packs for sequence in pack.sequences)
 
 
 def _enough_for(report: Report, quantile: float) -> int:

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from streampack import IterablePackedDataset
+from streampack import IterablePackedDataset, TokensEncoder
 from streampack.inspection.report import Advice
 from streampack.inspection.shape import RunShape
 from streampack.inspection.survey import inspect_dataset
 from streampack.training.config import RunConfig
 from tests.support.inspection import log_normal, token_rows
+from tests.support.segments import Pairs
 
 FITTING = token_rows(log_normal(3000, 60, 0.6))
 
@@ -83,3 +84,18 @@ def test_what_is_recommended_is_worth_it() -> None:
     )
     assert before.advice[0].title == "Pack by exact_fit" or "Raise" in before.advice[0].title
     assert after.chosen.tokens < 0.95 * before.chosen.tokens
+
+
+def test_groups_are_not_advised_to_be_split() -> None:
+    pairs = [{"i": i, "n": 20} for i in range(1, 300)]
+    long = [{"i": 301 + i, "n": 3000} for i in range(9)]
+    settings = {"rows": [*pairs, *long], "encoder": Pairs(), "max_seq_len": 64}
+    titles = ["Say what to do with samples longer than max_seq_len", "Keep long samples in pieces"]
+    assert advice(**settings, overlong="error")[titles[0]].yaml == "data:\n  overlong: truncate  # or drop"
+    assert titles[1] not in advice(**settings, overlong="drop")
+    assert titles[1] in advice(
+        [{"tokens": [1] * (2000 if i % 30 == 0 else 20)} for i in range(300)],
+        max_seq_len=64,
+        encoder=TokensEncoder(labels=None),
+        overlong="drop",
+    )
