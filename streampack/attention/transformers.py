@@ -90,8 +90,8 @@ class TransformersInputs:
         if self.split:
             if shared:
                 raise ValueError(
-                    f"the batch has shared prefixes, and {config.model_type} has layers that carry a state, which cannot "
-                    "share one; set share_prefix=False in the encoder"
+                    f"the batch has shared prefixes, and {config.model_type} has layers that carry a state, which "
+                    "cannot share one; set share_prefix=False in the encoder"
                 )
             inputs[LENGTHS] = batch.seq_lens
         if self.attention in _REGISTERED_NAMES:

@@ -20,6 +20,7 @@ from streampack.packing.groups import Group
 from tests.support import hf_models, tiny_torchtune
 from tests.support.compiled import attend_in_graph
 from tests.support.groups import TREES, batch_of, run_alone, run_packed, segments, trees
+from tests.support.hybrid_models import HYBRIDS
 from tests.support.isolation import VOCAB, differences
 
 LIMIT = {torch.float32: 1e-6, torch.float64: 1e-9}
@@ -212,6 +213,15 @@ def test_keys_are_folded_and_unfolded(batch: Batch) -> None:
     assert torch.equal(again.index[: len(keys.index)], keys.index)
     assert unfold_keys(keys.cu_seqlens_q[None, None, None]) is None
     assert int(keys.cu_seqlens_q[-1]) == batch.tokens.numel()
+
+
+def test_layers_that_carry_a_state_share_no_prefix(batch: Batch) -> None:
+    model = hf_models.build("mamba", **HYBRIDS["mamba"])
+    inputs = prepare_model_for_packing(model)
+    with pytest.raises(ValueError, match="mamba has layers that carry a state, .* share_prefix=False"):
+        inputs(batch)
+    unshared = batch_of([group.unshared() for group in trees()])
+    assert find_leaks(model, unshared, inputs=inputs).ok
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
