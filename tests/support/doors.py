@@ -101,11 +101,11 @@ def without(package: str, then: Callable[[], Any]) -> Any:
         return then()
 
 
-def state_space() -> None:
+def with_alibi() -> None:
     import transformers
 
-    config = transformers.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=50)
-    streampack.prepare_model_for_packing(transformers.MambaForCausalLM(config))
+    config = transformers.BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=50)
+    streampack.prepare_model_for_packing(transformers.BloomForCausalLM(config))
 
 
 def plain_model(attention: str) -> None:

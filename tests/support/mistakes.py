@@ -22,12 +22,12 @@ from tests.support.doors import (
     sft,
     shuffled_stream,
     splits,
-    state_space,
     texts,
     tokenizer,
     torch_loader,
     trained,
     validated,
+    with_alibi,
     without,
 )
 
@@ -467,9 +467,10 @@ MISTAKES = (
     Mistake(
         door=MODELS,
         title="A model that cannot be packed",
-        make=lambda folder: state_space(),
-        message="this model cannot be packed: mamba carries a state from token to token, over the ends of samples, "
-        "and attention masks do not reach it; train it on padded batches, one sample a row",
+        make=lambda folder: with_alibi(),
+        message="this model cannot be packed: bloom adds a bias for the distance of tokens (ALiBi) counted from the "
+        "start of the pack, and has no argument that says where samples begin; train it on padded batches, one sample "
+        "a row",
         cure="[Which models can](../guides/models.md).",
     ),
     Mistake(
