@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ import torch
 from benchmarks import report
 from benchmarks.lengths import lengths
 from streampack import Batch, IterablePackedDataset, collate_packed, prepare_model_for_packing
-from streampack.attention.mixers import LENGTHS
 from tests.support.hf_models import build
 from tests.support.hybrid_models import HYBRIDS
 
@@ -54,18 +54,16 @@ def measure(family: str, batch: Batch, *, rounds: int) -> list[str]:
     size = batch.tokens.shape[1]
     sizes = HYBRIDS[family] | LARGER.get(family, {}) | WIDTH | {"max_position_embeddings": size}
     model = build(family, **sizes)
-    packed = prepare_model_for_packing(model, attention="dense")(batch)
-    # The same tokens as one sequence: no boundary in positions, and so none in masks.
-    alone = packed | {LENGTHS: torch.tensor([[size]])}
-    if "position_ids" in packed:
-        alone["position_ids"] = torch.arange(size)[None]
+    inputs = prepare_model_for_packing(model, attention="dense" if family == "rwkv" else "varlen")
+    positions = torch.arange(size)[None]
+    alone = replace(batch, input_pos=positions, seq_lens=torch.tensor([[size]], dtype=torch.int32))
 
-    def seconds(inputs: dict[str, Any]) -> float:
+    def seconds(given: Batch) -> float:
         begun = time.perf_counter()
-        model(**inputs).logits.sum().backward()
+        model(**inputs(given)).logits.sum().backward()
         return time.perf_counter() - begun
 
-    found = [(seconds(packed), seconds(alone)) for _ in range(rounds + 1)][1:]  # the first round warms up
+    found = [(seconds(batch), seconds(alone)) for _ in range(rounds + 1)][1:]  # the first round warms up
     ratios = [ours / theirs for ours, theirs in found]
     return [
         family,

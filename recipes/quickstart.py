@@ -94,8 +94,8 @@ def packed_and_padded(config: Any, *, steps: int) -> str:
     from streampack.distributed.world import World
     from streampack.inspection.drawing import LEGEND, draw_packs
     from streampack.inspection.picture import view
-    from streampack.inspection.report_writer import packs_of
     from streampack.instantiate import build
+    from streampack.packing.batch import unstack_packs
     from streampack.training.config import read_config
     from streampack.training.data import build_datasets, build_loader
 
@@ -108,7 +108,7 @@ def packed_and_padded(config: Any, *, steps: int) -> str:
     for batch in islice(loader, steps * loader.batches_per_step):
         packed, batches = packed + batch.tokens.numel(), batches + 1
         if len(packs) < DRAWN_PACKS:
-            packs += packs_of(batch)
+            packs += unstack_packs(batch)
         lengths += [each.stop - each.start for fragments in batch.fragments for each in fragments]
     random.Random(0).shuffle(lengths)
     like_packed = round(len(lengths) / max(1, batches))

@@ -12,7 +12,7 @@ from streampack.distributed.world import World
 from streampack.inspection.picture import view
 from streampack.inspection.run_page import run_page
 from streampack.inspection.run_report import RunReport, last_ledger
-from streampack.packing.batch import Batch
+from streampack.packing.batch import Batch, unstack_packs
 from streampack.streaming.lane_config import LaneConfig
 from streampack.training.config import RunConfig
 from streampack.training.record import METRICS_FILE, read_metrics
@@ -51,7 +51,7 @@ class ReportWriter:
     def add(self, batch: Batch, *, step: int) -> None:
         """Take a batch that is trained in a step; only the first packs are kept."""
         if self._missing:
-            found = packs_of(batch)[: self._missing]
+            found = unstack_packs(batch)[: self._missing]
             self._packs += [(step, pack) for pack in found]
             self._missing -= len(found)
 
@@ -98,32 +98,6 @@ def write_page(report: RunReport, path: Path) -> None:
     part = path.with_suffix(".part")
     part.write_text(run_page(report), encoding="utf-8")
     part.replace(path)
-
-
-def packs_of(batch: Batch) -> list[Pack]:
-    """Return the packs of a batch, without those of padding only. Their lane is not known: 0.
-
-    >>> from streampack import IterablePackedDataset, collate_packed
-    >>> rows = [{"tokens": [7, 8, 9], "labels": [7, 8, 9]}, {"tokens": [4, 5], "labels": [4, 5]}]
-    >>> [pack] = packs_of(collate_packed(list(IterablePackedDataset(rows, max_seq_len=6))))
-    >>> pack.tokens.tolist(), pack.seq_lens
-    ([7, 8, 9, 4, 5, 0], (3, 2))
-    """
-    return [
-        Pack(
-            tokens=tokens.numpy().copy(),
-            labels=labels.numpy().copy(),
-            seq_lens=tuple(fragment.stop - fragment.start for fragment in fragments),
-            fragments=fragments,
-            epoch=0,
-            number=number,
-            lane=0,
-        )
-        for number, (tokens, labels, fragments) in enumerate(
-            zip(batch.tokens, batch.labels, batch.fragments, strict=True)
-        )
-        if fragments
-    ]
 
 
 def _how(error: BaseException) -> str:

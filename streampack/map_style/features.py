@@ -77,6 +77,11 @@ def mappings_of(features: Sequence[Any]) -> list[Feature]:
             found.append(as_mapping(feature))
         except ValueError as error:
             raise ValueError(f"sample {number} of the batch: {error}") from None
+        if "groups" in found[-1]:
+            raise ValueError(
+                f"pack {number} of the batch holds groups, whose answers share a prompt and a loss, and a "
+                "flattened row has no place for them; use a PackedDataLoader, or streampack.collate_packed"
+            )
     return found
 
 

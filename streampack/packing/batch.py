@@ -21,14 +21,18 @@ def to_torchtune(pack: Pack, input_pos: IntArray | None = None) -> dict[str, Any
     ``seq_lens`` ends with the padding's length where there is padding, because torchtune's collate function needs
     the sum to be ``max_seq_len``; ``num_seqs`` counts the real sequences. By default, positions restart in every
     sequence and in the padding; ``input_pos`` gives others.
+
+    A pack with groups has the key ``groups``. Where sequences share prefixes, their lengths are under ``segment_lens``:
+    a collator that made a mask of ``seq_lens`` would hide prompts from their answers.
     """
     if input_pos is None:
         [input_pos] = _positions([pack])
+    shared = pack.groups is not None and any(parent != ROOT for parent in pack.groups.parents)
     return {
         "tokens": torch.from_numpy(pack.tokens.astype(np.int64, copy=False)),  # [max_seq_len]
         "labels": torch.from_numpy(pack.labels.astype(np.int64, copy=False)),  # [max_seq_len]
         "input_pos": torch.from_numpy(input_pos),  # [max_seq_len]
-        "seq_lens": torch.tensor(_segment_lengths(pack)),  # [num_seqs (+ 1)]
+        "segment_lens" if shared else "seq_lens": torch.tensor(_segment_lengths(pack)),  # [num_seqs (+ 1)]
         "num_seqs": len(pack.seq_lens),
         "fragments": pack.fragments,
         "epoch": pack.epoch,
@@ -126,7 +130,8 @@ def collate_packed(packs: Sequence[Mapping[str, Any]], *, segments: int | None =
     Raises:
         ValueError: if a pack has more than ``segments``.
     """
-    seq_lens = _stack_seq_lens([pack["seq_lens"].tolist() for pack in packs], segments)
+    lengths = [pack["segment_lens" if "segment_lens" in pack else "seq_lens"].tolist() for pack in packs]
+    seq_lens = _stack_seq_lens(lengths, segments)
     return Batch(
         tokens=torch.stack([pack["tokens"] for pack in packs]),
         labels=torch.stack([pack["labels"] for pack in packs]),
@@ -164,6 +169,42 @@ def stack_packs(packs: Sequence[Pack], *, segments: int | None = None) -> Batch:
             width=seq_lens.shape[1],
         ),
     )
+
+
+def unstack_packs(batch: Batch) -> list[Pack]:
+    """Return the packs of a batch in memory of their own, null packs left out. Lane and number are unknown: -1.
+
+    >>> from streampack import IterablePackedDataset
+    >>> rows = [{"tokens": [7, 8, 9], "labels": [7, 8, 9]}, {"tokens": [4, 5], "labels": [4, 5]}]
+    >>> [pack] = unstack_packs(collate_packed(list(IterablePackedDataset(rows, max_seq_len=6))))
+    >>> pack.tokens.tolist(), pack.seq_lens
+    ([7, 8, 9, 4, 5, 0], (3, 2))
+    """
+    packs = []
+    for number, fragments in enumerate(batch.fragments):
+        if not fragments:
+            continue
+        groups, count = None, len(fragments)
+        if batch.groups is not None:
+            groups = PackGroups(
+                batch.groups.parents[number],
+                tuple(batch.groups.first_labels[number, :count].tolist()),
+                {name: values[number, :count].numpy().copy() for name, values in batch.groups.fields.items()},
+                {name: values[number].numpy().copy() for name, values in batch.groups.token_fields.items()},
+            )
+        packs.append(
+            Pack(
+                tokens=batch.tokens[number].numpy().copy(),
+                labels=batch.labels[number].numpy().copy(),
+                seq_lens=tuple(fragment.stop - fragment.start for fragment in fragments),
+                fragments=fragments,
+                epoch=-1,
+                number=-1,
+                lane=-1,
+                groups=groups,
+            )
+        )
+    return packs
 
 
 def _positions(packs: Sequence[Pack]) -> IntArray:

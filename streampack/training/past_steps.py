@@ -6,7 +6,7 @@ from itertools import islice
 from pathlib import Path
 
 from streampack.loader.data_loader import PackedDataLoader
-from streampack.packing.batch import Batch
+from streampack.packing.batch import unstack_packs
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.training.checkpoint import Checkpoints, read_run
 from streampack.types import Pack
@@ -55,22 +55,4 @@ def packs_of_step(dataset: IterablePackedDataset, checkpoints: Path, step: int) 
     loader = PackedDataLoader(dataset, batch_size=packs_per_step)
     if (batch := next(islice(loader, step - begun - 1, None), None)) is None:
         raise ValueError(f"the data end before step {step}, which was never trained")
-    return [pack for pack in packs_of(batch) if pack.fragments]
-
-
-def packs_of(batch: Batch) -> list[Pack]:
-    """Return the packs that a batch was made of; lane and number are not known any more, and -1."""
-    return [
-        Pack(
-            tokens=tokens,
-            labels=labels,
-            seq_lens=tuple(fragment.stop - fragment.start for fragment in fragments),
-            fragments=fragments,
-            epoch=-1,
-            number=-1,
-            lane=-1,
-        )
-        for tokens, labels, fragments in zip(
-            batch.tokens.numpy(), batch.labels.numpy(), batch.fragments, strict=True
-        )
-    ]
+    return unstack_packs(batch)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import growth, inputs, lanes, mixers, straggling, text, tokens, waiting
+from benchmarks import groups, growth, inputs, lanes, mixers, straggling, text, tokens, waiting
 from tests.support.tiny import WordTokenizer
 
 # Python 3.12 warns of every fork beside a thread; torch's own DataLoader does the same.
@@ -90,6 +90,21 @@ def test_a_share_of_the_text_is_nobody_elses(tmp_path: Path) -> None:
     wanted = sum(len(tokenizer.encode(some)) for some in corpus.texts)
     assert text.plain(tokenizer, corpus, 2) == wanted
     assert {text.packed(tokenizer, corpus, 2, mode) for mode in text.MODES} == {wanted}
+
+
+@pytest.mark.slow
+def test_groups_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torchtune")
+    groups.main(["--smoke"])
+    assert len(re.findall(r"^\| \d prompts x (?:2|8) answers ", capsys.readouterr().out, re.MULTILINE)) == 6
+
+
+def test_padded_groups_hold_every_answer_behind_its_prompt() -> None:
+    made = groups.make_groups(5, answers=2, prompt=20, answer=10)
+    rows = [row[row > 0].tolist() for tokens, _ in groups.padded(made, rows=4) for row in tokens]
+    assert rows == [
+        each.unshared().tokens[start:stop].tolist() for each in made for start, stop in each.unshared().bounds
+    ]
 
 
 @pytest.mark.slow

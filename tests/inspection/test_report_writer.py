@@ -7,14 +7,13 @@ from html import unescape
 from pathlib import Path
 
 import pytest
-import torch
 from streampack_recipes.full_finetune import train
 
 from streampack import IterablePackedDataset, collate_packed
 from streampack.distributed.world import World
 from streampack.inspection import report_writer
-from streampack.inspection.report_writer import PACKS, REPORT_FILE, ReportWriter, packs_of
-from streampack.packing.batch import Batch, null_pack, stack_packs
+from streampack.inspection.report_writer import PACKS, REPORT_FILE, ReportWriter
+from streampack.packing.batch import Batch
 from streampack.training.config import read_config
 from streampack.training.record import METRICS_FILE, read_metrics
 from tests.support.ranks import run_ranks
@@ -131,16 +130,3 @@ def test_other_ranks_keep_nothing(tmp_path: Path) -> None:
         raise KeyError
     assert writer._packs == []
     assert not writer.path.exists()
-
-
-def test_packs_of_a_batch_are_copies_without_null_packs() -> None:
-    rows = [{"tokens": [i, i + 1], "labels": [i, i + 1]} for i in range(1, 7)]
-    packs = list(IterablePackedDataset(rows, max_seq_len=5).stream())
-    batch = stack_packs([*packs, null_pack(5)])
-    found = packs_of(batch)
-    batch.tokens.zero_()
-    assert len(found) == len(packs)
-    for mine, theirs in zip(found, packs, strict=True):
-        assert mine.seq_lens == theirs.seq_lens
-        assert mine.fragments == theirs.fragments
-        assert torch.equal(torch.from_numpy(mine.tokens), torch.from_numpy(theirs.tokens.astype("int64")))

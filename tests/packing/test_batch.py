@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streampack import IGNORE_INDEX, Batch, Fragment, Pack, Sample, collate_packed
+from streampack import IGNORE_INDEX, Batch, Fragment, IterablePackedDataset, Pack, Sample, collate_packed
 from streampack.packing.assemble import assemble
-from streampack.packing.batch import null_pack, stack_packs, to_torchtune
-from tests.support import oracle
+from streampack.packing.batch import null_pack, stack_packs, to_torchtune, unstack_packs
+from tests.support import groups, oracle
 
 LIMIT = 12
 contents = st.lists(st.integers(1, 6), min_size=1, max_size=LIMIT).filter(lambda lens: sum(lens) <= LIMIT)
@@ -129,3 +129,28 @@ def test_segments_sets_the_width_of_seq_lens() -> None:
         ValueError, match=r"a pack has 3 segments, padding included, and segments=2; give max_seqs"
     ):
         stack_packs([make_pack([3, 2])], segments=2)
+
+
+def test_unstacked_packs_are_copies_without_null_packs() -> None:
+    rows = [{"tokens": [i, i + 1], "labels": [i, i + 1]} for i in range(1, 7)]
+    packs = list(IterablePackedDataset(rows, max_seq_len=5).stream())
+    batch = stack_packs([*packs, null_pack(5)])
+    found = unstack_packs(batch)
+    batch.tokens.zero_()
+    assert len(found) == len(packs)
+    for mine, theirs in zip(found, packs, strict=True):
+        assert mine.seq_lens == theirs.seq_lens
+        assert mine.fragments == theirs.fragments
+        assert mine.tokens.tolist() == theirs.tokens.tolist()
+        assert mine.labels.tolist() == theirs.labels.tolist()
+
+
+def test_unstacked_packs_of_groups_are_stacked_to_the_same_batch() -> None:
+    batch = groups.batch_of(groups.trees())
+    assert batch.groups is not None
+    again = stack_packs(unstack_packs(batch))
+    assert again.groups is not None
+    assert again.groups.parents == batch.groups.parents
+    assert torch.equal(again.groups.first_labels, batch.groups.first_labels)
+    assert torch.equal(again.input_pos, batch.input_pos)
+    assert torch.equal(again.labels, batch.labels)

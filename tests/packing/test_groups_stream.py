@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from streampack import (
     IGNORE_INDEX,
     Batch,
+    FlatteningCollator,
     Group,
     IterablePackedDataset,
     JSONLSource,
@@ -377,9 +378,22 @@ def test_a_fragment_is_traced_to_its_segment() -> None:
     data = dataset(LONG, overlong="truncate")
     for pack in itertools.islice(data, 5):
         at = 0
-        for fragment, length in zip(pack["fragments"], pack["seq_lens"].tolist(), strict=False):
+        lengths = pack["segment_lens" if "segment_lens" in pack else "seq_lens"]
+        for fragment, length in zip(pack["fragments"], lengths.tolist(), strict=False):
             assert data.trace(fragment)["tokens"] == pack["tokens"][at : at + length].tolist()
             at += length
+
+
+def test_collators_that_know_no_groups_do_not_get_their_lengths() -> None:
+    """A mask of ``seq_lens`` would hide the prompts from their answers, and leave no trace."""
+    packs = [pack for pack in dataset(LONG, overlong="truncate") if "segment_lens" in pack][:2]
+    assert len(packs) == 2
+    assert all("seq_lens" not in pack for pack in packs)
+    with pytest.raises(ValueError, match="pack 0 of the batch holds groups, .* use a PackedDataLoader"):
+        FlatteningCollator()(packs)
+    data = pytest.importorskip("torchtune.data")
+    with pytest.raises(KeyError, match="seq_lens"):
+        data.padded_collate_packed(packs)
 
 
 def test_plain_samples_alone_make_no_groups() -> None:
