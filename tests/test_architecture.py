@@ -69,6 +69,7 @@ FREE_TESTS = {
     "loader/test_interrupts.py": "exceptions in the middle of next(): loader, workers, streams and sources together",
     "loader/test_worker_ends.py": "worker processes that end, or whose trainer does",
     "attention/test_packed_equals_alone.py": "packed equals alone, through the model and the loss",
+    "integrations/test_hybrid_models.py": "Trainer on models with layers that carry a state",
     "integrations/test_trl.py": "TRL's SFTTrainer on a stream of packs",
     "recipes/test_stock_recipe.py": "torchtune's own recipe on our PackedDataset",
     "recipes/test_examples.py": "the scripts under examples/",

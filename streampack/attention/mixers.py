@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 MIXERS = frozenset(
     (
@@ -43,26 +42,11 @@ class Boundaries:
     """The lengths of the sequences in the packs that a model computes, shared by its mixers.
 
     ``None`` outside of packed passes: the mixers then do what their authors wrote. Activation checkpointing computes a
-    layer again in the backward pass, maybe after another forward pass, so `_Remember` puts the lengths back.
+    layer again in the backward pass, maybe after another forward pass, so `_Remembering` puts the lengths back.
     """
 
     def __init__(self) -> None:
         self.lengths: Lengths | None = None
-
-
-class _Remember(torch.autograd.Function):
-    """Return a tensor as it is; in the backward pass, put back the lengths of the forward pass that made it."""
-
-    @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, boundaries: Boundaries) -> torch.Tensor:
-        ctx.boundaries, ctx.lengths = boundaries, boundaries.lengths
-        return output.view_as(output)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.boundaries.lengths = ctx.lengths
-        return grad, None
 
 
 def find_mixers(model: nn.Module) -> list[nn.Module]:
@@ -102,19 +86,26 @@ class _TakeLengths:
 
 
 class _Remembering:
-    """A hook of the model's ``forward``: lets the outputs remember the lengths with which they were computed."""
+    """A hook of the model's ``forward``: in the backward pass, the lengths are again those of this forward pass.
+
+    Gradients reach the outputs first, before any layer is computed again.
+    """
 
     def __init__(self, boundaries: Boundaries) -> None:
         self.boundaries = boundaries
 
-    def __call__(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        if self.boundaries.lengths is None:
-            return output
+    def __call__(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        lengths = self.boundaries.lengths
+        if lengths is None:
+            return
+
+        def put_back(_grad: torch.Tensor) -> None:
+            self.boundaries.lengths = lengths
+
         for name in ("loss", "logits", "last_hidden_state"):
             value = getattr(output, name, None)
             if torch.is_tensor(value) and value.requires_grad:
-                output[name] = _Remember.apply(value, self.boundaries)  # type: ignore[no-untyped-call]
-        return output
+                value.register_hook(put_back)  # type: ignore[no-untyped-call]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # each pack has other lengths
