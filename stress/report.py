@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,17 +36,31 @@ def write(results: Mapping[str, Mapping[str, Any]]) -> None:
     RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
 
 
-def table(results: Mapping[str, Mapping[str, Any]], jobs: Mapping[str, Job]) -> str:
-    """Format the results as a Markdown table, with machine and date above it."""
+def table(results: Mapping[str, Mapping[str, Any]], jobs: Mapping[str, Job], *, page: str = "") -> str:
+    """Format the results as a Markdown table, with machine and date above it.
+
+    Args:
+        results: by job.
+        jobs: all that there are.
+        page: an earlier table, from another checkout maybe, of which the rows of jobs without a result are kept.
+    """
+    earlier = {
+        found[1]: found[0] for found in re.finditer(r"^\|.*\(`([\w-]+)`\) \|.*\|$", page, re.MULTILINE)
+    }
     rows = ["| what it shows | what was done | time | result |", "|---|---|--:|---|"]
-    for name, result in results.items():
+    for name in jobs:
+        if (result := results.get(name)) is None:
+            rows += [earlier[name]] if name in earlier else []
+            continue
         verdict = {True: "holds", False: "**fails**", None: "**not run**"}[result["holds"]]
         done = str(result["counts"]).replace("|", "/")
         shows = f"{jobs[name].shows} (`{name}`)"
         rows.append(f"| {shows} | {done} | {result['seconds']:.0f} s | {verdict} |")
-    runs = sorted({f"{r['date']} · {r['machine']} · {r['versions']}" for r in results.values()})
-    missing = [f"`{name}`" for name in jobs if name not in results]
-    notes = [*runs, *([f"Not run yet: {', '.join(missing)}."] if missing else [])]
+    runs = {f"{r['date']} · {r['machine']} · {r['versions']}" for r in results.values()}
+    if any(name not in results for name in earlier):
+        runs |= set(re.findall(r"^\d{4}-\d\d-\d\d · .*$", page, re.MULTILINE))
+    missing = [f"`{name}`" for name in jobs if name not in results and name not in earlier]
+    notes = [*sorted(runs), *([f"Not run yet: {', '.join(missing)}."] if missing else [])]
     return "\n\n".join([*notes, "\n".join(rows)])
 
 
@@ -53,5 +68,6 @@ def render(results: Mapping[str, Mapping[str, Any]], jobs: Mapping[str, Job]) ->
     """Write the table between the two markers of the page."""
     text = PAGE.read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{table(results, jobs)}\n\n{END}{after}", encoding="utf-8")
+    earlier, after = rest.split(END)
+    made = table(results, jobs, page=earlier)
+    PAGE.write_text(f"{before}{BEGIN}\n\n{made}\n\n{END}{after}", encoding="utf-8")

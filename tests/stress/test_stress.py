@@ -27,6 +27,25 @@ def stress(*arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+def test_a_table_keeps_the_rows_of_jobs_that_were_not_run_here() -> None:
+    jobs = {name: Job(name, f"shows {name}", 1, lambda run: "") for name in ("one", "two", "three")}
+    result = {
+        "holds": True,
+        "counts": "all",
+        "seconds": 2.0,
+        "date": "2026-01-02",
+        "machine": "A",
+        "versions": "B",
+    }
+    first = report.table({"one": result, "two": result}, jobs)
+    later = report.table({"two": result | {"counts": "more", "date": "2026-01-03"}}, jobs, page=first)
+    rows = [line for line in later.splitlines() if line.startswith("| shows")]
+    assert rows == ["| shows one (`one`) | all | 2 s | holds |", "| shows two (`two`) | more | 2 s | holds |"]
+    assert "2026-01-02 · A · B" in later
+    assert "2026-01-03 · A · B" in later
+    assert "Not run yet: `three`." in later
+
+
 @pytest.mark.slow
 def test_some_jobs_with_small_counts() -> None:
     before = report.PAGE.read_text(), report.read()
