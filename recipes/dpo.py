@@ -44,6 +44,7 @@ from streampack.training.preferences import (
     at_first_token,
     evaluate_pairs,
     require_preferences,
+    shares_prefixes,
 )
 from streampack.training.progress import MetricLogger, aligned, bar, postfix, summary
 from streampack.training.row_losses import RowLosses
@@ -95,8 +96,6 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
     weights = checkpointer.load_checkpoint()[training.MODEL_KEY]
     model = build_model(cfg, weights=weights, device=device, world=world, adapters_only=adapters_only)
     inputs = prepare_model_for_packing(model, attention=cfg.attention)
-    if cfg.verify_isolation:
-        verify_isolation(model, inputs, max_seq_len=cfg.data["max_seq_len"], world=world)
     loss = build(cfg.loss)
     reference = Reference(cfg, loss, model=model, inputs=inputs, weights=weights, device=device, world=world)
     del weights
@@ -106,6 +105,9 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
     # The data.
     vocab_size = model.tok_embeddings.num_embeddings
     dataset, validation = build_data(cfg, tokenizer=tokenizer, vocab_size=vocab_size, world=world)
+    if cfg.verify_isolation:
+        size, shared = cfg.data["max_seq_len"], shares_prefixes(dataset.lane_config)
+        verify_isolation(model, inputs, max_seq_len=size, world=world, groups=shared)
     loader = build_loader(cfg, dataset, device=device, world=world)
 
     # A new run, one that continues from its newest checkpoint, or a second phase of another run.

@@ -19,17 +19,20 @@ from streampack.training.config import read_config
 from streampack.training.devices import pick_device
 
 
-def verify_isolation(model: nn.Module, inputs: Inputs, *, max_seq_len: int, world: World) -> LeakReport:
+def verify_isolation(
+    model: nn.Module, inputs: Inputs, *, max_seq_len: int, world: World, groups: bool = False
+) -> LeakReport:
     """Collective: raise on all ranks if samples of a pack attend to one another in this model.
 
     Makes 19 forward passes of one pack of 256 tokens, or of a longer pack if the model has a window. Model and random
-    generators are afterwards as before. See `find_leaks`.
+    generators are afterwards as before. See `find_leaks`, also for ``groups``.
 
     Raises:
         ValueError: if they do, with the report.
     """
     with world.raise_on_all():
-        report = find_leaks(model, inputs=inputs, max_seq_len=probe_length(model, max_length=max_seq_len))
+        length = probe_length(model, max_length=max_seq_len)
+        report = find_leaks(model, inputs=inputs, max_seq_len=length, groups=groups)
         if not report.ok:
             raise ValueError(
                 f"{report}\nthe run was stopped before its first step; verify_isolation=False lets it train like this"

@@ -19,6 +19,8 @@ from streampack.distributed.world import World
 from streampack.instantiate import build
 from streampack.losses import PreferenceLoss, pair_of, sequence_logps
 from streampack.packing.batch import Batch
+from streampack.packing.encoders import PreferenceEncoder, RolloutEncoder
+from streampack.streaming.lane_config import LaneConfig
 from streampack.training.config import RunConfig
 from streampack.training.evaluation import HeldOut
 from streampack.training.model import build_model, evaluating
@@ -56,6 +58,16 @@ def require_preferences(config: RunConfig) -> None:
             raise ValueError(f"{key}={value} is for cross-entropy, and dpo compares pairs; remove the key")
     if method := config.data.get("method"):
         raise ValueError(f"data.method={method} makes batches of single samples; remove the key")
+
+
+def shares_prefixes(lanes: LaneConfig) -> bool:
+    """Return whether an encoder of a run keeps prompts once. Of a user's own encoder it is not known, and assumed."""
+    mix = lanes.mix
+    encoders = [lanes.encode] if mix is None else [entry.encoder or lanes.encode for entry in mix.entries]
+    return any(
+        encode.share_prefix if isinstance(encode, PreferenceEncoder | RolloutEncoder) else True
+        for encode in encoders
+    )
 
 
 def refuse_preferences(config: RunConfig) -> None:

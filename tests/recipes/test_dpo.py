@@ -19,6 +19,7 @@ from torchtune.data import padded_collate_dpo
 from torchtune.models.llama3 import llama3
 from torchtune.rlhf.loss import DPOLoss
 
+from streampack.attention.shared import SharedKeys, SharedPrefixes
 from streampack.distributed.world import World
 from streampack.instantiate import build
 from streampack.training.config import read_config
@@ -385,3 +386,17 @@ def test_recipes_of_cross_entropy_refuse_pairs(tmp_path: Path) -> None:
     unshared = {"_component_": "tests.support.preferences.PairEncoder", "share_prefix": False}
     result = train_plain(dpo_config(tmp_path, loss=None, max_steps=2, **{"data.encoder": unshared}))
     assert result["step"] == 2
+
+
+def test_an_answer_that_sees_the_other_is_found_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = SharedPrefixes.keys
+
+    def with_siblings(shared: SharedPrefixes) -> SharedKeys:
+        shared.parents = tuple(tuple(range(-1, len(parents) - 1)) for parents in shared.parents)
+        return keys(shared)
+
+    monkeypatch.setattr(SharedPrefixes, "keys", with_siblings)
+    with pytest.raises(ValueError, match="the run was stopped before its first step"):
+        train(dpo_config(tmp_path, max_steps=1, verify_isolation=True))

@@ -10,15 +10,29 @@ import torch
 from torch import nn
 from torchtune.models.llama3 import lora_llama3
 
-from streampack import Batch, IterablePackedDataset, collate_packed, prepare_model_for_packing
+from streampack import (
+    Batch,
+    IterablePackedDataset,
+    Mix,
+    PreferenceEncoder,
+    collate_packed,
+    prepare_model_for_packing,
+)
 from streampack.distributed.world import World
 from streampack.losses import PreferenceLoss, pair_of
 from streampack.losses import sequences as sequences_module
 from streampack.training.config import RunConfig
 from streampack.training.model import has_adapters
-from streampack.training.preferences import Compared, Comparison, PairMeter, Reference, at_first_token
+from streampack.training.preferences import (
+    Compared,
+    Comparison,
+    PairMeter,
+    Reference,
+    at_first_token,
+    shares_prefixes,
+)
 from tests.support.preferences import PairEncoder, pair_rows, whole_pairs
-from tests.support.tiny import ADAPTERS, BASE
+from tests.support.tiny import ADAPTERS, BASE, WordTokenizer
 
 DEVICE = torch.device("cpu")
 
@@ -165,3 +179,15 @@ def test_adapters_are_found_without_memory_for_weights() -> None:
     assert has_adapters(config())
     plain = {"_component_": "torchtune.models.llama3.llama3", **BASE}
     assert not has_adapters(dataclasses.replace(config(), model=plain))
+
+
+@pytest.mark.parametrize("share_prefix", [True, False])
+def test_encoders_say_whether_prompts_are_shared(share_prefix: bool) -> None:
+    encoder = PreferenceEncoder(WordTokenizer(), share_prefix=share_prefix)
+    rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
+    alone = IterablePackedDataset(rows, max_seq_len=8, encoder=encoder)
+    assert shares_prefixes(alone.lane_config) is share_prefix
+    mixed = Mix([{"name": "one", "source": rows, "weight": 1, "encoder": encoder}])
+    assert shares_prefixes(IterablePackedDataset(mixed, max_seq_len=8).lane_config) is share_prefix
+    own = IterablePackedDataset(rows, max_seq_len=8, encoder=lambda row: encoder(row))
+    assert shares_prefixes(own.lane_config), "of an encoder of the user's own, nobody knows"
