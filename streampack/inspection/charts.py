@@ -11,7 +11,7 @@ from itertools import count, pairwise
 Point = tuple[float, float]  # (step, value)
 
 WIDTH, HEIGHT = 420, 210  # of the viewBox; a page shows it 340 to 560 pixels wide
-LEFT, RIGHT, TOP, BOTTOM = 58, 18, 12, 34  # margins around the plot
+LEFT, RIGHT, TOP, BOTTOM = 66, 18, 12, 34  # margins around the plot
 BUCKETS = 250
 """A line is thinned out to twice as many points: the lowest and the highest of each bucket."""
 MOST_MARKS = 40
