@@ -133,8 +133,8 @@ def _pictures(report: RunReport) -> Iterator[Markup]:
     )
     if not all(map(math.isfinite, values)):
         yield paragraph("A cross marks a step whose value is not a finite number.", kind="note")
-    columns = ("metric", "unit", "first", "last", "lowest", "at step", "highest", "at step", "mean")
-    yield table(columns, rows, caption="The metrics in numbers", text=[1])
+    columns = ("metric", "first", "last", "lowest", "at step", "highest", "at step", "mean")
+    yield table(columns, rows, caption="The metrics in numbers")
     yield _steps(report)
 
 
@@ -147,17 +147,21 @@ def _figure(chart: Chart, lines: Sequence[Line], drawn: str) -> str:
 
 def _summary(chart: Chart, line: Line) -> list[str]:
     """Return a row of the table: what a line shows, in numbers."""
-    name = line.name if len(chart.metrics) == 1 else f"{line.name} {chart.title.lower()}"
+    name = _with_unit(line.name if len(chart.metrics) == 1 else f"{line.name} {chart.title.lower()}", chart)
     points = _finite(line.points)
     if not points:
-        return [name, chart.unit, *["not finite"] * 2, *["-"] * 5]
+        return [name, *["not finite"] * 2, *["-"] * 5]
     low, high = min(points, key=lambda p: p[1]), max(points, key=lambda p: p[1])
     mean = sum(value for _, value in points) / len(points)
     first, last = (_cell(value, chart) for _, value in (line.points[0], line.points[-1]))
     return [
-        name, chart.unit, first, last, _cell(low[1], chart), f"{low[0]:,.0f}", _cell(high[1], chart),
+        name, first, last, _cell(low[1], chart), f"{low[0]:,.0f}", _cell(high[1], chart),
         f"{high[0]:,.0f}", _cell(mean, chart),
     ]  # fmt: skip
+
+
+def _with_unit(name: str, chart: Chart) -> str:
+    return name if chart.unit in name else f"{name}, {chart.unit}"
 
 
 def _cell(value: float, chart: Chart) -> str:
@@ -182,7 +186,7 @@ def _steps(report: RunReport) -> Markup:
         rows.append([f"{step:,.0f}", *values])
     if not rows:
         return Markup("")
-    heads = ["step", *(name if chart.unit in name else f"{name}, {chart.unit}" for name, _, chart in columns)]
+    heads = ["step", *(_with_unit(name, chart) for name, _, chart in columns)]
     return _folded(
         "Some steps in numbers",
         Markup(
