@@ -92,9 +92,8 @@ def _shared_mask(
         return allowed & (positions[batch, query] - positions[batch, key] < window)
 
     blocks = torch.arange(-(-max_seq_len // BLOCK_SIZE), device=ids.device)
-    held = torch.zeros(
-        len(ids), len(blocks), visible.shape[1], device=ids.device
-    )  # whether a block has a sequence
+    # [batch, blocks, segments + 1]: whether a block holds a part of a sequence
+    held = torch.zeros(len(ids), len(blocks), visible.shape[1], device=ids.device)
     packs = torch.arange(len(ids), device=ids.device)[:, None]
     held[packs, torch.arange(max_seq_len, device=ids.device) // BLOCK_SIZE, ids] = 1
     any_seen = held @ visible.float() @ held.mT > 0  # [batch, blocks, blocks]

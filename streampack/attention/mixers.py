@@ -7,7 +7,7 @@ together; all other layers see the packs as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
 
@@ -41,12 +41,15 @@ Lengths = list[list[int]]
 class Boundaries:
     """The lengths of the sequences in the packs that a model computes, shared by its mixers.
 
-    ``None`` outside of packed passes: the mixers then do what their authors wrote. Activation checkpointing computes a
-    layer again in the backward pass, maybe after another forward pass, so `_Remembering` puts the lengths back.
+    ``None`` outside of packed passes: the mixers then do what their authors wrote.
     """
 
     def __init__(self) -> None:
         self.lengths: Lengths | None = None
+
+    def clear(self) -> None:
+        """End a packed pass."""
+        self.lengths = None
 
 
 def find_mixers(model: nn.Module) -> list[nn.Module]:
@@ -59,51 +62,61 @@ def find_mixers(model: nn.Module) -> list[nn.Module]:
 
 
 def split_mixers(model: nn.Module, mixers: list[nn.Module]) -> None:
-    """Let the mixers of a model run one sequence at a time where its ``forward`` is given `LENGTHS`.
+    """Let the mixers of a model run one sequence at a time where a ``forward`` is given `LENGTHS`.
 
-    A model may be given again.
+    The model's may be, and that of each model in it, such as the decoder below the head. A model may be given again.
+
+    Args:
+        model: a PreTrainedModel.
+        mixers: of the model, as `find_mixers` returns them.
     """
-    if any(isinstance(hook, _TakeLengths) for hook in model._forward_pre_hooks.values()):
+    from transformers import PreTrainedModel
+
+    if hasattr(mixers[0], "streampack_boundaries"):
         return
     boundaries = Boundaries()
-    model.register_forward_pre_hook(_TakeLengths(boundaries), with_kwargs=True)
-    model.register_forward_hook(_Remembering(boundaries))
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            passes = _Passes(boundaries)
+            part.register_forward_pre_hook(passes.enter, with_kwargs=True)
+            part.register_forward_hook(passes.leave, always_call=True)
     for mixer in mixers:
         mixer.streampack_boundaries = boundaries  # type: ignore[assignment]
         mixer.forward = MethodType(_forward_split, mixer)
 
 
-class _TakeLengths:
-    """A pre-hook of the model's ``forward``: takes the lengths out of its arguments."""
+class _Passes:
+    """Hooks of a model's ``forward``: the lengths that it is given hold until it ends, and in its backward pass.
 
-    def __init__(self, boundaries: Boundaries) -> None:
-        self.boundaries = boundaries
-
-    def __call__(self, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        lengths = kwargs.get(LENGTHS)
-        self.boundaries.lengths = None if lengths is None else lengths.tolist()
-        return args, {name: value for name, value in kwargs.items() if name != LENGTHS}
-
-
-class _Remembering:
-    """A hook of the model's ``forward``: in the backward pass, the lengths are again those of this forward pass.
-
-    Gradients reach the outputs first, before any layer is computed again.
+    Activation checkpointing computes layers again in the backward pass, maybe after another forward pass. Gradients
+    reach the outputs before that, so there the lengths are put back.
     """
 
     def __init__(self, boundaries: Boundaries) -> None:
         self.boundaries = boundaries
+        self.packed = False  # whether this model's forward was given lengths; a model around it may have been
 
-    def __call__(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        lengths = self.boundaries.lengths
-        if lengths is None:
+    def enter(self, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Take the lengths out of the arguments."""
+        if self.packed:  # the last pass failed in another hook
+            self.boundaries.clear()
+        self.packed = LENGTHS in kwargs
+        if self.packed:
+            self.boundaries.lengths = kwargs[LENGTHS].tolist()
+        return args, {name: value for name, value in kwargs.items() if name != LENGTHS}
+
+    def leave(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        """End the pass, also if it failed, and let its outputs begin its backward pass."""
+        if not self.packed:
             return
+        lengths, self.packed = self.boundaries.lengths, False
+        self.boundaries.clear()
 
         def put_back(_grad: torch.Tensor) -> None:
             self.boundaries.lengths = lengths
+            torch.autograd.Variable._execution_engine.queue_callback(self.boundaries.clear)
 
-        for name in ("loss", "logits", "last_hidden_state"):
-            value = getattr(output, name, None)
+        for value in output.values() if isinstance(output, Mapping) else output or ():
             if torch.is_tensor(value) and value.requires_grad:
                 value.register_hook(put_back)  # type: ignore[no-untyped-call]
 

@@ -106,10 +106,8 @@ class SharedPrefixes:
         index = np.concatenate([np.arange(part.start, part.stop, dtype=np.int32) for part in parts])
         tensors = (np.array(queries, np.int32), np.array(keys, np.int32), index)
         on_device = [torch.from_numpy(each).to(self.device, non_blocking=True) for each in tensors]
-        for tensor in on_device:
-            torch._dynamo.maybe_mark_dynamic(
-                tensor, 0
-            )  # else torch.compile would compile for each new length
+        for tensor in on_device:  # else torch.compile would compile again for each new length
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
         return SharedKeys(*on_device)
 
 

@@ -93,6 +93,32 @@ def test_without_inputs_a_prepared_model_computes_what_it_did(hybrid: Any) -> No
     assert torch.equal(generated, fresh.generate(tokens, max_new_tokens=4, do_sample=False, pad_token_id=0))
 
 
+@pytest.mark.parametrize("family", ["lfm2", "mamba", "qwen3_next"])
+def test_the_decoder_below_the_head_keeps_samples_apart(family: str) -> None:
+    """As called by a loop that computes the head and the loss by itself."""
+    model: Any = build(family, **HYBRIDS[family])
+    _, batch = stream_and_batch("overlong")
+    inputs = prepare_model_for_packing(model)
+    hidden = model.base_model(**inputs(batch)).last_hidden_state
+    logits = model(**inputs(batch)).logits
+    assert torch.equal(model.get_output_embeddings()(hidden), logits)
+
+
+def test_lengths_do_not_outlive_their_pass(hybrid: Any) -> None:
+    """Neither a forward pass, nor one that fails, nor a backward pass leaves lengths to what is called next."""
+    _, batch = stream_and_batch("overlong")
+    plain = {"input_ids": batch.tokens, "use_cache": False}
+    expected = hybrid.base_model(**plain).last_hidden_state
+    inputs = prepare_model_for_packing(hybrid)
+    packed = hybrid(**inputs(batch)).logits
+    assert torch.equal(hybrid.base_model(**plain).last_hidden_state, expected)
+    packed.sum().backward()
+    assert torch.equal(hybrid.base_model(**plain).last_hidden_state, expected)
+    with pytest.raises(TypeError):
+        hybrid(**inputs(batch), labels="none")
+    assert torch.equal(hybrid.base_model(**plain).last_hidden_state, expected)
+
+
 def test_prepared_twice_copied_and_wrapped(hybrid: Any) -> None:
     _, batch = stream_and_batch("overlong")
     logits = hybrid(**prepare_model_for_packing(hybrid)(batch)).logits
@@ -107,7 +133,10 @@ def test_prepared_twice_copied_and_wrapped(hybrid: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
-def test_two_forward_passes_before_their_backward_passes_with_checkpointing(hybrid: Any) -> None:
+@pytest.mark.parametrize(("together", "as_dict"), [(False, True), (True, True), (False, False)])
+def test_two_forward_passes_before_their_backward_passes_with_checkpointing(
+    hybrid: Any, together: bool, as_dict: bool
+) -> None:
     """Layers are computed again in the backward pass, with the boundaries of their own forward pass."""
     _, batch = stream_and_batch("overlong")
     inputs = prepare_model_for_packing(hybrid)
@@ -120,8 +149,9 @@ def test_two_forward_passes_before_their_backward_passes_with_checkpointing(hybr
         hybrid.train()
         if checkpointing:
             hybrid.gradient_checkpointing_enable({"use_reentrant": False})
-        sums = [hybrid(**inputs(half)).logits.square().sum() for half in halves]
-        for each in sums:
+        logits = [hybrid(**inputs(half), return_dict=as_dict) for half in halves]
+        sums = [(out.logits if as_dict else out[0]).square().sum() for out in logits]
+        for each in [sum(sums)] if together else sums:
             each.backward()
         found = torch.cat([parameter.grad.flatten() for parameter in hybrid.parameters()])
         hybrid.zero_grad()

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention.flex_attention import create_mask
 
 from streampack import Batch, find_leaks, make_mask, prepare_model_for_packing
 from streampack.attention import varlen
+from streampack.attention.flex import flex_mask
 from streampack.attention.probe_pack import first_pack
 from streampack.attention.shared import SharedPrefixes, fold_keys, unfold_keys
 from streampack.packing.batch import BatchGroups
@@ -123,6 +125,38 @@ def test_torchtune_backends_agree_on_long_packs(family: str, attention: str) -> 
         torch.testing.assert_close(logits[pack, start:stop], alone[start - stop :], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("window", [None, 200])
+def test_blocks_of_the_flex_mask_are_those_of_its_tokens(window: int | None) -> None:
+    """On a CPU, flex attention looks at no block, so the tables are compared with the mask of all tokens."""
+    tree = Group(np.arange(900), np.arange(900), lengths=[300, 150, 290, 160], parents=[-1, 0, 0, 2])
+    batch = batch_of(
+        [tree, Group(np.arange(90), np.arange(90), lengths=[40, 50], parents=[-1, 0])], max_seq_len=1024
+    )
+    shared = SharedPrefixes.of(batch)
+    assert shared is not None
+    mask = flex_mask(
+        batch.seq_lens, max_seq_len=1024, window=window, visible=shared.visible(), positions=batch.input_pos
+    )
+    seen = make_mask(batch, attention="dense")
+    assert isinstance(seen, torch.Tensor)
+    if window is not None:
+        seen &= batch.input_pos[:, :, None] - batch.input_pos[:, None, :] < window
+    tokens = seen.view(len(seen), 8, 128, 8, 128).transpose(2, 3)
+    partial = mask.to_dense()[:, 0].bool()
+    counts, blocks = mask.full_kv_num_blocks, mask.full_kv_indices
+    assert counts is not None
+    assert blocks is not None
+    full = torch.zeros_like(partial)
+    for pack, query in np.ndindex(*counts[:, 0].shape):
+        full[pack, query, blocks[pack, 0, query, : counts[pack, 0, query]].long()] = True
+    needed = tokens.flatten(3).any(-1)
+    assert not (needed & ~(partial | full)).any(), "a block that a query sees is skipped"
+    assert not (full & ~tokens.flatten(3).all(-1)).any(), "in a full block, a query does not see a key"
+    if window is None:
+        assert torch.equal(partial | full, needed), "no block is computed in vain"
+        assert full.any()
+
+
 def test_unshared_groups_give_the_same(batch: Batch) -> None:
     groups = trees()
     model, inputs, _ = hf_models.prepared("llama", "varlen")
@@ -199,7 +233,9 @@ def test_masks_are_those_of_the_tree(batch: Batch) -> None:
         size = mask.shape[1] - start
         expected[pack, start:, start:] = torch.ones(size, size).tril().bool()
     assert torch.equal(mask, expected)
-    assert torch.equal(make_mask(batch, attention="flex").to_dense()[:, 0, 0, 0].bool(), mask.any((1, 2)))  # type: ignore[union-attr]
+    blocks: Any = make_mask(batch, attention="flex")
+    flex = create_mask(blocks.mask_mod, len(mask), None, mask.shape[1], mask.shape[1], device="cpu")
+    assert torch.equal(flex[:, 0], expected)
 
 
 def test_keys_are_folded_and_unfolded(batch: Batch) -> None:
