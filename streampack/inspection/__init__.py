@@ -1,1 +1,1 @@
-"""What packing will do to a corpus, before it is trained on: one report, printed, as a page or as JSON."""
+"""Reports: of a corpus before training, printed, as a page or as JSON; and of a run, as a page."""

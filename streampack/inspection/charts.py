@@ -96,8 +96,12 @@ def ticks(low: float, high: float, *, most: int) -> list[float]:
     >>> ticks(0, 97, most=5)
     [0.0, 20.0, 40.0, 60.0, 80.0]
     """
-    exponent = math.floor(math.log10((high - low) / most))
+    exponent = math.floor(
+        math.log10(high - low) - math.log10(most)
+    )  # the quotient may be too small for a float
     for factor in (scale * 10.0**power for power in count(exponent) for scale in (1, 2, 5)):
+        if not factor:
+            continue
         first, last = math.ceil(low / factor - 1e-9), math.floor(high / factor + 1e-9)
         if last - first < most:
             return [float(f"{number * factor:.12g}") for number in range(first, last + 1)]

@@ -50,16 +50,11 @@ def _parts(report: Report, title: str) -> Iterator[Markup]:
 
 def _read(report: Report) -> str:
     coverage, lengths, settings = report.coverage, report.lengths, report.settings
-    if coverage.exact:
-        read = f"All {coverage.rows:,} rows of an epoch were read"
-    elif coverage.rows_in_all is None:
-        read = f"The first {coverage.rows:,} rows were read"
-    else:
-        read = f"{coverage.rows:,} of about {coverage.rows_in_all:,.0f} rows were read; ± is a standard error"
+    error = "" if coverage.exact or coverage.rows_in_all is None else "; ± is a standard error"
     model = f"; the model is {settings.model} ({settings.parameters:,} parameters)" if settings.model else ""
     return (
-        f"{read}: {lengths.samples:,} samples of {lengths.tokens:,} tokens, in packs of {settings.max_seq_len:,} by "
-        f"{settings.filled_by}{model}."
+        f"Read: {coverage}{error}. {lengths.samples:,} samples of {lengths.tokens:,} tokens, in packs of "
+        f"{settings.max_seq_len:,} by {settings.filled_by}{model}."
     )
 
 

@@ -1,4 +1,4 @@
-"""What each way to make batches comes to in an epoch: packs, padding, steps, operations."""
+"""Plans of an epoch by each way to make batches, and their packs, padding, steps and attention pairs."""
 
 from __future__ import annotations
 

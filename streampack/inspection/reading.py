@@ -23,7 +23,7 @@ Progress = Callable[[int], None]
 
 
 class Seen(NamedTuple):
-    """What became of one row."""
+    """The result of reading one row: its lengths and trained tokens, or why it was dropped."""
 
     row_id: RowId
     length: int  # tokens of the whole sample

@@ -9,12 +9,12 @@ from typing import Any
 from streampack.packing.groups import ROOT, path_starts
 
 VERSION = 1
-"""Of the JSON. It rises when a name or a meaning changes; new names may come without."""
+"""Version of the JSON's format. It rises when a name or a meaning changes; new names may come without."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the run was taken to be."""
+    """The settings of the run that an inspection predicts."""
 
     max_seq_len: int
     filled_by: str  # the strategy, "split_across_pack", or the name of the method
@@ -41,6 +41,14 @@ class Coverage:
     rows_in_all: float | None  # of one epoch; None if it is unknown
     exact: bool  # every row of an epoch was read, in the order of the run's first epoch
     error: float  # relative standard error of the epoch's tokens; 0 if exact
+
+    def __str__(self) -> str:
+        """Say which rows were read."""
+        if self.exact:
+            return f"all {self.rows:,} rows of an epoch"
+        if self.rows_in_all is None:
+            return f"the first {self.rows:,} rows"
+        return f"{self.rows:,} of about {self.rows_in_all:,.0f} rows"
 
 
 @dataclass(frozen=True)
@@ -85,7 +93,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one way to make batches comes to in an epoch."""
+    """Packs, padding, steps and tokens of an epoch, for one way to make batches: a strategy, a method, padding."""
 
     name: str
     chosen: bool  # the config's own
@@ -197,7 +205,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class Report:
-    """What packing does to a corpus."""
+    """The report of an inspection: lengths, losses, outcomes, attention, first packs and advice for a corpus."""
 
     title: str
     settings: Settings

@@ -102,16 +102,10 @@ def _summary(report: Report) -> RenderableType:
     coverage, settings, lengths, chosen = (
         report.coverage, report.settings, report.lengths, report.chosen
     )  # fmt: skip
-    if coverage.exact:
-        read = f"all {coverage.rows:,} rows of an epoch"
-    elif coverage.rows_in_all is None:
-        read = f"the first {coverage.rows:,} rows"
-    else:
-        read = f"{coverage.rows:,} of about {coverage.rows_in_all:,.0f} rows"
     trained = lengths.trained / max(1, lengths.tokens)
     model = f", model {settings.model} ({settings.parameters:,} parameters)" if settings.model else ""
     return Text(
-        f"{read}: {lengths.samples:,} samples, {lengths.tokens:,} tokens, {trained:.1%} of them trained\n"
+        f"{coverage}: {lengths.samples:,} samples, {lengths.tokens:,} tokens, {trained:.1%} of them trained\n"
         f"packs of {settings.max_seq_len:,} tokens by {settings.filled_by}{model}\n"
         f"padding {percent(chosen.padding, chosen.error)}, {chosen.steps:,.0f} steps an epoch, "
         f"{chosen.speedup:.2f} times fewer tokens than with padding"

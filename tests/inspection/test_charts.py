@@ -7,7 +7,7 @@ import re
 from itertools import pairwise
 from xml.etree import ElementTree
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from streampack.inspection.charts import (
@@ -54,6 +54,7 @@ def test_points_lie_where_their_values_say(heights: list[float], every: int) -> 
         assert abs(y - (HEIGHT - BOTTOM - up * (HEIGHT - BOTTOM - TOP))) < 0.06
 
 
+@example(heights=[0.0, 5e-324], least=0.0)
 @given(st.lists(st.floats(0, 1e6), min_size=2, max_size=20), st.floats(0, 1))
 def test_the_axis_begins_at_the_least_value_asked_for(heights: list[float], least: float) -> None:
     [path] = of_class(picture(Line("wait", list(enumerate(heights))), least=least), "line")
