@@ -42,6 +42,9 @@ class Inputs(Protocol):
     def require_length(self, max_seq_len: int) -> None:
         """Raise a ValueError if the model cannot take packs of ``max_seq_len`` tokens. Every call checks this too."""
 
+    def why_not_shared(self, max_seq_len: int) -> str | None:
+        """Return why the model cannot take packs of ``max_seq_len`` tokens with shared prefixes, or None if it can."""
+
 
 def prepare_model_for_packing(model: nn.Module, *, attention: str = "auto") -> Inputs:
     """Make a torchtune or Hugging Face model keep a pack's sequences apart, or raise if it cannot.

@@ -28,9 +28,6 @@ def shared_masks(
         batch: on the model's device.
         shared: the batch's.
         attention: ``"dense"`` or ``"flex"``.
-
-    Raises:
-        ValueError: for flex attention in chunks.
     """
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
@@ -45,11 +42,7 @@ def shared_masks(
     def mask(window: int | None, chunk: int | None) -> Mask:
         size, positions = batch.tokens.shape[1], batch.input_pos
         if attention == "flex":
-            if chunk is not None:
-                raise ValueError(
-                    "the batch has shared prefixes, for which flex attention cuts no chunks; use attention='dense', or "
-                    "share_prefix=False"
-                )
+            assert chunk is None, "TransformersInputs.why_not_shared refuses chunks"
             return flex_mask(
                 batch.seq_lens, max_seq_len=size, window=window, visible=visible, positions=positions
             )

@@ -111,11 +111,8 @@ class TorchtuneInputs:
         mask: torch.Tensor | Sequences
         if self.attention == "dense":
             size, shared = batch.tokens.shape[1], SharedPrefixes.of(batch)
-            if shared is not None and (window := min(filter(None, self.windows), default=size)) < size:
-                raise ValueError(
-                    f"the batch has shared prefixes, and torchtune counts this model's window of {window} tokens in a "
-                    "mask without them; use attention='varlen' or 'flex', or share_prefix=False"
-                )
+            if shared is not None and (why := self.why_not_shared(size)):
+                raise ValueError(f"the batch has shared prefixes, and {why}")
             visible = None if shared is None else shared.visible()
             mask = dense_mask(batch.seq_lens, max_seq_len=size, visible=visible)
         else:
@@ -134,6 +131,17 @@ class TorchtuneInputs:
                 f"packs have {max_seq_len} tokens, and the model has max_seq_len={limit}; set max_seq_len={limit} or "
                 f"less for the packs, or build the model with max_seq_len={max_seq_len}"
             )
+
+
+    def why_not_shared(self, max_seq_len: int) -> str | None:
+        """Return why the model cannot take packs with shared prefixes, or None if it can."""
+        window = min(filter(None, self.windows), default=max_seq_len)
+        if self.attention != "dense" or window >= max_seq_len:
+            return None
+        return (
+            f"torchtune counts this model's window of {window} tokens in a mask without them; use attention='varlen' "
+            "or 'flex', or share_prefix=False"
+        )
 
 
 def prepare(model: nn.Module, *, attention: str) -> TorchtuneInputs:

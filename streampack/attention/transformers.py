@@ -87,12 +87,9 @@ class TransformersInputs:
         inputs: dict[str, Any] = {"input_ids": batch.tokens, "use_cache": False}
         if self.takes_positions:
             inputs["position_ids"] = positions
+        if shared and (why := self.why_not_shared(max_seq_len)):
+            raise ValueError(f"the batch has shared prefixes, and {why}")
         if self.split:
-            if shared:
-                raise ValueError(
-                    f"the batch has shared prefixes, and {config.model_type} has layers that carry a state, which "
-                    "cannot share one; set share_prefix=False in the encoder"
-                )
             inputs[LENGTHS] = batch.seq_lens
         if self.attention in _REGISTERED_NAMES:
             cu_seqlens = (
@@ -109,11 +106,6 @@ class TransformersInputs:
             torch._dynamo.maybe_mark_dynamic(cu_seqlens, 3)  # without it, torch.compile makes two graphs
             return inputs | {"attention_mask": cu_seqlens}
         if shared:
-            if getattr(config, "output_router_logits", False):
-                raise ValueError(
-                    "the batch has shared prefixes, which need masks that a router's loss (output_router_logits) "
-                    "cannot read; use attention='varlen', or share_prefix=False"
-                )
             inputs["attention_mask"] = shared_masks(self.model, batch, shared, attention=self.attention)
         elif config.model_type in IGNORE_POSITIONS:
             inputs["attention_mask"] = self._make_masks(config, positions)
@@ -137,6 +129,25 @@ class TransformersInputs:
                 f"max_seq_len is {max_seq_len}, but a packed {config.model_type} model with this config keeps "
                 f"samples apart up to {limit[0]}: {limit[1]}; set max_seq_len={limit[0]} or less"
             )
+
+    def why_not_shared(self, max_seq_len: int) -> str | None:
+        """Return why the model cannot take packs with shared prefixes, or None if it can."""
+        config = self.model.config.get_text_config()
+        if self.split:
+            return (
+                f"{config.model_type} has layers that carry a state, which cannot share one; set share_prefix=False in "
+                "the encoder"
+            )
+        if self.attention in _REGISTERED_NAMES:
+            return None
+        if getattr(config, "output_router_logits", False):
+            return (
+                "they need masks that a router's loss (output_router_logits) cannot read; use attention='varlen', or "
+                "share_prefix=False"
+            )
+        if self.attention == "flex" and getattr(config, "attention_chunk_size", None) is not None:
+            return "flex attention cuts no chunks in them; use attention='dense', or share_prefix=False"
+        return None
 
     def _make_masks(self, config: Any, positions: torch.Tensor) -> Any:
         """Make the masks that transformers would make if the model passed on its positions."""
