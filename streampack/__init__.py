@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     )
     from streampack.packing.groups import Group
     from streampack.packing.planner import plan_packs
+    from streampack.scoring import Score, score
     from streampack.sources import (
         HFSource,
         Holdout,
@@ -94,6 +95,7 @@ __all__ = [
     "PromptCompletionEncoder",
     "RolloutEncoder",
     "Sample",
+    "Score",
     "Source",
     "TextEncoder",
     "TokenShardSource",
@@ -106,6 +108,7 @@ __all__ = [
     "plan_packs",
     "prepare_model_for_packing",
     "prepare_trainer_for_packing",
+    "score",
     "summed_cross_entropy",
 ]
 
@@ -134,6 +137,7 @@ _MODULES = {
     "PreferenceEncoder": "packing.encoders",
     "PromptCompletionEncoder": "packing.encoders",
     "RolloutEncoder": "packing.encoders",
+    "Score": "scoring",
     "Source": "sources",
     "TextEncoder": "packing.encoders",
     "TokenShardSource": "sources",
@@ -146,6 +150,7 @@ _MODULES = {
     "plan_packs": "packing.planner",
     "prepare_model_for_packing": "attention",
     "prepare_trainer_for_packing": "integrations.hf_trainer",
+    "score": "scoring",
     "summed_cross_entropy": "losses",
 }
 

@@ -30,7 +30,7 @@ LAYERS = (
     {"loader"},
     {"map_style"},
     {"attention", "losses"},
-    {"tokenize"},
+    {"tokenize", "scoring"},
     {"integrations"},
     {"streampack"},
     {"training"},

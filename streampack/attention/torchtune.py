@@ -132,7 +132,6 @@ class TorchtuneInputs:
                 f"less for the packs, or build the model with max_seq_len={max_seq_len}"
             )
 
-
     def why_not_shared(self, max_seq_len: int) -> str | None:
         """Return why the model cannot take packs with shared prefixes, or None if it can."""
         window = min(filter(None, self.windows), default=max_seq_len)

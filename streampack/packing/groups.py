@@ -103,6 +103,19 @@ class Group(Sample):
         """Return for each segment the segments from the root to itself."""
         return paths_of(self.parents)
 
+    def answers(self) -> list[Sample]:
+        """Return each answer with all that it continues, as a plain sample: one for each of `leaves`.
+
+        >>> pair = Group([5, 6, 7, 8, 9], [-100, -100, 7, 8, 9], lengths=[2, 2, 1], parents=[-1, 0, 0])
+        >>> [sample.tokens.tolist() for sample in pair.answers()]
+        [[5, 6, 7, 8], [5, 6, 9]]
+        """
+        paths, bounds = self.paths(), self.bounds
+        return [
+            Sample(*(np.concatenate([ids[slice(*bounds[i])] for i in paths[leaf]]) for ids in self))
+            for leaf in self.leaves
+        ]
+
     def cut(self, start: int, stop: int) -> Sample:
         """Return the group itself; it has no parts."""
         assert (start, stop) == (0, self.tokens.size), "a group is never split"
