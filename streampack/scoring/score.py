@@ -105,6 +105,13 @@ def score(
     require_positive(max_seq_len, "max_seq_len")
     require_positive(look_ahead, "look_ahead")
     require(overlong, "overlong", OVERLONG)
+    shared_work = across_ranks and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if shared_work and model_parallel_warning(model):
+        raise ValueError(
+            "the model is split among ranks that must compute the same packs (tensor, pipeline or context "
+            "parallelism), and across_ranks=True gives each rank others; set across_ranks=False, and give the ranks of "
+            "a group the same samples"
+        )
     if inputs is None:
         found = inputs_of(model)
         prepared = isinstance(found, TorchtuneInputs | TransformersInputs)
@@ -112,7 +119,6 @@ def score(
     assert inputs is not None
     inputs.require_length(max_seq_len)
     share = share_prefix and inputs.why_not_shared(max_seq_len) is None
-    distributed = across_ranks and dist.is_available() and dist.is_initialized()
     scorer = _Scorer(
         ForwardPass(model, inputs),
         max_seq_len=max_seq_len,
@@ -120,18 +126,12 @@ def score(
         share=share,
         look_ahead=look_ahead,
     )
-    sync = RankSync(timeout=timedelta(seconds=timeout)) if distributed else None
-    if sync is None or sync.alone:
-        values = scorer.alone(iter(samples))
-    else:
-        if model_parallel_warning(model):
-            raise ValueError(
-                "the model is split among ranks that must compute the same packs (tensor, pipeline or context "
-                "parallelism), and with across_ranks=True each rank scores others; set across_ranks=False, and give the "
-                "ranks of a group the same samples"
-            )
-        values = scorer.on_ranks(iter(samples), sync)
-    shown = progress and (sync is None or sync.rank == 0)
+    if not shared_work:
+        return _scores(
+            scorer.alone(iter(samples)), per_token=per_token, total=_count(samples), shown=progress
+        )
+    sync = RankSync(timeout=timedelta(seconds=timeout))
+    values, shown = scorer.on_ranks(iter(samples), sync), progress and sync.rank == 0
     return _scores(values, per_token=per_token, total=_count(samples), shown=shown)
 
 
