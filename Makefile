@@ -59,12 +59,12 @@ bench: $(VENV)/.installed-bench  ## density and speed beside the peers', time to
 	$(BIN)/python -m benchmarks.balance_loss
 	$(BIN)/python -m benchmarks.plot
 
-models: setup  ## docs/guides/models.md: which families of models keep samples apart, as the tests see it now
+models: setup  ## docs/guides/models.md: which families of models keep samples apart, as the tests see it now; ARGS="-k bloom" for some
 	mkdir -p build && rm -f build/models.jsonl
-	STREAMPACK_WRITE_TABLES=build/models.jsonl OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not gpu" \
+	STREAMPACK_WRITE_TABLES=build/models.jsonl OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu" \
 		tests/attention/test_torchtune.py tests/attention/test_transformers.py tests/attention/test_families.py \
-		tests/attention/test_mixers.py
-	$(BIN)/python -m tests.support.models_table build/models.jsonl
+		tests/attention/test_mixers_families.py $(ARGS)
+	$(BIN)/python -m tests.support.models_table build/models.jsonl $(if $(ARGS),--some)
 
 # A GPU machine without network has a torch of its own; what else it needs comes as wheels (`make wheels`), which are
 # installed beside that torch: a virtual environment would not see it, and often the torch lives in one itself.

@@ -20,14 +20,9 @@ PROVEN = frozenset(
 IGNORE_POSITIONS = frozenset({"falcon", "gpt_oss", "granitemoehybrid"})
 """Families that make their masks without ``position_ids``, so that the masks of packs must be made for them."""
 
-_ALIBI = (
-    "adds a bias for the distance of tokens (ALiBi) counted from the start of the pack, and has no argument that says "
-    "where samples begin"
-)
 _STATE = "carries a state from token to token, over the ends of samples, and attention masks do not reach it"
 _NO_PACK = "train it on padded batches, one sample a row"
 
-_REASONS = {"bloom": _ALIBI, "mpt": _ALIBI}
 _STATEFUL_LAYERS = frozenset({"linear_attention", "conv", "mamba", "recurrent", "hybrid", "hybrid_sliding"})
 
 
@@ -38,17 +33,12 @@ def why_not_packable(config: Any, *, stateful: bool = False, split: bool = False
     one sequence at a time.
 
     >>> class Config:
-    ...     model_type, alibi = "falcon", True
+    ...     model_type, is_encoder_decoder = "t5", True
     >>> print(why_not_packable(Config()))
-    falcon adds a bias for the distance of tokens (ALiBi) counted from the start of the pack, and has no argument that \
-says where samples begin; train it on padded batches, one sample a row
+    t5 is an encoder-decoder model; a pack has no source and target side; train it on padded batches, one sample a row
     """
-    reason = _REASONS.get(config.model_type)
-    if getattr(config, "alibi", False):
-        reason = _ALIBI
-    elif not split and (
-        stateful or _STATEFUL_LAYERS.intersection(getattr(config, "layer_types", None) or ())
-    ):
+    reason = None
+    if not split and (stateful or _STATEFUL_LAYERS.intersection(getattr(config, "layer_types", None) or ())):
         reason = _STATE
     elif getattr(config, "is_encoder_decoder", False):
         reason = "is an encoder-decoder model; a pack has no source and target side"

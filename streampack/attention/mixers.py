@@ -1,12 +1,13 @@
-"""Layers that carry a state from token to token, run one sequence at a time, so that no state crosses a boundary.
+"""Layers that no packed mask keeps apart, run one sequence at a time, so that nothing crosses a boundary.
 
-Convolutions, state-space layers and linear attention mix along a row without a mask. A mixer is such a module. Within a
-packed forward pass it is called with the sequences of the packs instead of with the packs, those of equal length
-together; all other layers see the packs as they are.
+Convolutions, state-space layers and linear attention mix along a row without a mask; ALiBi counts its bias from the
+beginning of a row. A mixer is such a module. Within a packed forward pass it is called with the sequences of the packs
+instead of with the packs, those of equal length together; all other layers see the packs as they are.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
@@ -32,6 +33,13 @@ MIXERS = frozenset(
 )
 """Classes of transformers 5.23 that mix along a row and look at no mask. Tests show that each can be split."""
 
+ALIBI = frozenset({"BloomAttention", "FalconAttention", "MptAttention"})
+"""Classes of attention whose bias (ALiBi) is given for the keys of a whole row, counted from its first.
+
+In theory attention is the same wherever counting begins, but not when rounded: falcon's bias has 8 bits, and in fp32 a
+bias of -4096 leaves a score 12 bits behind the point. One sequence at a time, the bias is that of the sequence alone.
+"""
+
 LENGTHS = "packed_seq_lens"
 """Argument of a prepared model's ``forward``: ``[batch, segments]``, which no layer sees."""
 
@@ -53,12 +61,21 @@ class Boundaries:
 
 
 def find_mixers(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of a model that `MIXERS` names. FSDP2 makes subclasses, so base classes count."""
+    """Return the modules of a model that `MIXERS` or `ALIBI` name. FSDP2 makes subclasses, so base classes count."""
     return [
         module
         for module in model.modules()
-        if any(cls.__name__ in MIXERS for cls in type(module).__mro__ if cls is not nn.Module)
+        if _names(module) & (MIXERS | (ALIBI if _has_alibi(module) else set()))
     ]
+
+
+def _names(module: nn.Module) -> set[str]:
+    return {cls.__name__ for cls in type(module).__mro__}
+
+
+def _has_alibi(module: nn.Module) -> bool:
+    """Return whether an attention module of `ALIBI` has a bias: falcon's rotates its queries instead by default."""
+    return "FalconAttention" not in _names(module) or bool(module.config.alibi)  # type: ignore[union-attr]
 
 
 def split_mixers(model: nn.Module, mixers: list[nn.Module]) -> None:
@@ -123,39 +140,29 @@ class _Passes:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # each pack has other lengths
 def _forward_split(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Compute a mixer's ``forward`` for the sequences of each pack, those of equal length in one call."""
+    """Compute a mixer's ``forward`` for the sequences of each pack, those of equal length in one call.
+
+    Of several outputs the first is returned for all tokens, and None in place of the others, which are states and
+    weights of single sequences.
+    """
     forward: Callable[..., Any] = type(self).forward
     boundaries: Any = self.streampack_boundaries
     if (lengths := boundaries.lengths) is None:
         return forward(self, *args, **kwargs)
-    hidden = (
-        args[0]
-        if args
-        else next(kwargs[name] for name in ("hidden_states", "input_states", "x") if name in kwargs)
-    )
-    shape = hidden.shape[:2]  # [batch, max_seq_len]
-    outputs, places = [], []
-    extra: list[Any] = []
-    for index in _by_length(lengths, max_seq_len=shape[1], device=hidden.device):
-
-        def of_sequences(value: Any, index: torch.Tensor = index) -> Any:
-            return _select(value, index, shape)
-
-        out = forward(
-            self,
-            *map(of_sequences, args),
-            **{
-                name: None if name == "attention_mask" else of_sequences(value)
-                for name, value in kwargs.items()
-            },
-        )
+    names = list(inspect.signature(forward).parameters)[1:]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    shape = given[names[0]].shape[:2]  # [batch, max_seq_len]
+    select = _select_with_bias if _names(self) & ALIBI else _select
+    outputs, places, others = [], [], 0
+    for index in _by_length(lengths, max_seq_len=shape[1], device=given[names[0]].device):
+        out = forward(self, **{name: select(name, value, index, shape) for name, value in given.items()})
         if isinstance(out, tuple):
-            out, *extra = out
+            out, others = out[0], len(out) - 1
         outputs.append(out.flatten(0, 1))
         places.append(index.flatten())
     order = torch.cat(places).argsort()
     whole = torch.cat(outputs)[order].view(*shape, *outputs[0].shape[1:])
-    return (whole, *extra) if extra else whole
+    return (whole, *[None] * others) if others else whole
 
 
 def _by_length(lengths: Lengths, *, max_seq_len: int, device: torch.device) -> list[torch.Tensor]:
@@ -176,12 +183,31 @@ def _by_length(lengths: Lengths, *, max_seq_len: int, device: torch.device) -> l
     ]
 
 
-def _select(value: Any, index: torch.Tensor, shape: torch.Size) -> Any:
-    """Select sequences of a tensor with a value for each token, of a tuple of such; return anything else as it is."""
+def _select(name: str, value: Any, index: torch.Tensor, shape: torch.Size) -> Any:
+    """Select sequences of an argument with a value for each token, or of a tuple of such; return others as they are.
+
+    A mask of padding is left out, because a sequence has none.
+    """
+    if name in ("attention_mask", "conv_mask"):
+        return None
     if isinstance(value, tuple):
-        return tuple(_select(each, index, shape) for each in value)
+        return tuple(_select(name, each, index, shape) for each in value)
     if not torch.is_tensor(value) or value.ndim < 2 or value.shape[1] != shape[1]:
         return value
     if value.shape[0] == shape[0]:
         return value.flatten(0, 1)[index]
     return value[0][index % shape[1]] if value.shape[0] == 1 else value
+
+
+def _select_with_bias(name: str, value: Any, index: torch.Tensor, shape: torch.Size) -> Any:
+    """Select sequences of an argument of attention with ALiBi: of masks and biases, what a row of their length has.
+
+    mpt's bias, ``position_bias``, is given for more keys than there are, and cut by the module itself.
+    """
+    sequences, length = index.shape
+    if name == "attention_mask":  # [batch or 1, heads or 1, max_seq_len, max_seq_len], causal
+        return value[:1, :, :length, :length]
+    if name == "alibi":  # [batch * heads, 1, max_seq_len] or [batch, heads, 1, max_seq_len]
+        of_row = value[: len(value) // shape[0], ..., :length]
+        return of_row.repeat(sequences, *[1] * (of_row.ndim - 1))
+    return value if name == "position_bias" else _select(name, value, index, shape)

@@ -107,7 +107,7 @@ class TransformersInputs:
             return inputs | {"attention_mask": cu_seqlens}
         if shared:
             inputs["attention_mask"] = shared_masks(self.model, batch, shared, attention=self.attention)
-        elif config.model_type in IGNORE_POSITIONS:
+        elif config.model_type in IGNORE_POSITIONS and not getattr(config, "alibi", False):
             inputs["attention_mask"] = self._make_masks(config, positions)
         return inputs
 
@@ -135,8 +135,8 @@ class TransformersInputs:
         config = self.model.config.get_text_config()
         if self.split:
             return (
-                f"{config.model_type} has layers that carry a state, which cannot share one; set share_prefix=False in "
-                "the encoder"
+                f"{config.model_type} has layers that run one sequence at a time, which cannot share one; set "
+                "share_prefix=False in the encoder"
             )
         if self.attention in _REGISTERED_NAMES:
             return None
@@ -210,7 +210,7 @@ def prepare(model: nn.Module, *, attention: str) -> TransformersInputs:
 def _is_proven(inner: nn.Module, config: Any) -> bool:
     """Return whether a test has shown that a model's family can be packed, and it has no modules of somebody else's."""
     roots = {type(module).__module__.partition(".")[0] for module in inner.modules()}
-    return config.model_type in PROVEN and roots <= KNOWN_LIBRARIES
+    return config.model_type in PROVEN and roots <= KNOWN_LIBRARIES and not find_mixers(inner)
 
 
 def _try_on_pack(model: nn.Module, inputs: TransformersInputs) -> str | None:

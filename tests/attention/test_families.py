@@ -16,7 +16,6 @@ from tests.support.hf_models import (
     FAMILIES,
     HEADS,
     MAX_SEQ_LEN,
-    VOCAB,
     WINDOW,
     Wrapper,
     build,
@@ -24,6 +23,7 @@ from tests.support.hf_models import (
     run_alone,
     run_packed,
 )
+from tests.support.hybrid_models import HYBRIDS
 from tests.support.isolation import differences, stream_and_batch
 from tests.support.models_table import EVERY
 
@@ -37,12 +37,8 @@ def test_every_proven_family_has_a_test() -> None:
 
 
 STATE = "carries a state from token to token, over the ends of samples, and attention masks do not reach it"
-ALIBI = "adds a bias for the distance of tokens (ALiBi) counted from the start of the pack"
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v4": (STATE, HEADS),
-    "falcon": (ALIBI, {"alibi": True}),
-    "bloom": (ALIBI, {"n_head": 4, "n_layer": 2}),
-    "mpt": (ALIBI, {"d_model": 64, "n_heads": 4, "n_layers": 2}),
     "t5": ("is an encoder-decoder model", {"d_model": 64, "num_layers": 2, "num_heads": 4, "d_ff": 48}),
     "gemma3_text": ("sees tokens to the right", {"use_bidirectional_attention": True}),
 }
@@ -61,19 +57,6 @@ def test_families_that_cannot_be_packed_are_refused(
     assert str(error.value).endswith("; train it on padded batches, one sample a row")
     name = f"{family}, {next(iter(changes))}" if family in FAMILIES else family
     record_model("transformers", name, EVERY, "refused: " + str(error.value).split(f"{family} ", 1)[1])
-
-
-@pytest.mark.parametrize("family", ["bloom", "mpt"])
-def test_refused_families_leak(family: str) -> None:
-    """With the arguments that suffice for a llama."""
-
-    def logits(batch: Batch) -> torch.Tensor:
-        output: torch.Tensor = model(input_ids=batch.tokens, use_cache=False).logits
-        return output
-
-    model = build(family, **REFUSED[family][1])
-    report = find_leaks(logits, vocab_size=VOCAB, max_seq_len=MAX_SEQ_LEN)
-    assert {leak.kind for leak in report.leaks} >= {"sample"}
 
 
 UNKNOWN_BUT_FIT: dict[str, dict[str, Any]] = {
@@ -135,7 +118,7 @@ def test_the_probe_calls_models_as_they_were_prepared(family: str, attention: st
 
 
 def test_the_probe_calls_a_model_without_positions() -> None:
-    report = find_leaks(build("bloom", **REFUSED["bloom"][1]))
+    report = find_leaks(build("bloom", **HYBRIDS["bloom"]))
     assert "sample" in {leak.kind for leak in report.leaks}
 
 

@@ -251,10 +251,12 @@ def test_keys_are_folded_and_unfolded(batch: Batch) -> None:
     assert int(keys.cu_seqlens_q[-1]) == batch.tokens.numel()
 
 
-def test_layers_that_carry_a_state_share_no_prefix(batch: Batch) -> None:
+def test_layers_that_run_one_sequence_at_a_time_share_no_prefix(batch: Batch) -> None:
     model = hf_models.build("mamba", **HYBRIDS["mamba"])
     inputs = prepare_model_for_packing(model)
-    with pytest.raises(ValueError, match="mamba has layers that carry a state, .* share_prefix=False"):
+    with pytest.raises(
+        ValueError, match="mamba has layers that run one sequence at a time, .* share_prefix=False"
+    ):
         inputs(batch)
     unshared = batch_of([group.unshared() for group in trees()])
     assert find_leaks(model, unshared, inputs=inputs).ok

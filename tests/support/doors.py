@@ -101,11 +101,11 @@ def without(package: str, then: Callable[[], Any]) -> Any:
         return then()
 
 
-def with_alibi() -> None:
+def encoder_decoder() -> None:
     import transformers
 
-    config = transformers.BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=50)
-    streampack.prepare_model_for_packing(transformers.BloomForCausalLM(config))
+    config = transformers.T5Config(d_model=16, d_ff=16, num_layers=1, num_heads=2, vocab_size=50)
+    streampack.prepare_model_for_packing(transformers.T5ForConditionalGeneration(config))
 
 
 def plain_model(attention: str) -> None:

@@ -89,8 +89,12 @@ FAMILIES = PAPER | TODAY
 
 
 def build(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
-    """Make a language model in eval mode, the same at every call; all parameters are random, biases and sinks too."""
+    """Make a language model in eval mode, the same at every call; all parameters are random, biases and sinks too.
+
+    A family may name a variant behind a comma, which is in its changes.
+    """
     transformers = pytest.importorskip("transformers")
+    family = family.partition(",")[0]
     config = transformers.AutoConfig.for_model(family, **(FAMILIES.get(family, SIZES) | changes))
     kind = transformers.AutoModelForCausalLM
     if config.is_encoder_decoder:

@@ -1,10 +1,10 @@
-"""Tiny Hugging Face models with layers that carry a state: the sizes that `hf_models.build` needs."""
+"""Tiny Hugging Face models with layers that run one sequence at a time: the sizes that `hf_models.build` needs."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tests.support.hf_models import EXPERTS, HEADS, LOCAL_EXPERTS
+from tests.support.hf_models import EXPERTS, HEADS, LOCAL_EXPERTS, MAX_SEQ_LEN
 
 LINEAR_FIRST = {"layer_types": ["linear_attention", "full_attention"]}
 CONV_FIRST = {"layer_types": ["conv", "full_attention"]}
@@ -43,6 +43,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     | HEADS
     | {"num_key_value_heads": 4, "q_lora_rank": 16, "n_group": 1, "topk_group": 1},
     "bamba": MAMBA2 | {"attn_layer_indices": [1]},
+    "bloom": {"n_head": 4, "n_layer": 2},
+    "falcon, alibi": {"alibi": True},
     "falcon_h1": MAMBA2 | {"mamba_d_ssm": 64, "mamba_d_head": 8},
     "falcon_mamba": {},
     "granitemoehybrid": MAMBA2
@@ -70,6 +72,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "mamba": {"state_size": 4},
     "mamba2": {"state_size": 4, "num_heads": 8, "head_dim": 16, "n_groups": 1, "chunk_size": 8},
     "minimax": LINEAR_FIRST | LOCAL_EXPERTS | HEADS,
+    "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": MAX_SEQ_LEN},
     "nemotron_h": HEADS
     | {
         "mamba_num_heads": 8,
@@ -92,9 +95,13 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 }
 
 # Backends that do not compute a family, and how the refusal begins.
+WRITTEN = "has its attention written into its layers"
 OTHERWISE = {
+    ("bloom", "varlen"): f"bloom {WRITTEN}",
+    ("falcon, alibi", "varlen"): f"falcon {WRITTEN}",
+    ("mpt", "varlen"): f"mpt {WRITTEN}",
     ("inkling2_text", "varlen"): "nothing is known of inkling2_text, and it failed a try: ",
     ("inkling_text", "varlen"): "nothing is known of inkling_text, and it failed a try: ",
-    ("rwkv", "varlen"): "rwkv has its attention written into its layers",
+    ("rwkv", "varlen"): f"rwkv {WRITTEN}",
     ("zamba", "varlen"): "nothing is known of zamba, and it failed a try: ",
 }

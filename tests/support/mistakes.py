@@ -14,6 +14,7 @@ import streampack
 from streampack import PackedDataLoader
 from tests.support.doors import (
     command,
+    encoder_decoder,
     file,
     first,
     packs,
@@ -27,7 +28,6 @@ from tests.support.doors import (
     torch_loader,
     trained,
     validated,
-    with_alibi,
     without,
 )
 
@@ -467,10 +467,9 @@ MISTAKES = (
     Mistake(
         door=MODELS,
         title="A model that cannot be packed",
-        make=lambda folder: with_alibi(),
-        message="this model cannot be packed: bloom adds a bias for the distance of tokens (ALiBi) counted from the "
-        "start of the pack, and has no argument that says where samples begin; train it on padded batches, one sample "
-        "a row",
+        make=lambda folder: encoder_decoder(),
+        message="this model cannot be packed: t5 is an encoder-decoder model; a pack has no source and target side; "
+        "train it on padded batches, one sample a row",
         cure="[Which models can](../guides/models.md).",
     ),
     Mistake(

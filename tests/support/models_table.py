@@ -127,11 +127,28 @@ def write(page: str, tables: dict[str, str]) -> str:
     return page
 
 
+def merged(page: str, records: Iterable[Record]) -> list[Record]:
+    """The records of a page, with those of each family that was tried again in place of its old ones.
+
+    >>> page = "<!-- table: hf -->\\n| family | dense | flex |\\n| a | refused (1) | 2e-7 |\\n1. leaks\\n<!-- end -->"
+    >>> merged(page, [("hf", "a", "dense", "logits 1e-7")])
+    [('hf', 'a', 'dense', 'logits 1e-7')]
+    >>> merged(page, [("hf", "b", "dense", "logits 1e-7")])[0]
+    ('hf', 'a', 'dense', 'refused: leaks')
+    """
+    records = list(records)
+    again = {record[:2] for record in records}
+    old = [(*key, outcome) for key, outcome in read_page(page).items() if key[:2] not in again]
+    return [*old, *records]
+
+
 def main() -> None:
-    """Write the tables from the file of records named on the command line."""
-    lines = Path(sys.argv[1]).read_text(encoding="utf-8").splitlines()
-    tables = render(tuple(json.loads(line)) for line in lines)
-    PAGE.write_text(write(PAGE.read_text(encoding="utf-8"), tables), encoding="utf-8")
+    """Write the tables from the file of records named on the command line; with ``--some``, only those families'."""
+    path, *options = sys.argv[1:]
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    records: list[Record] = [tuple(json.loads(line)) for line in lines]
+    page = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(write(page, render(merged(page, records) if options else records)), encoding="utf-8")
     print(f"{PAGE}: {len(lines)} records")
 
 
