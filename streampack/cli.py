@@ -19,6 +19,7 @@ from streampack.catalog import RECIPES, UsageError, config_file, our_files, unkn
 from streampack.inspection import command as inspection
 from streampack.inspection import trace_command, unpack_command
 from streampack.instantiate import trust
+from streampack.training import score_command
 from streampack.tune_cli import hand_over, require_torchtune, theirs
 
 COMMANDS = {
@@ -32,6 +33,7 @@ COMMANDS = {
     "trace": "show which rows the loss of a step came from",
     "scan": "look at all files of a corpus once, and write a manifest by which runs start fast",
     "tokenize": "write the config's data.source as token shards",
+    "score": "write the log-likelihood of each row of a config's data.source",
     "export": "write a running checkpoint's weights in the model's own format, while the run goes on",
     "run": "train",
 }
@@ -137,7 +139,7 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     }
     for name, act in {
         "ls": _ls, "cat": _cat, "cp": _cp, "validate": _validate, "verify": _verify, "inspect": _inspect,
-        "unpack": _unpack, "trace": _trace, "scan": _scan, "tokenize": _tokenize, "export": _export,
+        "unpack": _unpack, "trace": _trace, "scan": _scan, "tokenize": _tokenize, "export": _export, "score": _score,
     }.items():  # fmt: skip
         commands[name].set_defaults(act=act)
     commands["export"].add_argument(
@@ -146,10 +148,11 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     commands["export"].add_argument(
         "--out", metavar="FOLDER", type=Path, required=True, help="of the weights"
     )
-    for name in ("validate", "verify", "unpack", "trace", "tokenize", "export"):
+    for name in ("validate", "verify", "unpack", "trace", "tokenize", "export", "score"):
         _add_config(commands[name])
     unpack_command.add_arguments(commands["unpack"])
     trace_command.add_arguments(commands["trace"])
+    score_command.add_arguments(commands["score"])
     inspection.add_arguments(commands["inspect"])
     commands["run"].usage, commands["run"].description = RUN_USAGE, RUN_DESCRIPTION
     commands["run"].add_argument(
@@ -310,6 +313,10 @@ def _unpack(options: argparse.Namespace) -> int:
 
 def _trace(options: argparse.Namespace) -> int:
     return trace_command.run(options, _read("trace", options)[1])
+
+
+def _score(options: argparse.Namespace) -> int:
+    return score_command.run(options, _read("score", options)[1])
 
 
 def _scan(options: argparse.Namespace) -> int:

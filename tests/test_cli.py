@@ -103,7 +103,7 @@ def test_help_and_lists_are_light(tmp_path: Path) -> None:
 import contextlib, io, sys
 from streampack.cli import main
 with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-    helps = [[command, "--help"] for command in ("run", "validate", "tokenize", "cp")]
+    helps = [[command, "--help"] for command in ("run", "validate", "tokenize", "score", "cp")]
     for words in [], ["--help"], *helps, ["ls"], ["nonsense"], ["validate", "nonsense"], ["cp", "quickstart", "."]:
         main(words)
 print([name for name in ("torch", "torchtune", "omegaconf") if name in sys.modules])
@@ -222,7 +222,7 @@ def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["rum", "full_finetune"]) == 2
     assert capsys.readouterr().err == (
         "streampack: error: unknown command 'rum': it is none of ls, cat, cp, validate, verify, inspect, "
-        "unpack, trace, scan, tokenize, export, run; did you mean 'run'?\n"
+        "unpack, trace, scan, tokenize, score, export, run; did you mean 'run'?\n"
     )
 
 

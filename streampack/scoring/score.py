@@ -282,5 +282,5 @@ def _bar(total: int | None, *, shown: bool) -> Iterator[Callable[[], object]]:
     if not shown:
         yield lambda: None
         return
-    with tqdm(total=total, unit="sample", desc="score") as bar:
+    with tqdm(total=total, unit="sample", desc="score", mininterval=1.0) as bar:
         yield bar.update
