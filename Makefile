@@ -56,6 +56,7 @@ bench: $(VENV)/.installed-bench  ## density and speed beside the peers', time to
 	$(BIN)/python -m benchmarks.waiting
 	$(BIN)/python -m benchmarks.groups
 	$(BIN)/python -m benchmarks.mixers
+	$(BIN)/python -m benchmarks.prefill
 	$(BIN)/python -m benchmarks.balance_loss
 	$(BIN)/python -m benchmarks.plot
 

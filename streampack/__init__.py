@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from streampack.packing.groups import Group
     from streampack.packing.planner import plan_packs
     from streampack.scoring import Score, score
+    from streampack.scoring.prefill import prefill
     from streampack.sources import (
         HFSource,
         Holdout,
@@ -106,6 +107,7 @@ __all__ = [
     "method_loader",
     "packed_dataset",
     "plan_packs",
+    "prefill",
     "prepare_model_for_packing",
     "prepare_trainer_for_packing",
     "score",
@@ -148,6 +150,7 @@ _MODULES = {
     "method_loader": "map_style",
     "packed_dataset": "map_style",
     "plan_packs": "packing.planner",
+    "prefill": "scoring.prefill",
     "prepare_model_for_packing": "attention",
     "prepare_trainer_for_packing": "integrations.hf_trainer",
     "score": "scoring",

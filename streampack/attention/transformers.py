@@ -37,7 +37,7 @@ from streampack.attention.pretrained import disable_cache, find_pretrained, set_
 from streampack.attention.probe import find_leaks
 from streampack.attention.shared import SharedPrefixes, fold_keys, unfold_keys
 from streampack.attention.shared_masks import shared_masks
-from streampack.attention.varlen import cu_seqlens_of, varlen_attention
+from streampack.attention.varlen import capped_attention, cu_seqlens_of, varlen_attention
 
 if TYPE_CHECKING:
     from streampack.attention.mappings import Packed
@@ -110,6 +110,17 @@ class TransformersInputs:
         elif config.model_type in IGNORE_POSITIONS and not getattr(config, "alibi", False):
             inputs["attention_mask"] = self._make_masks(config, positions)
         return inputs
+
+    def with_cache(self, batch: Mapping[str, Any], cache: Any) -> dict[str, Any]:
+        """Return keyword arguments for a forward pass that fills an empty cache with a whole pack.
+
+        With a cache, transformers looks for no boundaries in positions, so masks are made here.
+        """
+        inputs = self(batch)
+        if self.attention not in _REGISTERED_NAMES and "attention_mask" not in inputs:
+            config, packed = self.model.config.get_text_config(), as_packed(batch)
+            inputs["attention_mask"] = self._make_masks(config, packed.input_pos)
+        return inputs | {"past_key_values": cache, "use_cache": True}
 
     def require_length(self, max_seq_len: int) -> None:
         """Check that packs are not longer than the model's table of positions, nor too long to keep samples apart.
@@ -305,6 +316,11 @@ def _make_attention_function(kernel: Callable[..., torch.Tensor], attention: str
         # `TransformersInputs` passes cu_seqlens as an int32 mask; real masks are bool or float.
         if attention_mask is not None and attention_mask.dtype == torch.int32:
             cu_seq_lens_q = attention_mask
+        softcap = layer_arguments.get("softcap")
+        if cu_seq_lens_q is None and softcap is not None:  # which transformers' sdpa attention does not have
+            scale = layer_arguments.get("scaling")
+            out = capped_attention(query, key, value, attention_mask, scale=scale, softcap=softcap)
+            return out.transpose(1, 2).contiguous(), None
         if cu_seq_lens_q is None:
             plain: tuple[torch.Tensor, None] = sdpa_attention_forward(
                 module, query, key, value, attention_mask, **layer_arguments
@@ -332,7 +348,7 @@ def _make_attention_function(kernel: Callable[..., torch.Tensor], attention: str
             max_seqlen=max_seq_len,
             window=window,
             scale=layer_arguments.get("scaling"),
-            softcap=layer_arguments.get("softcap"),
+            softcap=softcap,
         )
         return out.view(batch, max_seq_len, heads, -1), None
 

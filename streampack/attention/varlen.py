@@ -204,21 +204,28 @@ def _attend_sequence(
                 F.scaled_dot_product_attention(*block, attn_mask=mask, scale=scale, enable_gqa=True)
             )
         else:
-            blocks.append(_attend_capped(*block, mask, scale=scale, softcap=softcap))
+            blocks.append(capped_attention(*block, mask, scale=scale, softcap=softcap))
     return torch.cat(blocks, dim=2)
 
 
-def _attend_capped(
-    q: torch.Tensor,
-    k: torch.Tensor,
+def capped_attention(
+    q: torch.Tensor,  # [batch, heads, queries, head_dim]
+    k: torch.Tensor,  # [batch, kv_heads, keys, head_dim]
     v: torch.Tensor,
-    mask: torch.Tensor,  # [queries, keys], True where a query attends to a key
+    mask: torch.Tensor
+    | None,  # [..., queries, keys], True where a query attends to a key; None: all before it
     *,
     scale: float | None,
     softcap: float,
 ) -> torch.Tensor:
-    """Compute attention with capped scores, which ``scaled_dot_product_attention`` does not have."""
+    """Compute attention with capped scores, which ``scaled_dot_product_attention`` does not have.
+
+    A query that attends to no key, as in the padding of a batch, gets zeros.
+    """
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
+        mask = mask.tril(k.shape[2] - q.shape[2])
     capped = (softcap * torch.tanh(scores / softcap)).masked_fill(~mask, -torch.inf)
-    return capped.softmax(-1) @ v
+    return capped.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).nan_to_num(0).to(v.dtype) @ v

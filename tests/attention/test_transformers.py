@@ -201,9 +201,10 @@ def test_a_prepared_model_is_saved_and_generates_as_before(
     assert torch.equal(ours, theirs)
 
 
-def test_a_prepared_model_without_inputs_computes_what_it_did_before() -> None:
-    """Padded batches and generating still work, windows, cache and all."""
-    model, _, alone = prepared("mistral", "varlen")
+@pytest.mark.parametrize("family", ["mistral", "gemma2"])
+def test_a_prepared_model_without_inputs_computes_what_it_did_before(family: str) -> None:
+    """Padded batches and generating still work, windows, softcaps, cache and all."""
+    model, _, alone = prepared(family, "varlen")
     tokens = torch.randint(3, VOCAB, (2, 20), generator=torch.Generator().manual_seed(2))
     mask = torch.ones_like(tokens)
     mask[0, :5] = 0

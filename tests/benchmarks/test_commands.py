@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import groups, growth, inputs, lanes, mixers, straggling, text, tokens, waiting
+from benchmarks import groups, growth, inputs, lanes, mixers, prefill, straggling, text, tokens, waiting
 from tests.support.tiny import WordTokenizer
 
 # Python 3.12 warns of every fork beside a thread; torch's own DataLoader does the same.
@@ -112,6 +112,13 @@ def test_mixers_runs(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     mixers.main(["--smoke"])
     assert len(re.findall(r"^\| (falcon_h1|lfm2) ", capsys.readouterr().out, re.MULTILINE)) == 2
+
+
+@pytest.mark.slow
+def test_prefill_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    prefill.main(["--smoke"])
+    assert len(re.findall(r"^\| (flan|orca|stack) ", capsys.readouterr().out, re.MULTILINE)) == 3
 
 
 def test_processes_that_fail_are_not_measured() -> None:

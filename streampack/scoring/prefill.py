@@ -1,0 +1,220 @@
+"""`prefill`: the caches of many prompts, filled by forward passes over packs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+from weakref import WeakSet
+
+import numpy as np
+import torch
+from torch import nn
+
+from streampack.attention import prepare_model_for_packing
+from streampack.attention.calls import PREPARED
+from streampack.attention.mixers import ALIBI, find_mixers
+from streampack.attention.pretrained import find_pretrained
+from streampack.attention.transformers import TransformersInputs
+from streampack.packing.planner import plan_packs
+from streampack.packing.samples import check_sample, sample_from_pair
+from streampack.scoring.forward import without_training
+from streampack.scoring.padded_rows import Name, PaddedRows
+from streampack.types import IntArray
+from streampack.validation import require, require_positive
+
+PADDING_SIDES = ("left", "right")
+
+
+def prefill(
+    model: nn.Module,
+    prompts: Iterable[Any],
+    *,
+    max_seq_len: int,
+    padding_side: str = "left",
+    pad_token_id: int | None = None,
+    cache: Any = None,
+) -> dict[str, Any]:
+    """Fill the cache of a Hugging Face model with many prompts, without computing any padding.
+
+    The prompts are packed, each pack is one forward pass, and the keys and values of each prompt are cut out and put
+    into an ordinary padded cache, in the order of the prompts: ``model.generate(**prefill(...), max_new_tokens=...)``
+    goes on as from a padded batch. The method is Zhao et al., "Prepacking: A Simple Method for Fast Prefilling and
+    Increased Throughput in Large Language Models", arXiv:2404.09529.
+
+    >>> from transformers import AutoConfig, AutoModelForCausalLM
+    >>> sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    >>> config = AutoConfig.for_model("llama", **sizes, num_hidden_layers=1, pad_token_id=0)
+    >>> model = AutoModelForCausalLM.from_config(config)
+    >>> filled = prefill(model, [[5, 6, 7], [8]], max_seq_len=64)
+    >>> filled["input_ids"].tolist(), filled["past_key_values"].get_seq_length()
+    ([[5, 6, 7], [0, 0, 8]], 2)
+    >>> model.generate(**filled, max_new_tokens=4, min_new_tokens=4).shape
+    torch.Size([2, 7])
+
+    The model is prepared by `prepare_model_for_packing` unless it is already, and computes in eval mode. The cache has
+    all tokens of a prompt but the last, which ``generate`` computes first; so its first logits predict the first new
+    token. For several beams or samples of each prompt, repeat the rows that ``generate`` does not:
+    ``filled["past_key_values"].batch_repeat_interleave(num_beams)``.
+
+    Args:
+        model: of Hugging Face, bare or wrapped, whose layers have caches of keys and values, sliding windows included.
+        prompts: token ids of each prompt, as lists, arrays or tensors; at least one each.
+        max_seq_len: the most tokens of a forward pass. A prompt may have one more.
+        padding_side: ``"left"``, as ``generate`` expects, or ``"right"``, for models without sliding windows.
+        pad_token_id: what stands in ``input_ids`` where a prompt has no token; None: ``generation_config``'s padding
+            token, else its first EOS token, else 0.
+        cache: an empty cache to fill, such as a ``StaticCache``; None: a new ``DynamicCache``.
+
+    Returns:
+        Arguments of ``generate``: ``input_ids`` and ``attention_mask``, ``[prompts, longest]`` int64, and
+        ``past_key_values``, of ``longest - 1`` tokens.
+
+    Raises:
+        ValueError: for a model that cannot be packed, or whose cache has more than keys and values; for a prompt
+            that is empty, too long, or has ids outside the vocabulary; for a cache that is not empty.
+    """
+    from transformers import DynamicCache
+
+    max_seq_len = require_positive(max_seq_len, "max_seq_len")
+    require(padding_side, "padding_side", PADDING_SIDES)
+    inner = find_pretrained(model)
+    if inner is None:
+        raise ValueError(
+            f"{type(model).__name__} holds no Hugging Face model, and prefill fills caches of Hugging Face models only"
+        )
+    sequences = _read_prompts(
+        prompts, vocab_size=inner.config.get_text_config().vocab_size, limit=max_seq_len
+    )
+    inputs = _prepare(model, inner)
+    inputs.require_length(max_seq_len)
+    cache = DynamicCache(config=inner.config) if cache is None else cache
+    if length := int(cache.get_seq_length()):
+        raise ValueError(f"the cache has {length} tokens; give an empty one, or none")
+    right = padding_side == "right"
+    if right and any(cache.is_sliding):
+        raise ValueError(
+            "padding_side='right' will not do for a model with sliding windows, because transformers counts windows in "
+            "the rows of a cache, padding included; use padding_side='left'"
+        )
+    lengths = [sequence.size - 1 for sequence in sequences]  # of what is cached
+    rows = PaddedRows(lengths, right=right)
+    begun = [number for number, length in enumerate(lengths) if length]
+    only_last = {"logits_to_keep": 1} if inner._supports_logits_to_keep() else {}
+    with without_training(model):
+        for plan in plan_packs([lengths[number] for number in begun], max_seq_len):
+            numbers = [begun[span.index] for span in plan]
+            parts, _ = _run(model, inputs, [sequences[number][:-1] for number in numbers], **only_last)
+            rows.add(numbers, parts)
+        rows.move_to(cache)
+    pad = _padding_token(inner) if pad_token_id is None else pad_token_id
+    ids = torch.full((len(sequences), max(lengths) + 1), pad)
+    mask = torch.zeros_like(ids)
+    for number, sequence in enumerate(sequences):
+        row = slice(sequence.size) if right else slice(-sequence.size, None)
+        ids[number, row] = torch.from_numpy(sequence)
+        mask[number, row] = 1
+    return {
+        "input_ids": ids.to(inner.device),
+        "attention_mask": mask.to(inner.device),
+        "past_key_values": cache,
+    }
+
+
+def _read_prompts(prompts: Iterable[Any], *, vocab_size: int, limit: int) -> list[IntArray]:
+    """Return the ids of each prompt, ``[tokens]``."""
+    sequences = []
+    for number, prompt in enumerate(prompts):
+        try:
+            sample = sample_from_pair(prompt, prompt, tokens="ids")
+            check_sample(sample, vocab_size)
+        except ValueError as error:
+            raise ValueError(f"prompt {number}: {error}") from None
+        size = sample.tokens.size
+        if not size:
+            raise ValueError(
+                f"prompt {number} is empty; begin it with a token that begins texts, such as the tokenizer's BOS or EOS"
+            )
+        if size - 1 > limit:
+            raise ValueError(
+                f"prompt {number} has {size} tokens, and max_seq_len={limit} allows {limit + 1}; raise max_seq_len, or "
+                "cut the prompt"
+            )
+        sequences.append(sample.tokens)
+    if not sequences:
+        raise ValueError("there are no prompts; give at least one")
+    return sequences
+
+
+_TRIED: WeakSet[nn.Module] = WeakSet()  # models whose caches were seen to be cut right
+
+
+def _prepare(model: nn.Module, inner: Any) -> TransformersInputs:
+    """Return the inputs of a model, which is prepared for packing unless it is already, and tried once.
+
+    Raises:
+        ValueError: if it cannot be packed, or its cache cannot be cut.
+    """
+    if inner not in PREPARED:
+        prepare_model_for_packing(model)
+    inputs = PREPARED[inner](inner)
+    assert isinstance(inputs, TransformersInputs)
+    if inner not in _TRIED:
+        if why := _why_not(model, inputs):
+            raise ValueError(
+                f"prefill cannot cut the caches of {inner.config.model_type} at the ends of prompts: {why}; use "
+                "model.generate on padded batches of prompts"
+            )
+        _TRIED.add(inner)
+    return inputs
+
+
+def _why_not(model: nn.Module, inputs: TransformersInputs) -> str | None:
+    """Return why the caches of a model cannot be cut, or None if a small pack shows that they can.
+
+    With a cache and without, a packed pass must give the same logits. transformers makes the masks of either in another
+    way, and those without a cache were shown to keep sequences apart when the model was prepared.
+    """
+    inner = inputs.model
+    if any(cls.__name__ in ALIBI for mixer in find_mixers(inner) for cls in type(mixer).__mro__):
+        return "its attention has ALiBi, and is computed one sequence at a time"
+    ids = np.arange(13) % inner.config.get_text_config().vocab_size
+    pack = [ids[:5], ids[5:8], ids[8:]]
+    try:
+        with without_training(model):
+            _, cached = _run(model, inputs, pack)
+            plain = model(**inputs(_batch(pack, inner.device)))
+    except Exception as error:  # third-party code may raise anything
+        return str(error).removesuffix(".")
+    difference = float((cached.logits - plain.logits).abs().max() / plain.logits.abs().max())
+    return (
+        None
+        if difference < 1e-2
+        else f"with a cache its logits are others, by {difference:.1%} of the largest"
+    )
+
+
+def _batch(sequences: Sequence[IntArray], device: torch.device) -> dict[str, torch.Tensor]:
+    """Lay sequences end to end in a batch of one row."""
+    tokens = torch.from_numpy(np.concatenate(sequences).astype(np.int64))[None]
+    lengths = torch.tensor([[sequence.size for sequence in sequences]], dtype=torch.int32)
+    return {"input_ids": tokens.to(device), "seq_lens": lengths.to(device)}
+
+
+def _run(
+    model: nn.Module, inputs: TransformersInputs, sequences: Sequence[IntArray], **arguments: Any
+) -> tuple[list[dict[Name, torch.Tensor]], Any]:
+    """Compute a pack of sequences; return what each layer keeps of it, and the model's output."""
+    from streampack.scoring.pack_cache import PackCache
+
+    cache = PackCache(inputs.model.config)
+    output = model(**inputs.with_cache(_batch(sequences, inputs.model.device), cache), **arguments)
+    return cache.parts([sequence.size for sequence in sequences]), output
+
+
+def _padding_token(inner: Any) -> int:
+    """Return the id that a model's ``generate`` pads with; 0 if it has none."""
+    config = inner.generation_config
+    found = config.eos_token_id if config.pad_token_id is None else config.pad_token_id
+    if isinstance(found, list):
+        found = found[0]
+    return int(found or 0)

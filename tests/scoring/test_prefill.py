@@ -1,0 +1,316 @@
+"""`prefill`: caches and generated tokens are those of each prompt alone."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+from streampack import prefill, prepare_model_for_packing
+from tests.support.hf_models import EXPERTS, FAMILIES, HEADS, ONE_WINDOW, SIZES, VOCAB, WINDOW, Wrapper, build
+from tests.support.hybrid_models import HYBRIDS
+
+transformers = pytest.importorskip("transformers")
+
+# One far longer than the window, one without anything to cache, two equal ones with others between them.
+LENGTHS = (5, 1, 8, 3, 5, 19)
+NEW = 32
+MAX_SEQ_LEN = 18  # so that there are two packs
+LATENT = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+}
+MORE: dict[str, dict[str, Any]] = {
+    "deepseek_v3": LATENT | EXPERTS | {"num_key_value_heads": 4, "n_group": 1, "topk_group": 1},
+    "gemma3n_text": HEADS
+    | {
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB,
+        "laurel_rank": 8,
+    }
+    | WINDOW,
+    "glm4": HEADS,
+    "cohere2": WINDOW | {"layer_norm_eps": 1e-5},
+}
+POSITIONS = {"gpt2": "n_positions", "dbrx": "max_seq_len"}
+STATES_ONLY = "its cache has states only, which do not tell generate how many tokens they are of"
+BOTH = "its cache has layers of the type LinearAttentionAndSlidingWindowAttentionLayer"
+ALIBI = "its attention has ALiBi, and is computed one sequence at a time"
+REFUSED = {
+    "bloom": ALIBI,
+    "falcon, alibi": ALIBI,
+    "falcon_mamba": STATES_ONLY,
+    "inkling2_text": BOTH,
+    "inkling_text": BOTH,
+    "mamba": STATES_ONLY,
+    "mamba2": STATES_ONLY,
+    "minimax": "MiniMax uses cache of its own",
+    "mpt": ALIBI,
+    "recurrent_gemma": "it does not give its cache the state of each sequence",
+    "rwkv": "The expanded size of the tensor",
+    "xlstm": "matC_old has wrong shape",
+}
+OFTEN = (
+    "llama",
+    "qwen3",
+    "gemma2",
+    "gemma3_text",
+    "mistral",
+    "phi3",
+    "gpt2",
+    "gpt_oss",
+    "deepseek_v3",
+    "qwen3_next",
+)
+EVERY = sorted({*FAMILIES, *MORE, *HYBRIDS} - {*OFTEN, *REFUSED})
+
+
+def models(family: str, **changes: Any) -> tuple[Any, Any]:
+    """A model to be prefilled, and the same one that is left as it is."""
+    sizes = SIZES | HYBRIDS[family] if family in HYBRIDS else MORE.get(family, {})
+    if family in MORE:
+        sizes = SIZES | sizes
+    sizes = sizes | {POSITIONS.get(family, "max_position_embeddings"): 64} | changes
+    pair = build(family, **sizes), build(family, **sizes)
+    for model in pair:
+        model.generation_config.eos_token_id = None  # all go on to the end
+        model.generation_config.pad_token_id = 0
+    return pair
+
+
+def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+
+
+def check_caches(filled: dict[str, Any], alone: Any, texts: list[list[int]], *, right: bool = False) -> int:
+    """Compare each row with the cache of its prompt alone; return how many tensors were compared."""
+    compared = 0
+    for number, text in enumerate(texts):
+        if len(text) == 1:
+            continue
+        with torch.no_grad():
+            cache = alone(input_ids=torch.tensor([text[:-1]]), use_cache=True).past_key_values
+        for ours, theirs in zip(filled["past_key_values"].layers, cache.layers, strict=True):
+            if getattr(theirs, "keys", None) is not None:
+                length = min(theirs.keys.shape[2], ours.keys.shape[2])
+                row = slice(length) if right else slice(ours.keys.shape[2] - length, None)
+                assert_near(ours.keys[number, :, row], theirs.keys[0, :, -length:])
+                assert_near(ours.values[number, :, row], theirs.values[0, :, -length:])
+                compared += 2
+            for name in ("conv_states", "recurrent_states"):
+                for index, state in getattr(theirs, name, {}).items():
+                    if state is not None:
+                        assert_near(getattr(ours, name)[index][number], state[0])
+                        compared += 1
+    return compared
+
+
+def assert_near(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    assert ours.shape == theirs.shape
+    assert float((ours - theirs).abs().max()) < 1e-5 * max(1.0, float(theirs.abs().max()))
+
+
+def check_generated(
+    model: Any,
+    filled: dict[str, Any],
+    alone: Any,
+    texts: list[list[int]],
+    *,
+    new: int = 8,
+    **settings: Any,
+) -> None:
+    """`generate` goes on with the tokens, and the first logits, that it finds for each prompt alone."""
+    settings = {"max_new_tokens": new, "do_sample": False, **settings}
+    settings |= {"return_dict_in_generate": True, "output_logits": True}
+    found = model.generate(**filled, **settings)
+    for number, text in enumerate(texts):
+        wanted = alone.generate(torch.tensor([text]), **settings)
+        assert found.sequences[number, -new:].tolist() == wanted.sequences[0, -new:].tolist(), number
+        assert_near(found.logits[0][number], wanted.logits[0][0])
+
+
+def check(family: str) -> None:
+    model, alone = models(family)
+    if family == "llama4_text":
+        prepare_model_for_packing(model, attention="dense")  # varlen does not cut samples into chunks
+    filled = prefill(model, prompts(), max_seq_len=MAX_SEQ_LEN)
+    assert check_caches(filled, alone, prompts()) >= 8
+    check_generated(model, filled, alone, prompts(), new=NEW)
+
+
+@pytest.mark.parametrize("family", [family for family in OFTEN if family not in REFUSED])
+def test_caches_and_tokens_are_those_of_each_prompt_alone(family: str) -> None:
+    check(family)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", EVERY)
+def test_caches_and_tokens_are_those_of_each_prompt_alone_in_all_families(family: str) -> None:
+    check(family)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [family if family in OFTEN else pytest.param(family, marks=pytest.mark.slow) for family in REFUSED],
+)
+def test_families_whose_caches_cannot_be_cut_are_refused(family: str) -> None:
+    model, _ = models(family)
+    with pytest.raises(ValueError) as error:
+        prefill(model, prompts(), max_seq_len=MAX_SEQ_LEN)
+    beginning = (
+        f"prefill cannot cut the caches of {family.split(',')[0]} at the ends of prompts: {REFUSED[family]}"
+    )
+    assert str(error.value).startswith(beginning)
+    assert str(error.value).endswith("; use model.generate on padded batches of prompts")
+
+
+def test_a_family_that_cannot_be_packed_is_refused() -> None:
+    model = build("gemma3_text", use_bidirectional_attention=True)
+    with pytest.raises(ValueError, match="this model cannot be packed: gemma3_text sees tokens to the right"):
+        prefill(model, prompts(), max_seq_len=MAX_SEQ_LEN)
+
+
+def test_masks_that_leak_with_a_cache_are_seen() -> None:
+    """Without masks, transformers lets the sequences of a pack see one another as soon as there is a cache."""
+    model, _ = models("llama")
+    prepare_model_for_packing(model, attention="dense")
+    with (
+        patch("streampack.attention.transformers.TransformersInputs._make_masks", lambda *_: None),
+        pytest.raises(
+            ValueError, match="of llama at the ends of prompts: with a cache its logits are others, by"
+        ),
+    ):
+        prefill(model, prompts(), max_seq_len=MAX_SEQ_LEN)
+
+
+@pytest.mark.parametrize("attention", ["dense", "varlen"])
+@pytest.mark.parametrize("family", ["mistral", "gemma2"])
+def test_the_attention_of_a_prepared_model_is_used(family: str, attention: str) -> None:
+    model, alone = models(family)
+    inputs = prepare_model_for_packing(model, attention=attention)
+    filled = prefill(model, prompts(), max_seq_len=MAX_SEQ_LEN)
+    assert inputs.attention == attention
+    check_caches(filled, alone, prompts())
+    check_generated(model, filled, alone, prompts())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_padding_on_the_right(family: str) -> None:
+    model, alone = models(family)
+    filled = prefill(model, prompts(), max_seq_len=MAX_SEQ_LEN, padding_side="right")
+    assert filled["input_ids"][0].tolist() == prompts()[0] + [0] * 14
+    assert filled["attention_mask"].sum(1).tolist() == list(LENGTHS)
+    assert check_caches(filled, alone, prompts(), right=True)
+
+
+def test_a_static_cache_is_filled() -> None:
+    model, alone = models("gemma3_text")
+    cache = transformers.StaticCache(config=model.config, max_cache_len=64)
+    filled = prefill(model, prompts(), max_seq_len=MAX_SEQ_LEN, cache=cache)
+    assert filled["past_key_values"] is cache
+    check_generated(model, filled, alone, prompts(), disable_compile=True)
+
+
+@pytest.mark.parametrize("lengths", [(7,), (1,), (1, 1, 1), (24, 1), (25,)])
+@pytest.mark.parametrize("max_seq_len", [24, 1000])
+def test_few_and_short_prompts(lengths: tuple[int, ...], max_seq_len: int) -> None:
+    model, alone = models("qwen3")
+    if max_seq_len == 1000:
+        model.config.max_position_embeddings = 1000
+    filled = prefill(model, prompts(lengths), max_seq_len=max_seq_len)
+    assert filled["past_key_values"].get_seq_length() == max(lengths) - 1
+    check_generated(model, filled, alone, prompts(lengths))
+
+
+def test_arrays_and_tensors_are_prompts() -> None:
+    model, _ = models("llama")
+    texts = prompts()
+    mixed = [torch.tensor(texts[0]), torch.tensor(texts[2]).numpy(), tuple(texts[3])]
+    filled = prefill(model, iter(mixed), max_seq_len=MAX_SEQ_LEN, pad_token_id=7)
+    assert filled["input_ids"].tolist() == [[7] * 3 + texts[0], texts[2], [7] * 5 + texts[3]]
+    assert filled["attention_mask"].tolist() == [[0] * 3 + [1] * 5, [1] * 8, [0] * 5 + [1] * 3]
+
+
+def test_beams_after_rows_are_repeated() -> None:
+    model, alone = models("llama")
+    filled = prefill(model, prompts(), max_seq_len=MAX_SEQ_LEN)
+    filled["past_key_values"].batch_repeat_interleave(2)
+    settings: dict[str, Any] = {"max_new_tokens": 6, "num_beams": 2, "do_sample": False}
+    found = model.generate(**filled, **settings)[:, -6:].tolist()
+    assert found == [alone.generate(torch.tensor([text]), **settings)[0, -6:].tolist() for text in prompts()]
+
+
+def test_a_model_in_training_computes_in_eval_mode_and_trains_on() -> None:
+    """In training mode, activation checkpointing would take the cache away."""
+    model, alone = models("llama")
+    model.activation_checkpointing_enable()
+    model.train()
+    filled = prefill(model, prompts(), max_seq_len=MAX_SEQ_LEN)
+    assert check_caches(filled, alone, prompts())
+    assert model.training
+    assert not filled["past_key_values"].layers[0].keys.requires_grad
+
+
+def test_a_wrapped_model() -> None:
+    model, alone = models("llama")
+    filled = prefill(Wrapper(model), prompts(), max_seq_len=MAX_SEQ_LEN)
+    assert check_caches(filled, alone, prompts())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompts": []}, "there are no prompts; give at least one"),
+        ({"prompts": [[3], []]}, "prompt 1 is empty; begin it with a token that begins texts, such as the"),
+        (
+            {"prompts": [[3], [4] * 26]},
+            "prompt 1 has 26 tokens, and max_seq_len=18 allows 19; raise max_seq_len, or cut the prompt",
+        ),
+        (
+            {"prompts": [[3, VOCAB]]},
+            f"prompt 0: token id {VOCAB} is outside the vocabulary of {VOCAB} ids (0 to 60)",
+        ),
+        ({"prompts": [3, 4]}, "prompt 0: "),
+        ({"prompts": ["ab"]}, "prompt 0: "),
+        ({"max_seq_len": 0}, "max_seq_len=0 is below 1; give at least 1"),
+        (
+            {"max_seq_len": 65},
+            "max_seq_len is 65, and this gpt2 model has 64 positions; set max_seq_len=64 or less",
+        ),
+        ({"padding_side": "top"}, "padding_side='top' is unknown; choose one of 'left', 'right'"),
+        (
+            {"model": nn.Linear(2, 2)},
+            "Linear holds no Hugging Face model, and prefill fills caches of Hugging Face",
+        ),
+    ],
+)
+def test_refusals(changes: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"prompts": prompts(), "max_seq_len": MAX_SEQ_LEN} | changes
+    model = arguments.pop("model", None) or models("gpt2")[0]
+    with pytest.raises(ValueError) as error:
+        prefill(model, arguments.pop("prompts"), **arguments)
+    assert str(error.value).startswith(message)
+
+
+def test_a_cache_with_tokens_is_refused() -> None:
+    model, _ = models("llama")
+    cache = prefill(model, prompts(), max_seq_len=MAX_SEQ_LEN)["past_key_values"]
+    with pytest.raises(ValueError, match="the cache has 18 tokens; give an empty one, or none"):
+        prefill(model, prompts(), max_seq_len=MAX_SEQ_LEN, cache=cache)
+
+
+def test_padding_on_the_right_is_refused_for_windows() -> None:
+    model, _ = models("gemma3_text", **ONE_WINDOW)
+    with pytest.raises(ValueError, match="padding_side='right' will not do for a model with sliding windows"):
+        prefill(model, prompts(), max_seq_len=MAX_SEQ_LEN, padding_side="right")
