@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from streampack.attention.calls import inputs_of, logits_of, native_call
+from streampack.attention.media import media_tokens
 from streampack.attention.probe_pack import (
     PROBE_LENGTH,
     first_pack,
@@ -212,9 +213,11 @@ def _device(module: nn.Module | None) -> torch.device:
 
 
 def _vocabulary(module: nn.Module | None) -> int:
-    """Return the size of the first embedding, or 0 if there is none."""
-    parts = module.modules() if module is not None else ()
-    return next((part.num_embeddings for part in parts if isinstance(part, nn.Embedding)), 0)
+    """Return the size of the first embedding, or 0 if there is none; but only the ids below those of images."""
+    if module is None:
+        return 0
+    size = next((part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)), 0)
+    return min(size, *media_tokens(module), size)
 
 
 def _limit(module: nn.Module | None, dtype: torch.dtype, device: torch.device) -> float:

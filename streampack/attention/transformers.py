@@ -11,7 +11,7 @@ Samples are kept apart in one of three ways:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -27,25 +27,22 @@ from streampack.attention.families import (
     longest_pack,
     why_not_family,
     why_not_packable,
-    window_of,
 )
-from streampack.attention.flash import flash_attention
 from streampack.attention.mappings import as_packed, labels_of, positions_of
+from streampack.attention.media import media_tokens, position_axes, require_text, require_text_columns
 from streampack.attention.mixers import LENGTHS, find_mixers, split_mixers
 from streampack.attention.positions import position_table
 from streampack.attention.pretrained import disable_cache, find_pretrained, set_attention, stock_attention
 from streampack.attention.probe import find_leaks
-from streampack.attention.shared import SharedPrefixes, fold_keys, unfold_keys
+from streampack.attention.registered import REGISTERED_NAMES, register_functions
+from streampack.attention.shared import SharedPrefixes, fold_keys
 from streampack.attention.shared_masks import shared_masks
-from streampack.attention.varlen import capped_attention, cu_seqlens_of, varlen_attention
+from streampack.attention.varlen import cu_seqlens_of
 
 if TYPE_CHECKING:
     from streampack.attention.mappings import Packed
 
-# Names under which the functions are registered with transformers. If a name contained "flash", transformers would look
-# for packages of flash attention.
-_REGISTERED_NAMES = {"varlen": "streampack_varlen", "flash": "streampack_fa"}
-BACKENDS = ("dense", "flex", *_REGISTERED_NAMES)
+BACKENDS = ("dense", "flex", *REGISTERED_NAMES)
 
 KNOWN_LIBRARIES = frozenset(
     {"torch", "transformers", "peft", "accelerate", "bitsandbytes", "torchao", "liger_kernel"}
@@ -61,8 +58,13 @@ class TransformersInputs:
     model: Any  # the PreTrainedModel, without its wrappers
     num_positions: int | None = None  # length of the model's table of positions; None if it has no table
     refused: Mapping[str, str] = field(default_factory=dict)
+    masks: bool = False  # whether the inputs hold masks, because the model makes its own without positions
     split: bool = False  # whether it has mixers, which must know the lengths of sequences
     takes_positions: bool = True
+    axes: int | None = (
+        None  # of positions (mRoPE), where transformers makes masks from them; None if a number will do
+    )
+    media: tuple[int, ...] = ()  # token ids that stand for images, video or sound
 
     def __call__(self, batch: Packed | Mapping[str, Any]) -> dict[str, Any]:
         """Return keyword arguments on the batch's device; with ``labels`` where a dict has them.
@@ -72,26 +74,33 @@ class TransformersInputs:
         sequence that begins at position 1 behind one of a single token (position 0) would be taken for its
         continuation.
 
+        Where transformers makes masks from the positions of a model that has several axes of them (mRoPE), positions
+        are ``[1 + axes, batch, max_seq_len]``, the first row for masks; all rows are equal, as text has them.
+
         Raises:
-            ValueError: if packs are too long for the model, or a dict does not say where its samples begin (see
-                `as_packed`).
+            ValueError: if packs are too long for the model, the batch has anything but text, or a dict does not say
+                where its samples begin (see `as_packed`).
         """
         if isinstance(batch, Mapping):
+            require_text_columns(batch)
             packed = as_packed(batch)
             labels = labels_of(batch, packed)
             return self(packed) if labels is None else self(packed) | {"labels": labels}
         config, max_seq_len = self.model.config.get_text_config(), batch.tokens.shape[1]
         self.require_length(max_seq_len)
+        if self.media:
+            require_text(batch.tokens, self.media)
         shared = SharedPrefixes.of(batch)
         positions = batch.input_pos if shared else positions_of(batch.seq_lens, max_seq_len=max_seq_len)
         inputs: dict[str, Any] = {"input_ids": batch.tokens, "use_cache": False}
         if self.takes_positions:
-            inputs["position_ids"] = positions
+            rows = () if self.axes is None else (1 + self.axes,)
+            inputs["position_ids"] = positions.expand(*rows, *positions.shape)
         if shared and (why := self.why_not_shared(max_seq_len)):
             raise ValueError(f"the batch has shared prefixes, and {why}")
         if self.split:
             inputs[LENGTHS] = batch.seq_lens
-        if self.attention in _REGISTERED_NAMES:
+        if self.attention in REGISTERED_NAMES:
             cu_seqlens = (
                 fold_keys(shared.keys()) if shared else cu_seqlens_of(batch.seq_lens, max_seq_len=max_seq_len)
             )
@@ -107,7 +116,7 @@ class TransformersInputs:
             return inputs | {"attention_mask": cu_seqlens}
         if shared:
             inputs["attention_mask"] = shared_masks(self.model, batch, shared, attention=self.attention)
-        elif config.model_type in IGNORE_POSITIONS and not getattr(config, "alibi", False):
+        elif self.masks:
             inputs["attention_mask"] = self._make_masks(config, positions)
         return inputs
 
@@ -117,7 +126,7 @@ class TransformersInputs:
         With a cache, transformers looks for no boundaries in positions, so masks are made here.
         """
         inputs = self(batch)
-        if self.attention not in _REGISTERED_NAMES and "attention_mask" not in inputs:
+        if self.attention not in REGISTERED_NAMES and "attention_mask" not in inputs:
             config, packed = self.model.config.get_text_config(), as_packed(batch)
             inputs["attention_mask"] = self._make_masks(config, packed.input_pos)
         return inputs | {"past_key_values": cache, "use_cache": True}
@@ -149,7 +158,7 @@ class TransformersInputs:
                 f"{config.model_type} has layers that run one sequence at a time, which cannot share one; set "
                 "share_prefix=False in the encoder"
             )
-        if self.attention in _REGISTERED_NAMES:
+        if self.attention in REGISTERED_NAMES:
             return None
         if getattr(config, "output_router_logits", False):
             return (
@@ -199,13 +208,16 @@ def prepare(model: nn.Module, *, attention: str) -> TransformersInputs:
             reasons[backend] = why
             continue
         set_attention(inner, _implementation_name(inner, backend))
-        inputs = _make_inputs(backend, reasons, inner)
-        why = None if _is_proven(inner, config) else _try_on_pack(model, inputs)
-        if why is None:
-            disable_cache(inner)
-            PREPARED[inner] = partial(_make_inputs, backend, reasons)
-            return inputs
-        reasons[backend] = f"nothing is known of {config.model_type}, and it failed a try: {why}"
+        for masks in _ways(inner, backend):
+            inputs = _make_inputs(backend, reasons, masks, inner)
+            why = None if _is_proven(inner, config) else _try_on_pack(model, inputs)
+            if why is None:
+                disable_cache(inner)
+                PREPARED[inner] = partial(_make_inputs, backend, reasons, masks)
+                return inputs
+            reasons.setdefault(
+                backend, f"nothing is known of {config.model_type}, and it failed a try: {why}"
+            )
         set_attention(inner, before)
     others = [
         repr(backend)
@@ -235,17 +247,37 @@ def _try_on_pack(model: nn.Module, inputs: TransformersInputs) -> str | None:
     return None if report.ok else str(report)
 
 
-def _make_inputs(attention: str, refused: Mapping[str, str], inner: nn.Module) -> TransformersInputs:
-    takes_positions = "position_ids" in inspect.signature(inner.forward).parameters
-    split = bool(find_mixers(inner))
-    return TransformersInputs(attention, inner, position_table(inner), refused, split, takes_positions)
+def _ways(inner: Any, attention: str) -> tuple[bool, ...]:
+    """Return whether masks should be given to a model, best first: most families make them from positions."""
+    config = inner.config.get_text_config()
+    if attention in REGISTERED_NAMES or getattr(config, "alibi", False):
+        return (False,)
+    if config.model_type in IGNORE_POSITIONS:
+        return (True,)
+    return (False,) if _is_proven(inner, config) else (False, True)
+
+
+def _make_inputs(
+    attention: str, refused: Mapping[str, str], masks: bool, inner: nn.Module
+) -> TransformersInputs:
+    return TransformersInputs(
+        attention,
+        inner,
+        num_positions=position_table(inner),
+        refused=refused,
+        masks=masks,
+        split=bool(find_mixers(inner)),
+        takes_positions="position_ids" in inspect.signature(inner.forward).parameters,
+        axes=None if masks or attention in REGISTERED_NAMES else position_axes(inner),
+        media=media_tokens(inner),
+    )
 
 
 def _why_not_backend(inner: Any, attention: str) -> str | None:
     """Return why this model cannot use a backend on its device, or None if it can."""
     config = inner.config.get_text_config()
     routed = getattr(config, "output_router_logits", False)
-    if routed and config.model_type in IGNORE_POSITIONS and attention not in _REGISTERED_NAMES:
+    if routed and config.model_type in IGNORE_POSITIONS and attention not in REGISTERED_NAMES:
         return f"{config.model_type} needs packed masks, which its router's loss (output_router_logits) cannot read"
     if attention == "dense":
         return None
@@ -268,9 +300,9 @@ def _why_not_backend(inner: Any, attention: str) -> str | None:
 
 def _implementation_name(inner: Any, attention: str) -> str:
     """Return transformers' name of a backend; for dense sdpa or eager, whichever the model was loaded with."""
-    if attention in _REGISTERED_NAMES:
-        _register_functions()
-        return _REGISTERED_NAMES[attention]
+    if attention in REGISTERED_NAMES:
+        register_functions()
+        return REGISTERED_NAMES[attention]
     return "flex_attention" if attention == "flex" else stock_attention(inner)
 
 
@@ -283,73 +315,3 @@ def _why_not_with_prompts(model: nn.Module) -> str | None:
         if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
             return "prompt tuning trains tokens before each row, not before each sample; use LoRA, or padded batches"
     return None
-
-
-def _register_functions() -> None:
-    """Register the attention functions of varlen and flash with transformers."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
-
-    for attention, kernel in (("varlen", varlen_attention), ("flash", flash_attention)):
-        AttentionInterface.register(_REGISTERED_NAMES[attention], _make_attention_function(kernel, attention))
-        # The mask of calls without boundaries, as in generate.
-        AttentionMaskInterface.register(_REGISTERED_NAMES[attention], sdpa_mask)
-
-
-def _make_attention_function(kernel: Callable[..., torch.Tensor], attention: str) -> Callable[..., Any]:
-    """Make an attention function as transformers calls it.
-
-    Called without boundaries, as in ``generate``, it computes transformers' sdpa attention.
-    """
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    def attend(
-        module: nn.Module,
-        query: torch.Tensor,  # [batch, heads, max_seq_len, head_dim]
-        key: torch.Tensor,  # [batch, kv_heads, max_seq_len, head_dim]
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        *,
-        cu_seq_lens_q: torch.Tensor | None = None,
-        **layer_arguments: Any,
-    ) -> tuple[torch.Tensor, None]:
-        # `TransformersInputs` passes cu_seqlens as an int32 mask; real masks are bool or float.
-        if attention_mask is not None and attention_mask.dtype == torch.int32:
-            cu_seq_lens_q = attention_mask
-        softcap = layer_arguments.get("softcap")
-        if cu_seq_lens_q is None and softcap is not None:  # which transformers' sdpa attention does not have
-            scale = layer_arguments.get("scaling")
-            out = capped_attention(query, key, value, attention_mask, scale=scale, softcap=softcap)
-            return out.transpose(1, 2).contiguous(), None
-        if cu_seq_lens_q is None:
-            plain: tuple[torch.Tensor, None] = sdpa_attention_forward(
-                module, query, key, value, attention_mask, **layer_arguments
-            )
-            return plain
-        sinks = layer_arguments.get("s_aux") is not None
-        if sinks or layer_arguments.get("dropout"):
-            what = "attention sinks" if sinks else "dropout on attention weights"
-            raise ValueError(f"attention={attention!r} has no {what}; use attention='dense' or 'flex'")
-        if "sliding_window" in layer_arguments:
-            window = layer_arguments["sliding_window"]
-        else:
-            window = window_of(module.config, module.layer_idx)  # type: ignore[arg-type]
-        batch, heads, max_seq_len, _ = query.shape
-        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-        keys = unfold_keys(cu_seq_lens_q) if cu_seq_lens_q.ndim == 4 else None
-        if keys is not None:
-            k, v = k[keys.index], v[keys.index]
-        out = kernel(
-            q,
-            k,
-            v,
-            cu_seqlens=cu_seq_lens_q.flatten() if keys is None else keys.cu_seqlens_q,
-            cu_seqlens_k=None if keys is None else keys.cu_seqlens_k,
-            max_seqlen=max_seq_len,
-            window=window,
-            scale=layer_arguments.get("scaling"),
-            softcap=softcap,
-        )
-        return out.view(batch, max_seq_len, heads, -1), None
-
-    return attend

@@ -46,6 +46,7 @@ from tests.support.hybrid_models import HYBRIDS
 from tests.support.isolation import differences, own, placed, stream_and_batch
 from tests.support.models_table import EVERY, LIMITS, PAGE, VARIABLE, figures, over_the_limit, read_page
 from tests.support.ranks import run_ranks
+from tests.support.vision_models import VISION_FAMILIES
 
 pytest.importorskip("transformers")
 
@@ -366,7 +367,7 @@ def test_a_window_that_only_masks_have() -> None:
     """transformers passes no window to qwen2_moe's attention function, and varlen gets no masks."""
     data, batch = stream_and_batch("overlong")
     model, inputs, alone = prepared("qwen2_moe", "varlen")
-    with patch("streampack.attention.transformers.window_of", lambda *_: None):
+    with patch("streampack.attention.registered.window_of", lambda *_: None):
         wrong = run_packed(model, batch, inputs)
         report = find_leaks(model, inputs=inputs, max_seq_len=MAX_SEQ_LEN)
     assert differences(wrong, run_alone(alone, data, batch))["logits"] > 1e-2
@@ -382,7 +383,11 @@ def test_the_figures_of_the_page_are_within_the_limits() -> None:
         if key[0] == "transformers"
     }
     assert {key: over for key, outcome in written.items() if (over := over_the_limit(outcome))} == {}
-    assert {family for _, family, backend in written if backend != EVERY} == {*FAMILIES, *HYBRIDS}
+    assert {family for _, family, backend in written if backend != EVERY} == {
+        *FAMILIES,
+        *HYBRIDS,
+        *VISION_FAMILIES,
+    }
 
 
 @pytest.mark.gpu

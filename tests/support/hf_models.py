@@ -102,6 +102,11 @@ def build(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> nn
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = kind.from_config(config, dtype=dtype)
+    return randomized(model, dtype)
+
+
+def randomized(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Give all parameters random values, the same at every call, and put a model into eval mode."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -109,10 +114,9 @@ def build(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> nn
                 parameter.normal_(std=0.1, generator=generator)
             else:  # the scale of a norm is near 1 (gemma's near 0), a bias near 0
                 parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
-    if dtype == torch.float64 and model._can_set_experts_implementation():
-        model.set_experts_implementation("eager")  # the grouped kernel has no fp64
-    built: nn.Module = model.eval()
-    return built
+    if dtype == torch.float64 and model._can_set_experts_implementation():  # type: ignore[operator]
+        model.set_experts_implementation("eager")  # type: ignore[operator]  # the grouped kernel has no fp64
+    return model.eval()
 
 
 # Backends that cannot compute a family on any device, and the refusal.

@@ -1,0 +1,85 @@
+"""Tiny Hugging Face models that read images beside text; only what reads text is trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.hf_models import EXPERTS, HEADS, SIZES, randomized
+from tests.support.hybrid_models import DELTA, LINEAR_FIRST, SHARED_EXPERT
+
+IMAGE, VIDEO = 61, 62
+"""Token ids that stand for an image and a video, behind those of the samples."""
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+QUARTER = ROPE | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+TEXT = SIZES | HEADS | {"rope_parameters": ROPE, "vocab_size": VIDEO + 1}
+GLM_EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+# Those of these that a family's vision config has; all families' vision models have names of their own for them.
+VISION = {
+    "depth": 1,
+    "num_hidden_layers": 1,
+    "hidden_size": 32,
+    "embed_dim": 32,
+    "num_heads": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "out_hidden_size": 64,
+    "patch_size": 4,
+    "image_size": 16,
+    "deepstack_visual_indexes": [0],
+    "fullatt_block_indexes": [0],
+}
+
+VISION_FAMILIES: dict[str, dict[str, Any]] = {
+    "ernie4_5_vl_moe": TEXT
+    | {"rope_parameters": ROPE | {"mrope_section": [3, 3, 2]}}
+    | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": [32, 32]},
+    "glm46v": TEXT,
+    "glm4v": TEXT,
+    "glm4v_moe": TEXT | GLM_EXPERTS | {"rope_parameters": QUARTER},
+    "glm_ocr": TEXT,
+    "hunyuan_vl": TEXT,
+    "paddleocr_vl": TEXT,
+    "qwen2_5_vl": TEXT,
+    "qwen2_vl": TEXT,
+    "qwen3_5": TEXT | DELTA | LINEAR_FIRST | {"rope_parameters": QUARTER},
+    "qwen3_5_moe": TEXT | DELTA | LINEAR_FIRST | SHARED_EXPERT | {"rope_parameters": QUARTER},
+    "qwen3_vl": TEXT,
+    "qwen3_vl_moe": TEXT | EXPERTS,
+}
+
+
+def build_vision(family: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Make a model in eval mode, the same at every call."""
+    transformers = pytest.importorskip("transformers")
+    default = transformers.AutoConfig.for_model(family)
+    vision = {name: value for name, value in VISION.items() if hasattr(default.vision_config, name)}
+    config = type(default)(
+        text_config=VISION_FAMILIES[family] | {"model_type": default.text_config.model_type},
+        vision_config=vision | {"model_type": default.vision_config.model_type},
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForImageTextToText.from_config(config, dtype=dtype)
+    model = randomized(model, dtype)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    for part in (model.get_decoder(), model.get_output_embeddings()):
+        for (
+            name,
+            parameter,
+        ) in part.named_parameters():  # experts of images, and what is only added before a choice
+            parameter.requires_grad_("vision_moe" not in name and "correction_bias" not in name)
+    return model
