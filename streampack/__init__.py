@@ -52,12 +52,14 @@ if TYPE_CHECKING:
     from streampack.scoring import Score, score
     from streampack.scoring.prefill import prefill
     from streampack.sources import (
+        DatatroveSource,
         HFSource,
         Holdout,
         IterableSource,
         JSONLSource,
         MapSource,
         MDSSource,
+        MegatronSource,
         Mix,
         ParquetSource,
         Source,
@@ -71,6 +73,7 @@ __all__ = [
     "IGNORE_INDEX",
     "Batch",
     "ChatEncoder",
+    "DatatroveSource",
     "Encoder",
     "FlatteningCollator",
     "Fragment",
@@ -84,6 +87,7 @@ __all__ = [
     "Ledger",
     "MDSSource",
     "MapSource",
+    "MegatronSource",
     "MessagesEncoder",
     "Mix",
     "MultipackBatchSampler",
@@ -118,6 +122,7 @@ __all__ = [
 _MODULES = {
     "Batch": "packing",
     "ChatEncoder": "packing.encoders",
+    "DatatroveSource": "sources",
     "Encoder": "packing.encoders",
     "FlatteningCollator": "map_style",
     "Group": "packing.groups",
@@ -129,6 +134,7 @@ _MODULES = {
     "JSONLSource": "sources",
     "MDSSource": "sources",
     "MapSource": "sources",
+    "MegatronSource": "sources",
     "MessagesEncoder": "packing.encoders",
     "Mix": "sources",
     "MultipackBatchSampler": "map_style",

@@ -2,24 +2,28 @@
 
 from streampack.sources.as_source import as_source
 from streampack.sources.base import Reading
+from streampack.sources.datatrove import DatatroveSource
 from streampack.sources.holdout import Holdout
 from streampack.sources.hugging_face import HFSource
 from streampack.sources.iterable import IterableSource
 from streampack.sources.jsonl import JSONLSource
 from streampack.sources.map_style import MapSource
 from streampack.sources.mds import MDSSource
+from streampack.sources.megatron import MegatronSource
 from streampack.sources.mixture import Mix
 from streampack.sources.parquet import ParquetSource
 from streampack.sources.source import Source
 from streampack.sources.token_shards import TokenShardSource
 
 __all__ = [
+    "DatatroveSource",
     "HFSource",
     "Holdout",
     "IterableSource",
     "JSONLSource",
     "MDSSource",
     "MapSource",
+    "MegatronSource",
     "Mix",
     "ParquetSource",
     "Reading",

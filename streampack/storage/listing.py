@@ -56,7 +56,8 @@ class Corpus:
 
     ``problems`` says why files cannot be read, by path, as far as that is known from listing them. They stay in
     ``files``, so that the same names and sizes are always divided among the lanes in the same way. ``details`` is what
-    a manifest says of files, by path.
+    a manifest says of files, by path. ``beside`` has the files that belong to a file, such as its index, by its path:
+    they are part of its tag.
     """
 
     files: tuple[File, ...]
@@ -64,6 +65,7 @@ class Corpus:
     retries: Retries
     problems: Mapping[str, str] = field(default_factory=dict)
     details: Mapping[str, Details] = field(default_factory=dict)
+    beside: Mapping[str, Sequence[File]] = field(default_factory=dict)
     tolerant: bool = field(default=False, init=False)
     """Whether a file that is gone has a tag, too, because the run leaves it out."""
 
@@ -104,9 +106,16 @@ class Corpus:
         return self.marks().difference(theirs)
 
     def tag(self, file: File) -> str:
-        """Return a file's ETag, or a hash of its first and last 64 KiB; a fixed word if it is gone and left out."""
+        """Return a file's ETag, or a hash of its first and last 64 KiB; a fixed word if it is gone and left out.
+
+        Of a file with others beside it, return a digest of all their tags.
+        """
         try:
-            return self.retries.call(partial(self.storage.tag, file))
+            own, *others = [
+                self.retries.call(partial(self.storage.tag, each))
+                for each in (file, *self.beside.get(file.path, ()))
+            ]
+            return digest(own, *others) if others else own
         except FileNotFoundError:
             if not self.tolerant:
                 raise

@@ -14,12 +14,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from streampack import (
+    DatatroveSource,
     Holdout,
     IterablePackedDataset,
     IterableSource,
     JSONLSource,
     MapSource,
     MDSSource,
+    MegatronSource,
     ParquetSource,
     Sample,
     Source,
@@ -32,10 +34,13 @@ from streampack.tokenize.tokenize import tokenize
 from streampack.types import Row
 from tests.support.conformance import check_cursors, check_resume_everywhere
 from tests.support.corpus import in_memory, write
+from tests.support.foreign_tokens import write_datatrove, write_megatron
 from tests.support.mds import write_mds
 
 COUNT = 42
 ROWS = [{"i": i, "text": "x" * (i * 7 % 23)} for i in range(COUNT)]
+DOCUMENTS = [[i] * (1 + i % 9) for i in range(COUNT)]
+LOSSES = [[j % 3 > 0 for j in range(len(document))] for document in DOCUMENTS]
 FILES = [ROWS[:13], ROWS[13:27], ROWS[27:]]
 
 
@@ -85,6 +90,14 @@ MAKE: dict[str, Any] = {
     ),
     "tokens": lambda folder: TokenShardSource(tokens(folder)),
     "masked tokens by url": lambda folder: TokenShardSource(in_memory(tokens(folder, masked=True))),
+    "megatron": lambda folder: MegatronSource(write_megatron(folder, DOCUMENTS, per_file=14, sentence=4)),
+    "megatron by url": lambda folder: MegatronSource(
+        f"{in_memory(write_megatron(folder, DOCUMENTS, per_file=14))}/*.bin"
+    ),
+    "datatrove": lambda folder: DatatroveSource(write_datatrove(folder, DOCUMENTS, per_file=14)),
+    "datatrove with loss by url": lambda folder: DatatroveSource(
+        f"{in_memory(write_datatrove(folder, DOCUMENTS, losses=LOSSES, per_file=14))}/*.ds"
+    ),
     "mds by url": lambda folder: MDSSource(in_memory(write_mds(folder, ROWS, COLUMNS))),
     "map": lambda folder: MapSource(ROWS),
     "iterable": lambda folder: IterableSource(ROWS),

@@ -1,4 +1,4 @@
-"""Token shards and MDS behind HTTP and S3, on loopback: ranges, read-ahead, retries, refusals."""
+"""Files with an index behind HTTP and S3, on loopback: ranges, read-ahead, retries, refusals."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streampack import MDSSource, TokenShardSource
+from streampack import DatatroveSource, MDSSource, MegatronSource, TokenShardSource
 from streampack.fingerprint import plain
-from streampack.sources import Reading
+from streampack.sources import Reading, megatron
 from streampack.storage.ranges import Fetcher
 from streampack.storage.read_ahead import NO_READ_AHEAD, ReadAhead
 from streampack.storage.remote import RemoteStorage
 from streampack.storage.retries import Retries
 from streampack.tokenize.tokenize import tokenize
+from tests.support.foreign_tokens import write_datatrove, write_megatron
 from tests.support.mds import write_mds
 from tests.support.web import Web, random_faults
 
 ALONE = Reading(read_ahead=NO_READ_AHEAD)
-KINDS = ("tokens", "masked tokens", "mds", "mds.gz")
+KINDS = ("tokens", "masked tokens", "mds", "mds.gz", "megatron", "datatrove")
 
 
 def written(kind: str, folder: Path, rows: int, *, longest: int = 250) -> Path:
@@ -34,6 +35,11 @@ def written(kind: str, folder: Path, rows: int, *, longest: int = 250) -> Path:
         labels = [d if kind == "tokens" else np.where(rng.random(d.size) < 0.5, d, -100) for d in documents]
         data = [{"tokens": d, "labels": own} for d, own in zip(documents, labels, strict=True)]
         return tokenize(data, out=folder, lanes=1, shard_tokens=total // 3, dtype="uint16", progress=False)
+    if kind == "megatron":
+        return write_megatron(folder, [d.tolist() for d in documents], per_file=-(-rows // 3), dtype="uint16")
+    if kind == "datatrove":
+        losses = [rng.integers(0, 2, d.size).tolist() for d in documents]
+        return write_datatrove(folder, [d.tolist() for d in documents], losses=losses, per_file=-(-rows // 3))
     data = [{"tokens": d.astype(np.uint16)} for d in documents]
     compression = "gz" if kind == "mds.gz" else None
     return write_mds(
@@ -47,18 +53,27 @@ def published(folder: Path) -> dict[str, bytes]:
 
 def source(kind: str, place: str, web: Web, **settings: Any) -> Any:
     """Make a source of that kind, with short waits between retries."""
-    make = TokenShardSource if "tokens" in kind else MDSSource
+    make = maker(kind)
     url, options = f"{web.url}/bucket/a", None
     if place == "s3":
         pytest.importorskip("s3fs")
         url, options = "s3://bucket/a", {"key": "key", "secret": "secret", "endpoint_url": web.url}
-    made: Any = make(url, storage_options=options, **{"retries": 9, **settings})
+    paths: Any = url
+    if ending := {"megatron": ".bin", "datatrove": ".ds"}.get(kind):
+        names = sorted(Path(path).name for path in web.files if path.endswith(ending))
+        paths = [f"{url}/{name}" for name in names]
+    made: Any = make(paths, storage_options=options, **{"retries": 9, **settings})
     made.corpus = replace(made.corpus, retries=Retries(attempts=9, first=0.01, longest=0.05))
     return made
 
 
+def maker(kind: str) -> Any:
+    others = {"megatron": MegatronSource, "datatrove": DatatroveSource}
+    return others.get(kind, TokenShardSource if "tokens" in kind else MDSSource)
+
+
 def local(kind: str, folder: Path) -> Any:
-    return TokenShardSource(folder) if "tokens" in kind else MDSSource(folder)
+    return maker(kind)(folder)
 
 
 def read_all(data: Any, num_lanes: int = 2, **reading: Any) -> list[Any]:
@@ -66,11 +81,14 @@ def read_all(data: Any, num_lanes: int = 2, **reading: Any) -> list[Any]:
     return [plain(row.data) for lane in lanes for row in lane]
 
 
-@pytest.mark.parametrize(("kind", "place"), [*((kind, "http") for kind in KINDS[1:]), ("tokens", "s3")])
+@pytest.mark.parametrize(
+    ("kind", "place"), [*((kind, "http") for kind in KINDS[1:]), ("tokens", "s3")]
+)
 def test_little_more_than_the_ranges_is_read_while_requests_fail(
     web: Web, tmp_path: Path, kind: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RemoteStorage, "block", 4096)
+    monkeypatch.setattr(megatron, "HEAD_BYTES", 64)  # as small a part of an index as of long ones
     here = local(kind, written(kind, tmp_path, 300))
     expected = read_all(here, shuffle_window=16)
     web.files = published(tmp_path)
@@ -83,7 +101,7 @@ def test_little_more_than_the_ranges_is_read_while_requests_fail(
     assert len(set(web.faults)) >= 3, web.faults
 
 
-@pytest.mark.parametrize("kind", ["masked tokens", "mds"])
+@pytest.mark.parametrize("kind", ["masked tokens", "mds", "megatron", "datatrove"])
 def test_a_seek_reads_only_from_there(web: Web, tmp_path: Path, kind: str) -> None:
     web.files = published(written(kind, tmp_path, 900))
     data = source(kind, "http", web)
@@ -97,12 +115,13 @@ def test_a_seek_reads_only_from_there(web: Web, tmp_path: Path, kind: str) -> No
     assert web.bytes < 1000
 
 
-@pytest.mark.parametrize("kind", ["masked tokens", "mds", "mds.gz"])
+@pytest.mark.parametrize("kind", ["masked tokens", "mds", "mds.gz", "megatron", "datatrove"])
 def test_the_next_part_is_fetched_while_this_one_is_read(
     web: Web, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Except in the first part, each block was requested before it is needed, in shuffled parts too."""
     monkeypatch.setattr(RemoteStorage, "block", 1000)
+    monkeypatch.setattr(megatron, "HEAD_BYTES", 64)
     web.files = published(written(kind, tmp_path, 400))
     data, late, asked, most = source(kind, "http", web), [], [], [0]
     take = Fetcher.take

@@ -11,14 +11,22 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from streampack import IterablePackedDataset, JSONLSource, MDSSource, TokenShardSource
+from streampack import (
+    DatatroveSource,
+    IterablePackedDataset,
+    JSONLSource,
+    MDSSource,
+    MegatronSource,
+    TokenShardSource,
+)
 from streampack.sources import ParquetSource
 from streampack.sources.token_files import read_header
 from streampack.tokenize.tokenize import tokenize
 from tests.support.corpus import Numbers, rows, write
+from tests.support.foreign_tokens import write_datatrove, write_megatron
 from tests.support.mds import write_mds
 
-FORMATS = ("jsonl", "gz", "parquet", "tokens", "mds")
+FORMATS = ("jsonl", "gz", "parquet", "tokens", "mds", "megatron", "datatrove")
 FILES, PER_FILE = 6, 30
 ROWS = rows(FILES * PER_FILE)
 
@@ -50,6 +58,13 @@ def corpus(kind: str, folder: Path) -> Files:
     if kind == "mds":
         write_mds(folder, ROWS, {"i": "int", "n": "int"}, per_shard=PER_FILE)
         return Files(sorted(folder.glob("*.mds")), lambda: MDSSource(folder, columns=["i", "n"]), numbers)
+    if kind in ("megatron", "datatrove"):
+        documents = [Numbers()(row).tokens.tolist() for row in ROWS]
+        if kind == "megatron":
+            paths = sorted(write_megatron(folder, documents, per_file=PER_FILE).glob("*.bin"))
+            return Files(paths, lambda: MegatronSource(paths), numbers)
+        paths = sorted(write_datatrove(folder, documents, width=4, per_file=PER_FILE).glob("*.ds"))
+        return Files(paths, lambda: DatatroveSource(paths), numbers)
     ending = {"jsonl": ".jsonl", "gz": ".jsonl.gz", "parquet": ".parquet"}[kind]
     paths = [folder / f"{number}{ending}" for number in range(len(parts))]
     if kind == "parquet":
@@ -88,6 +103,11 @@ def change_header(path: Path) -> None:
     path.write_bytes(json.dumps(header).encode().ljust(4095) + b"\n" + path.read_bytes()[4096:])
 
 
+def drop_index(path: Path) -> None:
+    """Remove the index beside a file."""
+    (path.with_suffix(".idx") if path.suffix == ".bin" else path.with_name(f"{path.name}.index")).unlink()
+
+
 HARM: dict[str, Callable[[Path], Any]] = {
     "empty": lambda path: path.write_bytes(b""),
     "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
@@ -97,8 +117,9 @@ HARM: dict[str, Callable[[Path], Any]] = {
     "no column": rename_column,
     "no column of the index": drop_column,
     "another header": change_header,
+    "no index": drop_index,
 }
-KNOWN_AT_START = ("empty", "gone", "no column of the index")
+KNOWN_AT_START = ("empty", "gone", "no column of the index", "no index")
 """Harm that is known when the source is made; other harm shows when the file is read."""
 CUT_OFF = "it was cut off or replaced"
 CASES = [
@@ -122,6 +143,10 @@ CASES = [
     ("mds", "zeros", "it holds 0 samples and its index says 30"),
     ("mds", "gone", "there is no such file"),
     ("mds", "no column of the index", "it has no column 'n'; it has 'i'"),
+    ("megatron", "empty", "it is empty"),
+    ("megatron", "no index", ".idx beside it; name pairs of Megatron's files"),
+    ("datatrove", "gone", "there is no such file"),
+    ("datatrove", "no index", ".ds.index beside it, which says where documents end"),
 ]
 """(format, harm, the reason that is listed)."""
 
@@ -129,7 +154,7 @@ CASES = [
 def stream(data: Any, **settings: Any) -> IterablePackedDataset:
     """Pack rows of `Numbers`, or ready tokens, in two lanes; bad shards are left out."""
     common: dict[str, Any] = {"max_seq_len": 24, "buffer_size": 6, "num_lanes": 2, "on_bad_record": "skip"}
-    if not isinstance(data, TokenShardSource):
+    if not isinstance(data, TokenShardSource | MegatronSource | DatatroveSource):
         common["encoder"] = Numbers()
     return IterablePackedDataset(data, **{**common, "shuffle": True, "shuffle_window": 7, **settings})
 

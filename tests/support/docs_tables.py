@@ -124,6 +124,7 @@ def mistakes_list() -> str:
 
 COMPONENTS = (
     *("JSONLSource", "ParquetSource", "HFSource", "TokenShardSource", "MDSSource"),
+    *("MegatronSource", "DatatroveSource"),
     *("TextEncoder", "ChatEncoder", "PromptCompletionEncoder", "PreferenceEncoder", "RolloutEncoder"),
     *("MessagesEncoder", "TokensEncoder", "HFTokenizer"),
 )  # fmt: skip

@@ -1,0 +1,132 @@
+"""`DatatroveSource`: the ``.ds`` files of datatrove's tokenizer, read without datatrove.
+
+A ``.ds`` file holds token ids, end to end, ``uint16`` or ``uint32``. Beside it lie
+
+- ``.ds.index``: ``uint64``, for each document the number of tokens of the file up to its end;
+- ``.ds.loss``, if it was asked for: a byte for each token, 0 where the token is not trained on;
+- ``.ds.metadata``, if it was asked for: the tokenizer and the bytes of an id. It is not read, as the sizes of the other
+  files say how many bytes an id has.
+
+All numbers are little-endian.
+https://github.com/huggingface/datatrove/blob/main/src/datatrove/pipeline/tokens/tokenizer.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from streampack.sources.indexed import offsets_of
+from streampack.sources.parts import Part
+from streampack.sources.token_documents import Described, Steps, TokenDocuments, look_at_indexes
+from streampack.storage.base import File
+from streampack.storage.companions import companion
+from streampack.storage.listing import Corpus, Name, Once, alone, find_files
+from streampack.storage.ranges import Fetcher
+
+ANEW = "copy both anew, or tokenize again"
+
+
+class DatatroveSource(TokenDocuments):
+    """The documents of datatrove's ``.ds`` files: rows of ``tokens`` and ``labels``, ``[length]``.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from streampack.sources import Reading
+    >>> path = Path(tempfile.mkdtemp(), "00000_unshuffled.ds")
+    >>> _ = path.write_bytes(np.array([5, 6, 7, 8, 9], "<u2").tobytes())
+    >>> _ = path.with_name("00000_unshuffled.ds.index").write_bytes(np.array([3, 5], "<u8").tobytes())
+    >>> [row.data["tokens"].tolist() for row in DatatroveSource(path).read(Reading())]
+    [[5, 6, 7], [8, 9]]
+
+    The files are read in place, also by several runs. On this machine they are mapped into memory. A document is what
+    the index says, with the end-of-sequence token that datatrove put behind it; where datatrove shuffled chunks
+    (``shuffle_chunk_size``), a document that crossed a chunk's end was cut there.
+
+    Args:
+        paths: ``.ds`` files, folders that hold some, or globs, of this machine, or URLs.
+        loss: whether labels are -100 where a ``.ds.loss`` file says so, if there are such files. If False, every token
+            is trained on.
+        storage_options: see `JSONLSource`, as for the arguments below.
+        retries: how often a failed read is tried again.
+        timeout: seconds that one request may take.
+        once: how ranks share the listing of files behind URLs and the reading of their indexes.
+
+    Raises:
+        ValueError: if nothing matches or no file can be read: it has no index, or one that does not describe a file of
+            this size, or no ``.ds.loss`` file while others have one.
+    """
+
+    def __init__(
+        self,
+        paths: Name | Iterable[Name],
+        *,
+        loss: bool = True,
+        storage_options: Mapping[str, Any] | None = None,
+        retries: int = 5,
+        timeout: float = 30.0,
+        once: Once = alone,
+    ) -> None:
+        corpus = find_files(
+            paths, manifest=None, endings=(".ds",), storage_options=storage_options, retries=retries,
+            timeout=timeout, once=once,
+        )  # fmt: skip
+        found = look_at_indexes(corpus, partial(_describe, loss=loss), once=once)
+        if any(isinstance(each, Described) and each.mask is not None for each in found):
+            found = [_with_mask(file, each) for file, each in zip(corpus.files, found, strict=True)]
+        super().__init__(corpus, found)
+
+    def tables(self, part: Part, described: Described) -> Steps:
+        """See `TokenDocuments.tables`."""
+        assert part.stop is not None
+        raw = yield described.index, 8 * max(0, part.start - 1), 8 * part.stop
+        width = np.dtype(described.dtype).itemsize
+        return offsets_of(
+            raw if part.start else bytes(8) + raw, "<u8", file=self.files[part.file], first=part.start,
+            limits=(0, described.tokens * width), unit=width,
+        )  # fmt: skip
+
+
+def _with_mask(file: File, found: Described | str) -> Described | str:
+    if isinstance(found, str) or found.mask is not None:
+        return found
+    return (
+        f"there is no {file.name}.loss beside it, while other files have one: copy it, or train on every token with "
+        "loss=False"
+    )
+
+
+def _describe(corpus: Corpus, file: File, *, loss: bool) -> Described:
+    """Compare the sizes of a file, of its index and of its loss with one another.
+
+    Raises:
+        ValueError: if they do not belong together.
+    """
+    index = companion(corpus, file, lambda name: f"{name}.index")
+    if index is None:
+        raise ValueError(
+            f"there is no {file.name}.index beside it, which says where documents end; tokenize with save_index=True, "
+            "or read the file as FlatTokensSource"
+        )
+    if index.size % 8 or not index.size:
+        raise ValueError(
+            f"{index.name} has {index.size:,} bytes, and an index has 8 for each document; it was cut off: {ANEW}"
+        )
+    raw = Fetcher(corpus.storage, corpus.retries).take((index, index.size - 8, index.size))
+    tokens = int.from_bytes(raw, "little")
+    dtype = {2 * tokens: "<u2", 4 * tokens: "<u4"}.get(file.size)
+    if dtype is None:
+        raise ValueError(
+            f"it has {file.size:,} bytes, and the {tokens:,} tokens of its index take {2 * tokens:,} or "
+            f"{4 * tokens:,}; one of the two was cut off or replaced: {ANEW}"
+        )
+    mask = companion(corpus, file, lambda name: f"{name}.loss") if loss else None
+    if mask is not None and mask.size != tokens:
+        raise ValueError(
+            f"{mask.name} has {mask.size:,} bytes, and the file has {tokens:,} tokens; one of the two was cut off or "
+            f"replaced: {ANEW}"
+        )
+    return Described(index.size // 8, tokens, dtype, index, mask)

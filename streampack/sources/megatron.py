@@ -1,0 +1,204 @@
+"""`MegatronSource`: the ``.bin`` and ``.idx`` files of Megatron-LM, read without Megatron.
+
+The ``.bin`` file holds token ids, end to end. An index, all numbers little-endian:
+
+| bytes | what |
+|---|---|
+| 9 | ``MMIDIDX`` and two zeros |
+| 8 | the version, 1 |
+| 1 | the code of the ids' type, see `DTYPES` |
+| 8 | the number of sequences, n |
+| 8 | the length of the document index: one more than there are documents |
+| n x 4 | ``int32``: the tokens of each sequence |
+| n x 8 | ``int64``: the byte of the ``.bin`` file where each sequence begins |
+| (documents + 1) x 8 | ``int64``: the number of each document's first sequence; n last |
+| n | only in files for multimodal models: the mode of each sequence |
+
+A document has one sequence, unless the corpus was split into sentences.
+https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/datasets/indexed_dataset.py
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import numpy as np
+
+from streampack.sources.indexed import Offsets
+from streampack.sources.parts import Damage, Part
+from streampack.sources.token_documents import Described, Steps, TokenDocuments, look_at_indexes
+from streampack.storage.base import File
+from streampack.storage.companions import companion
+from streampack.storage.listing import MAGIC, Corpus, Name, Once, alone, find_files
+from streampack.storage.ranges import Fetcher
+
+HEADER = struct.Struct("<9sQBQQ")
+BEGINNING = b"MMIDIDX\x00\x00"
+VERSION = 1
+DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+"""Types by their codes. Megatron also has floating point types, 6 and 7, which hold no token ids."""
+HEAD_BYTES = 1 << 12
+"""Bytes of an index that are read at once when it is looked at. A longer one is read at three more places."""
+ANEW = "write both files anew, or copy them again"
+
+
+class MegatronSource(TokenDocuments):
+    r"""The documents of Megatron-LM's ``.bin`` and ``.idx`` files: rows of ``tokens`` and ``labels``, ``[length]``.
+
+    >>> import tempfile
+    >>> from streampack.sources import Reading
+    >>> prefix = tempfile.mkdtemp() + "/text_document"
+    >>> with open(prefix + ".bin", "wb") as file:
+    ...     _ = file.write(np.array([5, 6, 7, 8, 9], "<i4").tobytes())
+    >>> with open(prefix + ".idx", "wb") as file:
+    ...     _ = file.write(b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 4, 2, 3))
+    ...     _ = file.write(struct.pack("<2i", 3, 2) + struct.pack("<2q", 0, 12) + struct.pack("<3q", 0, 1, 2))
+    >>> [row.data["tokens"].tolist() for row in MegatronSource(prefix).read(Reading())]
+    [[5, 6, 7], [8, 9]]
+
+    The files are read in place, also by several runs. On this machine they are mapped into memory, and ids of 4 and 8
+    bytes are not copied before they are packed. Every token is trained on. Documents are as Megatron's preprocessing
+    wrote them, with an end-of-document token if it was run with ``--append-eod``.
+
+    Args:
+        paths: prefixes of pairs of files as Megatron takes them, or the names of ``.bin`` files, folders that hold
+            some, or globs; of this machine, or URLs. An index lies beside its file.
+        storage_options: see `JSONLSource`, as for the arguments below.
+        retries: how often a failed read is tried again.
+        timeout: seconds that one request may take.
+        once: how ranks share the listing of files behind URLs and the reading of their indexes.
+
+    Raises:
+        ValueError: if nothing matches or no file can be read: its index is missing, has another format or version, has
+            the modes of a multimodal corpus, or does not describe a file of this size.
+    """
+
+    def __init__(
+        self,
+        paths: Name | Iterable[Name],
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        retries: int = 5,
+        timeout: float = 30.0,
+        once: Once = alone,
+    ) -> None:
+        given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+        corpus = find_files(
+            [_data_file(os.fspath(path)) for path in given], manifest=None, endings=(".bin",),
+            storage_options=storage_options, retries=retries, timeout=timeout, once=once,
+        )  # fmt: skip
+        super().__init__(corpus, look_at_indexes(corpus, _describe, once=once))
+
+    def tables(self, part: Part, described: Described) -> Steps:
+        """See `TokenDocuments.tables`."""
+        index, width = described.index, np.dtype(described.dtype).itemsize
+        pointers_at, documents_at = _tables_at(_sequences(described))
+        assert part.stop is not None
+        raw = yield index, documents_at + 8 * part.start, documents_at + 8 * (part.stop + 1)
+        documents = np.frombuffer(raw, "<i8")
+        first, last = int(documents[0]), int(documents[-1])
+        sound = (np.diff(documents) >= 0).all() and 0 <= first <= last <= _sequences(described)
+        if sound and first == last:
+            return np.zeros_like(documents)  # all of them are empty
+        if sound:
+            raw = yield index, HEADER.size + 4 * first, HEADER.size + 4 * last
+            sizes = np.frombuffer(raw, "<i4").astype(np.int64) * width
+            raw = yield index, pointers_at + 8 * first, pointers_at + 8 * last
+            starts = np.frombuffer(raw, "<i8")
+            ends = starts + sizes
+            # Sequences that overlap or leave bytes out are not written by Megatron.
+            if (
+                (sizes >= 0).all()
+                and starts[0] >= 0
+                and (starts[1:] == ends[:-1]).all()
+                and int(ends[-1]) <= described.tokens * width
+                and not (starts % width).any()
+            ):
+                offsets: Offsets = np.append(starts, ends[-1])[documents - first]
+                return offsets
+        what = f"the index is damaged: its documents do not lie end to end within the file; {ANEW}"
+        raise Damage(what, offset=part.start, resume=None)
+
+
+def _data_file(path: str) -> str:
+    """Return the name of a prefix's file of tokens; other paths unchanged.
+
+    >>> _data_file("corpus/text_document"), _data_file("a.idx"), _data_file("*.bin"), _data_file("s3://b/a")
+    ('corpus/text_document.bin', 'a.bin', '*.bin', 's3://b/a.bin')
+    """
+    if "://" in path:
+        parts = urlsplit(path)
+        return urlunsplit(parts._replace(path=_data_file(parts.path)))
+    if path.endswith(".bin") or any(character in path for character in MAGIC):
+        return path
+    if Path(path).expanduser().is_dir():
+        return path
+    return f"{path.removesuffix('.idx')}.bin"
+
+
+def _sequences(described: Described) -> int:
+    return (described.index.size - HEADER.size - 8 * (described.documents + 1)) // 12
+
+
+def _tables_at(sequences: int) -> tuple[int, int]:
+    """Return the bytes where the pointers begin, and where the document index does."""
+    return HEADER.size + 4 * sequences, HEADER.size + 12 * sequences
+
+
+def _describe(corpus: Corpus, file: File) -> Described:
+    """Read the header of a file's index, and compare what it says with the sizes of both files.
+
+    Raises:
+        ValueError: if they do not belong together.
+    """
+    index = companion(corpus, file, lambda name: name.removesuffix(".bin") + ".idx")
+    if index is None:
+        raise ValueError(
+            f"there is no {file.name.removesuffix('.bin')}.idx beside it; name pairs of Megatron's files, or read a "
+            "file without an index as FlatTokensSource"
+        )
+    if index.size < HEADER.size:
+        raise ValueError(
+            f"{index.name} has {index.size} bytes, fewer than its header; it was cut off: {ANEW}"
+        )
+    fetcher = Fetcher(corpus.storage, corpus.retries)
+    head = fetcher.take((index, 0, min(index.size, HEAD_BYTES)))
+
+    def read(start: int, stop: int) -> bytes:
+        return head[start:stop] if stop <= len(head) else fetcher.take((index, start, stop))
+
+    beginning, version, code, sequences, entries = HEADER.unpack(head[: HEADER.size])
+    if beginning != BEGINNING:
+        raise ValueError(f"{index.name} is no index of Megatron-LM: it begins with {beginning!r}")
+    if version != VERSION:
+        raise ValueError(f"{index.name} is of version {version}, and version {VERSION} is read; {ANEW}")
+    if code not in DTYPES:
+        raise ValueError(f"{index.name} has ids of type {code}; they can be {', '.join(map(str, DTYPES))}")
+    _, documents_at = _tables_at(sequences)
+    size = documents_at + 8 * entries
+    if index.size == size + sequences and sequences:
+        raise ValueError(f"{index.name} has modes: multimodal corpora are not read; write it without modes")
+    if index.size != size or not sequences or entries < 2:
+        raise ValueError(
+            f"{index.name} has {index.size:,} bytes, and {sequences:,} sequences and {entries - 1:,} documents take "
+            f"{size:,}; it was cut off or replaced: {ANEW}"
+        )
+    [length] = struct.unpack("<i", read(HEADER.size + 4 * (sequences - 1), HEADER.size + 4 * sequences))
+    pointer, first = struct.unpack("<qq", read(documents_at - 8, documents_at + 8))
+    [last] = struct.unpack("<q", read(size - 8, size))
+    if (first, last) != (0, sequences):
+        raise ValueError(
+            f"{index.name} divides sequences {first} to {last} of {sequences} into documents; {ANEW}"
+        )
+    width = np.dtype(DTYPES[code]).itemsize
+    if (end := pointer + width * length) != file.size:
+        raise ValueError(
+            f"it has {file.size:,} bytes, and its index describes {end:,}; one of the two was cut off or replaced: "
+            f"{ANEW}"
+        )
+    return Described(entries - 1, end // width, DTYPES[code], index)
