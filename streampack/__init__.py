@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from streampack.scoring.prefill import prefill
     from streampack.sources import (
         DatatroveSource,
+        FlatTokensSource,
         HFSource,
         Holdout,
         IterableSource,
@@ -75,6 +76,7 @@ __all__ = [
     "ChatEncoder",
     "DatatroveSource",
     "Encoder",
+    "FlatTokensSource",
     "FlatteningCollator",
     "Fragment",
     "Group",
@@ -124,6 +126,7 @@ _MODULES = {
     "ChatEncoder": "packing.encoders",
     "DatatroveSource": "sources",
     "Encoder": "packing.encoders",
+    "FlatTokensSource": "sources",
     "FlatteningCollator": "map_style",
     "Group": "packing.groups",
     "HFSource": "sources",

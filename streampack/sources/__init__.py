@@ -3,6 +3,7 @@
 from streampack.sources.as_source import as_source
 from streampack.sources.base import Reading
 from streampack.sources.datatrove import DatatroveSource
+from streampack.sources.flat_tokens import FlatTokensSource
 from streampack.sources.holdout import Holdout
 from streampack.sources.hugging_face import HFSource
 from streampack.sources.iterable import IterableSource
@@ -17,6 +18,7 @@ from streampack.sources.token_shards import TokenShardSource
 
 __all__ = [
     "DatatroveSource",
+    "FlatTokensSource",
     "HFSource",
     "Holdout",
     "IterableSource",

@@ -21,10 +21,10 @@ import numpy as np
 
 from streampack.sources.indexed import offsets_of
 from streampack.sources.parts import Part
-from streampack.sources.token_documents import Described, Steps, TokenDocuments, look_at_indexes
+from streampack.sources.token_documents import Described, Steps, TokenDocuments
 from streampack.storage.base import File
-from streampack.storage.companions import companion
 from streampack.storage.listing import Corpus, Name, Once, alone, find_files
+from streampack.storage.look_ups import companion, look_at_each
 from streampack.storage.ranges import Fetcher
 
 ANEW = "copy both anew, or tokenize again"
@@ -74,7 +74,7 @@ class DatatroveSource(TokenDocuments):
             paths, manifest=None, endings=(".ds",), storage_options=storage_options, retries=retries,
             timeout=timeout, once=once,
         )  # fmt: skip
-        found = look_at_indexes(corpus, partial(_describe, loss=loss), once=once)
+        found = look_at_each(corpus, partial(_describe, loss=loss), once=once)
         if any(isinstance(each, Described) and each.mask is not None for each in found):
             found = [_with_mask(file, each) for file, each in zip(corpus.files, found, strict=True)]
         super().__init__(corpus, found)

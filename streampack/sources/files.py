@@ -34,7 +34,7 @@ class FileSource(Source):
 
     A format implements `cut` (cuts files into lanes), `records` (returns the records of a part) and `decode` (makes a
     row of a record). A ``row_id`` is (index of the file, offset of the record in it). An offset counts bytes in JSON
-    lines, and records in the other formats.
+    lines, tokens in flat files of them, and records in the other formats.
     """
 
     unit = "row"

@@ -31,10 +31,10 @@ import numpy as np
 
 from streampack.sources.indexed import Offsets
 from streampack.sources.parts import Damage, Part
-from streampack.sources.token_documents import Described, Steps, TokenDocuments, look_at_indexes
+from streampack.sources.token_documents import Described, Steps, TokenDocuments
 from streampack.storage.base import File
-from streampack.storage.companions import companion
 from streampack.storage.listing import MAGIC, Corpus, Name, Once, alone, find_files
+from streampack.storage.look_ups import companion, look_at_each
 from streampack.storage.ranges import Fetcher
 
 HEADER = struct.Struct("<9sQBQQ")
@@ -92,7 +92,7 @@ class MegatronSource(TokenDocuments):
             [_data_file(os.fspath(path)) for path in given], manifest=None, endings=(".bin",),
             storage_options=storage_options, retries=retries, timeout=timeout, once=once,
         )  # fmt: skip
-        super().__init__(corpus, look_at_indexes(corpus, _describe, once=once))
+        super().__init__(corpus, look_at_each(corpus, _describe, once=once))
 
     def tables(self, part: Part, described: Described) -> Steps:
         """See `TokenDocuments.tables`."""

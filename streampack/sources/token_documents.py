@@ -6,23 +6,21 @@ Megatron-LM's and datatrove's files are read in place: mapped into memory on thi
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from streampack.fingerprint import digest
 from streampack.sources.files import FileSource, divide
 from streampack.sources.indexed import IndexedSource, Offsets
 from streampack.sources.parts import BadShard, Damage, Part, Record
 from streampack.sources.stored_tokens import TOKENS_PER_LANE, Stored, bound_of, mapped, row_of
-from streampack.storage.base import File, ParallelMap, map_in_threads
-from streampack.storage.listing import Corpus, Once, require_some
+from streampack.storage.base import File, ParallelMap
+from streampack.storage.listing import Corpus, require_some
 from streampack.storage.ranges import Block, Fetcher
 
 Steps = Generator[Block, bytes, Offsets]
@@ -60,7 +58,7 @@ class TokenDocuments(IndexedSource):
 
     Args:
         corpus: the files of tokens.
-        found: for each file, what its index says, or why it cannot be read; see `look_at_indexes`.
+        found: for each file, what its index says, or why it cannot be read; see `look_at_each`.
     """
 
     unit = "document"
@@ -147,30 +145,6 @@ class TokenDocuments(IndexedSource):
         if (described := self.described[part.file]) is None:
             raise ValueError(self.bad[part.file])
         return described
-
-
-def look_at_indexes(
-    corpus: Corpus, describe: Callable[[Corpus, File], Described], *, once: Once
-) -> list[Described | str]:
-    """Return for each file of a corpus what its index says, or why the file cannot be read.
-
-    ``describe`` raises ValueError with that reason. Files behind URLs are looked at by one of the ranks, by ``once``.
-    """
-
-    def look(file: File) -> Described | str:
-        if (problem := corpus.problems.get(file.path)) is not None:
-            return problem
-        try:
-            return describe(corpus, file)
-        except ValueError as error:
-            return str(error)
-
-    if corpus.local:
-        return map_in_threads(look, corpus.files)
-    names = digest([(file.name, file.size) for file in corpus.files])
-    return once(
-        partial(map_in_threads, look, corpus.files), of=f"indexes of {len(corpus.files)} file(s) ({names})"
-    )
 
 
 def _taken(steps: Generator[Block, bytes, Result], fetcher: Fetcher) -> Result:

@@ -14,13 +14,22 @@ JSON_LINES = tuple(f".{name}{packed}" for name in ("jsonl", "ndjson") for packed
 PARQUET = (".parquet",)
 NOT_TEXT = (
     ".bz2", ".xz", ".lzma", ".zip", ".lz4", ".7z", ".br", ".sz", ".snappy", ".tar", ".tgz", ".tar.gz", ".tar.zst",
-    ".arrow", ".feather",
+    ".feather",
 )  # fmt: skip
 READ_BY_DATASETS = {
+    ".arrow": "HFSource('arrow', data_files={path!r}, split='train')",
     ".csv": "HFSource('csv', data_files={path!r}, split='train')",
     ".tsv": "HFSource(datasets.load_dataset('csv', data_files={path!r}, sep='\\t', split='train'))",
 }
 """Endings of other formats, and the source that reads each."""
+
+TOKEN_FILES = {
+    ".ds": "DatatroveSource",
+    ".npy": "FlatTokensSource",
+    ".bin": "MegatronSource if an .idx lies beside it, else with FlatTokensSource",
+    ".idx": "MegatronSource",
+}
+"""Endings of files of tokens, and the source that reads each."""
 
 
 def in_folder(folder: str, endings: Iterable[str]) -> list[str]:
@@ -45,6 +54,8 @@ def not_json_lines(file: File, *, local: bool) -> str | None:
 
     >>> not_json_lines(File("a.parquet", "a.parquet", 9), local=True)
     'it is a Parquet file and would be read as plain text; read it with ParquetSource'
+    >>> not_json_lines(File("a.ds", "a.ds", 9), local=True)
+    'it holds tokens, judging by its name; read it with DatatroveSource'
     """
     name = urlsplit(file.path).path
     if name.lower().endswith(PARQUET):
@@ -52,6 +63,8 @@ def not_json_lines(file: File, *, local: bool) -> str | None:
     if name.lower().endswith(NOT_TEXT):
         return not_text("a binary file, judging by its name")
     ending = Path(name).suffix
+    if ending in TOKEN_FILES:
+        return f"it holds tokens, judging by its name; read it with {TOKEN_FILES[ending]}"
     if ending in READ_BY_DATASETS:
         source = READ_BY_DATASETS[ending].format(path=file.shown)
         return f"it is no file of JSON lines; let datasets read it: {source}"

@@ -15,6 +15,7 @@ import pytest
 
 from streampack import (
     DatatroveSource,
+    FlatTokensSource,
     Holdout,
     IterablePackedDataset,
     IterableSource,
@@ -28,13 +29,13 @@ from streampack import (
     TokenShardSource,
 )
 from streampack.fingerprint import plain
-from streampack.sources import Reading, parquet, row_groups
+from streampack.sources import Reading, flat_tokens, parquet, row_groups
 from streampack.sources.base import Reader
 from streampack.tokenize.tokenize import tokenize
 from streampack.types import Row
 from tests.support.conformance import check_cursors, check_resume_everywhere
 from tests.support.corpus import in_memory, write
-from tests.support.foreign_tokens import write_datatrove, write_megatron
+from tests.support.foreign_tokens import write_datatrove, write_flat, write_megatron
 from tests.support.mds import write_mds
 
 COUNT = 42
@@ -76,6 +77,15 @@ def tokens(folder: Path, *, masked: bool = False) -> Path:
     return tokenize(rows, out=folder, lanes=1, shard_tokens=70, progress=False)
 
 
+def flat_files(folder: Path, *, end: bool) -> Path:
+    """Write files of tokens whose documents end, or begin, with the token 999; behind the latter is their number."""
+    for number in range(3):
+        own = [[*document, 999] for document in DOCUMENTS[14 * number : 14 * (number + 1)]]
+        tokens = [token for document in own for token in (document if end else document[::-1])]
+        write_flat(folder / f"{number}.bin", tokens, header=None if end else "numpy")
+    return folder
+
+
 COLUMNS = {"i": "int", "text": "str"}
 MAKE: dict[str, Any] = {
     "jsonl": lambda folder: lines(folder, "", "", ""),
@@ -98,6 +108,13 @@ MAKE: dict[str, Any] = {
     "datatrove with loss by url": lambda folder: DatatroveSource(
         f"{in_memory(write_datatrove(folder, DOCUMENTS, losses=LOSSES, per_file=14))}/*.ds"
     ),
+    "flat": lambda folder: FlatTokensSource(flat_files(folder, end=True), eos_token_id=999, dtype="uint16"),
+    "flat by url": lambda folder: FlatTokensSource(
+        f"{in_memory(flat_files(folder, end=False))}/*.bin", bos_token_id=999
+    ),
+    "flat pieces": lambda folder: FlatTokensSource(
+        write_flat(folder / "a.npy", np.repeat(range(COUNT), 5).tolist()), document_length=5, dtype="uint16"
+    ),
     "mds by url": lambda folder: MDSSource(in_memory(write_mds(folder, ROWS, COLUMNS))),
     "map": lambda folder: MapSource(ROWS),
     "iterable": lambda folder: IterableSource(ROWS),
@@ -110,6 +127,8 @@ MAKE: dict[str, Any] = {
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(parquet, "PARTS_PER_LANE", 0 if request.param == "whole parquet files" else 16)
     monkeypatch.setattr(row_groups, "BATCH_ROWS", 3)
+    monkeypatch.setattr(flat_tokens, "LEAST_PART", 1)
+    monkeypatch.setattr(flat_tokens, "CHUNK", 22)
     monkeypatch.setattr(row_groups, "KEPT_GROUPS", 2)
     return str(request.param)
 
@@ -120,7 +139,7 @@ def source(kind: str, tmp_path: Path) -> Any:
 
 
 def number(row: Mapping[str, Any]) -> int:
-    return int(row["i"] if "i" in row else row["tokens"][0])
+    return int(row["i"] if "i" in row else next(token for token in row["tokens"] if token != 999))
 
 
 def expected(source: Any) -> list[int]:

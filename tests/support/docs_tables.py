@@ -124,7 +124,7 @@ def mistakes_list() -> str:
 
 COMPONENTS = (
     *("JSONLSource", "ParquetSource", "HFSource", "TokenShardSource", "MDSSource"),
-    *("MegatronSource", "DatatroveSource"),
+    *("MegatronSource", "DatatroveSource", "FlatTokensSource"),
     *("TextEncoder", "ChatEncoder", "PromptCompletionEncoder", "PreferenceEncoder", "RolloutEncoder"),
     *("MessagesEncoder", "TokensEncoder", "HFTokenizer"),
 )  # fmt: skip

@@ -70,3 +70,21 @@ def write_datatrove(
             marks = [mark for loss in losses[begin : begin + per_file] for mark in loss]
             path.with_name(f"{path.name}.loss").write_bytes(bytes(marks))
     return folder
+
+
+def write_flat(
+    path: Path, tokens: Sequence[int], *, dtype: str = "uint16", header: str | None = None
+) -> Path:
+    """Write a flat file of tokens: raw, or with the header of ``numpy`` or ``llm.c``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ids = np.array(tokens, np.dtype(dtype).newbyteorder("<"))
+    if header == "numpy":
+        with path.open("wb") as file:  # `numpy.save` would add an ending to the name
+            np.save(file, ids)
+        return path
+    head = b""
+    if header == "llm.c":
+        magic, version = {"uint16": (20240520, 1), "uint32": (20240801, 7)}[dtype]
+        head = struct.pack("<3i", magic, version, len(tokens)) + bytes(1012)
+    path.write_bytes(head + ids.tobytes())
+    return path

@@ -1,15 +1,19 @@
-"""Files that belong to a corpus's files and lie beside them, such as indexes."""
+"""Look-ups of each file of a corpus, when its source is made: of its beginning, or of the files that lie beside it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
-from streampack.storage.base import File
-from streampack.storage.listing import Corpus
+from streampack.fingerprint import digest
+from streampack.storage.base import File, map_in_threads
+from streampack.storage.listing import Corpus, Once
 from streampack.storage.remote import RemoteStorage
+
+Found = TypeVar("Found")
 
 
 def companion(corpus: Corpus, file: File, rename: Callable[[str], str]) -> File | None:
@@ -44,3 +48,28 @@ def companion(corpus: Corpus, file: File, rename: Callable[[str], str]) -> File 
     except FileNotFoundError:
         return None
     return File(path, name, found.size or 0, found.tag)
+
+
+def look_at_each(
+    corpus: Corpus, describe: Callable[[Corpus, File], Found], *, once: Once
+) -> list[Found | str]:
+    """Return for each file of a corpus what ``describe`` returns, or why the file cannot be read.
+
+    ``describe`` raises ValueError with that reason. Files behind URLs are looked at by one of the ranks, by ``once``.
+
+    Raises:
+        OSError: if a storage does not answer, or refuses to.
+    """
+
+    def look(file: File) -> Found | str:
+        if (problem := corpus.problems.get(file.path)) is not None:
+            return problem
+        try:
+            return describe(corpus, file)
+        except ValueError as error:
+            return str(error)
+
+    if corpus.local:
+        return map_in_threads(look, corpus.files)
+    names = digest([(file.name, file.size) for file in corpus.files])
+    return once(partial(map_in_threads, look, corpus.files), of=f"{len(corpus.files)} file(s) ({names})")
