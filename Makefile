@@ -55,6 +55,7 @@ bench: $(VENV)/.installed-bench  ## density and speed beside the peers', time to
 	$(BIN)/python -m benchmarks.even_steps
 	$(BIN)/python -m benchmarks.waiting
 	$(BIN)/python -m benchmarks.groups
+	$(BIN)/python -m benchmarks.scoring
 	$(BIN)/python -m benchmarks.mixers
 	$(BIN)/python -m benchmarks.prefill
 	$(BIN)/python -m benchmarks.balance_loss

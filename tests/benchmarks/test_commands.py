@@ -8,7 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import groups, growth, inputs, lanes, mixers, prefill, straggling, text, tokens, waiting
+from benchmarks import (
+    groups,
+    growth,
+    inputs,
+    lanes,
+    mixers,
+    prefill,
+    scoring,
+    straggling,
+    text,
+    tokens,
+    waiting,
+)
 from tests.support.tiny import WordTokenizer
 
 # Python 3.12 warns of every fork beside a thread; torch's own DataLoader does the same.
@@ -119,6 +131,15 @@ def test_prefill_runs(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     prefill.main(["--smoke"])
     assert len(re.findall(r"^\| (flan|orca|stack) ", capsys.readouterr().out, re.MULTILINE)) == 3
+
+
+@pytest.mark.slow
+def test_scoring_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    scoring.main(["--smoke"])
+    found = re.findall(r"^\| \d+ (?:texts|answers).* (\S+) \|$", capsys.readouterr().out, re.MULTILINE)
+    assert len(found) == 8
+    assert all(float(difference) < 1e-5 for difference in found)
 
 
 def test_processes_that_fail_are_not_measured() -> None:
