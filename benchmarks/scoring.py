@@ -148,7 +148,7 @@ def main(arguments: list[str] | None = None) -> None:
     options: argparse.Namespace = report.parser(__doc__, smoke="few requests, one round").parse_args(
         arguments
     )
-    rounds, texts, questions = (1, 24, 4) if options.smoke else (3, 480, 96)
+    rounds, texts, questions = (1, 24, 4) if options.smoke else (3, 192, 40)
     rows = measure("texts", mixed(texts), rounds=rounds)
     rows += measure("answers, 4 to a question", choices(questions), rounds=rounds)
     report.publish(
