@@ -19,7 +19,7 @@ from streampack.catalog import RECIPES, UsageError, config_file, our_files, unkn
 from streampack.inspection import command as inspection
 from streampack.inspection import trace_command, unpack_command
 from streampack.instantiate import trust
-from streampack.training import score_command
+from streampack.training import score_command, tokenize_command
 from streampack.tune_cli import hand_over, require_torchtune, theirs
 
 COMMANDS = {
@@ -153,6 +153,7 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     unpack_command.add_arguments(commands["unpack"])
     trace_command.add_arguments(commands["trace"])
     score_command.add_arguments(commands["score"])
+    tokenize_command.add_arguments(commands["tokenize"])
     inspection.add_arguments(commands["inspect"])
     commands["run"].usage, commands["run"].description = RUN_USAGE, RUN_DESCRIPTION
     commands["run"].add_argument(
@@ -184,13 +185,6 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
         "--manifest", metavar="LIST", help="a list of the files' names; PATH is then their folder"
     )
     scan.add_argument("--columns", metavar="A,B", help="the columns that will be read; others may differ")
-    tokenize = commands["tokenize"]
-    tokenize.add_argument("--out", metavar="FOLDER", required=True, help="folder of the shards")
-    tokenize.add_argument("--workers", type=int, default=1, metavar="N", help="processes (1)")
-    tokenize.add_argument(
-        "--lanes", type=int, metavar="N", help="parts of the source, at least as many as workers"
-    )
-    tokenize.add_argument("--dtype", default="auto", metavar="TYPE", help="uint16, uint32, or auto (auto)")
     return parser, commands
 
 
@@ -340,23 +334,7 @@ def _scan(options: argparse.Namespace) -> int:
 
 
 def _tokenize(options: argparse.Namespace) -> int:
-    path, config = _read("tokenize", options)
-    from omegaconf import OmegaConf
-
-    from streampack.tokenize.tokenize import from_config, tokenize
-
-    try:
-        tokenize(
-            **from_config(OmegaConf.to_container(config, resolve=True)),  # type: ignore[arg-type]
-            out=options.out,
-            workers=options.workers,
-            lanes=options.lanes,
-            dtype=options.dtype,
-        )
-    except (ValueError, ImportError, RuntimeError, OSError) as error:
-        print(f"{path}: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return tokenize_command.run(options, *_read("tokenize", options))
 
 
 def _export(options: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ from streampack.packing.groups import Group
 from streampack.sources.base import BadRecord, Reading
 from streampack.sources.corpus_identity import state_of
 from streampack.sources.token_files import Shard, ShardWriter, read_header, shard_of
+from streampack.storage.locks import lock_folder
 from streampack.streaming.lane_config import LaneConfig
 from streampack.streaming.run_identity import Encoded
 from streampack.types import IGNORE_INDEX, Cursor, Row, RowId, Sample
@@ -35,6 +36,11 @@ class Job:
         """The plan as plain values, without the encoder's name: a renamed encoder makes the same bytes."""
         plan = state_of(self.plan)
         return {**plan, "encoder": {key: plan["encoder"][key] for key in ("fingerprint", "samples")}}
+
+    @property
+    def locks(self) -> Path:
+        """The folder of the lanes' locks, which is there until the index is written."""
+        return self.out / ".lanes"
 
     def path(self, lane: int, number: int) -> Path:
         """Return the path of a lane's shard; sorted paths are in the order of the lanes."""
@@ -94,12 +100,23 @@ def read_progress(job: Job, lane: int) -> Progress:
     return progress
 
 
-def write_lane(job: Job, progress: Progress, report: Report) -> Progress:
-    """Write the remaining shards of a lane.
+def write_lane(job: Job, lane: int, report: Report) -> Progress:
+    """Write the remaining shards of a lane, which no other process may write meanwhile, also on another machine.
 
     Raises:
-        ValueError: for a row that cannot be read or encoded, or one skipped record too many, with its place.
+        ValueError: for a row that cannot be read or encoded, or one skipped record too many, with its place; and if
+            another process writes the lane.
     """
+    with lock_folder(job.locks / f"{lane:05d}", way_out="wait until it has ended, or stop it"):
+        for leftover in job.out.glob(f".tokens-{lane:05d}-*"):  # of a process that was killed
+            leftover.unlink(missing_ok=True)
+        return _write_rest(job, read_progress(job, lane), report)
+
+
+def _write_rest(job: Job, progress: Progress, report: Report) -> Progress:
+    """Write the shards of a lane behind its complete ones."""
+    if progress.ended:
+        return progress
     lane, shards, writer, unreported = progress.lane, list(progress.shards), None, 0
     notes = {"lane": lane, "plan": job.recorded}
     samples = _Samples(job.config, progress, num_lanes=job.plan["lanes"])

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing as mp
 import os
-from collections.abc import Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from streampack.distributed.launcher import end_with_parent
 from streampack.instantiate import build
 from streampack.packing.encoders import TokensEncoder, check_tokenizer, guard_datasets
 from streampack.packing.samples import sample_from_encoded
@@ -28,6 +25,7 @@ from streampack.storage.whole_files import settle
 from streampack.streaming.lane_config import Encode, LaneConfig
 from streampack.streaming.run_identity import Encoded
 from streampack.tokenize.lane_shards import Job, Progress, Report, read_progress, write_lane
+from streampack.tokenize.processes import write_in_processes
 from streampack.validation import require, require_positive
 
 log = logging.getLogger(__name__)
@@ -50,10 +48,6 @@ BAD_RECORD_KEYS = ("on_bad_record", "max_bad_records", "max_bad_shards", "quaran
 """Keys of a config's ``data`` section that are arguments of `tokenize`, too."""
 
 
-class Stopped(Exception):
-    """Raised in a worker process to stop it, because another one failed."""
-
-
 def tokenize(
     source: Any,
     *,
@@ -64,6 +58,8 @@ def tokenize(
     shard_tokens: int = SHARD_TOKENS,
     dtype: str = "auto",
     progress: bool = True,
+    shard: tuple[int, int] | None = None,
+    finish: bool = False,
     on_bad_record: str = "error",
     max_bad_records: int = 100,
     max_bad_shards: int = 10,
@@ -90,6 +86,9 @@ def tokenize(
         shard_tokens: a shard ends with the document that reaches this number.
         dtype: ``"uint16"``, ``"uint32"``, or ``"auto"``: the smallest that holds the tokenizer's ``vocab_size``.
         progress: show a bar.
+        shard: ``(i, n)`` writes the lanes of the i-th of n equal parts of the work, from 0, and no index: for n
+            processes on machines with a common folder, which know nothing of one another.
+        finish: write the index when all shards are there, and tokenize nothing.
         on_bad_record: ``"error"``, or ``"skip"``, which leaves out records that cannot be read or encoded, as an
             `IterablePackedDataset` does. The index counts them.
         max_bad_records: of one lane; one more is an error.
@@ -98,7 +97,8 @@ def tokenize(
 
     Raises:
         ValueError: for a row that cannot be read or encoded, with its place; for a mixture; for a folder that another
-            process writes to, or with shards of another source, encoder or setting. Complete shards stay.
+            process writes to, or with shards of another source, encoder or setting; with ``finish``, if shards are
+            missing. Complete shards stay.
         RuntimeError: if a worker was killed.
     """
     require_positive(workers, "workers")
@@ -120,6 +120,7 @@ def tokenize(
         )
     if lanes is None:
         lanes = min(source.natural_lanes(), MAX_DEFAULT_LANES)
+    wanted = _lanes_of(shard, lanes, finish=finish)
     for what in source.shared(require_positive(lanes, "lanes")):
         log.warning("%s", what)
     require(dtype, "dtype", ("auto", *DTYPES))
@@ -134,12 +135,24 @@ def tokenize(
     config = LaneConfig(source, encode, documents, quarantine=bad_records)
     config.check_shards()
     job = Job(config, Path(out), plan)
-    with lock_folder(job.out, way_out="wait until it ends, stop it, or give another folder"):
-        for leftover in job.out.glob(".tokens-*"):
-            leftover.unlink(missing_ok=True)
-        found = [read_progress(job, lane) for lane in range(lanes)]
+    alone = shard is None
+    with (
+        lock_folder(job.out, way_out="wait until it ends, stop it, or give another folder")
+        if alone
+        else nullcontext()
+    ):
+        found = [read_progress(job, lane) for lane in wanted]
+        if finish and (missing := [progress.lane for progress in found if not progress.ended]):
+            raise ValueError(
+                f"{job.out} is not complete: {len(missing)} of {lanes} lanes are missing or end early "
+                f"({_listed(missing)}); run again the shards that write them (shard i of n: lanes i, i + n, ...), "
+                "or leave out finish=True (--finish), to tokenize here what is missing"
+            )
         with _progress_bar(job, found, shown=progress) as report:
-            _write_index(job, _write_missing(job, found, workers, report))
+            done = _write_missing(job, found, workers, report)
+            if alone:
+                _write_index(job, done)
+                shutil.rmtree(job.locks, ignore_errors=True)
     return job.out
 
 
@@ -164,6 +177,33 @@ def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _lanes_of(shard: tuple[int, int] | None, lanes: int, *, finish: bool) -> range:
+    """Return the lanes that this process writes.
+
+    Raises:
+        ValueError: for a shard that is none, or has no lane.
+    """
+    if shard is None:
+        return range(lanes)
+    index, count = shard
+    if finish:
+        raise ValueError(
+            "finish=True writes the index of all shards, and shard= writes some; give one of the two"
+        )
+    if not 0 <= index < count:
+        raise ValueError(f"shard={index}/{count} is none of 0/{count} to {count - 1}/{count}")
+    if count > lanes:
+        raise ValueError(
+            f"shard={index}/{count} of {lanes} lanes: some shards would have nothing to do; give all of them, and the "
+            f"call that finishes, lanes={count} or more, or use {lanes} shards"
+        )
+    return range(index, lanes, count)
+
+
+def _listed(lanes: Sequence[int]) -> str:
+    return ", ".join(map(str, lanes[:5])) + (", ..." if len(lanes) > 5 else "")
+
+
 def _dtype_for(encode: Encode) -> str:
     size = getattr(getattr(encode, "tokenizer", None), "vocab_size", None)
     return "uint16" if isinstance(size, int) and size <= UINT16_VOCABULARY else "uint32"
@@ -171,66 +211,13 @@ def _dtype_for(encode: Encode) -> str:
 
 def _write_missing(job: Job, found: list[Progress], workers: int, report: Report) -> list[Progress]:
     """Write the missing shards of the lanes ``found``; return the progress of all lanes, in order."""
-    missing = [progress for progress in found if not progress.ended]
+    missing = [progress.lane for progress in found if not progress.ended]
     if workers == 1 or len(missing) < 2:
-        made = [write_lane(job, progress, report) for progress in missing]
+        made = [write_lane(job, lane, report) for lane in missing]
     else:
-        made = _write_in_processes(job, missing, min(workers, len(missing)), report)
+        made = write_in_processes(job, missing, min(workers, len(missing)), report)
     done = {progress.lane: progress for progress in [*found, *made]}
     return [done[lane] for lane in sorted(done)]
-
-
-@dataclass
-class Worker:
-    """The job of a worker process, and two variables that it shares with the others."""
-
-    job: Job
-    counted: Any  # how many tokens all workers have written
-    stop: Any  # 1 once a worker failed, otherwise 0
-
-    def report(self, tokens: int) -> None:
-        """Count tokens, and raise `Stopped` if another worker failed."""
-        with self.counted.get_lock():
-            self.counted.value += tokens
-        if self.stop.value:
-            raise Stopped
-
-
-_worker: Worker | None = None
-
-
-def _start_worker(job: Job, counted: Any, stop: Any) -> None:
-    global _worker
-    _worker = Worker(job, counted, stop)
-    end_with_parent()  # a worker that waits for its next lane would not notice that the main process was killed
-
-
-def _write_lane_in_worker(progress: Progress) -> Progress:
-    assert _worker is not None
-    return write_lane(_worker.job, progress, _worker.report)
-
-
-def _write_in_processes(job: Job, missing: list[Progress], workers: int, report: Report) -> list[Progress]:
-    counted, stop, reported = mp.Value("q", 0), mp.RawValue("b", 0), 0
-    with ProcessPoolExecutor(workers, initializer=_start_worker, initargs=(job, counted, stop)) as pool:
-        futures = [pool.submit(_write_lane_in_worker, progress) for progress in missing]
-        try:
-            running = set(futures)
-            while running:
-                done, running = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
-                for future in done:
-                    future.result()
-                now = counted.value  # read once: workers keep counting
-                report(now - reported)
-                reported = now
-        except BrokenProcessPool:
-            raise RuntimeError(
-                "a worker process was killed, perhaps for want of memory; the same call again goes on where it stopped"
-            ) from None
-        finally:
-            stop.value = 1
-            pool.shutdown(cancel_futures=True)
-    return [future.result() for future in futures]
 
 
 @contextmanager
@@ -245,7 +232,7 @@ def _progress_bar(job: Job, found: list[Progress], *, shown: bool) -> Iterator[R
     total = None
     with suppress(Exception):  # streams have no length; a broken row is reported where it is read
         rows, scale = job.config.source.probe(PROBED_ROWS)
-        total = int(sum(_length(job, row.data) for row in rows) * scale)
+        total = int(sum(_length(job, row.data) for row in rows) * scale * len(found) / job.plan["lanes"])
     done = sum(shard.tokens for progress in found for shard in progress.shards)
     with tqdm(total=total, initial=done, unit="tok", unit_scale=True, desc=f"tokenize {job.out}") as bar:
         yield bar.update

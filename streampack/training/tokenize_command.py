@@ -1,0 +1,65 @@
+"""The command ``streampack tokenize``: the rows of a config's source as token shards."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+DESCRIPTION = """\
+Write data.source, encoded by data.encoder, as token shards, which streampack.TokenShardSource reads.
+
+  streampack tokenize --config my.yaml --out tokens --workers 16
+
+A command that was killed goes on when it is given again. On several machines with a common folder, each writes a part,
+in any order, and one of them the index at the end:
+
+  streampack tokenize --config my.yaml --out tokens --shard 0/50    ... to 49/50
+  streampack tokenize --config my.yaml --out tokens --finish
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the words of the command to its parser."""
+    parser.description = DESCRIPTION
+    parser.add_argument("--out", metavar="FOLDER", required=True, help="folder of the shards")
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes (1)")
+    parser.add_argument(
+        "--lanes", type=int, metavar="N", help="parts of the source, at least as many as workers or shards"
+    )
+    parser.add_argument("--dtype", default="auto", metavar="TYPE", help="uint16, uint32, or auto (auto)")
+    parser.add_argument(
+        "--shard", type=_shard, metavar="I/N", help="write the I-th of N parts, from 0/N, and no index"
+    )
+    parser.add_argument("--finish", action="store_true", help="write the index, once all parts are there")
+
+
+def run(options: argparse.Namespace, path: Path, config: Any) -> int:
+    """Write the shards, and return the exit status: 0, or 1 for an error."""
+    from omegaconf import OmegaConf
+
+    from streampack.tokenize.tokenize import from_config, tokenize
+
+    try:
+        tokenize(
+            **from_config(OmegaConf.to_container(config, resolve=True)),  # type: ignore[arg-type]
+            out=options.out,
+            workers=options.workers,
+            lanes=options.lanes,
+            dtype=options.dtype,
+            shard=options.shard,
+            finish=options.finish,
+        )
+    except (ValueError, ImportError, RuntimeError, OSError) as error:
+        sys.stderr.write(f"{path}: {error}\n")
+        return 1
+    return 0
+
+
+def _shard(text: str) -> tuple[int, int]:
+    """Parse the word of ``--shard``."""
+    index, _, count = text.partition("/")
+    if not (index.isdecimal() and count.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no shard; write I/N, such as 0/8")
+    return int(index), int(count)
