@@ -65,7 +65,7 @@ models: setup  ## docs/guides/models.md: which families of models keep samples a
 	mkdir -p build && rm -f build/models.jsonl
 	STREAMPACK_WRITE_TABLES=build/models.jsonl OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu" \
 		tests/attention/test_torchtune.py tests/attention/test_transformers.py tests/attention/test_families.py \
-		tests/attention/test_mixers_families.py tests/attention/test_media.py $(ARGS)
+		tests/attention/test_mixers_families.py tests/attention/test_media.py tests/attention/test_families_others.py $(ARGS)
 	$(BIN)/python -m tests.support.models_table build/models.jsonl $(if $(ARGS),--some)
 
 # A GPU machine without network has a torch of its own; what else it needs comes as wheels (`make wheels`), which are

@@ -26,6 +26,11 @@ _NO_PACK = "train it on padded batches, one sample a row"
 _STATEFUL_LAYERS = frozenset({"linear_attention", "conv", "mamba", "recurrent", "hybrid", "hybrid_sliding"})
 
 
+# How many keys, or blocks of keys, a query attends to of those before it. In packs shorter than that, the probe sees no
+# difference.
+_INDEXERS = ("index_topk", "index_topk_blocks", "indexer_budget")
+
+
 def why_not_packable(config: Any, *, stateful: bool = False, split: bool = False) -> str | None:
     """Return why a model with this config cannot be packed at all, and what to do; None if no reason is known.
 
@@ -59,6 +64,8 @@ def why_not_family(config: Any, attention: str) -> str | None:
         return None
     if config.model_type == "gpt_oss":
         return f"gpt_oss has attention sinks, which {attention} does not compute"
+    if any(getattr(config, name, None) for name in _INDEXERS):
+        return f"{config.model_type} selects keys under a mask, which {attention} does not read"
     dropout = getattr(config, "attention_dropout", None) or getattr(config, "attn_pdrop", None)
     if dropout:
         return f"the model drops out attention weights ({dropout}), which {attention} cannot"

@@ -8,7 +8,7 @@ instead of with the packs, those of equal length together; all other layers see 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MethodType
 from typing import Any
 
@@ -28,6 +28,9 @@ MIXERS = frozenset(
             "Lfm3ShortConv",
             "InklingShortConvolution",
             "Inkling2ShortConvolution",
+            "Qwen4ExpTextGatedDeltaNet",
+            "Qwen4ExpTextPLELayer",
+            "ZayaCCAProjection",
         ),
     )
 )
@@ -39,6 +42,12 @@ ALIBI = frozenset({"BloomAttention", "FalconAttention", "MptAttention"})
 In theory attention is the same wherever counting begins, but not when rounded: falcon's bias has 8 bits, and in fp32 a
 bias of -4096 leaves a score 12 bits behind the point. One sequence at a time, the bias is that of the sequence alone.
 """
+
+BLOCKS = frozenset({"DeepseekV4Attention", "MiniMaxM3VLAttention"})
+"""Classes of attention that put keys into blocks counted from the beginning of a row."""
+
+_ALL_OUTPUTS = frozenset({"ZayaCCAProjection"})
+"""Mixers of which all outputs have a value for each token, instead of the first only."""
 
 LENGTHS = "packed_seq_lens"
 """Argument of a prepared model's ``forward``: ``[batch, segments]``, which no layer sees."""
@@ -61,11 +70,11 @@ class Boundaries:
 
 
 def find_mixers(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of a model that `MIXERS` or `ALIBI` name. FSDP2 makes subclasses, so base classes count."""
+    """Return the modules of a model that a table above names. FSDP2 makes subclasses, so base classes count."""
     return [
         module
         for module in model.modules()
-        if _names(module) & (MIXERS | (ALIBI if _has_alibi(module) else set()))
+        if _names(module) & (MIXERS | BLOCKS | (ALIBI if _has_alibi(module) else set()))
     ]
 
 
@@ -142,8 +151,8 @@ class _Passes:
 def _forward_split(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Compute a mixer's ``forward`` for the sequences of each pack, those of equal length in one call.
 
-    Of several outputs the first is returned for all tokens, and None in place of the others, which are states and
-    weights of single sequences.
+    Of several outputs the first is returned for all tokens (all those of `_ALL_OUTPUTS`), and None in place of the
+    others, which are states and weights of single sequences.
     """
     forward: Callable[..., Any] = type(self).forward
     boundaries: Any = self.streampack_boundaries
@@ -152,17 +161,30 @@ def _forward_split(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     names = list(inspect.signature(forward).parameters)[1:]
     given = dict(zip(names, args, strict=False)) | kwargs
     shape = given[names[0]].shape[:2]  # [batch, max_seq_len]
-    select = _select_with_bias if _names(self) & ALIBI else _select
-    outputs, places, others = [], [], 0
-    for index in _by_length(lengths, max_seq_len=shape[1], device=given[names[0]].device):
-        out = forward(self, **{name: select(name, value, index, shape) for name, value in given.items()})
-        if isinstance(out, tuple):
-            out, others = out[0], len(out) - 1
-        outputs.append(out.flatten(0, 1))
-        places.append(index.flatten())
-    order = torch.cat(places).argsort()
-    whole = torch.cat(outputs)[order].view(*shape, *outputs[0].shape[1:])
-    return (whole, *[None] * others) if others else whole
+    select = _selection(_names(self))
+    groups = _by_length(lengths, max_seq_len=shape[1], device=given[names[0]].device)
+    order = torch.cat([index.flatten() for index in groups]).argsort()
+    parts = [
+        forward(self, **{name: select(name, value, index, shape) for name, value in given.items()})
+        for index in groups
+    ]
+
+    def whole(outputs: Iterable[torch.Tensor]) -> torch.Tensor:
+        tokens = torch.cat([output.flatten(0, 1) for output in outputs])[order]
+        return tokens.view(*shape, *tokens.shape[1:])
+
+    if not isinstance(parts[0], tuple):
+        return whole(parts)
+    columns = list(zip(*parts, strict=True))
+    count = len(columns) if _names(self) & _ALL_OUTPUTS else 1
+    return (*map(whole, columns[:count]), *[None] * (len(columns) - count))
+
+
+def _selection(names: set[str]) -> Callable[..., Any]:
+    """Return the function that selects sequences of the arguments of a mixer whose class and base classes these are."""
+    if names & ALIBI:
+        return _select_with_bias
+    return _select_with_mask if names & BLOCKS else _select
 
 
 def _by_length(lengths: Lengths, *, max_seq_len: int, device: torch.device) -> list[torch.Tensor]:
@@ -184,7 +206,7 @@ def _by_length(lengths: Lengths, *, max_seq_len: int, device: torch.device) -> l
 
 
 def _select(name: str, value: Any, index: torch.Tensor, shape: torch.Size) -> Any:
-    """Select sequences of an argument with a value for each token, or of a tuple of such; return others as they are.
+    """Select sequences of an argument with a value for each token, or of several such; return others as they are.
 
     A mask of padding is left out, because a sequence has none.
     """
@@ -192,6 +214,8 @@ def _select(name: str, value: Any, index: torch.Tensor, shape: torch.Size) -> An
         return None
     if isinstance(value, tuple):
         return tuple(_select(name, each, index, shape) for each in value)
+    if isinstance(value, dict):
+        return {key: _select(name, each, index, shape) for key, each in value.items()}
     if not torch.is_tensor(value) or value.ndim < 2 or value.shape[1] != shape[1]:
         return value
     if value.shape[0] == shape[0]:
@@ -211,3 +235,15 @@ def _select_with_bias(name: str, value: Any, index: torch.Tensor, shape: torch.S
         of_row = value[: len(value) // shape[0], ..., :length]
         return of_row.repeat(sequences, *[1] * (of_row.ndim - 1))
     return value if name == "position_bias" else _select(name, value, index, shape)
+
+
+def _select_with_mask(name: str, value: Any, index: torch.Tensor, shape: torch.Size) -> Any:
+    """Select sequences of an argument of attention with blocks of keys: of a mask, what a sequence sees of itself."""
+    if name != "attention_mask" or value is None:
+        return _select(name, value, index, shape)
+    packs, tokens = index[:, :1] // shape[1], index % shape[1]
+    heads = torch.arange(value.shape[1], device=index.device)
+    rows = packs if len(value) > 1 else torch.zeros_like(packs)
+    return value[
+        rows[:, :, None, None], heads[:, None, None], tokens[:, None, :, None], tokens[:, None, None, :]
+    ]

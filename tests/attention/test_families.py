@@ -14,7 +14,6 @@ from streampack.attention.families import PROVEN
 from tests.support.hf_models import (
     EXPERTS,
     FAMILIES,
-    HEADS,
     MAX_SEQ_LEN,
     WINDOW,
     Wrapper,
@@ -26,6 +25,7 @@ from tests.support.hf_models import (
 from tests.support.hybrid_models import HYBRIDS
 from tests.support.isolation import differences, stream_and_batch
 from tests.support.models_table import EVERY
+from tests.support.other_families import sizes_of
 
 pytest.importorskip("transformers")
 
@@ -38,7 +38,6 @@ def test_every_proven_family_has_a_test() -> None:
 
 STATE = "carries a state from token to token, over the ends of samples, and attention masks do not reach it"
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "deepseek_v4": (STATE, HEADS),
     "t5": ("is an encoder-decoder model", {"d_model": 64, "num_layers": 2, "num_heads": 4, "d_ff": 48}),
     "gemma3_text": ("sees tokens to the right", {"use_bidirectional_attention": True}),
 }
@@ -74,6 +73,16 @@ def test_an_unknown_family_is_tried(family: str, attention: str) -> None:
     model, inputs, alone = prepared(family, attention, **UNKNOWN_BUT_FIT[family])
     found = differences(run_packed(model, batch, inputs), run_alone(alone, data, batch))
     assert max(found.values()) < 1e-5
+
+
+def test_a_family_that_selects_keys_is_given_masks() -> None:
+    """Without them it would attend to all keys, which only packs longer than ``index_topk`` show."""
+    sizes = sizes_of("deepseek_v32") | {"index_topk": 1024}
+    with pytest.raises(
+        ValueError, match="deepseek_v32 selects keys under a mask, which varlen does not read"
+    ):
+        prepare_model_for_packing(build("deepseek_v32", **sizes), attention="varlen")
+    assert prepare_model_for_packing(build("deepseek_v32", **sizes)).attention == "dense"
 
 
 OPT = {"ffn_dim": 48, "word_embed_proj_dim": 64}

@@ -15,7 +15,7 @@ import torch
 
 from streampack import Batch, prepare_model_for_packing
 from streampack.attention import mixers
-from streampack.attention.mixers import ALIBI, MIXERS, find_mixers
+from streampack.attention.mixers import ALIBI, BLOCKS, MIXERS, find_mixers
 from streampack.attention.probe_pack import pack_of
 from tests.support.hf_models import VOCAB, build, fp64_throughout, run_alone, run_packed
 from tests.support.hybrid_models import HYBRIDS, OTHERWISE
@@ -36,6 +36,8 @@ MECHANISMS = {
     "bloom": "ALiBi as a bias for all packs",
     "falcon, alibi": "ALiBi in the mask",
     "mpt": "ALiBi as a bias for one pack",
+    "zaya": "a layer of which several outputs have a value for each token",
+    "deepseek_v4": "blocks of keys counted from the beginning of a row",
 }
 
 
@@ -82,7 +84,7 @@ def test_every_mixer_is_tried() -> None:
         for mixer in find_mixers(build(family, **sizes))
         for cls in type(mixer).__mro__
     }
-    assert found >= MIXERS | ALIBI
+    assert found >= MIXERS | ALIBI | BLOCKS
 
 
 ALIBI_FAMILIES = ("bloom", "falcon, alibi", "mpt")

@@ -45,6 +45,7 @@ from tests.support.hf_models import (
 from tests.support.hybrid_models import HYBRIDS
 from tests.support.isolation import differences, own, placed, stream_and_batch
 from tests.support.models_table import EVERY, LIMITS, PAGE, VARIABLE, figures, over_the_limit, read_page
+from tests.support.other_families import ISOLATED
 from tests.support.ranks import run_ranks
 from tests.support.vision_models import VISION_FAMILIES
 
@@ -387,6 +388,7 @@ def test_the_figures_of_the_page_are_within_the_limits() -> None:
         *FAMILIES,
         *HYBRIDS,
         *VISION_FAMILIES,
+        *ISOLATED,
     }
 
 

@@ -44,6 +44,22 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     | {"num_key_value_heads": 4, "q_lora_rank": 16, "n_group": 1, "topk_group": 1},
     "bamba": MAMBA2 | {"attn_layer_indices": [1]},
     "bloom": {"n_head": 4, "n_layer": 2},
+    "deepseek_v4": HEADS
+    | EXPERTS
+    | {
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+        "num_key_value_heads": 1,
+        "n_routed_experts": 4,
+        "q_lora_rank": 16,
+        "o_groups": 2,
+        "o_lora_rank": 8,
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+        "index_topk": 3,
+        "sliding_window": 7,
+    },
     "falcon, alibi": {"alibi": True},
     "falcon_h1": MAMBA2 | {"mamba_d_ssm": 64, "mamba_d_head": 8},
     "falcon_mamba": {},
@@ -72,6 +88,15 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "mamba": {"state_size": 4},
     "mamba2": {"state_size": 4, "num_heads": 8, "head_dim": 16, "n_groups": 1, "chunk_size": 8},
     "minimax": LINEAR_FIRST | LOCAL_EXPERTS | HEADS,
+    "minimax_m3_vl_text": HEADS
+    | LOCAL_EXPERTS
+    | {
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+        "index_block_size": 3,
+        "index_topk_blocks": 2,
+        "layer_types": ["minimax_m3_sparse", "full_attention"],
+    },
     "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": MAX_SEQ_LEN},
     "nemotron_h": HEADS
     | {
@@ -86,17 +111,40 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": DELTA | LINEAR_FIRST | SHARED_EXPERT | HEADS,
     "qwen3_5_text": DELTA | LINEAR_FIRST | HEADS,
     "qwen3_next": DELTA | LINEAR_FIRST | EXPERTS | HEADS,
+    "qwen4_exp_text": DELTA
+    | {"layer_types": ["linear_attention", "indexed_attention"], "ple_layer_ids": [1]}
+    | SHARED_EXPERT
+    | HEADS
+    | {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 4,
+        "indexer_compress_ratio": 2,
+        "ngram_size": 3,
+        "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 50,
+        "ple_embed_dim": 16,
+    },
     "recurrent_gemma": HEADS | {"lru_width": 64, "num_hidden_layers": 3},
     "rwkv": {},
     "xlstm": {"num_heads": 4, "num_blocks": 2, "embedding_dim": 64},
     "zamba": ZAMBA | {"mamba_d_state": 4, "n_mamba_heads": 2},
+    "zaya": HEADS
+    | EXPERTS
+    | {"num_experts_per_tok": 1, "layer_types": ["hybrid", "hybrid_sliding"]}
+    | {"sliding_window": 7, "router_hidden_size": 16},
     "zamba2": ZAMBA
     | {"mamba_d_state": 8, "mamba_ngroups": 1, "n_mamba_heads": 8, "mamba_headdim": 16, "chunk_size": 8},
 }
 
 # Backends that do not compute a family, and how the refusal begins.
 WRITTEN = "has its attention written into its layers"
+SELECTS = "selects keys under a mask, which varlen does not read"
 OTHERWISE = {
+    ("deepseek_v4", "varlen"): f"deepseek_v4 {SELECTS}",
+    ("minimax_m3_vl_text", "varlen"): f"minimax_m3_vl_text {SELECTS}",
+    ("qwen4_exp_text", "varlen"): f"qwen4_exp_text {SELECTS}",
     ("bloom", "varlen"): f"bloom {WRITTEN}",
     ("falcon, alibi", "varlen"): f"falcon {WRITTEN}",
     ("mpt", "varlen"): f"mpt {WRITTEN}",

@@ -97,7 +97,8 @@ class Run:
 
 def run_of(model: nn.Module, loss: torch.Tensor, logits: list[torch.Tensor]) -> Run:
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    gradients = torch.autograd.grad(loss, trainable)
+    # What is only compared to choose keys or experts has no gradient.
+    gradients = torch.autograd.grad(loss, trainable, allow_unused=True, materialize_grads=True)
     return Run(loss.detach(), torch.cat([g.flatten() for g in gradients]), torch.cat(logits).detach())
 
 
