@@ -54,11 +54,16 @@ EXTRAS = [
         "tokenizers",
     ),  # tune
     *("transformers", "datasets", "accelerate", "pyarrow"),  # hf
-    *("flash_attn", "fsspec", "s3fs", "zstandard", "trl", "grain", "rich"),  # the others
+    *("flash_attn", "fsspec", "s3fs", "zstandard", "trl", "grain", "rich", "lm_eval"),  # the others
 ]
 
 # Modules of subclasses of an extra's classes; others import them within functions.
-SUBCLASSES = {"streampack/scoring/pack_cache.py": "transformers' caches"}
+SUBCLASSES = {
+    "streampack/scoring/pack_cache.py": "transformers' caches",
+    "streampack/integrations/lm_eval/__init__.py": "imports model.py",
+    "streampack/integrations/lm_eval/__main__.py": "imports model.py",
+    "streampack/integrations/lm_eval/model.py": "lm_eval's model for Hugging Face",
+}
 
 # Tests of no single module, by their place under tests/.
 FREE_TESTS = {

@@ -1,0 +1,347 @@
+"""lm-evaluation-harness with our model class has the figures of its class ``hf``; `make test-eval` runs this."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.eval_tasks import MAX_LENGTH, TASKS, WORDS, words, write_model, write_tasks
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed"),
+    pytest.mark.filterwarnings("ignore"),  # of the harness and what it imports
+]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("lm_eval")
+    for name in ("llama", "tasks"):
+        (made / name).mkdir()
+    write_model(made / "llama")
+    write_tasks(made / "tasks")
+    return made
+
+
+@pytest.fixture(autouse=True)
+def offline(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
+
+
+def evaluate(
+    folder: Path, name: str, *, model: str = "llama", arguments: str = "", **settings: Any
+) -> dict[str, Any]:
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    import streampack.integrations.lm_eval  # noqa: F401  # registers the class
+
+    settings = {"tasks": list(TASKS), "batch_size": 4, "device": "cpu", "bootstrap_iters": 0, **settings}
+    found: dict[str, Any] = lm_eval.simple_evaluate(
+        model=name,
+        model_args=f"pretrained={folder / model},dtype=float32{arguments}",
+        task_manager=TaskManager(include_path=str(folder / "tasks"), include_defaults=False),
+        **settings,
+    )
+    return found
+
+
+def check_same(ours: dict[str, Any], theirs: dict[str, Any], *, tasks: int = 3) -> None:
+    assert ours["results"].keys() == theirs["results"].keys()
+    assert len(ours["results"]) == tasks
+    for task, metrics in theirs["results"].items():
+        for metric, value in metrics.items():
+            if isinstance(value, int | float):
+                assert ours["results"][task][metric] == pytest.approx(value, rel=1e-6, abs=1e-6), (
+                    task,
+                    metric,
+                )
+        for our_row, their_row in zip(ours["samples"][task], theirs["samples"][task], strict=True):
+            if task == "answers":
+                assert our_row["resps"] == their_row["resps"]
+            else:
+                assert flat(our_row["resps"]) == pytest.approx(flat(their_row["resps"]), rel=1e-5), task
+
+
+def flat(responses: Any) -> list[float]:
+    """The numbers of a row's responses."""
+    return [float(value) for value in torch.tensor(responses, dtype=torch.float64).flatten()]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {}),
+        ("gemma2", {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16}),
+        ("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": MAX_LENGTH}),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}),
+    ],
+)
+def test_all_kinds_of_requests_have_the_figures_of_hf(
+    folder: Path, family: str, changes: dict[str, Any]
+) -> None:
+    (folder / family).mkdir(exist_ok=True)
+    write_model(folder / family, family, **changes)
+    ours, theirs = (evaluate(folder, name, model=family) for name in ("streampack", "hf"))
+    check_same(ours, theirs)
+    answers = {row["filtered_resps"][0] for row in ours["samples"]["answers"]}
+    assert len(answers) > 2, "the model says something"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings"),
+    [
+        (",max_length=24", {}),
+        (",add_bos_token=False", {}),
+        (",prefix_token_id=5,softmax_dtype=float32", {}),
+        (",truncation=True,logits_cache=False,trust_remote_code=False", {"batch_size": 1}),
+        ("", {"batch_size": "auto", "tasks": ["choices", "answers"]}),
+        (
+            "",
+            {
+                "apply_chat_template": True,
+                "fewshot_as_multiturn": True,
+                "num_fewshot": 2,
+                "tasks": ["choices"],
+            },
+        ),
+        ("", {"gen_kwargs": "num_beams=3,do_sample=False", "tasks": ["answers"]}),
+    ],
+)
+def test_arguments_mean_what_they_mean_to_hf(folder: Path, arguments: str, settings: dict[str, Any]) -> None:
+    ours, theirs = (evaluate(folder, name, arguments=arguments, **settings) for name in ("streampack", "hf"))
+    check_same(ours, theirs, tasks=len(settings.get("tasks", TASKS)))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [",max_seq_len=40", ",max_seq_len=4096,share_prefix=False", ",prefill=False", ",attention=dense"],
+)
+def test_our_own_arguments_change_no_figure(folder: Path, arguments: str) -> None:
+    check_same(evaluate(folder, "streampack", arguments=arguments), evaluate(folder, "hf"))
+
+
+def test_lora(folder: Path) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "llama")
+    torch.manual_seed(0)
+    wrapped = peft.get_peft_model(
+        base, peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    )
+    wrapped.save_pretrained(folder / "adapter")
+    plain, *both = (
+        evaluate(folder, name, arguments=arguments)
+        for name, arguments in (
+            ("hf", ""),
+            ("streampack", f",peft={folder / 'adapter'}"),
+            ("hf", f",peft={folder / 'adapter'}"),
+        )
+    )
+    check_same(*both)
+    assert both[0]["results"]["texts"] != plain["results"]["texts"]
+
+
+@pytest.fixture(scope="module")
+def lm(folder: Path) -> Any:
+    from streampack.integrations.lm_eval import PackedLM
+
+    return PackedLM(str(folder / "llama"), device="cpu", dtype="float32")
+
+
+def test_greedy_continuations_are_seen(lm: Any) -> None:
+    context = lm.tok_encode("what is this")
+    prompt = torch.tensor([context])
+    settings = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 5, "eos_token_id": None}
+    best = lm.model.generate(prompt, do_sample=False, **settings)
+    continuation = best[0, len(context) :].tolist()
+    other = [*continuation[:-1], (continuation[-1] + 1) % 60]
+    found = lm._loglikelihood_tokens(
+        [(None, context, continuation), (None, context, other)], disable_tqdm=True
+    )
+    assert [greedy for _, greedy in found] == [True, False]
+    with torch.no_grad():
+        logits = lm.model(best).logits[0, len(context) - 1 : -1].log_softmax(-1)
+    assert found[0][0] == pytest.approx(
+        float(logits.gather(1, best[0, len(context) :, None]).sum()), rel=1e-5
+    )
+
+
+def test_requests_of_one_model_share_packs(lm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rolling windows too, which the harness would hand out one at a time."""
+    from lm_eval.api.instance import Instance
+
+    calls: list[int] = []
+    monkeypatch.setattr(lm, "max_seq_len", 512)
+    monkeypatch.setattr(type(lm.model), "forward", counted(type(lm.model).forward, calls))
+    rng = random.Random(2)
+    requests = [Instance("loglikelihood_rolling", {}, (words(rng, 3, 100),), i) for i in range(20)]
+    assert lm.batch_size == 1
+    assert len(lm.loglikelihood_rolling(requests, disable_tqdm=True)) == 20
+    assert sum(calls) > 4 * 512
+    assert len(calls) <= -(-sum(calls) // 512) + 1, "full packs but the last"
+    assert lm.batch_size == 1
+
+
+def counted(forward: Any, calls: list[int]) -> Any:
+    def count(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs["input_ids"].numel())
+        return forward(self, *args, **kwargs)
+
+    return functools.wraps(forward)(count)  # the signature is looked at
+
+
+def test_a_prompt_without_tokens_is_generated_from_as_in_hf(folder: Path, lm: Any) -> None:
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    both = [
+        make(str(folder / "llama"), device="cpu", dtype="float32", add_bos_token=False, batch_size=2)
+        for make in (type(lm), HFLM)
+    ]
+    requests = [
+        Instance("generate_until", {}, (text, {"until": [], "max_gen_toks": 5, "do_sample": False}), i)
+        for i, text in enumerate(["", WORDS[0]])
+    ]
+    ours, theirs = (each.generate_until(requests, disable_tqdm=True) for each in both)
+    assert ours == theirs
+
+
+def test_answers_are_cached_under_their_texts(lm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lm_eval.api.instance import Instance
+
+    cached: list[Any] = []
+    monkeypatch.setattr(lm.cache_hook, "add_partial", lambda *given: cached.append(given))
+    texts = [("what is", " this"), ("one", " two three")]
+    answers = lm.loglikelihood([Instance("loglikelihood", {}, each, 0) for each in texts], disable_tqdm=True)
+    assert cached == [("loglikelihood", each, answer) for each, answer in zip(texts, answers, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("family", "arguments", "message"),
+    [
+        (
+            "llama",
+            {"softmax_dtype": "bfloat16"},
+            "softmax_dtype=torch.bfloat16 is not computed here, only torch.float32",
+        ),
+        ("llama", {"attention": "best"}, "attention='best' is unknown; choose one of"),
+        ("llama", {"max_seq_len": 0}, "max_seq_len=0 is below 1; give at least 1"),
+        ("t5", {}, "backend='seq2seq' cannot be packed; use --model hf"),
+        ("gpt2", {"max_seq_len": 65}, "max_seq_len is 65, and this gpt2 model has 64 positions"),
+        ("gemma3_text", {}, "this model cannot be packed: gemma3_text sees tokens to the right"),
+    ],
+)
+def test_refusals(folder: Path, family: str, arguments: dict[str, Any], message: str) -> None:
+    from streampack.integrations.lm_eval import PackedLM
+
+    changes = {
+        "t5": {"d_model": 64, "num_layers": 2, "num_heads": 4, "d_ff": 48},
+        "gemma3_text": {"use_bidirectional_attention": True},
+        "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": MAX_LENGTH},
+    }
+    (folder / "refused" / family).mkdir(parents=True, exist_ok=True)
+    write_model(folder / "refused" / family, family, **changes.get(family, {}))
+    with pytest.raises(ValueError) as error:
+        PackedLM(str(folder / "refused" / family), device="cpu", **arguments)
+    assert str(error.value).startswith(message)
+
+
+def test_a_family_that_cannot_be_prefilled_is_scored_and_says_what_to_do(folder: Path) -> None:
+    (folder / "mamba").mkdir(exist_ok=True)
+    write_model(folder / "mamba", "mamba", state_size=4)
+    with pytest.raises(
+        ValueError, match="cannot cut the caches of mamba .* padded batches of prompts; set prefill=False"
+    ):
+        evaluate(folder, "streampack", model="mamba", tasks=["answers"])
+    ours = evaluate(folder, "streampack", model="mamba", arguments=",prefill=False,max_length=64")
+    assert ours["results"]["texts"]["bits_per_byte,none"] > 0
+
+
+def command(folder: Path, *words: str, **environment: str) -> str:
+    run = subprocess.run(
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=540,
+        check=False,
+        env=os.environ
+        | {
+            "HF_HUB_OFFLINE": "1",
+            "HF_DATASETS_CACHE": str(folder / "cache"),
+            "OMP_NUM_THREADS": "1",
+            **environment,
+        },
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return run.stdout
+
+
+def settings_of(folder: Path, name: str, output: str) -> list[str]:
+    return [
+        *("--model", name, "--model_args", f"pretrained={folder / 'llama'},dtype=float32"),
+        *("--tasks", ",".join(TASKS), "--include_path", str(folder / "tasks"), "--batch_size", "4"),
+        *("--device", "cpu", "--output_path", str(folder / output), "--log_samples"),
+    ]
+
+
+def written(folder: Path, output: str) -> dict[str, Any]:
+    files = sorted((folder / output).rglob("results_*.json"))
+    assert len(files) == 1
+    found: dict[str, Any] = json.loads(files[0].read_text())["results"]
+    return found
+
+
+def same_results(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    for task in TASKS:
+        for metric, value in theirs[task].items():
+            if isinstance(value, int | float) and "stderr" not in metric:
+                assert ours[task][metric] == pytest.approx(value, rel=1e-6, abs=1e-6), (task, metric)
+
+
+def test_the_command(folder: Path) -> None:
+    out = command(folder, "-m", "streampack.integrations.lm_eval", *settings_of(folder, "streampack", "ours"))
+    assert "streampack ({'pretrained':" in out
+    same_results(written(folder, "ours"), evaluate(folder, "hf")["results"])
+
+
+def test_two_ranks_share_the_requests(folder: Path) -> None:
+    """On CPUs, which the harness would not divide requests among; so it is told of two GPUs."""
+    code = (
+        "import sys, torch; torch.cuda.device_count = lambda: 2\n"
+        "import streampack.integrations.lm_eval.model as ours\n"
+        "score = ours.score\n"
+        "def counted(model, pairs, **settings):\n"
+        "    print('scores', torch.distributed.get_rank(), len(pairs), flush=True)\n"
+        "    return score(model, pairs, **settings)\n"
+        "ours.score = counted\n"
+        "from lm_eval.__main__ import cli_evaluate; cli_evaluate()"
+    )
+    (folder / "ranks.py").write_text(code)
+    out = command(
+        folder,
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(folder / "ranks.py")),
+        *settings_of(folder, "streampack", "ranks"),
+        ACCELERATE_USE_CPU="true",
+        PYTHONPATH=str(ROOT),
+    )
+    counts = sorted(line for line in out.splitlines() if line.startswith("scores"))
+    assert [line for line in counts if line.endswith(" 24")] == ["scores 0 24", "scores 1 24"], (
+        "half of 48 each"
+    )
+    same_results(written(folder, "ranks"), evaluate(folder, "hf")["results"])
