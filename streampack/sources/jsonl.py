@@ -48,8 +48,9 @@ class JSONLSource(FileSource):
     ['a', 'b']
 
     Args:
-        paths: files, folders or globs of this machine, or URLs (``http``, ``https``, ``s3``, ``hf``); globs where the
-            storage can list files. Of a folder, the ``.jsonl`` and ``.ndjson`` files in it, at any depth.
+        paths: files, folders or globs of this machine, or URLs (``https``, ``s3``, ``gs``, ``az``, ``hf`` and others);
+            globs where the storage can list files. Of a folder, the ``.jsonl`` and ``.ndjson`` files in it, at any
+            depth.
         manifest: instead of ``paths``, a text file with a file's name on each line, relative to the manifest's folder,
             or what `streampack scan` wrote; then no file is looked at before it is read. With ``paths``, that is the
             folder that the names are relative to.

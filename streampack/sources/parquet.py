@@ -59,7 +59,7 @@ class ParquetSource(FileSource):
     Rows are mappings. Token ids in them are read as arrays where they are encoded as tokens; other encoders get a dict.
 
     Args:
-        paths: files, folders or globs of this machine, or URLs (``http``, ``https``, ``s3``, ``hf``).
+        paths: files, folders or globs of this machine, or URLs (``https``, ``s3``, ``gs``, ``az``, ``hf`` and others).
         columns: the top-level columns to read; None for all.
         manifest: see `JSONLSource`, as for the arguments below.
         storage_options: settings of the storage behind URLs.

@@ -20,7 +20,8 @@ from streampack.storage.file_marks import FileMarks
 from streampack.storage.formats import in_folder
 from streampack.storage.manifest import named_in
 from streampack.storage.problems import BLANK, EMPTY, GONE, gone, summarize
-from streampack.storage.remote import Listed, RemoteStorage, scheme_of
+from streampack.storage.remote import RemoteStorage, scheme_of
+from streampack.storage.requests import Listed
 from streampack.storage.retries import Retries
 from streampack.validation import require_positive
 

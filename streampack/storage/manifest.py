@@ -30,7 +30,7 @@ from streampack.storage.base import redact
 from streampack.storage.details import Details, Schema, details_of, problem_of, schemas_of
 from streampack.storage.json_depth import shallow_json
 from streampack.storage.problems import GONE
-from streampack.storage.remote import Listed
+from streampack.storage.requests import Listed
 from streampack.storage.responses import opaque
 
 FORMAT = "streampack-manifest"

@@ -1,47 +1,40 @@
-"""`RemoteStorage`: files behind URLs, read with fsspec's file systems.
-
-Over HTTP, S3 and from the Hub, files are read by range requests that are made here, so that the answers can be checked.
-"""
+"""`RemoteStorage`: files behind URLs, read with fsspec's file systems by the requests of `requests`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from streampack.storage import hub
 from streampack.storage.base import File, changed, ends, redact, resized
-from streampack.storage.details import Details
-from streampack.storage.responses import Answer, Judged, head_of, opaque, refusal
+from streampack.storage.requests import Listed, listed, request_of
+from streampack.storage.responses import Answer, Judged, refusal
 from streampack.storage.retries import PERMANENT, Refused
 
-SCHEMES = ("http", "https", "s3", "hf", "memory")
+SERVED = ("http", "https", "s3", "hf")
+"""Schemes whose answers say themselves which version they are of. Of the others, files are looked up again."""
+STORES = ("gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "memory")
+SCHEMES = (*SERVED, *STORES)
+"""The schemes that are read, besides those that a user has registered with fsspec. fsspec knows others, but some of
+them run programs, open archives or read files of this machine."""
+
+EXTRAS = {"s3": "s3", "hf": "hf", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
+"""The extra of this package that brings the file system of a scheme."""
 
 _INHERITED: list[Any] = []
 """File systems that a fork copied from the parent process. They are kept, because freeing them would close connections
 that the parent still uses."""
 
 Result = TypeVar("Result")
-Ask = Callable[[Any, str, int, int, float], Answer]
-
-
-class Listed(NamedTuple):
-    """An entry of a listing. Values that are not known are None."""
-
-    path: str  # or URL
-    size: int | None = None  # bytes
-    tag: str | None = None  # such as an ETag
-    inode: tuple[int, int] | None = None  # (device, number) of a file on this machine
-    problem: str | None = None  # why the file cannot be read
-    details: Details | None = None  # what a scan found
 
 
 class RemoteStorage:
     """The files of one scheme. Each process makes its own file system when it first reads.
 
     Args:
-        scheme: one of `SCHEMES`.
+        scheme: one of `SCHEMES`, or one that was registered with fsspec.
         options: settings of fsspec's file system. They may hold secrets, so they are never shown.
         patience: the most seconds that one request may take.
     """
@@ -98,8 +91,8 @@ class RemoteStorage:
         A HEAD request would not do: it is refused if a URL is signed for GET, and does not show whether the server
         serves ranges.
         """
-        if self.scheme in ("hf", "memory"):  # their ``info`` has the size and version of the content
-            return self._call(path, lambda fs: _listed(path, fs.info(path)))
+        if self.scheme == "hf" or self.scheme not in SERVED:
+            return self._call(path, lambda fs: listed(path, fs.info(path)))
         answer = self._ask(path, 0, 1)
         return Listed(path, answer.size, answer.tag)
 
@@ -117,7 +110,7 @@ class RemoteStorage:
         def find(fs: Any) -> list[Listed]:
             found = fs.glob(pattern, detail=True)
             return [
-                _listed(f"{self.scheme}://{path.lstrip('/')}", info)
+                listed(f"{self.scheme}://{path.lstrip('/')}", info)
                 for path, info in found.items()
                 if info["type"] == "file"
             ]
@@ -130,7 +123,7 @@ class RemoteStorage:
         return self.fetch(File(path, path, size), 0, size)
 
     def _ask(self, path: str, start: int, stop: int) -> Answer:
-        ask = _ASK[self.scheme]
+        ask = request_of(self.scheme)
         return self._call(path, lambda fs: ask(fs, path, start, stop, self.patience))
 
     def _call(self, path: str, call: Callable[[Any], Result]) -> Result:
@@ -146,9 +139,13 @@ class RemoteStorage:
             raise type(error)(f"{shown}: {_KIND.get(type(error), 'refused')}") from None
         except Exception as error:
             response: Any = getattr(error, "response", None)
-            if hasattr(response, "status_code"):  # an error of huggingface_hub
+            if hasattr(response, "status_code"):  # an error of huggingface_hub, or of Azure
                 raise refusal(shown, response.status_code, response.headers) from None
             name = type(error).__name__
+            if name == "HttpError" and str(code := getattr(error, "code", "")).isdecimal():  # of gcsfs
+                raise refusal(shown, int(code), {}) from None
+            if type(error) is OSError and str(error).startswith("Forbidden"):  # of gcsfs, too
+                raise PermissionError(f"{shown}: access is denied") from None
             if name in _SETTINGS:
                 raise Refused(f"{shown}: {name}; {_SETTINGS[name]}") from None
             kind = Refused if isinstance(error, TypeError) else ConnectionError
@@ -160,12 +157,15 @@ _KIND = {FileNotFoundError: "there is no such file", PermissionError: "access is
 _CREDENTIALS = (
     "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or for a public bucket storage_options={'anon': True}"
 )
+_OF_GOOGLE = "set GOOGLE_APPLICATION_CREDENTIALS, or for a public bucket storage_options={'token': 'anon'}"
 _SETTINGS = {
     "NoCredentialsError": _CREDENTIALS,
     "PartialCredentialsError": _CREDENTIALS,
     "ProfileNotFound": "correct AWS_PROFILE, or unset it",
     "ParamValidationError": "correct the name of the bucket or the key",
     "InvalidURL": "correct the URL",
+    "DefaultCredentialsError": _OF_GOOGLE,
+    "RefreshError": _OF_GOOGLE,
 }
 """Errors of libraries, by name, that another try would not change, each with the way out."""
 
@@ -184,77 +184,15 @@ def _make(scheme: str, options: Mapping[str, Any]) -> Any:
         # fsspec's cache of file systems would keep this one, and its secrets, after the source is gone.
         filesystem = fsspec.filesystem(scheme, **options, skip_instance_cache=True)
     except ImportError as error:
-        extra = {"s3": "s3", "hf": "hf"}.get(scheme, "remote")
-        raise ImportError(f"reading {scheme}:// needs more: pip install 'streampack[{extra}]'") from error
+        # What fsspec says of other schemes names the package: "Install adlfs to access ...".
+        extra = f"pip install 'streampack[{EXTRAS[scheme]}]'" if scheme in EXTRAS else str(error)
+        raise ImportError(f"reading {scheme}:// needs more: {extra}") from error
+    except (TypeError, ValueError) as error:
+        what = f"storage_options do not fit {scheme}:// ({type(error).__name__}): it may lack the account"
+        raise Judged(Refused(f"{what}; give them as fsspec's file system takes them")) from None
     if scheme == "s3":
         filesystem.retries = 1
     return filesystem
-
-
-async def _http(fs: Any, path: str, start: int, stop: int) -> Answer:
-    """Fetch a range over HTTP.
-
-    fsspec's own reader accepts answers with less than the range or the whole file, and reports any failure as a missing
-    file.
-    """
-    session = await fs.set_session()
-    options = {name: value for name, value in fs.kwargs.items() if name != "headers"}
-    # "identity" keeps proxies from compressing the range, which would change its length.
-    headers = {
-        **fs.kwargs.get("headers", {}),
-        "Range": f"bytes={start}-{stop - 1}",
-        "Accept-Encoding": "identity",
-    }
-    async with session.get(fs.encode_url(path), headers=headers, **options) as response:
-        head = head_of(path, response.status, response.headers)
-        return head if head.start is None else head._replace(data=await response.read())
-
-
-async def _s3(fs: Any, path: str, start: int, stop: int) -> Answer:
-    """Fetch a range from S3. s3fs's own reader does not return the file's version with the bytes."""
-    bucket, key, version = fs.split_path(path)
-    extra = {"VersionId": version} if version else {}
-    ranged = f"bytes={start}-{stop - 1}"
-    response = await fs._call_s3("get_object", Bucket=bucket, Key=key, Range=ranged, **extra)
-    headers = {"Content-Range": response.get("ContentRange", ""), "ETag": response.get("ETag", "")}
-    async with response["Body"] as body:
-        head = head_of(path, response["ResponseMetadata"]["HTTPStatusCode"], headers)
-        return head._replace(data=await body.read())
-
-
-def _read(fs: Any, path: str, start: int, stop: int, patience: float) -> Answer:
-    """Read a range with fsspec's own file objects; ``cache_type`` keeps them from reading more."""
-    listed = _listed(path, fs.info(path))
-    with fs.open(path, "rb", cache_type="none") as stream:
-        stream.seek(start)
-        return Answer(stream.read(stop - start), start, listed.size or 0, listed.tag)
-
-
-def _awaited(get: Callable[[Any, str, int, int], Awaitable[Answer]]) -> Ask:
-    """Make a blocking function of an async one, for threads other than that of fsspec's event loop."""
-
-    def ask(fs: Any, path: str, start: int, stop: int, patience: float) -> Answer:
-        from fsspec.asyn import sync
-
-        answer: Answer = sync(fs.loop, get, fs, path, start, stop, timeout=patience)
-        return answer
-
-    return ask
-
-
-_ASK: dict[str, Ask] = {
-    "http": _awaited(_http),
-    "https": _awaited(_http),
-    "s3": _awaited(_s3),
-    "hf": hub.fetch,
-    "memory": _read,
-}
-
-
-def _listed(path: str, info: Mapping[str, Any]) -> Listed:
-    lfs = info.get("lfs") or {}
-    tag = info.get("ETag") or lfs.get("sha256") or info.get("blob_id")
-    return Listed(path, info.get("size"), opaque(tag))
 
 
 def scheme_of(path: str) -> str | None:
@@ -266,10 +204,19 @@ def scheme_of(path: str) -> str | None:
     if "://" not in path:
         return None
     scheme = urlsplit(path).scheme
-    if scheme not in SCHEMES or "::" in path:
+    if (scheme not in SCHEMES and not _registered(scheme)) or "::" in path:
         # The message has only the beginning: where a chain's secrets are cannot be told, so `redact` is of no use.
         raise ValueError(
-            f"URLs that begin with {path.split('://')[0]!r} are refused: only plain ones of {', '.join(SCHEMES)} are "
-            "read, and no chains (::)"
+            f"URLs that begin with {path.split('://')[0]!r} are refused: only plain ones of {', '.join(SCHEMES)}, and "
+            "of file systems that you register by fsspec.register_implementation, are read, and no chains (::)"
         )
     return scheme
+
+
+def _registered(scheme: str) -> bool:
+    """Return whether a user has registered a file system of this scheme; those that fsspec knows do not count."""
+    try:
+        from fsspec.registry import known_implementations, registry
+    except ImportError:
+        return False
+    return scheme in registry and scheme not in known_implementations

@@ -111,7 +111,8 @@ def test_bad_manifests(tmp_path: Path, text: str, message: str) -> None:
 )
 def test_chains_and_other_schemes_are_refused(url: str) -> None:
     with pytest.raises(
-        ValueError, match="are refused: only plain ones of http, https, s3, hf, memory"
+        ValueError,
+        match="are refused: only plain ones of http, https, s3, hf, gs, .* are read, and no chains",
     ) as error:
         source("jsonl", url)
     assert "canary" not in str(error.value)
