@@ -19,7 +19,6 @@ Other programs can read the tokens with ``np.memmap(path, "<u2", offset=4096, sh
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from array import array
 from collections.abc import Mapping
@@ -27,6 +26,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import numpy.typing as npt
@@ -143,8 +143,8 @@ class ShardWriter:
     def __init__(self, path: Path, *, dtype: str) -> None:
         self.path = path
         self.dtype = np.dtype(dtype).newbyteorder("<")
-        # The name has the process id, because a process that a killed run left behind may still write its own file.
-        self.unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+        # A name of its own, because a process that a killed run left behind may still write to its file.
+        self.unfinished = path.with_name(f".{path.name}.{uuid4().hex}")
         self.file = self.unfinished.open("wb")
         self.file.write(bytes(HEADER_BYTES))
         self.offsets = array("q", [0])

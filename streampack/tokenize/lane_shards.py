@@ -11,7 +11,7 @@ from streampack.packing.groups import Group
 from streampack.sources.base import BadRecord, Reading
 from streampack.sources.corpus_identity import state_of
 from streampack.sources.token_files import Shard, ShardWriter, read_header, shard_of
-from streampack.storage.locks import lock_folder
+from streampack.storage.locks import PATIENCE, lock_folder
 from streampack.streaming.lane_config import LaneConfig
 from streampack.streaming.run_identity import Encoded
 from streampack.types import IGNORE_INDEX, Cursor, Row, RowId, Sample
@@ -100,14 +100,21 @@ def read_progress(job: Job, lane: int) -> Progress:
     return progress
 
 
-def write_lane(job: Job, lane: int, report: Report) -> Progress:
+def write_lane(job: Job, lane: int, report: Report, *, patience: float = PATIENCE) -> Progress:
     """Write the remaining shards of a lane, which no other process may write meanwhile, also on another machine.
+
+    Args:
+        job: to which the lane belongs.
+        lane: its number.
+        report: called with the number of tokens written since its last call.
+        patience: seconds to wait for another process that writes the lane.
 
     Raises:
         ValueError: for a row that cannot be read or encoded, or one skipped record too many, with its place; and if
             another process writes the lane.
     """
-    with lock_folder(job.locks / f"{lane:05d}", way_out="wait until it has ended, or stop it"):
+    way_out = "wait until it has ended, or stop it"
+    with lock_folder(job.locks / f"{lane:05d}", way_out=way_out, patience=patience):
         for leftover in job.out.glob(f".tokens-{lane:05d}-*"):  # of a process that was killed
             leftover.unlink(missing_ok=True)
         return _write_rest(job, read_progress(job, lane), report)

@@ -47,12 +47,19 @@ def _write_lane_in_worker(lane: int) -> Progress:
     return write_lane(_worker.job, lane, _worker.report)
 
 
-def write_in_processes(job: Job, lanes: Sequence[int], workers: int, report: Report) -> list[Progress]:
-    """Write lanes in ``workers`` processes; return their progress in the same order.
+def write_here(job: Job, lanes: Sequence[int], report: Report, *, workers: int) -> list[Progress]:
+    """Write lanes on this machine, in ``workers`` processes or in this one; return their progress in the same order.
 
     Raises:
-        RuntimeError: if a process was killed. Errors of a process stop the others, and are raised here.
+        ValueError: as `write_lane`; the other processes are stopped then.
+        RuntimeError: if a process was killed.
     """
+    if workers == 1 or len(lanes) < 2:
+        return [write_lane(job, lane, report) for lane in lanes]
+    return _write_in_processes(job, lanes, min(workers, len(lanes)), report)
+
+
+def _write_in_processes(job: Job, lanes: Sequence[int], workers: int, report: Report) -> list[Progress]:
     counted, stop, reported = mp.Value("q", 0), mp.RawValue("b", 0), 0
     with ProcessPoolExecutor(workers, initializer=_start_worker, initargs=(job, counted, stop)) as pool:
         futures = [pool.submit(_write_lane_in_worker, lane) for lane in lanes]

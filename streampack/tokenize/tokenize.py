@@ -6,9 +6,10 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from streampack.storage.locks import lock_folder
 from streampack.storage.whole_files import settle
 from streampack.streaming.lane_config import Encode, LaneConfig
 from streampack.streaming.run_identity import Encoded
-from streampack.tokenize.lane_shards import Job, Progress, Report, read_progress, write_lane
-from streampack.tokenize.processes import write_in_processes
+from streampack.tokenize.lane_shards import Job, Progress, Report, read_progress
+from streampack.tokenize.on_ray import write_on_ray
+from streampack.tokenize.processes import write_here
 from streampack.validation import require, require_positive
 
 log = logging.getLogger(__name__)
@@ -44,6 +46,9 @@ PROBED_ROWS = 64
 MOST_BAD_SHARDS = 100
 """The most that ``max_bad_shards`` can be: the header of a shard, of 4,096 bytes, holds a number for each."""
 
+ENGINES = ("processes", "ray")
+"""Values of ``engine``."""
+
 BAD_RECORD_KEYS = ("on_bad_record", "max_bad_records", "max_bad_shards", "quarantine")
 """Keys of a config's ``data`` section that are arguments of `tokenize`, too."""
 
@@ -58,6 +63,8 @@ def tokenize(
     shard_tokens: int = SHARD_TOKENS,
     dtype: str = "auto",
     progress: bool = True,
+    engine: str = "processes",
+    address: str | None = None,
     shard: tuple[int, int] | None = None,
     finish: bool = False,
     on_bad_record: str = "error",
@@ -81,11 +88,14 @@ def tokenize(
         source: whatever an `IterablePackedDataset` takes, except a mixture.
         out: the folder; made if need be.
         encoder: makes a `Sample` of a row; rows of ready tokens need none.
-        workers: processes, each of which writes one lane at a time.
+        workers: processes on this machine, each of which writes one lane at a time.
         lanes: parts of the source. Default: as many as it fills, up to 64.
         shard_tokens: a shard ends with the document that reaches this number.
         dtype: ``"uint16"``, ``"uint32"``, or ``"auto"``: the smallest that holds the tokenizer's ``vocab_size``.
         progress: show a bar.
+        engine: ``"processes"``, or ``"ray"``: the lanes are tasks of a Ray cluster, as many at a time as it has CPUs.
+            They are tried again where a process or a node dies. All nodes must have the folder in common.
+        address: of the Ray cluster, such as ``"auto"``. Default: that of ``RAY_ADDRESS``, otherwise a new one here.
         shard: ``(i, n)`` writes the lanes of the i-th of n equal parts of the work, from 0, and no index: for n
             processes on machines with a common folder, which know nothing of one another.
         finish: write the index when all shards are there, and tokenize nothing.
@@ -120,6 +130,14 @@ def tokenize(
         )
     if lanes is None:
         lanes = min(source.natural_lanes(), MAX_DEFAULT_LANES)
+    require(engine, "engine", ENGINES)
+    if engine == "ray" and workers != 1:
+        raise ValueError(
+            f"workers={workers} are processes of this machine, and engine='ray' uses the CPUs of its cluster; leave "
+            "workers out"
+        )
+    if engine != "ray" and address is not None:
+        raise ValueError(f"address={address!r} is that of a Ray cluster; set engine='ray', or leave it out")
     wanted = _lanes_of(shard, lanes, finish=finish)
     for what in source.shared(require_positive(lanes, "lanes")):
         log.warning("%s", what)
@@ -149,7 +167,12 @@ def tokenize(
                 "or leave out finish=True (--finish), to tokenize here what is missing"
             )
         with _progress_bar(job, found, shown=progress) as report:
-            done = _write_missing(job, found, workers, report)
+            write = (
+                partial(write_on_ray, address=address)
+                if engine == "ray"
+                else partial(write_here, workers=workers)
+            )
+            done = _write_missing(job, found, write, report)
             if alone:
                 _write_index(job, done)
                 shutil.rmtree(job.locks, ignore_errors=True)
@@ -209,13 +232,12 @@ def _dtype_for(encode: Encode) -> str:
     return "uint16" if isinstance(size, int) and size <= UINT16_VOCABULARY else "uint32"
 
 
-def _write_missing(job: Job, found: list[Progress], workers: int, report: Report) -> list[Progress]:
+def _write_missing(
+    job: Job, found: list[Progress], write: Callable[..., list[Progress]], report: Report
+) -> list[Progress]:
     """Write the missing shards of the lanes ``found``; return the progress of all lanes, in order."""
     missing = [progress.lane for progress in found if not progress.ended]
-    if workers == 1 or len(missing) < 2:
-        made = [write_lane(job, lane, report) for lane in missing]
-    else:
-        made = write_in_processes(job, missing, min(workers, len(missing)), report)
+    made = write(job, missing, report) if missing else []
     done = {progress.lane: progress for progress in [*found, *made]}
     return [done[lane] for lane in sorted(done)]
 

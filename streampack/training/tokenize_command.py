@@ -12,7 +12,12 @@ Write data.source, encoded by data.encoder, as token shards, which streampack.To
 
   streampack tokenize --config my.yaml --out tokens --workers 16
 
-A command that was killed goes on when it is given again. On several machines with a common folder, each writes a part,
+A command that was killed goes on when it is given again. On a Ray cluster, whose nodes have the folder in common, lanes
+are tasks, tried again where a node dies:
+
+  streampack tokenize --config my.yaml --out tokens --engine ray --address auto --lanes 800
+
+Without an engine, on several machines with a common folder, each writes a part,
 in any order, and one of them the index at the end:
 
   streampack tokenize --config my.yaml --out tokens --shard 0/50    ... to 49/50
@@ -29,6 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--lanes", type=int, metavar="N", help="parts of the source, at least as many as workers or shards"
     )
     parser.add_argument("--dtype", default="auto", metavar="TYPE", help="uint16, uint32, or auto (auto)")
+    parser.add_argument(
+        "--engine", default="processes", metavar="NAME", help="processes, or ray: a Ray cluster (processes)"
+    )
+    parser.add_argument(
+        "--address",
+        metavar="ADDRESS",
+        help="of the Ray cluster, such as auto; default: RAY_ADDRESS, or a new one here",
+    )
     parser.add_argument(
         "--shard", type=_shard, metavar="I/N", help="write the I-th of N parts, from 0/N, and no index"
     )
@@ -48,6 +61,8 @@ def run(options: argparse.Namespace, path: Path, config: Any) -> int:
             workers=options.workers,
             lanes=options.lanes,
             dtype=options.dtype,
+            engine=options.engine,
+            address=options.address,
             shard=options.shard,
             finish=options.finish,
         )

@@ -1,0 +1,124 @@
+"""Token shards by a Ray cluster of several nodes on this machine: the same bytes, whatever dies.
+
+``make test-ray`` runs it; Ray is no part of the environment of the other tests.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streampack import JSONLSource
+from streampack.tokenize.tokenize import tokenize
+from tests.tokenize.test_tokenize import Logged, content, corpus, run
+
+ray = pytest.importorskip("ray", reason="needs Ray: make test-ray")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture
+def cluster() -> Iterator[Any]:
+    """A head node without CPUs for tasks, where this process is."""
+    from ray.cluster_utils import Cluster
+
+    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    yield found
+    ray.shutdown()
+    found.shutdown()
+
+
+def on_ray(cluster: Any, source: Any, out: Path, log: Path, *, seconds: float = 0.0) -> Path:
+    encoder = Logged(log, seconds=seconds)
+    return run(source, out, encoder=encoder, lanes=12, engine="ray", address=cluster.address)
+
+
+def expected(source: JSONLSource, folder: Path) -> dict[str, bytes]:
+    return content(run(source, folder / "local", encoder=Logged(folder / "log"), lanes=12))
+
+
+def test_a_local_cluster_makes_the_same_bytes(tmp_path: Path) -> None:
+    source = corpus(tmp_path / "corpus")
+    out = run(source, tmp_path / "ray", encoder=Logged(tmp_path / "log"), lanes=12, engine="ray")
+    assert not ray.is_initialized()
+    assert content(out) == expected(source, tmp_path)
+
+
+def test_a_node_dies_in_the_middle(cluster: Any, tmp_path: Path) -> None:
+    source = corpus(tmp_path / "corpus")
+    wanted = expected(source, tmp_path)
+    nodes = [cluster.add_node(num_cpus=2) for _ in range(2)]
+    cluster.wait_for_nodes()
+    out, log, killed = tmp_path / "ray", tmp_path / "rows", []
+
+    def kill() -> None:
+        while not log.exists() or log.read_text().count("\n") < 80:
+            time.sleep(0.01)
+        cluster.remove_node(nodes[0], allow_graceful=False)  # SIGKILL
+        killed.append(log.read_text().count("\n"))
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    on_ray(cluster, source, out, log, seconds=0.02)
+    thread.join()
+    assert killed[0] < 300, "it came in the middle"
+    assert content(out) == wanted
+    assert log.read_text().count("\n") > 300, "rows of the dead node were encoded again"
+
+
+def test_workers_are_killed_twenty_times(cluster: Any, tmp_path: Path) -> None:
+    source = corpus(tmp_path / "corpus", 600)
+    wanted = expected(source, tmp_path)
+    cluster.add_node(num_cpus=3)
+    cluster.wait_for_nodes()
+    out, log, draw, kills = tmp_path / "ray", tmp_path / "rows", random.Random(0), []
+    over = threading.Event()
+
+    def kill() -> None:
+        while len(kills) < 20 and not over.is_set():
+            time.sleep(draw.uniform(0.2, 0.5))
+            recent = log.read_text().split()[-3:] if log.exists() else []
+            for pid in {int(word) for word in recent} - {os.getpid()}:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+                kills.append(pid)
+                break
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    on_ray(cluster, source, out, log, seconds=0.01)
+    over.set()
+    thread.join()
+    assert len(kills) == 20
+    assert content(out) == wanted
+
+
+def test_errors_of_a_task_are_those_of_a_local_run(cluster: Any, tmp_path: Path) -> None:
+    corpus(tmp_path / "corpus")
+    (tmp_path / "corpus" / "1.jsonl").write_text('{"text": "good"}\n{"words": "bad"}\n')
+    source = JSONLSource(str(tmp_path / "corpus" / "*.jsonl"))
+    cluster.add_node(num_cpus=2)
+    cluster.wait_for_nodes()
+    with pytest.raises(ValueError, match="1.jsonl:2.*column 'text' is missing") as caught:
+        on_ray(cluster, source, tmp_path / "ray", tmp_path / "rows")
+    assert type(caught.value) is ValueError
+
+
+def test_settings_that_do_not_fit(tmp_path: Path) -> None:
+    rows = [{"tokens": [1, 2], "labels": [1, 2]}]
+    for settings, message in (
+        ({"engine": "spark"}, "engine='spark' is unknown; choose one of 'processes', 'ray'"),
+        ({"engine": "ray", "workers": 2}, "workers=2 are processes of this machine"),
+        ({"address": "auto"}, "address='auto' is that of a Ray cluster"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tokenize(rows, out=tmp_path / "out", progress=False, **settings)  # type: ignore[arg-type]
