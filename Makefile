@@ -13,7 +13,7 @@ PYTEST_ARGS ?=
 DEVICE ?= cuda
 GPU_PYTHON ?= python3
 
-.PHONY: help setup quickstart test test-slow test-eval stress lint format bench paper models gpu wheels docs clean
+.PHONY: help setup quickstart test test-slow test-eval test-ray stress lint format bench paper models gpu wheels docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -32,6 +32,9 @@ test-slow: setup  ## the tests that take minutes, and those for a GPU where ther
 
 test-eval: $(VENV)/.installed-eval  ## lm-evaluation-harness with our model class, beside its own; installs the harness
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations/test_lm_eval.py $(PYTEST_ARGS)
+
+test-ray: $(VENV)/.installed-ray  ## token shards by a Ray cluster on this machine, whose nodes and workers are killed; installs Ray
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONPATH=$(CURDIR) $(BIN)/python -m pytest -m "slow or not slow" tests/tokenize/test_on_ray.py $(PYTEST_ARGS)
 
 stress: $(VENV)/.installed-stress  ## the reliability table: kills, elastic resumes, a million packs; writes docs/reliability.md; ARGS="--list"
 	$(BIN)/python -m stress $(ARGS)
@@ -129,6 +132,10 @@ $(VENV)/.installed-stress: $(VENV)/.installed
 
 $(VENV)/.installed-eval: $(VENV)/.installed
 	$(BIN)/python -m pip install -c constraints.txt -e ".[eval]"
+	@touch $@
+
+$(VENV)/.installed-ray: $(VENV)/.installed
+	$(BIN)/python -m pip install -c constraints.txt -e ".[ray]"
 	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed

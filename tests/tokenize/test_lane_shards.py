@@ -6,15 +6,13 @@ import multiprocessing as mp
 import os
 import signal
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from streampack import cli
-from streampack.storage import locks
-from streampack.tokenize import lane_shards
+from streampack.tokenize.lane_shards import write_lane
 from tests.tokenize.test_tokenize import Logged, content, corpus, run
 
 
@@ -63,7 +61,7 @@ def test_a_shard_that_was_killed_is_run_again(tmp_path: Path, monkeypatch: pytes
         pytest.raises(ValueError, match=r"in use by process \d+ on .*; wait until it has ended, or stop it"),
         monkeypatch.context() as impatient,
     ):
-        impatient.setattr(lane_shards, "lock_folder", partial(locks.lock_folder, patience=0))
+        impatient.setitem(write_lane.__kwdefaults__, "patience", 0)
         run(source, out, shard=(1, 2), encoder=Logged(log))
     os.kill(process.pid or 0, signal.SIGKILL)
     process.join()
