@@ -11,10 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streampack import Holdout, IterablePackedDataset, MegatronSource
+from streampack import (
+    DatatroveSource,
+    FlatTokensSource,
+    Holdout,
+    IterablePackedDataset,
+    MegatronSource,
+    Mix,
+)
 from streampack.sources import Reading, megatron
+from tests.support.conformance import check_resume_everywhere
 from tests.support.corpus import in_memory
-from tests.support.foreign_tokens import write_megatron
+from tests.support.foreign_tokens import write_datatrove, write_flat, write_megatron
 
 Rows = list[list[int]]
 
@@ -124,12 +132,32 @@ def test_packs_trace_back_to_file_and_document(tmp_path: Path) -> None:
     assert sorted(found) == list(range(12))
 
 
-def test_it_can_be_held_out_and_mixed(tmp_path: Path) -> None:
+def test_it_can_be_held_out(tmp_path: Path) -> None:
     documents = [[i, i + 1] for i in range(200)]
     source = MegatronSource(write_megatron(tmp_path, documents, dtype="uint16"))
     parts = [read_all(Holdout(source, fraction=0.3, part=part)) for part in ("train", "validation")]  # type: ignore[arg-type]
     assert sorted(parts[0] + parts[1]) == documents
     assert 30 < len(parts[1]) < 90
+
+
+def test_a_mixture_of_all_files_of_tokens_resumes_at_every_pack(tmp_path: Path) -> None:
+    documents = [[i] * (1 + i % 7) for i in range(1, 91)]
+    flat = [token for document in documents[60:] for token in (*document, 0)]
+    sources: dict[str, Any] = {
+        "megatron": MegatronSource(write_megatron(tmp_path / "m", documents[:30])),
+        "datatrove": DatatroveSource(write_datatrove(tmp_path / "d", documents[30:60])),
+        "flat": FlatTokensSource(write_flat(tmp_path / "f.bin", flat), eos_token_id=0, dtype="uint16"),
+    }
+
+    def stream() -> IterablePackedDataset:
+        mixture = Mix([{"name": name, "source": source, "weight": 1} for name, source in sources.items()])
+        return IterablePackedDataset(
+            mixture, max_seq_len=32, num_lanes=2, shuffle=True, shuffle_window=4, untrained="keep"
+        )
+
+    packs = check_resume_everywhere(stream, packs=12)
+    found = {token for pack in [*packs, *stream()] for token in pack["tokens"].tolist()}
+    assert found == set(range(91))
 
 
 def edit(path: Path, at: int, form: str, *values: int) -> Callable[[Path], None]:
