@@ -20,6 +20,7 @@ from tests.support import groups
 from tests.support.hf_models import MAX_SEQ_LEN, build, fp64_throughout, run_alone, run_packed
 from tests.support.isolation import differences, stream_and_batch
 from tests.support.models_table import LIMITS, figures
+from tests.support.quick import sweep
 from tests.support.vision_models import IMAGE, VIDEO, VISION_FAMILIES, build_vision
 
 pytest.importorskip("transformers")
@@ -30,10 +31,7 @@ NOT_IN_FP64 = {"ernie4_5_vl_moe"}  # it computes a part in fp32 in any case
 
 
 @pytest.mark.parametrize("attention", ["dense", "varlen"])
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(family, marks=() if family in QUICK else pytest.mark.slow) for family in VISION_FAMILIES],
-)
+@pytest.mark.parametrize("family", sweep(VISION_FAMILIES, QUICK))
 def test_packed_equals_alone(family: str, attention: str, record_model: Record) -> None:
     data, batch = stream_and_batch("overlong")
     seen: dict[str, float] = {}

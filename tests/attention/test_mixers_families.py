@@ -21,6 +21,7 @@ from tests.support.hf_models import VOCAB, build, fp64_throughout, run_alone, ru
 from tests.support.hybrid_models import HYBRIDS, OTHERWISE
 from tests.support.isolation import differences, stream_and_batch
 from tests.support.models_table import LIMITS, figures
+from tests.support.quick import sweep
 
 pytest.importorskip("transformers")
 
@@ -41,15 +42,8 @@ MECHANISMS = {
 }
 
 
-def cases() -> list[Any]:
-    return [
-        pytest.param(family, attention, marks=() if family in MECHANISMS else pytest.mark.slow)
-        for family in HYBRIDS
-        for attention in ("dense", "varlen")
-    ]
-
-
-@pytest.mark.parametrize(("family", "attention"), cases())
+@pytest.mark.parametrize("attention", ["dense", "varlen"])
+@pytest.mark.parametrize("family", sweep(HYBRIDS, MECHANISMS))
 def test_packed_equals_alone(family: str, attention: str, record_model: Record) -> None:
     sizes = HYBRIDS[family]
     if why := OTHERWISE.get((family, attention)):

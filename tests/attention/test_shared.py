@@ -1,4 +1,7 @@
-"""Shared prefixes: a segment of a group has the logits and gradients that it has behind its own copy of the prompt."""
+"""Shared prefixes: a segment of a group has the logits and gradients that it has behind its own copy of the prompt.
+
+`make test` runs one family for each mechanism, `make test-slow` all.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,7 @@ from tests.support.compiled import attend_in_graph
 from tests.support.groups import TREES, batch_of, run_alone, run_packed, segments, trees
 from tests.support.hybrid_models import HYBRIDS
 from tests.support.isolation import VOCAB, differences
+from tests.support.quick import MECHANISMS, TORCHTUNE, sweep
 
 LIMIT = {torch.float32: 1e-6, torch.float64: 1e-9}
 uncompiled_flex = pytest.mark.filterwarnings(
@@ -47,7 +51,7 @@ def test_the_batch_has_every_kind_of_group(batch: Batch) -> None:
 
 
 @pytest.mark.parametrize("attention", ["dense", "varlen"])
-@pytest.mark.parametrize("family", hf_models.FAMILIES)
+@pytest.mark.parametrize("family", sweep(hf_models.FAMILIES, MECHANISMS))
 def test_shared_equals_alone_with_transformers(family: str, attention: str, batch: Batch) -> None:
     if (family, attention) in hf_models.WITHOUT:
         pytest.skip(hf_models.WITHOUT[family, attention])
@@ -61,7 +65,9 @@ IN_FP64 = ("gpt2", "gpt_neox", "phi", "stablelm", "starcoder2")
 
 
 @pytest.mark.parametrize("attention", ["dense", "varlen"])
-@pytest.mark.parametrize("family", [*IN_FP64, "llama", "mistral", "gemma2", "llama4_text"])
+@pytest.mark.parametrize(
+    "family", sweep([*IN_FP64, "llama", "mistral", "gemma2", "llama4_text"], ["gpt2", "gemma2"])
+)
 def test_shared_equals_alone_in_fp64(family: str, attention: str, batch: Batch) -> None:
     with hf_models.fp64_throughout():
         model, inputs, alone = hf_models.prepared(family, attention, torch.float64)
@@ -71,7 +77,7 @@ def test_shared_equals_alone_in_fp64(family: str, attention: str, batch: Batch) 
 
 
 @pytest.mark.parametrize("attention", ["dense", "varlen"])
-@pytest.mark.parametrize("family", tiny_torchtune.FAMILIES)
+@pytest.mark.parametrize("family", sweep(tiny_torchtune.FAMILIES, TORCHTUNE))
 def test_shared_equals_alone_with_torchtune(family: str, attention: str, batch: Batch) -> None:
     model = tiny_torchtune.build(family)
     inputs = prepare_model_for_packing(model, attention=attention)
@@ -99,13 +105,13 @@ def test_shared_equals_alone_with_torchtune(family: str, attention: str, batch: 
 
 
 @uncompiled_flex
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "qwen3"])
+@pytest.mark.parametrize("family", sweep(["llama", "mistral", "gemma2", "qwen3"], ["mistral", "gemma2"]))
 def test_flex_gives_the_logits_of_dense(family: str, batch: Batch) -> None:
     """Without gradients, which flex attention has on CUDA only."""
     logits = []
     for attention in ("flex", "dense"):
         model, inputs, _ = hf_models.prepared(family, attention)
-        with torch.no_grad():
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # compiling takes half a minute
             logits.append(model(**inputs(batch)).logits)
     real = [torch.cat([out[pack, slice(*path[-1])] for pack, _, path in segments(batch)]) for out in logits]
     torch.testing.assert_close(*real, rtol=1e-5, atol=1e-5)
@@ -133,7 +139,8 @@ def test_torchtune_backends_agree_on_long_packs(family: str, attention: str) -> 
             for pack, _, path in segments(batch)
         ]
         inputs = prepare_model_for_packing(model, attention=attention)
-        logits = model(**inputs(batch))
+        with torch.compiler.set_stance("force_eager"):
+            logits = model(**inputs(batch))
     for (pack, _, path), alone in zip(segments(batch), expected, strict=True):
         start, stop = path[-1]
         torch.testing.assert_close(logits[pack, start:stop], alone[start - stop :], rtol=1e-4, atol=1e-4)

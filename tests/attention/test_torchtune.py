@@ -1,7 +1,8 @@
 """Packed equals alone, for every family of torchtune models and every attention, or a refusal that says why.
 
 One side is a prepared model and a batch of the real stream, with samples of one token, fragments and padding. The other
-sees every sequence by itself, unpadded, without mask or positions, before the model is prepared.
+sees every sequence by itself, unpadded, without mask or positions, before the model is prepared. `make test` runs one
+family for each mechanism; `make test-slow` and `make models` run all.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from tests.support.isolation import (
 )
 from tests.support.isolation import build as build_llama
 from tests.support.models_table import LIMITS, figures
+from tests.support.quick import TORCHTUNE, sweep
 from tests.support.ranks import run_ranks
 from tests.support.tiny_torchtune import FAMILIES, MAX_SEQ_LEN, attention_modules, build, exactly
 
@@ -75,7 +77,7 @@ def packed_and_alone(model: nn.Module, attention: str, device: str = "cpu") -> d
 
 
 @pytest.mark.parametrize("attention", ["dense", "varlen"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sweep(FAMILIES, TORCHTUNE))
 def test_packed_samples_match_samples_alone(family: str, attention: str, record_model: Record) -> None:
     """With and without LoRA; the worse of the two goes into the table."""
     seen = dict.fromkeys(LIMITS, 0.0)
@@ -96,7 +98,7 @@ def test_packed_samples_match_samples_alone(family: str, attention: str, record_
 
 
 @uncompiled_flex
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sweep(FAMILIES, TORCHTUNE))
 def test_flex_packed_samples_match_samples_alone(family: str, record_model: Record) -> None:
     """The forward pass; on a CPU, torch has no backward pass for it."""
     data, batch = stream()

@@ -1,7 +1,8 @@
 """Packed equals alone, for every family of Hugging Face models and every attention, or a refusal with the reason.
 
 Packs come from a stream and hold samples of one token, fragments and padding. The packed side is a prepared model; the
-other side is an unprepared one, which gets one unpadded sequence at a time.
+other side is an unprepared one, which gets one unpadded sequence at a time. `make test` runs one family for each
+mechanism; `make test-slow` and `make models` run all.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from tests.support.hybrid_models import HYBRIDS
 from tests.support.isolation import differences, own, placed, stream_and_batch
 from tests.support.models_table import EVERY, LIMITS, PAGE, VARIABLE, figures, over_the_limit, read_page
 from tests.support.other_families import ISOLATED
+from tests.support.quick import MECHANISMS, sweep
 from tests.support.ranks import run_ranks
 from tests.support.vision_models import VISION_FAMILIES
 
@@ -62,7 +64,7 @@ uncompiled_flex = pytest.mark.filterwarnings(
 
 
 @pytest.mark.parametrize("attention", ["dense", "varlen"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sweep(FAMILIES, MECHANISMS))
 def test_packed_samples_match_samples_alone(family: str, attention: str, record_model: Record) -> None:
     if why := WITHOUT.get((family, attention)):
         refuses(family, attention, why, record_model)
@@ -96,7 +98,7 @@ def refuses(family: str, attention: str, why: str, record_model: Record) -> None
 
 
 @uncompiled_flex
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sweep(FAMILIES, MECHANISMS))
 def test_flex_packed_samples_match_samples_alone(family: str, record_model: Record) -> None:
     """The forward pass, which is all that torch's flex attention has on a CPU."""
     if why := WITHOUT.get((family, "flex")):
@@ -131,7 +133,7 @@ def test_flex_packed_samples_match_samples_alone(family: str, record_model: Reco
 
 
 @pytest.mark.parametrize("attention", [pytest.param("dense", marks=pytest.mark.slow), "varlen"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sweep(FAMILIES, MECHANISMS))
 def test_the_probe_finds_no_leak(family: str, attention: str) -> None:
     if (family, attention) not in WITHOUT:
         model, inputs, _ = prepared(family, attention)

@@ -1,4 +1,8 @@
-"""A Trainer on packs with models whose layers carry a state: every flag that it sets must leave samples apart."""
+"""A Trainer on packs with models whose layers carry a state: every flag that it sets must leave samples apart.
+
+That a family's samples are apart is tested in tests/attention; here, what a Trainer adds: `make test` runs one family a
+test, `make test-slow` three.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ import torch.nn.functional as F
 from streampack import IterablePackedDataset, prepare_trainer_for_packing
 from tests.support.hf_models import build
 from tests.support.hybrid_models import HYBRIDS
+from tests.support.quick import sweep
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -49,7 +54,7 @@ def losses(trainer: Any) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize("family", ["lfm2", "mamba", "qwen3_next"])
+@pytest.mark.parametrize("family", sweep(["lfm2", "mamba", "qwen3_next"], ["lfm2"]))
 def test_it_trains_the_same_with_activation_checkpointing(family: str, tmp_path: Path) -> None:
     plain, checkpointed = (
         losses(trainer_of(family, tmp_path, checkpointing=checkpointing)) for checkpointing in (False, True)
@@ -58,7 +63,7 @@ def test_it_trains_the_same_with_activation_checkpointing(family: str, tmp_path:
     assert checkpointed == pytest.approx(plain, rel=1e-6)
 
 
-@pytest.mark.parametrize("family", ["lfm2", "mamba", "qwen3_next"])
+@pytest.mark.parametrize("family", sweep(["lfm2", "mamba", "qwen3_next"], ["qwen3_next"]))
 def test_its_evaluation_is_that_of_the_samples_alone(family: str, tmp_path: Path) -> None:
     found = trainer_of(family, tmp_path, checkpointing=False).evaluate()["eval_loss"]
     model, total, count = build(family, **HYBRIDS[family]), 0.0, 0
