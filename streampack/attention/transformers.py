@@ -120,17 +120,6 @@ class TransformersInputs:
             inputs["attention_mask"] = self._make_masks(config, positions)
         return inputs
 
-    def with_cache(self, batch: Mapping[str, Any], cache: Any) -> dict[str, Any]:
-        """Return keyword arguments for a forward pass that fills an empty cache with a whole pack.
-
-        With a cache, transformers looks for no boundaries in positions, so masks are made here.
-        """
-        inputs = self(batch)
-        if self.attention not in REGISTERED_NAMES and "attention_mask" not in inputs:
-            config, packed = self.model.config.get_text_config(), as_packed(batch)
-            inputs["attention_mask"] = self._make_masks(config, packed.input_pos)
-        return inputs | {"past_key_values": cache, "use_cache": True}
-
     def require_length(self, max_seq_len: int) -> None:
         """Check that packs are not longer than the model's table of positions, nor too long to keep samples apart.
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.cache_utils import (
     Cache,
     DummyLayer,
@@ -13,6 +17,7 @@ from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
 )
 
@@ -47,14 +52,13 @@ class _RecurrentAndAttention(_States, LinearAttentionAndFullAttentionLayer):  # 
     pass
 
 
-# No layer has a window: it would keep the last tokens of the pack, not those of each sequence. Layers that have a state
-# and a window are left out, because transformers 5.23 makes their masks without the window where it is asked for masks
-# (`create_masks_for_generate` and "hybrid_sliding").
+# No layer has a window: it would keep the last tokens of the pack, not those of each sequence.
 _RECORDED: dict[type, type] = {
     DynamicLayer: DynamicLayer,
     DynamicSlidingWindowLayer: DynamicLayer,
     LinearAttentionLayer: _Recurrent,
     LinearAttentionAndFullAttentionLayer: _RecurrentAndAttention,
+    LinearAttentionAndSlidingWindowAttentionLayer: _RecurrentAndAttention,
     DummyLayer: DummyLayer,
 }
 
@@ -95,6 +99,39 @@ class PackCache(Cache):  # type: ignore[misc]
             by_length.setdefault(length, []).append(number)
         order = torch.tensor([number for numbers in by_length.values() for number in numbers]).argsort()
         return [_parts_of(layer, sum(lengths), order) for layer in self.layers]
+
+
+@contextmanager
+def record(model: PreTrainedModel, cache: PackCache) -> Iterator[None]:
+    """Hand a cache to the layers of a model within the block.
+
+    The model itself is not given it: with a cache, transformers would look for no boundaries in positions, and masks
+    that are made for it elsewhere may differ from its own (moshi's have no window, though its config has one).
+    """
+    handles = []
+    for module in model.modules():
+        names = [*inspect.signature(type(module).forward).parameters][1:]  # a mixer's own forward is replaced
+        found = [name for name in names if name in _ARGUMENTS]
+        if found and not isinstance(module, PreTrainedModel):
+            give = partial(_give, cache, found[0], names.index(found[0]))
+            handles.append(module.register_forward_pre_hook(give, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past", "cache_params")
+
+
+def _give(
+    cache: PackCache, name: str, index: int, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Put a cache into the arguments of a layer; a forward pre-hook."""
+    if index < len(args):
+        return (*args[:index], cache, *args[index + 1 :]), kwargs
+    return args, {**kwargs, name: cache}
 
 
 def _make_layer(layer: Any) -> Any:

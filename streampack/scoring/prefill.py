@@ -171,8 +171,7 @@ def _prepare(model: nn.Module, inner: Any) -> TransformersInputs:
 def _why_not(model: nn.Module, inputs: TransformersInputs) -> str | None:
     """Return why the caches of a model cannot be cut, or None if a small pack shows that they can.
 
-    With a cache and without, a packed pass must give the same logits. transformers makes the masks of either in another
-    way, and those without a cache were shown to keep sequences apart when the model was prepared.
+    With a cache and without, the pack must have the same logits.
     """
     inner = inputs.model
     if any(cls.__name__ in ALIBI for mixer in find_mixers(inner) for cls in type(mixer).__mro__):
@@ -204,10 +203,11 @@ def _run(
     model: nn.Module, inputs: TransformersInputs, sequences: Sequence[IntArray], **arguments: Any
 ) -> tuple[list[dict[Name, torch.Tensor]], Any]:
     """Compute a pack of sequences; return what each layer keeps of it, and the model's output."""
-    from streampack.scoring.pack_cache import PackCache
+    from streampack.scoring.pack_cache import PackCache, record
 
     cache = PackCache(inputs.model.config)
-    output = model(**inputs.with_cache(_batch(sequences, inputs.model.device), cache), **arguments)
+    with record(inputs.model, cache):
+        output = model(**inputs(_batch(sequences, inputs.model.device)), **arguments)
     return cache.parts([sequence.size for sequence in sequences]), output
 
 
