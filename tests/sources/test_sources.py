@@ -101,19 +101,12 @@ MAKE: dict[str, Any] = {
     "tokens": lambda folder: TokenShardSource(tokens(folder)),
     "masked tokens by url": lambda folder: TokenShardSource(in_memory(tokens(folder, masked=True))),
     "megatron": lambda folder: MegatronSource(write_megatron(folder, DOCUMENTS, per_file=14, sentence=4)),
-    "megatron by url": lambda folder: MegatronSource(
-        f"{in_memory(write_megatron(folder, DOCUMENTS, per_file=14))}/*.bin"
-    ),
-    "datatrove": lambda folder: DatatroveSource(write_datatrove(folder, DOCUMENTS, per_file=14)),
     "datatrove with loss by url": lambda folder: DatatroveSource(
         f"{in_memory(write_datatrove(folder, DOCUMENTS, losses=LOSSES, per_file=14))}/*.ds"
     ),
     "flat": lambda folder: FlatTokensSource(flat_files(folder, end=True), eos_token_id=999, dtype="uint16"),
     "flat by url": lambda folder: FlatTokensSource(
         f"{in_memory(flat_files(folder, end=False))}/*.bin", bos_token_id=999
-    ),
-    "flat pieces": lambda folder: FlatTokensSource(
-        write_flat(folder / "a.npy", np.repeat(range(COUNT), 5).tolist()), document_length=5, dtype="uint16"
     ),
     "mds by url": lambda folder: MDSSource(in_memory(write_mds(folder, ROWS, COLUMNS))),
     "map": lambda folder: MapSource(ROWS),

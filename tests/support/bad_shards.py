@@ -26,7 +26,7 @@ from tests.support.corpus import Numbers, rows, write
 from tests.support.foreign_tokens import write_datatrove, write_megatron
 from tests.support.mds import write_mds
 
-FORMATS = ("jsonl", "gz", "parquet", "tokens", "mds", "megatron", "datatrove")
+FORMATS = ("jsonl", "gz", "parquet", "tokens", "mds", "megatron")
 FILES, PER_FILE = 6, 30
 ROWS = rows(FILES * PER_FILE)
 
