@@ -13,6 +13,7 @@ from streampack import prefill, prepare_model_for_packing
 from tests.support.hf_models import EXPERTS, FAMILIES, HEADS, ONE_WINDOW, SIZES, VOCAB, WINDOW, Wrapper, build
 from tests.support.hybrid_models import HYBRIDS
 from tests.support.other_families import ISOLATED, sizes_of
+from tests.support.quick import sweep
 
 transformers = pytest.importorskip("transformers")
 
@@ -68,19 +69,8 @@ REFUSED = {
 }
 # transformers gives moshi a cache with a window and masks without: what is generated depends on how the cache was made.
 LEFT_OUT = {"moshi"}
-OFTEN = (
-    "llama",
-    "qwen3",
-    "gemma2",
-    "gemma3_text",
-    "mistral",
-    "phi3",
-    "gpt2",
-    "gpt_oss",
-    "deepseek_v3",
-    "qwen3_next",
-)
-EVERY = sorted({*FAMILIES, *MORE, *HYBRIDS, *ISOLATED} - {*OFTEN, *REFUSED, *LEFT_OUT})
+QUICK = ("deepseek_v3", "gemma2", "gemma3_text", "gpt2", "gpt_oss", "llama", "qwen3_next")
+EVERY = sorted({*FAMILIES, *MORE, *HYBRIDS, *ISOLATED} - {*REFUSED, *LEFT_OUT})
 
 
 def models(family: str, **changes: Any) -> tuple[Any, Any]:
@@ -151,7 +141,8 @@ def check_generated(
         assert_near(found.logits[0][number], wanted.logits[0][0])
 
 
-def check(family: str) -> None:
+@pytest.mark.parametrize("family", sweep(EVERY, QUICK))
+def test_caches_and_tokens_are_those_of_each_prompt_alone(family: str) -> None:
     model, alone = models(family)
     if family == "llama4_text":
         prepare_model_for_packing(model, attention="dense")  # varlen does not cut samples into chunks
@@ -160,20 +151,8 @@ def check(family: str) -> None:
     check_generated(model, filled, alone, prompts(), new=NEW)
 
 
-@pytest.mark.parametrize("family", [family for family in OFTEN if family not in REFUSED])
-def test_caches_and_tokens_are_those_of_each_prompt_alone(family: str) -> None:
-    check(family)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", EVERY)
-def test_caches_and_tokens_are_those_of_each_prompt_alone_in_all_families(family: str) -> None:
-    check(family)
-
-
 @pytest.mark.parametrize(
-    "family",
-    [family if family in OFTEN else pytest.param(family, marks=pytest.mark.slow) for family in REFUSED],
+    "family", sweep(REFUSED, ("bloom", "deepseek_v32", "mamba", "recurrent_gemma", "xlstm"))
 )
 def test_families_whose_caches_cannot_be_cut_are_refused(family: str) -> None:
     model, _ = models(family)
