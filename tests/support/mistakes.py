@@ -368,7 +368,7 @@ MISTAKES = (
         title="A command of another tool",
         make=lambda folder: command("trian", "--config", "quickstart"),
         message="streampack: error: unknown command 'trian': it is none of ls, cat, cp, validate, verify, inspect, "
-        "unpack, trace, scan, tokenize, export, run; to train, write `streampack run RECIPE --config CONFIG`",
+        "unpack, trace, scan, tokenize, score, export, run; to train, write `streampack run RECIPE --config CONFIG`",
         cure="`streampack --help` lists the commands.",
     ),
     Mistake(
