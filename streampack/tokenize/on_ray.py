@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
+from uuid import uuid4
 
+import numpy as np
+
+from streampack.sources.token_files import HEADER_BYTES
 from streampack.tokenize.lane_shards import Job, Progress, Report, write_lane
 
 RETRIES = 100
@@ -13,23 +18,8 @@ RETRIES = 100
 PATIENCE = 120.0
 """Seconds that a task waits for the process of an earlier attempt, which may outlive its node's death for a while."""
 
-POLL = 0.5
-"""Seconds between two looks at the counter."""
-
-
-class Counter:
-    """An actor that adds up the tokens that all tasks have written."""
-
-    def __init__(self) -> None:
-        self.tokens = 0
-
-    def add(self, tokens: int) -> None:
-        """Count tokens."""
-        self.tokens += tokens
-
-    def read(self) -> int:
-        """Return how many were counted."""
-        return self.tokens
+POLL = 1.0
+"""Seconds between two looks at the folder, from which the progress of all nodes is seen."""
 
 
 def write_on_ray(job: Job, lanes: Sequence[int], report: Report, *, address: str | None) -> list[Progress]:
@@ -48,29 +38,26 @@ def write_on_ray(job: Job, lanes: Sequence[int], report: Report, *, address: str
     """
     try:
         import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
     except ImportError as error:
         raise ImportError("engine='ray' needs Ray: pip install 'streampack[ray]'") from error
     started = not ray.is_initialized()
     if started:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", include_dashboard=None)
     try:
-        # On the node of this process: the counter is lost only if all is.
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        counter = ray.remote(num_cpus=0, scheduling_strategy=here)(Counter).remote()
-        shared = ray.put(job)
         task = ray.remote(num_cpus=1, max_retries=RETRIES)(_write)
-        pending = [task.remote(shared, lane, counter) for lane in lanes]
+        # In a list, Ray passes the reference and not the job, which a process reads once for all its tasks.
+        name, shared = uuid4().hex, [ray.put(job)]
+        pending = [task.remote(name, shared, lane) for lane in lanes]
         done: dict[Any, Progress] = {}
-        counted = 0
+        seen = _tokens_written(job)
         running = pending
         try:
             while running:
                 ready, running = ray.wait(running, num_returns=len(running), timeout=POLL)
                 done |= {each: ray.get(each) for each in ready}
-                now = ray.get(counter.read.remote())
-                report(now - counted)
-                counted = now
+                now = max(seen, _tokens_written(job))  # less while a task writes a shard again
+                report(now - seen)
+                seen = now
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
         except ray.exceptions.RayError as error:
@@ -86,8 +73,30 @@ def write_on_ray(job: Job, lanes: Sequence[int], report: Report, *, address: str
             ray.shutdown()
 
 
-def _write(job: Job, lane: int, counter: Any) -> Progress:
+_jobs: dict[str, Job] = {}
+"""The job of a worker process by its name; a source knows from the first lane what it reads for the next ones."""
+
+
+def _write(name: str, shared: list[Any], lane: int) -> Progress:
     """Write a lane; the body of a task."""
-    return write_lane(
-        job, lane, lambda tokens: counter.add.remote(tokens) if tokens else None, patience=PATIENCE
-    )
+    import ray
+
+    if name not in _jobs:
+        _jobs.clear()
+        _jobs[name] = ray.get(shared[0])
+    return write_lane(_jobs[name], lane, _silent, patience=PATIENCE)
+
+
+def _silent(tokens: int) -> None:
+    """Take a task's report of its progress, which the process that waits for all tasks sees in the folder."""
+
+
+def _tokens_written(job: Job) -> int:
+    """Return about how many tokens are in the folder, shards that are being written included; from their sizes."""
+    width = np.dtype(job.plan["dtype"]).itemsize
+    size = 0
+    for path in job.out.iterdir():
+        if "tokens-" in path.name:
+            with suppress(FileNotFoundError):  # it was renamed, or removed
+                size += max(0, path.stat().st_size - HEADER_BYTES)
+    return int(size // width)
