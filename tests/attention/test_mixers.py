@@ -174,12 +174,26 @@ def test_an_unknown_mixer_is_refused_by_name(attention: str) -> None:
         prepare_model_for_packing(model, attention=attention)
 
 
+def groups_of(lengths: list[list[int]], multiple: int, max_seq_len: int) -> list[Any]:
+    """Return the groups as lists, after a look at the order: it must lead from every token of the packs to itself."""
+    groups, order = _by_length(lengths, multiple, max_seq_len=max_seq_len, device=torch.device("cpu"))
+    tokens = torch.cat([index.flatten() for index in groups])[order]
+    assert tokens.tolist() == list(range(len(lengths) * max_seq_len))
+    return [index.tolist() for index in groups]
+
+
 def test_sequences_of_equal_length_run_together() -> None:
-    found = _by_length([[3, 2, 3], [2, 6]], max_seq_len=8, device=torch.device("cpu"))
-    assert [each.tolist() for each in found] == [
+    assert groups_of([[3, 2, 3], [2, 6]], 1, max_seq_len=8) == [
         [[0, 1, 2], [5, 6, 7]],
         [[3, 4], [8, 9]],
         [[10, 11, 12, 13, 14, 15]],
     ]
-    [rest] = _by_length([[3, 0]], max_seq_len=6, device=torch.device("cpu"))
-    assert rest.tolist() == [[0, 1, 2], [3, 4, 5]], "the padding's length may be left out"
+    rest = groups_of([[3, 0]], 1, max_seq_len=6)
+    assert rest == [[[0, 1, 2], [3, 4, 5]]], "the padding's length may be left out"
+
+
+def test_sequences_are_lengthened_to_whole_chunks() -> None:
+    assert groups_of([[3, 2, 4], [1, 8]], 4, max_seq_len=9) == [
+        [[0, 1, 2, 2], [3, 4, 4, 4], [5, 6, 7, 8], [9, 9, 9, 9]],
+        [[10, 11, 12, 13, 14, 15, 16, 17]],
+    ]

@@ -34,6 +34,7 @@ MECHANISMS = {
     "qwen3_next": "linear attention beside attention and experts",
     "granitemoehybrid": "masks that the model does not make from positions",
     "rwkv": "a layer that returns a state beside its output",
+    "xlstm": "a layer that computes whole chunks, and what is left over token by token",
     "bloom": "ALiBi as a bias for all packs",
     "falcon, alibi": "ALiBi in the mask",
     "mpt": "ALiBi as a bias for one pack",

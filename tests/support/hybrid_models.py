@@ -128,7 +128,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     },
     "recurrent_gemma": HEADS | {"lru_width": 64, "num_hidden_layers": 3},
     "rwkv": {},
-    "xlstm": {"num_heads": 4, "num_blocks": 2, "embedding_dim": 64},
+    "xlstm": {"num_heads": 4, "num_blocks": 2, "embedding_dim": 64, "chunk_size": 8},
     "zamba": ZAMBA | {"mamba_d_state": 4, "n_mamba_heads": 2},
     "zaya": HEADS
     | EXPERTS
