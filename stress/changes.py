@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from streampack import IGNORE_INDEX, IterablePackedDataset, JSONLSource, Mix, ParquetSource, TokenShardSource
 from streampack.sources.indexed import INDEX
 from streampack.sources.token_files import FORMAT, VERSION, ShardWriter
+from streampack.storage.folders import LocalFolder
 from stress.corpus import (
     STRIDE,
     Corpus,
@@ -89,7 +90,7 @@ def write_token_shards(folder: Path, files: Rows) -> None:
     """Write a shard for each file, and the index of them in the order of their names."""
     encode, shards = Numbers(), []
     for file, rows in sorted(files.items()):
-        writer = ShardWriter(folder / f"{file}.bin", dtype="uint32")
+        writer = ShardWriter(LocalFolder(folder), f"{file}.bin", dtype="uint32")
         for row in rows:
             sample = encode(row)
             writer.append(sample.tokens, sample.labels != IGNORE_INDEX)

@@ -22,17 +22,14 @@ import json
 import zlib
 from array import array
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 import numpy.typing as npt
 
+from streampack.storage.folders import Folder
 from streampack.storage.json_depth import shallow_json
-from streampack.storage.whole_files import settle
 from streampack.types import IntArray
 
 FORMAT = "streampack-tokens"
@@ -92,18 +89,21 @@ def shard_of(name: str, header: Mapping[str, Any]) -> Shard:
     return Shard(name, **{key: header[key] for key in ("dtype", "documents", "tokens", "masked", "crc32")})
 
 
-def read_header(path: Path) -> dict[str, Any]:
-    """Read the header of a shard, and check the file's size.
+def read_header(folder: Folder, name: str) -> dict[str, Any] | None:
+    """Read the header of a shard; return None if there is no such file, or only a part of it.
+
+    Folders on this machine and object stores show no parts of files, but other file systems behind URLs may.
 
     Raises:
-        ValueError: if the file is no token shard, or its size is not what the header says.
+        ValueError: if the file is no token shard.
     """
-    with path.open("rb") as file:
-        header = _parsed(file.read(HEADER_BYTES), shown=str(path))
-    shard = shard_of(path.name, header)
-    if (size := path.stat().st_size) != shard.size:
-        raise ValueError(f"{path} has {size} bytes and its header says {shard.size}; remove it")
-    return header
+    if (found := folder.head(name, HEADER_BYTES)) is None:
+        return None
+    raw, size = found
+    if size < HEADER_BYTES:
+        return None
+    header = _parsed(raw, shown=f"{folder.shown}/{name}")
+    return header if shard_of(name, header).size == size else None
 
 
 def misdescribed(raw: bytes, shard: Shard) -> str | None:
@@ -133,18 +133,19 @@ def _parsed(raw: bytes, *, shown: str) -> dict[str, Any]:
 
 
 class ShardWriter:
-    """Writes one shard. The file has a temporary name until it is complete.
+    """Writes one shard, which has its name when it is complete.
 
     Args:
-        path: the path of the complete shard.
+        folder: that is to hold the shard.
+        name: of the shard.
         dtype: the type of the stored tokens, one of `DTYPES`.
     """
 
-    def __init__(self, path: Path, *, dtype: str) -> None:
-        self.path = path
+    def __init__(self, folder: Folder, name: str, *, dtype: str) -> None:
+        self.folder = folder
+        self.name = name
         self.dtype = np.dtype(dtype).newbyteorder("<")
-        # A name of its own, because a process that a killed run left behind may still write to its file.
-        self.unfinished = path.with_name(f".{path.name}.{uuid4().hex}")
+        self.unfinished = folder.begin(name)
         self.file = self.unfinished.open("wb")
         self.file.write(bytes(HEADER_BYTES))
         self.offsets = array("q", [0])
@@ -193,14 +194,13 @@ class ShardWriter:
         assert len(text) < HEADER_BYTES, f"a header of {len(text)} bytes"
         self.file.seek(0)
         self.file.write(text.ljust(HEADER_BYTES - 1) + b"\n")
-        settle(self.file, self.unfinished, self.path)
-        return shard_of(self.path.name, header)
+        self.folder.complete(self.file, self.name)
+        return shard_of(self.name, header)
 
     def abandon(self) -> None:
         """Remove the unfinished file."""
         self.file.close()
-        with suppress(FileNotFoundError):
-            self.unfinished.unlink()
+        self.unfinished.unlink(missing_ok=True)
 
     def _write(self, data: bytes) -> None:
         self.crc32 = zlib.crc32(data, self.crc32)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from streampack.storage import hub
 from streampack.storage.base import File, changed, ends, redact, resized
-from streampack.storage.requests import Listed, listed, request_of
+from streampack.storage.requests import Listed, listed, request_of, store
 from streampack.storage.responses import Answer, Judged, refusal
 from streampack.storage.retries import PERMANENT, Refused
 
@@ -22,6 +23,9 @@ them run programs, open archives or read files of this machine."""
 
 EXTRAS = {"s3": "s3", "hf": "hf", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
 """The extra of this package that brings the file system of a scheme."""
+
+SLOWEST = 1 << 20
+"""Bytes per second: a file that is stored at a lower rate is given up, and tried again."""
 
 _INHERITED: list[Any] = []
 """File systems that a fork copied from the parent process. They are kept, because freeing them would close connections
@@ -122,11 +126,39 @@ class RemoteStorage:
         size = self.look(path).size or 0
         return self.fetch(File(path, path, size), 0, size)
 
+    def head(self, path: str, count: int) -> tuple[bytes, int]:
+        """Return the first bytes of a file, ``count`` unless it is shorter, and its size."""
+        answer = self._ask(path, 0, count)
+        if len(answer.data) != min(count, answer.size):
+            raise ConnectionError(f"{redact(path)}: {len(answer.data)} bytes of {answer.size} came")
+        return answer.data, answer.size
+
+    def store(self, local: Path, path: str) -> None:
+        """Store a file of this machine, whole or not at all; a file that is there is replaced.
+
+        Raises:
+            OSError: if that failed, or the stored file has another size.
+        """
+        size = local.stat().st_size
+        patience = self.patience + size / SLOWEST
+        self._call(path, lambda fs: store(fs, str(local), path, patience=patience), storing=True)
+        if (found := self.look(path).size) != size:
+            raise ConnectionError(f"{redact(path)}: {size} bytes were stored, and it has {found}")
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Return the paths and sizes of all files below a folder, as they are now."""
+
+        def find(fs: Any) -> dict[str, int]:
+            fs.invalidate_cache()  # it would answer from an earlier listing
+            return {path: int(info["size"] or 0) for path, info in fs.find(folder, detail=True).items()}
+
+        return self._call(folder, find)
+
     def _ask(self, path: str, start: int, stop: int) -> Answer:
         ask = request_of(self.scheme)
         return self._call(path, lambda fs: ask(fs, path, start, stop, self.patience))
 
-    def _call(self, path: str, call: Callable[[Any], Result]) -> Result:
+    def _call(self, path: str, call: Callable[[Any], Result], *, storing: bool = False) -> Result:
         """Call a library. Its errors hold URLs and headers, with secrets, so they are replaced by errors without."""
         shown = redact(path)
         try:
@@ -135,8 +167,12 @@ class RemoteStorage:
             raise (error.error if isinstance(error, Judged) else error) from None
         except TimeoutError:
             raise TimeoutError(f"{shown}: no answer within {self.patience:g} s") from None
+        except FileNotFoundError:
+            what = "there is no such bucket, or container; make it" if storing else "there is no such file"
+            raise FileNotFoundError(f"{shown}: {what}") from None
         except PERMANENT as error:
-            raise type(error)(f"{shown}: {_KIND.get(type(error), 'refused')}") from None
+            what = "access is denied" if isinstance(error, PermissionError) else "refused"
+            raise type(error)(f"{shown}: {what}") from None
         except Exception as error:
             response: Any = getattr(error, "response", None)
             if hasattr(response, "status_code"):  # an error of huggingface_hub, or of Azure
@@ -151,8 +187,6 @@ class RemoteStorage:
             kind = Refused if isinstance(error, TypeError) else ConnectionError
             raise kind(f"{shown}: {name}") from None
 
-
-_KIND = {FileNotFoundError: "there is no such file", PermissionError: "access is denied"}
 
 _CREDENTIALS = (
     "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or for a public bucket storage_options={'anon': True}"

@@ -108,6 +108,14 @@ def _any(fs: Any, path: str, start: int, stop: int, patience: float) -> Answer:
     return Answer(data, start, found.size or 0, found.tag)
 
 
+def store(fs: Any, local: str, path: str, *, patience: float) -> None:
+    """Store a file of this machine with a file system of fsspec, at most ``patience`` seconds long."""
+    if fs.async_impl:
+        _waited(fs._put_file, local, path, fs=fs, patience=patience)
+    else:
+        fs.put_file(local, path)
+
+
 def _waited(call: Callable[..., Awaitable[Any]], *args: Any, fs: Any, patience: float) -> Any:
     """Run an async method of a file system on its event loop, and wait for the result."""
     from fsspec.asyn import sync

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from streampack.packing.groups import Group
 from streampack.sources.base import BadRecord, Reading
 from streampack.sources.corpus_identity import state_of
 from streampack.sources.token_files import Shard, ShardWriter, read_header, shard_of
-from streampack.storage.locks import PATIENCE, lock_folder
+from streampack.storage.folders import Folder
+from streampack.storage.locks import PATIENCE
 from streampack.streaming.lane_config import LaneConfig
 from streampack.streaming.run_identity import Encoded
 from streampack.types import IGNORE_INDEX, Cursor, Row, RowId, Sample
@@ -19,6 +19,7 @@ from streampack.types import IGNORE_INDEX, Cursor, Row, RowId, Sample
 ROWS_PER_REPORT = 64
 """After so many rows a worker reports its progress and checks whether another one failed."""
 
+ENDING = ".bin"
 Report = Callable[[int], object]
 """A function that is called with the number of tokens written since its last call."""
 
@@ -28,7 +29,7 @@ class Job:
     """Settings of a call of `tokenize`."""
 
     config: LaneConfig
-    out: Path
+    folder: Folder
     plan: Mapping[str, Any]  # all that decides the bytes of the shards; it is saved in every header
 
     @property
@@ -37,14 +38,9 @@ class Job:
         plan = state_of(self.plan)
         return {**plan, "encoder": {key: plan["encoder"][key] for key in ("fingerprint", "samples")}}
 
-    @property
-    def locks(self) -> Path:
-        """The folder of the lanes' locks, which is there until the index is written."""
-        return self.out / ".lanes"
-
-    def path(self, lane: int, number: int) -> Path:
-        """Return the path of a lane's shard; sorted paths are in the order of the lanes."""
-        return self.out / f"tokens-{lane:05d}-{number:05d}.bin"
+    def shard(self, lane: int, number: int) -> str:
+        """Return the name of a lane's shard; sorted names are in the order of the lanes."""
+        return f"tokens-{lane:05d}-{number:05d}{ENDING}"
 
 
 class Progress(NamedTuple):
@@ -74,8 +70,8 @@ def read_progress(job: Job, lane: int) -> Progress:
     """
     shards: list[Shard] = []
     progress = Progress(lane, shards)
-    while not progress.ended and (path := job.path(lane, len(shards))).exists():
-        header = read_header(path)
+    while not progress.ended and (header := read_header(job.folder, name := job.shard(lane, len(shards)))):
+        path = f"{job.folder.shown}/{name}"
         for key, ours in job.plan.items():
             theirs = header.get("plan", {}).get(key)
             if isinstance(ours, Encoded):
@@ -93,7 +89,7 @@ def read_progress(job: Job, lane: int) -> Progress:
                 f"{path} leaves out {bad} broken record(s) and {len(bad_shards)} bad shard(s) before its end; set "
                 'on_bad_record="skip", or remove the old shards'
             )
-        shards.append(shard_of(path.name, header))
+        shards.append(shard_of(name, header))
         ended = header["next"] is None
         start = None if ended else tuple(header["next"])
         progress = Progress(lane, shards, start, ended, bad, bad_shards)
@@ -101,7 +97,11 @@ def read_progress(job: Job, lane: int) -> Progress:
 
 
 def write_lane(job: Job, lane: int, report: Report, *, patience: float = PATIENCE) -> Progress:
-    """Write the remaining shards of a lane, which no other process may write meanwhile, also on another machine.
+    """Write the remaining shards of a lane.
+
+    Locks keep other processes from writing the lane meanwhile, also on other machines where they share the folder. An
+    object store has no locks between machines, and needs none here: a shard's bytes follow from the job, and each is
+    stored as a whole, so whichever copy is stored last is the same.
 
     Args:
         job: to which the lane belongs.
@@ -114,9 +114,8 @@ def write_lane(job: Job, lane: int, report: Report, *, patience: float = PATIENC
             another process writes the lane.
     """
     way_out = "wait until it has ended, or stop it"
-    with lock_folder(job.locks / f"{lane:05d}", way_out=way_out, patience=patience):
-        for leftover in job.out.glob(f".tokens-{lane:05d}-*"):  # of a process that was killed
-            leftover.unlink(missing_ok=True)
+    with job.folder.lock(f"{lane:05d}", way_out=way_out, patience=patience):
+        job.folder.clean(f"tokens-{lane:05d}-")
         return _write_rest(job, read_progress(job, lane), report)
 
 
@@ -133,14 +132,15 @@ def _write_rest(job: Job, progress: Progress, report: Report) -> Progress:
                 shards.append(writer.close({**notes, "next": row.cursor, **samples.skipped}))
                 writer = None
             if writer is None:
-                writer = ShardWriter(job.path(lane, len(shards)), dtype=job.plan["dtype"])
+                writer = ShardWriter(job.folder, job.shard(lane, len(shards)), dtype=job.plan["dtype"])
             unreported += _append_document(job, row, sample, writer)
             if count % ROWS_PER_REPORT == 0:
                 report(unreported)
                 unreported = 0
-        if writer is not None:
-            shards.append(writer.close({**notes, "next": None, **samples.skipped}))
-            writer = None
+        if writer is None:  # the lane has no rows; an empty shard tells other processes that it was read
+            writer = ShardWriter(job.folder, job.shard(lane, len(shards)), dtype=job.plan["dtype"])
+        shards.append(writer.close({**notes, "next": None, **samples.skipped}))
+        writer = None
         report(unreported)
     finally:
         if writer is not None:

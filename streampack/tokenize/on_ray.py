@@ -1,16 +1,15 @@
-"""The lanes of a folder of token shards as tasks of a Ray cluster, whose nodes have the folder in common."""
+"""The lanes of a folder of token shards as tasks of a Ray cluster, whose nodes all reach the folder."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
 import numpy as np
 
 from streampack.sources.token_files import HEADER_BYTES
-from streampack.tokenize.lane_shards import Job, Progress, Report, write_lane
+from streampack.tokenize.lane_shards import ENDING, Job, Progress, Report, write_lane
 
 RETRIES = 100
 """How often Ray starts a task again whose process or node died. A task goes on behind its last complete shard."""
@@ -18,15 +17,12 @@ RETRIES = 100
 PATIENCE = 120.0
 """Seconds that a task waits for the process of an earlier attempt, which may outlive its node's death for a while."""
 
-POLL = 1.0
-"""Seconds between two looks at the folder, from which the progress of all nodes is seen."""
-
 
 def write_on_ray(job: Job, lanes: Sequence[int], report: Report, *, address: str | None) -> list[Progress]:
     """Write lanes as Ray tasks, one for each free CPU at a time; return their progress in the same order.
 
     Args:
-        job: on a folder that all nodes have in common.
+        job: with a folder that all nodes have in common, or one behind a URL.
         lanes: to write.
         report: called with the number of tokens written since its last call.
         address: of a cluster, such as ``"auto"``; None: that of ``RAY_ADDRESS``, otherwise a new one on this machine.
@@ -53,7 +49,7 @@ def write_on_ray(job: Job, lanes: Sequence[int], report: Report, *, address: str
         running = pending
         try:
             while running:
-                ready, running = ray.wait(running, num_returns=len(running), timeout=POLL)
+                ready, running = ray.wait(running, num_returns=len(running), timeout=job.folder.poll)
                 done |= {each: ray.get(each) for each in ready}
                 now = max(seen, _tokens_written(job))  # less while a task writes a shard again
                 report(now - seen)
@@ -92,11 +88,6 @@ def _silent(tokens: int) -> None:
 
 
 def _tokens_written(job: Job) -> int:
-    """Return about how many tokens are in the folder, shards that are being written included; from their sizes."""
+    """Return about how many tokens are in the folder, by the sizes of its shards, also of those not complete."""
     width = np.dtype(job.plan["dtype"]).itemsize
-    size = 0
-    for path in job.out.iterdir():
-        if "tokens-" in path.name:
-            with suppress(FileNotFoundError):  # it was renamed, or removed
-                size += max(0, path.stat().st_size - HEADER_BYTES)
-    return int(size // width)
+    return sum(max(0, size - HEADER_BYTES) // width for size in job.folder.written(ENDING))

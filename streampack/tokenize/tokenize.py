@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from streampack.instantiate import build
 from streampack.packing.encoders import TokensEncoder, check_tokenizer, guard_datasets
@@ -21,8 +20,9 @@ from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import BAD_RECORDS_FOLDER, quarantine_for
 from streampack.sources.indexed import INDEX
 from streampack.sources.token_files import DTYPES, FORMAT, VERSION
-from streampack.storage.locks import lock_folder
-from streampack.storage.whole_files import settle
+from streampack.storage.base import map_in_threads
+from streampack.storage.folders import folder_at, write_file
+from streampack.storage.remote import scheme_of
 from streampack.streaming.lane_config import Encode, LaneConfig
 from streampack.streaming.run_identity import Encoded
 from streampack.tokenize.lane_shards import Job, Progress, Report, read_progress
@@ -31,6 +31,7 @@ from streampack.tokenize.processes import write_here
 from streampack.validation import require, require_positive
 
 log = logging.getLogger(__name__)
+Place = TypeVar("Place", str, Path)
 MAX_DEFAULT_LANES = 64
 """The most lanes unless the user says otherwise. A worker writes one lane at a time, so no more workers have work."""
 
@@ -56,7 +57,7 @@ BAD_RECORD_KEYS = ("on_bad_record", "max_bad_records", "max_bad_shards", "quaran
 def tokenize(
     source: Any,
     *,
-    out: str | os.PathLike[str],
+    out: Place,
     encoder: Encode | None = None,
     workers: int = 1,
     lanes: int | None = None,
@@ -71,22 +72,24 @@ def tokenize(
     max_bad_records: int = 100,
     max_bad_shards: int = 10,
     quarantine: str | os.PathLike[str] | None = None,
-) -> Path:
-    """Write a folder of token shards, for `TokenShardSource`, and return it.
+    storage_options: Mapping[str, Any] | None = None,
+) -> Place:
+    """Write a folder of token shards, for `TokenShardSource`, and return ``out``.
 
     >>> import tempfile
     >>> rows = [{"tokens": [i, i], "labels": [i, i]} for i in range(100)]
-    >>> folder = tokenize(rows, out=tempfile.mkdtemp(), lanes=2, progress=False)
+    >>> folder = tokenize(rows, out=Path(tempfile.mkdtemp()), lanes=2, progress=False)
     >>> sorted(path.name for path in folder.glob("[!.]*"))
     ['index.json', 'tokens-00000-00000.bin', 'tokens-00001-00000.bin']
 
     The bytes are a function of the source, the encoder, ``lanes``, ``shard_tokens`` and ``dtype``; neither the number
-    of workers nor a kill changes them. A shard gets its name when it is complete and on disk; the same call keeps such
-    shards and continues after them. The index is written last.
+    of workers nor a kill changes them. A shard gets its name when it is complete and on disk, or stored; the same call
+    keeps such shards and continues after them. The index is written last.
 
     Args:
         source: whatever an `IterablePackedDataset` takes, except a mixture.
-        out: the folder; made if need be.
+        out: the folder, on this machine or behind a URL (``s3://``, ``gs://``, ``az://`` and what fsspec reaches); made
+            if need be. Shards for a URL are made below ``TMPDIR`` first, one for each worker at a time.
         encoder: makes a `Sample` of a row; rows of ready tokens need none.
         workers: processes on this machine, each of which writes one lane at a time.
         lanes: parts of the source. Default: as many as it fills, up to 64.
@@ -94,16 +97,18 @@ def tokenize(
         dtype: ``"uint16"``, ``"uint32"``, or ``"auto"``: the smallest that holds the tokenizer's ``vocab_size``.
         progress: show a bar.
         engine: ``"processes"``, or ``"ray"``: the lanes are tasks of a Ray cluster, as many at a time as it has CPUs.
-            They are tried again where a process or a node dies. All nodes must have the folder in common.
+            They are tried again where a process or a node dies. All nodes must reach the folder.
         address: of the Ray cluster, such as ``"auto"``. Default: that of ``RAY_ADDRESS``, otherwise a new one here.
         shard: ``(i, n)`` writes the lanes of the i-th of n equal parts of the work, from 0, and no index: for n
-            processes on machines with a common folder, which know nothing of one another.
+            processes on machines that reach the same folder, which know nothing of one another.
         finish: write the index when all shards are there, and tokenize nothing.
         on_bad_record: ``"error"``, or ``"skip"``, which leaves out records that cannot be read or encoded, as an
             `IterablePackedDataset` does. The index counts them.
         max_bad_records: of one lane; one more is an error.
         max_bad_shards: files of one lane that cannot be read; one more is an error.
-        quarantine: a folder for lists of skipped records and shards; see `Quarantine`. Default: ``out/bad_records``.
+        quarantine: a folder for lists of skipped records and shards; see `Quarantine`. Default: ``out/bad_records``;
+            with ``out`` behind a URL, each process logs the first ten.
+        storage_options: for ``out`` behind a URL, see `JSONLSource`.
 
     Raises:
         ValueError: for a row that cannot be read or encoded, with its place; for a mixture; for a folder that another
@@ -117,7 +122,8 @@ def tokenize(
             f"max_bad_shards={max_bad_shards} is above {MOST_BAD_SHARDS}, as many as a header can name; look at what "
             "is bad, and leave those files out"
         )
-    if on_bad_record == "skip" and quarantine is None:
+    folder = folder_at(out, options=storage_options)
+    if on_bad_record == "skip" and quarantine is None and scheme_of(os.fspath(out)) is None:
         quarantine = Path(out, BAD_RECORDS_FOLDER)
     bad_records = quarantine_for(
         on_bad_record, folder=quarantine, limit=max_bad_records, shard_limit=max_bad_shards
@@ -152,31 +158,32 @@ def tokenize(
     documents = Packing(1, split_across_pack=True)  # they stay whole
     config = LaneConfig(source, encode, documents, quarantine=bad_records)
     config.check_shards()
-    job = Job(config, Path(out), plan)
+    job = Job(config, folder, plan)
     alone = shard is None
     with (
-        lock_folder(job.out, way_out="wait until it ends, stop it, or give another folder")
+        folder.lock("", way_out="wait until it ends, stop it, or give another folder")
         if alone
         else nullcontext()
     ):
-        found = [read_progress(job, lane) for lane in wanted]
-        if finish and (missing := [progress.lane for progress in found if not progress.ended]):
-            raise ValueError(
-                f"{job.out} is not complete: {len(missing)} of {lanes} lanes are missing or end early "
-                f"({_listed(missing)}); run again the shards that write them (shard i of n: lanes i, i + n, ...), "
-                "or leave out finish=True (--finish), to tokenize here what is missing"
-            )
+        found = _found(job, wanted)
+        if finish:
+            _require_complete(job, found)
         with _progress_bar(job, found, shown=progress) as report:
             write = (
                 partial(write_on_ray, address=address)
                 if engine == "ray"
                 else partial(write_here, workers=workers)
             )
-            done = _write_missing(job, found, write, report)
+            if missing := [progress.lane for progress in found if not progress.ended]:
+                write(job, missing, report)
             if alone:
-                _write_index(job, done)
-                shutil.rmtree(job.locks, ignore_errors=True)
-    return job.out
+                # Of the shards that are there, not of those that this call knows of: in an object store, which has no
+                # locks, another call with other settings may have replaced some.
+                found = _found(job, wanted)
+                _require_complete(job, found)
+                _write_index(job, found)
+                folder.remove_locks()
+    return out
 
 
 def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,14 +239,18 @@ def _dtype_for(encode: Encode) -> str:
     return "uint16" if isinstance(size, int) and size <= UINT16_VOCABULARY else "uint32"
 
 
-def _write_missing(
-    job: Job, found: list[Progress], write: Callable[..., list[Progress]], report: Report
-) -> list[Progress]:
-    """Write the missing shards of the lanes ``found``; return the progress of all lanes, in order."""
-    missing = [progress.lane for progress in found if not progress.ended]
-    made = write(job, missing, report) if missing else []
-    done = {progress.lane: progress for progress in [*found, *made]}
-    return [done[lane] for lane in sorted(done)]
+def _found(job: Job, lanes: Sequence[int]) -> list[Progress]:
+    """Return the progress of lanes, in order."""
+    return map_in_threads(partial(read_progress, job), lanes)
+
+
+def _require_complete(job: Job, found: Sequence[Progress]) -> None:
+    if missing := [progress.lane for progress in found if not progress.ended]:
+        raise ValueError(
+            f"{job.folder.shown} is not complete: {len(missing)} of {job.plan['lanes']} lanes are missing or end early "
+            f"({_listed(missing)}); run again the shards that write them (shard i of n: lanes i, i + n, ...), "
+            "or leave out finish=True (--finish), to tokenize here what is missing"
+        )
 
 
 @contextmanager
@@ -256,7 +267,9 @@ def _progress_bar(job: Job, found: list[Progress], *, shown: bool) -> Iterator[R
         rows, scale = job.config.source.probe(PROBED_ROWS)
         total = int(sum(_length(job, row.data) for row in rows) * scale * len(found) / job.plan["lanes"])
     done = sum(shard.tokens for progress in found for shard in progress.shards)
-    with tqdm(total=total, initial=done, unit="tok", unit_scale=True, desc=f"tokenize {job.out}") as bar:
+    with tqdm(
+        total=total, initial=done, unit="tok", unit_scale=True, desc=f"tokenize {job.folder.shown}"
+    ) as bar:
         yield bar.update
         bar.total = bar.n  # this replaces the estimate
         bar.refresh()
@@ -270,14 +283,14 @@ def _length(job: Job, row: Mapping[str, Any]) -> int:
 
 
 def _write_index(job: Job, lanes: list[Progress]) -> None:
-    shards = [shard for progress in lanes for shard in progress.shards]
+    shards = [shard for progress in lanes for shard in progress.shards if shard.documents]
     bad = sum(progress.bad for progress in lanes)
     bad_shards = {checksum for progress in lanes for checksum in progress.bad_shards}
     if bad or bad_shards:
         listed = job.config.quarantine.report() if job.config.quarantine is not None else ""
         log.warning(
             "%s leaves out %d broken record(s) and %d bad shard(s)%s",
-            job.out, bad, len(bad_shards), listed and f": {listed}",
+            job.folder.shown, bad, len(bad_shards), listed and f": {listed}",
         )  # fmt: skip
     if not shards:
         raise ValueError("the source has no rows; there is nothing to write")
@@ -292,7 +305,4 @@ def _write_index(job: Job, lanes: list[Progress]) -> None:
             {key: value for key, value in asdict(shard).items() if key != "dtype"} for shard in shards
         ],
     }
-    unfinished = job.out / f".tokens-{INDEX}.{os.getpid()}"
-    with unfinished.open("w", encoding="utf-8") as file:
-        json.dump(index, file, indent=1)
-        settle(file, unfinished, job.out / INDEX)
+    write_file(job.folder, INDEX, json.dumps(index, indent=1).encode())

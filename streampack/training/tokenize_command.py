@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,23 +13,29 @@ Write data.source, encoded by data.encoder, as token shards, which streampack.To
 
   streampack tokenize --config my.yaml --out tokens --workers 16
 
-A command that was killed goes on when it is given again. On a Ray cluster, whose nodes have the folder in common, lanes
-are tasks, tried again where a node dies:
+A command that was killed goes on when it is given again. The folder may lie in an object store (s3://, gs://, az://).
+On a Ray cluster, whose nodes all reach the folder, lanes are tasks, tried again where a node dies:
 
-  streampack tokenize --config my.yaml --out tokens --engine ray --address auto --lanes 800
+  streampack tokenize --config my.yaml --out s3://bucket/tokens --engine ray --address auto --lanes 800
 
-Without an engine, on several machines with a common folder, each writes a part,
+Without an engine, on several machines that reach the folder, each writes a part,
 in any order, and one of them the index at the end:
 
-  streampack tokenize --config my.yaml --out tokens --shard 0/50    ... to 49/50
-  streampack tokenize --config my.yaml --out tokens --finish
+  streampack tokenize --config my.yaml --out s3://bucket/tokens --lanes 800 --shard 0/50    ... to 49/50
+  streampack tokenize --config my.yaml --out s3://bucket/tokens --lanes 800 --finish
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the words of the command to its parser."""
     parser.description = DESCRIPTION
-    parser.add_argument("--out", metavar="FOLDER", required=True, help="folder of the shards")
+    parser.add_argument("--out", metavar="FOLDER", required=True, help="folder of the shards, or a URL")
+    parser.add_argument(
+        "--storage-options",
+        type=_options,
+        metavar="JSON",
+        help="of fsspec's file system, for a URL; secrets are better in the environment, where others do not see them",
+    )
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes (1)")
     parser.add_argument(
         "--lanes", type=int, metavar="N", help="parts of the source, at least as many as workers or shards"
@@ -65,6 +72,7 @@ def run(options: argparse.Namespace, path: Path, config: Any) -> int:
             address=options.address,
             shard=options.shard,
             finish=options.finish,
+            storage_options=options.storage_options,
         )
     except (ValueError, ImportError, RuntimeError, OSError) as error:
         sys.stderr.write(f"{path}: {error}\n")
@@ -78,3 +86,14 @@ def _shard(text: str) -> tuple[int, int]:
     if not (index.isdecimal() and count.isdecimal()):
         raise argparse.ArgumentTypeError(f"{text!r} is no shard; write I/N, such as 0/8")
     return int(index), int(count)
+
+
+def _options(text: str) -> dict[str, Any]:
+    """Parse the word of ``--storage-options``."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError("it is no JSON object; write such as '{\"anon\": true}'")
+    return found

@@ -19,9 +19,11 @@ from streampack import Holdout, IterablePackedDataset, MDSSource, Mix, TokenShar
 from streampack.packing.encoders import TokensEncoder
 from streampack.packing.samples import sample_from_columns
 from streampack.sources import Reading, token_shards
-from streampack.sources.token_files import ShardWriter, read_header
+from streampack.sources.token_files import ShardWriter
+from streampack.storage.folders import LocalFolder
 from streampack.tokenize.tokenize import tokenize
 from streampack.types import IGNORE_INDEX
+from tests.support.bad_shards import header_of
 from tests.support.corpus import in_memory
 
 Rows = list[dict[str, list[int]]]
@@ -268,7 +270,7 @@ def test_a_shard_that_was_replaced_under_its_index(tmp_path: Path, remote: bool)
     running = opened()
     next(iter(running))
     state = running.state_dict()
-    crc32, now = read_header(path)["crc32"], read_header(other)["crc32"]
+    crc32, now = header_of(path)["crc32"], header_of(other)["crc32"]
     path.write_bytes(other.read_bytes())
     resumed = opened()
     resumed.load_state_dict(state)
@@ -313,7 +315,7 @@ def test_damaged_offsets_are_bad_records(tmp_path: Path, offset: int, remote: bo
 
 
 def test_an_abandoned_writer_leaves_no_file(tmp_path: Path) -> None:
-    writer = ShardWriter(tmp_path / "x.bin", dtype="uint16")
+    writer = ShardWriter(LocalFolder(tmp_path), "x.bin", dtype="uint16")
     writer.append(np.array([1]), np.array([True]))
     with pytest.raises(
         ValueError, match=r'token id 65536 does not fit into uint16 \(0 to 65535\); use dtype="uint32"'

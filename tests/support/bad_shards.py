@@ -21,6 +21,7 @@ from streampack import (
 )
 from streampack.sources import ParquetSource
 from streampack.sources.token_files import read_header
+from streampack.storage.folders import LocalFolder
 from streampack.tokenize.tokenize import tokenize
 from tests.support.corpus import Numbers, rows, write
 from tests.support.foreign_tokens import write_datatrove, write_megatron
@@ -51,7 +52,7 @@ def corpus(kind: str, folder: Path) -> Files:
     if kind == "tokens":
         made = tokenize(ROWS, out=folder, encoder=Numbers(), lanes=1, shard_tokens=150, progress=False)
         paths = sorted(made.glob("*.bin"))
-        counts = [read_header(path)["documents"] for path in paths]
+        counts = [header_of(path)["documents"] for path in paths]
         starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
         numbers = [list(range(*starts[i : i + 2])) for i in range(len(counts))]
         return Files(paths, lambda: TokenShardSource(folder), numbers)
@@ -97,9 +98,16 @@ def drop_column(path: Path) -> None:
     path.with_name("index.json").write_text(json.dumps(index))
 
 
+def header_of(path: Path) -> dict[str, Any]:
+    """Return the header of a token shard."""
+    header = read_header(LocalFolder(path.parent), path.name)
+    assert header is not None
+    return header
+
+
 def change_header(path: Path) -> None:
     """Say in the header of a token shard that its tokens have another type."""
-    header = {**read_header(path), "dtype": "uint16"}
+    header = {**header_of(path), "dtype": "uint16"}
     path.write_bytes(json.dumps(header).encode().ljust(4095) + b"\n" + path.read_bytes()[4096:])
 
 

@@ -1,4 +1,4 @@
-"""Object stores for tests: a file system in memory that has ETags; GCS and Azure as loopback servers, if installed."""
+"""Object stores for tests: one in memory that has ETags; S3, GCS and Azure as loopback servers, if installed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -63,7 +64,7 @@ class Store(NamedTuple):
 
 @contextmanager
 def running(kind: str, folder: Path) -> Iterator[Store]:
-    """Run a store; "versioned" is one in memory, "gs" is fake-gcs-server, "az" Azurite."""
+    """Run a store; "versioned" is one in memory, "s3" is moto, "gs" is fake-gcs-server, "az" Azurite."""
     if kind == "versioned":
         fsspec.register_implementation("versioned", Versioned, clobber=True)
         Versioned.store.clear()
@@ -75,10 +76,13 @@ def running(kind: str, folder: Path) -> Iterator[Store]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     address = f"http://127.0.0.1:{port}"
-    if kind == "gs":
+    if kind == "s3":
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+        options: dict[str, Any] = {"key": "k", "secret": "s", "endpoint_url": address}
+    elif kind == "gs":
         command = ["fake-gcs-server", "-scheme", "http", "-host", "127.0.0.1", "-port", str(port), "-backend", "memory",
                    "-public-host", f"127.0.0.1:{port}"]  # fmt: skip
-        options: dict[str, Any] = {"token": "anon", "endpoint_url": address}
+        options = {"token": "anon", "endpoint_url": address}
     else:
         command = [
             "azurite-blob",
@@ -105,6 +109,8 @@ def running(kind: str, folder: Path) -> Iterator[Store]:
 
 def lacking(kind: str) -> str | None:
     """Return what must be installed to run a store; None if nothing is missing."""
+    if kind == "s3" and any(find_spec(name) is None for name in ("s3fs", "moto", "flask", "flask_cors")):
+        return "needs moto: pip install 'streampack[stress]'"
     if kind == "gs" and (find_spec("gcsfs") is None or shutil.which("fake-gcs-server") is None):
         return "needs the package gcsfs and the program fake-gcs-server"
     if kind == "az" and (find_spec("adlfs") is None or shutil.which("azurite-blob") is None):

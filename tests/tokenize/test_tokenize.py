@@ -19,7 +19,7 @@ import pytest
 from streampack import IterablePackedDataset, JSONLSource, MapSource, Mix, TextEncoder, TokenShardSource, cli
 from streampack.sources import Holdout, Reading
 from streampack.sources.examples import EXAMPLES
-from streampack.storage import locks
+from streampack.storage.folders import LocalFolder
 from streampack.tokenize.tokenize import from_config, tokenize
 from streampack.types import Sample
 from tests.support.corpus import write
@@ -376,6 +376,20 @@ def test_a_source_without_rows_is_an_error(tmp_path: Path) -> None:
         tokenize(nothing, out=tmp_path, progress=False)
 
 
+def test_lanes_without_rows_are_read_once(tmp_path: Path) -> None:
+    """The last call finds an empty shard of such a lane, which the index does not name."""
+    rows = [{"tokens": [i], "labels": [i]} for i in range(3)]
+    settings: Any = {"out": tmp_path, "lanes": 5, "progress": False}
+    tokenize(rows, **settings, shard=(0, 2))
+    with pytest.raises(ValueError, match=r"2 of 5 lanes are missing or end early \(1, 3\)"):
+        tokenize(rows, **settings, finish=True)
+    tokenize(rows, **settings, shard=(1, 2))
+    source = TokenShardSource(tokenize(rows, **settings, finish=True))
+    assert [row.data["tokens"].tolist() for row in source.read(Reading())] == [[0], [1], [2]]
+    assert len(source.shards) == 3
+    assert len(content(tmp_path)) == 6
+
+
 def test_empty_documents_are_kept(tmp_path: Path) -> None:
     rows: list[dict[str, list[int]]] = [{"tokens": [], "labels": []}, {"tokens": [1], "labels": [1]}]
     source = TokenShardSource(tokenize(rows, out=tmp_path, lanes=1, progress=False))
@@ -472,7 +486,7 @@ class Meanwhile(TextEncoder):
 
 
 def test_a_second_call_on_the_same_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(locks.lock_folder.__wrapped__.__kwdefaults__, "patience", 0)  # type: ignore[attr-defined]
+    monkeypatch.setitem(LocalFolder.lock.__wrapped__.__kwdefaults__, "patience", 0)  # type: ignore[attr-defined]
     source, out = corpus(tmp_path / "corpus"), tmp_path / "out"
     encoder = Meanwhile(source, out)
     tokenize(source, out=out, encoder=encoder, lanes=1, progress=False)

@@ -1,0 +1,241 @@
+"""Token shards in object stores: the bytes of a local run, whatever dies, also with two writers of one lane.
+
+The stores are a file system in memory, in one process, and moto's S3 server on loopback, if it is installed.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import os
+import signal
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from streampack import TextEncoder, TokenShardSource, cli
+from streampack.sources import Reading
+from streampack.storage.folders import RemoteFolder
+from streampack.storage.remote import RemoteStorage
+from streampack.storage.retries import Retries
+from streampack.types import Sample
+from tests.support.stores import Store, lacking, running
+from tests.tokenize.test_tokenize import Killed, Letters, Logged, content, corpus, run, wait_for
+
+
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    monkeypatch.setenv("TMPDIR", str(scratch(tmp_path)))
+    with running("versioned", tmp_path) as store:
+        yield store
+
+
+@pytest.fixture(scope="module")
+def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    if (what := lacking("s3")) is not None:
+        pytest.skip(what)
+    with running("s3", tmp_path_factory.mktemp("s3")) as store:
+        yield store
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setitem(RemoteFolder.__init__.__kwdefaults__, "retries", Retries(attempts=3, first=0.01))  # type: ignore[index]
+
+
+def scratch(folder: Path, name: str = "scratch") -> Path:
+    (folder / name).mkdir(exist_ok=True)
+    return folder / name
+
+
+def stored(store: Store, place: str) -> dict[str, bytes]:
+    """Return the files of a folder of a store."""
+    scheme, _, path = place.partition("://")
+    files = fsspec.filesystem(scheme, **store.options, skip_instance_cache=True)
+    return {found.rpartition("/")[2]: files.cat_file(found) for found in sorted(files.find(path))}
+
+
+def into(store: Store, source: Any, place: str, **options: Any) -> dict[str, bytes]:
+    run(source, place, storage_options=store.options, **options)  # type: ignore[arg-type]
+    return stored(store, place)
+
+
+def test_the_bytes_in_memory_are_those_of_a_local_run(memory: Store, tmp_path: Path) -> None:
+    source, place = corpus(tmp_path / "corpus"), f"{memory.url}/tokens/"
+    expected = content(run(source, tmp_path / "local"))
+    assert into(memory, source, place) == expected
+    found = TokenShardSource(place, storage_options=memory.options)
+    assert sum(1 for _ in found.read(Reading())) == 300
+    assert list((tmp_path / "scratch").iterdir()) == [], "nothing is left on this machine"
+
+
+def test_shards_that_are_stored_are_not_made_again(
+    memory: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, place, made = corpus(tmp_path / "corpus"), f"{memory.url}/tokens", []
+    store = RemoteStorage.store
+    monkeypatch.setattr(
+        RemoteStorage, "store", lambda self, local, path: [made.append(path), store(self, local, path)]
+    )
+    expected = into(memory, source, place)
+    assert sorted(path.rpartition("/")[2] for path in made) == sorted(expected)
+    made.clear()
+    memory.remove("tokens/tokens-00002-00001.bin")
+    assert into(memory, source, place) == expected
+    later = [name for name in expected if name.startswith("tokens-00002") and name > "tokens-00002-00000.bin"]
+    assert [path.rpartition("/")[2] for path in made] == [*later, "index.json"]
+
+
+@pytest.mark.parametrize("after", [40, 250])
+def test_a_stopped_call_goes_on(memory: Store, tmp_path: Path, after: int) -> None:
+    source, place, seen = corpus(tmp_path / "corpus"), f"{memory.url}/tokens", [-24]
+    expected = content(run(source, tmp_path / "local"))
+
+    class Dies(TextEncoder):
+        def __call__(self, row: Mapping[str, Any], /) -> Sample:
+            seen[0] += 1
+            if seen[0] > after:
+                raise Killed
+            return super().__call__(row)
+
+    with pytest.raises(Killed):
+        into(memory, source, place, encoder=Dies(Letters()))
+    complete = stored(memory, place)
+    assert complete.items() < expected.items()
+    assert "index.json" not in complete
+    assert into(memory, source, place) == expected
+
+
+def test_parts_in_any_order(memory: Store, tmp_path: Path) -> None:
+    source, place = corpus(tmp_path / "corpus"), f"{memory.url}/tokens"
+    expected = content(run(source, tmp_path / "local"))
+    for index in (2, 0, 0):
+        into(memory, source, place, shard=(index, 3))
+    with pytest.raises(ValueError, match=r"versioned://bucket/tokens is not complete: 2 of 5 lanes"):
+        into(memory, source, place, finish=True)
+    into(memory, source, place, shard=(1, 3))
+    assert into(memory, source, place, finish=True) == expected
+
+
+def test_a_part_of_a_file_is_no_shard(memory: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storing fails: each second time it leaves a part of the file, as file systems that are no object stores may."""
+    source, place, calls = corpus(tmp_path / "corpus"), f"{memory.url}/tokens", [0]
+    expected = content(run(source, tmp_path / "local"))
+
+    def fails(self: RemoteStorage, local: Path, path: str) -> None:
+        calls[0] += 1
+        if calls[0] % 2:
+            name = path.removeprefix("versioned://bucket/")
+            memory.put(name, local.read_bytes()[: 100 if calls[0] % 4 == 1 else 5000])
+        raise ConnectionError("reset")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(RemoteStorage, "store", fails)
+        for lanes in (0, 1):
+            with pytest.raises(ConnectionError, match="reset"):
+                into(memory, source, place, shard=(lanes, 5))
+    assert calls[0] == 8, "each is tried three times more"
+    assert {len(data) for data in stored(memory, place).values()} == {5000}
+    assert into(memory, source, place) == expected
+
+
+def test_another_call_that_replaces_shards_is_noticed(
+    memory: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On another machine no lock keeps it out; the index is not written over its shards."""
+    source, place, seen = corpus(tmp_path / "corpus"), f"{memory.url}/tokens", [-24]
+
+    class Meanwhile(TextEncoder):
+        def __call__(self, row: Mapping[str, Any], /) -> Sample:
+            seen[0] += 1
+            if seen[0] == 290:
+                for name in stored(memory, place):
+                    memory.remove(f"tokens/{name}")
+                with monkeypatch.context() as elsewhere:
+                    elsewhere.setattr("tempfile.tempdir", str(scratch(tmp_path, "elsewhere")))
+                    into(memory, source, place, shard=(0, 1), shard_tokens=900)
+            return super().__call__(row)
+
+    with pytest.raises(ValueError, match="tokens-00000-00000.bin was made with shard_tokens=900 and this is"):
+        into(memory, source, place, encoder=Meanwhile(Letters()))
+    assert "index.json" not in stored(memory, place)
+
+
+def test_places_that_cannot_be_written_to(memory: Store, moto: Store, tmp_path: Path) -> None:
+    source = corpus(tmp_path / "corpus")
+    for place, options, message in (
+        (
+            "https://me:secret@host/tokens",
+            {},
+            "https://host/tokens cannot be written to; name a folder of this",
+        ),
+        (
+            str(tmp_path / "x"),
+            {"key": 1},
+            "storage_options are for URLs, and '.*x' is a folder of this machine",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(source, place, storage_options=options)  # type: ignore[arg-type]
+    with pytest.raises(
+        FileNotFoundError, match="s3://nowhere/tokens/.*: there is no such bucket, or container"
+    ):
+        into(moto, source, "s3://nowhere/tokens")
+
+
+def write_all_lanes(store: Store, source: Any, folder: Path, machine: str, seconds: float) -> None:
+    """Write all lanes, with a scratch folder of its own, as on another machine."""
+    tempfile.tempdir = str(scratch(folder, machine))
+    encoder = Logged(folder / "log", seconds=seconds)
+    place: Any = f"{store.url}/{folder.name}"
+    run(source, place, encoder=encoder, shard=(0, 1), storage_options=store.options)
+
+
+def test_s3_killed_in_the_middle_with_two_writers_of_every_lane(moto: Store, tmp_path: Path) -> None:
+    source, place = corpus(tmp_path / "corpus"), f"{moto.url}/{tmp_path.name}"
+    expected = content(run(source, tmp_path / "local"))
+
+    def start(machine: str, seconds: float) -> Any:
+        process = mp.get_context("fork").Process(
+            target=write_all_lanes, args=(moto, source, tmp_path, machine, seconds)
+        )
+        process.start()
+        return process
+
+    first = start("first", 0.01)
+    wait_for(lambda: len(stored(moto, place)) > 2)
+    os.kill(first.pid, signal.SIGKILL)
+    first.join()
+    complete = stored(moto, place)
+    assert complete.items() < expected.items()
+    pair = [start(name, 0.001) for name in ("first", "second")]
+    for process in pair:
+        process.join()
+    assert [process.exitcode for process in pair] == [0, 0]
+    assert into(moto, source, place, finish=True) == expected
+    found = TokenShardSource(place, storage_options=moto.options)
+    assert sum(1 for _ in found.read(Reading())) == 300
+
+
+CONFIG = """
+data:
+  source: {{_component_: streampack.JSONLSource, paths: {path}}}
+  encoder: {{_component_: streampack.TokensEncoder, labels: null}}
+  max_seq_len: 512
+"""
+
+
+def test_the_command_writes_to_s3(moto: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"tokens": [1, 2]}\n{"tokens": [3]}\n')
+    config = tmp_path / "data.yaml"
+    config.write_text(CONFIG.format(path=tmp_path / "rows.jsonl"))
+    words = ["tokenize", "--config", str(config), "--out", f"{moto.url}/command"]
+    assert cli.main([*words, "--storage-options", json.dumps(moto.options)]) == 0
+    assert TokenShardSource(f"{moto.url}/command", storage_options=moto.options).tokens == 3
+    assert cli.main([*words, "--storage-options", "[1]"]) == 2
+    assert "it is no JSON object; write such as" in capsys.readouterr().err
