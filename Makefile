@@ -13,7 +13,7 @@ PYTEST_ARGS ?=
 DEVICE ?= cuda
 GPU_PYTHON ?= python3
 
-.PHONY: help setup quickstart test test-slow test-eval test-ray stress lint format bench paper models gpu wheels docs clean
+.PHONY: help setup quickstart test test-slow test-eval test-ray test-kernels stress lint format bench paper models gpu wheels docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -35,6 +35,11 @@ test-eval: $(VENV)/.installed-eval  ## lm-evaluation-harness with our model clas
 
 test-ray: $(VENV)/.installed-ray  ## token shards by a Ray cluster on this machine, whose nodes and workers are killed; installs Ray
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONPATH=$(CURDIR) $(BIN)/python -m pytest -m "slow or not slow" tests/tokenize/test_on_ray.py $(PYTEST_ARGS)
+
+# The kernels lie in a folder of their own: transformers would use them in every other test, and without a GPU they fail.
+test-kernels: .site-kernels/.installed  ## kernels that are told where sequences begin, interpreted on the CPU
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/.site-kernels:$(PYTHONPATH) $(BIN)/python -m pytest -n $(JOBS) \
+		-p tests.support.kernels_on_cpu tests/attention/test_tried_triton.py $(PYTEST_ARGS)
 
 stress: $(VENV)/.installed-stress  ## the reliability table: kills, elastic resumes, a million packs; writes docs/reliability.md; ARGS="--list"
 	$(BIN)/python -m stress $(ARGS)
@@ -136,6 +141,10 @@ $(VENV)/.installed-eval: $(VENV)/.installed
 
 $(VENV)/.installed-ray: $(VENV)/.installed
 	$(BIN)/python -m pip install -c constraints.txt -e ".[ray]"
+	@touch $@
+
+.site-kernels/.installed: $(VENV)/.installed
+	$(BIN)/python -m pip install --no-deps --target $(@D) triton==3.7.1 flash-linear-attention==0.6.0 fla-core==0.6.0 einops==0.8.2
 	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed

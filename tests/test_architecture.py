@@ -263,6 +263,7 @@ NEEDED_BY = {
     "torchao": "torchtune", "torchdata": "torchtune", "accelerate": "transformers' Trainer", "aiohttp": "fsspec",
     "s3fs": "fsspec", "moto": "a process of its own", "sphinx": "make docs", "myst-parser": "sphinx",
     "furo": "sphinx", "sphinx-copybutton": "sphinx", "flask": "moto", "flask-cors": "moto", "pytest-xdist": "pytest",
+    "flash-linear-attention": "transformers' layers", "causal-conv1d": "transformers' layers",
     "ruff": "make lint", "mypy": "make lint", "flash-attn": "streampack.attention.flash, by name",
 }  # fmt: skip
 

@@ -15,45 +15,14 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-MIXERS = frozenset(
-    (
-        *("MambaMixer", "Mamba2Mixer", "FalconMambaMixer", "JambaMambaMixer", "ZambaMambaMixer"),
-        *("Zamba2MambaMixer", "BambaMixer", "FalconH1Mixer", "NemotronHMamba2Mixer"),
-        *("GraniteMoeHybridMambaLayer", "Lfm2ShortConv", "Lfm2MoeShortConv", "RecurrentGemmaRecurrentBlock"),
-        *("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"),
-        *("OlmoHybridGatedDeltaNet", "KimiLinearDeltaAttention", "MiniMaxLightningAttention"),
-        *("RwkvSelfAttention", "RwkvFeedForward", "xLSTMLayer"),
-        *(
-            "BailingHybridDeltaAttention",
-            "Lfm3ShortConv",
-            "InklingShortConvolution",
-            "Inkling2ShortConvolution",
-            "Qwen4ExpTextGatedDeltaNet",
-            "Qwen4ExpTextPLELayer",
-            "ZayaCCAProjection",
-        ),
-    )
+from streampack.attention.mixer_tables import (
+    ALIBI,
+    ALL_OUTPUTS,
+    BLOCKS,
+    CHUNKED,
+    TAKES_BOUNDARIES,
+    names_of,
 )
-"""Classes of transformers 5.23 that mix along a row and look at no mask. Tests show that each can be split."""
-
-ALIBI = frozenset({"BloomAttention", "FalconAttention", "MptAttention"})
-"""Classes of attention whose bias (ALiBi) is given for the keys of a whole row, counted from its first.
-
-In theory attention is the same wherever counting begins, but not when rounded: falcon's bias has 8 bits, and in fp32 a
-bias of -4096 leaves a score 12 bits behind the point. One sequence at a time, the bias is that of the sequence alone.
-"""
-
-BLOCKS = frozenset({"DeepseekV4Attention", "MiniMaxM3VLAttention"})
-"""Classes of attention that put keys into blocks counted from the beginning of a row."""
-
-_ALL_OUTPUTS = frozenset({"ZayaCCAProjection"})
-"""Mixers of which all outputs have a value for each token, instead of the first only."""
-
-_CHUNKED = frozenset({"xLSTMLayer"})
-"""Mixers that compute whole chunks of ``config.chunk_size`` tokens at once, and what is left over token by token.
-
-Their sequences are lengthened to whole chunks, which changes no token before and took 0.6 of the time.
-"""
 
 LENGTHS = "packed_seq_lens"
 """Argument of a prepared model's ``forward``: ``[batch, segments]``, which no layer sees."""
@@ -69,28 +38,35 @@ class Boundaries:
 
     def __init__(self) -> None:
         self.lengths: Lengths | None = None
+        self.by_kernels = False  # whether the mixers of `TAKES_BOUNDARIES` hand them on to their kernels
+        self._handed: tuple[Lengths, dict[str, torch.Tensor]] | None = None
 
     def clear(self) -> None:
         """End a packed pass."""
-        self.lengths = None
+        self.lengths = self._handed = None
+
+    def for_kernels(self, *, max_seq_len: int, device: torch.device) -> dict[str, torch.Tensor]:
+        """Return the boundaries of all packs, laid end to end, as kernels take them.
+
+        They are made once a pass: flash-linear-attention derives more from ``cu_seqlens``, and keeps that for as long
+        as it is given the same tensor.
+
+        Returns:
+            ``seq_idx`` of int32, ``[1, batch * max_seq_len]``, and ``cu_seqlens`` of int32, ``[sequences + 1]``.
+        """
+        assert self.lengths is not None
+        if self._handed is None or self._handed[0] is not self.lengths:
+            lengths = [length for pack in self.lengths for length in _filled(pack, max_seq_len)]
+            ends = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
+            numbers = torch.arange(len(lengths), dtype=torch.int32, device=device)
+            seq_idx = numbers.repeat_interleave(ends.diff(), output_size=sum(lengths))
+            self._handed = self.lengths, {"seq_idx": seq_idx[None], "cu_seqlens": ends}
+        return self._handed[1]
 
 
-def find_mixers(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of a model that a table above names. FSDP2 makes subclasses, so base classes count."""
-    return [
-        module
-        for module in model.modules()
-        if _names(module) & (MIXERS | BLOCKS | (ALIBI if _has_alibi(module) else set()))
-    ]
-
-
-def _names(module: nn.Module) -> set[str]:
-    return {cls.__name__ for cls in type(module).__mro__}
-
-
-def _has_alibi(module: nn.Module) -> bool:
-    """Return whether an attention module of `ALIBI` has a bias: falcon's rotates its queries instead by default."""
-    return "FalconAttention" not in _names(module) or bool(module.config.alibi)  # type: ignore[union-attr]
+def _filled(lengths: list[int], max_seq_len: int) -> list[int]:
+    """Return the lengths of a pack's sequences that are not empty; the padding's may have been left out."""
+    return [length for length in (*lengths, max_seq_len - sum(lengths)) if length]
 
 
 def split_mixers(model: nn.Module, mixers: list[nn.Module]) -> None:
@@ -115,6 +91,14 @@ def split_mixers(model: nn.Module, mixers: list[nn.Module]) -> None:
     for mixer in mixers:
         mixer.streampack_boundaries = boundaries  # type: ignore[assignment]
         mixer.forward = MethodType(_forward_split, mixer)
+
+
+def hand_to_kernels(mixers: list[nn.Module], *, on: bool) -> bool:
+    """Let mixers that were split hand boundaries to their kernels, or no longer; return whether any of them can."""
+    if not mixers or not any(names_of(mixer) & TAKES_BOUNDARIES.keys() for mixer in mixers):
+        return False
+    cast(Boundaries, mixers[0].streampack_boundaries).by_kernels = on
+    return True
 
 
 class _Passes:
@@ -157,7 +141,9 @@ class _Passes:
 def _forward_split(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Compute a mixer's ``forward`` for the sequences of each pack, those of equal length in one call.
 
-    Of several outputs the first is returned for all tokens (all those of `_ALL_OUTPUTS`), and None in place of the
+    A mixer whose kernels keep sequences apart is called once, with all packs laid end to end.
+
+    Of several outputs the first is returned for all tokens (all those of `ALL_OUTPUTS`), and None in place of the
     others, which are states and weights of single sequences.
     """
     forward: Callable[..., Any] = type(self).forward
@@ -166,12 +152,21 @@ def _forward_split(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return forward(self, *args, **kwargs)
     names = list(inspect.signature(forward).parameters)[1:]
     given = dict(zip(names, args, strict=False)) | kwargs
+    given.pop("cu_seq_lens_q", None)  # the attention's, where its boundaries go as keyword arguments
     shape = given[names[0]].shape[:2]  # [batch, max_seq_len]
-    select = _selection(_names(self))
-    chunk = cast(Any, self.config).chunk_size if _names(self) & _CHUNKED else 1
-    groups, order = _by_length(lengths, chunk, max_seq_len=shape[1], device=given[names[0]].device)
+    device = given[names[0]].device
+    select = _selection(names_of(self))
+    handed: dict[str, torch.Tensor] = {}
+    if boundaries.by_kernels and (argument := _takes(self)):
+        found = boundaries.for_kernels(max_seq_len=shape[1], device=device)
+        handed = {"seq_idx": found["seq_idx"], argument: found.get(argument, found["cu_seqlens"])}
+        order = torch.arange(shape.numel(), device=device)
+        groups = [order[None]]
+    else:
+        chunk = cast(Any, self.config).chunk_size if names_of(self) & CHUNKED else 1
+        groups, order = _by_length(lengths, chunk, max_seq_len=shape[1], device=device)
     parts = [
-        forward(self, **{name: select(name, value, index, shape) for name, value in given.items()})
+        forward(self, **{name: select(name, value, index, shape) for name, value in given.items()}, **handed)
         for index in groups
     ]
 
@@ -182,8 +177,13 @@ def _forward_split(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(parts[0], tuple):
         return whole(parts)
     columns = list(zip(*parts, strict=True))
-    count = len(columns) if _names(self) & _ALL_OUTPUTS else 1
+    count = len(columns) if names_of(self) & ALL_OUTPUTS else 1
     return (*map(whole, columns[:count]), *[None] * (len(columns) - count))
+
+
+def _takes(mixer: nn.Module) -> str | None:
+    """Return the argument for boundaries that a mixer takes beside ``seq_idx``, or None if it takes none."""
+    return next((TAKES_BOUNDARIES[name] for name in names_of(mixer) if name in TAKES_BOUNDARIES), None)
 
 
 def _selection(names: set[str]) -> Callable[..., Any]:
@@ -207,12 +207,10 @@ def _by_length(
     sequences: dict[int, list[tuple[int, int]]] = {}  # by length: each one's first and last token
     for pack, of_pack in enumerate(lengths):
         start = pack * max_seq_len
-        end = start + max_seq_len
-        for length in [*of_pack, end - start - sum(of_pack)]:  # the padding's length may be left out
-            if length:
-                found = sequences.setdefault(-(-length // multiple) * multiple, [])
-                found.append((start, start + length - 1))
-                start += length
+        for length in _filled(of_pack, max_seq_len):
+            found = sequences.setdefault(-(-length // multiple) * multiple, [])
+            found.append((start, start + length - 1))
+            start += length
     groups, real = [], []
     for length, found in sequences.items():
         first, last = torch.tensor(found, device=device).T[:, :, None]

@@ -88,7 +88,7 @@ def find_leaks(
     """
     module = model if isinstance(model, nn.Module) else None
     device = batch.tokens.device if batch is not None else _device(module)
-    vocab_size = vocab_size or _vocabulary(module) or (0 if batch is None else int(batch.tokens.max()) + 1)
+    vocab_size = vocab_size or vocabulary_of(module) or (0 if batch is None else int(batch.tokens.max()) + 1)
     if vocab_size < 2:
         raise ValueError(
             f"vocab_size is {vocab_size}; give the number of tokens that the model knows, at least 2"
@@ -212,7 +212,7 @@ def _device(module: nn.Module | None) -> torch.device:
     return torch.device("cpu") if parameter is None else parameter.device
 
 
-def _vocabulary(module: nn.Module | None) -> int:
+def vocabulary_of(module: nn.Module | None) -> int:
     """Return the size of the first embedding, or 0 if there is none; but only the ids below those of images."""
     if module is None:
         return 0

@@ -30,13 +30,14 @@ from streampack.attention.families import (
 )
 from streampack.attention.mappings import as_packed, labels_of, positions_of
 from streampack.attention.media import media_tokens, position_axes, require_text, require_text_columns
-from streampack.attention.mixers import LENGTHS, find_mixers, split_mixers
+from streampack.attention.mixer_tables import find_mixers
+from streampack.attention.mixers import LENGTHS, split_mixers
 from streampack.attention.positions import position_table
 from streampack.attention.pretrained import disable_cache, find_pretrained, set_attention, stock_attention
-from streampack.attention.probe import find_leaks
 from streampack.attention.registered import REGISTERED_NAMES, register_functions
 from streampack.attention.shared import SharedPrefixes, fold_keys
 from streampack.attention.shared_masks import shared_masks
+from streampack.attention.tried import why_mixed
 from streampack.attention.varlen import cu_seqlens_of
 
 if TYPE_CHECKING:
@@ -199,7 +200,7 @@ def prepare(model: nn.Module, *, attention: str) -> TransformersInputs:
         set_attention(inner, _implementation_name(inner, backend))
         for masks in _ways(inner, backend):
             inputs = _make_inputs(backend, reasons, masks, inner)
-            why = None if _is_proven(inner, config) else _try_on_pack(model, inputs)
+            why = None if _is_proven(inner, config) else why_mixed(model, inputs, mixers)
             if why is None:
                 disable_cache(inner)
                 PREPARED[inner] = partial(_make_inputs, backend, reasons, masks)
@@ -223,17 +224,6 @@ def _is_proven(inner: nn.Module, config: Any) -> bool:
     """Return whether a test has shown that a model's family can be packed, and it has no modules of somebody else's."""
     roots = {type(module).__module__.partition(".")[0] for module in inner.modules()}
     return config.model_type in PROVEN and roots <= KNOWN_LIBRARIES and not find_mixers(inner)
-
-
-def _try_on_pack(model: nn.Module, inputs: TransformersInputs) -> str | None:
-    """Probe a model of an unknown family on a small pack; return what went wrong, None if samples are kept apart."""
-    if any(parameter.is_meta for parameter in model.parameters()):
-        return "it has no weights yet; prepare it when they are loaded"
-    try:
-        report = find_leaks(model, inputs=inputs)
-    except Exception as error:  # third-party code may raise anything
-        return f"{type(error).__name__}: {error}"
-    return None if report.ok else str(report)
 
 
 def _ways(inner: Any, attention: str) -> tuple[bool, ...]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from streampack.attention import prepare_model_for_packing
 from streampack.attention.calls import PREPARED
-from streampack.attention.mixers import ALIBI, find_mixers
+from streampack.attention.mixer_tables import ALIBI, find_mixers
 from streampack.attention.pretrained import find_pretrained
 from streampack.attention.transformers import TransformersInputs
 from streampack.packing.planner import plan_packs

@@ -15,7 +15,7 @@ import torch
 
 from streampack import Batch, prepare_model_for_packing
 from streampack.attention import mixers
-from streampack.attention.mixers import ALIBI, BLOCKS, MIXERS, find_mixers
+from streampack.attention.mixer_tables import ALIBI, BLOCKS, MIXERS, TAKES_BOUNDARIES, find_mixers
 from streampack.attention.probe_pack import pack_of
 from tests.support.hf_models import VOCAB, build, fp64_throughout, run_alone, run_packed
 from tests.support.hybrid_models import HYBRIDS, OTHERWISE
@@ -80,6 +80,7 @@ def test_every_mixer_is_tried() -> None:
         for cls in type(mixer).__mro__
     }
     assert found >= MIXERS | ALIBI | BLOCKS
+    assert TAKES_BOUNDARIES.keys() <= MIXERS
 
 
 ALIBI_FAMILIES = ("bloom", "falcon, alibi", "mpt")
