@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from zlib import crc32
 
 from streampack.fingerprint import digest
-from streampack.sources.as_source import as_source
 from streampack.sources.base import Reader, Reading
 from streampack.sources.corpus_identity import identity_of
 from streampack.sources.examples import EXAMPLES, Example
+from streampack.sources.mixture_entries import Encode, Entry, entry_of
 from streampack.sources.mixture_scheduler import STOPS, MixtureScheduler, restarts_in
 from streampack.sources.passes import lane_in_pass
 from streampack.sources.source import Divisible, Listable, Source
 from streampack.storage.base import File
 from streampack.storage.listing import Corpus, Once, alone
 from streampack.storage.problems import Problem
-from streampack.types import Cursor, RowId, Sample
+from streampack.types import Cursor, RowId
 from streampack.validation import require
 
 TOTAL_WEIGHT = 1 << 24
@@ -31,29 +31,10 @@ RESTART_BITS = 20
 """The low bits of the epoch that is passed to a source. They count how often the source was restarted in the mixture's
 epoch, so each pass over it is shuffled with another key."""
 
-Encode = Callable[[Mapping[str, Any]], Sample]
-
 
 def pass_number(epoch: int, restarts: int) -> int:
     """Return the number of a pass over a source, which is the epoch that it is given."""
     return epoch << RESTART_BITS | restarts
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One source of a mixture.
-
-    Attributes:
-        name: such as ``"code"``, or ``"web/en"`` for the source ``"en"`` of a mixture ``"web"`` within the mixture.
-        source: yields the rows.
-        weight: target fraction of the trained tokens, up to a factor that all sources have in common.
-        encoder: for the rows of this source; None if they are encoded with the run's encoder.
-    """
-
-    name: str
-    source: Source
-    weight: float
-    encoder: Encode | None = None
 
 
 class Mix(Source):
@@ -116,7 +97,7 @@ class Mix(Source):
     ) -> None:
         self.stop = stop
         require(stop, "stop", STOPS)
-        given = [_entry_of(entry, once) for entry in sources]
+        given = [entry_of(entry, once) for entry in sources]
         if not given:
             raise ValueError("a mixture of no sources has no rows; name at least one")
         seen: set[str] = set()
@@ -322,56 +303,3 @@ class Mix(Source):
             rows += [Example((number, *row.row_id), row.data) for row in some]
             total += len(some) * scale
         return rows, total / max(1, len(rows))
-
-    def epoch_tokens(
-        self, tokens_of: Callable[[Source, Encode | None], tuple[float, float]]
-    ) -> tuple[float, float]:
-        """Return the number of tokens in one epoch, and the number of trained ones among them.
-
-        Args:
-            tokens_of: returns both numbers for one pass over a source, given the source and its encoder.
-
-        Raises:
-            ValueError: if the mixture never ends, or a source trains nothing.
-        """
-        if self.stop == "never":
-            raise ValueError("a mixture with stop='never' has no end; set max_steps")
-        # For each source: its tokens per trained token, and how many tokens of the whole mixture are trained when this
-        # source has been read once.
-        found = []
-        read = [entry for entry in self.entries if entry.weight]
-        for entry in read:
-            tokens, trained = tokens_of(entry.source, entry.encoder)
-            if not trained:
-                raise ValueError(f"no token of source {entry.name!r} is trained, as far as a sample tells")
-            found.append((tokens / trained, trained / entry.weight))
-        ends = min if self.stop == "first_exhausted" else max
-        all_trained = ends(size for _, size in found)
-        tokens = sum(
-            all_trained * entry.weight * per_trained
-            for entry, (per_trained, _) in zip(read, found, strict=True)
-        )
-        return tokens, all_trained
-
-
-def _entry_of(given: Mapping[str, Any] | Entry, once: Once) -> Entry:
-    """Check the settings of a source: an `Entry`, or a mapping of its fields."""
-    keys = [field.name for field in fields(Entry)]
-    # A name with a slash is that of a mixture within another one. Only `_flattened` makes such names.
-    slash_allowed = isinstance(given, Entry)
-    if isinstance(given, Entry):
-        given = {key: getattr(given, key) for key in keys}
-    name = given.get("name")
-    if not isinstance(name, str) or not name or ("/" in name and not slash_allowed):
-        raise ValueError(f"a source of a mixture is named {name!r}; give it a name without a slash")
-    if unknown := sorted(set(given) - set(keys)):
-        raise ValueError(f"source {name!r} has no {unknown[0]!r}; its keys are {', '.join(keys)}")
-    for key in ("source", "weight"):
-        if given.get(key) is None:
-            raise ValueError(f"source {name!r} has no {key}; its keys are {', '.join(keys)}")
-    weight = given["weight"]
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
-        raise ValueError(
-            f"source {name!r} has weight={weight!r}; give its fraction of the trained tokens, 0 to leave it out"
-        )
-    return Entry(name, as_source(given["source"], once=once), float(weight), given.get("encoder"))

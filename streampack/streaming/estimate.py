@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import count, islice
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from streampack.packing.samples import check_sample, sample_from_encoded
 from streampack.sources import MapSource
 from streampack.sources.bad_records import Quarantine
 from streampack.sources.base import Reading, permutation
+from streampack.sources.mixture import Mix
 from streampack.sources.source import Source
 from streampack.streaming.lane import Lane
 from streampack.streaming.lane_config import Encode, LaneConfig
@@ -64,7 +66,7 @@ def estimate(config: LaneConfig, *, rows: int, num_lanes: int = 1) -> Estimate:
         return seen.look(source, config.encode if encoder is None else encoder, rows)
 
     if config.mix is not None:
-        tokens, _ = config.mix.epoch_tokens(tokens_of)
+        tokens = _mixture_tokens(config.mix, tokens_of)
     else:
         tokens, _ = tokens_of(config.source, None)
     if config.mix is None and seen.rows_in_all <= COUNTED_ROWS and seen.tokens_in_all <= COUNTED_TOKENS:
@@ -77,6 +79,35 @@ def estimate(config: LaneConfig, *, rows: int, num_lanes: int = 1) -> Estimate:
     packs = full + num_lanes / 2
     padding = seen.padding() if config.endless else 1 - fill * full / packs
     return seen.estimate(packs, error=packs * seen.relative_error, padding=padding)
+
+
+def _mixture_tokens(mix: Mix, tokens_of: Callable[[Source, Encode | None], tuple[float, float]]) -> float:
+    """Return the number of tokens in one epoch of a mixture.
+
+    Args:
+        mix: a mixture.
+        tokens_of: returns the tokens of one pass over a source and how many of them are trained, given the source and
+            its encoder.
+
+    Raises:
+        ValueError: if the mixture never ends, or a source trains nothing.
+    """
+    if mix.stop == "never":
+        raise ValueError("a mixture with stop='never' has no end; set max_steps")
+    # For each source: its tokens per trained token, and how many tokens of the whole mixture are trained when this
+    # source has been read once.
+    found = []
+    read = [entry for entry in mix.entries if entry.weight]
+    for entry in read:
+        tokens, trained = tokens_of(entry.source, entry.encoder)
+        if not trained:
+            raise ValueError(f"no token of source {entry.name!r} is trained, as far as a sample tells")
+        found.append((tokens / trained, trained / entry.weight))
+    ends = min if mix.stop == "first_exhausted" else max
+    all_trained = ends(size for _, size in found)
+    return sum(
+        all_trained * entry.weight * per_trained for entry, (per_trained, _) in zip(read, found, strict=True)
+    )
 
 
 def _count(config: LaneConfig, num_lanes: int) -> Ledger:

@@ -24,7 +24,8 @@ from streampack.sources.bad_records import BAD_RECORDS_FOLDER
 from streampack.sources.base import Reading
 from streampack.sources.corpus_lists import CORPUS_LISTS_FOLDER
 from streampack.sources.holdout import Holdout, hold_out
-from streampack.sources.mixture import Entry, Mix
+from streampack.sources.mixture import Mix
+from streampack.sources.mixture_entries import Entry
 from streampack.sources.source import Source
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.training.config import RunConfig
