@@ -44,6 +44,10 @@ class FileSource(Source):
     """The noun for what cannot be cut, and is shared by lanes if there are too few of it, for messages."""
 
     def __init__(self, corpus: Corpus) -> None:
+        self._hold(corpus)
+
+    def _hold(self, corpus: Corpus) -> None:
+        """Set all attributes that depend on the files."""
         self.corpus = corpus
         self.files = corpus.files
         self.local = corpus.local

@@ -9,6 +9,7 @@ import io
 import os
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -103,8 +104,10 @@ class Index(NamedTuple):
     storage: Storage
     retries: Retries
 
-    def corpus(self, shards: Sequence[tuple[str, int]]) -> Corpus:
+    def corpus(self, shards: Sequence[tuple[str, int]], *, within: str = "") -> Corpus:
         """Return the shards, given as (name, size in bytes), in the index's order.
+
+        In the corpus, their names begin with the folder ``within``, if one is given.
 
         Files on this machine that are gone or have another size are among `Corpus.problems`. Those behind a URL are
         checked when they are read.
@@ -131,9 +134,35 @@ class Index(NamedTuple):
                     problem = _resized(there.st_size, size) if there.st_size != size else None
                     found[number] = listed._replace(inode=inode_of(there), problem=problem)
         require_distinct(found)
-        files = (File(listed.path, name, size) for listed, (name, size) in zip(found, shards, strict=True))
+        before = f"{within}/" if within else ""
+        files = (
+            File(listed.path, before + name, size) for listed, (name, size) in zip(found, shards, strict=True)
+        )
         problems = {listed.path: listed.problem for listed in found if listed.problem is not None}
         return require_some(Corpus(tuple(files), self.storage, self.retries, problems))
+
+
+def joined(corpora: Sequence[Corpus]) -> Corpus:
+    """Return the files of several folders as one corpus.
+
+    Raises:
+        ValueError: if there is no folder, if two hold the same shards, or if they lie on several storages.
+    """
+    if not corpora:
+        raise ValueError("no folders given; name at least one")
+    first = corpora[0]
+    known: dict[str, File] = {}
+    for corpus in corpora:
+        one, other = corpus.files[0], first.files[0]
+        if scheme_of(one.path) != scheme_of(other.path):
+            raise ValueError(
+                f"{one.shown} and {other.shown} lie in several places; make a source of each (a mixture joins them)"
+            )
+        for file in corpus.files:
+            if (twin := known.setdefault(file.name, file)) is not file:
+                raise ValueError(f"{twin.shown} and {file.shown} are the same shard; name each folder once")
+    problems = {path: problem for corpus in corpora for path, problem in corpus.problems.items()}
+    return replace(first, files=tuple(file for corpus in corpora for file in corpus.files), problems=problems)
 
 
 def _resized(size: int | None, described: int) -> str:

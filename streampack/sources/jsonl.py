@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
-from typing import Any
+from typing import Any, Self
 
 from streampack.sources.base import spread
 from streampack.sources.examples import EXAMPLES, Example, example
@@ -17,7 +18,7 @@ from streampack.sources.parts import BadShard, Damage, Part, Record
 from streampack.storage.base import ParallelMap, map_in_threads
 from streampack.storage.compression import content, kind_of, not_text
 from streampack.storage.formats import JSON_LINES, not_json_lines, other_json, whole_json
-from streampack.storage.listing import Name, Once, alone, find_files, require_some
+from streampack.storage.listing import Corpus, Name, Once, alone, find_files, require_some
 from streampack.storage.ranges import Block, Fetcher, RangeStream, blocks, tail_of
 from streampack.types import RowId
 from streampack.validation import require_positive
@@ -93,8 +94,10 @@ class JSONLSource(FileSource):
             if file.path not in corpus.problems
             and (reason := not_json_lines(file, local=corpus.local and manifest is None))
         }
-        corpus = require_some(replace(corpus, problems={**corpus.problems, **problems}))
-        super().__init__(corpus)
+        super().__init__(require_some(replace(corpus, problems={**corpus.problems, **problems})))
+
+    def _hold(self, corpus: Corpus) -> None:
+        super()._hold(corpus)
         # Of a file of another kind, only the part that has its first bytes tells that before a line is no JSON.
         self.odd = [
             file.name
@@ -106,6 +109,12 @@ class JSONLSource(FileSource):
         sound = [number for number in range(len(self.files)) if number not in self.bad]
         self._plain = [number for number in sound if self.files[number].seekable]
         self._compressed = [number for number in sound if not self.files[number].seekable]
+
+    def of_files(self, files: Sequence[tuple[int, str]]) -> Self:
+        """See `Source.of_files`."""
+        other = copy(self)
+        other._hold(self.corpus.only(files))
+        return other
 
     def cut(self, num_lanes: int, parallel_map: ParallelMap) -> list[list[Part]]:
         """See `FileSource.cut`."""

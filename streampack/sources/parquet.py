@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, Self
 
 from streampack.fingerprint import digest
 from streampack.sources.base import spread
@@ -27,7 +28,7 @@ from streampack.sources.turns import deal, share
 from streampack.storage.base import ParallelMap
 from streampack.storage.details import Details
 from streampack.storage.formats import PARQUET
-from streampack.storage.listing import Name, Once, alone, find_files
+from streampack.storage.listing import Corpus, Name, Once, alone, find_files
 from streampack.storage.ranges import Block, Fetcher
 from streampack.types import RowId
 
@@ -98,6 +99,9 @@ class ParquetSource(FileSource):
             timeout=timeout, once=once,
         )  # fmt: skip
         super().__init__(corpus)
+
+    def _hold(self, corpus: Corpus) -> None:
+        super()._hold(corpus)
         details = corpus.details
         self.footers = Footers(self.files, self.columns, details)
         if self.columns is not None and details:
@@ -108,6 +112,12 @@ class ParquetSource(FileSource):
             self.odd = [
                 self.files[number].name for number in found if set(self.columns) <= set(known[number] or ())
             ]
+
+    def of_files(self, files: Sequence[tuple[int, str]]) -> Self:
+        """See `Source.of_files`."""
+        other = copy(self)
+        other._hold(self.corpus.only(files))
+        return other
 
     def fingerprint(self) -> str:
         """Digest the files, as for JSON lines, and the columns."""

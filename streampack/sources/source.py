@@ -144,6 +144,17 @@ class Source(ABC):
         """Return the sources of files within this one: one under an empty name, or a mixture's by their names."""
         return {}
 
+    def of_files(self, files: Sequence[tuple[int, str]]) -> Source:
+        """Return this source of some of its files, given as (number, name that the file shall have), in this order.
+
+        Raises:
+            ValueError: if that is not possible; it says so of all sources but JSON lines and Parquet.
+        """
+        raise ValueError(
+            f"files were added, and {type(self).__name__} cannot be read without the others; tokenize the new ones to "
+            "another folder: TokenShardSource reads several folders as one corpus"
+        )
+
     def epochs_read(self, epoch: int, front: Sequence[int]) -> dict[str, int]:
         """Return for each of `file_sources` the epoch that a lane reads; ``front`` is `Reader.front` in ``epoch``."""
         return dict.fromkeys(self.file_sources(), epoch)

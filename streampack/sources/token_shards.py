@@ -6,7 +6,8 @@ Shards on this machine are mapped into memory. Behind a URL, they are read by ra
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Iterator, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -18,7 +19,15 @@ import numpy.typing as npt
 
 from streampack.fingerprint import digest
 from streampack.sources.files import divide
-from streampack.sources.indexed import IndexedSource, Offsets, offsets_of, read_index, read_records
+from streampack.sources.indexed import (
+    Index,
+    IndexedSource,
+    Offsets,
+    joined,
+    offsets_of,
+    read_index,
+    read_records,
+)
 from streampack.sources.parts import BadShard, Damage, Part, Record
 from streampack.sources.token_files import HEADER_BYTES, Shard, misdescribed, shard_of
 from streampack.storage.base import File, ParallelMap, redact, resized
@@ -43,7 +52,7 @@ bits of the first byte belong to the document before."""
 
 
 class TokenShardSource(IndexedSource):
-    """The documents of a folder that `streampack tokenize` made: rows of ``tokens`` and ``labels``, ``[length]``.
+    """The documents of folders that `streampack tokenize` made: rows of ``tokens`` and ``labels``, ``[length]``.
 
     >>> import tempfile
     >>> from streampack.sources import MapSource, Reading
@@ -60,37 +69,43 @@ class TokenShardSource(IndexedSource):
     If all tokens of a document are trained, ``tokens`` and ``labels`` are the same array.
 
     Args:
-        folder: the folder that holds ``index.json``, on this machine or behind a URL.
+        folder: the folder that holds ``index.json``, on this machine or behind a URL; or several folders in one place,
+            which are one corpus. A folder that has grown, and folders that were added, are an addition to the corpus:
+            with ``corpus_changes="allow"``, a run goes on with them in its next epoch.
         storage_options: see `JSONLSource`, as for the arguments below.
         retries: how often a failed read is tried again.
         timeout: seconds that one request may take.
         once: how ranks share the reading of the index.
 
     Raises:
-        ValueError: for an index that is missing, has another format, or names files outside of the folder; for a shard
-            when it is read, if it is missing or its size or header is not what the index says.
+        ValueError: for an index that is missing, has another format, or names files outside of the folder; for folders
+            with the same shards, or on several storages; for a shard when it is read, if it is missing or its size or
+            header is not what the index says.
     """
 
     unit = "document"
 
     def __init__(
         self,
-        folder: Name,
+        folder: Name | Iterable[Name],
         *,
         storage_options: Mapping[str, Any] | None = None,
         retries: int = 5,
         timeout: float = 30.0,
         once: Once = alone,
     ) -> None:
-        index = read_index(
-            folder, storage_options=storage_options, retries=retries, timeout=timeout, once=once
-        )
-        entries = index.content.get("shards")
-        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-            raise ValueError(f"{redact(index.path)} names no shards; is it one of `streampack tokenize`?")
-        common = {key: index.content.get(key) for key in ("format", "version", "dtype")}
-        self.shards = [shard_of(str(entry.get("name")), {**common, **entry}) for entry in entries]
-        corpus = index.corpus([(shard.name, shard.size) for shard in self.shards])
+        folders = [folder] if isinstance(folder, str | os.PathLike) else list(folder)
+        indexes = [
+            read_index(each, storage_options=storage_options, retries=retries, timeout=timeout, once=once)
+            for each in folders
+        ]
+        described = [_shards_of(index) for index in indexes]
+        self.shards = [shard for shards in described for shard in shards]
+        corpora = [
+            index.corpus([(shard.name, shard.size) for shard in shards], within=_prefix(shards))
+            for index, shards in zip(indexes, described, strict=True)
+        ]
+        corpus = joined(corpora)
         self._marks: FileMarks | None = None
         super().__init__(corpus, [shard.documents for shard in self.shards])
         self.tokens = sum(shard.tokens for shard in self.shards)
@@ -100,8 +115,9 @@ class TokenShardSource(IndexedSource):
         self._checked: set[int] = set()
 
     def fingerprint(self) -> str:
-        """Digest the shards' names, sizes and checksums in the index. The folder's place is no part of it."""
-        return digest("tokens", [(shard.name, shard.tokens, shard.crc32) for shard in self.shards])
+        """Digest the shards' names, sizes and checksums in the index. The places of the folders are no part of it."""
+        shards = zip(self.files, self.shards, strict=True)
+        return digest("tokens", [(file.name, shard.tokens, shard.crc32) for file, shard in shards])
 
     def identity(self) -> dict[str, Any]:
         """See `Source.identity`."""
@@ -186,6 +202,19 @@ class TokenShardSource(IndexedSource):
         The comparison is needed because a state knows a shard only by the index.
         """
         return [] if number in self._checked else [(self.files[number], 0, HEADER_BYTES)]
+
+
+def _shards_of(index: Index) -> list[Shard]:
+    entries = index.content.get("shards")
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ValueError(f"{redact(index.path)} names no shards; is it one of `streampack tokenize`?")
+    common = {key: index.content.get(key) for key in ("format", "version", "dtype")}
+    return [shard_of(str(entry.get("name")), {**common, **entry}) for entry in entries]
+
+
+def _prefix(shards: Sequence[Shard]) -> str:
+    """Return what tells the shards of a folder from those of others, wherever it lies and however it grows."""
+    return digest([(shard.name, shard.tokens, shard.crc32) for shard in shards[:1]])[:8]
 
 
 def _mapped(shard: Shard, file: File, part: Part) -> Iterator[Record]:

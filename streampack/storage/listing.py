@@ -7,7 +7,7 @@ import os
 import posixpath
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -77,6 +77,16 @@ class Corpus:
     def local(self) -> bool:
         """Whether the files are on this machine."""
         return isinstance(self.storage, LocalStorage)
+
+    def only(self, files: Sequence[tuple[int, str]]) -> Corpus:
+        """Return a corpus of some of the files, given as (number, name that the file shall have), in this order."""
+        marks = self.marks()
+        kept = replace(self, files=tuple(replace(self.files[number], name=name) for number, name in files))
+        paths = {file.path for file in kept.files}
+        kept.problems = {path: problem for path, problem in self.problems.items() if path in paths}
+        kept.tolerant = self.tolerant
+        kept.identify([marks.tags[number] for number, _ in files])
+        return kept
 
     def fingerprint(self) -> str:
         """Return a digest of names and sizes, and of each file's ETag or its first and last 64 KiB.

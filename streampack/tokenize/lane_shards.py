@@ -13,7 +13,7 @@ from streampack.sources.token_files import Shard, ShardWriter, read_header, shar
 from streampack.storage.folders import Folder
 from streampack.storage.locks import PATIENCE
 from streampack.streaming.lane_config import LaneConfig
-from streampack.streaming.run_identity import Encoded
+from streampack.tokenize.generations import require_plan
 from streampack.types import IGNORE_INDEX, Cursor, Row, RowId, Sample
 
 ROWS_PER_REPORT = 64
@@ -26,21 +26,24 @@ Report = Callable[[int], object]
 
 @dataclass(frozen=True)
 class Job:
-    """Settings of a call of `tokenize`."""
+    """The settings of `tokenize` for one generation of a folder."""
 
     config: LaneConfig
     folder: Folder
     plan: Mapping[str, Any]  # all that decides the bytes of the shards; it is saved in every header
+    first: int = 0
+    """The number of its first lane: the lanes of the generations of a folder are numbered on."""
+
+    @property
+    def lanes(self) -> range:
+        """The numbers of its lanes."""
+        return range(self.first, self.first + int(self.plan["lanes"]))
 
     @property
     def recorded(self) -> dict[str, Any]:
         """The plan as plain values, without the encoder's name: a renamed encoder makes the same bytes."""
         plan = state_of(self.plan)
         return {**plan, "encoder": {key: plan["encoder"][key] for key in ("fingerprint", "samples")}}
-
-    def shard(self, lane: int, number: int) -> str:
-        """Return the name of a lane's shard; sorted names are in the order of the lanes."""
-        return f"tokens-{lane:05d}-{number:05d}{ENDING}"
 
 
 class Progress(NamedTuple):
@@ -61,6 +64,11 @@ class Progress(NamedTuple):
     """Checksums of the names of the bad shards that were left out before ``start``."""
 
 
+def shard_name(lane: int, number: int) -> str:
+    """Return the name of a lane's shard; sorted names are in the order of the lanes."""
+    return f"tokens-{lane:05d}-{number:05d}{ENDING}"
+
+
 def read_progress(job: Job, lane: int) -> Progress:
     """Read the headers of a lane's shards from an earlier call.
 
@@ -70,19 +78,9 @@ def read_progress(job: Job, lane: int) -> Progress:
     """
     shards: list[Shard] = []
     progress = Progress(lane, shards)
-    while not progress.ended and (header := read_header(job.folder, name := job.shard(lane, len(shards)))):
+    while not progress.ended and (header := read_header(job.folder, name := shard_name(lane, len(shards)))):
         path = f"{job.folder.shown}/{name}"
-        for key, ours in job.plan.items():
-            theirs = header.get("plan", {}).get(key)
-            if isinstance(ours, Encoded):
-                difference = ours.difference(theirs)
-                different = None if difference is None else f"another {key}: {difference}"
-            else:
-                different = None if theirs == ours else f"{key}={theirs!r} and this is {key}={ours!r}"
-            if different is not None:
-                raise ValueError(
-                    f"{path} was made with {different}; give another folder, or remove the old shards"
-                )
+        require_plan(job.plan, header.get("plan", {}), shown=path)
         bad, bad_shards = header.get("bad", 0), tuple(header.get("bad_shards", ()))
         if (bad or bad_shards) and job.config.quarantine is None:
             raise ValueError(
@@ -125,20 +123,20 @@ def _write_rest(job: Job, progress: Progress, report: Report) -> Progress:
         return progress
     lane, shards, writer, unreported = progress.lane, list(progress.shards), None, 0
     notes = {"lane": lane, "plan": job.recorded}
-    samples = _Samples(job.config, progress, num_lanes=job.plan["lanes"])
+    samples = _Samples(job, progress)
     try:
         for count, (row, sample) in enumerate(samples, 1):
             if writer is not None and writer.tokens >= job.plan["shard_tokens"]:
                 shards.append(writer.close({**notes, "next": row.cursor, **samples.skipped}))
                 writer = None
             if writer is None:
-                writer = ShardWriter(job.folder, job.shard(lane, len(shards)), dtype=job.plan["dtype"])
+                writer = ShardWriter(job.folder, shard_name(lane, len(shards)), dtype=job.plan["dtype"])
             unreported += _append_document(job, row, sample, writer)
             if count % ROWS_PER_REPORT == 0:
                 report(unreported)
                 unreported = 0
         if writer is None:  # the lane has no rows; an empty shard tells other processes that it was read
-            writer = ShardWriter(job.folder, job.shard(lane, len(shards)), dtype=job.plan["dtype"])
+            writer = ShardWriter(job.folder, shard_name(lane, len(shards)), dtype=job.plan["dtype"])
         shards.append(writer.close({**notes, "next": None, **samples.skipped}))
         writer = None
         report(unreported)
@@ -152,13 +150,14 @@ def _write_rest(job: Job, progress: Progress, report: Report) -> Progress:
 class _Samples:
     """Iterate over the rows of a lane with their samples; skip and count broken records if the config allows it."""
 
-    def __init__(self, config: LaneConfig, progress: Progress, *, num_lanes: int) -> None:
-        self.config = config
+    def __init__(self, job: Job, progress: Progress) -> None:
+        self.config = job.config
         self.lane = progress.lane
         self.bad = progress.bad
         self.bad_shards = list(progress.bad_shards)
-        self.reader = config.source.read(Reading(self.lane, num_lanes=num_lanes, start=progress.start))
-        config.check_shards()
+        lane, num_lanes = self.lane - job.first, job.plan["lanes"]
+        self.reader = job.config.source.read(Reading(lane, num_lanes=num_lanes, start=progress.start))
+        self.config.check_shards()
 
     def __iter__(self) -> Iterator[tuple[Row, Sample]]:
         while True:

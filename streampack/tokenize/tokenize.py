@@ -5,29 +5,31 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from streampack.instantiate import build
 from streampack.packing.encoders import TokensEncoder, check_tokenizer, guard_datasets
-from streampack.packing.samples import sample_from_encoded
 from streampack.packing.settings import Packing
 from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import BAD_RECORDS_FOLDER, quarantine_for
 from streampack.sources.indexed import INDEX
+from streampack.sources.source import Source
 from streampack.sources.token_files import DTYPES, FORMAT, VERSION
 from streampack.storage.base import map_in_threads
 from streampack.storage.folders import folder_at, write_file
 from streampack.storage.remote import scheme_of
 from streampack.streaming.lane_config import Encode, LaneConfig
 from streampack.streaming.run_identity import Encoded
-from streampack.tokenize.lane_shards import Job, Progress, Report, read_progress
+from streampack.tokenize.jobs import jobs_of
+from streampack.tokenize.lane_shards import Job, Progress, read_progress
 from streampack.tokenize.on_ray import write_on_ray
 from streampack.tokenize.processes import write_here
+from streampack.tokenize.progress import progress_bar
 from streampack.validation import require, require_positive
 
 log = logging.getLogger(__name__)
@@ -40,9 +42,6 @@ SHARD_TOKENS = 1 << 26
 
 UINT16_VOCABULARY = 1 << 16
 """The largest vocabulary whose ids fit uint16."""
-
-PROBED_ROWS = 64
-"""How many rows are encoded to estimate the total of the progress bar."""
 
 MOST_BAD_SHARDS = 100
 """The most that ``max_bad_shards`` can be: the header of a shard, of 4,096 bytes, holds a number for each."""
@@ -80,11 +79,13 @@ def tokenize(
     >>> rows = [{"tokens": [i, i], "labels": [i, i]} for i in range(100)]
     >>> folder = tokenize(rows, out=Path(tempfile.mkdtemp()), lanes=2, progress=False)
     >>> sorted(path.name for path in folder.glob("[!.]*"))
-    ['index.json', 'tokens-00000-00000.bin', 'tokens-00001-00000.bin']
+    ['generation-000.json.gz', 'index.json', 'tokens-00000-00000.bin', 'tokens-00001-00000.bin']
 
     The bytes are a function of the source, the encoder, ``lanes``, ``shard_tokens`` and ``dtype``; neither the number
     of workers nor a kill changes them. A shard gets its name when it is complete and on disk, or stored; the same call
-    keeps such shards and continues after them. The index is written last.
+    keeps such shards and continues after them. Where files of JSON lines or Parquet were added to the source since an
+    earlier call, their rows are written to further shards, and the old ones stay as they are. The index is written
+    last.
 
     Args:
         source: whatever an `IterablePackedDataset` takes, except a mixture.
@@ -92,7 +93,7 @@ def tokenize(
             if need be. Shards for a URL are made below ``TMPDIR`` first, one for each worker at a time.
         encoder: makes a `Sample` of a row; rows of ready tokens need none.
         workers: processes on this machine, each of which writes one lane at a time.
-        lanes: parts of the source. Default: as many as it fills, up to 64.
+        lanes: parts of the source, or of the files that were added to it. Default: as many as they fill, up to 64.
         shard_tokens: a shard ends with the document that reaches this number.
         dtype: ``"uint16"``, ``"uint32"``, or ``"auto"``: the smallest that holds the tokenizer's ``vocab_size``.
         progress: show a bar.
@@ -112,8 +113,8 @@ def tokenize(
 
     Raises:
         ValueError: for a row that cannot be read or encoded, with its place; for a mixture; for a folder that another
-            process writes to, or with shards of another source, encoder or setting; with ``finish``, if shards are
-            missing. Complete shards stay.
+            process writes to, or with shards of another source, encoder or setting; for a file that is gone or has
+            changed since its rows were written; with ``finish``, if shards are missing. Complete shards stay.
         RuntimeError: if a worker was killed.
     """
     require_positive(workers, "workers")
@@ -134,8 +135,6 @@ def tokenize(
         raise ValueError(
             "a mixture is weighted while it is read; tokenize each of its sources to a folder of its own, and mix those"
         )
-    if lanes is None:
-        lanes = min(source.natural_lanes(), MAX_DEFAULT_LANES)
     require(engine, "engine", ENGINES)
     if engine == "ray" and workers != 1:
         raise ValueError(
@@ -144,45 +143,56 @@ def tokenize(
         )
     if engine != "ray" and address is not None:
         raise ValueError(f"address={address!r} is that of a Ray cluster; set engine='ray', or leave it out")
-    wanted = _lanes_of(shard, lanes, finish=finish)
-    for what in source.shared(require_positive(lanes, "lanes")):
-        log.warning("%s", what)
     require(dtype, "dtype", ("auto", *DTYPES))
-    plan = {
-        "corpus": source.fingerprint(),
-        "encoder": Encoded.of(encode, source),
-        "lanes": lanes,
-        "shard_tokens": require_positive(shard_tokens, "shard_tokens"),
-        "dtype": _dtype_for(encode) if dtype == "auto" else dtype,
-    }
-    documents = Packing(1, split_across_pack=True)  # they stay whole
-    config = LaneConfig(source, encode, documents, quarantine=bad_records)
-    config.check_shards()
-    job = Job(config, folder, plan)
+    _require_shard(shard, finish=finish)
+    whole = LaneConfig(source, encode, Packing(1, split_across_pack=True), quarantine=bad_records)
+    whole.check_shards()
+
+    def job_of(part: Source, first: int, earlier: Mapping[str, Any]) -> Job:
+        lanes_of_it = min(part.natural_lanes(), MAX_DEFAULT_LANES) if lanes is None else lanes
+        settings = {"lanes": require_positive(lanes_of_it, "lanes"), "shard_tokens": shard_tokens, **earlier}
+        plan = {
+            "corpus": part.fingerprint(),
+            "encoder": Encoded.of(encode, part),
+            "lanes": settings["lanes"],
+            "shard_tokens": require_positive(settings["shard_tokens"], "shard_tokens"),
+            "dtype": _dtype_for(encode) if dtype == "auto" else dtype,
+        }
+        return Job(replace(whole, source=part), folder, plan, first)
+
     alone = shard is None
     with (
         folder.lock("", way_out="wait until it ends, stop it, or give another folder")
         if alone
         else nullcontext()
     ):
-        found = _found(job, wanted)
-        if finish:
-            _require_complete(job, found)
-        with _progress_bar(job, found, shown=progress) as report:
-            write = (
-                partial(write_on_ray, address=address)
-                if engine == "ray"
-                else partial(write_here, workers=workers)
-            )
-            if missing := [progress.lane for progress in found if not progress.ended]:
-                write(job, missing, report)
-            if alone:
-                # Of the shards that are there, not of those that this call knows of: in an object store, which has no
-                # locks, another call with other settings may have replaced some.
-                found = _found(job, wanted)
+        jobs = jobs_of(source, folder, job_of, add=not finish, alone=alone)
+        _require_work(shard, sum(job.plan["lanes"] for job in jobs))
+        write = (
+            partial(write_on_ray, address=address)
+            if engine == "ray"
+            else partial(write_here, workers=workers)
+        )
+        for job in jobs:
+            found = _found(job, _lanes_of(job, shard))
+            missing = [progress.lane for progress in found if not progress.ended]
+            if finish:
                 _require_complete(job, found)
-                _write_index(job, found)
-                folder.remove_locks()
+            elif missing:
+                for what in job.config.source.shared(job.plan["lanes"]):
+                    log.warning("%s", what)
+            if missing or job is jobs[-1]:
+                with progress_bar(job, found, shown=progress) as report:
+                    if missing:
+                        write(job, missing, report)
+        if alone:
+            # Of the shards that are there, not of those that this call knows of: in an object store, which has no
+            # locks, another call with other settings may have replaced some.
+            done = [_found(job, job.lanes) for job in jobs]
+            for job, found in zip(jobs, done, strict=True):
+                _require_complete(job, found)
+            _write_index(jobs, [progress for found in done for progress in found])
+            folder.remove_locks()
     return out
 
 
@@ -207,14 +217,9 @@ def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _lanes_of(shard: tuple[int, int] | None, lanes: int, *, finish: bool) -> range:
-    """Return the lanes that this process writes.
-
-    Raises:
-        ValueError: for a shard that is none, or has no lane.
-    """
+def _require_shard(shard: tuple[int, int] | None, *, finish: bool) -> None:
     if shard is None:
-        return range(lanes)
+        return
     index, count = shard
     if finish:
         raise ValueError(
@@ -222,12 +227,21 @@ def _lanes_of(shard: tuple[int, int] | None, lanes: int, *, finish: bool) -> ran
         )
     if not 0 <= index < count:
         raise ValueError(f"shard={index}/{count} is none of 0/{count} to {count - 1}/{count}")
-    if count > lanes:
+
+
+def _require_work(shard: tuple[int, int] | None, lanes: int) -> None:
+    if shard is not None and shard[1] > lanes:
+        index, count = shard
         raise ValueError(
             f"shard={index}/{count} of {lanes} lanes: some shards would have nothing to do; give all of them, and the "
             f"call that finishes, lanes={count} or more, or use {lanes} shards"
         )
-    return range(index, lanes, count)
+
+
+def _lanes_of(job: Job, shard: tuple[int, int] | None) -> list[int]:
+    """Return the lanes of a job that this process writes."""
+    index, count = shard or (0, 1)
+    return [lane for lane in job.lanes if lane % count == index]
 
 
 def _listed(lanes: Sequence[int]) -> str:
@@ -253,56 +267,28 @@ def _require_complete(job: Job, found: Sequence[Progress]) -> None:
         )
 
 
-@contextmanager
-def _progress_bar(job: Job, found: list[Progress], *, shown: bool) -> Iterator[Report]:
-    if not shown:
-        yield lambda tokens: None
-        return
-    try:
-        from tqdm import tqdm
-    except ImportError as error:
-        raise ImportError("a progress bar needs tqdm: pip install 'streampack[tune]'") from error
-    total = None
-    with suppress(Exception):  # streams have no length; a broken row is reported where it is read
-        rows, scale = job.config.source.probe(PROBED_ROWS)
-        total = int(sum(_length(job, row.data) for row in rows) * scale * len(found) / job.plan["lanes"])
-    done = sum(shard.tokens for progress in found for shard in progress.shards)
-    with tqdm(
-        total=total, initial=done, unit="tok", unit_scale=True, desc=f"tokenize {job.folder.shown}"
-    ) as bar:
-        yield bar.update
-        bar.total = bar.n  # this replaces the estimate
-        bar.refresh()
-
-
-def _length(job: Job, row: Mapping[str, Any]) -> int:
-    try:
-        return sample_from_encoded(job.config.encode(row)).tokens.size
-    except Exception:  # reported where the row is read
-        return 0
-
-
-def _write_index(job: Job, lanes: list[Progress]) -> None:
+def _write_index(jobs: Sequence[Job], lanes: Sequence[Progress]) -> None:
     shards = [shard for progress in lanes for shard in progress.shards if shard.documents]
     bad = sum(progress.bad for progress in lanes)
     bad_shards = {checksum for progress in lanes for checksum in progress.bad_shards}
+    folder, quarantine = jobs[-1].folder, jobs[-1].config.quarantine
     if bad or bad_shards:
-        listed = job.config.quarantine.report() if job.config.quarantine is not None else ""
+        listed = quarantine.report() if quarantine is not None else ""
         log.warning(
             "%s leaves out %d broken record(s) and %d bad shard(s)%s",
-            job.folder.shown, bad, len(bad_shards), listed and f": {listed}",
+            folder.shown, bad, len(bad_shards), listed and f": {listed}",
         )  # fmt: skip
     if not shards:
         raise ValueError("the source has no rows; there is nothing to write")
     index = {
         "format": FORMAT,
         "version": VERSION,
-        "dtype": job.plan["dtype"],
-        "plan": job.recorded,
+        "dtype": jobs[-1].plan["dtype"],
+        "generations": [job.recorded for job in jobs],
         "bad_records": bad,
         "bad_shards": len(bad_shards),
         "shards": [
             {key: value for key, value in asdict(shard).items() if key != "dtype"} for shard in shards
         ],
     }
-    write_file(job.folder, INDEX, json.dumps(index, indent=1).encode())
+    write_file(folder, INDEX, json.dumps(index, indent=1).encode())

@@ -52,7 +52,7 @@ def test_a_bad_shard_is_left_out_and_listed_once(tmp_path: Path, kind: str, harm
         packs = list(dataset)
     assert survivors(packs) == sorted(2 * files.rest(2))
     entries = listed(tmp_path / "bad")
-    assert {entry["shard"] for entry in entries} == {files.paths[2].name}
+    assert {entry["shard"].rpartition("/")[2] for entry in entries} == {files.paths[2].name}
     assert all(reason in entry["reason"] for entry in entries)
     ledger = dataset.ledger()
     assert ledger.as_dict()["bad_shards"] == ledger.bad_shards == len(entries), "once a lane, in two epochs"
@@ -106,7 +106,7 @@ def test_a_file_that_is_gone_in_mid_run(tmp_path: Path, kind: str) -> None:
     assert [content(pack) for pack in packs[:4]] == before[:4]
     assert survivors(packs) == files.rest(3)
     [entry] = listed(tmp_path / "bad")
-    assert (entry["shard"], entry["reason"]) == (files.paths[3].name, GONE)
+    assert (entry["shard"].rpartition("/")[2], entry["reason"]) == (files.paths[3].name, GONE)
     if kind in ("tokens", "mds"):
         assert entry["rows"] == len(files.rows_of[3])
     assert dataset.ledger().bad_shards == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tracemalloc
 import zlib
 from collections.abc import Mapping
@@ -323,3 +324,47 @@ def test_an_abandoned_writer_leaves_no_file(tmp_path: Path) -> None:
         writer.append(np.array([65536]), np.array([True]))
     writer.abandon()
     assert list(tmp_path.iterdir()) == []
+
+
+# Several folders.
+
+
+def numbered(folder: Path, first: int) -> Path:
+    rows = [{"tokens": [i], "labels": [i]} for i in range(first, first + 20)]
+    return make(rows, folder, lanes=2)
+
+
+def test_several_folders_are_one_corpus(tmp_path: Path) -> None:
+    one, two = numbered(tmp_path / "one", 0), numbered(tmp_path / "two", 20)
+    source = TokenShardSource([one, str(two)])
+    for num_lanes in (1, 3):
+        found = [row["tokens"] for row in read_all(source, num_lanes=num_lanes)]
+        assert sorted(found) == [[i] for i in range(40)]
+    assert source.num_rows() == source.tokens == 40
+    assert source.locate((2, 5)) == f"{two}/tokens-00000-00000.bin, document 5"
+    assert source.fetch((2, 5))["tokens"].tolist() == [30]
+    alone, rows = TokenShardSource(one), read_all(source)
+    assert [file.name for file in alone.files] == [file.name for file in source.files[:2]]
+    one.rename(tmp_path / "moved")
+    assert TokenShardSource([tmp_path / "moved", two]).fingerprint() == source.fingerprint()
+    assert alone.fingerprint() != source.fingerprint()
+    remote = TokenShardSource([in_memory(tmp_path / "moved"), in_memory(two)])
+    assert remote.fingerprint() == source.fingerprint()
+    assert read_all(remote) == rows
+
+
+def test_folders_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
+    one, two = numbered(tmp_path / "one", 0), numbered(tmp_path / "two", 20)
+    shutil.copytree(one, tmp_path / "copy")
+    for folders, message in (
+        ([], "no folders given; name at least one"),
+        ([one, one], "one/tokens-00000-00000.bin are the same shard; name each folder once"),
+        (
+            [one, two, tmp_path / "copy"],
+            "copy/tokens-00000-00000.bin are the same shard; name each folder once",
+        ),
+        ([one, in_memory(two)], "lie in several places; make a source of each"),
+        ([one, tmp_path / "nothing"], "there is no .*nothing/index.json"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            TokenShardSource(folders)

@@ -423,7 +423,7 @@ def test_shards_of_another_encoder_are_refused(tmp_path: Path) -> None:
     (tmp_path / "index.json").unlink()
     (tmp_path / "tokens-00002-00000.bin").unlink()
     with pytest.raises(
-        ValueError, match=r"tokens-00000-00000\.bin was made with another encoder: .* makes other tokens of"
+        ValueError, match=r"generation-000\.json\.gz was made with another encoder: .* makes other tokens of"
     ):
         tokenize(source, out=tmp_path, encoder=shifted(9), lanes=3, progress=False)
     tokenize(source, out=tmp_path, encoder=renamed, lanes=3, progress=False)

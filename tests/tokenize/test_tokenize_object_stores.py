@@ -127,7 +127,11 @@ def test_a_part_of_a_file_is_no_shard(memory: Store, tmp_path: Path, monkeypatch
     source, place, calls = corpus(tmp_path / "corpus"), f"{memory.url}/tokens", [0]
     expected = content(run(source, tmp_path / "local"))
 
+    store = RemoteStorage.store
+
     def fails(self: RemoteStorage, local: Path, path: str) -> None:
+        if not path.endswith(".bin"):
+            return store(self, local, path)
         calls[0] += 1
         if calls[0] % 2:
             name = path.removeprefix("versioned://bucket/")
@@ -140,7 +144,10 @@ def test_a_part_of_a_file_is_no_shard(memory: Store, tmp_path: Path, monkeypatch
             with pytest.raises(ConnectionError, match="reset"):
                 into(memory, source, place, shard=(lanes, 5))
     assert calls[0] == 8, "each is tried three times more"
-    assert {len(data) for data in stored(memory, place).values()} == {5000}
+    assert [len(data) for name, data in stored(memory, place).items() if name.endswith(".bin")] == [
+        5000,
+        5000,
+    ]
     assert into(memory, source, place) == expected
 
 
@@ -207,7 +214,7 @@ def test_s3_killed_in_the_middle_with_two_writers_of_every_lane(moto: Store, tmp
         process.start()
         return process
 
-    first = start("first", 0.01)
+    first = start("first", 0.03)
     wait_for(lambda: len(stored(moto, place)) > 2)
     os.kill(first.pid, signal.SIGKILL)
     first.join()

@@ -1,0 +1,260 @@
+"""A corpus that grew: only its new files are tokenized, into further shards, and what is there stays as it is."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from streampack import JSONLSource, MDSSource, ParquetSource, TextEncoder, TokenShardSource, cli
+from streampack.sources import Holdout, Reading
+from streampack.types import Sample
+from tests.support.stores import running
+from tests.tokenize.test_tokenize import PROBED, Killed, Letters, Logged, content, run
+from tests.tokenize.test_tokenize_object_stores import into
+
+
+def write(path: Path, first: int, count: int) -> None:
+    """Write a file of numbered rows."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"text": f"{i} " * (1 + i % 7)}) for i in range(first, first + count)]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def add(folder: Path, number: int) -> JSONLSource:
+    """Add a file of 40 rows to a folder; return the source of all."""
+    write(folder / f"{'bac'[number]}.jsonl", 100 * number, 40)  # the second comes before the first
+    return JSONLSource(str(folder / "*.jsonl"))
+
+
+def rows(*folders: Path | str, **options: Any) -> list[int]:
+    """Return the numbers of the rows of token shards, sorted."""
+    found = TokenShardSource(folders if len(folders) > 1 else folders[0], **options).read(Reading())
+    return sorted(int(bytes(row.data["tokens"][1:-1].tolist()).split()[0]) for row in found)
+
+
+def numbered(*files: int) -> list[int]:
+    return [100 * number + i for number in files for i in range(40)]
+
+
+def small(source: Any, out: Any, **options: Any) -> Any:
+    return run(source, out, **{"lanes": 2, "shard_tokens": 200, **options})
+
+
+@pytest.fixture
+def grown(tmp_path: Path) -> dict[str, bytes]:
+    """The files of a folder that was made of one file, and then of two more, one after the other."""
+    for number in range(3):
+        out = small(add(tmp_path / "expected", number), tmp_path / "grown")
+    return content(out)
+
+
+def test_only_added_files_are_tokenized(tmp_path: Path) -> None:
+    folder, out, log = tmp_path / "corpus", tmp_path / "out", tmp_path / "log"
+    before: dict[str, bytes] = {}
+    for number in range(3):
+        source = add(folder, number)
+        log.write_text("")
+        small(source, out, encoder=Logged(log), lanes=2 + number)
+        assert len(log.read_text().splitlines()) == 40 + (number + 1) * PROBED, (
+            "and the rows that tell the encoder"
+        )
+        now = content(out)
+        assert {name: now[name] for name in before if name != "index.json"}.items() <= before.items()
+        assert [path.read_bytes() for path in sorted(out.glob("tokens-00000-*"))]
+        assert rows(out) == numbered(*range(number + 1))
+        before = now
+        assert content(small(source, out, lanes=2 + number)) == now, "nothing is new"
+    index = json.loads(before["index.json"])
+    assert [plan["lanes"] for plan in index["generations"]] == [2, 3, 4]
+    names = [shard["name"] for shard in index["shards"]]
+    assert names == sorted(names), "in the order of the generations"
+    assert {name.split("-")[1] for name in names} == {f"{lane:05d}" for lane in range(9)}
+
+
+@pytest.mark.parametrize("after", [1, 10, 30, 55, 70, 110])
+def test_files_are_added_while_a_call_is_not_done(
+    tmp_path: Path, after: int, grown: dict[str, bytes]
+) -> None:
+    """It is stopped, perhaps before its first shard; then the next call ends what it began before it adds more."""
+    folder, out, seen = tmp_path / "corpus", tmp_path / "out", [0]
+
+    class Dies(TextEncoder):
+        def __call__(self, row: Mapping[str, Any], /) -> Sample:
+            seen[0] += 1
+            if seen[0] > after + PROBED * number:
+                raise Killed
+            return super().__call__(row)
+
+    number = 1
+    for number in (1, 2):
+        source = add(folder, number - 1)
+        try:
+            small(source, out, encoder=Dies(Letters()))
+        except Killed:
+            small(source, out, shard=(0, 2))  # one of two lanes, so that the generation is begun
+            assert len(list(out.glob("generation-*"))) == number
+            break
+    for number in (1, 2):
+        small(add(folder, number), out)
+    assert content(out) == grown
+
+
+def test_a_generation_without_a_shard_is_made_anew(tmp_path: Path) -> None:
+    """A call failed at its first row; nothing is lost when the next one has other settings and more files."""
+    folder, out = tmp_path / "corpus", tmp_path / "out"
+    write(folder / "b.jsonl", 0, 40)
+    with pytest.raises(ValueError, match="column 'words' is missing"):
+        small(JSONLSource(folder), out, encoder=TextEncoder(Letters(), column="words"))
+    assert [path.name for path in out.glob("[!.]*")] == ["generation-000.json.gz"]
+    source = add(folder, 1)
+    with pytest.raises(ValueError, match="was made with another encoder"):
+        small(source, out, shard=(0, 2))
+    assert rows(small(source, out, lanes=3)) == numbered(0, 1)
+    assert len(json.loads((out / "index.json").read_text())["generations"]) == 1
+
+
+def test_parts_of_the_work_and_a_store(tmp_path: Path, grown: dict[str, bytes]) -> None:
+    folder = tmp_path / "corpus"
+    with running("versioned", tmp_path) as store:
+        place = f"{store.url}/tokens"
+        for number in range(3):
+            source = add(folder, number)
+            for part in (1, 0):
+                small(source, tmp_path / "out", shard=(part, 2))
+                into(store, source, place, lanes=2, shard_tokens=200, shard=(part, 2))
+            small(source, tmp_path / "out", finish=True)
+            found = into(store, source, place, lanes=2, shard_tokens=200, finish=True)
+            assert rows(place, storage_options=store.options) == numbered(*range(number + 1))
+    assert found == content(tmp_path / "out") == grown
+
+
+def test_parts_that_find_different_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Files come while parts are written: what one part saw and the other did not is missing, and is said to be."""
+    folder, out = tmp_path / "corpus", tmp_path / "out"
+    small(add(folder, 0), out, shard=(0, 2))
+    source = add(folder, 1)
+    small(source, out, shard=(1, 2))
+    with pytest.raises(ValueError, match=r"2 lanes|1 of 2 lanes are missing or end early \(2\)"):
+        small(source, out, finish=True)
+    small(source, out, shard=(0, 2))
+    source = add(folder, 2)
+    with caplog.at_level(logging.WARNING):
+        small(source, out, finish=True)
+    assert "1 file(s) that were added are in no shard, such as c.jsonl; tokenize them" in caplog.text
+    assert rows(out) == numbered(0, 1)
+    assert rows(small(source, out)) == numbered(0, 1, 2)
+
+
+def test_several_folders_and_globs(tmp_path: Path) -> None:
+    """The names of files begin elsewhere when other folders are added; a file that has moved with them is the same."""
+    write(tmp_path / "corpus/en/web/a.jsonl", 0, 40)
+    small(JSONLSource(tmp_path / "corpus/en/web"), tmp_path / "out")
+    before = content(tmp_path / "out")
+    write(tmp_path / "corpus/en/books/a.jsonl", 100, 40)
+    write(tmp_path / "corpus/fr/a.jsonl", 200, 40)
+    source = JSONLSource([tmp_path / "corpus/fr", str(tmp_path / "corpus/en/*/*.jsonl")])
+    out = small(source, tmp_path / "out")
+    assert rows(out) == numbered(0, 1, 2)
+    now = content(out)
+    assert all(now[name] == before[name] for name in before if name != "index.json")
+    (tmp_path / "corpus").rename(tmp_path / "moved")
+    assert content(small(JSONLSource(tmp_path / "moved"), out)) == now
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda path: path.unlink(), r"1 removed \(b.jsonl\)"),
+        (lambda path: write(path, 7, 41), r"1 changed \(b.jsonl\)"),
+        (lambda path: path.rename(path.with_name("z.jsonl")), r"1 removed \(b.jsonl\)"),
+    ],
+)
+def test_a_file_that_is_gone_or_has_changed_is_an_error(tmp_path: Path, change: Any, message: str) -> None:
+    out = small(add(tmp_path / "corpus", 0), tmp_path / "out")
+    before = content(out)
+    source = add(tmp_path / "corpus", 1)
+    change(tmp_path / "corpus" / "b.jsonl")
+    source = JSONLSource(tmp_path / "corpus")
+    for options in ({}, {"shard": (0, 2)}, {"finish": True}):
+        with pytest.raises(
+            ValueError, match=f"out holds tokens of files that are not as they were: {message}. Rest"
+        ):
+            small(source, out, **options)
+    assert content(out) == before
+    assert rows(out, small(JSONLSource(tmp_path / "corpus" / "a.jsonl"), tmp_path / "more")) == numbered(0, 1)
+
+
+def test_another_encoder_or_type_for_added_files_is_an_error(tmp_path: Path) -> None:
+    class Other(Letters):
+        def encode(self, text: str, *, add_bos: bool, add_eos: bool) -> list[int]:
+            return super().encode(text.upper() + "!", add_bos=add_bos, add_eos=add_eos)
+
+    out = small(add(tmp_path / "corpus", 0), tmp_path / "out")
+    before, source = content(out), add(tmp_path / "corpus", 1)
+    for options in ({"encoder": TextEncoder(Other())}, {"dtype": "uint32"}):
+        with pytest.raises(
+            ValueError, match=r"generation-000.json.gz was made with (another encoder|dtype='uint16')"
+        ):
+            small(source, out, **options)
+    assert content(out) == before
+    (out / "generation-000.json.gz").write_bytes(b"{}")
+    with pytest.raises(ValueError, match=r"generation-000.json.gz is damaged \(.*\); restore it from a copy"):
+        small(source, out)
+
+
+def test_parquet_and_a_holdout(tmp_path: Path) -> None:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    parts = {part: tmp_path / part for part in ("train", "validation")}
+    for number in range(2):
+        table = pa.table({"text": [f"{i} " for i in numbered(number)], "other": numbered(number)})
+        pq.write_table(table, folder / f"{'ba'[number]}.parquet", row_group_size=10)
+        for part, out in parts.items():
+            small(Holdout(ParquetSource(folder, columns=["text"]), fraction=0.3, part=part), out)
+    train, validation = map(rows, parts.values())
+    assert sorted(train + validation) == numbered(0, 1)
+    assert 10 < len(validation) < 40
+    assert min(len(set(validation) & set(numbered(number))) for number in range(2)) > 3
+    with pytest.raises(ValueError, match="was made with corpus="):
+        small(Holdout(ParquetSource(folder), fraction=0.3, part="train"), tmp_path / "train")
+
+
+def test_sources_that_cannot_be_read_in_part(tmp_path: Path) -> None:
+    tokens = small(add(tmp_path / "corpus", 0), tmp_path / "tokens")
+    settings: dict[str, Any] = {"encoder": lambda row: row, "dtype": "uint16"}
+    small(TokenShardSource(tokens), tmp_path / "again", **settings)
+    small(add(tmp_path / "corpus", 1), tokens)
+    with pytest.raises(
+        ValueError, match="files were added, and TokenShardSource cannot be read without the others"
+    ):
+        small(TokenShardSource(tokens), tmp_path / "again", **settings)
+    assert MDSSource.of_files is TokenShardSource.of_files
+
+
+CONFIG = """
+data:
+  source: {{_component_: streampack.JSONLSource, paths: ["{folder}/en", "{folder}/fr/*.jsonl"]}}
+  encoder: {{_component_: streampack.TokensEncoder, labels: null}}
+  max_seq_len: 512
+"""
+
+
+def test_the_command(tmp_path: Path) -> None:
+    config = tmp_path / "data.yaml"
+    config.write_text(CONFIG.format(folder=tmp_path))
+    words = ["tokenize", "--config", str(config), "--out", str(tmp_path / "out")]
+    for number, name in enumerate(("en/a", "fr/a", "fr/b")):
+        path = tmp_path / f"{name}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f'{{"tokens": [{number}]}}\n')
+        if number:
+            assert cli.main(words) == 0
+    tokens = [row.data["tokens"].tolist() for row in TokenShardSource(tmp_path / "out").read(Reading())]
+    assert tokens == [[0], [1], [2]]
