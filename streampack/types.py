@@ -76,6 +76,8 @@ class Sample(NamedTuple):
 class Fragment(NamedTuple):
     """Where one sequence of a pack came from: tokens ``[start, stop)`` of the sample that row ``row_id`` became.
 
+    ``padding`` counts the tokens of padding that lie behind them in the sequence, which ``pad_seqs_to`` asked for.
+
     ``trained`` is set only if the sample was split into several fragments: it counts the trained tokens in all of them
     together. `label_weights`, which can give every sample the same weight in the loss, divides by that number, and
     cannot find it from a batch, because the other fragments are in other packs.
@@ -85,6 +87,12 @@ class Fragment(NamedTuple):
     start: int
     stop: int
     trained: int | None = None
+    padding: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens of the sequence in its pack, its padding included: its entry of ``seq_lens``."""
+        return self.stop - self.start + self.padding
 
 
 @dataclass(slots=True)
@@ -110,7 +118,8 @@ class Pack:
 
     tokens: IntArray  # [max_seq_len]
     labels: IntArray  # [max_seq_len], IGNORE_INDEX at the first token of every sequence and in the padding
-    seq_lens: tuple[int, ...]  # lengths of the real sequences; their sum is at most max_seq_len
+    # Lengths of the sequences, the padding at their ends (`pad_seqs_to`) included; their sum is at most max_seq_len.
+    seq_lens: tuple[int, ...]
     fragments: tuple[Fragment, ...]  # one per real sequence, in the same order
     epoch: int  # 0 for every pack of a stream without end, in which epochs run into one another
     number: int  # how many packs its lane made before it in this epoch

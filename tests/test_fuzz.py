@@ -160,6 +160,33 @@ def padding_trained(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @bug
+def padding_not_charged(monkeypatch: pytest.MonkeyPatch) -> None:
+    good = Planner.add
+
+    def add(self: Any, piece: Any) -> None:
+        good(self, piece)
+        self.lengths[-1] = piece.length
+
+    monkeypatch.setattr(Planner, "add", add)
+
+
+@bug
+def sequences_not_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    good = lane.assemble
+    monkeypatch.setattr(lane, "assemble", lambda parts, pad_seqs_to, **sizes: good(parts, **sizes))
+
+
+@bug
+def padding_counted_as_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    good = lane.Fragment
+    monkeypatch.setattr(
+        lane,
+        "Fragment",
+        lambda row_id, start, stop, told, padding=0: good(row_id, start, stop + padding, told),
+    )
+
+
+@bug
 def positions_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def change(made: Any, *_: Any) -> Any:
         return np.tile(np.arange(made.shape[1]), (len(made), 1))
@@ -192,7 +219,7 @@ def wrong_provenance(monkeypatch: pytest.MonkeyPatch) -> None:
 def fragment_without_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
     good = lane.Fragment
     monkeypatch.setattr(
-        lane, "Fragment", lambda row_id, start, stop, trained: good(row_id, 0, stop - start, trained)
+        lane, "Fragment", lambda row_id, start, stop, *rest: good(row_id, 0, stop - start, *rest)
     )
 
 
@@ -224,8 +251,8 @@ def one_piece_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
         good(self, state)
         planner: Planner[Any] = self.planner
         if len(planner.waiting) > 1:
-            planner.waiting.pop()
-            self.ledger.tokens_in -= planner.lengths.pop()
+            planner.lengths.pop()
+            self.ledger.tokens_in -= planner.waiting.pop().length
 
     monkeypatch.setattr(lane.Lane, "_restore", restore)
 

@@ -129,8 +129,8 @@ def pack_alone(pack: Batch, tokens: torch.Tensor) -> Batch:
 
 
 def sample_slices(pack: Batch) -> list[slice]:
-    """Return the slice of tokens that each sample has in a batch of one pack."""
-    ends = accumulate((fragment.stop - fragment.start for fragment in pack.fragments[0]), initial=0)
+    """Return the slice of tokens that each sample has in a batch of one pack, its padding included."""
+    ends = accumulate((fragment.length for fragment in pack.fragments[0]), initial=0)
     return [slice(start, stop) for start, stop in pairwise(ends)]
 
 

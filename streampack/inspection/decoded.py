@@ -26,18 +26,19 @@ def decoded_pack(pack: Pack, config: LaneConfig) -> Iterator[Text]:
     from rich.text import Text
 
     source, start = config.source, 0
-    for number, (fragment, length) in enumerate(zip(pack.fragments, pack.seq_lens, strict=True), start=1):
+    for number, fragment in enumerate(pack.fragments, start=1):
+        length = fragment.stop - fragment.start
         tokens, labels = (each[start : start + length].tolist() for each in (pack.tokens, pack.labels))
         trained = [label != IGNORE_INDEX for label in labels]
         of = f"{source.names[source.source_index(fragment.row_id)]}, " if source.names else ""
         part = f", from token {fragment.start:,} on" if fragment.start else ""
         yield Text(
             f"── sequence {number}: {of}{source.locate(fragment.row_id)}{part}; {length:,} tokens, "
-            f"{sum(trained):,} trained",
+            f"{sum(trained):,} trained" + (f", {fragment.padding:,} of padding" if fragment.padding else ""),
             style="cyan",
         )
         yield decoded(tokens, trained, decoder_of(config.encoder(fragment.row_id)))
-        start += length
+        start += fragment.length
     if padding := pack.tokens.size - start:
         yield Text(f"── padding: {padding:,} tokens", style=PADDING)
 

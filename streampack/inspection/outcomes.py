@@ -77,4 +77,5 @@ def _outcome(
         speedup=padding.tokens / each.tokens,
         flops_speedup=flops,
         last_packs=each.last,
+        sequence_ends=each.ends,
     )

@@ -53,10 +53,9 @@ def packs_figure(packs: Sequence[PackView], *, names: Sequence[str] | None = Non
 def _pack(pack: PackView, title: str, name: str) -> str:
     drawn = pack.sequences[:MOST_BLOCKS]
     blocks = [_block(sequence, at, f"{name}-{at}") for at, sequence in enumerate(drawn)]
-    if rest := sum(sequence.length for sequence in pack.sequences[MOST_BLOCKS:]):
+    if rest := sum(sequence.stop - sequence.start for sequence in pack.sequences[MOST_BLOCKS:]):
         blocks.append(f'<i class="s6" style="flex:{rest} 0 0"></i>')
-    if pack.padding:
-        blocks.append(f'<i class="hatched" style="flex:{pack.padding} 0 0"></i>')
+    blocks.append(_hatched(pack.padding))
     about = f"{title}: {len(pack.sequences)} sequences, {pack.padding} tokens of padding"
     return f'<div class="name">{title}</div><div class="pack" role="group" aria-label="{about}">{"".join(blocks)}</div>'
 
@@ -70,10 +69,16 @@ def _block(sequence: SequenceView, number: int, name: str) -> str:
     about = (
         f"sequence {number}, {sequence.length} tokens, {sequence.trained} trained: {escape(sequence.place)}"
     )
-    return (
+    button = (
         f'<button type="button" aria-pressed="false" tabindex="{-1 if number else 0}" data-detail="{name}" '
         f'style="flex:{sequence.length} 0 0" aria-label="{about}">{runs}</button>'
     )
+    return button + _hatched(sequence.padding)
+
+
+def _hatched(tokens: int) -> str:
+    """Return so many tokens of padding, drawn; nothing for none."""
+    return f'<i class="hatched" style="flex:{tokens} 0 0"></i>' if tokens else ""
 
 
 def _template(sequence: SequenceView, name: str, *, with_text: bool) -> str:
@@ -112,7 +117,7 @@ def mask_figure(pack: PackView) -> Markup:
     scale = size / pack.max_seq_len
     shapes = []
     for number, sequence in enumerate(pack.sequences):
-        start, stop = sequence.start * scale, (sequence.start + sequence.length) * scale
+        start, stop = sequence.start * scale, sequence.stop * scale
         shapes.append(
             f'<path class="s{number % COLOURS}" d="M{start:.2f} {start:.2f}V{stop:.2f}H{stop:.2f}Z"/>'
         )
@@ -144,7 +149,7 @@ def boundaries(pack: PackView) -> Markup:
     """Return a table of a pack's ``cu_seqlens`` and positions."""
     rows: list[list[object]] = []
     for number, sequence in enumerate(pack.sequences[:MOST_ROWS]):
-        bounds = f"{sequence.start:,} - {sequence.start + sequence.length:,}"
+        bounds = f"{sequence.start:,} - {sequence.stop:,}"
         first, last = pack.positions[number]
         rows.append([sequence.place, bounds, f"{first:,} - {last:,}", f"{sequence.trained:,}"])
     if (more := len(pack.sequences) - MOST_ROWS) > 0:

@@ -19,7 +19,7 @@ from streampack.inspection.page import (
 )
 from streampack.inspection.page_packs import boundaries, mask_figure, packs_figure
 from streampack.inspection.report import Report
-from streampack.inspection.terminal import percent
+from streampack.inspection.terminal import percent, sequence_ends
 
 
 def report_page(report: Report) -> str:
@@ -63,7 +63,9 @@ def _facts(report: Report) -> Markup:
     padding = next(outcome for outcome in report.outcomes if outcome.name == "padding")
     found = [
         Fact(
-            "padding", percent(chosen.padding, chosen.error), f"{percent(padding.padding)} in padded batches"
+            "padding",
+            percent(chosen.padding, chosen.error),
+            f"{percent(padding.padding)} in padded batches{sequence_ends(report)}",
         ),
         Fact(
             "optimizer steps an epoch", f"{chosen.steps:,.0f}", f"{chosen.samples_per_step:,.1f} samples each"

@@ -50,9 +50,8 @@ def view(pack: Pack, config: LaneConfig) -> PackView:
     """Describe a pack: what `IterablePackedDataset.trace` tells of each of its sequences, and what is trained."""
     sequences, source = [], config.source
     starts = [0, *accumulate(pack.seq_lens)]
-    for number, (fragment, start, length) in enumerate(
-        zip(pack.fragments, starts, pack.seq_lens, strict=False)
-    ):
+    for number, (fragment, start) in enumerate(zip(pack.fragments, starts, strict=False)):
+        length = fragment.stop - fragment.start
         trained = (pack.labels[start : start + length] != IGNORE_INDEX).tolist()
         parent = ROOT if pack.groups is None else pack.groups.parents[number]
         if pack.groups is not None and parent != ROOT:
@@ -69,6 +68,7 @@ def view(pack: Pack, config: LaneConfig) -> PackView:
                 trained=sum(trained),
                 runs=_runs(tokens, trained, start, decode, continues=parent != ROOT),
                 parent=parent,
+                padding=fragment.padding,
             )
         )
     size = pack.tokens.size

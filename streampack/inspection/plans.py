@@ -38,6 +38,7 @@ class Plan:
     pairs: Ints  # [rows] cost of the attention
     lanes: tuple[int, ...]  # rows of each lane
     last: int  # padding in the last row of each lane
+    ends: int = 0  # padding at the ends of sequences
     steps: float | None = None  # of an epoch, if the method says so
 
 
@@ -55,17 +56,19 @@ def plan_lanes(lanes: Iterable[Sequence[int]], packing: Packing, cost: Attention
     >>> plan.held.tolist(), plan.lanes, plan.last
     ([8, 8, 2], (3,), 6)
     """
-    held, pairs, counts, last = array("q"), array("q"), [], 0
+    held, pairs, counts, last, ends = array("q"), array("q"), [], 0, 0
     for lane in lanes:
         before = len(held)
         for pack in plan_samples(enumerate(lane), packing):
             lengths = [stop - start for _, start, stop in pack]
+            padded = [packing.padded(length) for length in lengths]
             held.append(sum(lengths))
-            pairs.append(cost.of(lengths))
+            pairs.append(cost.of(padded))
+            ends += sum(padded) - held[-1]
         counts.append(len(held) - before)
-        last += packing.max_seq_len - held[-1] if counts[-1] else 0
+        last += packing.max_seq_len - sum(padded) if counts[-1] else 0
     widths = np.full(len(held), packing.max_seq_len, np.int64)
-    return Plan(widths, np.array(held, np.int64), np.array(pairs, np.int64), tuple(counts), last)
+    return Plan(widths, np.array(held, np.int64), np.array(pairs, np.int64), tuple(counts), last, ends)
 
 
 def plan_padding(
@@ -94,7 +97,7 @@ def plan_padding(
     for width in np.flatnonzero(counts).tolist():
         by_width[width] = cost.of([width])
     pairs = by_width[widths]
-    return Plan(widths, lengths, pairs, (len(lengths),), 0, -(-len(lengths) // rows_per_step))
+    return Plan(widths, lengths, pairs, (len(lengths),), 0, steps=-(-len(lengths) // rows_per_step))
 
 
 def plan_method(
@@ -131,7 +134,7 @@ def plan_method(
             pairs.append(cost.of(alone if chosen.packed or len(row) > 1 else [longest]))
     steps = len(batches) / ranks / max(1, batching.packs_per_step // (batch * ranks))
     of_rows = np.array([widths, held, pairs], np.int64)
-    return Plan(of_rows[0], of_rows[1], of_rows[2], (len(held),), 0, steps)
+    return Plan(of_rows[0], of_rows[1], of_rows[2], (len(held),), 0, steps=steps)
 
 
 def _pieces(lanes: Iterable[Sequence[int]], packing: Packing) -> Ints:
@@ -199,6 +202,7 @@ class Totals:
     padding: float  # fraction
     error: float  # standard error of the padding
     last: float  # fraction of the tokens that is padding of last packs
+    ends: float  # fraction of the tokens that is padding at the ends of sequences
     pairs: float
     steps: float
 
@@ -218,19 +222,19 @@ def totals(
     """
     rows, width, held = len(plan.held), int(plan.widths.sum()), int(plan.held.sum())
     if not rows:
-        return Totals(0, 0, 0, 0, 0, 0, 0)
-    pairs, last = float(plan.pairs.sum()), plan.last / width
+        return Totals(0, 0, 0, 0, 0, 0, 0, 0)
+    pairs, last, ends = float(plan.pairs.sum()), plan.last / width, plan.ends / width
     if epoch.exact:
         steps = steps_of(plan.lanes, batching) if plan.steps is None else plan.steps
-        return Totals(rows, width, 1 - held / width, 0.0, last, pairs, steps)
+        return Totals(rows, width, 1 - held / width, 0.0, last, ends, pairs, steps)
     scale = epoch.tokens / held
     tokens, planned = scale * width, scale * rows
     if not whole_lanes:
         # The plan is a stretch of a lane. Its own last pack is left out, and each lane has one that is half empty.
         mean = width / rows
-        ends = epoch.num_lanes * mean / 2
-        tokens = scale * (width - plan.last) + ends
-        planned, last = tokens / mean, ends / tokens
+        last_tokens = epoch.num_lanes * mean / 2
+        tokens = scale * (width - plan.last) + last_tokens
+        planned, last, ends = tokens / mean, last_tokens / tokens, scale * plan.ends / tokens
     if groups is None:
         starts = np.linspace(0, rows, min(BLOCKS, rows) + 1).astype(np.int64).tolist()
         error = _error(plan, [slice(*bounds) for bounds in pairwise(starts)])
@@ -240,7 +244,9 @@ def totals(
         error = _error(groups, [slice(start, stop - 1) for start, stop in pairwise(ends_of_groups)])
         error = math.hypot(error, math.sqrt(epoch.num_lanes / 12) / planned)
     steps = planned / batching.packs_per_step if plan.steps is None else plan.steps * scale
-    return Totals(planned, tokens, 1 - epoch.tokens / tokens, error, last, pairs * scale, max(1.0, steps))
+    return Totals(
+        planned, tokens, 1 - epoch.tokens / tokens, error, last, ends, pairs * scale, max(1.0, steps)
+    )
 
 
 def _error(plan: Plan, blocks: Sequence[slice]) -> float:

@@ -29,6 +29,7 @@ class Settings:
     packs_per_step: int
     balance_window: int
     padded_batch: int  # samples in a batch of the padding that packing is compared with
+    pad_seqs_to: int  # tokens of which the length of a sequence in a pack is a multiple
     model: str | None
     parameters: int | None
 
@@ -107,6 +108,8 @@ class Outcome:
     flops_speedup: float | None  # the same in operations of the model; None without a model
     # Part of the padding that lies in part-empty last packs, of which each lane has one.
     last_packs: float
+    # Part of the padding that lies at the ends of sequences (`pad_seqs_to`).
+    sequence_ends: float
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,12 @@ class Sequence:
     trained: int
     runs: list[Run]
     parent: int = ROOT  # the sequence of the pack that it continues, in a group
+    padding: int = 0  # tokens of padding at its end, behind ``length``
+
+    @property
+    def stop(self) -> int:
+        """Where the sequence ends in the pack, its padding included."""
+        return self.start + self.length + self.padding
 
 
 @dataclass(frozen=True)

@@ -126,6 +126,7 @@ def _settings(dataset: IterablePackedDataset, shape: RunShape, lanes: int, windo
         packs_per_step=batching.packs_per_step,
         balance_window=window,
         padded_batch=shape.padded_batch,
+        pad_seqs_to=config.packing.pad_seqs_to,
         model=None if model is None else model.name,
         parameters=None if model is None else model.parameters,
     )

@@ -107,8 +107,17 @@ def _summary(report: Report) -> RenderableType:
     return Text(
         f"{coverage}: {lengths.samples:,} samples, {lengths.tokens:,} tokens, {trained:.1%} of them trained\n"
         f"packs of {settings.max_seq_len:,} tokens by {settings.filled_by}{model}\n"
-        f"padding {percent(chosen.padding, chosen.error)}, {chosen.steps:,.0f} steps an epoch, "
+        f"padding {percent(chosen.padding, chosen.error)}{sequence_ends(report)}, {chosen.steps:,.0f} steps an epoch, "
         f"{chosen.speedup:.2f} times fewer tokens than with padding"
+    )
+
+
+def sequence_ends(report: Report) -> str:
+    """Return how much of the padding ``pad_seqs_to`` costs, to stand behind it; empty without that setting."""
+    if report.settings.pad_seqs_to == 1:
+        return ""
+    return (
+        f", of which pad_seqs_to={report.settings.pad_seqs_to} costs {percent(report.chosen.sequence_ends)}"
     )
 
 
@@ -234,10 +243,9 @@ def _boundaries(report: Report) -> RenderableType:
     pack = report.packs[0]
     table = _table("sequence of pack 0", "cu_seqlens", "positions", "trained")
     for number, sequence in enumerate(pack.sequences[:SHOWN_SEQUENCES]):
-        stop = sequence.start + sequence.length
         table.add_row(
             _plain(sequence.place),
-            f"{sequence.start:,} - {stop:,}",
+            f"{sequence.start:,} - {sequence.stop:,}",
             "{:,} - {:,}".format(*pack.positions[number]),
             f"{sequence.trained:,}",
         )

@@ -40,7 +40,7 @@ def label_weights(batch: Batch, *, loss_norm: str) -> torch.Tensor:
     if loss_norm == "token":
         return weights
     for row, fragments in zip(weights, batch.fragments, strict=True):
-        lengths = [fragment.stop - fragment.start for fragment in fragments]
+        lengths = [fragment.length for fragment in fragments]
         spans = torch.split(row, [*lengths, len(row) - sum(lengths)])
         for span, fragment in zip(spans, fragments, strict=False):
             trained = float(span.sum()) if fragment.trained is None else fragment.trained

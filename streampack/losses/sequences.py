@@ -92,7 +92,8 @@ def last_values(values: torch.Tensor, batch: Batch) -> torch.Tensor:
         values: ``[batch, max_seq_len]``.
         batch: on the device of the values.
     """
-    ends = batch.seq_lens.long().cumsum(1) - 1
+    starts = batch.seq_lens.long().cumsum(1) - batch.seq_lens
+    ends = starts + batch.unpadded_lens - 1
     real = torch.zeros(ends.shape, dtype=torch.bool)
     for row, fragments in zip(real, batch.fragments, strict=True):
         row[: len(fragments)] = True
@@ -142,7 +143,7 @@ def _branches(batch: Batch) -> _Branches | None:
         return None
     places, predictors = [], []
     for pack, (parents, fragments) in enumerate(zip(batch.groups.parents, batch.fragments, strict=True)):
-        ends = list(accumulate((each.stop - each.start for each in fragments), initial=0))
+        ends = list(accumulate((each.length for each in fragments), initial=0))
         for sequence, parent in enumerate(parents):
             if parent != ROOT:
                 places.append((pack, sequence, ends[sequence]))

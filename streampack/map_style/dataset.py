@@ -69,6 +69,9 @@ class PackedDataset(Dataset[dict[str, Any]]):
         truncate_side: the side that ``"truncate"`` cuts off.
         max_seqs_per_pack: at most this many sequences in a pack; the rest is padding. It makes `cu_seqlens` as long for
             every batch, for static shapes. Leave room, or short samples will not fill a pack.
+        pad_seqs_to: pad every sequence to a multiple of this many tokens, inside the sequence: 2 x n for context
+            parallelism over n ranks.
+        pad_pack_to: a number of which ``max_seq_len`` must be a multiple, for tensor parallelism and FP8.
         truncate_eos: a token id that replaces the last token of a sample cut on the right.
         empty: ``"error"`` or ``"drop"``, for samples without a token.
         untrained: what to do with a sample without a trained token: ``"keep"``, ``"drop"`` or ``"error"``.
@@ -95,6 +98,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
         overlong: str | None = None,
         truncate_side: str = "right",
         max_seqs_per_pack: int | None = None,
+        pad_seqs_to: int = 1,
+        pad_pack_to: int = 1,
         truncate_eos: int | None = None,
         empty: str = "error",
         untrained: str | None = None,
@@ -112,7 +117,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
             require(untrained, "untrained", UNTRAINED)
         if parity is not None:
             require(parity, "parity", ("torchtune",))
-            settings = strategy, buffer_size, overlong, truncate_side, max_seqs_per_pack
+            settings = strategy, buffer_size, overlong, truncate_side, max_seqs_per_pack, pad_seqs_to
             require_defaults((*settings, truncate_eos, empty, untrained))
         if vocab_size is not None:
             vocab_size = require_positive(vocab_size, "vocab_size")
@@ -126,7 +131,15 @@ class PackedDataset(Dataset[dict[str, Any]]):
         if len(ds) == 0 and not parity:
             raise ValueError(f"the dataset ({type(ds).__name__}) is empty; it must have at least one sample")
         self.packing = Packing(
-            max_seq_len, strategy, buffer_size, split_across_pack, overlong, truncate_side, max_seqs_per_pack
+            max_seq_len,
+            strategy,
+            buffer_size,
+            split_across_pack,
+            overlong,
+            truncate_side,
+            max_seqs_per_pack,
+            pad_seqs_to,
+            pad_pack_to,
         )
         if not parity:
             guard_datasets(ds)
@@ -242,13 +255,13 @@ class PackedDataset(Dataset[dict[str, Any]]):
             starts = [start for _, start, _ in spans]
             tokens, labels, input_pos = parity_assemble(sequences, starts, **sizes)
         else:
-            tokens, labels = assemble(sequences, **sizes)
+            tokens, labels = assemble(sequences, **sizes, pad_seqs_to=self.packing.pad_seqs_to)
         trained = partial(trained_if_split, packing=self.packing, isolated=not self.parity)
+        seq_lens = tuple(self.packing.padded(stop - start) for _, start, stop in spans)
         fragments = tuple(
-            Fragment((sample,), start, stop, trained(samples[sample], start, stop))
-            for sample, start, stop in spans
+            Fragment((sample,), start, stop, trained(samples[sample], start, stop), length - (stop - start))
+            for (sample, start, stop), length in zip(spans, seq_lens, strict=True)
         )
-        seq_lens = tuple(stop - start for _, start, stop in spans)
         pack = Pack(tokens, labels, seq_lens, fragments, epoch=0, number=number, lane=0)
         return to_torchtune(pack, input_pos)
 

@@ -11,7 +11,7 @@ from streampack.types import IGNORE_INDEX
 from streampack.validation import require_positive
 
 
-def flatten_batch(batch: Batch, *, pad_to_multiple_of: int = 1, padding_idx: int = 0) -> Batch:
+def flatten_batch(batch: Batch, *, pad_pack_to: int = 1, padding_idx: int = 0) -> Batch:
     """Flatten a batch to one padding-free row. Call it before `Batch.to`.
 
     Together with ``strategy="next_fit"`` and ``max_seqs_per_pack=n``, whose packs hold n samples in the order of
@@ -31,22 +31,22 @@ def flatten_batch(batch: Batch, *, pad_to_multiple_of: int = 1, padding_idx: int
 
     Args:
         batch: any batch on the CPU.
-        pad_to_multiple_of: pad the row to a multiple of this many tokens, for tensor cores.
+        pad_pack_to: pad the row to a multiple of this many tokens, for tensor parallelism and FP8.
         padding_idx: the token of that padding.
 
     Raises:
         ValueError: for a batch with groups.
     """
-    require_positive(pad_to_multiple_of, "pad_to_multiple_of")
+    require_positive(pad_pack_to, "pad_pack_to")
     if batch.groups is not None:
         raise ValueError(
             "the batch has groups, and flatten_batch would part answers from their prompts; train its packs as they "
             "are, which have little padding"
         )
-    real = [sum(fragment.stop - fragment.start for fragment in row) for row in batch.fragments]
+    real = [sum(fragment.length for fragment in row) for row in batch.fragments]
     total = sum(real)
     # A batch of padding alone becomes one token of padding, because models need at least one.
-    size = max(total + -total % pad_to_multiple_of, pad_to_multiple_of)
+    size = max(total + -total % pad_pack_to, pad_pack_to)
     seq_lens = [
         length
         for lengths, used in zip(batch.seq_lens, real, strict=True)
@@ -79,7 +79,15 @@ def join_documents(batch: Batch) -> Batch:
     >>> batch = join_documents(collate_packed(list(IterablePackedDataset(rows, max_seq_len=7))))
     >>> batch.seq_lens.tolist(), batch.input_pos.tolist(), batch.labels.tolist()
     ([[6, 1]], [[0, 1, 2, 3, 4, 5, 0]], [[-100, 7, 7, -100, 8, 8, -100]])
+
+    Raises:
+        ValueError: for a batch of sequences that are padded (``pad_seqs_to``): samples after it would attend to it.
     """
+    if any(fragment.padding for row in batch.fragments for fragment in row):
+        raise ValueError(
+            "the sequences of the batch are padded to a multiple, and without document masking the samples after "
+            "them would attend to that padding; leave pad_seqs_to out, or keep document_masking"
+        )
     size = batch.tokens.shape[1]
     real = torch.tensor([[sum(f.stop - f.start for f in row)] for row in batch.fragments])  # [batch, 1]
     places = torch.arange(size).expand(batch.tokens.shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ def method_loader(
     packs_per_step: int | None = None,
     overlong: str | None = None,
     padding_idx: int = 0,
-    pad_to_multiple_of: int = 1,
+    pad_pack_to: int = 1,
     vocab_size: int | None = None,
     seed: int = 0,
     num_workers: int = 0,
@@ -69,7 +69,8 @@ def method_loader(
         packs_per_step: see `plan_batches`.
         overlong: what to do with a sample longer than ``max_seq_len``.
         padding_idx: the token that fills a row's end.
-        pad_to_multiple_of: rows that are not of ``max_seq_len`` are padded to a multiple of this.
+        pad_pack_to: a number of which the length of every row is a multiple. ``max_seq_len`` must be one, and other
+            rows are padded to one.
         vocab_size: if given, token ids must be below it.
         seed: seed of the random order, with the epoch.
         num_workers: processes that read samples and make batches.
@@ -101,10 +102,9 @@ def method_loader(
     rows = Rows(
         ds,
         METHODS[method],
-        METHODS[method].packing(max_seq_len=max_seq_len, overlong=overlong),
+        replace(METHODS[method].packing(max_seq_len=max_seq_len, overlong=overlong), pad_pack_to=pad_pack_to),
         lengths,
         padding_idx=require_token_id(padding_idx, "padding_idx", vocab_size=vocab_size),
-        pad_to_multiple_of=require_positive(pad_to_multiple_of, "pad_to_multiple_of"),
         vocab_size=vocab_size,
     )
     num_replicas, rank = resolve_rank(num_replicas, rank)
@@ -147,7 +147,6 @@ class Rows(Dataset[Batch]):
     packing: Packing
     lengths: Sequence[int]
     padding_idx: int
-    pad_to_multiple_of: int
     vocab_size: int | None
 
     def width(self, batch: list[Row]) -> int:
@@ -155,7 +154,7 @@ class Rows(Dataset[Batch]):
         if self.method.packed:
             return self.packing.max_seq_len
         longest = max(1, *(sum(stop - start for _, start, stop in row) for row in batch))
-        return longest + -longest % self.pad_to_multiple_of
+        return longest + -longest % self.packing.pad_pack_to
 
     def __getitem__(self, batch: list[Row]) -> Batch:
         width = self.width(batch)

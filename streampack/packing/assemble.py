@@ -13,7 +13,7 @@ from streampack.types import IGNORE_INDEX, INT32, INT64, IntArray, Sample
 
 
 def assemble(
-    sequences: Sequence[Sample], *, max_seq_len: int, padding_idx: int = 0
+    sequences: Sequence[Sample], *, max_seq_len: int, padding_idx: int = 0, pad_seqs_to: int = 1
 ) -> tuple[IntArray, IntArray]:
     """Lay sequences end to end and pad: ``(tokens, labels)``, each ``[max_seq_len]``, fresh memory.
 
@@ -22,25 +22,40 @@ def assemble(
     The first label of every sequence becomes ``IGNORE_INDEX``: recipes shift labels by one, so that it would be
     predicted from the previous sequence's last token. Without sequences the result is padding only, and trains nothing.
 
+    Each sequence is padded to a multiple of ``pad_seqs_to`` tokens. That padding is the end of its sequence: causal
+    attention keeps the tokens before it from seeing it, and nothing trains it.
+
     >>> a, b = Sample(np.array([7, 8, 9]), np.array([7, 8, 9])), Sample(np.array([4, 5]), np.array([-100, 5]))
     >>> for row in assemble([a, b], max_seq_len=6):
     ...     print(row.tolist())
     [7, 8, 9, 4, 5, 0]
     [-100, 8, 9, -100, 5, -100]
+    >>> assemble([a, b], max_seq_len=8, pad_seqs_to=4)[0].tolist()
+    [7, 8, 9, 0, 4, 5, 0, 0]
     """
+    if pad_seqs_to > 1:
+        with_padding = ((each, _padding(-each.tokens.size % pad_seqs_to, padding_idx)) for each in sequences)
+        sequences = [part for pair in with_padding for part in pair if part.tokens.size]
     tokens, labels = map(list, zip(*sequences, strict=True)) if sequences else ([], [])
     starts = list(accumulate(map(len, tokens), initial=0))
     padding = max_seq_len - starts.pop()
     assert padding >= 0, f"{max_seq_len - padding} tokens planned into a pack of {max_seq_len}"
     if padding:
-        tokens.append(np.full(padding, padding_idx, INT32 if padding_idx < 2**31 else INT64))
-        labels.append(np.full(padding, IGNORE_INDEX, INT32))
+        filler = _padding(padding, padding_idx)
+        tokens.append(filler.tokens)
+        labels.append(filler.labels)
     row = np.concatenate(tokens)
     # If every sample's labels are its tokens, copying the row takes a quarter of the time of concatenating again.
     targets = row.copy() if all(map(operator.is_, tokens, labels)) else np.concatenate(labels)
     for start in starts:  # numpy takes longer to convert the list to an index
         targets[start] = IGNORE_INDEX
     return row, targets
+
+
+def _padding(length: int, padding_idx: int) -> Sample:
+    """Return so many tokens of padding, whose labels no loss counts."""
+    ids = np.full(length, padding_idx, INT32 if padding_idx < 2**31 else INT64)
+    return Sample(ids, np.full(length, IGNORE_INDEX, INT32))
 
 
 def positions(

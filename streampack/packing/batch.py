@@ -77,7 +77,8 @@ class Batch:
     tokens: torch.Tensor  # [batch, max_seq_len] int64
     labels: torch.Tensor  # [batch, max_seq_len] int64, unshifted
     input_pos: torch.Tensor  # [batch, max_seq_len] int64
-    # [batch, most segments] int32: lengths of sequences, that of the padding, then zeros.
+    # [batch, most segments] int32: lengths of sequences, the padding at their ends (`pad_seqs_to`) included, that of
+    # the padding at the pack's end, then zeros.
     seq_lens: torch.Tensor
     fragments: tuple[tuple[Fragment, ...], ...]  # for each pack, where each of its sequences came from
     groups: BatchGroups | None = None  # None: the packs hold plain samples only
@@ -96,6 +97,20 @@ class Batch:
         )
         groups = None if self.groups is None else self.groups.map(change)
         return Batch(tokens, labels, input_pos, seq_lens, self.fragments, groups)
+
+    @property
+    def unpadded_lens(self) -> torch.Tensor:
+        """``seq_lens`` without the padding that ``pad_seqs_to`` puts at the ends of sequences.
+
+        The padding at a pack's end has its whole length here, too: it is a sequence of its own, which kernels must
+        compute, or what they leave there could become a NaN.
+        """
+        padding = [[fragment.padding for fragment in pack] for pack in self.fragments]
+        if not any(map(any, padding)):
+            return self.seq_lens
+        return self.seq_lens - _stack_rows(padding, self.seq_lens.shape[1]).to(
+            self.seq_lens.device, non_blocking=True
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -196,7 +211,7 @@ def unstack_packs(batch: Batch) -> list[Pack]:
             Pack(
                 tokens=batch.tokens[number].numpy().copy(),
                 labels=batch.labels[number].numpy().copy(),
-                seq_lens=tuple(fragment.stop - fragment.start for fragment in fragments),
+                seq_lens=tuple(fragment.length for fragment in fragments),
                 fragments=fragments,
                 epoch=-1,
                 number=-1,
@@ -276,5 +291,10 @@ def _stack_seq_lens(rows: Sequence[Sequence[int]], width: int | None) -> torch.T
         raise ValueError(
             f"a pack has {most} segments, padding included, and segments={width}; give max_seqs_per_pack + 1"
         )
+    return _stack_rows(rows, width)
+
+
+def _stack_rows(rows: Sequence[Sequence[int]], width: int) -> torch.Tensor:
+    """Stack numbers as ``[len(rows), width]`` int32, with zeros at the ends of rows."""
     padded = [[*row, *[0] * (width - len(row))] for row in rows]
     return torch.from_numpy(np.array(padded, np.int32))  # torch.tensor takes twice as long

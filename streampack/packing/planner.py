@@ -60,7 +60,7 @@ class Planner(Generic[PieceT]):
     def __init__(self, packing: Packing, pull: Callable[[], PieceT | None]) -> None:
         self.packing = packing
         self.pull = pull
-        # The waiting pieces in the order in which they were pulled, and the length of each in tokens.
+        # The waiting pieces in the order in which they were pulled, and the tokens that each takes in a pack.
         self.waiting: list[PieceT] = []
         self.lengths: list[int] = []
         # With split_across_pack, so many tokens of the oldest waiting piece were packed already. Otherwise always 0.
@@ -71,13 +71,14 @@ class Planner(Generic[PieceT]):
 
     @property
     def buffered(self) -> int:
-        """Number of tokens that were pulled and are not in a finished pack yet."""
-        return sum(self.lengths) - self.offset + self.packing.max_seq_len - self.room
+        """Number of tokens that were pulled and are not in a finished pack yet, padding left out."""
+        waiting = sum([piece.length for piece in self.waiting]) - self.offset
+        return waiting + sum(stop - start for _, start, stop in self.placed)
 
     def add(self, piece: PieceT) -> None:
         """Put a piece at the end of the buffer."""
         self.waiting.append(piece)
-        self.lengths.append(piece.length)
+        self.lengths.append(self.packing.padded(piece.length))
 
     def restore(self, waiting: Iterable[PieceT], *, offset: int) -> None:
         """Fill an empty buffer with the pieces, and set the `offset`, that were in it when a state was taken."""
@@ -107,14 +108,19 @@ class Planner(Generic[PieceT]):
         return True
 
     def _fill_by_cutting(self) -> None:
-        """Fill the pack in arrival order, and cut the piece that crosses its end."""
+        """Fill the pack in arrival order, and cut the piece that crosses its end.
+
+        The room is always a multiple of ``pad_seqs_to``, because each piece takes one of it. So what is cut off at the
+        pack's end is a multiple, too, and only the last part of a sample is padded.
+        """
         waiting, lengths, max_seqs = self.waiting, self.lengths, self._max_seqs
         while self.room and len(self.placed) < max_seqs and (lengths or self._pull()):
-            start, stop = self.offset, min(lengths[0], self.offset + self.room)
+            whole = waiting[0].length
+            start, stop = self.offset, min(whole, self.offset + self.room)
             self.placed.append((waiting[0], start, stop))
-            self.room -= stop - start
+            self.room -= self.packing.padded(stop - start)
             self.offset = stop
-            if stop == lengths[0]:
+            if stop == whole:
                 self.offset = 0
                 del waiting[0], lengths[0]
 
@@ -136,9 +142,8 @@ class Planner(Generic[PieceT]):
     def _take(self, taken: list[int]) -> None:
         """Move the waiting pieces with these ascending indices into the pack."""
         for i in taken:
-            length = self.lengths[i]
-            self.placed.append((self.waiting[i], 0, length))
-            self.room -= length
+            self.placed.append((self.waiting[i], 0, self.waiting[i].length))
+            self.room -= self.lengths[i]
         for i in reversed(taken):
             del self.waiting[i], self.lengths[i]
 
@@ -153,6 +158,7 @@ def plan_packs(
     overlong: str | None = None,
     truncate_side: str = "right",
     max_seqs_per_pack: int | None = None,
+    pad_seqs_to: int = 1,
 ) -> Iterator[list[Span]]:
     """Plan the packs of a stream of sample lengths, reading ``lengths`` no further than the next pack needs.
 
@@ -164,13 +170,22 @@ def plan_packs(
     [[(0, 0, 5), (3, 0, 3)], [(1, 0, 4), (4, 0, 4)], [(2, 0, 2)]]
     >>> [[tuple(span) for span in pack] for pack in plan_packs([5, 6], 8, split_across_pack=True)]
     [[(0, 0, 5), (1, 0, 3)], [(1, 3, 6)]]
+    >>> [[tuple(span) for span in pack] for pack in plan_packs([5, 3, 4], 8, pad_seqs_to=4)]  # 5 tokens take 8
+    [[(0, 0, 5)], [(1, 0, 3), (2, 0, 4)]]
 
     Raises:
         ValueError: for a bad setting, a length below 1, or a sample that is too long under
             ``overlong="error"``. Settings are checked at the call, lengths as they are read.
     """
     packing = Packing(
-        max_seq_len, strategy, buffer_size, split_across_pack, overlong, truncate_side, max_seqs_per_pack
+        max_seq_len,
+        strategy,
+        buffer_size,
+        split_across_pack,
+        overlong,
+        truncate_side,
+        max_seqs_per_pack,
+        pad_seqs_to,
     )
     return plan_samples(enumerate(lengths), packing)
 

@@ -21,6 +21,11 @@ class Packing:
     ``"split"`` by default, and ``strategy`` is not used. ``max_seqs_per_pack`` limits the sequences in a pack; None
     sets no limit.
 
+    ``pad_seqs_to`` pads every sequence to a multiple of so many tokens, inside the sequence: context parallelism over n
+    ranks, which cuts each sequence into 2 n chunks, needs 2 n. ``pad_pack_to`` is a number of which the length of a
+    pack must be a multiple, as tensor parallelism and FP8 kernels need. ``max_seq_len`` must be a multiple of both, so
+    that the padding at a pack's end is one of ``pad_seqs_to``, too.
+
     Raises:
         ValueError: for a setting that is out of range or unknown.
     """
@@ -32,6 +37,8 @@ class Packing:
     overlong: str | None = None
     truncate_side: str = "right"
     max_seqs_per_pack: int | None = None
+    pad_seqs_to: int = 1
+    pad_pack_to: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "max_seq_len", require_positive(self.max_seq_len, "max_seq_len"))
@@ -39,6 +46,14 @@ class Packing:
         if self.max_seqs_per_pack is not None:
             limit = require_positive(self.max_seqs_per_pack, "max_seqs_per_pack")
             object.__setattr__(self, "max_seqs_per_pack", limit)
+        for name in ("pad_seqs_to", "pad_pack_to"):
+            multiple = require_positive(getattr(self, name), name)
+            object.__setattr__(self, name, multiple)
+            if rest := self.max_seq_len % multiple:
+                raise ValueError(
+                    f"max_seq_len={self.max_seq_len} is no multiple of {name}={multiple}; set max_seq_len to "
+                    f"{self.max_seq_len + multiple - rest}, or choose another {name}"
+                )
         require(self.strategy, "strategy", STRATEGIES, hint=SPLIT_HINT)
         require(self.truncate_side, "truncate_side", ("right", "left"))
         if self.overlong is None:
@@ -67,6 +82,14 @@ class Packing:
             f"has {length} tokens, max_seq_len is {limit}; "
             "set overlong to 'split', 'truncate' or 'drop', or raise max_seq_len"
         )
+
+    def padded(self, length: int) -> int:
+        """Return the tokens that ``length`` tokens of a sample take in a pack, which is what they cost the planner.
+
+        >>> Packing(16, pad_seqs_to=8).padded(3)
+        8
+        """
+        return length + -length % self.pad_seqs_to
 
     def cuts(self, length: int, start: int, stop: int) -> range:
         """Return where a sample of ``length`` tokens is cut, given that ``[start, stop)`` is one of its fragments.

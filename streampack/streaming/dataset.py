@@ -72,6 +72,10 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         buffer_size: how many samples may wait, per lane; none waits for more packs than that.
         max_seqs_per_pack: the most sequences in a pack; a pack that reaches it is padded. It gives `cu_seqlens` a fixed
             length, for static shapes. Set it well above the typical number.
+        pad_seqs_to: pad every sequence to a multiple of this many tokens, inside the sequence: 2 x n for context
+            parallelism over n ranks. It is charged when packs are planned.
+        pad_pack_to: a number of which the length of every pack must be a multiple, such as 16, 32 or 128 for tensor
+            parallelism and FP8: ``max_seq_len`` is checked to be one.
         padding_idx: the token that fills a pack's end.
 
         overlong: what to do with a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``, ``"truncate"`` or
@@ -129,6 +133,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         overlong: str | None = None,
         truncate_side: str = "right",
         max_seqs_per_pack: int | None = None,
+        pad_seqs_to: int = 1,
+        pad_pack_to: int = 1,
         truncate_eos: int | None = None,
         empty: str = "error",
         untrained: str | None = None,
@@ -166,7 +172,15 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         if truncate_eos is not None:
             truncate_eos = require_token_id(truncate_eos, "truncate_eos", vocab_size=vocab_size)
         packing = Packing(
-            max_seq_len, strategy, buffer_size, split_across_pack, overlong, truncate_side, max_seqs_per_pack
+            max_seq_len,
+            strategy,
+            buffer_size,
+            split_across_pack,
+            overlong,
+            truncate_side,
+            max_seqs_per_pack,
+            pad_seqs_to,
+            pad_pack_to,
         )
         source, encode = as_source(source), TokensEncoder() if encoder is None else require_encoder(encoder)
         guard_datasets(source)

@@ -134,8 +134,10 @@ class Lane:
         sequences, fragments = [], []
         seq_lens: list[int] = []
         grouped = False
+        packed = 0
         for piece, start, stop in placed:
             sequence, length = piece.sample, stop - start
+            packed += length
             if length < piece.length:
                 if piece.trained is None:
                     # `label_weights` divides by the trained tokens of the whole sample, so that a split sample weighs
@@ -148,23 +150,28 @@ class Lane:
                 seq_lens += sequence.lengths
                 fragments += [Fragment(piece.row_id, *bounds) for bounds in sequence.bounds]
             else:
-                seq_lens.append(length)
+                seq_lens.append(padded := packing.padded(length))
                 fragments.append(
-                    Fragment(piece.row_id, piece.start + start, piece.start + stop, piece.trained)
+                    Fragment(
+                        piece.row_id, piece.start + start, piece.start + stop, piece.trained, padded - length
+                    )
                 )
             if mixed:
                 stats = self.piece_reader.stats(piece.row_id)
                 stats.packed += length
                 stats.trained += trained_tokens(sequence)
         tokens, labels = assemble(
-            sequences, max_seq_len=packing.max_seq_len, padding_idx=self.config.padding_idx
+            sequences,
+            max_seq_len=packing.max_seq_len,
+            padding_idx=self.config.padding_idx,
+            pad_seqs_to=packing.pad_seqs_to,
         )
         groups = pack_groups(sequences, labels, max_seq_len=packing.max_seq_len) if grouped else None
         self.packs += 1
         ledger = self.ledger
         ledger.packs += 1
         ledger.capacity += packing.max_seq_len
-        ledger.packed += sum(seq_lens)
+        ledger.packed += packed
         return Pack(
             tokens=tokens,
             labels=labels,

@@ -140,6 +140,11 @@ class LaneConfig:
             raise ValueError(
                 "is a group of segments, of which max_seqs_per_pack cannot count each; leave it out"
             )
+        if packing.pad_seqs_to > 1:
+            raise ValueError(
+                f"is a group of segments, and pad_seqs_to={packing.pad_seqs_to} pads samples only: answers could not "
+                "continue a padded prompt; leave it out"
+            )
         if self.truncate_eos is not None:
             raise ValueError("is a group of segments, whose numbers truncate_eos would not fit; leave it out")
         if length <= packing.max_seq_len:

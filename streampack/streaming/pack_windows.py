@@ -10,6 +10,7 @@ from streampack.accounting import Ledger, SourceStats
 from streampack.packing.attention_cost import AttentionCost
 from streampack.packing.groups import Group, path_starts
 from streampack.packing.planner import Placed, Planner
+from streampack.packing.settings import Packing
 from streampack.streaming.balance import hand_out_order
 from streampack.streaming.lane_config import LaneConfig
 from streampack.streaming.lane_state import LaneState, OpenWindow
@@ -26,16 +27,19 @@ class PlannedPack:
     bits: int  # of its pieces, in `LaneState.consumed`
 
     @classmethod
-    def of(cls, placed: list[Placed[Piece]], first: int, cost: AttentionCost) -> PlannedPack:
+    def of(
+        cls, placed: list[Placed[Piece]], first: int, cost: AttentionCost, packing: Packing
+    ) -> PlannedPack:
         """Make one of a planned pack, for a state whose first piece has the number ``first``."""
-        bits, seq_lens, in_groups = 0, [], 0
+        bits, tokens, seq_lens, in_groups = 0, 0, [], 0
         for piece, start, stop in placed:
             bits |= 1 << piece.number - first
-            seq_lens.append(stop - start)
+            tokens += stop - start
+            seq_lens.append(packing.padded(stop - start))
             if type(group := piece.sample) is Group:
                 in_groups += cost.of_pack(group.lengths, path_starts(group.lengths, group.parents))
                 in_groups -= cost.of([group.tokens.size])
-        return cls(placed, sum(seq_lens), cost.of(seq_lens) + in_groups, bits)
+        return cls(placed, tokens, cost.of(seq_lens) + in_groups, bits)
 
 
 class PackWindow:
@@ -144,7 +148,10 @@ class PackWindows:
         # An error leaves the packs that are planned already in `planned`, and the next call plans the others.
         while len(self.planned) < size - begun.packs % size and (placed := self.planner.next_pack()):
             self.planned.append(placed)
-        packs = [PlannedPack.of(placed, begun.first, config.balance_cost) for placed in self.planned]
+        packs = [
+            PlannedPack.of(placed, begun.first, config.balance_cost, config.packing)
+            for placed in self.planned
+        ]
         self.planned = []
         epoch = 0 if config.endless else self.reader.epoch
         order = hand_out_order(

@@ -90,6 +90,7 @@ def _parts_of(config: LaneConfig) -> dict[str, Any]:
         "overlong": packing.overlong,
         "truncate_side": packing.truncate_side,
         "max_seqs_per_pack": packing.max_seqs_per_pack,
+        "pad_seqs_to": packing.pad_seqs_to,
         "truncate_eos": config.truncate_eos,
         "empty": config.empty,
         "untrained": "drop" if config.untrained == "drop" else "keep",  # "error" drops nothing

@@ -181,6 +181,11 @@ class RunConfig:
                 "document_masking=False makes one sequence of the samples that minibatch_packing lays in a row, longer "
                 "than data.max_seq_len; choose another data.method"
             )
+        if self.data.get("pad_seqs_to", 1) != 1 and not self.document_masking:
+            raise ValueError(
+                f"data.pad_seqs_to={self.data['pad_seqs_to']} pads every document, and document_masking=False lets "
+                "those after it attend to that padding; leave one of the two out"
+            )
         if not 0 <= self.z_loss < math.inf:
             raise ValueError(f"z_loss={self.z_loss} is no weight; give 0, or a small number such as 1e-4")
         if not self.collective_timeout > 0:

@@ -217,7 +217,7 @@ def source_ids(batch: Batch, mix: Mix) -> torch.Tensor:
     ids = torch.zeros(batch.tokens.shape, dtype=torch.int64)
     for row, fragments in zip(ids, batch.fragments, strict=True):
         sources = torch.tensor([mix.source_index(each.row_id) for each in fragments], dtype=torch.int64)
-        lengths = torch.tensor([each.stop - each.start for each in fragments], dtype=torch.int64)
+        lengths = torch.tensor([each.length for each in fragments], dtype=torch.int64)
         row[: int(lengths.sum())] = sources.repeat_interleave(lengths)
     return ids
 

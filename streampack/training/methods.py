@@ -87,6 +87,11 @@ class MethodLoader:
             raise ValueError(
                 f"method={method!r} fills rows whatever the number of sequences; remove max_seqs_per_pack, or method"
             )
+        if packing.pad_seqs_to > 1:
+            raise ValueError(
+                f"method={method!r} lays samples end to end, and pad_seqs_to={packing.pad_seqs_to} pads each; remove "
+                "pad_seqs_to, or method"
+            )
         self.dataset = dataset
         self.method = method
         self.world = world
@@ -107,6 +112,7 @@ class MethodLoader:
             # `read_pieces` has dropped or cut the samples that are too long, unless they are to be split.
             overlong="split" if packing.overlong == "split" else None,
             padding_idx=config.padding_idx,
+            pad_pack_to=packing.pad_pack_to,
             seed=config.seed,
             num_workers=num_workers,
             pin_memory=pin_memory,
@@ -141,9 +147,10 @@ class MethodLoader:
         The method loader's fragments name a sample by its index.
         """
         found = []
-        for (number,), start, stop, trained in fragments:
-            piece = self._pieces[number]
-            found.append(Fragment(piece.row_id, piece.start + start, piece.start + stop, trained))
+        for each in fragments:
+            piece = self._pieces[each.row_id[0]]
+            start, stop = piece.start + each.start, piece.start + each.stop
+            found.append(each._replace(row_id=piece.row_id, start=start, stop=stop))
         return tuple(found)
 
     @property

@@ -53,7 +53,7 @@ class RowLosses:
         """Take one batch of this rank: its `token_losses`, ``[batch, max_seq_len]``, and its labels' weights."""
         if self.path is None:
             return
-        here = _ends(batch)
+        here = _bounds(batch)
         there = here.to(losses.device, non_blocking=True)
         dtype = torch.float32 if losses.device.type == "mps" else torch.float64
         sums = (
@@ -87,16 +87,25 @@ def hashes(tokens: torch.Tensor) -> torch.Tensor:
     return (tokens + 1) * 2_654_435_761 % (2**31 - 1)
 
 
-def _ends(batch: Batch) -> torch.Tensor:
-    """Return where each sequence of each pack ends, ``[batch, most sequences + 1]``, with a 0 before the first."""
-    ends = [list(accumulate((f.stop - f.start for f in pack), initial=0)) for pack in batch.fragments]
-    width = max(map(len, ends))
-    return torch.tensor([each + each[-1:] * (width - len(each)) for each in ends])
+def _bounds(batch: Batch) -> torch.Tensor:
+    """Return where the tokens of each sequence of each pack begin and end: ``[2, batch, most sequences]``.
+
+    They are counted on the host, where no number has to be read from the device. Missing sequences have no token.
+    """
+    width = max(map(len, batch.fragments))
+    starts, stops = [], []
+    for pack in batch.fragments:
+        begins = list(accumulate((each.length for each in pack), initial=0))
+        ends = [begin + each.stop - each.start for begin, each in zip(begins, pack, strict=False)]
+        starts.append(begins[:-1] + [0] * (width - len(pack)))
+        stops.append(ends + [0] * (width - len(pack)))
+    return torch.tensor([starts, stops], dtype=torch.int64)
 
 
-def _sums(values: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def _sums(values: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
     """Return the sum of the values of each sequence, ``[batch, most sequences]``."""
-    return F.pad(values.cumsum(1), (1, 0)).gather(1, ends).diff(dim=1)
+    before = F.pad(values.cumsum(1), (1, 0))
+    return before.gather(1, bounds[1]) - before.gather(1, bounds[0])
 
 
 def _rows(packs: Fragments, sums: tuple[torch.Tensor, ...]) -> Iterator[list[Any]]:

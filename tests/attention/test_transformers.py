@@ -44,7 +44,7 @@ from tests.support.hf_models import (
     run_packed,
 )
 from tests.support.hybrid_models import HYBRIDS
-from tests.support.isolation import differences, own, placed, stream_and_batch
+from tests.support.isolation import differences, is_padding, own, placed, stream_and_batch
 from tests.support.models_table import EVERY, LIMITS, PAGE, VARIABLE, figures, over_the_limit, read_page
 from tests.support.other_families import ISOLATED
 from tests.support.quick import MECHANISMS, sweep
@@ -85,6 +85,26 @@ def test_packed_samples_match_samples_alone(family: str, attention: str, record_
     assert all(seen[name] < LIMITS[name] for name in seen), seen
     on_cpus = ", on a CPU; on CUDA use another" if (family, attention) == ("gemma2", "varlen") else ""
     record_model("transformers", family, attention, figures(**seen) + on_cpus)
+
+
+@uncompiled_flex
+@pytest.mark.parametrize("stream", ["padded", "padded wrap"])
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_padded_samples_match_samples_alone(attention: str, stream: str) -> None:
+    """Padding at the ends of sequences is attended by nothing before it, and has no gradient."""
+    data, batch = stream_and_batch(stream)
+    model, inputs, alone = prepared("llama", attention)
+    if attention == "flex":  # it has no backward pass on a CPU
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            packed = model(**inputs(batch)).logits[~is_padding(batch)]
+            each = [
+                alone(input_ids=own(data, fragment, "tokens")[None], use_cache=False).logits[0]
+                for _, _, fragment in placed(batch)
+            ]
+        assert float((packed - torch.cat(each)).norm() / packed.norm()) < 1e-5
+    else:
+        found = differences(run_packed(model, batch, inputs), run_alone(alone, data, batch))
+        assert max(found.values()) < 1e-5, found
 
 
 def refuses(family: str, attention: str, why: str, record_model: Record) -> None:

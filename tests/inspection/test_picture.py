@@ -19,7 +19,7 @@ from tests.support.segments import Pairs
 
 
 @pytest.mark.parametrize("name", CORPORA)
-@pytest.mark.parametrize("way", [{}, {"split_across_pack": True}, {"balance_window": 4}])
+@pytest.mark.parametrize("way", [{}, {"split_across_pack": True}, {"balance_window": 4}, {"pad_seqs_to": 8}])
 def test_the_first_packs_of_a_run(name: str, way: dict[str, object], tmp_path: Path) -> None:
     """Rows, texts, labels and boundaries are those of the packs that are iterated."""
     run = dataset(name, tmp_path, **way)
@@ -41,6 +41,7 @@ def test_the_first_packs_of_a_run(name: str, way: dict[str, object], tmp_path: P
             assert sequence.place == found["place"]
             assert sequence.of_sample == (fragment.start, fragment.stop)
             stop = sequence.start + sequence.length
+            assert sequence.stop - stop == sequence.padding == fragment.padding
             assert pack.tokens[sequence.start : stop].tolist() == found["tokens"]
             assert sequence.trained == np.count_nonzero(pack.labels[sequence.start : stop] != IGNORE_INDEX)
             assert [sequence.start, *(each.stop for each in sequence.runs)] == [

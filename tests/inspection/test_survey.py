@@ -65,8 +65,9 @@ def test_it_predicts_what_a_run_measures(name: str, steps: tuple[int, int | None
 
 @pytest.mark.parametrize("name", CORPORA)
 @pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize("multiple", [1, 16])
 def test_the_packs_of_each_strategy_are_those_of_a_run(
-    name: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, way: str, multiple: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not only their number: the tokens and the attention cost of every pack."""
     planned = {}
@@ -77,14 +78,18 @@ def test_the_packs_of_each_strategy_are_those_of_a_run(
         return plan
 
     monkeypatch.setattr("streampack.inspection.outcomes.plan_lanes", watched)
-    report = inspect_dataset(dataset(name, tmp_path), rows=None)
-    packs = list(dataset(name, tmp_path, **WAYS[way]).stream())
+    report = inspect_dataset(dataset(name, tmp_path, pad_seqs_to=multiple), rows=None)
+    packs = list(dataset(name, tmp_path, **WAYS[way], pad_seqs_to=multiple).stream())
     packs.sort(key=lambda pack: (pack.lane, pack.number))
     plan, cost = planned[way], AttentionCost()
-    assert plan.held.tolist() == [sum(pack.seq_lens) for pack in packs]
+    held = [sum(each.stop - each.start for each in pack.fragments) for pack in packs]
+    assert plan.held.tolist() == held
     assert plan.pairs.tolist() == [cost.of(pack.seq_lens) for pack in packs]
-    padding = 1 - sum(sum(pack.seq_lens) for pack in packs) / sum(pack.tokens.size for pack in packs)
-    assert outcome(report, way).padding == pytest.approx(padding, abs=1e-12)
+    tokens = sum(pack.tokens.size for pack in packs)
+    assert outcome(report, way).padding == pytest.approx(1 - sum(held) / tokens, abs=1e-12)
+    ends = sum(sum(pack.seq_lens) for pack in packs) - sum(held)
+    assert outcome(report, way).sequence_ends == pytest.approx(ends / tokens, abs=1e-12)
+    assert (ends > 0) == (multiple > 1)
 
 
 @pytest.mark.parametrize("name", CORPORA)

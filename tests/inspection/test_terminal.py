@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 from rich.text import Text
 
+from streampack.inspection.page_report import report_page
 from streampack.inspection.report import Report, SourceShare
 from streampack.inspection.survey import inspect_dataset
 from streampack.inspection.terminal import print_report
@@ -37,6 +39,14 @@ def test_the_figures_are_those_of_the_report(report: Report) -> None:
     for loss in report.losses:
         assert f"{loss.rows:,}" in shown
     assert all(advice.title in shown for advice in report.advice)
+
+
+def test_the_cost_of_padded_sequences_is_told(tmp_path: Path, report: Report) -> None:
+    padded = inspect_dataset(dataset("chat", tmp_path, pad_seqs_to=16), rows=None)
+    cost = f"of which pad_seqs_to=16 costs {100 * padded.chosen.sequence_ends:.2f} %"
+    assert cost in " ".join(printed(padded).split())
+    assert cost in str(report_page(padded))
+    assert "pad_seqs_to" not in printed(report)
 
 
 @pytest.mark.parametrize("width", [60, 110, 200])

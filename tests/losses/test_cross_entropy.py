@@ -225,6 +225,8 @@ def test_bad_arguments(change: dict[str, Any], message: str) -> None:
             {"overlong": "truncate"},
             {"overlong": "drop"},
             {"overlong": "split", "strategy": "next_fit", "num_lanes": 3},
+            {"overlong": "split", "pad_seqs_to": 3},
+            {"split_across_pack": True, "pad_seqs_to": 3},
         ]
     ),
 )
@@ -253,7 +255,8 @@ def test_the_weights_of_a_sample_add_up_to_1(
                 stop = start + fragment.stop - fragment.start
                 weights[fragment.row_id] += counts["sample"][row, start:stop].tolist()
                 tokens[fragment.row_id] += counts["token"][row, start:stop].tolist()
-                start = stop
+                assert not counts["sample"][row, stop : stop + fragment.padding].any()
+                start = stop + fragment.padding
             assert not counts["sample"][row, start:].any()
     for row_id in weights:
         assert set(tokens[row_id]) <= {0, 1}

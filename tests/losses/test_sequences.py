@@ -328,6 +328,14 @@ def test_plain_samples_are_no_pairs_and_padding_has_none() -> None:
     assert not logits.grad.any()
 
 
+def test_last_values_are_not_those_of_padding() -> None:
+    rows = [{"input_ids": [9] * n} for n in (3, 8, 5)]
+    data = IterablePackedDataset(rows, max_seq_len=16, pad_seqs_to=8, strategy="next_fit", num_lanes=1)
+    batch = collate_packed(list(data))
+    values = torch.arange(batch.tokens.numel()).view(batch.tokens.shape)
+    assert last_values(values, batch).tolist() == [[2, 15], [16 + 4, 0]]
+
+
 def test_last_values_are_those_of_last_tokens() -> None:
     values = torch.arange(BATCH.tokens.numel(), dtype=torch.float64).view(BATCH.tokens.shape)
     found = last_values(values, BATCH)

@@ -36,7 +36,7 @@ def stream_of(lengths: list[int], **settings: Any) -> IterablePackedDataset:
 @given(lengths_of, st.integers(1, 3), st.sampled_from([1, 8]))
 def test_flattening_leaves_out_the_padding(lengths: list[int], batch_size: int, multiple: int) -> None:
     packs = list(stream_of(lengths, max_seq_len=16))[:batch_size]
-    flat = flatten_batch(collate_packed(packs), pad_to_multiple_of=multiple, padding_idx=9)
+    flat = flatten_batch(collate_packed(packs), pad_pack_to=multiple, padding_idx=9)
     expected = FlatteningCollator(pad_to_multiple_of=multiple, padding_idx=9, return_flash_attn_kwargs=True)(
         packs
     )
@@ -48,6 +48,30 @@ def test_flattening_leaves_out_the_padding(lengths: list[int], batch_size: int, 
     whole = collate_packed(packs)
     assert (flat.num_tokens, flat.num_seqs) == (whole.num_tokens, whole.num_seqs)
     assert flat.num_trained == whole.num_trained
+
+
+@given(lengths_of)
+def test_flattening_keeps_the_padding_inside_sequences(lengths: list[int]) -> None:
+    packs = list(stream_of(lengths, max_seq_len=16, pad_seqs_to=4))
+    whole = collate_packed(packs)
+    flat = flatten_batch(whole)
+    kept = [
+        n
+        for row, pack in zip(whole.seq_lens, whole.fragments, strict=True)
+        for n in row[: len(pack)].tolist()
+    ]
+    assert flat.seq_lens.tolist() == [kept]
+    real = flat.unpadded_lens.sum().item()
+    assert real == flat.num_tokens == sum(lengths)
+    row = FlatteningCollator(return_flash_attn_kwargs=True)(packs)
+    assert row["cu_seq_lens_q"].diff().tolist() == kept
+    assert torch.equal(row["input_ids"], flat.tokens)
+    assert torch.equal(row["labels"], flat.labels)
+
+
+def test_documents_that_are_padded_are_not_joined() -> None:
+    with pytest.raises(ValueError, match="would attend to that padding; leave pad_seqs_to out"):
+        join_documents(collate_packed(list(stream_of([3, 2], max_seq_len=16, pad_seqs_to=4))))
 
 
 @given(lengths_of, st.integers(1, 4))
@@ -73,7 +97,7 @@ def test_a_batch_of_padding_becomes_one_token() -> None:
         [[IGNORE_INDEX]],
         [[1]],
     )
-    assert flatten_batch(nothing, pad_to_multiple_of=4).tokens.shape == (1, 4)
+    assert flatten_batch(nothing, pad_pack_to=4).tokens.shape == (1, 4)
 
 
 def test_groups_are_refused() -> None:

@@ -126,7 +126,7 @@ def test_a_rank_without_data_gets_padding_that_trains_nothing() -> None:
 
 def test_rows_may_be_padded_to_a_multiple() -> None:
     for name in ("random_padding", "minibatch_packing"):
-        plain, padded = list(loader_of(name)), list(loader_of(name, pad_to_multiple_of=8, padding_idx=9))
+        plain, padded = list(loader_of(name)), list(loader_of(name, pad_pack_to=8, padding_idx=9))
         for a, b in zip(plain, padded, strict=True):
             width = a.tokens.shape[1]
             assert b.tokens.shape[1] == -(-width // 8) * 8
@@ -182,8 +182,8 @@ def test_the_global_generators_are_left_alone() -> None:
         (
             "random_padding",
             [{"tokens": [1], "labels": [1]}],
-            {"pad_to_multiple_of": 0},
-            "pad_to_multiple_of=0 is below 1; give at least 1",
+            {"pad_pack_to": 0},
+            "pad_pack_to=0 is below 1; give at least 1",
         ),
     ],
 )

@@ -373,7 +373,7 @@ def test_the_packs_of_a_step_cost_alike(ranks: int, workers: int, batch_size: in
     def steps(window: int) -> list[list[int]]:
         made = run(make(rows(1500), balance_window=window, num_lanes=4, max_seq_len=24), topology)
         return [
-            [AttentionCost().of(stop - start for _, start, stop, _ in fragments) for _, fragments in step]
+            [AttentionCost().of(stop - start for _, start, stop, *_ in fragments) for _, fragments in step]
             for step in steps_of_run(made, topology)
         ]
 

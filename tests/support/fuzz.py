@@ -110,8 +110,11 @@ def check_batch(packs: list[dict[str, Any]], case: Case) -> None:
 
 def check_traces(dataset: IterablePackedDataset, packs: list[dict[str, Any]]) -> None:
     for pack in packs[-3:]:
-        traced = [token for fragment in pack["fragments"][:5] for token in dataset.trace(fragment)["tokens"]]
-        assert pack["tokens"][: len(traced)].tolist() == traced, "a trace leads to other tokens"
+        at, tokens = 0, pack["tokens"].tolist()
+        for fragment in pack["fragments"][:5]:
+            traced = dataset.trace(fragment)["tokens"]
+            assert tokens[at : at + len(traced)] == traced, "a trace leads to other tokens"
+            at += len(traced) + fragment[4]  # its padding
 
 
 def _refused(case: Case) -> int:
@@ -182,10 +185,10 @@ def _check_tallies(case: Case, packs: list[Plain], source_stats: Mapping[str, An
     trained: Counter[str] = Counter()
     for pack in packs:
         ends = np.cumsum(pack.lens).tolist()
-        for end, (row_id, start, stop, _) in zip(ends, pack.fragments, strict=False):
+        for end, n, (row_id, start, stop, *_) in zip(ends, pack.lens, pack.fragments, strict=False):
             name = case.oracle.place(row_id).partition(": ")[0]
             packed[name] += stop - start
-            trained[name] += sum(label != IGNORE for label in pack.labels[end - stop + start : end])
+            trained[name] += sum(label != IGNORE for label in pack.labels[end - n : end])
     assert +Counter({name: stats.packed for name, stats in source_stats.items()}) == packed, (
         "source_stats miscount"
     )
@@ -195,7 +198,7 @@ def _check_tallies(case: Case, packs: list[Plain], source_stats: Mapping[str, An
 
 
 def _tokens(packs: list[Plain]) -> int:
-    return sum(stop - start for pack in packs for _, start, stop, _ in pack.fragments)
+    return sum(stop - start for pack in packs for _, start, stop, *_ in pack.fragments)
 
 
 def chain(seed: int, number: int) -> Counter[str]:

@@ -83,6 +83,8 @@ class Case:
         # From a generator of its own, so that a case is otherwise the one that it is without.
         balance = random.Random(str(self.settings))
         self.settings["balance_window"] = balance.choice([None, None, 1, 2, 5, 64])
+        multiples = [number for number in (2, 3, 4, 8, 16, limit) if limit % number == 0]
+        self.settings["pad_seqs_to"] = balance.choice([1, 1, *multiples[:1], *multiples[-1:]])
         rows: dict[str, Text | None] = {}
         self.weights: dict[str, float] = {}
         stop = None

@@ -36,7 +36,7 @@ class Plain:
     labels: list[int]
     positions: list[int]
     lens: list[int]  # of all segments, padding's too
-    fragments: list[tuple[tuple[int, ...], int, int, int | None]]
+    fragments: list[tuple[tuple[int, ...], int, int, int | None, int]]
     epoch: int | None = None
     lane: int | None = None
 
@@ -82,6 +82,7 @@ class Oracle:
 
     def __post_init__(self) -> None:
         self.limit = self.settings["max_seq_len"]
+        self.multiple = self.settings["pad_seqs_to"]
         self.wraps = self.settings["split_across_pack"]
         self.overlong = self.settings["overlong"] or ("split" if self.wraps else "error")
         for place, row in self.rows.items():
@@ -140,18 +141,28 @@ class Oracle:
         assert pack.positions == [at for n in pack.lens for at in range(n)], "positions do not restart"
         assert len(pack.lens) - len(pack.fragments) in (0, 1), "padding is more than one segment"
         assert len(pack.fragments) <= limit, "too many sequences"
-        for n, (row_id, start, stop, _) in zip(pack.lens, pack.fragments, strict=False):
+        assert all(n % self.multiple == 0 for n in pack.lens), (
+            f"{pack.lens} are not multiples of {self.multiple}"
+        )
+        for n, (row_id, start, stop, _, padding) in zip(pack.lens, pack.fragments, strict=False):
             place = self.place(row_id)
             assert place in self.fates, f"a sequence of {place}, which is no row of the corpus"
             pieces = self.fates[place].pieces
             assert pieces, f"{place} should have been dropped"
             base, (tokens, labels) = pieces[bisect_right([first for first, _ in pieces], start) - 1]
             a, b = start - base, stop - base
-            assert b - a == n, f"{place}: [{start}, {stop}) are not {n} tokens"
+            assert b - a == n - padding, f"{place}: [{start}, {stop}) and {padding} are not {n} tokens"
+            assert 0 <= padding < self.multiple, f"{place}: {padding} tokens of padding"
+            assert not padding or b == len(tokens), f"{place}: padded, though it goes on"
             assert 0 <= a < b <= len(tokens), f"{place}: [{start}, {stop}) is no part of a piece"
             assert self.wraps or b - a == len(tokens), f"{place}: [{start}, {stop}) was cut"
-            assert pack.tokens[at : at + n] == tokens[a:b], f"{place}: other tokens than [{start}, {stop})"
-            assert pack.labels[at : at + n] == [IGNORE, *labels[a + 1 : b]], f"{place}: wrong labels"
+            filler, ignored = [padding_idx] * padding, [IGNORE] * padding
+            assert pack.tokens[at : at + n] == tokens[a:b] + filler, (
+                f"{place}: other tokens than [{start}, {stop})"
+            )
+            assert pack.labels[at : at + n] == [IGNORE, *labels[a + 1 : b], *ignored], (
+                f"{place}: wrong labels"
+            )
             at += n
         assert pack.tokens[at:] == [padding_idx] * (self.limit - at), "padding holds tokens"
         assert pack.labels[at:] == [IGNORE] * (self.limit - at), "padding is trained"
@@ -165,9 +176,9 @@ class Oracle:
             epoch = 0
             if self.stop is None and self.kept:
                 epoch = emitted // self.kept if pack.epoch is None else pack.epoch
-            for row_id, *fragment in pack.fragments:
+            for row_id, *fragment, _ in pack.fragments:
                 seen[epoch][self.place(row_id)].append(tuple(fragment))  # type: ignore[arg-type]
-            emitted += sum(stop - start for _, start, stop, _ in pack.fragments)
+            emitted += sum(stop - start for _, start, stop, *_ in pack.fragments)
         if whole and self.stop is None:
             assert sorted(seen) == list(range(epochs if self.kept else 0)), f"{len(seen)} epochs of {epochs}"
         for of_epoch in seen.values():
@@ -213,7 +224,7 @@ class Oracle:
     def check_ledger(self, ledger: Mapping[str, Any], packs: Iterable[Plain], *, epochs: int) -> None:
         """Every count, of a run that was read to its end."""
         real = [pack for pack in packs if pack.fragments]
-        packed = sum(stop - start for pack in real for _, start, stop, _ in pack.fragments)
+        packed = sum(stop - start for pack in real for _, start, stop, *_ in pack.fragments)
         assert (ledger["packs"], ledger["packed"]) == (len(real), packed), "the ledger miscounts packs"
         assert (ledger["capacity"], ledger["buffered"]) == (len(real) * self.limit, 0), "tokens are left"
         dropped = {name: n for name, n in ledger.items() if name.startswith("dropped_")}
@@ -240,7 +251,7 @@ class Oracle:
         bound = len(weights) * (longest + 1)
         trained: dict[Any, Counter[str]] = defaultdict(Counter)
         for pack in packs:
-            for row_id, start, _, _ in pack.fragments:
+            for row_id, start, *_ in pack.fragments:
                 place = self.place(row_id)
                 if start == self.fates[place].pieces[0][0]:
                     trained[pack.epoch, pack.lane][place.split(": ")[0]] += self.fates[place].trained

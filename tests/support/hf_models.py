@@ -15,7 +15,7 @@ from torch import nn
 
 from streampack import IGNORE_INDEX, Batch, IterablePackedDataset, prepare_model_for_packing
 from streampack.losses import summed_cross_entropy
-from tests.support.isolation import Run, own, placed, run_of
+from tests.support.isolation import Run, is_padding, own, placed, run_of
 
 VOCAB, LAYERS, MAX_SEQ_LEN = 61, 2, 32
 SPECIAL = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -145,8 +145,7 @@ def fp64_throughout() -> Iterator[None]:
 def run_packed(model: nn.Module, batch: Batch, inputs: Callable[[Batch], dict[str, Any]]) -> Run:
     logits = model(**inputs(batch)).logits
     loss = summed_cross_entropy(logits, batch.labels, chunk_size=50) / batch.num_trained
-    real = [sum(fragment.stop - fragment.start for fragment in pack) for pack in batch.fragments]
-    return run_of(model, loss, [row[:length] for row, length in zip(logits, real, strict=True)])
+    return run_of(model, loss, [logits[~is_padding(batch)]])
 
 
 def run_alone(model: nn.Module, data: IterablePackedDataset, batch: Batch) -> Run:

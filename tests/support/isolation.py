@@ -24,6 +24,8 @@ STREAMS: dict[str, dict[str, Any]] = {
     "next_fit": {"strategy": "next_fit"},
     "overlong": {"overlong": "split"},
     "wrap": {"split_across_pack": True},
+    "padded": {"pad_seqs_to": 8},
+    "padded wrap": {"split_across_pack": True, "pad_seqs_to": 8},
 }
 FAMILIES = ("llama3", "llama2", "lora", "absolute")
 
@@ -110,8 +112,7 @@ def run_packed(model: nn.Module, batch: Batch, *, mask: Any = None) -> Run:
     mask = make_mask(batch) if mask is None else mask
     output = model(batch.tokens, mask=mask, input_pos=batch.input_pos)
     loss = summed_cross_entropy(output, batch.labels, chunk_size=50) / batch.num_trained.clamp(min=1)
-    real = [sum(fragment.stop - fragment.start for fragment in pack) for pack in batch.fragments]
-    return run_of(model, loss, [row[:length] for row, length in zip(whole(output), real, strict=True)])
+    return run_of(model, loss, [whole(output)[~is_padding(batch)]])
 
 
 def run_alone(model: nn.Module, data: IterablePackedDataset, batch: Batch) -> Run:
@@ -132,7 +133,7 @@ def placed(batch: Batch) -> Iterator[tuple[int, int, Fragment]]:
         start = 0
         for fragment in pack:
             yield number, start, fragment
-            start += fragment.stop - fragment.start
+            start += fragment.length
 
 
 def own(data: IterablePackedDataset, fragment: Fragment, column: str) -> torch.Tensor:

@@ -53,6 +53,15 @@ def test_a_method_of_all_samples_refuses_changing_files():
         read_config(config)
 
 
+def test_padded_documents_are_not_joined():
+    config = written(document_masking=False)
+    config["data"] |= {"pad_seqs_to": 8}
+    with pytest.raises(
+        ValueError, match="data.pad_seqs_to=8 pads every document, and document_masking=False lets"
+    ):
+        read_config(config)
+
+
 def test_validate_names_the_node_of_every_problem():
     config = written()
     config["optimizer"]["rate"] = 4

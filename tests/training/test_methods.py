@@ -217,6 +217,7 @@ def test_bad_records_are_skipped(tmp_path: Path) -> None:
         ({}, {"method": "multipack", "batch_size": 2, "packs_per_step": 3}, "is no multiple of 2"),
         ({"max_seq_len": 6}, {"method": "random_padding"}, "sample 0 has 7 tokens, max_seq_len is 6"),
         ({"max_seqs_per_pack": 2}, {"method": "multipack"}, "fills rows whatever the number of sequences"),
+        ({"pad_seqs_to": 4}, {"method": "multipack"}, "lays samples end to end, and pad_seqs_to=4 pads each"),
     ],
 )
 def test_bad_settings(settings: dict[str, Any], options: dict[str, Any], message: str) -> None:
@@ -225,6 +226,12 @@ def test_bad_settings(settings: dict[str, Any], options: dict[str, Any], message
     mix = Mix([{"name": "a", "source": [{"tokens": [1], "labels": [1]}], "weight": 1}])
     with pytest.raises(ValueError, match="a mixture is drawn as it streams"):
         MethodLoader(IterablePackedDataset(mix, max_seq_len=8), method="multipack")
+
+
+def test_rows_of_other_lengths_are_padded_to_the_multiple_of_packs() -> None:
+    for method in ("random_padding", "minibatch_packing", "exact_fit"):
+        loader = MethodLoader(dataset(max_seq_len=16, pad_pack_to=16), method=method, batch_size=3)
+        assert {batch.tokens.shape[1] % 16 for batch in loader} == {0}, method
 
 
 def test_padding_and_seed_are_those_of_the_dataset() -> None:

@@ -39,8 +39,10 @@ def batches(**settings: Any) -> PackedDataLoader:
 
 @pytest.mark.parametrize("norm", ["token", "sample"])
 @pytest.mark.parametrize("change", [lambda batch: batch, join_documents])
-@pytest.mark.parametrize("settings", [{}, {"split_across_pack": True}])
+@pytest.mark.parametrize("settings", [{}, {"split_across_pack": True}, {"pad_seqs_to": 4}])
 def test_sums_are_those_of_each_sequence(tmp_path: Path, norm: str, change: Any, settings: Any) -> None:
+    if change is join_documents and "pad_seqs_to" in settings:
+        pytest.skip("refused")
     log, wanted = log_of(tmp_path), {}
     for step, original in enumerate(batches(**settings), start=1):
         batch = change(original)
@@ -54,8 +56,9 @@ def test_sums_are_those_of_each_sequence(tmp_path: Path, norm: str, change: Any,
             at = 0
             for fragment in fragments:
                 span = slice(at, at := at + fragment.stop - fragment.start)
+                at += fragment.padding
                 sums = [each[pack, span].sum().item() for each in (of_tokens, weights, hashes(batch.tokens))]
-                rows.append([fragment._replace(trained=None), *sums])
+                rows.append([fragment._replace(trained=None, padding=0), *sums])
     log.end_step(step + step % 2)
     log.write()
     assert len(wanted) > 2
