@@ -51,6 +51,24 @@ def require_minutes(value: object, name: str) -> float:
     return float(value)
 
 
+def require_multiple(value: int, name: str, multiple: int, of: str) -> None:
+    """Check that a setting is a multiple of another one, called ``of``.
+
+    >>> require_multiple(100, "max_seq_len", 16, "pad_seqs_to")
+    Traceback (most recent call last):
+    ...
+    ValueError: max_seq_len=100 is no multiple of pad_seqs_to=16; set max_seq_len to 112, or choose another pad_seqs_to
+
+    Raises:
+        ValueError: if it is not, with the next multiple.
+    """
+    if rest := value % multiple:
+        raise ValueError(
+            f"{name}={value} is no multiple of {of}={multiple}; set {name} to {value + multiple - rest}, or choose "
+            f"another {of}"
+        )
+
+
 def require_token_id(value: object, name: str, *, vocab_size: int | None) -> int:
     """Return a setting as a token id; raise if it is not one, or outside the vocabulary.
 

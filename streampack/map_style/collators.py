@@ -13,7 +13,7 @@ import torch
 
 from streampack.map_style.features import Feature, FlatRow, flat_row, mappings_of, samples_of
 from streampack.types import IGNORE_INDEX
-from streampack.validation import require, require_positive, warn_user
+from streampack.validation import require, require_multiple, require_positive, warn_user
 
 
 @dataclass(kw_only=True, eq=False)
@@ -62,7 +62,9 @@ class FlatteningCollator:
         position_ids_start: position of every sequence's first token; RoBERTa-like models count from 2.
         return_tensors: ``"pt"`` or ``"np"``.
         padding_idx: the token of the padding.
-        pad_to_multiple_of: pad the row to a multiple of this many tokens.
+        pad_to_multiple_of: pad the row to a multiple of this many tokens; elsewhere called ``pad_pack_to``.
+        pad_seqs_to: pad every sequence to a multiple of this many tokens, inside the sequence, as context parallelism
+            needs. The lengths of rows (``pad_to_multiple_of``, ``max_tokens``) must be multiples of it.
         max_tokens: pad every row to this many tokens.
         max_seqs: with ``max_tokens``: return ``cu_seq_lens_*`` for this many sequences and padding, missing ones being
             empty, and ``max_tokens`` as ``max_length_*``. Then no shape and no integer depends on the data, and a
@@ -80,14 +82,17 @@ class FlatteningCollator:
     return_tensors: str = "pt"
     padding_idx: int = 0
     pad_to_multiple_of: int | None = None
+    pad_seqs_to: int = 1
     max_tokens: int | None = None
     max_seqs: int | None = None
 
     def __post_init__(self) -> None:
         require(self.return_tensors, "return_tensors", ("pt", "np"))
-        for name in ("pad_to_multiple_of", "max_tokens", "max_seqs"):
+        for name in ("pad_to_multiple_of", "pad_seqs_to", "max_tokens", "max_seqs"):
             if getattr(self, name) is not None:
                 require_positive(getattr(self, name), name)
+        for name in ("pad_to_multiple_of", "max_tokens"):
+            require_multiple(getattr(self, name) or 0, name, self.pad_seqs_to, "pad_seqs_to")
         if self.pad_to_multiple_of and self.max_tokens:
             raise ValueError(
                 f"pad_to_multiple_of={self.pad_to_multiple_of} and max_tokens={self.max_tokens}: give one of the two"
@@ -112,7 +117,7 @@ class FlatteningCollator:
         row.labels[np.cumsum([0, *row.seq_lens[:-1]])] = (
             self.separator_id if separator_id is None else separator_id
         )
-        row = self._padded(row)
+        row = self._padded(self._with_padded_sequences(row))
         seq_lens = np.array(row.seq_lens)
         starts = np.cumsum(seq_lens) - seq_lens
         total = row.tokens.size
@@ -135,6 +140,21 @@ class FlatteningCollator:
                 for name, value in batch.items()
             }
         return batch
+
+    def _with_padded_sequences(self, row: FlatRow) -> FlatRow:
+        """Pad each sequence at its end, where the settings ask for it."""
+        if self.pad_seqs_to == 1:
+            return row
+        lengths = np.array(row.seq_lens)
+        padded = lengths + -lengths % self.pad_seqs_to
+        # Where each token goes: behind its place by the padding of the sequences before its own.
+        places = np.arange(row.tokens.size) + np.repeat(
+            np.cumsum(padded - lengths) - (padded - lengths), lengths
+        )
+        tokens = np.full(padded.sum(), self.padding_idx, row.tokens.dtype)
+        labels = np.full(padded.sum(), IGNORE_INDEX, row.labels.dtype)
+        tokens[places], labels[places] = row.tokens, row.labels
+        return FlatRow(tokens, labels, padded.tolist())
 
     def _padded(self, row: FlatRow) -> FlatRow:
         """Append padding as one more sequence, where the settings ask for it."""

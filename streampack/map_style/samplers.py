@@ -14,7 +14,7 @@ from torch.utils.data import Sampler
 from streampack.map_style.multipack import checked_lengths, plan_steps, resolve_packs_per_step
 from streampack.sources.base import permutation
 from streampack.streaming.consumers import require_data_parallel, require_not_sharded
-from streampack.validation import require_positive
+from streampack.validation import require_multiple, require_positive
 
 T = TypeVar("T")
 
@@ -149,6 +149,8 @@ class MultipackBatchSampler(Sampler[list[int]]):
     Args:
         lengths: tokens of each sample.
         max_tokens: the budget of a batch. A sample may not be longer.
+        pad_seqs_to: round every length up to a multiple of this many tokens, as a collator with the same
+            ``pad_seqs_to`` pads. ``max_tokens`` must be a multiple, too.
         packs_per_step: batches of a global step, over all ranks and accumulated gradients; a multiple of
             ``num_replicas``, which is the default.
         objective: ``"quadratic"`` evens out the sum of squared lengths; ``"linear"`` only fills batches, for models
@@ -173,6 +175,7 @@ class MultipackBatchSampler(Sampler[list[int]]):
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
+        pad_seqs_to: int = 1,
         num_replicas: int | None = None,
         rank: int | None = None,
     ) -> None:
@@ -183,7 +186,12 @@ class MultipackBatchSampler(Sampler[list[int]]):
         self.shuffle = shuffle
         self.seed = seed
         self.drop_last = drop_last
-        self._lengths = np.array(checked_lengths(lengths, require_positive(max_tokens, "max_tokens")))
+        max_tokens = require_positive(max_tokens, "max_tokens")
+        require_multiple(
+            max_tokens, "max_tokens", require_positive(pad_seqs_to, "pad_seqs_to"), "pad_seqs_to"
+        )
+        self._lengths = np.array(checked_lengths(lengths, max_tokens))
+        self._lengths += -self._lengths % pad_seqs_to
         settings = {
             "lengths": digest_lengths(self._lengths),
             "max_tokens": max_tokens,

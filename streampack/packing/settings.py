@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from streampack.packing.strategies import STRATEGIES
-from streampack.validation import require, require_positive
+from streampack.validation import require, require_multiple, require_positive
 
 OVERLONG = ("error", "drop", "truncate", "split")
 SPLIT_HINT = "; for documents that continue in the next pack set split_across_pack=True"
@@ -49,11 +49,7 @@ class Packing:
         for name in ("pad_seqs_to", "pad_pack_to"):
             multiple = require_positive(getattr(self, name), name)
             object.__setattr__(self, name, multiple)
-            if rest := self.max_seq_len % multiple:
-                raise ValueError(
-                    f"max_seq_len={self.max_seq_len} is no multiple of {name}={multiple}; set max_seq_len to "
-                    f"{self.max_seq_len + multiple - rest}, or choose another {name}"
-                )
+            require_multiple(self.max_seq_len, "max_seq_len", multiple, name)
         require(self.strategy, "strategy", STRATEGIES, hint=SPLIT_HINT)
         require(self.truncate_side, "truncate_side", ("right", "left"))
         if self.overlong is None:

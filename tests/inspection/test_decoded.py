@@ -62,3 +62,11 @@ def test_a_pack_shows_its_rows_and_its_padding() -> None:
         "de",
         "── padding: 3 tokens",
     ]
+    data = IterablePackedDataset(rows, encoder=Encode(), max_seq_len=8, num_lanes=1, pad_seqs_to=4)
+    [pack] = data.stream()
+    assert [line.plain for line in decoded_pack(pack, data.lane_config)] == [
+        "── sequence 1: sample 0; 3 tokens, 1 trained, 1 of padding",
+        "abc",
+        "── sequence 2: sample 1; 2 tokens, 1 trained, 2 of padding",
+        "de",
+    ]

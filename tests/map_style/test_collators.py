@@ -97,6 +97,39 @@ def test_padding_is_a_sequence_of_its_own(lengths: list[int], sizes: dict[str, i
         assert batch[f"max_length_{side}"] == longest
 
 
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([{}, {"pad_to_multiple_of": 8}, {"max_tokens": 72}]),
+)
+def test_sequences_are_padded_to_a_multiple(lengths: list[int], multiple: int, sizes: dict[str, int]) -> None:
+    """Each as by itself: its own labels and ids, then padding, and positions that go on."""
+    settings: dict[str, Any] = {"return_flash_attn_kwargs": True, "padding_idx": 9, **sizes}
+    samples = samples_of(lengths)
+    batch = FlatteningCollator(**settings, pad_seqs_to=multiple)(samples)
+    tokens, labels, positions, ends = [], [], [], [0]
+    for sample in samples:
+        ids = list(sample["input_ids"])
+        filler = -len(ids) % multiple
+        tokens += ids + [9] * filler
+        labels += [IGNORE_INDEX, *sample["labels"][1:]] + [IGNORE_INDEX] * filler
+        positions += range(len(ids) + filler)
+        ends.append(len(tokens))
+    size = sizes.get("max_tokens") or -(-len(tokens) // sizes.get("pad_to_multiple_of", 1)) * sizes.get(
+        "pad_to_multiple_of", 1
+    )
+    rest = size - len(tokens)
+    assert batch["input_ids"].tolist() == [tokens + [9] * rest]
+    assert batch["labels"].tolist() == [labels + [IGNORE_INDEX] * rest]
+    assert batch["position_ids"].tolist() == [positions + list(range(rest))]
+    assert batch["cu_seq_lens_q"].tolist() == ends + [size] * (rest > 0)
+    packs = list(
+        IterablePackedDataset(samples, max_seq_len=12, pad_seqs_to=multiple, strategy="next_fit", num_lanes=1)
+    )
+    again = FlatteningCollator(pad_seqs_to=multiple, padding_idx=9)(packs)
+    assert again["labels"].tolist() == [labels], "padded packs are not padded again"
+
+
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=12), st.sampled_from(["stream", "map", "torchtune"]))
 def test_packs_flatten_as_their_samples_do(lengths: list[int], kind: str) -> None:
     rows = samples_of(lengths, ids="tokens")
@@ -232,6 +265,12 @@ def test_bad_batches_are_refused(collate: Any, batch: list[dict[str, Any]], mess
             "return_tensors='tf' is unknown; choose one of 'pt', 'np'",
         ),
         (lambda: FlatteningCollator(max_tokens=0), [], "max_tokens=0 is below 1; give at least 1"),
+        (lambda: FlatteningCollator(pad_seqs_to=0), [], "pad_seqs_to=0 is below 1; give at least 1"),
+        (
+            lambda: FlatteningCollator(pad_seqs_to=4, max_tokens=10),
+            [],
+            "max_tokens=10 is no multiple of pad_seqs_to=4; set max_tokens to 12, or choose another pad_seqs_to",
+        ),
         (
             lambda: PaddedCollator(pad_to_multiple_of=0),
             [],

@@ -64,6 +64,16 @@ def test_an_epoch_depends_on_its_number_and_the_seed_alone() -> None:
     assert list(again) == second
 
 
+def test_batches_of_padded_samples_keep_to_the_budget() -> None:
+    options: dict[str, Any] = {"max_tokens": 64, "num_replicas": 1, "rank": 0, "packs_per_step": 2}
+    lengths = np.random.default_rng(0).integers(1, 40, 200)
+    padded = lengths + -lengths % 16
+    batches = list(MultipackBatchSampler(lengths, pad_seqs_to=16, **options))
+    assert batches == list(MultipackBatchSampler(padded, **options))
+    assert max(padded[batch].sum() for batch in batches) == 64
+    assert max(padded[batch].sum() for batch in MultipackBatchSampler(lengths, **options)) > 64
+
+
 def test_drop_last_is_counted() -> None:
     kept = sampler_of(drop_last=True)
     samples = list(chain.from_iterable(kept))

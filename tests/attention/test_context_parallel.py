@@ -1,0 +1,190 @@
+"""Shards of context parallelism: the same tokens again, and an attention over ranks that equals the unsharded one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streampack import IGNORE_INDEX, Batch, IterablePackedDataset, collate_packed
+from streampack.attention import context_parallel
+from streampack.attention.context_parallel import shard_for_context_parallel, unshard_context_parallel
+from streampack.packing.batch import null_pack, to_torchtune
+from streampack.packing.groups import Group
+from tests.support.context_parallel import VOCAB, Result, run_rank, run_whole
+from tests.support.forked_ranks import run_ranks
+
+
+def batch_of(lengths: list[int], *, max_seq_len: int, null: bool = False, **options: Any) -> Batch:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    rows = []
+    for number, length in enumerate(lengths):
+        tokens = torch.randint(1, VOCAB, (length,), generator=generator).tolist()
+        prompt = length // 3 if number % 2 else 0
+        rows.append({"tokens": tokens, "labels": [IGNORE_INDEX] * prompt + tokens[prompt:]})
+    data = IterablePackedDataset(rows, max_seq_len=max_seq_len, num_lanes=1, **options)
+    return collate_packed([*data, *[to_torchtune(null_pack(max_seq_len))] * null])
+
+
+@st.composite
+def sharded(draw: st.DrawFn) -> tuple[Batch, int]:
+    """Draw a batch of padded sequences, and a number of ranks that can share it."""
+    size = draw(st.integers(1, 4))
+    multiple = 2 * size * draw(st.integers(1, 2))
+    limit = multiple * draw(st.integers(1, 4))
+    lengths = draw(st.lists(st.integers(1, limit), min_size=1, max_size=8))
+    split = draw(st.booleans())
+    options = {"pad_seqs_to": multiple, "split_across_pack": split}
+    return batch_of(lengths, max_seq_len=limit, null=draw(st.booleans()), **options), size
+
+
+def zigzag(length: int, rank: int, size: int) -> list[int]:
+    """The places of a rank's tokens in a sequence: chunks written out."""
+    chunk = length // (2 * size)
+    chunks = [list(range(at, at + chunk)) for at in range(0, length, chunk or 1)]
+    return chunks[rank] + chunks[2 * size - 1 - rank] if length else []
+
+
+@settings(max_examples=60)
+@given(drawn=sharded())
+def test_a_rank_has_two_chunks_of_each_sequence(drawn: tuple[Batch, int]) -> None:
+    batch, size = drawn
+    for rank in range(size):
+        shard = shard_for_context_parallel(batch, rank=rank, size=size)
+        for row, lens in enumerate(batch.seq_lens.tolist()):
+            starts = [0, *accumulate(lens)]
+            wanted = [
+                start + at
+                for start, length in zip(starts, lens, strict=False)
+                for at in zigzag(length, rank, size)
+            ]
+            assert shard.indices[row].tolist() == wanted
+            shifted = [*batch.labels[row, 1:].tolist(), IGNORE_INDEX]
+            assert shard.labels[row].tolist() == [shifted[i] for i in wanted]
+
+
+@settings(max_examples=60)
+@given(drawn=sharded())
+def test_gathered_shards_are_the_batch(drawn: tuple[Batch, int]) -> None:
+    batch, size = drawn
+    shards = [shard_for_context_parallel(batch, rank=rank, size=size) for rank in range(size)]
+    for name in ("tokens", "input_pos"):
+        whole = unshard_context_parallel([getattr(shard, name) for shard in shards], batch)
+        assert torch.equal(whole, getattr(batch, name)), name
+    labels = unshard_context_parallel([shard.labels for shard in shards], batch)
+    assert torch.equal(labels[:, :-1], batch.labels[:, 1:])
+    assert (labels[:, -1] == IGNORE_INDEX).all()
+    assert sum((shard.labels != IGNORE_INDEX).sum() for shard in shards) == batch.num_trained
+    wide = torch.randn(*batch.tokens.shape, 3)
+    parts = [wide[torch.arange(len(wide))[:, None], shard.indices] for shard in shards]
+    assert torch.equal(unshard_context_parallel(parts, batch), wide)
+
+
+@settings(max_examples=60)
+@given(drawn=sharded())
+def test_cumulative_lengths_count_real_and_padded_tokens(drawn: tuple[Batch, int]) -> None:
+    """Those of a rank are counted one token at a time."""
+    batch, size = drawn
+    real = torch.ones_like(batch.tokens, dtype=torch.bool)
+    number = torch.zeros_like(batch.tokens)  # of the sequence of each token, through all packs
+    for row, lens in enumerate(batch.seq_lens.tolist()):
+        at = 0
+        for segment, length in enumerate(lens):
+            number[row, at : at + length] = row * len(lens) + segment
+            if segment < len(batch.fragments[row]):
+                fragment = batch.fragments[row][segment]
+                real[row, at + fragment.stop - fragment.start : at + length] = False
+            at += length
+    segments = batch.seq_lens.numel()
+
+    def counted(numbers: torch.Tensor) -> list[int]:
+        return [0, *accumulate(torch.bincount(numbers.flatten(), minlength=segments).tolist())]
+
+    for rank in range(size):
+        shard = shard_for_context_parallel(batch, rank=rank, size=size)
+        assert shard.cu_seqlens.tolist() == counted(number[real])
+        assert shard.cu_seqlens_padded.tolist() == counted(number)
+        mine, kept = number.gather(1, shard.indices), real.gather(1, shard.indices)
+        assert shard.rank_cu_seqlens.tolist() == counted(mine[kept])
+        assert shard.rank_cu_seqlens_padded.tolist() == counted(mine)
+        assert torch.equal(shard.rank_cu_seqlens_padded, shard.cu_seqlens_padded // size)
+        assert shard.cu_seqlens.dtype == shard.rank_cu_seqlens.dtype == torch.int32
+
+
+LENGTHS = [13, 32, 1, 7, 40, 22, 5, 9]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("options", [{}, {"split_across_pack": True}], ids=["exact_fit", "wrap"])
+def test_attention_over_ranks_is_that_of_whole_packs(size: int, options: Any, tmp_path: Path) -> None:
+    batch = batch_of(LENGTHS, max_seq_len=48, pad_seqs_to=8, null=True, **options)
+    assert (batch.seq_lens != batch.unpadded_lens).any()
+    alone = run_whole(batch)
+    assert len(alone.gradients) == 4
+    for found in run_ranks(size, run_rank, batch, folder=tmp_path):
+        assert max(differences(found, alone)) < 1e-6, differences(found, alone)
+
+
+def differences(found: Result, wanted: Result) -> list[float]:
+    pairs = [(found.logits, wanted.logits), (found.loss, wanted.loss)]
+    pairs += [(found.gradients[name], value) for name, value in wanted.gradients.items()]
+    return [float((mine - theirs).norm() / theirs.norm()) for mine, theirs in pairs]
+
+
+def test_the_comparison_sees_labels_that_were_cut_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Labels that are shifted after the cut lose the predictions of the chunks' last tokens."""
+
+    def cut_first(batch: Batch, *, rank: int, size: int) -> Any:
+        shard = shard_for_context_parallel(batch, rank=rank, size=size)
+        own = batch.labels.gather(1, shard.indices)
+        labels = torch.nn.functional.pad(own[:, 1:], (0, 1), value=IGNORE_INDEX)
+        return replace(shard, labels=labels)
+
+    batch = batch_of(LENGTHS, max_seq_len=48, pad_seqs_to=8)
+    monkeypatch.setattr("tests.support.context_parallel.shard_for_context_parallel", cut_first)
+    [found, _] = run_ranks(2, run_rank, batch, folder=tmp_path)
+    logits, *others = differences(found, run_whole(batch))
+    assert logits < 1e-6
+    assert min(others) > 1e-3
+
+
+def test_what_cannot_be_shared_is_refused() -> None:
+    batch = batch_of([8, 12], max_seq_len=32)
+    with pytest.raises(ValueError) as error:
+        shard_for_context_parallel(batch, rank=0, size=4)
+    assert str(error.value) == (
+        "sequence 1 of pack 0 has 12 tokens, which 4 ranks with two chunks each cannot share; set pad_seqs_to=8 where "
+        "the packs are made, or a multiple of it"
+    )
+    for rank in (-1, 2):
+        with pytest.raises(ValueError, match=f"rank={rank} is not among the size=2 ranks of the group"):
+            shard_for_context_parallel(batch, rank=rank, size=2)
+    with pytest.raises(ValueError, match="size=0 is below 1"):
+        shard_for_context_parallel(batch, rank=0, size=0)
+    with pytest.raises(
+        ValueError, match=r"the part of rank 1 has shape \[1, 8\], .* has parts of \[1, 16\] over 2 ranks"
+    ):
+        unshard_context_parallel([batch.tokens[:, :16], batch.tokens[:, :8]], batch)
+    pair = Group([5, 6, 7, 8], [-100, 6, 7, 8], lengths=[2, 2], parents=[-1, 0])
+    groups = collate_packed(list(IterablePackedDataset([0], encoder=lambda _: pair, max_seq_len=4)))
+    with pytest.raises(
+        ValueError, match="the batch has groups, whose answers attend to a prompt that lies elsewhere"
+    ):
+        shard_for_context_parallel(groups, rank=0, size=1)
+
+
+def test_a_shard_moves_to_a_device() -> None:
+    batch = batch_of([8, 12], max_seq_len=32, pad_seqs_to=8)
+    shard = shard_for_context_parallel(batch, rank=1, size=2)
+    moved = shard.to("meta")
+    assert moved.tokens.device.type == moved.rank_cu_seqlens.device.type == "meta"
+    assert moved.tokens.shape == shard.tokens.shape
+    assert context_parallel.ContextParallelShard is type(moved)
