@@ -256,6 +256,7 @@ def _serve(
     # Garbage of the trainer's process may hold readers of other libraries (pyarrow), whose end waits for threads that a
     # fork does not copy: collected here, it crashed the worker.
     gc.freeze()
+    gc.enable()  # a trainer may have switched it off, to collect at steps of its choice, as torchtitan does
     stream, size = None, 1
     # A fork has copied the counts of the trainer's process.
     begun_with = ReadReport.of(dataset.lane_config.use)

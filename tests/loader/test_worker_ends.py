@@ -115,6 +115,22 @@ class Noted:
             self.path.touch()
 
 
+class Watching(Numbers):
+    """Refuses rows while the garbage collector is off."""
+
+    def __call__(self, row: Any, /) -> Any:
+        assert gc.isenabled()
+        return super().__call__(row)
+
+
+def test_a_worker_collects_its_garbage_where_the_trainer_does_not() -> None:
+    gc.disable()
+    try:
+        assert list(worker(dataset(epochs=1, encoder=Watching())))
+    finally:
+        gc.enable()
+
+
 def test_a_worker_leaves_garbage_of_the_trainers_process_alone(tmp_path: Path) -> None:
     """Of other libraries' objects it may be deadly to delete them without the threads that a fork does not copy."""
     gc.disable()
