@@ -13,7 +13,7 @@ PYTEST_ARGS ?=
 DEVICE ?= cuda
 GPU_PYTHON ?= python3
 
-.PHONY: help setup quickstart test test-slow test-eval test-ray test-kernels stress lint format bench paper models gpu wheels docs clean
+.PHONY: help setup quickstart test test-slow test-eval test-ray test-torchtitan test-kernels stress lint format bench paper models gpu wheels docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -35,6 +35,10 @@ test-eval: $(VENV)/.installed-eval  ## lm-evaluation-harness with our model clas
 
 test-ray: $(VENV)/.installed-ray  ## token shards by a Ray cluster on this machine, whose nodes and workers are killed; installs Ray
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONPATH=$(CURDIR) $(BIN)/python -m pytest -m "slow or not slow" tests/tokenize/test_on_ray.py $(PYTEST_ARGS)
+
+test-torchtitan: $(VENV)-torchtitan/.installed  ## torchtitan's trainer on our packs, on a CPU; installs torchtitan beside .venv
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(VENV)-torchtitan/bin/python -m pytest -m "slow or not slow" \
+		tests/integrations/test_torchtitan.py tests/integrations/test_torchtitan_trainer.py $(PYTEST_ARGS)
 
 # The kernels lie in a folder of their own: transformers would use them in every other test, and without a GPU they fail.
 test-kernels: .site-kernels/.installed  ## kernels that are told where sequences begin, interpreted on the CPU
@@ -116,7 +120,7 @@ docs: $(VENV)/.installed-docs  ## the documentation as pages that open from disk
 	@echo "open build/docs/index.html"
 
 clean:  ## remove .venv, builds and caches
-	rm -rf $(VENV) .site-gpu build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-torchtitan .site-gpu build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Stamps: pip runs again only when what it reads has changed.
@@ -145,6 +149,16 @@ $(VENV)/.installed-ray: $(VENV)/.installed
 
 .site-kernels/.installed: $(VENV)/.installed
 	$(BIN)/python -m pip install --no-deps --target $(@D) triton==3.7.1 flash-linear-attention==0.6.0 fla-core==0.6.0 einops==0.8.2
+	@touch $@
+
+# torchtitan needs other versions of datasets and torchao than torchtune: its environment has these, and sees .venv for all else.
+SITE := python -c "import sysconfig; print(sysconfig.get_path('purelib'))"
+
+$(VENV)-torchtitan/.installed: $(VENV)/.installed
+	$(BIN)/python -m venv --clear $(@D)
+	echo "import site; site.addsitedir('$$($(BIN)/$(SITE))')" > $$($(@D)/bin/$(SITE))/venv.pth
+	grep '^torch==' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install -c $(@D)/constraints.txt -e ".[torchtitan]" triton "torchao>=0.18"
 	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed

@@ -54,7 +54,8 @@ EXTRAS = [
         "tokenizers",
     ),  # tune
     *("transformers", "datasets", "accelerate", "pyarrow"),  # hf
-    *("flash_attn", "fsspec", "s3fs", "zstandard", "trl", "grain", "rich", "lm_eval"),  # the others
+    *("flash_attn", "fsspec", "s3fs", "zstandard", "trl", "grain", "rich", "lm_eval"),
+    *("torchtitan", "tyro"),  # the others
 ]
 
 # Modules of subclasses of an extra's classes; others import them within functions.
@@ -63,6 +64,8 @@ SUBCLASSES = {
     "streampack/integrations/lm_eval/__init__.py": "imports model.py",
     "streampack/integrations/lm_eval/__main__.py": "imports model.py",
     "streampack/integrations/lm_eval/model.py": "lm_eval's model for Hugging Face",
+    "streampack/integrations/torchtitan/__init__.py": "imports data_loader.py",
+    "streampack/integrations/torchtitan/data_loader.py": "torchtitan's loader",
 }
 
 # Tests of no single module, by their place under tests/.

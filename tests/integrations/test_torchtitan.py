@@ -1,0 +1,322 @@
+"""The data loader for torchtitan's trainer, by itself; `make test-torchtitan` runs this.
+
+torchtitan is no part of the environment of the other tests.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from streampack import IterablePackedDataset, PackedDataLoader, RolloutEncoder
+from tests.support.corpus import Numbers, rows
+from tests.support.forked_ranks import run_ranks
+from tests.support.hf_tokenizers import byte_level
+
+pytest.importorskip("torchtitan", reason="needs torchtitan: make test-torchtitan")
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torchtitan and what it imports
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import torch.distributed.checkpoint as dcp
+
+    from streampack.integrations.torchtitan import StreampackDataLoader, trainer_batch
+
+SEQ_LEN = 24
+EOS = 7
+
+
+class Tokenizer:
+    """What the loader asks torchtitan's tokenizer for."""
+
+    eos_id = EOS
+
+    def encode(self, text: str, *, add_bos: bool, add_eos: bool) -> list[int]:
+        return [*text.encode(), *[EOS] * add_eos]
+
+
+TOKENIZER = Tokenizer()
+
+
+def config(count: int = 120, **changes: Any) -> StreampackDataLoader.Config:
+    settings = {"buffer_size": 8, "num_lanes": 4, "shuffle": True, "seed": 3, **changes.pop("settings", {})}
+    given = {"source": rows(count), "encoder": Numbers(), "infinite": False, **changes}
+    return StreampackDataLoader.Config(settings=settings, **given)
+
+
+def build(
+    made: StreampackDataLoader.Config, *, dp_rank: int = 0, dp_world_size: int = 1, batch: int = 2
+) -> Any:
+    return made.build(
+        dp_world_size=dp_world_size,
+        dp_rank=dp_rank,
+        tokenizer=TOKENIZER,
+        seq_len=SEQ_LEN,
+        local_batch_size=batch,
+        snapshot_every_n_steps=5,
+    )
+
+
+def content(batches: Any) -> list[Any]:
+    return [
+        (inputs["input"].tolist(), inputs["positions"].tolist(), labels.tolist())
+        for inputs, labels in batches
+    ]
+
+
+def by_hand(**settings: Any) -> list[Any]:
+    """The batches of the same packs, with labels and positions of each sequence by itself."""
+    packs = IterablePackedDataset(
+        rows(120), encoder=Numbers(), max_seq_len=SEQ_LEN, padding_idx=EOS, buffer_size=8, num_lanes=4,
+        shuffle=True, seed=3, **settings,
+    )  # fmt: skip
+    batches = []
+    for batch in PackedDataLoader(packs, batch_size=2):
+        whole = []
+        for tokens, labels, lengths in zip(
+            batch.tokens.tolist(), batch.labels.tolist(), batch.seq_lens.tolist(), strict=True
+        ):
+            positions, targets, start = [], [], 0
+            for length in lengths:
+                positions += range(length)
+                targets += [*labels[start + 1 : start + length], -100] if length else []
+                start += length
+            whole.append((tokens, positions, targets))
+        batches.append(tuple(map(list, zip(*whole, strict=True))))
+    return batches
+
+
+def test_batches_are_the_packs_with_labels_shifted_within_each_sequence() -> None:
+    found = content(build(config()))
+    assert found == by_hand()
+    tokens, positions, labels = found[0]
+    assert sum(position == 0 for position in positions[0]) > 1, "several sequences share the pack"
+    assert all(row[-1] == -100 for row in labels)
+    predicted = [
+        (token + 1, label)
+        for row, targets in zip(tokens, labels, strict=True)
+        for token, label in zip(row, targets, strict=True)
+        if label != -100
+    ]
+    assert predicted, "something is trained"
+    assert all(following == label for following, label in predicted), "tokens of a row of Numbers count up"
+
+
+def test_padding_is_a_document_of_its_own_with_the_tokenizers_eos() -> None:
+    [*_, (inputs, labels)] = build(config(7, settings={"num_lanes": 1, "shuffle": False}), batch=4)
+    null = inputs["input"][-1]  # fills the batch up
+    assert null.tolist() == [EOS] * SEQ_LEN
+    assert inputs["positions"][-1].tolist() == list(range(SEQ_LEN))
+    assert (labels[inputs["input"] == EOS] == -100).all()
+
+
+def test_a_state_resumes_after_any_batch() -> None:
+    whole = content(build(config()))
+    for cut in range(len(whole) + 1):
+        loader = build(config())
+        batches = iter(loader)
+        begun = content(next(batches) for _ in range(cut))
+        state = loader.state_dict()
+        resumed = build(config(num_workers=cut % 2))
+        resumed.state_dict()  # as DCP asks for it, for the keys
+        resumed.load_state_dict(state)
+        assert begun + content(resumed) == whole
+
+
+def read(folder: Path, made: StreampackDataLoader.Config, steps: int | None, save: str, load: str) -> Any:
+    """Load, read some steps of 4 packs over all ranks, save: by torch.distributed.checkpoint, as torchtitan does."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    loader = build(made, dp_rank=rank, dp_world_size=size, batch=4 // size)
+    if load:
+        dcp.load({"dataloader": loader}, checkpoint_id=folder / load)
+    batches = iter(loader)
+    if steps is None:
+        found = content(batches)
+    else:
+        found = content(next(batches) for _ in range(steps))
+    if save:
+        dcp.save({"dataloader": loader}, checkpoint_id=folder / save)
+    return found
+
+
+def steps_of(outcomes: list[Any]) -> list[Any]:
+    """The packs of each step, of all ranks, sorted; without null packs."""
+    return [
+        sorted(tokens for part in parts for tokens in part[0] if any(token != EOS for token in tokens))
+        for parts in zip(*outcomes, strict=True)
+    ]
+
+
+def test_a_checkpoint_of_two_ranks_resumes_on_one_and_on_four(tmp_path: Path) -> None:
+    made = config(400)
+    whole = steps_of(_run(1, tmp_path, made, None))
+    cut, later = (
+        5,
+        14,
+    )  # before any lane ends, from where on the packs of a step depend on the number of ranks
+    assert steps_of(_run(2, tmp_path, made, cut, save="two")) == whole[:cut]
+    assert steps_of(_run(1, tmp_path, made, None, load="two")) == whole[cut:]
+    assert steps_of(_run(4, tmp_path, made, later - cut, load="two", save="four")) == whole[cut:later]
+    rest = steps_of(_run(2, tmp_path, made, None, load="four"))
+    assert sorted(chain.from_iterable(rest)) == sorted(chain.from_iterable(whole[later:]))
+
+
+def _run(size: int, folder: Path, made: Any, steps: int | None, *, save: str = "", load: str = "") -> Any:
+    return run_ranks(size, read, folder, made, steps, save, load, folder=folder)
+
+
+def grouped(made: StreampackDataLoader.Config) -> list[Any]:
+    rank = dist.get_rank()
+    return content(build(made, dp_rank=rank // 2, dp_world_size=2))
+
+
+def test_ranks_of_one_dp_rank_get_the_same_batches_and_all_make_as_many(tmp_path: Path) -> None:
+    one, same, two, also = run_ranks(4, grouped, config(70), folder=tmp_path)
+    assert one == same
+    assert two == also
+    assert len(one) == len(two)
+    assert steps_of([one, two]) == steps_of([content(build(config(70), batch=4))])
+
+
+def failing(made: StreampackDataLoader.Config) -> tuple[int, str]:
+    rank = dist.get_rank()
+    found = 0
+    try:
+        for _ in build(made, dp_rank=rank, dp_world_size=2):
+            found += 1
+    except Exception as error:
+        return found, str(error)
+    return found, ""
+
+
+def test_an_error_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+    encoder = Numbers()
+    encoder.bad = 90
+    outcomes = run_ranks(2, failing, config(encoder=encoder), folder=tmp_path)
+    (counts, messages) = zip(*outcomes, strict=True)
+    assert counts[0] == counts[1]
+    assert all("cannot be encoded" in message for message in messages)
+
+
+def test_infinite_reads_on_as_the_validator_sets_it() -> None:
+    finite = len(content(build(config())))
+    batches = iter(build(replace(config(), infinite=True)))
+    found = content(next(batches) for _ in range(3 * finite))
+    assert len(found) == 3 * finite
+
+
+def validations(made: StreampackDataLoader.Config, count: int) -> tuple[list[Any], int]:
+    """The batches of each validation, of which some are left in the middle, and the process groups there are then."""
+    found = []
+    for number in range(count):
+        batches = iter(build(made, dp_rank=dist.get_rank(), dp_world_size=2))
+        found.append(content(next(batches) for _ in range(3 + number % 2)))
+    return found, len(dist.distributed_c10d._world.pg_map)
+
+
+@pytest.mark.parametrize("infinite", [True, False])
+def test_each_validation_reads_the_same_and_keeps_no_more_connections(infinite: bool, tmp_path: Path) -> None:
+    ((once, groups), _) = run_ranks(2, validations, config(infinite=infinite), 1, folder=tmp_path)
+    ((found, same), _) = run_ranks(2, validations, config(infinite=infinite), 4, folder=tmp_path)
+    assert [batches[:3] for batches in found] == once * 4
+    assert same == groups
+
+
+def test_a_loader_that_resumed_is_not_built_again() -> None:
+    made = config()
+    first = build(made)
+    first.load_state_dict(first.state_dict())
+    assert build(made) is not first
+    assert build(made, batch=4) is not build(made)
+
+
+def test_nodes_are_built_with_torchtitans_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"body": "abc"}\n{"body": "de"}\n')
+    made = StreampackDataLoader.Config(
+        source={"_component_": "streampack.JSONLSource", "paths": str(tmp_path / "*.jsonl")},
+        encoder={"_component_": "streampack.TextEncoder", "column": "body", "add_bos": False},
+        infinite=False,
+    )
+    [(inputs, _)] = build(made, batch=1)
+    assert inputs["input"][0, :7].tolist() == [*b"abc", EOS, *b"de", EOS]
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "none": ({"source": None}, "dataloader.source is None; give StreampackDataLoader.Config a source"),
+    "dataset": (
+        {"dataset": "c4"},
+        r"dataloader.dataset='c4' names data of torchtitan's own loaders; leave it out",
+    ),
+    "path": ({"dataset_path": "a"}, r"dataloader.dataset_path='a' names data of torchtitan's own loaders"),
+    "length": (
+        {"settings": {"max_seq_len": 9}},
+        r"settings\['max_seq_len'\]=9: remove it; training.seq_len decides",
+    ),
+    "epochs": (
+        {"settings": {"epochs": 2}},
+        r"settings\['epochs'\]=2: remove it; dataloader.infinite decides it",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_values_that_something_else_decides_are_refused(case: str) -> None:
+    changes, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        config(**changes)
+
+
+def test_settings_that_are_no_dict_are_refused() -> None:
+    with pytest.raises(ValueError, match="dataloader.settings='shuffle' must be a dict of arguments"):
+        StreampackDataLoader.Config(source="x", settings="shuffle")
+
+
+def test_a_config_is_logged_without_reading_its_source() -> None:
+    class Frame(list[Any]):
+        def to_dict(self) -> Any:
+            raise AssertionError("reads all rows")
+
+    encoder = {"_component_": "streampack.TextEncoder"}
+    logged = config(source=Frame(rows(9)), encoder=encoder).to_dict()
+    assert len(logged["source"]) < 300
+    assert logged["encoder"] == encoder
+    assert logged["settings"]["seed"] == 3
+
+
+def test_a_state_of_another_loader_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"keys \['dp_rank_0', 'world_size'\].*exclude_from_loading dataloader"
+    ):
+        build(config()).load_state_dict({"dp_rank_0": b"", "world_size": 1})
+
+
+def test_simulated_ranks_are_refused() -> None:
+    store = torch.testing._internal.distributed.fake_pg.FakeStore()
+    dist.init_process_group("fake", rank=0, world_size=2, store=store)
+    try:
+        with pytest.raises(ValueError, match="comm.mode simulates ranks"):
+            build(config(), dp_world_size=2)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_answers_that_share_a_prompt_are_refused() -> None:
+    encoder = RolloutEncoder(byte_level())
+    answers = [{"prompt": "one two", "completions": ["three", "four"]}] * 3
+    made = config(source=answers, encoder=encoder, settings={"num_lanes": 1})
+    with pytest.raises(ValueError, match="share a prompt.*share_prefix=False"):
+        list(build(made))
+
+
+def test_the_batch_of_the_loader_is_not_changed() -> None:
+    [batch, *_] = PackedDataLoader(IterablePackedDataset([{"input_ids": [1, 2, 3]}], max_seq_len=4))
+    inputs, labels = trainer_batch(batch)
+    assert labels.tolist() == [[2, 3, -100, -100]]
+    assert batch.labels.tolist() == [[-100, 2, 3, -100]]
+    assert inputs["input"] is batch.tokens
