@@ -18,7 +18,9 @@ import pytest
 
 from streampack import JSONLSource
 from streampack.tokenize.tokenize import tokenize
+from tests.support.stores import lacking, running
 from tests.tokenize.test_tokenize import Logged, content, corpus, run
+from tests.tokenize.test_tokenize_object_stores import stored
 
 ray = pytest.importorskip("ray", reason="needs Ray: make test-ray")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -71,6 +73,37 @@ def test_a_node_dies_in_the_middle(cluster: Any, tmp_path: Path) -> None:
     assert killed[0] < 300, "it came in the middle"
     assert content(out) == wanted
     assert log.read_text().count("\n") > 300, "rows of the dead node were encoded again"
+
+
+def test_a_node_dies_while_shards_are_stored_in_s3(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (what := lacking("s3")) is not None:
+        pytest.skip(what)
+    source = corpus(tmp_path / "corpus")
+    wanted = expected(source, tmp_path)
+    with running("s3", tmp_path) as store:
+        nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+        cluster.wait_for_nodes()
+        place, killed = f"{store.url}/tokens", []
+
+        def kill() -> None:
+            while len(before := stored(store, place)) < 4:
+                time.sleep(0.1)
+            cluster.remove_node(nodes[0], allow_graceful=False)  # SIGKILL
+            killed.append(before)
+
+        thread = threading.Thread(target=kill)
+        thread.start()
+        options: Any = {
+            "encoder": Logged(tmp_path / "rows", seconds=0.05),
+            "lanes": 12,
+            "storage_options": store.options,
+        }
+        run(source, place, engine="ray", address=cluster.address, **options)  # type: ignore[arg-type]
+        thread.join()
+        assert killed[0].items() < wanted.items(), "it came in the middle"
+        assert stored(store, place) == wanted
 
 
 def test_workers_are_killed_twenty_times(cluster: Any, tmp_path: Path) -> None:
