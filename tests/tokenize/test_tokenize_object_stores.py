@@ -10,7 +10,9 @@ import multiprocessing as mp
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +56,15 @@ def scratch(folder: Path, name: str = "scratch") -> Path:
 
 
 def stored(store: Store, place: str) -> dict[str, bytes]:
-    """Return the files of a folder of a store."""
+    """Return the files of a folder of a store. moto lists an object shortly before it can be read: look again then."""
     scheme, _, path = place.partition("://")
     files = fsspec.filesystem(scheme, **store.options, skip_instance_cache=True)
-    return {found.rpartition("/")[2]: files.cat_file(found) for found in sorted(files.find(path))}
+    for _ in range(100):
+        files.invalidate_cache()
+        with suppress(FileNotFoundError):
+            return {found.rpartition("/")[2]: files.cat_file(found) for found in sorted(files.find(path))}
+        time.sleep(0.05)
+    raise AssertionError(f"{place} lists a file that cannot be read")
 
 
 def into(store: Store, source: Any, place: str, **options: Any) -> dict[str, bytes]:
