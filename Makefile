@@ -148,7 +148,7 @@ $(VENV)/.installed-ray: $(VENV)/.installed
 	@touch $@
 
 .site-kernels/.installed: $(VENV)/.installed
-	$(BIN)/python -m pip install --no-deps --target $(@D) triton==3.7.1 flash-linear-attention==0.6.0 fla-core==0.6.0 einops==0.8.2
+	$(BIN)/python -m pip install --no-deps --upgrade --target $(@D) triton==3.7.1 flash-linear-attention==0.6.0 fla-core==0.6.0 einops==0.8.2
 	@touch $@
 
 # torchtitan needs other versions of datasets and torchao than torchtune: its environment has these, and sees .venv for all else.

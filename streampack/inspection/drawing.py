@@ -43,8 +43,10 @@ def _line(pack: PackView, width: int, colour: bool) -> str:
             cells.append(PADDING)
             continue
         sequence = pack.sequences[number]
-        trained = next(run.trained for run in sequence.runs if middle < run.stop)
-        mark = TRAINED if trained else MASKED
+        # Behind the runs of tokens lies the padding that `pad_seqs_to` puts at a sequence's end.
+        mark = next(
+            (TRAINED if run.trained else MASKED for run in sequence.runs if middle < run.stop), PADDING
+        )
         end = sequence.start + sequence.length
         if start < end <= stop and sequence.length * width > pack.max_seq_len:
             mark = END

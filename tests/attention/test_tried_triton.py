@@ -31,6 +31,16 @@ OTHERS = (
 )
 
 
+@pytest.fixture(autouse=True)
+def _models_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let names mean transformers' models: flash-linear-attention puts its own in the place of mamba and mamba2."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    monkeypatch.setattr(CONFIG_MAPPING, "_extra_content", {})
+    monkeypatch.setattr(AutoModelForCausalLM._model_mapping, "_extra_content", {})
+
+
 @pytest.mark.parametrize("family", [*OTHERS, *(MAMBA if "mamba_ssm" in sys.modules else ())])
 def test_packed_equals_alone(family: str) -> None:
     data, batch = stream_and_batch("overlong")

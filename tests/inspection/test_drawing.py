@@ -8,8 +8,9 @@ from streampack.inspection.picture import first_packs
 from tests.support.inspection import token_rows
 
 
-def drawn(lengths: list[int], width: int = 32, **settings: object) -> str:
-    config = IterablePackedDataset(token_rows(lengths, prompt=0.5), max_seq_len=64).lane_config
+def drawn(lengths: list[int], width: int = 32, *, pad_seqs_to: int = 1, **settings: object) -> str:
+    rows = token_rows(lengths, prompt=0.5)
+    config = IterablePackedDataset(rows, max_seq_len=64, pad_seqs_to=pad_seqs_to).lane_config
     return draw_packs(first_packs(config, 1, 4), width=width, **settings)  # type: ignore[arg-type]
 
 
@@ -20,6 +21,13 @@ def test_a_line_for_each_pack_and_a_cell_for_each_stretch() -> None:
         MASKED * 8 + TRAINED * 7 + END + MASKED * 4 + TRAINED * 3 + END + PADDING * 8,
         MASKED * 10 + TRAINED * 9 + END + PADDING * 12,
     ]
+
+
+def test_padding_at_the_ends_of_sequences() -> None:
+    """10 tokens of 16 and 20 of 32."""
+    ten = MASKED * 2 + TRAINED * 2 + END + PADDING * 3
+    twenty = MASKED * 5 + TRAINED * 4 + END + PADDING * 6
+    assert drawn([10, 20], pad_seqs_to=16, colour=False) == ten + twenty + PADDING * 8
 
 
 def test_neighbours_differ_in_colour() -> None:
