@@ -12,6 +12,7 @@ import torch
 
 from tests.support.forked_ranks import run_ranks
 from tests.support.hf_tokenizers import byte_level
+from tests.support.models_table import BACKENDS, PAGE, read_page
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -27,6 +28,20 @@ def blocks(page: Path) -> list[str]:
 
 
 WITH_BLOCKS = [page for page in PAGES if blocks(page) and page.name not in OWN_TESTS]
+
+
+def test_readme_counts_the_families_of_the_page_of_models() -> None:
+    taken: dict[str, set[str]] = {}
+    for (library, family, backend), outcome in read_page(PAGE.read_text(encoding="utf-8")).items():
+        if backend in BACKENDS and not outcome.startswith("refused"):
+            taken.setdefault(library, set()).add(family.split(",")[0])  # behind a comma: a variant of the family
+    told = re.search(
+        r"\[(\d+) model families\].*?\((\d+) of torchtune, (\d+) of transformers",
+        (ROOT / "README.md").read_text(encoding="utf-8"),
+    )
+    assert told is not None
+    counts = [len(taken["torchtune"]), len(taken["transformers"])]
+    assert [int(number) for number in told.groups()] == [sum(counts), *counts]
 
 
 def test_there_are_pages_with_blocks() -> None:
