@@ -39,13 +39,13 @@ class Boundaries:
     def __init__(self) -> None:
         self.lengths: Lengths | None = None
         self.by_kernels = False  # whether the mixers of `TAKES_BOUNDARIES` hand them on to their kernels
-        self._handed: tuple[Lengths, dict[str, torch.Tensor]] | None = None
+        self._handed: tuple[Lengths, torch.Tensor, torch.Tensor] | None = None
 
     def clear(self) -> None:
         """End a packed pass."""
         self.lengths = self._handed = None
 
-    def for_kernels(self, *, max_seq_len: int, device: torch.device) -> dict[str, torch.Tensor]:
+    def for_kernels(self, *, max_seq_len: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the boundaries of all packs, laid end to end, as kernels take them.
 
         They are made once a pass: flash-linear-attention derives more from ``cu_seqlens``, and keeps that for as long
@@ -60,8 +60,8 @@ class Boundaries:
             ends = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
             numbers = torch.arange(len(lengths), dtype=torch.int32, device=device)
             seq_idx = numbers.repeat_interleave(ends.diff(), output_size=sum(lengths))
-            self._handed = self.lengths, {"seq_idx": seq_idx[None], "cu_seqlens": ends}
-        return self._handed[1]
+            self._handed = self.lengths, seq_idx[None], ends
+        return self._handed[1:]
 
 
 def _filled(lengths: list[int], max_seq_len: int) -> list[int]:
@@ -158,8 +158,11 @@ def _forward_split(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     select = _selection(names_of(self))
     handed: dict[str, torch.Tensor] = {}
     if boundaries.by_kernels and (argument := _takes(self)):
-        found = boundaries.for_kernels(max_seq_len=shape[1], device=device)
-        handed = {"seq_idx": found["seq_idx"], argument: found.get(argument, found["cu_seqlens"])}
+        seq_idx, cu_seqlens = boundaries.for_kernels(max_seq_len=shape[1], device=device)
+        handed = {
+            argument: cu_seqlens,
+            "seq_idx": seq_idx,
+        }  # argument is "seq_idx" where kernels take no cu_seqlens
         order = torch.arange(shape.numel(), device=device)
         groups = [order[None]]
     else:

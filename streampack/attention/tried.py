@@ -21,7 +21,8 @@ _NO_KERNEL = (
 )
 
 _GRADIENTS = 0.05
-"""Of the gradients of a sample, the largest fraction that rounding in bf16 may send to others; a leak sends more."""
+"""The largest norm of a sample's gradients at other samples, in units of the norm at its own, that rounding in bf16
+may cause; a leak causes more."""
 
 
 def why_mixed(
@@ -86,9 +87,9 @@ def _stray_gradients(model: Any, inputs: Callable[[Batch], dict[str, Any]]) -> s
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     hook = embedding.register_forward_hook(keep)
     try:
-        for (
-            parameter
-        ) in trained:  # no gradients for these: reentrant checkpointing has none for chosen tensors only
+        # backward() fills .grad of whatever requires a gradient; torch.autograd.grad of chosen tensors only would not
+        # work with reentrant checkpointing.
+        for parameter in trained:
             parameter.requires_grad_(False)
         with undisturbed(model, device, eager=False), torch.enable_grad():
             train_without_dropout(model)

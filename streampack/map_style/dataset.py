@@ -132,14 +132,14 @@ class PackedDataset(Dataset[dict[str, Any]]):
             raise ValueError(f"the dataset ({type(ds).__name__}) is empty; it must have at least one sample")
         self.packing = Packing(
             max_seq_len,
-            strategy,
-            buffer_size,
-            split_across_pack,
-            overlong,
-            truncate_side,
-            max_seqs_per_pack,
-            pad_seqs_to,
-            pad_pack_to,
+            strategy=strategy,
+            buffer_size=buffer_size,
+            split_across_pack=split_across_pack,
+            overlong=overlong,
+            truncate_side=truncate_side,
+            max_seqs_per_pack=max_seqs_per_pack,
+            pad_seqs_to=pad_seqs_to,
+            pad_pack_to=pad_pack_to,
         )
         if not parity:
             guard_datasets(ds)

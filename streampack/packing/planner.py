@@ -179,13 +179,13 @@ def plan_packs(
     """
     packing = Packing(
         max_seq_len,
-        strategy,
-        buffer_size,
-        split_across_pack,
-        overlong,
-        truncate_side,
-        max_seqs_per_pack,
-        pad_seqs_to,
+        strategy=strategy,
+        buffer_size=buffer_size,
+        split_across_pack=split_across_pack,
+        overlong=overlong,
+        truncate_side=truncate_side,
+        max_seqs_per_pack=max_seqs_per_pack,
+        pad_seqs_to=pad_seqs_to,
     )
     return plan_samples(enumerate(lengths), packing)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,9 @@ class FileSource(Source):
 
     whole = "file"
     """The noun for what cannot be cut, and is shared by lanes if there are too few of it, for messages."""
+
+    independent_files = False
+    """Whether some of the files can be read without the others."""
 
     def __init__(self, corpus: Corpus) -> None:
         self._hold(corpus)
@@ -110,6 +114,14 @@ class FileSource(Source):
     def corpora(self) -> list[Corpus]:
         """See `Source.corpora`."""
         return [self.corpus]
+
+    def of_files(self, files: Sequence[tuple[int, str]]) -> Source:
+        """See `Source.of_files`."""
+        if not self.independent_files:
+            return super().of_files(files)
+        other = copy(self)
+        other._hold(self.corpus.only(files))
+        return other
 
     def read(self, reading: Reading) -> Reader:
         """See `Source.read`."""

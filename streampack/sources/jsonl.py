@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from copy import copy
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
-from typing import Any, Self
+from typing import Any
 
 from streampack.sources.base import spread
 from streampack.sources.examples import EXAMPLES, Example, example
@@ -70,6 +69,7 @@ class JSONLSource(FileSource):
 
     unit = "byte"
     whole = "compressed file"
+    independent_files = True
     probed_by_bytes = True
 
     def __init__(
@@ -109,12 +109,6 @@ class JSONLSource(FileSource):
         sound = [number for number in range(len(self.files)) if number not in self.bad]
         self._plain = [number for number in sound if self.files[number].seekable]
         self._compressed = [number for number in sound if not self.files[number].seekable]
-
-    def of_files(self, files: Sequence[tuple[int, str]]) -> Self:
-        """See `Source.of_files`."""
-        other = copy(self)
-        other._hold(self.corpus.only(files))
-        return other
 
     def cut(self, num_lanes: int, parallel_map: ParallelMap) -> list[list[Part]]:
         """See `FileSource.cut`."""

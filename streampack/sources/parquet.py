@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from copy import copy
 from functools import partial
 from itertools import accumulate
-from typing import Any, Self
+from typing import Any
 
 from streampack.fingerprint import digest
 from streampack.sources.base import spread
@@ -75,6 +74,7 @@ class ParquetSource(FileSource):
     """
 
     whole = "row group"
+    independent_files = True
 
     def __init__(
         self,
@@ -112,12 +112,6 @@ class ParquetSource(FileSource):
             self.odd = [
                 self.files[number].name for number in found if set(self.columns) <= set(known[number] or ())
             ]
-
-    def of_files(self, files: Sequence[tuple[int, str]]) -> Self:
-        """See `Source.of_files`."""
-        other = copy(self)
-        other._hold(self.corpus.only(files))
-        return other
 
     def fingerprint(self) -> str:
         """Digest the files, as for JSON lines, and the columns."""

@@ -173,14 +173,14 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             truncate_eos = require_token_id(truncate_eos, "truncate_eos", vocab_size=vocab_size)
         packing = Packing(
             max_seq_len,
-            strategy,
-            buffer_size,
-            split_across_pack,
-            overlong,
-            truncate_side,
-            max_seqs_per_pack,
-            pad_seqs_to,
-            pad_pack_to,
+            strategy=strategy,
+            buffer_size=buffer_size,
+            split_across_pack=split_across_pack,
+            overlong=overlong,
+            truncate_side=truncate_side,
+            max_seqs_per_pack=max_seqs_per_pack,
+            pad_seqs_to=pad_seqs_to,
+            pad_pack_to=pad_pack_to,
         )
         source, encode = as_source(source), TokensEncoder() if encoder is None else require_encoder(encoder)
         guard_datasets(source)

@@ -89,7 +89,7 @@ def test_gathered_shards_are_the_batch(drawn: tuple[Batch, int]) -> None:
 @settings(max_examples=60)
 @given(drawn=sharded())
 def test_cumulative_lengths_count_real_and_padded_tokens(drawn: tuple[Batch, int]) -> None:
-    """Those of a rank are counted one token at a time."""
+    """The expected lengths of each rank are counted token by token."""
     batch, size = drawn
     real = torch.ones_like(batch.tokens, dtype=torch.bool)
     number = torch.zeros_like(batch.tokens)  # of the sequence of each token, through all packs

@@ -33,7 +33,7 @@ EOS = 7
 
 
 class Tokenizer:
-    """What the loader asks torchtitan's tokenizer for."""
+    """A tokenizer with the methods of torchtitan's that the loader uses; a byte is a token."""
 
     eos_id = EOS
 

@@ -101,10 +101,11 @@ class StreampackDataLoader(BaseDataLoader):  # type: ignore[misc]
         """
 
         source: Annotated[Any, _JSON_OR_PATH] = None
-        """What is read: whatever `IterablePackedDataset` takes, or a node of a source."""
+        """The corpus: any source that `IterablePackedDataset` takes, or a node of one."""
 
         encoder: Annotated[Any, _JSON_OR_PATH] = None
-        """What makes a sample of a row; a node without a tokenizer is given torchtitan's."""
+        """The function that turns a row into a sample, or a node of one; a node without a tokenizer is given
+        torchtitan's."""
 
         settings: Annotated[dict[str, Any], _JSON_OR_PATH] = field(default_factory=dict)
         """The other arguments of `IterablePackedDataset`, such as ``shuffle``, ``seed`` and ``num_lanes``."""
