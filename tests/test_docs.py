@@ -34,7 +34,9 @@ def test_readme_counts_the_families_of_the_page_of_models() -> None:
     taken: dict[str, set[str]] = {}
     for (library, family, backend), outcome in read_page(PAGE.read_text(encoding="utf-8")).items():
         if backend in BACKENDS and not outcome.startswith("refused"):
-            taken.setdefault(library, set()).add(family.split(",")[0])  # behind a comma: a variant of the family
+            taken.setdefault(library, set()).add(
+                family.split(",")[0]
+            )  # behind a comma: a variant of the family
     told = re.search(
         r"\[(\d+) model families\].*?\((\d+) of torchtune, (\d+) of transformers",
         (ROOT / "README.md").read_text(encoding="utf-8"),
