@@ -1,12 +1,18 @@
+import gc
 import os
 from collections.abc import Callable
 
 import pytest
+from torch.utils.data import _utils as torch_loader
 
 from tests.support.models_table import file_record
 
 # Configs of tests name components of tests, in the processes that tests start, too.
 os.environ.setdefault("STREAMPACK_TRUST", "tests")
+
+# torch waits so many seconds (5.0) for the workers of an iterator that the garbage collector frees, as it does after an
+# error: their queues may be gone by then, so that they do not hear of the end. The wait falls into any later test.
+torch_loader.MP_STATUS_CHECK_INTERVAL = 0.5
 
 # A machine lent for the GPU tests may have a bare pytest; the property tests are not among those.
 try:
@@ -30,6 +36,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu_tests:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of garbage collections: accelerate makes a whole one at each end of a training."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
