@@ -18,11 +18,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:De
 
 def costs_and_logs(folder: Path) -> tuple[list[int], list[dict[str, Any]], float]:
     """As a rank: return the attention costs of its parts of the steps, what its Trainer logged, and its waiting."""
+    rows = samples(200)
     trainer = packed(
-        folder, max_steps=-1, num_train_epochs=2, logging_strategy="epoch", eval_strategy="steps", eval_steps=3,
-        eval_dataset=held_out(), per_device_eval_batch_size=1, dataloader_num_workers=1,
+        folder, stream(rows), max_steps=-1, num_train_epochs=2, logging_strategy="epoch", eval_strategy="steps",
+        eval_steps=3, eval_dataset=held_out(), per_device_eval_batch_size=1, dataloader_num_workers=1,
     )  # fmt: skip
-    loader = PackedDataLoader(stream(), batch_size=2, packs_per_step=8)
+    loader = PackedDataLoader(stream(rows), batch_size=2, packs_per_step=8)
     costs = [
         sum(AttentionCost().of(f.stop - f.start for f in pack) for pack in batch.fragments)
         for batch in loader

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -14,10 +15,23 @@ from typing import Any
 
 import torch.distributed as dist
 
-# Importing torchtune takes seconds, so one server does it and ranks are forked from it: unlike the test
-# process, it has no threads and has run no model.
+# Importing torchtune or transformers takes seconds, so one server does it and ranks are forked from it: unlike the test
+# process, it has no threads and has run no model. What is not installed is left out.
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["streampack_recipes.full_finetune", "streampack_recipes.lora_finetune"])
+_context.set_forkserver_preload(
+    [
+        "streampack_recipes.full_finetune",
+        "streampack_recipes.lora_finetune",
+        "streampack_recipes.dpo",
+        "streampack.integrations.hf_trainer",
+        "transformers.trainer",
+        "transformers.models.llama.modeling_llama",
+        "accelerate",
+        "datasets",
+        "hypothesis",
+        "pytest",
+    ]
+)
 
 
 class RankError(AssertionError):
@@ -89,6 +103,7 @@ def start_process(function: Callable[..., Any], *args: Any) -> mp.process.BasePr
 
 
 def _rank(function: Callable[..., Any], args: tuple[Any, ...], env: dict[str, str], result: Path) -> None:
+    gc.freeze()  # a collection would copy all that the server has imported
     os.environ.update(env)
     mp.set_start_method("fork", force=True)  # as in any process; else loaders' workers would import all anew
     with Path(os.devnull).open("w") as nowhere:
