@@ -25,7 +25,7 @@ quickstart: setup  ## train a small model on streamed, packed text; ARGS="..." g
 
 # One thread in each test process: two workers with a thread pool each only wait for one another on two cores.
 test: lint  ## lint, then every test that needs neither a GPU nor minutes; PYTEST_ARGS="..." goes to pytest
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not gpu" $(PYTEST_ARGS)
 
 test-slow: setup  ## the tests that take minutes, and those for a GPU where there is one
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow or gpu" $(PYTEST_ARGS)
