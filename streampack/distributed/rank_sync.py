@@ -8,6 +8,7 @@ packs for it, and the other ranks hand out null packs.
 from __future__ import annotations
 
 import pickle
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -204,6 +205,26 @@ class RankSync:
         return received, dist.all_to_all_single(
             received, sent.repeat(self.world_size), sizes, own, group=self.group, async_op=True
         )
+
+
+_shared: dict[timedelta, tuple[weakref.ref[dist.ProcessGroup], RankSync]] = {}
+"""By timeout: the process group of torch, and the `RankSync` of its ranks that `shared_sync` made."""
+
+
+def shared_sync(*, timeout: timedelta) -> RankSync:
+    """Return one `RankSync` of all ranks for all calls; the first call is a collective.
+
+    A group keeps connections between all ranks until the process ends, so what is called often must not make one each
+    time. Those who share it must exchange in the same order on all ranks, as blocking calls of one thread do.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return RankSync(timeout=timeout)
+    world = dist.group.WORLD
+    assert world is not None
+    known = _shared.get(timeout)
+    if known is None or known[0]() is not world:
+        known = _shared[timeout] = weakref.ref(world), RankSync(timeout=timeout)
+    return known[1]
 
 
 def combine_counts(numbers: Sequence[int]) -> tuple[int, bool]:

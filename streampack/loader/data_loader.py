@@ -44,8 +44,10 @@ class PackedDataLoader:
     Iterating again is the next epoch; after a resume, ``for epoch in range(loader.epoch, epochs)`` continues where it
     was. ``dataset.set_epoch`` chooses another one.
 
-    With a process group, construct the loader and iterate it on all ranks. A state is that of the batches handed out;
-    what workers had made beyond that is made again after a resume, on any number of ranks and workers.
+    With a process group, construct the loader and iterate it on all ranks. It keeps connections between all ranks until
+    the process group ends: make one for each dataset, and iterate it again for each evaluation. A state is that of the
+    batches handed out; what workers had made beyond that is made again after a resume, on any number of ranks and
+    workers.
 
     Args:
         dataset: where packs come from; its settings decide all but the batching.

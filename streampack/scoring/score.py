@@ -20,7 +20,7 @@ from streampack.attention import Inputs, prepare_model_for_packing
 from streampack.attention.calls import inputs_of
 from streampack.attention.torchtune import TorchtuneInputs
 from streampack.attention.transformers import TransformersInputs
-from streampack.distributed.rank_sync import RankSync
+from streampack.distributed.rank_sync import RankSync, shared_sync
 from streampack.scoring.forward import ForwardPass, Values
 from streampack.scoring.pack import lay_out, null_batch, plan_requests
 from streampack.scoring.requests import OVERLONG, Request, fit, read_request
@@ -130,7 +130,7 @@ def score(
         return _scores(
             scorer.alone(iter(samples)), per_token=per_token, total=_count(samples), shown=progress
         )
-    sync = RankSync(timeout=timedelta(seconds=timeout))
+    sync = shared_sync(timeout=timedelta(seconds=timeout))
     values, shown = scorer.on_ranks(iter(samples), sync), progress and sync.rank == 0
     return _scores(values, per_token=per_token, total=_count(samples), shown=shown)
 

@@ -15,11 +15,12 @@ from itertools import islice
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streampack import IterablePackedDataset, IterableSource, MapSource, PackedDataLoader
-from streampack.distributed.rank_sync import RankSync
+from streampack.distributed.rank_sync import RankSync, shared_sync
 from streampack.loader.agreed_batches import ROUND
 from streampack.streaming.lane_state import LaneState
 from tests.support.corpus import Numbers, rows
@@ -70,6 +71,20 @@ def test_a_single_rank_exchanges_nothing() -> None:
     assert (rank_sync.alone, rank_sync.rank, rank_sync.world_size, rank_sync.group) == (True, 0, 1, None)
     assert rank_sync.gather("x") == ["x"]
     assert rank_sync.merge_lanes({3: b"c", 0: b"a"}) == {0: b"a", 3: b"c"}
+
+
+def test_a_shared_one_belongs_to_one_process_group() -> None:
+    """Its connections end with the group."""
+    limit = timedelta(seconds=7)
+    found = [shared_sync(timeout=limit)]
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        found += [shared_sync(timeout=limit), shared_sync(timeout=limit)]
+        dist.destroy_process_group()
+    alone, first, again, second, last = found
+    assert first is again
+    assert second is last
+    assert len({id(each) for each in (alone, first, second)}) == 3
 
 
 def test_a_merge_takes_each_lane_from_its_owner() -> None:

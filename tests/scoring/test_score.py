@@ -235,6 +235,20 @@ def test_ranks_share_the_work(llama: Any, tmp_path: Path, look_ahead: int) -> No
         check(found, expected)
 
 
+def many_times(model: nn.Module) -> list[int]:
+    opened = []
+    for _ in range(3):
+        scored(model, [[5, 6], [7, 8, 9]])
+        opened.append(len(list(Path("/proc/self/fd").iterdir())))
+    return opened
+
+
+def test_ranks_connect_once_for_all_calls(llama: Any, tmp_path: Path) -> None:
+    """An evaluation harness calls it for each of its tasks, and a training for each evaluation."""
+    for first, *later in run_ranks(2, many_times, llama, folder=tmp_path):
+        assert set(later) == {first}
+
+
 def sharded(model: nn.Module, pairs: list[Pair]) -> list[Score]:
     for layer in model.model.layers:  # type: ignore[union-attr]
         fully_shard(layer)
