@@ -31,19 +31,19 @@ WITH_BLOCKS = [page for page in PAGES if blocks(page) and page.name not in OWN_T
 
 
 def test_readme_counts_the_families_of_the_page_of_models() -> None:
-    taken: dict[str, set[str]] = {}
+    pytest.importorskip("transformers")
+    from tests.support.hybrid_models import HYBRIDS
+
+    taken: dict[str, set[str]] = {"of torchtune": set(), "of transformers": set()}
     for (library, family, backend), outcome in read_page(PAGE.read_text(encoding="utf-8")).items():
         if backend in BACKENDS and not outcome.startswith("refused"):
-            taken.setdefault(library, set()).add(
-                family.split(",")[0]
-            )  # behind a comma: a variant of the family
-    told = re.search(
-        r"\[(\d+) model families\].*?\((\d+) of torchtune, (\d+) of transformers",
-        (ROOT / "README.md").read_text(encoding="utf-8"),
-    )
-    assert told is not None
-    counts = [len(taken["torchtune"]), len(taken["transformers"])]
-    assert [int(number) for number in told.groups()] == [sum(counts), *counts]
+            # Behind a comma stands a variant of the family.
+            taken[f"of {library}"].add(family.partition(",")[0])
+    counts = {what: len(families) for what, families in taken.items()}
+    counts |= {"model families": sum(counts.values()), "of them with layers that no mask": len(HYBRIDS)}
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    told = {what: [int(number) for number in re.findall(rf"(\d+) {what}\b", readme)] for what in counts}
+    assert told == {what: [count] for what, count in counts.items()}
 
 
 def test_there_are_pages_with_blocks() -> None:

@@ -159,10 +159,8 @@ def _forward_split(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     handed: dict[str, torch.Tensor] = {}
     if boundaries.by_kernels and (argument := _takes(self)):
         seq_idx, cu_seqlens = boundaries.for_kernels(max_seq_len=shape[1], device=device)
-        handed = {
-            argument: cu_seqlens,
-            "seq_idx": seq_idx,
-        }  # argument is "seq_idx" where kernels take no cu_seqlens
+        # Where kernels take no cu_seqlens, the argument is "seq_idx", and the later entry holds.
+        handed = {argument: cu_seqlens, "seq_idx": seq_idx}
         order = torch.arange(shape.numel(), device=device)
         groups = [order[None]]
     else:

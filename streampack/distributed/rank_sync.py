@@ -212,15 +212,17 @@ _shared: dict[timedelta, tuple[weakref.ref[dist.ProcessGroup], RankSync]] = {}
 
 
 def shared_sync(*, timeout: timedelta) -> RankSync:
-    """Return one `RankSync` of all ranks for all calls; the first call is a collective.
+    """Return one `RankSync` of all ranks for all calls with a timeout; the first of them is a collective.
 
-    A group keeps connections between all ranks until the process ends, so what is called often must not make one each
-    time. Those who share it must exchange in the same order on all ranks, as blocking calls of one thread do.
+    For what is called often: each gloo group keeps connections between all ranks until torch's process group is
+    destroyed. Those who share one must exchange in the same order on all ranks, as blocking calls of one thread do.
+
+    Raises:
+        ValueError: without a process group.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        return RankSync(timeout=timeout)
     world = dist.group.WORLD
-    assert world is not None
+    if world is None:
+        raise ValueError("there is no process group; call torch.distributed.init_process_group first")
     known = _shared.get(timeout)
     if known is None or known[0]() is not world:
         known = _shared[timeout] = weakref.ref(world), RankSync(timeout=timeout)

@@ -45,9 +45,9 @@ class PackedDataLoader:
     was. ``dataset.set_epoch`` chooses another one.
 
     With a process group, construct the loader and iterate it on all ranks. It keeps connections between all ranks until
-    the process group ends: make one for each dataset, and iterate it again for each evaluation. A state is that of the
-    batches handed out; what workers had made beyond that is made again after a resume, on any number of ranks and
-    workers.
+    the process group is destroyed: make one for each dataset, and iterate it again for each evaluation. A state is that
+    of the batches handed out; what workers had made beyond that is made again after a resume, on any number of ranks
+    and workers.
 
     Args:
         dataset: where packs come from; its settings decide all but the batching.

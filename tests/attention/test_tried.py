@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from streampack import prepare_model_for_packing
+from streampack.attention import mixers
 from streampack.attention.mixer_tables import find_mixers
+from streampack.attention.mixers import Boundaries
 from tests.support.boundary_kernels import causal_conv1d_fn, one_by_one
 from tests.support.hf_models import build, run_alone, run_packed
 from tests.support.hybrid_models import HYBRIDS
@@ -173,3 +175,24 @@ def test_gradient_checkpointing(kernels: Kernels) -> None:
     plain(**prepare_model_for_packing(plain)(batch)).logits.sum().backward()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"), [("Lfm2ShortConv", "seq_idx"), ("Qwen3NextGatedDeltaNet", "cu_seq_lens_q")]
+)
+def test_a_layer_is_handed_the_boundaries_that_it_takes(name: str, argument: str) -> None:
+    """A layer for causal-conv1d takes the number of each token's sequence only."""
+    found: dict[str, Any] = {}
+
+    def forward(self: Any, hidden: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        found.update(kwargs)
+        return hidden
+
+    mixer = type(name, (torch.nn.Module,), {"forward": forward})()
+    mixer.streampack_boundaries = boundaries = Boundaries()
+    boundaries.lengths, boundaries.by_kernels = [[2, 1], [3, 0]], True
+    mixers._forward_split(mixer, torch.zeros(2, 4, 1))
+    expected = {"seq_idx": [[0, 0, 1, 2, 3, 3, 3, 4]]}
+    if argument != "seq_idx":
+        expected[argument] = [0, 2, 3, 4, 7, 8]  # type: ignore[assignment]
+    assert {key: value.tolist() for key, value in found.items()} == expected

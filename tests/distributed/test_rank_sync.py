@@ -75,16 +75,18 @@ def test_a_single_rank_exchanges_nothing() -> None:
 
 def test_a_shared_one_belongs_to_one_process_group() -> None:
     """Its connections end with the group."""
-    limit = timedelta(seconds=7)
-    found = [shared_sync(timeout=limit)]
+    short, long = timedelta(seconds=7), timedelta(seconds=8)
+    found = []
     for _ in range(2):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        found += [shared_sync(timeout=limit), shared_sync(timeout=limit)]
+        found += [shared_sync(timeout=limit) for limit in (short, long, short)]
         dist.destroy_process_group()
-    alone, first, again, second, last = found
+    first, other, again, later, *_ = found
     assert first is again
-    assert second is last
-    assert len({id(each) for each in (alone, first, second)}) == 3
+    assert (first.timeout, other.timeout) == (short, long)
+    assert later is not first
+    with pytest.raises(ValueError, match="there is no process group"):
+        shared_sync(timeout=short)
 
 
 def test_a_merge_takes_each_lane_from_its_owner() -> None:
