@@ -10,7 +10,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,12 +29,13 @@ from stress.corpus import (
 )
 from stress.job import Run, job
 from stress.kills import iterate_killing_workers
-from stress.planted import BUGS
+from stress.planted import BUGS, plant, read_trace
 from stress.ranks import RankPools, kill_tree
 from stress.topology import Stage, check_steps, common_steps, run_stages
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMIT = 90  # seconds for one bug; a bug that makes the checks hang counts as seen
+LIMIT = 90  # seconds of the checks with one bug; a bug that ran and makes them hang counts as seen
+SUITE_LIMIT = 240  # the same for the test suite
 SUITE = (
     "streaming/test_lane_state.py",
     "distributed/test_rank_sync.py",
@@ -53,12 +55,10 @@ SUITE = (
 @job("bugs-checks", "20 known bugs, planted one at a time: the checks of these jobs find them", limit=600)
 def bugs_checks(run: Run) -> str:
     """Run the checks without a bug, then with each."""
-    failure = first_failing_check(None)
+    failure = check_outcome(None).failure
     assert failure is None, f"without a bug: {failure}"
     names = list(BUGS)[:: run.count(1, 7)]
-    missed = missed_bugs(run, names, first_failing_check)
-    assert not missed, f"{len(names) - len(missed)} of {len(names)} seen; not {', '.join(missed)}"
-    return f"{len(names)} of {len(names)} seen ({', '.join(names)}); without a bug, all checks pass"
+    return f"{try_bugs(run, names, check_outcome)} ({', '.join(names)}); without a bug, all checks pass"
 
 
 @job("bugs-suite", "the same 20 bugs: the test suite finds them", limit=3600)
@@ -68,52 +68,85 @@ def bugs_suite(run: Run) -> str:
     files = files[: run.count(len(files), 1)]
     names = list(BUGS)[: run.count(len(BUGS), 2)]
     begun = time.monotonic()
-    failure = first_failing_test(None, files)
+    failure = suite_outcome(None, files).failure
     assert failure is None, f"without a bug: {failure}"
     seconds = time.monotonic() - begun
-    missed = missed_bugs(run, names, partial(first_failing_test, files=files))
-    if not run.quick:
-        assert not missed, f"{len(names) - len(missed)} of {len(names)} seen; not {', '.join(missed)}"
-    return (
-        f"{len(names) - len(missed)} of {len(names)} seen by {', '.join(file.name for file in files)}, which take "
-        f"{seconds:.0f} s and pass without a bug"
-    )
+    seen = try_bugs(run, names, partial(suite_outcome, files=files))
+    return f"{seen} by {', '.join(file.name for file in files)}, which take {seconds:.0f} s and pass without a bug"
 
 
-def missed_bugs(run: Run, names: list[str], first_failure: Callable[[str], str | None]) -> list[str]:
-    """Return the bugs with which nothing fails; print what fails with the others."""
-    missed = []
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one bug.
+
+    Attributes:
+        failure: the check or test that failed first; None if all passed.
+        broken: why the outcome says nothing about the checks, if so: the bug could not be planted, never ran, or broke
+            by itself, or the checks could not be run.
+    """
+
+    failure: str | None
+    broken: str | None = None
+
+    @property
+    def seen(self) -> bool:
+        """Whether a check failed because of the bug."""
+        return self.failure is not None and self.broken is None
+
+
+def try_bugs(run: Run, names: Sequence[str], outcome_of: Callable[[str], Outcome]) -> str:
+    """Plant each bug; return how many were seen, and raise for those that were not or that prove nothing."""
+    outcomes = {}
     for number, name in enumerate(names):
         run.progress(number, len(names), "bugs")
-        failure = first_failure(name)
-        # An AttributeError is no bug that was found, but one that no longer fits the code.
-        if failure is None or "AttributeError" in failure:
-            missed.append(name)
-        sys.stderr.write(f"  {name}: {str(failure)[:160]}\n")
-    return missed
+        outcome = outcomes[name] = outcome_of(name)
+        said = outcome.broken or outcome.failure or "NOT SEEN"
+        sys.stderr.write(f"  {name}: {said[:160]}\n")
+    broken = [f"{name} ({outcome.broken})" for name, outcome in outcomes.items() if outcome.broken]
+    missed = [name for name, outcome in outcomes.items() if not outcome.broken and not outcome.seen]
+    seen = f"{sum(outcome.seen for outcome in outcomes.values())} of {len(names)} seen"
+    assert not broken, f"{seen}; these prove nothing: {', '.join(broken)}"
+    assert not missed, f"{seen}; not {', '.join(missed)}"
+    return seen
 
 
-def first_failing_check(bug: str | None) -> str | None:
-    """Run all checks in a process with that bug planted; return the first failure, None if all pass."""
-    context = mp.get_context("fork")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_plant_and_check, args=(bug, theirs))
-    process.start()
-    theirs.close()
-    failure: str | None = f"hung for {LIMIT} s"
-    if ours.poll(LIMIT):
-        try:
-            failure = ours.recv()
-        except EOFError:
-            failure = f"died with exit code {process.exitcode}"
-    kill_tree(process.pid or 0)
-    process.join()
-    return failure
+def judge(failure: str | None, trace: Sequence[str]) -> Outcome:
+    """Return the outcome of a run with a bug planted, by what failed and what the bug's trace says."""
+    wrong = [line for line in trace if line not in {"planted", "ran"}]
+    if wrong:
+        return Outcome(failure, wrong[0])
+    if "planted" not in trace:
+        return Outcome(failure, f"was not planted: {failure}")
+    if "ran" not in trace:
+        return Outcome(failure, "never ran")
+    return Outcome(failure)
 
 
-def _plant_and_check(bug: str | None, pipe: Connection) -> None:
+def check_outcome(bug: str | None) -> Outcome:
+    """Run all checks in a process with that bug planted, None for no bug."""
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder, "trace")
+        context = mp.get_context("fork")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_plant_and_check, args=(bug, trace, theirs))
+        process.start()
+        theirs.close()
+        failure: str | None = f"hung for {LIMIT} s"
+        if ours.poll(LIMIT):
+            try:
+                failure = ours.recv()
+            except EOFError:
+                process.join()
+                failure = f"died with exit code {process.exitcode}"
+        kill_tree(process.pid or 0)
+        process.join()
+        return Outcome(failure) if bug is None else judge(failure, read_trace(trace))
+
+
+def _plant_and_check(bug: str | None, trace: Path, pipe: Connection) -> None:
+    os.environ["STRESS_BUG_TRACE"] = str(trace)
     if bug is not None:
-        BUGS[bug]()
+        plant(bug)
     failure = None
     for check in (check_windows, check_epochs, check_resumes, check_equal_steps, check_worker_restart):
         try:
@@ -221,24 +254,34 @@ def check_worker_restart() -> None:
         assert steps == undisturbed.steps, "other packs after a worker's death"
 
 
-def first_failing_test(bug: str | None, files: list[Path]) -> str | None:
-    """Run pytest with that bug planted; return the first test that fails, None if all pass."""
-    env = os.environ | {"STRESS_BUG": bug or ""}
-    command = [
-        *(sys.executable, "-m", "pytest", "-x", "-q", "-p", "stress.planted", "-p", "no:cacheprovider"),
-        *("-m", "not slow and not gpu", "-W", "default", "--no-header", "--tb=no"),
-        *(str(file.relative_to(ROOT)) for file in files),
-    ]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    try:
-        output, _ = process.communicate(timeout=240)
-    except subprocess.TimeoutExpired:
-        kill_tree(process.pid)
-        process.communicate()
-        return "hung"
-    if process.returncode == 0:
-        return None
-    found = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
-    return found[1] if found else output[-300:]
+def suite_outcome(bug: str | None, files: Sequence[Path]) -> Outcome:
+    """Run pytest up to the first failure with that bug planted, None for no bug."""
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder, "trace")
+        env = os.environ | {"STRESS_BUG": bug or "", "STRESS_BUG_TRACE": str(trace)}
+        command = [
+            *(sys.executable, "-m", "pytest", "-x", "-q", "-p", "stress.planted", "-p", "no:cacheprovider"),
+            *("-m", "not slow and not gpu", "-W", "default", "--no-header", "--tb=no"),
+            *(str(file) for file in files),
+        ]
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        try:
+            output, _ = process.communicate(timeout=SUITE_LIMIT)
+        except subprocess.TimeoutExpired:
+            kill_tree(process.pid)
+            process.communicate()
+            failure: str | None = f"hung for {SUITE_LIMIT} s"
+        else:
+            failure = None
+            if process.returncode != 0:
+                found = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+                failure = found[1] if found else f"pytest ended with {process.returncode}: {output[-300:]}"
+            if bug is not None and process.returncode not in {
+                0,
+                1,
+            }:  # 1: tests failed; all else: they did not run
+                wrong = [line for line in read_trace(trace) if line.startswith("cannot be planted")]
+                return Outcome(failure, wrong[0] if wrong else failure)
+        return Outcome(failure) if bug is None else judge(failure, read_trace(trace))

@@ -1,12 +1,16 @@
 """Twenty known bugs of streaming loaders, each as a patch of streampack.
 
-As a pytest plugin (``python -m pytest -p stress.planted``) it plants the bug that ``STRESS_BUG`` names.
+As a pytest plugin (``python -m pytest -p stress.planted``) it plants the bug that ``STRESS_BUG`` names. What becomes of
+a bug is written to the file that ``STRESS_BUG_TRACE`` names, by every process in which it runs: see `read_trace`.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from streampack import IterablePackedDataset, PackedDataLoader
@@ -34,16 +38,65 @@ def bug(plant: Callable[[], None]) -> Callable[[], None]:
     return plant
 
 
-def plant_from_environment() -> None:
-    """Plant the bug that ``STRESS_BUG`` names."""
-    if name := os.environ.get("STRESS_BUG"):
+def plant(name: str) -> None:
+    """Plant a bug; the trace says that it is planted, or why it cannot be."""
+    try:
         BUGS[name]()
+    except Exception as error:
+        _write_trace(f"cannot be planted: {type(error).__name__}: {error}")
+        raise
+    _write_trace("planted")
+
+
+def read_trace(path: str | os.PathLike[str]) -> list[str]:
+    """Return what processes wrote of a bug, each line once: ``planted``, ``ran``, or what is wrong with the bug."""
+    lines = Path(path).read_text().splitlines() if Path(path).exists() else []
+    return sorted(set(lines))
+
+
+def _write_trace(line: str) -> None:
+    if path := os.environ.get("STRESS_BUG_TRACE"):
+        with Path(path).open("a") as file:  # one short line for each process: appended whole
+            file.write(f"{line}\n")
 
 
 def _set(owner: Any, name: str, value: Any) -> None:
     """Replace an attribute that exists: a bug planted under a name that nobody uses would never be found."""
-    assert hasattr(owner, name), f"{owner} has no {name}"
+    if not hasattr(owner, name):
+        raise AttributeError(f"{getattr(owner, '__name__', owner)} has no {name}")
+    if isinstance(value, property):
+        value = property(_traced(value.fget), value.fset and _traced(value.fset))
+    else:
+        value = _traced(value)
     setattr(owner, name, value)
+
+
+def _traced(function: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Wrap a bug's function so that the trace tells whether it ran, and whether it broke by itself.
+
+    An error whose innermost frame is the bug's own says that the bug no longer fits the code that it changes. That is
+    not what the bug is about, so no check may be said to have seen it.
+    """
+    assert function is not None
+
+    @functools.wraps(function)
+    def traced(*args: Any, **settings: Any) -> Any:
+        global _ran_in
+        if os.getpid() != _ran_in:
+            _ran_in = os.getpid()
+            _write_trace("ran")
+        try:
+            return function(*args, **settings)
+        except (AttributeError, NameError, TypeError, ImportError) as error:
+            *_, innermost = traceback.walk_tb(error.__traceback__)
+            if innermost[0].f_code.co_filename == function.__code__.co_filename:
+                _write_trace(f"broke by itself: {type(error).__name__}: {error}".splitlines()[0])
+            raise
+
+    return traced
+
+
+_ran_in = -1  # the process that has said so already; a forked one says it again
 
 
 @bug
@@ -315,4 +368,5 @@ def ranks_do_not_agree() -> None:
     _set(RankSync, "agree", agree)
 
 
-plant_from_environment()
+if _name := os.environ.get("STRESS_BUG"):
+    plant(_name)

@@ -1,0 +1,142 @@
+"""The gate of planted bugs: only a bug that was planted, ran, and made a check fail counts as seen."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stress import bugs, planted
+from stress.bugs import Outcome, check_outcome, judge, suite_outcome, try_bugs
+from stress.job import Run
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+
+
+class Target:
+    """Something to plant bugs in."""
+
+    def answer(self) -> int:
+        return 42
+
+    @property
+    def size(self) -> int:
+        return 3
+
+    def unused(self) -> int:
+        return 0
+
+
+def absent_attribute() -> None:
+    planted._set(Target, "no_such_name", lambda self: 0)
+
+
+def absent_module() -> None:
+    import streampack.no_such_module  # type: ignore[import-not-found]  # noqa: F401
+
+
+def never_runs() -> None:
+    planted._set(Target, "unused", lambda self: 1)
+
+
+def misfit() -> None:
+    planted._set(Target, "answer", lambda self: self.no_such_field)
+
+
+def wrong_arguments() -> None:
+    good = Target.answer
+    planted._set(Target, "answer", lambda self: good(self, 1))
+
+
+def unnoticed() -> None:
+    planted._set(Target, "answer", lambda self: 42)
+
+
+def noticed() -> None:
+    planted._set(Target, "answer", lambda self: 43)
+
+
+def noticed_property() -> None:
+    planted._set(Target, "size", property(lambda self: 4))
+
+
+def killed() -> None:
+    def answer(self: Target) -> int:
+        import os
+        import signal
+
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 0
+
+    planted._set(Target, "answer", answer)
+
+
+def check() -> None:
+    target = Target()
+    assert target.answer() == 42
+    assert target.size == 3, f"size {target.size}"
+
+
+CASES: dict[Callable[[], None], str] = {
+    absent_attribute: "cannot be planted: AttributeError: Target has no no_such_name",
+    absent_module: "cannot be planted: ModuleNotFoundError: No module named 'streampack.no_such_module'",
+    never_runs: "never ran",
+    misfit: "broke by itself: AttributeError: 'Target' object has no attribute 'no_such_field'",
+    wrong_arguments: "broke by itself: TypeError: ",
+    unnoticed: "not seen",
+    noticed: "seen",
+    noticed_property: "seen",
+    killed: "seen",
+}
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """A job's run in whose place of checks stands one of `Target`, and whose bugs are those of this file."""
+    monkeypatch.setattr(planted, "BUGS", {plant.__name__: plant for plant in CASES})
+    for name in ("check_windows", "check_epochs", "check_resumes", "check_equal_steps"):
+        monkeypatch.setattr(bugs, name, lambda: None)
+    monkeypatch.setattr(bugs, "check_worker_restart", check)
+    return Run("bugs", quick=False)
+
+
+def said(outcome: Outcome) -> str:
+    return outcome.broken or ("seen" if outcome.seen else "not seen")
+
+
+@pytest.mark.parametrize("plant", CASES, ids=lambda plant: plant.__name__)
+def test_a_bug_is_seen_only_if_it_ran_and_a_check_failed(plant: Callable[[], None], run: Any) -> None:
+    assert said(check_outcome(plant.__name__)).startswith(CASES[plant])
+
+
+def test_the_gate_fails_for_bugs_that_prove_nothing_and_for_bugs_not_seen(run: Any) -> None:
+    assert check_outcome(None) == Outcome(None)
+    assert try_bugs(run, ["noticed", "noticed_property"], check_outcome) == "2 of 2 seen"
+    with pytest.raises(AssertionError, match="1 of 2 seen; not unnoticed"):
+        try_bugs(run, ["noticed", "unnoticed"], check_outcome)
+    with pytest.raises(AssertionError, match=r"1 of 2 seen; these prove nothing: absent_attribute \(cannot"):
+        try_bugs(run, ["absent_attribute", "noticed"], check_outcome)
+
+
+def test_what_a_trace_says() -> None:
+    assert judge("a test", ["planted", "ran"]).seen
+    assert judge("hung for 90 s", ["planted"]).broken == "never ran"
+    assert judge("died with exit code 1", []).broken == "was not planted: died with exit code 1"
+    assert judge(None, ["planted", "ran"]) == Outcome(None)
+
+
+def test_a_suite_that_cannot_run_sees_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    passing, failing = tmp_path / "test_passing.py", tmp_path / "test_failing.py"
+    passing.write_text("def test_one():\n    pass\n")
+    failing.write_text("def test_one():\n    assert False\n")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    assert suite_outcome(None, [passing]) == Outcome(None)
+    assert suite_outcome(None, [failing]).failure is not None
+    # The plugin itself ends in an error, because no bug has this name: pytest ends with neither 0 nor 1.
+    assert "cannot be planted: KeyError" in said(suite_outcome("no-such-bug", [passing]))
+    # A real bug is planted, and a test fails which never runs it.
+    assert said(suite_outcome("null-packs-train", [failing])) == "never ran"
+    assert said(suite_outcome("null-packs-train", [tmp_path / "test_absent.py"])).startswith(
+        "pytest ended with 4"
+    )
