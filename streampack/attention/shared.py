@@ -111,30 +111,23 @@ class SharedPrefixes:
         return SharedKeys(*on_device)
 
 
-# Rows of the tensor into which `fold_keys` puts both cumulative lengths, before those of the index.
-_LENGTH_ROWS = 2
-
-
 def fold_keys(keys: SharedKeys) -> torch.Tensor:
-    """Return keys as one tensor ``[1, 1, rows, sequences + 1]`` int32, which passes through a model like a mask.
+    """Return keys as one tensor ``[1, sequences + 1, 1, numbers]`` int32, which passes through a model like a mask.
 
-    Its shape says where each part is, so `unfold_keys` copies nothing to the host. The index is filled up with zeros.
+    Its rows are one and the same, of which there are as many as cumulative lengths: so the shape says where each part
+    is, and `unfold_keys` copies nothing to the host. The numbers end with the last key. Kernels write no gradient for
+    keys that no sequence has, and what memory held there would be added to the gradient of a token.
     """
-    width = keys.cu_seqlens_q.numel()
-    rows = -(-keys.index.numel() // width)
-    index = torch.nn.functional.pad(keys.index, (0, rows * width - keys.index.numel()))
-    lengths = torch.stack([keys.cu_seqlens_q, keys.cu_seqlens_k])
-    folded = torch.cat([lengths, index.view(rows, width)])[None, None]
-    torch._dynamo.maybe_mark_dynamic(folded, (2, 3))
+    numbers = torch.cat([keys.cu_seqlens_q, keys.cu_seqlens_k, keys.index])
+    folded = numbers.expand(1, keys.cu_seqlens_q.numel(), 1, -1)
+    torch._dynamo.maybe_mark_dynamic(folded, (1, 3))
     return folded
 
 
 def unfold_keys(folded: torch.Tensor) -> SharedKeys | None:
-    """Invert `fold_keys`; None for a tensor of one row, which holds ``cu_seqlens`` only.
-
-    The index may have zeros at its end, whose keys no sequence has.
-    """
-    table = folded[0, 0]
-    if len(table) <= _LENGTH_ROWS:
+    """Invert `fold_keys`; None for a tensor of one row, which holds ``cu_seqlens`` only."""
+    rows = folded.shape[1]
+    if rows == 1:
         return None
-    return SharedKeys(table[0].contiguous(), table[1].contiguous(), table[_LENGTH_ROWS:].flatten())
+    numbers = folded[0, 0, 0]
+    return SharedKeys(numbers[:rows], numbers[rows : 2 * rows], numbers[2 * rows :])

@@ -163,7 +163,6 @@ def _attend_sequences(
     lengths = key_lengths = [length for length in cu_seqlens.diff().tolist() if length]
     if cu_seqlens_k is not None:
         key_lengths = [length for length in cu_seqlens_k.diff().tolist() if length]
-        k, v = k[: cu_seqlens_k[-1]], v[: cu_seqlens_k[-1]]
     sequences = [
         torch.split(x.to(dtype).transpose(0, 1)[None], split, dim=2)
         for x, split in ((q, lengths), (k, key_lengths), (v, key_lengths))

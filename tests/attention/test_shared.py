@@ -267,9 +267,64 @@ def test_keys_are_folded_and_unfolded(batch: Batch) -> None:
     assert again is not None
     assert torch.equal(again.cu_seqlens_q, keys.cu_seqlens_q)
     assert torch.equal(again.cu_seqlens_k, keys.cu_seqlens_k)
-    assert torch.equal(again.index[: len(keys.index)], keys.index)
+    assert torch.equal(again.index, keys.index)
     assert unfold_keys(keys.cu_seqlens_q[None, None, None]) is None
     assert int(keys.cu_seqlens_q[-1]) == batch.tokens.numel()
+
+
+class Unwritten(torch.autograd.Function):
+    """Rows behind those in use get a gradient that a kernel has left in memory as it found it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, used: int) -> torch.Tensor:
+        ctx.used = used
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        grad = grad.clone()
+        grad[ctx.used :] = torch.nan
+        return grad, None
+
+
+@pytest.fixture
+def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Let varlen attention compute as kernels on CUDA do: they write nothing for tokens that no sequence has.
+
+    The list is filled with the number of queries and keys of each call.
+    """
+    good = varlen._attend_sequences
+    calls: list[tuple[int, int]] = []
+
+    def attend(q: Any, k: Any, v: Any, cu_seqlens: Any, cu_seqlens_k: Any, *others: Any) -> torch.Tensor:
+        queries, keys = int(cu_seqlens[-1]), int((cu_seqlens if cu_seqlens_k is None else cu_seqlens_k)[-1])
+        calls.append((queries, keys))
+        q, k, v = Unwritten.apply(q, queries), Unwritten.apply(k, keys), Unwritten.apply(v, keys)
+        out = good(q[:queries], k[:keys], v[:keys], cu_seqlens, cu_seqlens_k, *others)
+        return torch.cat([out, out.new_full((len(q) - queries, *out.shape[1:]), torch.nan)])
+
+    monkeypatch.setattr(varlen, "_attend_sequences", attend)
+    return calls
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("library", ["torchtune", "transformers"])
+def test_what_a_kernel_leaves_unwritten_reaches_no_gradient(
+    library: str, shared: bool, batch: Batch, kernel_calls: list[tuple[int, int]]
+) -> None:
+    if not shared:
+        batch = batch_of([group.unshared() for group in trees()])
+    if library == "torchtune":
+        model, alone = tiny_torchtune.build("llama3"), tiny_torchtune.build("llama3")
+        inputs: Any = prepare_model_for_packing(model, attention="varlen")
+    else:
+        model, inputs, alone = hf_models.prepared("llama", "varlen")
+    kernel_calls.clear()
+    packed = run_packed(model, batch, inputs)
+    assert kernel_calls
+    assert all((keys > queries) == shared for queries, keys in kernel_calls)
+    found = differences(packed, run_alone(alone, batch))
+    assert max(found.values()) < LIMIT[torch.float32], found
 
 
 def test_layers_that_run_one_sequence_at_a_time_share_no_prefix(batch: Batch) -> None:

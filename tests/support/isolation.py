@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -142,11 +143,12 @@ def own(data: IterablePackedDataset, fragment: Fragment, column: str) -> torch.T
 
 
 def differences(ours: Run, theirs: Run) -> dict[str, float]:
-    """Return the relative differences by norm."""
-    return {
+    """Return the relative differences by norm; infinity instead of NaN, which ``max`` may pass over."""
+    found = {
         name: float((getattr(ours, name) - value).norm() / value.norm())
         for name, value in vars(theirs).items()
     }
+    return {name: math.inf if math.isnan(value) else value for name, value in found.items()}
 
 
 def is_padding(batch: Batch) -> torch.Tensor:
