@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
+from torch._dynamo import OptimizedModule
 from torch.distributed.fsdp import FSDPModule
 
 from streampack.attention import Inputs
@@ -41,7 +42,8 @@ class ForwardPass:
     def __init__(self, model: nn.Module, inputs: Inputs) -> None:
         self.model, self.inputs = model, inputs
         self.device = next(model.parameters()).device
-        self.norm: nn.Module | None = None  # the last layer before the output layer of a torchtune model
+        # The last layer before the output layer of a torchtune model, if only some tokens are to come by it.
+        self.norm: nn.Module | None = None
         self.selects = (
             False  # whether the model's forward has an argument for the tokens whose logits are wanted
         )
@@ -50,7 +52,8 @@ class ForwardPass:
             self.selects = "logits_to_keep" in inspect.signature(inputs.model.forward).parameters
             self.vocab_size = inputs.model.config.get_text_config().vocab_size
         elif isinstance(inputs, TorchtuneInputs):
-            self.norm = inputs.model.norm
+            if not _compiled_with(model, inputs.model.norm):
+                self.norm = inputs.model.norm
             self.vocab_size = inputs.model.tok_embeddings.num_embeddings
 
     def __call__(self, pack: RequestPack) -> list[Values]:
@@ -74,7 +77,7 @@ class ForwardPass:
             output = self.model(**self.inputs(batch), **arguments)
         output = getattr(output, "logits", output)
         parts = [output] if isinstance(output, torch.Tensor) else list(output)
-        if self.norm is None and not self.selects:
+        if sum(part.shape[1] for part in parts) != len(places):  # the model computed the logits of all tokens
             return [torch.cat(parts, 1)[0, places]]
         return [part[0] for part in parts]
 
@@ -89,6 +92,15 @@ class ForwardPass:
             yield {}
         finally:
             hook.remove()
+
+
+def _compiled_with(model: nn.Module, layer: nn.Module) -> bool:
+    """Return whether a layer is inside of a module that is compiled, whose graph may leave out or keep a layer's hook."""
+    return any(
+        (isinstance(module, OptimizedModule) or module._compiled_call_impl is not None)
+        and any(inner is layer for inner in module.modules())
+        for module in model.modules()
+    )
 
 
 @contextmanager

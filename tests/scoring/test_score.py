@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
-from streampack import Group, prepare_model_for_packing, score
+from streampack import Group, IterablePackedDataset, collate_packed, prepare_model_for_packing, score
 from streampack.distributed.rank_sync import OtherRankFailed
 from streampack.scoring import Score
 from tests.support import hf_models, tiny_torchtune
@@ -99,6 +99,31 @@ def test_torchtune_models(family: str, chunks: int) -> None:
     pairs = requests()
     check(scored(model, pairs, per_token=True), [alone(plain.eval(), pair) for pair in pairs])
     assert not model.norm._forward_hooks  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_compiled_torchtune_models(whole: bool) -> None:
+    """A graph keeps or leaves out the hook of a layer as it was when the graph was made."""
+    torch._dynamo.reset()
+    plain, model = (tiny_torchtune.build("llama3", vocab_size=VOCAB).eval() for _ in range(2))
+    inputs = prepare_model_for_packing(model, attention="dense")
+    compiled: Any = model
+    if whole:
+        compiled = torch.compile(model, backend="eager")
+    else:
+        model.compile(backend="eager")
+    draw = random.Random(5)
+    pairs = [(ids(draw, 20, 20), ids(draw, 4, 4)) for _ in range(3)]
+    expected = [alone(plain, pair) for pair in pairs]
+    tokens = [*pairs[0][0], *pairs[0][1]][:-1]  # the last token's logits are not asked for
+    batch = collate_packed(list(IterablePackedDataset([tokens], max_seq_len=23, num_lanes=1)))
+    with torch.no_grad():
+        before = compiled(**inputs(batch))
+        for pair, each in zip(pairs, expected, strict=True):
+            check(list(score(compiled, [pair], inputs=inputs, max_seq_len=32, progress=False)), [each])
+        longer = pairs[0][0][:10], pairs[0][0][10:]  # of other tokens, in a pack as long
+        check(scored(compiled, [longer], inputs=inputs), [alone(plain, longer)])
+        assert torch.equal(compiled(**inputs(batch)), before)
 
 
 @pytest.mark.parametrize("max_seq_len", [31, 32])
