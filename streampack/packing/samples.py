@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from array import array as machine_array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -72,10 +72,8 @@ def sample_from_row(row: Any) -> Sample:
     tokens, labels = sample
     for column in TRAINED_MASKS:
         if column in row:
-            mask = np.asarray(column_of(row, column))
-            if mask.shape != tokens.shape:
-                raise ValueError(f"{column!r} has shape {list(mask.shape)} for {tokens.size} tokens")
-            labels = np.where(mask != 0, labels, tokens.dtype.type(IGNORE_INDEX))
+            mask = mask_from_column(column_of(row, column), column, tokens.size)
+            labels = np.where(mask, labels, tokens.dtype.type(IGNORE_INDEX))
     return Sample(tokens, labels)
 
 
@@ -151,6 +149,33 @@ def sample_from_pair(
             f"labels are unshifted, one per token, {IGNORE_INDEX} where nothing is trained"
         )
     return Sample(id_array, label_array)
+
+
+def mask_from_column(values: Any, column: str, size: int) -> npt.NDArray[np.bool_]:
+    """Return a column that says which of ``size`` tokens are trained, as ``[size]`` bool.
+
+    >>> mask_from_column([0, 1, 1], "completion_mask", 3).tolist()
+    [False, True, True]
+
+    Raises:
+        ValueError: for anything but a flat sequence of that many numbers that are 0 or 1, or of booleans.
+    """
+    try:
+        found = np.asarray(values)
+    except ValueError:  # numpy's error for sequences of different lengths
+        raise ValueError(f"{column!r} is nested; give one 0 or 1 for each token") from None
+    if found.shape != (size,):
+        raise ValueError(f"{column!r} has shape {list(found.shape)} for {size} tokens")
+    if found.dtype.kind == "b" or not size:
+        return found.astype(np.bool_)
+    if found.dtype.kind not in "iuf":  # a None among numbers makes objects, a text makes texts
+        odd = next((each for each in values if not isinstance(each, int | float)), values[0])
+        raise ValueError(f"{column!r} holds {_shown(odd)}; give one 0 (not trained) or 1 for each token")
+    mask: npt.NDArray[np.bool_] = found == 1
+    if not (mask | (found == 0)).all():
+        odd = found[~mask & (found != 0)][0]
+        raise ValueError(f"{column!r} holds {odd}; give one 0 (not trained) or 1 for each token")
+    return mask
 
 
 def check_sample(sample: Sample, vocab_size: int | None = None) -> None:
@@ -278,6 +303,7 @@ def _ids_from_column(values: Any, column: str, *, type_codes: str, frozen: bool)
             with suppress(TypeError, OverflowError):
                 parsed = np.frombuffer(machine_array(code, values), READ_AS[code])
                 if code.islower() or int(np.minimum.reduce(parsed)) >= 0:
+                    _refuse_booleans(values, parsed, column)
                     return parsed
     try:
         found = np.asarray(values)
@@ -292,9 +318,21 @@ def _ids_from_column(values: Any, column: str, *, type_codes: str, frozen: bool)
             f"column {column!r} has shape {list(found.shape)} and type {found.dtype}; "
             "it must be a flat sequence of whole numbers"
         )
+    if isinstance(values, list | tuple):
+        _refuse_booleans(values, found, column)
     if found.dtype.kind == "u" and found.itemsize == 8 and np.maximum.reduce(found) >= 2**63:
         raise ValueError(f"column {column!r} holds {np.maximum.reduce(found)}, which is no int64")
     return narrowed(found)
+
+
+def _refuse_booleans(values: Sequence[Any], ids: npt.NDArray[Any], column: str) -> None:
+    """Refuse True and False among whole numbers, which Python and numpy take for 1 and 0; ``ids`` are the numbers.
+
+    Only zeros and ones are looked at, because looking at each object of a list takes longer than parsing it.
+    """
+    for index in np.flatnonzero(ids.view(f"u{ids.itemsize}") <= 1).tolist():
+        if isinstance(values[index], bool):
+            raise ValueError(f"column {column!r} holds {values[index]} among its numbers; give whole numbers")
 
 
 def _is_scalar(value: Any) -> bool:

@@ -95,7 +95,7 @@ class ForwardPass:
 
 
 def _compiled_with(model: nn.Module, layer: nn.Module) -> bool:
-    """Return whether a layer is inside of a module that is compiled, whose graph may leave out or keep a layer's hook."""
+    """Return whether a layer is part of a compiled module, whose graph may leave out or keep the layer's hook."""
     return any(
         (isinstance(module, OptimizedModule) or module._compiled_call_impl is not None)
         and any(inner is layer for inner in module.modules())

@@ -199,7 +199,7 @@ def test_truncated_rollouts_cross_worker_processes_with_their_numbers(side: str)
         ({"token_fields": ["logprobs"]}, {"prompt": "a", "completions": ["b", "c"]},
          "'logprobs' has a number for each token, and column 'completions' holds no ids.*give the completions as ids"),
         ({"mask": "mask"}, {"mask": [[0], [1, 1]]}, r"column 'completions\[0\]' has no token to train"),
-        ({"mask": "mask"}, {"mask": [[1], [1]]}, r"column 'mask\[1\]' has shape \[1\]; give 2 numbers"),
+        ({"mask": "mask"}, {"mask": [[1], [1]]}, r"'mask\[1\]' has shape \[1\] for 2 tokens"),
         ({"mask": "mask"}, {"prompt": "a", "completions": ["b", "c"]}, "'mask' has a number for each token"),
     ],
 )  # fmt: skip

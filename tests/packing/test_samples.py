@@ -31,12 +31,12 @@ around_int64 = st.integers(-(2**63), 2**64 - 1)
 @example([1, 2**64 - 100, 3])
 @example([-1, 2**63])
 def test_lists_convert_as_numpy_converts_them(values: list[Any]) -> None:
-    """The fast path for lists of ints accepts nothing that the path through numpy refuses."""
+    """The fast path for lists of ints accepts nothing that the path through numpy refuses; nor are booleans ids."""
     try:
         expected = np.asarray(values) if values else np.empty(0, np.int64)
     except ValueError:
         expected = np.empty((0, 0))
-    if expected.ndim == 1 and expected.dtype == np.int64:
+    if expected.ndim == 1 and expected.dtype == np.int64 and bool not in map(type, values):
         made = sample_from_columns({"tokens": values}, labels=None).tokens
         assert made.tolist() == expected.tolist()
         narrow = all(0 <= value < 2**31 for value in values)
@@ -44,11 +44,7 @@ def test_lists_convert_as_numpy_converts_them(values: list[Any]) -> None:
         assert made.flags.writeable
         assert sample_from_columns({"tokens": [0] * len(values), "labels": values}).labels.tolist() == values
     else:
-        message = (
-            "which is no int64"
-            if expected.dtype.kind == "u"
-            else "it must be a flat sequence of whole numbers"
-        )
+        message = "which is no int64" if expected.dtype.kind == "u" else "whole numbers"
         with pytest.raises(ValueError, match=message):
             sample_from_columns({"tokens": values}, labels=None)
         with pytest.raises(ValueError, match=message):

@@ -8,7 +8,7 @@ from typing import Any
 
 from streampack.fingerprint import digest
 from streampack.packing.boundaries import BOUNDARY_COLUMNS
-from streampack.packing.samples import TRAINED_MASKS, sample_from_columns, sample_from_row
+from streampack.packing.samples import TRAINED_MASKS, as_mapping, sample_from_columns, sample_from_row
 from streampack.sources.arrow_rows import ArrowBatch, CheckedIds
 from streampack.types import Sample
 
@@ -74,6 +74,7 @@ class TokensEncoder(Encoder):
                     row = {name: value for name, value in row.items() if name != "tokens"}
                 return sample_from_row(row)
             if tokens is None:
+                row = as_mapping(row)
                 tokens = "input_ids" if "input_ids" in row else "tokens"
             return sample_from_columns(row, tokens=tokens, labels=labels)
         except ValueError as error:

@@ -21,7 +21,7 @@ from streampack.packing.encoders.shared_prefix import (
 )
 from streampack.packing.encoders.tokenizer import own_fingerprint
 from streampack.packing.groups import Group
-from streampack.packing.samples import missing_column, sample_from_pair
+from streampack.packing.samples import mask_from_column, missing_column, sample_from_pair
 from streampack.types import INT64, FloatArray, IntArray, Sample
 
 WAY_OUT = "give texts or ids"
@@ -165,7 +165,12 @@ class RolloutEncoder(Encoder):
         if self.mask is None:
             masks = [np.ones(size, bool) for size in sizes]
         else:
-            masks = [each != 0 for each in self._of_tokens(row, self.mask, sizes)]
+            masks = [
+                mask_from_column(each, f"{self.mask}[{i}]", size)
+                for i, (each, size) in enumerate(
+                    zip(self._each_of(row, self.mask, sizes), sizes, strict=True)
+                )
+            ]
         untrained = np.zeros(before.size, bool)
         wholes = [
             require_trained(
@@ -183,6 +188,13 @@ class RolloutEncoder(Encoder):
 
     def _of_tokens(self, row: Mapping[str, Any], column: str, sizes: Sequence[int]) -> list[FloatArray]:
         """Return a column that holds for each completion one number for each of its ids."""
+        return [
+            as_numbers(each, f"column '{column}[{i}]'", (size,)).astype(np.float32)
+            for i, (each, size) in enumerate(zip(self._each_of(row, column, sizes), sizes, strict=True))
+        ]
+
+    def _each_of(self, row: Mapping[str, Any], column: str, sizes: Sequence[int]) -> Sequence[Any]:
+        """Return a column that has an entry for each completion."""
         if column not in row:
             raise missing_column(row, column)
         given = row[column]
@@ -191,10 +203,8 @@ class RolloutEncoder(Encoder):
             raise ValueError(
                 f"column {column!r} has {count} for {len(sizes)} completions; give a list of numbers for each"
             )
-        return [
-            as_numbers(each, f"column '{column}[{i}]'", (size,)).astype(np.float32)
-            for i, (each, size) in enumerate(zip(given, sizes, strict=True))
-        ]
+        entries: Sequence[Any] = given
+        return entries
 
     def _prompt_ids(self, row: Mapping[str, Any]) -> IntArray:
         """Return the ids of the prompt alone, as at inference."""
