@@ -9,7 +9,12 @@ import numpy as np
 
 from streampack.fingerprint import digest, plain
 from streampack.packing.encoders.base import PROBE_TEXT, Encoder
-from streampack.packing.encoders.conversation import parse_conversation, parse_json, refuse_left_out
+from streampack.packing.encoders.conversation import (
+    UnreadColumns,
+    parse_conversation,
+    parse_json,
+    refuse_left_out,
+)
 from streampack.packing.encoders.hf_tokenizer import HFTokenizer
 from streampack.packing.encoders.tokenizer import check_ends, check_tokenizer, own_bos, own_fingerprint
 from streampack.packing.samples import missing_column, sample_from_columns
@@ -56,12 +61,15 @@ class ChatEncoder(Encoder):
         self.tools = tools
         self.answers = answers
         self.ignore = tuple(ignore)
+        used = (*((column,) if column else COLUMNS), tools)
+        self.unread = UnreadColumns("ChatEncoder", used=used, ignore=ignore)
 
     def __call__(self, row: Mapping[str, Any], /) -> Sample:
         """See `Encoder`."""
         column = self.column or next((name for name in COLUMNS if name in row), COLUMNS[0])
         messages = parse_conversation(row, column, option="column")
         refuse_left_out(row, used=(column, self.tools), ignore=self.ignore)
+        self.unread.name(row)
         tools = None
         if self.tools not in self.ignore:
             tools = parse_json(row.get(self.tools) or None, f"column {self.tools!r}")
@@ -93,8 +101,10 @@ class PromptCompletionEncoder(Encoder):
         tokenizer: one of transformers or torchtune.
         prompt: the column that holds the prompt.
         completion: the column that holds the completion.
+        tools: the column that holds the descriptions of tools, if there are any, for messages.
         add_bos: as for `TextEncoder`.
         add_eos: whether a completion that is text ends with EOS.
+        ignore: as for `ChatEncoder`.
 
     Raises:
         ValueError: for a tokenizer that ignores ``add_bos`` or ``add_eos``.
@@ -106,13 +116,20 @@ class PromptCompletionEncoder(Encoder):
         *,
         prompt: str = "prompt",
         completion: str = "completion",
+        tools: str = "tools",
         add_bos: bool | None = None,
         add_eos: bool = True,
+        ignore: Sequence[str] = (),
     ) -> None:
         self.tokenizer = check_tokenizer(tokenizer)
         check_ends(self.tokenizer, add_bos=add_bos, add_eos=add_eos)
         self.prompt = prompt
         self.completion = completion
+        self.tools = tools
+        self.ignore = tuple(ignore)
+        self.unread = UnreadColumns(
+            "PromptCompletionEncoder", used=(prompt, completion, tools), ignore=ignore
+        )
         self.add_bos = own_bos(self.tokenizer) if add_bos is None else add_bos
         self.add_eos = add_eos
 
@@ -121,8 +138,12 @@ class PromptCompletionEncoder(Encoder):
         for option, column in (("prompt", self.prompt), ("completion", self.completion)):
             if column not in row:
                 raise missing_column(row, column, option=option)
+        self.unread.name(row)
         prompt, completion = row[self.prompt], row[self.completion]
-        if isinstance(prompt, str) and isinstance(completion, str):
+        texts = isinstance(prompt, str) and isinstance(completion, str)
+        used = (self.prompt, self.completion) if texts else (self.prompt, self.completion, self.tools)
+        refuse_left_out(row, used=used, ignore=self.ignore)
+        if texts:
             return self.encode_text(prompt, completion)
         if any(value is None or isinstance(value, str | bytes) for value in (prompt, completion)):
             raise ValueError(
@@ -131,7 +152,10 @@ class PromptCompletionEncoder(Encoder):
             )
         before, after = parse_conversation(row, self.prompt), parse_conversation(row, self.completion)
         trained = [False] * len(before) + [is_trained(m) for m in after]
-        return masked_sample(*_chat_tokenizer(self.tokenizer).chat([*before, *after], trained))
+        tools = None
+        if self.tools not in self.ignore:
+            tools = parse_json(row.get(self.tools) or None, f"column {self.tools!r}") or None
+        return masked_sample(*_chat_tokenizer(self.tokenizer).chat([*before, *after], trained, tools=tools))
 
     def encode_text(self, prompt: str, completion: str) -> Sample:
         """Encode a text behind its prompt, of which the completion is trained.
@@ -156,7 +180,7 @@ class PromptCompletionEncoder(Encoder):
     def fingerprint(self) -> str:
         """Return a digest of the columns, the settings and the tokenizer."""
         probe = plain(self.tokenizer.encode(PROBE_TEXT, add_bos=self.add_bos, add_eos=self.add_eos))
-        settings = (self.prompt, self.completion, self.add_bos, self.add_eos)
+        settings = (self.prompt, self.completion, self.tools, self.ignore, self.add_bos, self.add_eos)
         return digest("prompt", *settings, probe, own_fingerprint(self.tokenizer))
 
 

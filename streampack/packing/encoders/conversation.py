@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from streampack.packing.samples import missing_column
+
+log = logging.getLogger(__name__)
 
 SHAREGPT_ROLES = {
     "system": "system",
@@ -80,6 +83,36 @@ def refuse_left_out(row: Mapping[str, Any], *, used: Sequence[str], ignore: Sequ
             raise ValueError(
                 f"column {name!r} would be left out, and the model trained without it; make it part of the messages, "
                 f"remove it, or say ignore: [{name}]"
+            )
+
+
+class UnreadColumns:
+    """Names each column of text that an encoder does not read, once in a run.
+
+    Worker processes know what was named before they were forked, when the rows that identify a run were encoded.
+
+    Args:
+        what: the name of what reads the rows.
+        used: columns that it reads.
+        ignore: columns that are left out on purpose.
+    """
+
+    def __init__(self, what: str, *, used: Iterable[str], ignore: Sequence[str]) -> None:
+        self.what = what
+        self.known = {*used, *ignore, *COMPANIONS}  # `refuse_left_out` sees to the companions
+
+    def name(self, row: Mapping[str, Any]) -> None:
+        """Log the columns of this row that hold text or messages and were neither read nor named."""
+        if not isinstance(row, Mapping) or not (new := row.keys() - self.known):
+            return
+        texts = sorted(name for name in new if isinstance(row[name], str | list | Mapping) and row[name])
+        self.known |= new.difference(name for name in new if _empty(row[name]))
+        if texts:
+            log.warning(
+                "%s does not read %s: nothing of it is trained or seen; ignore: [%s] says that this is meant",
+                self.what,
+                ", ".join(map(repr, texts)),
+                ", ".join(texts),
             )
 
 

@@ -9,7 +9,12 @@ import numpy as np
 
 from streampack.fingerprint import digest, plain
 from streampack.packing.encoders.base import PROBE_TEXT, Encoder, qualified_name
-from streampack.packing.encoders.conversation import REASONING, parse_conversation, refuse_left_out
+from streampack.packing.encoders.conversation import (
+    REASONING,
+    UnreadColumns,
+    parse_conversation,
+    refuse_left_out,
+)
 from streampack.packing.encoders.hf_tokenizer import HFTokenizer
 from streampack.packing.encoders.tokenizer import check_tokenizer, own_fingerprint
 from streampack.packing.samples import missing_column, sample_from_columns
@@ -155,6 +160,7 @@ class GuardedTransform:
             )
         self.columns = {name: given.get(name, name) for name in known}
         self.column_map = given
+        self.unread = UnreadColumns(self.kind, used=self.columns.values(), ignore=self.ignore)
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Transform a row to ``{"messages": [...]}``.
@@ -165,6 +171,7 @@ class GuardedTransform:
         messages: list[Any] = []  # of the row, as it states their weights
         if self.kind:
             refuse_left_out(row, used=tuple(self.columns.values()), ignore=self.ignore)
+            self.unread.name(row)
             row = self._without_image(row)
         if self.kind == "OpenAIToMessages":
             messages = parse_conversation(row, self.columns["messages"])

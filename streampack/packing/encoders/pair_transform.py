@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from streampack.fingerprint import digest, plain
+from streampack.packing.encoders.answers import read_content
 from streampack.packing.encoders.chat import masked_sample
-from streampack.packing.encoders.conversation import parse_conversation, refuse_left_out
+from streampack.packing.encoders.conversation import UnreadColumns, parse_conversation, refuse_left_out
 from streampack.packing.encoders.hf_tokenizer import HFTokenizer
 from streampack.packing.encoders.messages import (
     PAIRS,
@@ -23,6 +24,7 @@ from streampack.packing.samples import missing_column
 from streampack.types import Sample
 
 NAMES = ("chosen", "rejected")
+PROMPT = "prompt"
 
 
 class PairTransform:
@@ -35,13 +37,20 @@ class PairTransform:
         transform: one of torchtune's, or any callable that returns ``{"chosen": [...], "rejected": [...]}``.
         mask_shared: whether messages that both begin with are not trained.
         ignore: columns and keys of messages to leave out on purpose.
+        fields: columns that are read as numbers of the answers.
 
     Raises:
         ValueError: for a tokenizer that takes no messages, and a transform that makes no pairs.
     """
 
     def __init__(
-        self, tokenizer: Any, transform: Callable[[Any], Any], *, mask_shared: bool, ignore: Sequence[str]
+        self,
+        tokenizer: Any,
+        transform: Callable[[Any], Any],
+        *,
+        mask_shared: bool,
+        ignore: Sequence[str],
+        fields: Sequence[str] = (),
     ) -> None:
         if not hasattr(tokenizer, "tokenize_messages"):
             raise ValueError(
@@ -67,6 +76,7 @@ class PairTransform:
                 f"column_map of {kind} has {unknown[0]!r}, which it does not read; its keys are {', '.join(known)}"
             )
         self.columns = {name: given.get(name, name) for name in known}
+        self.unread = UnreadColumns(kind, used=(*self.columns.values(), PROMPT, *fields), ignore=ignore)
 
     def __call__(self, row: Mapping[str, Any]) -> list[Sample]:
         """Return the two sequences of a row.
@@ -102,6 +112,7 @@ class PairTransform:
     def _checked(self, row: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, list[dict[str, Any]]]]:
         """Return a copy of a row whose columns hold what torchtune's transforms read, and its conversations."""
         refuse_left_out(row, used=tuple(self.columns.values()), ignore=self.ignore)
+        self.unread.name(row)
         for column in self.columns.values():
             if column not in row:
                 raise missing_column(row, column)
@@ -112,6 +123,8 @@ class PairTransform:
         stated = {name: parse_conversation(row, column) for name, column in self.columns.items()}
         for messages in stated.values():
             require_text(messages, ignore=self.ignore)
+        if PROMPT in row and PROMPT not in (*self.columns.values(), *self.ignore):
+            _require_prompt(row[PROMPT], stated)
         # torchtune's transform writes into the messages that it is given.
         copies = {column: [dict(each) for each in stated[name]] for name, column in self.columns.items()}
         return {**row, **copies}, stated
@@ -124,6 +137,25 @@ class PairTransform:
                 message.text_content.encode()  # raises for half a surrogate pair, which the error may not mention
             raise
         return require_trained(masked_sample(tokens, [not masked for masked in mask]), f"the {name} answer")
+
+
+def _require_prompt(given: Any, stated: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Raise unless both conversations repeat the prompt, which this transform of torchtune's does not read."""
+    if given is None or (hasattr(given, "__len__") and not len(given)):
+        return
+    content = read_content(given, PROMPT)
+    for name, messages in stated.items():
+        said = [(message["role"], message["content"]) for message in messages]
+        if isinstance(content, str):
+            repeated = ("user", content) in said
+        else:
+            repeated = said[: len(content)] == [(each["role"], each["content"]) for each in content]
+        if not repeated:
+            raise ValueError(
+                f"column {PROMPT!r} is not repeated by column {name!r}, and ChosenRejectedToMessages does not read it, "
+                "so the answers would be trained without their prompt; leave message_transform out, which puts the "
+                f"prompt before both answers, or say ignore: [{PROMPT}]"
+            )
 
 
 def _mask_shared(chosen: Sequence[Any], rejected: Sequence[Any]) -> None:

@@ -17,7 +17,7 @@ from streampack.packing.encoders.answers import (
 )
 from streampack.packing.encoders.base import PROBE_TEXT, Encoder
 from streampack.packing.encoders.chat import masked_sample
-from streampack.packing.encoders.conversation import parse_json, refuse_left_out
+from streampack.packing.encoders.conversation import UnreadColumns, parse_json, refuse_left_out
 from streampack.packing.encoders.pair_transform import PairTransform
 from streampack.packing.encoders.shared_prefix import (
     columns_of,
@@ -97,9 +97,17 @@ class PreferenceEncoder(Encoder):
         self.answers = AnswerEncoder(tokenizer, add_bos=add_bos, add_eos=add_eos, way_out=WAY_OUT)
         self.tokenizer = self.answers.tokenizer
         self.transform = None
+        self.fields = columns_of(fields, "fields", sequences=2)
+        of_fields = [
+            name for given in self.fields.values() for name in ([given] if isinstance(given, str) else given)
+        ]
         if message_transform is not None:
             self.transform = PairTransform(
-                self.tokenizer, message_transform, mask_shared=mask_shared, ignore=ignore
+                self.tokenizer,
+                message_transform,
+                mask_shared=mask_shared,
+                ignore=ignore,
+                fields=of_fields,
             )
         elif mask_shared:
             raise ValueError(
@@ -109,9 +117,11 @@ class PreferenceEncoder(Encoder):
         self.prompt = prompt
         self.columns = (chosen, rejected)
         self.tools = tools
-        self.fields = columns_of(fields, "fields", sequences=2)
         self.share_prefix = share_prefix
         self.ignore = tuple(ignore)
+        self.unread = UnreadColumns(
+            "PreferenceEncoder", used=(prompt, chosen, rejected, tools, *of_fields), ignore=ignore
+        )
 
     def __call__(self, row: Mapping[str, Any], /) -> Group:
         """See `Encoder`."""
@@ -132,6 +142,7 @@ class PreferenceEncoder(Encoder):
             if column not in row:
                 raise missing_column(row, column)
         refuse_left_out(row, used=(self.prompt, *self.columns, self.tools), ignore=self.ignore)
+        self.unread.name(row)
         answers = [read_content(row[column], column) for column in self.columns]
         prompt = read_content(row[self.prompt], self.prompt) if self.prompt in row else None
         if prompt is None:

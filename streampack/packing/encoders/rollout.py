@@ -11,7 +11,7 @@ from streampack.fingerprint import digest, plain
 from streampack.packing.encoders.answers import AnswerEncoder, Content, read_content
 from streampack.packing.encoders.base import PROBE_TEXT, Encoder
 from streampack.packing.encoders.chat import masked_sample
-from streampack.packing.encoders.conversation import parse_json, refuse_left_out
+from streampack.packing.encoders.conversation import UnreadColumns, parse_json, refuse_left_out
 from streampack.packing.encoders.shared_prefix import (
     as_numbers,
     columns_of,
@@ -92,6 +92,11 @@ class RolloutEncoder(Encoder):
             raise ValueError(f"{both[0]!r} is in fields and in token_fields; give it two names")
         self.share_prefix = share_prefix
         self.ignore = tuple(ignore)
+        columns = [
+            each for each in (*self.fields.values(), *self.token_fields.values()) if isinstance(each, str)
+        ]
+        used = (prompt, completions, tools, *columns, *([mask] if mask else []))
+        self.unread = UnreadColumns("RolloutEncoder", used=used, ignore=ignore)
 
     def __call__(self, row: Mapping[str, Any], /) -> Group:
         """See `Encoder`."""
@@ -99,6 +104,7 @@ class RolloutEncoder(Encoder):
             if column not in row:
                 raise missing_column(row, column)
         refuse_left_out(row, used=(self.prompt, self.completions, self.tools), ignore=self.ignore)
+        self.unread.name(row)
         given = row[self.completions]
         if isinstance(given, str | Mapping) or not hasattr(given, "__len__"):
             raise ValueError(

@@ -1,0 +1,116 @@
+"""Columns beside those that an encoder reads: used, refused, or named once."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from torchtune.data import (
+    AlpacaToMessages,
+    ChosenRejectedToMessages,
+    InputOutputToMessages,
+    OpenAIToMessages,
+)
+from torchtune.datasets._stack_exchange_paired import StackExchangePairedToMessages
+
+from streampack import (
+    ChatEncoder,
+    MessagesEncoder,
+    PreferenceEncoder,
+    PromptCompletionEncoder,
+    RolloutEncoder,
+)
+from tests.support.hf_tokenizers import CHATML, DEAF, byte_level
+
+USER = {"role": "user", "content": "hello"}
+GOOD = {"role": "assistant", "content": "hello there"}
+BAD = {"role": "assistant", "content": "the answer"}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"town": {"type": "string"}}}}
+
+
+def pairs(**settings: Any) -> PreferenceEncoder:
+    return PreferenceEncoder(
+        byte_level(template=CHATML), message_transform=ChosenRejectedToMessages(), **settings
+    )
+
+
+def test_a_prompt_that_the_answers_do_not_repeat_is_refused_by_a_transform_that_does_not_read_it() -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": "hello", "chosen": [GOOD], "rejected": [BAD]},
+        {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+        {"prompt": "hello", "chosen": [USER, GOOD], "rejected": [BAD]},
+        {"prompt": "another", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+    ]
+    for row in rows:
+        with pytest.raises(
+            ValueError, match=r"column 'prompt' is not repeated .* leave message_transform out"
+        ):
+            pairs()(row)
+    assert pairs(ignore=["prompt"])(rows[-1]).lengths == pairs()({**rows[-1], "prompt": "hello"}).lengths
+    plain = PreferenceEncoder(byte_level(template=CHATML))
+    assert [plain(row).tokens.tolist() for row in rows[:2]] == 2 * [
+        pairs()({"chosen": [USER, GOOD], "rejected": [USER, BAD]}).tokens.tolist()
+    ], "the way out trains what the row says"
+
+
+@pytest.mark.parametrize("prompt", ["hello", [USER], None, "", []])
+def test_a_prompt_that_both_answers_repeat_changes_nothing(prompt: Any) -> None:
+    row = {"chosen": [USER, GOOD], "rejected": [USER, BAD]}
+    assert pairs()({**row, "prompt": prompt}).tokens.tolist() == pairs()(row).tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    ("encoder", "row", "unread"),
+    [
+        (lambda tok: MessagesEncoder(tok, message_transform=InputOutputToMessages()),
+         {"input": "a", "output": "b", "instruction": "c", "context": "d", "n": 7}, "'context', 'instruction'"),
+        (lambda tok: MessagesEncoder(tok, message_transform=AlpacaToMessages()),
+         {"instruction": "a", "input": "b", "output": "c", "context": "d"}, "'context'"),
+        (lambda tok: MessagesEncoder(tok, message_transform=OpenAIToMessages()),
+         {"messages": [USER, GOOD], "prompt": "d"}, "'prompt'"),
+        (lambda tok: PreferenceEncoder(tok, message_transform=ChosenRejectedToMessages()),
+         {"chosen": [USER, GOOD], "rejected": [USER, BAD], "context": "d"}, "'context'"),
+        (lambda tok: PreferenceEncoder(tok, message_transform=StackExchangePairedToMessages()),
+         {"prompt": "a", "chosen": "b", "rejected": "c", "context": "d"}, "'context'"),
+        (lambda tok: PreferenceEncoder(tok, fields=["score"]),
+         {"prompt": "a", "chosen": "b", "rejected": "c", "score": [1, 2], "context": "d"}, "'context'"),
+        (ChatEncoder, {"messages": [USER, GOOD], "context": "d"}, "'context'"),
+        (PromptCompletionEncoder, {"prompt": "a", "completion": "b", "context": "d"}, "'context'"),
+        (lambda tok: RolloutEncoder(tok, fields=["reward"]),
+         {"prompt": "a", "completions": ["b"], "reward": [1], "context": "d"}, "'context'"),
+    ],
+)  # fmt: skip
+def test_columns_that_nothing_reads_are_named_once(
+    encoder: Any, row: dict[str, Any], unread: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = encoder(byte_level(template=CHATML))
+    with caplog.at_level(logging.WARNING):
+        tokens = made(row)
+        made({**row, "context": None})
+        made(row)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1
+    assert f" does not read {unread}: nothing of it is trained or seen" in said[0]
+    caplog.clear()
+    made({**row, "another": ["e"]})
+    assert "'another'" in caplog.text
+    assert tokens is not None
+
+
+def test_prompts_with_completions_use_tools_and_refuse_what_would_be_left_out() -> None:
+    encoder = PromptCompletionEncoder(byte_level(template=CHATML))
+    row = {"prompt": [USER], "completion": [GOOD]}
+    with_tools = {**row, "tools": [TOOL]}
+    whole = ChatEncoder(byte_level(template=CHATML))({"messages": [USER, GOOD], "tools": [TOOL]})
+    assert encoder(with_tools).tokens.tolist() == whole.tokens.tolist() != encoder(row).tokens.tolist()
+    assert encoder({**row, "tools": None}).tokens.tolist() == encoder(row).tokens.tolist()
+    ignoring = PromptCompletionEncoder(byte_level(template=CHATML), ignore=["tools", "system"])
+    assert ignoring({**with_tools, "system": "be kind"}).tokens.tolist() == encoder(row).tokens.tolist()
+    with pytest.raises(ValueError, match="column 'system' would be left out"):
+        encoder({**row, "system": "be kind"})
+    for column in ("tools", "system"):
+        with pytest.raises(ValueError, match=f"column '{column}' would be left out"):
+            encoder({"prompt": "a", "completion": "b", column: "c"})
+    with pytest.raises(ValueError, match="leaves out the tool .weather."):
+        PromptCompletionEncoder(byte_level(template=DEAF))(with_tools)
