@@ -321,3 +321,31 @@ def test_completions_of_messages_go_through_the_template(tokenizers: dict[str, A
 def test_errors_of_bad_completions(tokenizers: dict[str, Any], row: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PromptCompletionEncoder(tokenizers["chatml"])(row)
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["chatml", "marked"])
+def test_the_work_grows_with_the_turns_and_not_with_their_square(
+    template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = ChatEncoder(byte_level(template=template))
+    chat = encoder.tokenizer.chat
+    tokenize = chat.tokenize
+    read: list[int] = []
+    monkeypatch.setattr(chat, "tokenize", lambda text: read.append(len(text)) or tokenize(text))
+
+    def characters(turns: int) -> tuple[int, Sample]:
+        messages = turns * [USER, ANSWER, {"role": "user", "content": "<|im_end|>"}, {**ANSWER, "weight": 0}]
+        read.clear()
+        sample = encoder({"messages": messages})
+        return sum(read), sample
+
+    (few, _), (many, sample) = characters(5), characters(50)
+    assert few < many < 11 * few
+    assert trained_texts(encoder, sample) == 50 * ["hello there<|im_end|>" if template == MARKED else
+                                                   "hello there<|im_end|>\n"]  # fmt: skip
+    by_prefix = ChatEncoder(byte_level(template=template))
+    by_prefix.tokenizer.chat.at_special = None
+    slow = by_prefix(
+        {"messages": 50 * [USER, ANSWER, {"role": "user", "content": "<|im_end|>"}, {**ANSWER, "weight": 0}]}
+    )
+    assert slow.labels.tolist() == sample.labels.tolist()

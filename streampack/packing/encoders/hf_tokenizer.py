@@ -113,7 +113,15 @@ class HFTokenizer:
                 f"the tokenizer {self.name} has no chat template; give it one: chat_template: my.jinja"
             )
         chat = ChatTemplate(
-            self._templates, tokenize=self._encode_bare, settings=self._template_settings, date=self._date
+            self._templates,
+            tokenize=self._encode_bare,
+            settings=self._template_settings,
+            special={
+                token.content: number
+                for number, token in self.tokenizer.added_tokens_decoder.items()
+                if token.special and not token.normalized and not token.single_word
+            },
+            date=self._date,
         )
         self._warn_if_answers_have_no_end(chat)
         return chat

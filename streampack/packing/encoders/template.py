@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ class ChatTemplate:
         templates: ``{"default": template}``, and ``"tool_use"`` if there is another one for rows with tools.
         tokenize: text to ids, without special tokens.
         settings: variables of the template: special tokens, and the user's.
+        special: texts of special tokens and their ids, at which the tokenizer divides a text before all else.
         date: the date (YYYY-MM-DD) that a template writes in place of today's.
     """
 
@@ -43,10 +45,15 @@ class ChatTemplate:
         *,
         tokenize: Callable[[str], list[int]],
         settings: Mapping[str, Any],
+        special: Mapping[str, int] | None = None,
         date: str | None = None,
     ) -> None:
         self.tokenize = tokenize
         self.settings = dict(settings)
+        self.special = dict(special or {})
+        # Of two that begin at the same place, a tokenizer takes the longer one.
+        longest_first = sorted(self.special, key=len, reverse=True)
+        self.at_special = re.compile("|".join(map(re.escape, longest_first))) if self.special else None
         self.templates = {name: _dated(text, date) for name, text in templates.items()}
 
     def __call__(
@@ -77,6 +84,7 @@ class ChatTemplate:
                 )
         else:
             answers = {i: self._by_prefix(messages, i, text, tools) for i in numbers}
+        fixed = self._fixed_places(text, ids) if numbers else []
         for i in numbers:
             start, end = answers[i]
             if _end_of(messages[i]["content"]) not in text[start:end]:
@@ -84,7 +92,7 @@ class ChatTemplate:
                     f"what the chat template marks with {{% generation %}} for message {i} does not hold its content; "
                     "set the markers around it"
                 )
-            mask[self._boundary(text, ids, start, i) : self._boundary(text, ids, end, i)] = True
+            mask[self._boundary(text, ids, start, i, fixed) : self._boundary(text, ids, end, i, fixed)] = True
         return ids, mask
 
     def prompt(self, messages: Messages, *, tools: Any = None) -> list[int]:
@@ -154,18 +162,37 @@ class ChatTemplate:
             )
         return len(head)
 
-    def _boundary(self, text: str, ids: list[int], at: int, i: int) -> int:
+    def _fixed_places(self, text: str, ids: list[int]) -> list[tuple[int, int]]:
+        """Return where special tokens begin in the text, and their numbers among the ids; first the text's beginning.
+
+        Tokens before such a place do not depend on what follows it, nor those behind it on what was before. So each
+        boundary is looked at from the last place before it: all together take as long as tokenizing the text once.
+        """
+        if self.at_special is None:
+            return [(0, 0)]
+        numbers = set(self.special.values())
+        begins = [match.start() for match in self.at_special.finditer(text)]
+        named = [self.special[match] for match in self.at_special.findall(text)]
+        places = [place for place, number in enumerate(ids) if number in numbers]
+        if [
+            ids[place] for place in places
+        ] != named:  # some are tokens of the text itself, or were left as text
+            return [(0, 0)]
+        return [(0, 0), *zip(begins, places, strict=True)]
+
+    def _boundary(self, text: str, ids: list[int], at: int, i: int, fixed: list[tuple[int, int]]) -> int:
         """Return the number of tokens before a place in the text; raise if they depend on the text after it."""
         if at in (0, len(text)):
             return len(ids) if at else 0
-        head = self.tokenize(text[:at])
-        if ids[: len(head)] != head:
+        begin, first = fixed[bisect_left(fixed, (at, 0)) - 1]
+        head = self.tokenize(text[begin:at])
+        if ids[first : first + len(head)] != head:
             raise ValueError(
                 f"a token crosses a boundary of message {i}: the text before {text[at : at + 16]!r} makes other tokens "
                 "alone than with what follows, so no mask is right; let the chat template set a special token there, "
                 "or white space on the other side of it"
             )
-        return len(head)
+        return first + len(head)
 
     def _refuse_left_out(self, messages: Messages, text: str, tools: Any) -> None:
         """Raise if the template silently leaves out a message of an unknown role, tools, tool calls or reasoning."""
