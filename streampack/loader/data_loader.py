@@ -117,6 +117,7 @@ class PackedDataLoader:
         self._progress = Progress(HandedOut({}))  # of the newest iteration
         self._shares = Shares()
         self._started_from: LoadedState | None = None  # where the newest iteration began
+        self._version = 0  # of the dataset's epochs when the newest iteration began: another one was set since, or not
         self._identified = False  # whether the ranks have read the corpus's fingerprint
 
     def __repr__(self) -> str:
@@ -125,9 +126,14 @@ class PackedDataLoader:
         return f"<{type(self).__name__}: batches of {self.batch_size}{step}, {workers}, of {self.dataset}>"
 
     def __iter__(self) -> Iterator[Batch]:
-        """Collective: iterate from the loaded state on; without one, from the epoch after the newest iteration's."""
+        """Collective: iterate from the loaded state on, or behind what an iteration gave that was left before its end.
+
+        Else the epoch begins that comes after the newest iteration's.
+        """
         dataset = self.dataset
         self._progress.require_whole(self.rank_sync, "iterated anew")
+        if not self._progress.over and self._loaded is None and dataset._epochs_begun.version == self._version:
+            self.load_state_dict(self.state_dict())
         self._started_from = begin = dataset._resume.begin(by_loader=True)
         dataset.epoch = begin.epoch
         start = HandedOut(dict(begin.lane_states), begin.slot)
@@ -143,7 +149,9 @@ class PackedDataLoader:
             self._progress.midway = False
             raise
         self._progress = batches.progress
+        self._progress.over = False
         dataset._epochs_begun.begin(begin.epoch + (dataset.epochs or 1))
+        self._version = dataset._epochs_begun.version
         return batches
 
     # State.

@@ -48,6 +48,7 @@ class Progress:
     def __init__(self, handed: HandedOut, *, before: Progress | None = None) -> None:
         self.handed = handed
         self.midway = False
+        self.over = True  # whether the iteration has come to its end; also before one has begun
         # Of this iteration, and of the loader's iterations before it.
         self.meter: StepMeter = StepMeter() if before is None else before.meter
         self.batches: int = 0 if before is None else before.batches  # handed out
@@ -213,6 +214,7 @@ class Iteration:
         # a batch and returning it.
         progress.handed = handed
         progress.midway = False
+        progress.over = batch is None
         self.loaded.phase = ENDED if batch is None else BEGUN
         if batch is None:
             raise StopIteration

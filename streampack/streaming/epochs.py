@@ -55,6 +55,11 @@ class EpochCounter:
         self.copied_from_workers = False
         self._shared = RawArray("q", ENTRIES * FIELDS)
 
+    @property
+    def version(self) -> int:
+        """How often an epoch was set in this process."""
+        return self._owner().version
+
     def upcoming(self) -> int:
         """Return the epoch that an iteration would begin with."""
         owner, worker = self._owner(), get_worker_info()

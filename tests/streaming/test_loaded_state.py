@@ -67,18 +67,56 @@ def test_a_dataset_resumes_from_a_state_that_its_loader_loaded() -> None:
     assert [content(pack) for pack in data] == PACKS[5:]
 
 
-def test_iterating_again_after_a_partial_iteration_from_a_state_is_refused() -> None:
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("count", [0, 1, 3, len(BATCHES) - 1, len(BATCHES)])
+def test_a_loader_goes_on_behind_what_an_iteration_gave_that_was_left(count: int, workers: int) -> None:
+    """Whether it began at a state or an epoch's beginning; one whose last batch was taken has not ended yet either."""
+    loader = PackedDataLoader(dataset(), num_workers=workers)
+    assert tokens(islice(loader, count)) == BATCHES[:count]
+    assert loader.epoch == 0
+    assert tokens(loader) == BATCHES[count:]
+    second = tokens(islice(loader, 4))
+    assert second != BATCHES[:4], "the next epoch"
+    resumed = PackedDataLoader(dataset(), num_workers=workers)
+    resumed.load_state_dict(loader.state_dict())
+    assert tokens(resumed) == tokens(loader)
+
+
+@pytest.mark.parametrize("peeks", [0, 1])
+def test_a_peek_makes_no_resume_skip_an_epoch(peeks: int) -> None:
+    """The documented loop trains two epochs, also if it is resumed anywhere, and whether or not someone peeked."""
+    made = PackedDataLoader(dataset())
+    for _ in range(peeks):
+        next(iter(made))
+    states, trained = [], tokens([])
+    for _ in range(made.epoch, 2):
+        for batch in made:
+            trained += tokens([batch])
+            states.append(made.state_dict())
+    whole = BATCHES + tokens(PackedDataLoader(_in_epoch_1()))
+    assert trained == whole[peeks:]
+    for number, state in enumerate(states, start=1):
+        loader = PackedDataLoader(dataset())
+        loader.load_state_dict(state)
+        rest = [batch for _ in range(loader.epoch, 2) for batch in tokens(loader)]
+        assert rest == trained[number:]
+
+
+def _in_epoch_1() -> IterablePackedDataset:
+    data = dataset()
+    data.set_epoch(1)
+    return data
+
+
+def test_others_that_iterate_what_a_loader_left_are_refused() -> None:
     loader = PackedDataLoader(dataset())
     loader.load_state_dict(STATE)
     assert tokens(islice(loader, 1)) == BATCHES[5:6]
     with pytest.raises(ValueError, match=PEEKED):
-        iter(loader)
-    with pytest.raises(ValueError, match=PEEKED):
         iter(loader.dataset)
     with pytest.raises(ValueError, match=PEEKED):
         iter(PackedDataLoader(loader.dataset))
-    loader.load_state_dict(loader.state_dict())
-    assert tokens(loader) == BATCHES[6:], "as the error says"
+    assert tokens(loader) == BATCHES[6:], "it goes on behind what it gave"
     loader.load_state_dict(STATE)
     assert tokens(islice(loader, 1)) == BATCHES[5:6]
     loader.load_state_dict(STATE)
