@@ -41,8 +41,8 @@ class PackedDataLoader:
     order does not depend on ``num_workers``: each worker makes the packs of some lanes, and they are merged into the
     order of a single process. A worker that dies is restarted and nothing is lost.
 
-    Iterating again is the next epoch; after a resume, ``for epoch in range(loader.epoch, epochs)`` continues where it
-    was. ``dataset.set_epoch`` chooses another one.
+    Iterating again goes on behind what an iteration gave that was left before its end, and else is the next epoch; after
+    a resume, ``for epoch in range(loader.epoch, epochs)`` continues where it was. ``dataset.set_epoch`` chooses an epoch.
 
     With a process group, construct the loader and iterate it on all ranks. It keeps connections between all ranks until
     the process group is destroyed: make one for each dataset, and iterate it again for each evaluation. A state is that
@@ -117,7 +117,9 @@ class PackedDataLoader:
         self._progress = Progress(HandedOut({}))  # of the newest iteration
         self._shares = Shares()
         self._started_from: LoadedState | None = None  # where the newest iteration began
-        self._version = 0  # of the dataset's epochs when the newest iteration began: another one was set since, or not
+        self._version = (
+            0  # of the dataset's epochs when the newest iteration began: another one was set since, or not
+        )
         self._identified = False  # whether the ranks have read the corpus's fingerprint
 
     def __repr__(self) -> str:
@@ -132,7 +134,11 @@ class PackedDataLoader:
         """
         dataset = self.dataset
         self._progress.require_whole(self.rank_sync, "iterated anew")
-        if not self._progress.over and self._loaded is None and dataset._epochs_begun.version == self._version:
+        if (
+            not self._progress.over
+            and self._loaded is None
+            and dataset._epochs_begun.version == self._version
+        ):
             self.load_state_dict(self.state_dict())
         self._started_from = begin = dataset._resume.begin(by_loader=True)
         dataset.epoch = begin.epoch

@@ -211,6 +211,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self._resume = Resume(self._epochs_begun)
         self._stream: PackStream | None = None  # the packs of the newest iteration
         # In a copy of a dataset: the lane states after the newest pack of the original.
+        self._newest: PackDicts | None = None  # iteration in this process
         self._copied: dict[int, LaneState] | None = None
         self._shared_logged = False
         self._untrained = UntrainedWarning(self.lane_config)
@@ -253,6 +254,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
                 "if it shares them out by itself, as datasets do that ask torch for their rank or worker; iterate a "
                 "PackedDataLoader, or use one consumer"
             )
+        if worker is None and self._left_in_the_middle():
+            self.load_state_dict(self.state_dict())
         begin = self._resume.begin()
         self.epoch = begin.epoch
         self.settings.choose_window(self.lane_config.packing, world_size)
@@ -266,7 +269,19 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             )
         self._copied = None
         self._epochs_begun.begin(self.epoch + (self.epochs or 1), phase=begin.phase)
-        return PackDicts(self._stream, begin, untrained=self._untrained, counter=self._epochs_begun)
+        self._newest = PackDicts(self._stream, begin, untrained=self._untrained, counter=self._epochs_begun)
+        return self._newest
+
+    def _left_in_the_middle(self) -> bool:
+        """Return whether the newest iteration in this process was left before its end, and nothing was set since."""
+        newest = self._newest
+        return not (
+            newest is None
+            or newest.over
+            or newest.version != self._epochs_begun.version
+            or self._resume.by_loader
+            or self._resume.pending is not None
+        )
 
     def stream(
         self,
@@ -356,7 +371,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, from 0, that the next iteration begins with; it decides the order when shuffling.
 
-        Without it, each iteration begins one epoch after the last. Another epoch than the loaded state's discards it.
+        Without it, an iteration begins with the epoch after the last, or goes on behind what the last gave in this
+        process if that was left before its end. Another epoch than the loaded state's discards the state.
         """
         require_positive(epoch, "epoch", least=0)
         self._resume.set_epoch(epoch, keep=epoch == self.epoch)
@@ -466,7 +482,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
     def __getstate__(self) -> dict[str, Any]:
         # An iteration has files open, so it stays in its process.
         copied = self._copied if self._stream is None else self._stream.lane_states()
-        left = {"_stream": None, "_ranks": Ranks.here(), "_copied": copied}
+        left = {"_stream": None, "_newest": None, "_ranks": Ranks.here(), "_copied": copied}
         return {**self.__dict__, **left}
 
     def ledger(self) -> Ledger:

@@ -23,6 +23,8 @@ class PackDicts:
         self.begin = begin
         self.untrained = untrained
         self.counter = counter
+        self.version = counter.version  # another one when an epoch is set later
+        self.over = False
 
     def __iter__(self) -> PackDicts:
         return self
@@ -31,6 +33,7 @@ class PackDicts:
         try:
             return self.stream.next_converted(self._give)
         except StopIteration:
+            self.over = True
             if self.begin.phase != ENDED:
                 self._reach(ENDED)
             raise

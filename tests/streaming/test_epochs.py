@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import multiprocessing as mp
 import pickle
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import pytest
@@ -70,11 +70,16 @@ def test_several_epochs_at_a_time() -> None:
     assert order(data)[:20] == epoch(2)
 
 
-def test_a_new_iteration_ends_the_one_before() -> None:
+@pytest.mark.parametrize("count", [0, 1, 4])
+def test_a_new_iteration_goes_on_behind_what_the_one_before_gave(count: int) -> None:
     data = dataset()
-    iterator = iter(data)
-    next(iterator)
+    begun = order(islice(data, count))
+    assert data.epoch == 0
+    assert begun + order(data) == epoch(0)
     assert order(data) == epoch(1)
+    begun = order(islice(data, count))
+    data.set_epoch(2)
+    assert order(data) == epoch(2), "unless an epoch is set"
 
 
 def test_iterating_again_after_a_resume_is_the_next_epoch() -> None:
