@@ -41,8 +41,9 @@ class PackedDataLoader:
     order does not depend on ``num_workers``: each worker makes the packs of some lanes, and they are merged into the
     order of a single process. A worker that dies is restarted and nothing is lost.
 
-    Iterating again goes on behind what an iteration gave that was left before its end, and else is the next epoch; after
-    a resume, ``for epoch in range(loader.epoch, epochs)`` continues where it was. ``dataset.set_epoch`` chooses an epoch.
+    Iterating again goes on behind what an iteration gave that was left before its end, and else is the next epoch;
+    after a resume, ``for epoch in range(loader.epoch, epochs)`` continues where it was. ``dataset.set_epoch`` chooses
+    one.
 
     With a process group, construct the loader and iterate it on all ranks. It keeps connections between all ranks until
     the process group is destroyed: make one for each dataset, and iterate it again for each evaluation. A state is that
