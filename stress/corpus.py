@@ -259,7 +259,7 @@ def run_rank(
                 states.append(save_state(loader.state_dict()))
         if not every_state:
             states.append(save_state(loader.state_dict()))
-        uneven = any("do not divide evenly" in str(warning.message) for warning in caught)
+        uneven = any("do not divide" in str(warning.message) for warning in caught)
         return RankResult(done, states, uneven)
     finally:
         # Workers first: forked from this process, they hold copies of the sockets that the group is about to close.

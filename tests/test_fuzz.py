@@ -27,7 +27,7 @@ from tests.support import fuzz
 
 pytestmark = [
     # Lanes and ranks are drawn at random, for a resume too.
-    pytest.mark.filterwarnings("ignore:.*lanes do not divide evenly", "ignore:.*lanes are too few for"),
+    pytest.mark.filterwarnings("ignore:.*do not divide .* evenly"),
     pytest.mark.filterwarnings("ignore:num_lanes=.* is not heeded"),
     pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
 ]

@@ -117,11 +117,26 @@ class Topology(NamedTuple):
     ranks: int
     packs_per_step: int
     batch_size: int = 1
+    num_lanes: int = 0  # 0: as many as ranks
+
+    @property
+    def lanes(self) -> int:
+        """Lanes, which take turns in the slots of an epoch."""
+        return self.num_lanes or self.ranks
 
     @property
     def share(self) -> int:
         """The most packs of a step that one rank has."""
-        return -(-self.packs_per_step // self.ranks)
+        begins = np.arange(1 if self.lanes % self.ranks == 0 else self.lanes)
+        ranks = np.arange(min(self.ranks, self.lanes))[:, None]
+        counts = self.own_slots(ranks, begins + self.packs_per_step) - self.own_slots(ranks, begins)
+        return int(counts.max())
+
+    def own_slots(self, rank: Ints, slot: Ints) -> Ints:
+        """Count the slots below ``slot`` that are those of a rank's lanes."""
+        rounds, lane = np.divmod(slot, self.lanes)
+        below = [-(-np.maximum(0, lanes - rank) // self.ranks) for lanes in (self.lanes, lane)]
+        return np.asarray(rounds * below[0] + below[1])
 
     @property
     def batches_per_step(self) -> int:
@@ -151,17 +166,19 @@ class Dealt(NamedTuple):
 def deal(packs: Packs, topology: Topology, *, slot: int = 0) -> Dealt:
     """Assign packs to ranks and steps, where step 0 begins at ``slot`` of the epoch.
 
-    A rank has the slots ``rank, rank + ranks, ...`` and fills them with its packs in the order of (number, lane).
+    A slot is that of lane ``slot % num_lanes``, and a rank fills those of its lanes with its packs in the order of
+    (number, lane).
     """
-    ranks, per_step, _ = topology
+    ranks, per_step, lanes = topology.ranks, topology.packs_per_step, topology.lanes
     rank = packs.lane % ranks
     order = np.lexsort((packs.lane, packs.number, rank))
     counts = np.bincount(rank, minlength=ranks)
     place = np.empty_like(rank)  # among its rank's
     place[order] = np.arange(len(rank)) - np.repeat(np.cumsum(counts) - counts, counts)
-    slots = slot + (rank - slot) % ranks + place * ranks
-    step = (slots - slot) // per_step
-    within = (slots - slot - step * per_step) // ranks
+    place += topology.own_slots(rank, np.full_like(rank, slot))
+    rounds, lane = np.divmod(place, (lanes - 1 - rank) // ranks + 1)
+    step = (rounds * lanes + lane * ranks + rank - slot) // per_step
+    within = place - topology.own_slots(rank, slot + step * per_step)
     batch = step * topology.batches_per_step + within // topology.packs_per_batch
     last = np.zeros(ranks, dtype=np.int64)
     np.maximum.at(last, rank, batch + 1)
@@ -186,7 +203,7 @@ def handed_after(packs: Packs, dealt: Dealt, steps: int, num_lanes: int) -> Ints
 
 
 def first_lane_end(packs: Packs, num_lanes: int, packs_per_step: int) -> int:
-    """Return the first step in which a lane lacks a pack. Steps before it are equal wherever ranks divide the lanes."""
+    """Return the first step in which a lane lacks a pack. Steps before it are equal on any ranks."""
     counts = np.bincount(packs.lane, minlength=num_lanes)
     return int((counts * num_lanes + np.arange(num_lanes)).min()) // packs_per_step
 

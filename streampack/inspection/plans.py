@@ -154,12 +154,12 @@ def _pieces(lanes: Iterable[Sequence[int]], packing: Packing) -> Ints:
 def steps_of(packs: Sequence[int], batching: Batching) -> int:
     """Return the optimizer steps of an epoch whose lanes have these packs.
 
-    >>> steps_of([5, 4], Batching(batch_size=1, packs_per_step=4, world_size=1))
+    >>> steps_of([5, 4], Batching(batch_size=1, packs_per_step=4, world_size=1, num_lanes=2))
     3
-    >>> steps_of([5, 4], Batching(batch_size=1, packs_per_step=2, world_size=2))
+    >>> steps_of([5, 4], Batching(batch_size=1, packs_per_step=2, world_size=2, num_lanes=2))
     5
     """
-    ranks, most = batching.world_size, 0
+    ranks, most, batching = batching.world_size, 0, replace(batching, num_lanes=len(packs))
     for rank in range(ranks):
         left, number = sum(packs[rank::ranks]), 0
         while left > 0:

@@ -35,8 +35,8 @@ class RunShape:
     model: ModelWork | None = None
 
     def batching(self, ranks: int) -> Batching:
-        """Return how the packs of a step are divided among so many ranks."""
-        return Batching(self.batch_size, self.packs_per_step or ranks * self.batch_size, ranks)
+        """Return how the packs of a step are divided among so many ranks, of a lane each."""
+        return Batching(self.batch_size, self.packs_per_step or ranks * self.batch_size, ranks, ranks)
 
     @property
     def padded_batch(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import cached_property
 
 from streampack.validation import warn_user
 
@@ -14,7 +15,10 @@ log = logging.getLogger(__name__)
 class Batching:
     """A step of ``packs_per_step`` packs over all ranks, in batches of at most ``batch_size`` on each.
 
-    >>> batching = Batching(batch_size=4, packs_per_step=10, world_size=2)
+    The packs of an epoch are numbered by slots, one pack of each lane in turn. A step takes ``packs_per_step`` slots,
+    whatever the ranks, and each rank has those of its lanes: the lanes whose number is ``rank`` modulo ``world_size``.
+
+    >>> batching = Batching(batch_size=4, packs_per_step=10, world_size=2, num_lanes=4)
     >>> batching.batches_per_step, batching.packs_per_batch
     (2, 3)
     """
@@ -22,11 +26,16 @@ class Batching:
     batch_size: int
     packs_per_step: int
     world_size: int
+    num_lanes: int
 
-    @property
+    @cached_property
     def packs_per_rank(self) -> int:
         """Packs of a step that a rank has, at most."""
-        return -(-self.packs_per_step // self.world_size)
+        if self.num_lanes % self.world_size == 0:
+            return -(-self.packs_per_step // self.world_size)
+        ranks = range(min(self.world_size, self.num_lanes))
+        begins = range(self.num_lanes)
+        return max(self._own_slots(begin, rank) for rank in ranks for begin in begins)
 
     @property
     def batches_per_step(self) -> int:
@@ -41,37 +50,45 @@ class Batching:
     def room(self, number: int, *, slot: int, rank: int) -> int:
         """Return how many packs of a rank fit into the epoch's batch ``number``, counted from its step at ``slot``.
 
-        The packs of an epoch are numbered by slots, one pack of each lane in turn, and those of a rank are ``rank``
-        modulo ``world_size``. A step takes ``packs_per_step`` slots. What of them is the rank's goes to its batches of
-        the step, the first ones first.
+        What of a step's slots is the rank's goes to its batches of the step, the first ones first.
         """
         step, batch_of_step = divmod(number, self.batches_per_step)
-        begin = slot + step * self.packs_per_step
-        end = begin + self.packs_per_step
-        own_slots = (rank - begin) // self.world_size - (rank - end) // self.world_size
+        own_slots = self._own_slots(slot + step * self.packs_per_step, rank)
         return max(0, min(self.packs_per_batch, own_slots - batch_of_step * self.packs_per_batch))
 
-    def warn(self, *, num_lanes: int, num_workers: int, rank: int) -> None:
+    def _own_slots(self, begin: int, rank: int) -> int:
+        """Return how many slots of the step that begins at slot ``begin`` are those of a rank's lanes."""
+
+        def lanes_below(lane: int) -> int:
+            return max(0, -((rank - lane) // self.world_size))
+
+        def slots_below(slot: int) -> int:
+            rounds, lane = divmod(slot, self.num_lanes)
+            return rounds * lanes_below(self.num_lanes) + lanes_below(lane)
+
+        return slots_below(begin + self.packs_per_step) - slots_below(begin)
+
+    def warn(self, *, num_workers: int, rank: int) -> None:
         """Warn about workers without lanes, ranks without lanes or with fewer of them, and steps with null packs."""
-        ranks, workers = self.world_size, -(-num_lanes // self.world_size)
+        ranks, num_lanes = self.world_size, self.num_lanes
+        workers = -(-num_lanes // ranks)
         if workers < num_workers and rank == 0:
             log.warning(
                 "num_workers=%d: %d of them has work, for there %s; a new run may set num_lanes",
                 num_workers, workers, "is 1 lane" if num_lanes == 1 else f"are {num_lanes} lanes",
             )  # fmt: skip
         # Workers do not matter: their packs are merged in the order of the slots.
-        if num_lanes < ranks:
-            warn_user(
-                f"{num_lanes} lanes are too few for {ranks} ranks: {ranks - num_lanes} "
-                "of them hand out null packs only, and a step trains fewer packs than it did; use fewer ranks, or "
-                "start a new run with more num_lanes",
+        if num_lanes % ranks:
+            idle = (
+                f"{ranks - num_lanes} of them hand out null packs only"
+                if num_lanes < ranks
+                else "some have fewer"
             )
-        elif num_lanes % ranks:
             warn_user(
-                f"{num_lanes} lanes do not divide evenly among {ranks} ranks: every sample still comes "
-                "exactly once, but steps hold other packs than on another number of ranks, and at an epoch's end the "
-                "ranks with fewer lanes hand out null packs; use a number of ranks that divides the lanes, or in a new "
-                "run a num_lanes that the ranks divide",
+                f"{ranks} ranks do not divide {num_lanes} lane{'s' * (num_lanes > 1)} evenly: {idle}. A step trains "
+                f"the same packs as on other ranks, but takes {self.batches_per_step} batch(es) of "
+                f"{self.packs_per_batch} on each, filled up with null packs; use a number of ranks that divides the "
+                "lanes, or in a new run a num_lanes that the ranks divide",
             )
         whole = self.batches_per_step * ranks * self.packs_per_batch
         if whole != self.packs_per_step and rank == 0:

@@ -56,8 +56,8 @@ class PackedDataLoader:
         num_workers: processes that read, encode and pack, for each rank. 0 does it in this one. The one with the
             most of the rank's lanes sets the pace.
         prefetch_factor: packs that each worker makes ahead, about.
-        packs_per_step: packs in an optimizer step, over all ranks; default: one batch of each rank. A step is
-            `batches_per_step` batches on every rank, and none mixes two epochs.
+        packs_per_step: packs in an optimizer step, over all ranks; default: that of the run whose state was loaded, or
+            one batch of each rank. A step is `batches_per_step` batches on every rank, and none mixes two epochs.
         max_worker_restarts: deaths of each worker process to survive before giving up.
         pin_memory: put batches into page-locked memory, for faster copies to a GPU.
         timeout: seconds that ranks wait for one another before they give up.
@@ -115,12 +115,11 @@ class PackedDataLoader:
             ),
         )
         self._packs_per_step = packs_per_step
+        self._kept_packs_per_step: int | None = None  # of the state that the run goes on from
         self._progress = Progress(HandedOut({}))  # of the newest iteration
         self._shares = Shares()
         self._started_from: LoadedState | None = None  # where the newest iteration began
-        self._version = (
-            0  # of the dataset's epochs when the newest iteration began: another one was set since, or not
-        )
+        self._version = 0  # of the dataset's epochs when the newest iteration began
         self._identified = False  # whether the ranks have read the corpus's fingerprint
 
     def __repr__(self) -> str:
@@ -142,6 +141,7 @@ class PackedDataLoader:
         ):
             self.load_state_dict(self.state_dict())
         self._started_from = begin = dataset._resume.begin(by_loader=True)
+        self._kept_packs_per_step = begin.packs_per_step or self._kept_packs_per_step
         dataset.epoch = begin.epoch
         start = HandedOut(dict(begin.lane_states), begin.slot)
         before = self._progress
@@ -180,6 +180,7 @@ class PackedDataLoader:
         return {
             **self.dataset._state_with(self.rank_sync.merge_lanes(as_dicts(lane_states)), epoch=epoch),
             "slot": slot,
+            "packs_per_step": self.packs_per_step,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -308,7 +309,10 @@ class PackedDataLoader:
     @property
     def packs_per_step(self) -> int:
         """Packs in an optimizer step, over all ranks."""
-        return self._packs_per_step or self.rank_sync.data_world_size * self.batch_size
+        if self._packs_per_step is not None:
+            return self._packs_per_step
+        of_state = self._kept_packs_per_step if self._loaded is None else self._loaded.packs_per_step
+        return of_state or self.rank_sync.data_world_size * self.batch_size
 
     @property
     def batches_per_step(self) -> int:
@@ -322,7 +326,9 @@ class PackedDataLoader:
 
     @property
     def _batching(self) -> Batching:
-        return Batching(self.batch_size, self.packs_per_step, self.rank_sync.data_world_size)
+        ranks = self.rank_sync.data_world_size
+        # By default the ranks divide the lanes.
+        return Batching(self.batch_size, self.packs_per_step, ranks, self.dataset.num_lanes or ranks)
 
 
 def _digest_of(state: Mapping[str, Any]) -> str:

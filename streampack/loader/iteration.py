@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from streampack.accounting import Ledger
@@ -118,7 +118,8 @@ class Iteration:
         num_lanes = dataset.fix_lanes(size * max(1, options.num_workers))
         dataset.settings.choose_window(dataset.lane_config.packing, size)
         self.workers = min(options.num_workers, -(-num_lanes // size))
-        self.batching.warn(num_lanes=num_lanes, num_workers=options.num_workers, rank=rank_sync.rank)
+        self.batching = replace(options.batching, num_lanes=num_lanes)
+        self.batching.warn(num_workers=options.num_workers, rank=rank_sync.rank)
         divide_across_ranks(dataset.lane_config.source, num_lanes, rank_sync)
         dataset.lane_config.check_shards()
         if rank_sync.rank == 0:

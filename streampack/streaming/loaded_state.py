@@ -33,13 +33,14 @@ class LoadedState:
     epoch: int = 0  # in which the iteration that made the state began
     num_lanes: int | None = None
     balance_window: int | None = None
+    packs_per_step: int | None = None  # of the loader that made the state
     phase: int = WAITING  # how far the iteration that resumes from it is, in this process; see `epochs`
     in_worker: bool = False  # loaded in a worker process, so that only an iteration there resumes from it
 
     def behind(self) -> LoadedState:
         """Return the state of a run that reads on behind this one with other settings."""
         states = {lane: state.behind() for lane, state in self.lane_states.items()}
-        return replace(self, lane_states=states, slot=0, balance_window=None)
+        return replace(self, lane_states=states, slot=0, balance_window=None, packs_per_step=None)
 
     @property
     def epochs_read(self) -> int:
@@ -75,6 +76,9 @@ def checked_state(state: Any) -> LoadedState:
         type(balance_window) is int and 0 <= balance_window <= MOST_WINDOW
     ):
         raise ValueError(f"the state is damaged: its balance_window is {balance_window!r}")
+    packs_per_step = state.get("packs_per_step")
+    if packs_per_step is not None and not (type(packs_per_step) is int and 0 < packs_per_step < 2**31):
+        raise ValueError(f"the state is damaged: its packs_per_step is {packs_per_step!r}")
     for lane in lanes:
         if type(lane) is not int or not 0 <= lane < (num_lanes or 0):
             raise ValueError(f"the state is damaged: lane {lane!r} is none of its {num_lanes} lanes")
@@ -87,6 +91,7 @@ def checked_state(state: Any) -> LoadedState:
         state["epoch"],
         num_lanes,
         balance_window,
+        packs_per_step,
     )
 
 

@@ -106,7 +106,7 @@ def every_corpus(workers: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.filterwarnings("ignore:.*do not divide evenly")
+@pytest.mark.filterwarnings("ignore:.*do not divide .* evenly")
 def test_finite_data_ends_on_all_ranks_at_once(tmp_path: Path) -> None:
     """Skewed lanes, lanes without a row, one document: no rank waits for ever; each sample comes once an epoch."""
     size, workers = 2, 2

@@ -47,11 +47,11 @@ def test_steps_of_an_epoch_slot_by_slot() -> None:
     rng = np.random.default_rng(0)
     for _ in range(100):
         ranks, batch, per_step = (int(rng.integers(1, most)) for most in (5, 4, 12))
-        lanes = rng.integers(0, 20, ranks * int(rng.integers(1, 4))).tolist()
+        lanes = rng.integers(0, 20, int(rng.integers(1, 12))).tolist()
         queues = [sum(lanes[rank::ranks]) for rank in range(ranks)]
         slot = steps = 0
         while any(queues):
             for number in range(slot, slot + per_step):
-                queues[number % ranks] -= queues[number % ranks] > 0
+                queues[number % len(lanes) % ranks] -= queues[number % len(lanes) % ranks] > 0
             slot, steps = slot + per_step, steps + 1
-        assert steps_of(lanes, Batching(batch, per_step, ranks)) == steps
+        assert steps_of(lanes, Batching(batch, per_step, ranks, len(lanes))) == steps

@@ -289,7 +289,7 @@ def test_ranks_and_batches_decide_the_steps(ranks: int, packs_per_step: int, bat
     rows = token_rows(log_normal(120, 60, 0.8))
     make = lambda: IterablePackedDataset(rows, max_seq_len=512, num_lanes=4)  # noqa: E731
     ran = run(make, Topology(ranks=ranks, batch_size=batch_size), packs_per_step=packs_per_step)
-    batching = Batching(batch_size, packs_per_step, ranks)
+    batching = Batching(batch_size, packs_per_step, ranks, 4)
     shape = RunShape(ranks=(ranks,), batch_size=batch_size, packs_per_step=packs_per_step)
     report = inspect_dataset(make(), rows=None, shape=shape)
     assert report.chosen.steps == len(ran.batches[0]) / batching.batches_per_step

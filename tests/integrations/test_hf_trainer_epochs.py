@@ -154,7 +154,7 @@ def planned_and_made() -> list[tuple[int, ...]]:
     return found
 
 
-@pytest.mark.filterwarnings("ignore:3 lanes do not divide evenly among 2 ranks")
+@pytest.mark.filterwarnings("ignore:2 ranks do not divide 3 lanes evenly")
 def test_steps_of_two_ranks_are_counted() -> None:
     for found in run_ranks(planned_and_made, 2):
         assert len(found) == 4

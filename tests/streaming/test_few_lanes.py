@@ -72,7 +72,7 @@ def _go_on(state: dict[str, Any]) -> tuple[list[Any], list[str]]:
     dist.init_process_group("gloo")
     loader = PackedDataLoader(dataset(), batch_size=1, packs_per_step=2)
     loader.load_state_dict(state)
-    with pytest.warns(UserWarning, match="lanes are too few") as warned:
+    with pytest.warns(UserWarning, match="do not divide 1 lane evenly") as warned:
         iterator = iter(loader)
     return tokens(iterator), [str(warning.message) for warning in warned]
 
@@ -80,10 +80,13 @@ def _go_on(state: dict[str, Any]) -> tuple[list[Any], list[str]]:
 def test_a_run_of_one_lane_resumes_on_several_ranks() -> None:
     state, rest = state_after(6)
     (first, warned), (second, _) = run_ranks(_go_on, 2, state)
+    if len(rest) % 2:  # an epoch's last step is filled up
+        assert set(first.pop()[0]) == {0}
+        second.pop()
     assert first == rest
-    assert len(second) == len(first)
+    assert len(second) == len(first) > 0
     assert all(set(row) == {0} for batch in second for row in batch), "null packs"
-    assert "1 lanes are too few for 2 ranks: 1 of them hand out null packs only" in warned[0]
+    assert "2 ranks do not divide 1 lane evenly: 1 of them hand out null packs only" in warned[0]
 
 
 def test_fewer_lanes_than_consumers_are_refused_where_they_were_set() -> None:

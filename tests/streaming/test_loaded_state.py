@@ -55,7 +55,7 @@ def test_a_loader_resumes_from_a_state_that_its_dataset_loaded(workers: int) -> 
     data = dataset()
     loader = PackedDataLoader(data, num_workers=workers)
     data.load_state_dict(STATE)
-    assert loader.state_dict() == STATE == {**data.state_dict(), "slot": 5}
+    assert loader.state_dict() == STATE == {**data.state_dict(), "slot": 5, "packs_per_step": 1}
     assert tokens(loader) == BATCHES[5:]
     assert loader.slot == WHOLE
     assert len(tokens(loader)) == pytest.approx(WHOLE, abs=2), "then comes the next epoch, a whole one"

@@ -190,6 +190,7 @@ class Run:
     batches: list[list[Batch]]
     states: list[dict[str, Any]]
     ended: list[bool]  # the data, before the limit
+    batches_per_step: int = 1
 
 
 def run(
@@ -200,7 +201,10 @@ def run(
     limit: int | None = None,
     packs_per_step: int | None = None,
 ) -> Run:
-    """Take at most ``limit`` batches on every rank, then the state."""
+    """Take at most ``limit`` batches on every rank, then the state.
+
+    With ``packs_per_step=0`` the loader is given none.
+    """
     board = Board(topology.ranks)
     size = topology.ranks
     result = Run([[] for _ in range(size)], [{} for _ in range(size)], [False] * size)
@@ -212,7 +216,8 @@ def run(
                 make(),
                 batch_size=topology.batch_size,
                 num_workers=topology.workers,
-                packs_per_step=packs_per_step or topology.packs_per_step,
+                packs_per_step=(topology.packs_per_step if packs_per_step is None else packs_per_step)
+                or None,
             )
             loader.rank_sync = ThreadSync(board, number)
             if state is not None:
@@ -225,6 +230,7 @@ def run(
                     result.ended[number] = True
                     break
             result.states[number] = loader.state_dict()
+            result.batches_per_step = loader.batches_per_step
         except BaseException as error:
             errors[number] = error
             board.leave(number)

@@ -101,14 +101,21 @@ def plan_epochs(loader: PackedDataLoader, epochs: float) -> Plan:
         ]
 
     counts = ranks.gather_results(count, doing="counting packs")
-    return Plan(tuple(_steps(of_ranks, loader) for of_ranks in zip(*counts, strict=True)), epochs, exact=True)
+    return Plan(
+        tuple(_steps(of_ranks, loader, num_lanes) for of_ranks in zip(*counts, strict=True)),
+        epochs,
+        exact=True,
+    )
 
 
-def _steps(packs: tuple[int, ...], loader: PackedDataLoader) -> int:
+def _steps(packs: tuple[int, ...], loader: PackedDataLoader, num_lanes: int) -> int:
     """Return the steps of an epoch in which each rank has so many packs.
 
-    Slots belong to the ranks in turn, so the last pack of the epoch is in the last slot of one of the ranks.
+    Slots belong to the lanes in turn, so the last pack of the epoch is in the last slot of one of the ranks.
     """
-    ranks = loader.rank_sync.world_size
-    last_slot = max((count - 1) * ranks + rank for rank, count in enumerate(packs) if count)
+    ranks, last_slot = loader.rank_sync.world_size, 0
+    for rank, count in enumerate(packs):
+        if count:
+            rounds, lane = divmod(count - 1, len(range(rank, num_lanes, ranks)))
+            last_slot = max(last_slot, rounds * num_lanes + rank + lane * ranks)
     return last_slot // loader.packs_per_step + 1
