@@ -5,13 +5,13 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from streampack.sources.parts import REMOVED_FILE, Part
-from streampack.storage.base import File
 from streampack.storage.whole_files import write_whole
 
 CORPUS_LISTS_FOLDER = "corpus_lists"  # the default folder, within a run's output folder
@@ -72,16 +72,15 @@ class CorpusList:
             raise ValueError(f"{path} is damaged: its parts do not fit its files; restore it from a copy")
         return cls(files, lanes)
 
-    def parts_in(self, files: Sequence[File], lists: Iterable[Collection[Entry]]) -> list[list[Part]]:
-        """Return the parts of each lane, with the numbers of the files in ``files``.
+    def parts_in(self, newer: Sequence[Sequence[Entry]]) -> list[list[Part]]:
+        """Return the parts of each lane, with the numbers of the files in the last of some ``newer`` lists.
 
-        Those of a file that is not in all of the ``lists``, with the same content, get the number `REMOVED_FILE`.
+        Those of a file that is not in all of these lists, with the same content, get the number `REMOVED_FILE`.
         """
-        numbers = {file.name: number for number, file in enumerate(files)}
-        newer = list(lists)
+        places = [{key: number for number, key in enumerate(_distinct(files))} for files in newer]
         now = [
-            numbers.get(entry.name, REMOVED_FILE) if all(entry in each for each in newer) else REMOVED_FILE
-            for entry in self.files
+            places[-1][key] if all(key in each for each in places) else REMOVED_FILE
+            for key in _distinct(self.files)
         ]
         return [[part._replace(file=now[part.file]) for part in lane] for lane in self.lanes]
 
@@ -92,17 +91,50 @@ def changes(before: Sequence[Entry], now: Sequence[Entry]) -> str:
     >>> changes([Entry("a", 1, "x"), Entry("b", 1, "y")], [Entry("b", 2, "z"), Entry("c", 1, "y")])
     '1 added (c), 1 removed (a), 1 changed (b)'
     """
-    old, new = {entry.name: entry for entry in before}, {entry.name: entry for entry in now}
-    found: Mapping[str, list[str]] = {
-        "added": [name for name in new if name not in old],
-        "removed": [name for name in old if name not in new],
-        "changed": [name for name in new if name in old and old[name] != new[name]],
-    }
+    old, new = Counter(before), Counter(now)
+    gone, came = (Counter(entry.name for entry in each.elements()) for each in (old - new, new - old))
+    found = {"added": came - gone, "removed": gone - came, "changed": came & gone}
     return ", ".join(
-        f"{len(names):,} {what} ({', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''})"
+        f"{names.total():,} {what} ({_some(list(names.elements()))})"
         for what, names in found.items()
         if names
     )
+
+
+def renamed(before: Sequence[Entry], now: Sequence[Entry]) -> str | None:
+    """Describe that most files have other names, or that none is there any more; None if neither is so.
+
+    >>> renamed([Entry("a", 1, "x"), Entry("b", 1, "y")], [Entry("en/a", 1, "x"), Entry("en/b", 1, "y")])
+    '2 of the 2 files that the run began with look renamed: a is now en/a'
+    """
+    gone, came = Counter(before) - Counter(now), Counter(now) - Counter(before)
+    places = {entry[1:]: entry.name for entry in came}
+    pairs = Counter(entry[1:] for entry in gone.elements()) & Counter(entry[1:] for entry in came.elements())
+    if 2 * pairs.total() > len(before):
+        old = next(entry for entry in gone if entry[1:] in pairs)
+        what = f"look renamed: {old.name} is now {places[old[1:]]}"
+        return f"{pairs.total():,} of the {len(before):,} files that the run began with {what}"
+    if {entry.name for entry in before}.isdisjoint(entry.name for entry in now):
+        names = [_some([entry.name for entry in each]) for each in (before, now)]
+        return (
+            f"none of the {len(before):,} files that the run began with ({names[0]}) is there any more; "
+            f"there are {names[1]}"
+        )
+    return None
+
+
+def _distinct(files: Sequence[Entry]) -> list[tuple[Entry, int]]:
+    """Number entries that are equal: copies of a file in two folders are two files."""
+    seen: Counter[Entry] = Counter()
+    found = []
+    for entry in files:
+        found.append((entry, seen[entry]))
+        seen[entry] += 1
+    return found
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
 
 
 def _path(folder: Path, digest: str, num_lanes: int) -> Path:

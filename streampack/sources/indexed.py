@@ -104,10 +104,8 @@ class Index(NamedTuple):
     storage: Storage
     retries: Retries
 
-    def corpus(self, shards: Sequence[tuple[str, int]], *, within: str = "") -> Corpus:
+    def corpus(self, shards: Sequence[tuple[str, int]]) -> Corpus:
         """Return the shards, given as (name, size in bytes), in the index's order.
-
-        In the corpus, their names begin with the folder ``within``, if one is given.
 
         Files on this machine that are gone or have another size are among `Corpus.problems`. Those behind a URL are
         checked when they are read.
@@ -134,16 +132,13 @@ class Index(NamedTuple):
                     problem = _resized(there.st_size, size) if there.st_size != size else None
                     found[number] = listed._replace(inode=inode_of(there), problem=problem)
         require_distinct(found)
-        before = f"{within}/" if within else ""
-        files = (
-            File(listed.path, before + name, size) for listed, (name, size) in zip(found, shards, strict=True)
-        )
+        files = (File(listed.path, name, size) for listed, (name, size) in zip(found, shards, strict=True))
         problems = {listed.path: listed.problem for listed in found if listed.problem is not None}
         return require_some(Corpus(tuple(files), self.storage, self.retries, problems))
 
 
-def joined(corpora: Sequence[Corpus]) -> Corpus:
-    """Return the files of several folders as one corpus.
+def joined(corpora: Sequence[Corpus], checksums: Sequence[int]) -> Corpus:
+    """Return the files of several folders, whose checksums are given, as one corpus.
 
     Raises:
         ValueError: if there is no folder, if two hold the same shards, or if they lie on several storages.
@@ -151,18 +146,19 @@ def joined(corpora: Sequence[Corpus]) -> Corpus:
     if not corpora:
         raise ValueError("no folders given; name at least one")
     first = corpora[0]
-    known: dict[str, File] = {}
     for corpus in corpora:
         one, other = corpus.files[0], first.files[0]
         if scheme_of(one.path) != scheme_of(other.path):
             raise ValueError(
                 f"{one.shown} and {other.shown} lie in several places; make a source of each (a mixture joins them)"
             )
-        for file in corpus.files:
-            if (twin := known.setdefault(file.name, file)) is not file:
-                raise ValueError(f"{twin.shown} and {file.shown} are the same shard; name each folder once")
     problems = {path: problem for corpus in corpora for path, problem in corpus.problems.items()}
-    return replace(first, files=tuple(file for corpus in corpora for file in corpus.files), problems=problems)
+    files = tuple(file for corpus in corpora for file in corpus.files)
+    known: dict[tuple[str, int, int], File] = {}
+    for file, checksum in zip(files, checksums, strict=True):
+        if (twin := known.setdefault((file.name, file.size, checksum), file)) is not file:
+            raise ValueError(f"{twin.shown} and {file.shown} are the same shard; name each folder once")
+    return replace(first, files=files, problems=problems)
 
 
 def _resized(size: int | None, described: int) -> str:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import posixpath
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from streampack.sources.lines import HEAD_BYTES
 from streampack.sources.parts import BadShard, Damage
 from streampack.sources.row_groups import Footers, row_groups
 from streampack.sources.schemas import differing, schema_of
-from streampack.storage.base import HASHED_BYTES, THREADS, File, redact
+from streampack.storage.base import HASHED_BYTES, THREADS, File
 from streampack.storage.compression import DAMAGED, content, kind_of, not_text
 from streampack.storage.details import LONGEST_PROBLEM, Schema
 from streampack.storage.formats import JSON_LINES, PARQUET, not_json_lines
@@ -84,8 +87,9 @@ def scan(
 
     Of each file, the manifest has name, size, ETag (or a hash of the file's ends) and why it cannot be read, if so; of
     Parquet files also the rows and bytes of each row group, and the schema. A source that is given it lists nothing and
-    reads no footer before its first row. Names are relative to the folder that the files have in common: give that as
-    ``paths`` beside ``manifest``, unless the manifest lies in it.
+    reads no footer before its first row. Names are relative to the folder that is given, to the part of a glob before
+    its first wildcard, or of several of these to the folder that they have in common: give that as ``paths`` beside
+    ``manifest``, unless the manifest lies in it.
 
     Args:
         paths: files, folders or globs of this machine, or URLs.
@@ -123,13 +127,12 @@ def scan(
         for number, (file, found) in enumerate(zip(corpus.files, looks, strict=True))
         if (reason := found.problem or problems.get(number)) is not None
     ]
-    _write(Path(out), corpus.files, looks)
+    folder, names = _in_one_folder(corpus.files)
+    _write(Path(out), corpus.files, names, looks)
     known = [found.rows for found in looks if found.problem is None]
-    first = corpus.files[0]
     return Scan(
         manifest=Path(out),
-        # Not by removing the name: in a URL it is quoted.
-        folder=redact(first.path).rsplit("/", 1 + first.name.count("/"))[0] or "/",
+        folder=folder,
         files=len(corpus.files),
         bytes=sum(file.size for file in corpus.files),
         rows=None if None in known else sum(rows or 0 for rows in known),
@@ -206,12 +209,26 @@ def _look_at_lines(corpus: Corpus, file: File, tag: str) -> _Look:
     return _Look(tag)
 
 
-def _write(path: Path, files: Sequence[File], looks: Sequence[_Look]) -> None:
+def _in_one_folder(files: Sequence[File]) -> tuple[str, list[str]]:
+    """Return the folder or URL that has all the folders that were given, and the files' names relative to it."""
+    # Not by removing the name: in a URL it is quoted.
+    folders = [file.shown.rsplit("/", 1 + file.name.count("/"))[0].split("/") for file in files]
+    levels = zip(*folders, strict=False)
+    common = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, levels)]
+    names = []
+    for file, folder in zip(files, folders, strict=True):
+        between = "/".join(folder[len(common) :])
+        web = file.path.startswith("http")
+        names.append(posixpath.join(unquote(between) if web else between, file.name))
+    return "/".join(common) or "/", names
+
+
+def _write(path: Path, files: Sequence[File], names: Sequence[str], looks: Sequence[_Look]) -> None:
     """Write the manifest under another name, and rename it when it is complete."""
     schemas: dict[str, int] = {}
     lines = []
-    for file, found in zip(files, looks, strict=True):
-        entry: dict[str, Any] = {"name": file.name, "size": file.size}
+    for file, name, found in zip(files, names, looks, strict=True):
+        entry: dict[str, Any] = {"name": name, "size": file.size}
         if found.schema is not None:
             entry["schema"] = schemas.setdefault(json.dumps(found.schema), len(schemas))
         entry |= {"tag": found.tag, "rows": found.rows, "groups": found.groups}

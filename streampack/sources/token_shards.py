@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -102,10 +102,10 @@ class TokenShardSource(IndexedSource):
         described = [_shards_of(index) for index in indexes]
         self.shards = [shard for shards in described for shard in shards]
         corpora = [
-            index.corpus([(shard.name, shard.size) for shard in shards], within=_prefix(shards))
+            index.corpus([(shard.name, shard.size) for shard in shards])
             for index, shards in zip(indexes, described, strict=True)
         ]
-        corpus = joined(corpora)
+        corpus = joined(corpora, [shard.crc32 for shard in self.shards])
         self._marks: FileMarks | None = None
         super().__init__(corpus, [shard.documents for shard in self.shards])
         self.tokens = sum(shard.tokens for shard in self.shards)
@@ -210,11 +210,6 @@ def _shards_of(index: Index) -> list[Shard]:
         raise ValueError(f"{redact(index.path)} names no shards; is it one of `streampack tokenize`?")
     common = {key: index.content.get(key) for key in ("format", "version", "dtype")}
     return [shard_of(str(entry.get("name")), {**common, **entry}) for entry in entries]
-
-
-def _prefix(shards: Sequence[Shard]) -> str:
-    """Return what tells the shards of a folder from those of others, wherever it lies and however it grows."""
-    return digest([(shard.name, shard.tokens, shard.crc32) for shard in shards[:1]])[:8]
 
 
 def _mapped(shard: Shard, file: File, part: Part) -> Iterator[Record]:

@@ -25,7 +25,9 @@ class File:
 
     Attributes:
         path: its path or URL. A URL may hold secrets.
-        name: its path relative to the files' common folder, so that a corpus can be moved.
+        name: its path relative to the folder that the user gave, or to the part of a glob before its first wildcard; of
+            a file that is named itself, what stands behind the last slash. So it depends neither on the place of the
+            corpus nor on its other files. Files of several folders may have the same name.
         size: its size in bytes, as it is stored (which may be compressed).
         tag: the storage's name for this version of the content, such as an ETag; None if there is none.
     """

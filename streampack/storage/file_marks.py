@@ -67,18 +67,25 @@ class FileMarks:
             return "nothing is known of the files it was made with"
         if theirs["content"] == ours["content"]:
             return None
-        words = [self._changed(theirs["sums"])]
+        what, new_names = self._changed(theirs["sums"])
+        words = [what]
         if (theirs["files"], theirs["bytes"]) != (ours["files"], ours["bytes"]):
             words.append(
                 f"it had {theirs['files']:,} file(s) of {theirs['bytes']:,} bytes, and now there are "
                 f"{ours['files']:,} of {ours['bytes']:,}"
             )
+        elif new_names:
+            words.append(
+                "there are as many files of as many bytes, so they may be the same by other names: a name is relative "
+                "to the folder that is given, or to the part of a pattern before its first wildcard"
+            )
         return "; ".join(word for word in words if word)
 
-    def _changed(self, sums: bytes) -> str:
+    def _changed(self, sums: bytes) -> tuple[str, bool]:
+        """Describe what changed, and return whether files may have other names."""
         groups, rest = divmod(len(sums), 2 * SUM_BYTES)
         if rest or not groups or groups & (groups - 1) or groups > MAX_GROUPS:
-            return ""
+            return "", True
         numbers = [int.from_bytes(sums[i : i + SUM_BYTES], "little") for i in range(0, len(sums), SUM_BYTES)]
         differing: dict[int, tuple[int, int]] = {}
         for group, (plain, weighted) in enumerate(self._sums(groups)):
@@ -86,7 +93,7 @@ class FileMarks:
             if change != (0, 0):
                 differing[group] = change
         if not differing:
-            return "its files are the same, in another order"
+            return "its files are the same, in another order", False
         found = []
         for file, tag in zip(self.files, self.tags, strict=True):
             weight = _weight(file)
@@ -94,12 +101,12 @@ class FileMarks:
             if change[0] and weight * change[0] % PRIME == change[1]:
                 found.append((file, "is new" if change[0] == _hash(file, tag) else "is another file"))
         if not found:
-            return f"files in {len(differing)} of {groups} groups of them differ"
+            return f"files in {len(differing)} of {groups} groups of them differ", True
         file, what = found[0]
         others = (
             f", and so are others in {len(differing) - 1} of {groups} groups" if len(differing) > 1 else ""
         )
-        return f"{file.shown} {what}{others}"
+        return f"{file.shown} {what}{others}", what == "is new"
 
     def _sums(self, groups: int) -> list[tuple[int, int]]:
         plain, weighted = [0] * groups, [0] * groups

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import glob
+import itertools
 import os
 import posixpath
+import re
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +29,7 @@ from streampack.validation import require_positive
 
 Name = str | os.PathLike[str]
 MAGIC = "*?["
+ESCAPED = re.compile(r"\[([*?[])\]")  # a character that `glob.escape` has escaped
 BLANK_BYTES = 4096  # A local file up to this size is read when it is listed, in case it has blank lines only.
 UNREADABLE = "unreadable"  # the tag of a file that is gone
 
@@ -226,7 +229,7 @@ def _behind_urls(
     looks = [look(path) for path in lacking[:1]]
     looks += map_in_threads(look, lacking[1:])
     looked = {listed.path: listed for listed in looks}
-    return [looked.get(listed.path, listed) for listed in found]
+    return [looked.get(listed.path, listed)._replace(name=listed.name) for listed in found]
 
 
 def _look_behind_url(storage: RemoteStorage, tries: Retries, path: str) -> Listed:
@@ -239,7 +242,9 @@ def _look_behind_url(storage: RemoteStorage, tries: Retries, path: str) -> Liste
 def _named(manifest: str, folder: str | None) -> list[Listed]:
     found = named_in(manifest, Path(manifest).read_text(encoding="utf-8"), folder=folder)
     return [
-        listed if listed.size is not None else _look(listed.path) or listed._replace(problem=GONE)
+        listed
+        if listed.size is not None
+        else _look(listed.path, listed.name) or listed._replace(problem=GONE)
         for listed in found
     ]
 
@@ -247,18 +252,21 @@ def _named(manifest: str, folder: str | None) -> list[Listed]:
 def _local(patterns: list[str], endings: Sequence[str]) -> list[Listed]:
     found: list[Listed] = []
     for pattern in patterns:
-        if (listed := _look(pattern)) is not None:
+        if (listed := _look(pattern, Path(pattern).name)) is not None:
             found.append(listed)
             continue
         folder = pattern != "" and Path(pattern).is_dir()
         matches = in_folder(pattern, endings) if folder else sorted(glob.glob(pattern, recursive=True))
-        files = [listed for listed in map(_look, matches) if listed is not None]
+        root = pattern if folder else Path(*plain_parts(Path(pattern).parts))
+        named = [(path, os.path.relpath(path, root)) for path in matches]
+        files = [listed for listed in itertools.starmap(_look, named) if listed is not None]
         if not files and folder:
             raise ValueError(
                 f"the folder {pattern} holds no {' or '.join(endings)} file; name the files, or a glob of them"
             )
         if not files and len(patterns) > 1 and not any(character in pattern for character in MAGIC):
-            files = [Listed(os.path.normpath(Path(pattern).absolute()), problem=GONE)]
+            gone_file = Path(os.path.normpath(Path(pattern).absolute()))
+            files = [Listed(str(gone_file), problem=GONE, name=gone_file.name)]
         if not files:
             raise ValueError(
                 f"no file matches {pattern!r} (looked in {Path.cwd()}); check the path or the glob"
@@ -267,7 +275,17 @@ def _local(patterns: list[str], endings: Sequence[str]) -> list[Listed]:
     return found
 
 
-def _look(path: str) -> Listed | None:
+def plain_parts(parts: Sequence[str]) -> list[str]:
+    """Return the parts of a glob before the first one with a wildcard: the folder that no file can move.
+
+    >>> plain_parts(["data", "[[]1]", "en-*", "0.jsonl"])
+    ['data', '[1]']
+    """
+    plain = itertools.takewhile(lambda part: not any(c in ESCAPED.sub("", part) for c in MAGIC), parts[:-1])
+    return [ESCAPED.sub(r"\1", part) for part in plain]
+
+
+def _look(path: str, name: str) -> Listed | None:
     """Return a file of this machine; None if the path is not a file.
 
     A file costs a single `stat`: 100,000 shards on 1,024 ranks are 102 million calls as it is.
@@ -280,15 +298,33 @@ def _look(path: str) -> Listed | None:
         return None
     place = os.path.normpath(Path(path).absolute())
     blank = found.st_size <= BLANK_BYTES and Path(place).read_bytes().isspace()
-    return Listed(place, found.st_size, inode=inode_of(found), problem=BLANK if blank else None)
+    return Listed(place, found.st_size, inode=inode_of(found), problem=BLANK if blank else None, name=name)
 
 
 def _remote(storage: RemoteStorage, pattern: str, tries: Retries) -> list[Listed]:
     if not any(character in urlsplit(pattern).path for character in MAGIC):
-        return [Listed(pattern)]
+        return [Listed(pattern, name=parts_of_url(pattern)[-1])]
     if found := tries.call(partial(storage.find, pattern)):
-        return found
+        # How deep the folder lies is told by the pattern: a file system may write its own paths in another way.
+        depth = len(plain_parts(parts_of_url(pattern)))
+        parts = [parts_of_url(listed.path) for listed in found]
+        return [
+            listed._replace(name="/".join(of_file[depth:] or of_file[-1:]))
+            for listed, of_file in zip(found, parts, strict=True)
+        ]
     raise ValueError(f"no file matches {redact(pattern)!r}; check the path or the glob")
+
+
+def parts_of_url(url: str) -> list[str]:
+    """Return the host or bucket of a URL and the parts of its path, of a web server without quotes.
+
+    >>> parts_of_url("https://host/a%20b/0.jsonl?token=secret"), parts_of_url("s3://bucket/a%20b#1.jsonl")
+    (['host', 'a b', '0.jsonl'], ['bucket', 'a%20b#1.jsonl'])
+    """
+    web = url.startswith(("http:", "https:"))
+    parts = urlsplit(url, allow_fragments=web)
+    path = unquote(parts.path) if web else parts.path
+    return [part for part in [parts.netloc, *path.split("/")] if part]
 
 
 def require_distinct(found: Iterable[Listed]) -> None:
@@ -317,19 +353,14 @@ def inode_of(found: os.stat_result) -> tuple[int, int] | None:
 
 
 def _corpus(found: list[Listed], storage: Storage, tries: Retries) -> Corpus:
-    """Return the files in the order of their paths, with names relative to their common folder.
+    """Return the files in the order of their paths.
 
     Raises:
         ValueError: if no file can be read, or one is listed twice.
     """
     found = sorted(found, key=lambda listed: listed.path)
     require_distinct(found)
-    paths = [unquote(urlsplit(f.path).path) if "://" in f.path else f.path for f in found]
-    folder = os.path.commonpath([Path(path).parent for path in paths])
-    files = tuple(
-        File(listed.path, os.path.relpath(path, folder), listed.size or 0, listed.tag)
-        for listed, path in zip(found, paths, strict=True)
-    )
+    files = tuple(File(listed.path, listed.name, listed.size or 0, listed.tag) for listed in found)
     problems = {listed.path: listed.problem or EMPTY for listed in found if listed.problem or not listed.size}
     details = {listed.path: listed.details for listed in found if listed.details is not None}
     return require_some(Corpus(files, storage, tries, problems, details))

@@ -20,6 +20,7 @@ All but the name may be missing. A line that is no object is a name.
 from __future__ import annotations
 
 import os
+import posixpath
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -97,6 +98,7 @@ def _listed(index: str, entry: Mapping[str, Any], schemas: Sequence[Schema]) -> 
     details = details_of(entry, schemas)
     if problem is not None:
         listed = listed._replace(problem=problem)
+    listed = listed._replace(name=posixpath.normpath(name))
     return listed._replace(details=details) if details != Details() else listed
 
 

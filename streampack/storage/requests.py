@@ -22,6 +22,7 @@ class Listed(NamedTuple):
     inode: tuple[int, int] | None = None  # (device, number) of a file on this machine
     problem: str | None = None  # why the file cannot be read
     details: Details | None = None  # what a scan found
+    name: str = ""  # see `File`
 
 
 def request_of(scheme: str) -> Ask:

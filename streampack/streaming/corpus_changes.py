@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from streampack.sources.base import Division
-from streampack.sources.corpus_lists import CorpusList, changes
+from streampack.sources.corpus_lists import CorpusList, changes, renamed
 from streampack.sources.source import Listable, Source
 from streampack.streaming.lane_state import LaneState
 from streampack.streaming.lane_translation import translated
@@ -98,7 +98,7 @@ class CorpusChanges:
             # The same object: pickled, the state is then equal byte for byte to that of a run without a resume.
             history[:] = [(epoch, digest if before == digest else before) for epoch, before in history]
             if history[-1][1] != digest:
-                changed[name] = self._described(source, history[-1][1], loaded.num_lanes)
+                changed[name] = self._described(name, source, history[-1][1], loaded.num_lanes)
                 if self.allowed:
                     self._require_all_lanes(name, loaded)
                 history.append((1 + max(self._epochs(name, loaded.lane_states.values()), default=0), digest))
@@ -132,12 +132,22 @@ class CorpusChanges:
         found |= {str(name): "was removed" for name in names if name not in now}
         return found or {", ".join(now): "are in another order"}
 
-    def _described(self, source: Listable, digest: str, num_lanes: int | None) -> str:
-        """Describe what changed in a source's files, by the list that was kept, if there is one."""
+    def _described(self, name: str, source: Listable, digest: str, num_lanes: int | None) -> str:
+        """Describe what changed in a source's files, by the list that was kept, if there is one.
+
+        Raises:
+            ValueError: if they look renamed: nothing more would be read of them, and all of them would be added.
+        """
         if self.folder is None or num_lanes is None:
             return "its files are others"
-        before = CorpusList.load(self.folder, digest, num_lanes).files
-        return changes(before, source.listed()) or "the files are in another order"
+        before, now = CorpusList.load(self.folder, digest, num_lanes).files, source.listed()
+        if (what := renamed(before, now)) is not None:
+            raise ValueError(
+                f"{described({name: what})}. Nothing more of them would be read in this epoch. A file's name is "
+                "relative to the folder that is given, or to the part of the pattern before its first wildcard: give "
+                "what the run began with, or begin a new run from the weights"
+            )
+        return changes(before, now) or "the files are in another order"
 
     def _epochs(self, name: str, lane_states: Iterable[LaneState], *, least: bool = False) -> list[int]:
         """Return the epoch of a source that each lane reads; with ``least``, one that is not above it."""
@@ -182,11 +192,8 @@ class CorpusChanges:
                 "the files of this run were changed before; give corpus_lists, where their lists are kept"
             )
         lists = [CorpusList.load(self.folder, digest, loaded.num_lanes) for _, digest in history[:-1]]
-        entries = [*(set(each.files) for each in lists), set(source.listed())]
-        return [
-            Division(history[i + 1][0], each.parts_in(source.marks().files, entries[i + 1 :]))
-            for i, each in enumerate(lists)
-        ]
+        entries = [*(each.files for each in lists), source.listed()]
+        return [Division(history[i + 1][0], each.parts_in(entries[i + 1 :])) for i, each in enumerate(lists)]
 
 
 def described(changed: Mapping[str, str]) -> str:

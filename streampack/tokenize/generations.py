@@ -73,7 +73,7 @@ def divided(now: Sequence[Entry], recorded: Sequence[Sequence[Entry]], *, shown:
     """Find the files of earlier generations among those of now.
 
     A file is the same if its size and tag are, and one name is the end of the other: names are relative to the folder
-    that all files have in common, which is another one when files of other folders are added.
+    or pattern that was given, which may be one above.
 
     >>> divided([Entry("en/a", 1, "x"), Entry("fr/b", 2, "y")], [[Entry("a", 1, "x")]], shown="out")
     Divided(generations=[[(0, 'a')]], new=[(1, 'fr/b')])

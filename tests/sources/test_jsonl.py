@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import glob
 import itertools
 import json
 import weakref
@@ -151,11 +152,11 @@ def test_paths_globs_and_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         return [file.name for file in JSONLSource(paths).files]
 
     assert names(a) == names(str(a)) == names([str(a)]) == ["a.jsonl"]
-    assert (
-        names([b, a]) == names((a, str(b))) == names(path for path in (a, b)) == ["a.jsonl", "deep/b.jsonl"]
-    )
+    assert names([b, a]) == names((a, str(b))) == names(path for path in (a, b)) == ["a.jsonl", "b.jsonl"]
     assert names(str(tmp_path / "**" / "*.jsonl")) == ["a.jsonl", "deep/b.jsonl", "deep/er/c.jsonl"]
-    assert names([str(tmp_path / "*.jsonl"), c]) == ["a.jsonl", "deep/er/c.jsonl"]
+    assert names([str(tmp_path / "*.jsonl"), c]) == ["a.jsonl", "c.jsonl"]
+    assert names([tmp_path / "deep", a]) == ["a.jsonl", "b.jsonl", "er/c.jsonl"]
+    assert names(f"{glob.escape(str(tmp_path))}/d*/**/*.jsonl") == ["deep/b.jsonl", "deep/er/c.jsonl"]
     monkeypatch.chdir(tmp_path)
     assert names("*.jsonl") == ["a.jsonl"]
     source = JSONLSource("a.jsonl")

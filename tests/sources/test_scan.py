@@ -210,6 +210,23 @@ def test_the_folder_of_a_url_is_right_where_names_are_quoted(tmp_path: Path, nam
         assert [row.data["text"] for row in source.read(Reading())] == ["a", "b"]
 
 
+def test_names_of_several_folders_are_relative_to_the_folder_that_these_have_in_common(
+    tmp_path: Path,
+) -> None:
+    for name in ("en/0.jsonl", "fr/deep/0.jsonl"):
+        (tmp_path / "data" / name).parent.mkdir(parents=True)
+        (tmp_path / "data" / name).write_text(f'{{"text": "{name}"}}\n')
+    given = [tmp_path / "data" / "en", tmp_path / "data" / "fr"]
+    found = scan(given, out=tmp_path / "manifest", progress=False)
+    assert found.folder == str(tmp_path / "data")
+    source = JSONLSource(found.folder, manifest=found.manifest)
+    assert [file.name for file in source.files] == ["en/0.jsonl", "fr/deep/0.jsonl"]
+    assert [row.data["text"] for row in source.read(Reading())] == ["en/0.jsonl", "fr/deep/0.jsonl"]
+    # Files that may come later move nothing: the folder is the one that was given.
+    assert scan(given[1], out=tmp_path / "manifest", progress=False).folder == str(given[1])
+    assert [file.name for file in JSONLSource(given[1], manifest=found.manifest).files] == ["deep/0.jsonl"]
+
+
 def test_other_row_groups_than_the_manifest_says_are_refused(tmp_path: Path) -> None:
     files = corpus("parquet", tmp_path)
     manifest = scan(tmp_path, out=tmp_path / "manifest", progress=False).manifest

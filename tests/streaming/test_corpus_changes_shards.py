@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from streampack import IterablePackedDataset, TokenShardSource
+from streampack.sources import Reading
+from streampack.tokenize.tokenize import tokenize
 from tests.tokenize.test_jobs import add, numbered, small, write
 
 EPOCHS = 3
@@ -67,3 +69,33 @@ def test_what_was_added_is_read_from_the_next_epoch_on(tmp_path: Path, grows: st
     assert 5 < before.total() < 40
     assert before + after[0] == Counter(numbered(0)), "of the first epoch, the old rows alone"
     assert after[1] == after[2] == Counter(numbered(0, 1))
+
+
+def test_a_first_shard_that_was_made_anew_leaves_the_others_as_they_are(tmp_path: Path) -> None:
+    rows = [{"tokens": [i] * 8, "labels": [i] * 8} for i in range(120)]
+    for name in ("before", "now"):
+        tokenize(rows, out=tmp_path / name, lanes=6, progress=False)
+        rows[0] = {"tokens": [500] * 9, "labels": [500] * 9}
+    old = TokenShardSource(tmp_path / "before")
+    others = {int(row.data["tokens"][0]) for row in old.read(Reading()) if row.row_id[0]}
+
+    def data(name: str) -> IterablePackedDataset:
+        return IterablePackedDataset(
+            TokenShardSource(tmp_path / name), max_seq_len=40, num_lanes=2, epochs=2, corpus_changes="allow",
+            corpus_lists=tmp_path / "lists",
+        )  # fmt: skip
+
+    begun = data("before")
+    packs = list(islice(begun, 4))
+    resumed = data("now")
+    with pytest.warns(UserWarning, match=r"made: 1 changed \(tokens-00000-00000.bin\)"):
+        resumed.load_state_dict(begun.state_dict())
+    packs += resumed
+    found = [Counter[int](), Counter[int]()]
+    for pack in packs:
+        found[pack["epoch"]].update(
+            pack["tokens"][: int(pack["seq_lens"][: pack["num_seqs"]].sum())].tolist()
+        )
+    assert 50 < len(others) < 120
+    assert {i: found[0][i] for i in others} == dict.fromkeys(others, 8)
+    assert found[1] == Counter({**dict.fromkeys(range(1, 120), 8), 500: 9})
