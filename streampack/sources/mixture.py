@@ -15,7 +15,7 @@ from streampack.sources.base import Reader, Reading
 from streampack.sources.corpus_identity import identity_of
 from streampack.sources.examples import EXAMPLES, Example
 from streampack.sources.mixture_entries import Encode, Entry, entry_of
-from streampack.sources.mixture_scheduler import STOPS, MixtureScheduler, restarts_in
+from streampack.sources.mixture_scheduler import MOST_RESTARTS, STOPS, MixtureScheduler, restarts_in
 from streampack.sources.passes import lane_in_pass
 from streampack.sources.source import Divisible, Listable, Source
 from streampack.storage.base import File
@@ -27,14 +27,14 @@ from streampack.validation import require
 TOTAL_WEIGHT = 1 << 24
 """The weights are rounded to integers that add up to about this number, so that deficits are exact. The rounding error
 of a source's fraction is below 6e-8 times the number of sources."""
-RESTART_BITS = 20
-"""The low bits of the epoch that is passed to a source. They count how often the source was restarted in the mixture's
-epoch, so each pass over it is shuffled with another key."""
 
 
 def pass_number(epoch: int, restarts: int) -> int:
-    """Return the number of a pass over a source, which is the epoch that it is given."""
-    return epoch << RESTART_BITS | restarts
+    """Return the number of a pass over a source, which is the epoch that it is given.
+
+    So each pass is shuffled with another key.
+    """
+    return epoch * MOST_RESTARTS + restarts
 
 
 class Mix(Source):
@@ -230,6 +230,10 @@ class Mix(Source):
             weights=self.weights,
             reading=reading,
             remote=[number for number, entry in enumerate(self.entries) if not entry.source.local],
+            begins=[
+                [each.until - pass_number(reading.epoch, 0) for each in reading.earlier.get(entry.name, ())]
+                for entry in self.entries
+            ],
         )
 
     def _open(

@@ -17,6 +17,7 @@ from streampack.sources.passes import passes_by_all
 from streampack.types import Cursor, Row, RowId, Sample
 
 STOPS = ("first_exhausted", "all_exhausted", "never")
+MOST_RESTARTS = 1 << 20  # of a source in an epoch of the mixture
 UNTRAINED_ROWS = 1000
 """A source is refused if, at the end of a pass, so many of the last rows that a lane read of it trained no token. With
 fewer, a run could end late because of a small source of which few rows are trained."""
@@ -115,6 +116,8 @@ class MixtureScheduler(Reader):
         weights: the sources' weights. A source of weight 0 is not read.
         reading: the lane and epoch to read, and where to begin.
         remote: indices of the sources whose rows can be fetched before they are needed.
+        begins: for each source whose files were changed, the restarts with which another list of them begins. A number
+            that no epoch reaches is in a later one.
     """
 
     def __init__(
@@ -127,10 +130,15 @@ class MixtureScheduler(Reader):
         weights: Sequence[int],
         reading: Reading,
         remote: Sequence[int] = (),
+        begins: Sequence[Sequence[int]] = (),
     ) -> None:
         self.names = names
         self.open_source = open_source
         self.remote = remote
+        self.begins = begins or [()] * len(names)
+        self.emptied: set[int] = (
+            set()
+        )  # sources that have no rows before the epoch ends, as their files were removed
         self.locate = locate
         self.stop = stop
         self.place = f"lane {reading.lane} of {reading.num_lanes}"
@@ -254,7 +262,8 @@ class MixtureScheduler(Reader):
     def _furthest_behind(self) -> int:
         """Return the source with the largest deficit, of those that have a weight."""
         return max(
-            (i for i, weight in enumerate(self.weights) if weight), key=lambda i: self.states[i].deficit
+            (i for i, weight in enumerate(self.weights) if weight and i not in self.emptied),
+            key=lambda i: self.states[i].deficit,
         )
 
     def _first_states(self) -> list[SourceState]:
@@ -280,15 +289,16 @@ class MixtureScheduler(Reader):
         state, name = self.states[source_index], self.names[source_index]
         skipped = self._passes_without_rows(source_index) if state.begun else 0
         others = [
-            other
-            for other, weight in zip(self.states, self.weights, strict=True)
+            other.exhausted or i in self.emptied
+            for i, (other, weight) in enumerate(zip(self.states, self.weights, strict=True))
             if weight and other is not state
         ]
-        ends = self.stop == "first_exhausted" or (
-            self.stop == "all_exhausted" and all(other.exhausted for other in others)
-        )
+        ends = self.stop == "first_exhausted" or (self.stop == "all_exhausted" and all(others))
         if self.drawn is None and ends:
             raise StopIteration
+        if skipped is None:
+            self.emptied.add(source_index)
+            return
         if self.drawn is None and state.untrained >= UNTRAINED_ROWS:
             raise ValueError(
                 f"{self.place}: the last {state.untrained} rows of source {name!r} trained no token, so its weight "
@@ -301,19 +311,25 @@ class MixtureScheduler(Reader):
             begun=state.begun + skipped + 1,
         )
 
-    def _passes_without_rows(self, source_index: int) -> int:
-        """Return how many passes after the current one have no row of a source for this lane.
+    def _passes_without_rows(self, source_index: int) -> int | None:
+        """Return how many passes after the current one have no row of a source for this lane; None if all have none.
+
+        That is so where its files were removed, and those that were added are read from the next epoch on.
 
         Raises:
-            ValueError: if there is none in so many passes that each row came by this lane.
+            ValueError: if there is none in so many passes over one list of files that each row came by this lane.
         """
-        for skipped in range(self.tries):
-            restarts = self.states[source_index].restarts + skipped + 1
-            with suppress(BadRecord):  # is a row
-                reader = self.open_source(source_index, restarts, None, probe=True)
-                if all(row.data is HELD_OUT for row in reader):
-                    continue
-            return skipped
+        following = self.states[source_index].restarts + 1
+        later = [restarts for restarts in self.begins[source_index] if restarts > following]
+        for first in (following, *later):
+            if first >= MOST_RESTARTS:
+                return None
+            for restarts in range(first, first + self.tries):
+                with suppress(BadRecord):  # is a row
+                    reader = self.open_source(source_index, restarts, None, probe=True)
+                    if all(row.data is HELD_OUT for row in reader):
+                        continue
+                return restarts - following
         raise ValueError(
             f"{self.place}: source {self.names[source_index]!r} has no rows in {self.tries + 1} passes over it, so its "
             "weight cannot be reached; leave the source out"

@@ -250,6 +250,42 @@ def test_a_mixture_goes_on_without_a_source_with_a_new_one_and_with_other_files(
     check_exact(data, again)
 
 
+@pytest.mark.parametrize("stop", ["never", "all_exhausted", "first_exhausted"])
+@pytest.mark.parametrize("lanes", [2, 4])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_mixture_goes_on_where_all_files_of_a_small_source_were_replaced(
+    rows: int, lanes: int, stop: str, tmp_path: Path
+) -> None:
+    """Lanes are in different passes over it, and the one that is behind has none of its rows until the others' next."""
+    big = {f"b{i}": [{"i": PER_FILE * i + k, "n": 5} for k in range(20)] for i in range(6)}
+    old = {"small": [{"i": PER_FILE * 50 + k, "n": 4} for k in range(lanes - 1)]}
+    new = {"small": [{"i": PER_FILE * 60 + k, "n": 4} for k in range(rows)]}
+    settings = {**MIXED, "num_lanes": lanes, "epochs": None if stop == "never" else 3}
+    settings["corpus_lists"] = tmp_path / "lists"
+
+    def again(small: Rows) -> IterablePackedDataset:
+        files = {"big": big, "small": small}
+        return make(mixture(tmp_path, files, {"big": 3, "small": 1}, stop=stop), **settings)
+
+    running, states, between = again(old), [], []
+    for number, pack in enumerate(itertools.islice(running, 70)):
+        state = running.state_dict()
+        apart = len({lane["epoch"] for lane in state["lanes"].values()}) > 1
+        if len(state["lanes"]) == lanes and (number % 20 == 9 or (apart and pack["epoch"] < 2)):
+            states.append((pack["epoch"], state))
+            between.append(apart)
+    for latest, state in states:
+        data = resumed(again(new), state)
+        packs = list(itertools.islice(data, 120))
+        assert sources_of(packs, {"old": old})["old"] == 0
+        if stop == "never":
+            assert not everything([new, big], PER_FILE) - tokens_of(packs)
+            check_exact(resumed(again(new), state), lambda: again(new))
+        elif stop == "all_exhausted" and latest < 2:
+            assert not everything([new, big], PER_FILE) - tokens_of(packs, 2)
+    assert any(between) or stop != "all_exhausted", "no state had lanes in two epochs"
+
+
 def test_a_source_of_weight_0_is_not_read(tmp_path: Path) -> None:
     rng = random.Random(0)
     files = {name: {f"{name}0": new_rows(rng, i)} for i, name in enumerate(("a", "b", "c"))}
