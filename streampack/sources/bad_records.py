@@ -29,12 +29,12 @@ MAX_LOGGED = 10  # records that each process logs if no folder lists them
 class Quarantine:
     """A list of the broken records and the bad shards of a run, with limits for each lane.
 
-    Each lane appends to its own file, such as ``lane-00003.jsonl``, which has a line for each record: ``shard`` (the
-    name of the record's file in the corpus), ``offset`` (the byte at which its line begins, or its row number) and
-    ``reason``. A lane lists a record once, also if later epochs or a resume read it again. In a mixture, later passes
-    over a source are read by other lanes, which list it, too; reports count it once. A bad shard has a line in each
-    lane that has rows of it: ``shard``, ``reason``, and in place of ``offset`` what is known of the rows that the lane
-    loses, ``rows`` or ``bytes``.
+    Each lane appends to its own file, such as ``lane-00003.jsonl``, which has a line for each record: ``path`` (of its
+    file, or the URL, where it is in one), ``shard`` (the name of the file in the corpus), ``offset`` (the byte at which
+    its line begins, or its row number) and ``reason``. A lane lists a record once, also if later epochs or a resume
+    read it again. In a mixture, later passes over a source are read by other lanes, which list it, too; reports count
+    it once. A bad shard has a line in each lane that has rows of it: ``path``, ``shard``, ``reason``, and in place of
+    ``offset`` what is known of the rows that the lane loses, ``rows`` or ``bytes``.
 
     Args:
         folder: where the files of one stream are written. If it is None, nothing is listed, and each process logs the
@@ -68,16 +68,25 @@ class Quarantine:
                 f"{source.locate(row_id)}: {reason}; lane {lane} has passed by {self.limit} broken records before this "
                 "one: look at them, and raise max_bad_records if they may be left out"
             )
-        self.append(lane, shard=source.shard(row_id), offset=row_id[-1], reason=reason)
+        path = source.path_of(row_id)
+        self.append(lane, shard=source.shard(row_id), offset=row_id[-1], reason=reason, path=path)
 
     def leave_out(
-        self, lane: int, *, shard: str, reason: str, lost: Mapping[str, int], known: Sequence[int]
+        self,
+        lane: int,
+        *,
+        source: Source,
+        row_id: RowId,
+        reason: str,
+        lost: Mapping[str, int],
+        known: Sequence[int],
     ) -> list[int]:
         """List a bad shard unless the lane has listed it before.
 
         Args:
             lane: which lane leaves it out.
-            shard: its name in the corpus.
+            source: of the run.
+            row_id: of a record in the shard.
             reason: why it cannot be read.
             lost: what is known of the rows that the lane loses.
             known: checksums of the names of the bad shards that the lane has left out so far.
@@ -88,37 +97,41 @@ class Quarantine:
         Raises:
             ValueError: if it has left out as many others as the limit allows.
         """
+        shard, path = source.shard(row_id), source.path_of(row_id)
         checksum = crc32(shard.encode("utf-8", "surrogateescape"))
         if checksum in known:
             return list(known)
         if len(known) >= self.shard_limit:
             raise ValueError(
-                f"{shard}: {reason}; lane {lane} has left out {self.shard_limit} bad shards before this one: look at "
-                "them, and raise max_bad_shards if they may be left out"
+                f"{path or shard}: {reason}; lane {lane} has left out {self.shard_limit} bad shards before this one: "
+                "look at them, and raise max_bad_shards if they may be left out"
             )
-        self.append(lane, shard=shard, offset=None, reason=reason, **lost)
+        self.append(lane, shard=shard, offset=None, reason=reason, path=path, **lost)
         return [*known, checksum]
 
-    def append(self, lane: int, *, shard: str, offset: int | None, reason: str, **lost: int) -> None:
+    def append(
+        self, lane: int, *, shard: str, offset: int | None, reason: str, path: str | None = None, **lost: int
+    ) -> None:
         """List one record, or a bad shard, which has no offset.
 
         Its line is written at once, so a kill can cut off only the newest line.
         """
         if self.folder is None:
             if not self.quiet:
-                self._log(shard, offset, reason)
+                self._log(path or shard, offset, reason)
             return
-        path = Path(self.folder, f"lane-{lane:05d}.jsonl")
+        file = Path(self.folder, f"lane-{lane:05d}.jsonl")
         if lane not in self._known:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._known[lane] = _listed(path)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self._known[lane] = _listed(file)
         if (shard, offset) not in self._known[lane]:
             place = {} if offset is None else {"offset": offset}
-            line = json.dumps({"shard": shard, **place, "reason": reason[:LONGEST_REASON], **lost})
+            entry = {"shard": shard, **place, "reason": reason[:LONGEST_REASON], **lost}
+            line = json.dumps(entry if path is None else {"path": path, **entry})
             # The lane's records are forgotten during the write: if that is interrupted, nobody knows whether the line
             # is there, and the next call reads the file again.
             known = self._known.pop(lane)
-            with path.open("ab", buffering=0) as stream:
+            with file.open("ab", buffering=0) as stream:
                 stream.write(line.encode() + b"\n")
             known.add((shard, offset))
             self._known[lane] = known
@@ -148,7 +161,8 @@ class Quarantine:
         first = entries[0]
         counts = ", ".join(f"{count:,} {kind[:LONGEST_KIND]}" for kind, count in kinds)
         place = f", {first['offset']}" if "offset" in first else ""
-        return f"{len(entries):,} listed in {self.folder}: {counts}; the first is {first['shard']}{place}"
+        where = first.get("path", first["shard"])
+        return f"{len(entries):,} listed in {self.folder}: {counts}; the first is {where}{place}"
 
 
 def quarantine_for(

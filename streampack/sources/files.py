@@ -205,8 +205,12 @@ class FileSource(Source):
         return f"{self.files[row_id[0]].shown}, {self.unit} {row_id[1]}"
 
     def shard(self, row_id: RowId) -> str:
-        """Return the file's name in the corpus."""
-        return self.files[row_id[0]].name
+        """Return the file's name in the corpus; of a later one of the same name, with its number among them."""
+        return self.corpus.distinct_names[row_id[0]]
+
+    def path_of(self, row_id: RowId) -> str | None:
+        """See `Source.path_of`."""
+        return self.files[row_id[0]].shown
 
     def fetch(self, row_id: RowId) -> Mapping[str, Any]:
         """See `Source.fetch`."""

@@ -276,6 +276,10 @@ class Mix(Source):
         entry = self.entries[row_id[0]]
         return f"{entry.name}/{entry.source.shard(row_id[1:])}"
 
+    def path_of(self, row_id: RowId) -> str | None:
+        """See `Source.path_of`."""
+        return self.entries[row_id[0]].source.path_of(row_id[1:])
+
     def fetch(self, row_id: RowId) -> Mapping[str, Any]:
         """See `Source.fetch`."""
         return self.entries[row_id[0]].source.fetch(row_id[1:])

@@ -88,6 +88,10 @@ class Source(ABC):
         """Return the name of the file or other part of the corpus that a row is in, for the list of bad records."""
         return self.locate(row_id)
 
+    def path_of(self, row_id: RowId) -> str | None:
+        """Return the path or URL, without secrets, of the file that a row is in; None if it is in no file."""
+        return None
+
     @property
     def retry_budget(self) -> float:
         """Longest time in seconds that one read may spend on retries; must be below the loader's ``timeout``."""

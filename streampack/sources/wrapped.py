@@ -53,6 +53,10 @@ class WrappedSource(Source):
         """See `Source.shard`."""
         return self.source.shard(row_id)
 
+    def path_of(self, row_id: RowId) -> str | None:
+        """See `Source.path_of`."""
+        return self.source.path_of(row_id)
+
     @property
     def retry_budget(self) -> float:
         """See `Source.retry_budget`."""

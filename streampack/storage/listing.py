@@ -8,9 +8,10 @@ import os
 import posixpath
 import re
 import stat
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -80,6 +81,16 @@ class Corpus:
     def local(self) -> bool:
         """Whether the files are on this machine."""
         return isinstance(self.storage, LocalStorage)
+
+    @cached_property
+    def distinct_names(self) -> list[str]:
+        """The files' names, each with its number among the files of this name if it is not the first."""
+        seen: Counter[str] = Counter()
+        found = []
+        for file in self.files:
+            seen[file.name] += 1
+            found.append(file.name if seen[file.name] == 1 else f"{file.name} ({seen[file.name]})")
+        return found
 
     def only(self, files: Sequence[tuple[int, str]]) -> Corpus:
         """Return a corpus of some of the files, given as (number, name that the file shall have), in this order."""

@@ -146,7 +146,7 @@ class Fetcher:
             fetched_ahead = None  # if the thread's request failed, the next try is made here
             return future.result()
 
-        doing = f"reading {file.name}, bytes {start} to {stop}"
+        doing = f"reading {file.shown}, bytes {start} to {stop}"
         begun = time.perf_counter()
         try:
             data = self.retries.call(read, doing=doing, use=self.use)

@@ -266,9 +266,13 @@ class PieceReader:
                 quarantine.skip(self.lane, source=source, row_id=row.row_id, reason=reason, before=before)
                 self.ledger.drop("bad", 0)
             else:
-                name = source.shard(row.row_id)
                 known = quarantine.leave_out(
-                    self.lane, shard=name, reason=reason, lost=lost, known=self.bad_shards
+                    self.lane,
+                    source=source,
+                    row_id=row.row_id,
+                    reason=reason,
+                    lost=lost,
+                    known=self.bad_shards,
                 )
                 self.ledger.bad_shards += len(known) - len(self.bad_shards)
                 self.bad_shards = known

@@ -187,7 +187,7 @@ class _Samples:
         assert quarantine is not None
         if lost is not None:
             self.bad_shards = quarantine.leave_out(
-                self.lane, shard=source.shard(row_id), reason=reason, lost=lost, known=self.bad_shards
+                self.lane, source=source, row_id=row_id, reason=reason, lost=lost, known=self.bad_shards
             )
             return
         quarantine.skip(self.lane, source=source, row_id=row_id, reason=reason, before=self.bad)

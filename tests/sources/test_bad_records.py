@@ -104,7 +104,7 @@ def stream(data: Any, **settings: Any) -> IterablePackedDataset:
 
 def listed(folder: Path) -> list[tuple[str, int, str]]:
     lines = [json.loads(line) for path in sorted(folder.glob("*")) for line in path.read_text().splitlines()]
-    assert all(list(line) == ["shard", "offset", "reason"] for line in lines)
+    assert all([key for key in line if key != "path"] == ["shard", "offset", "reason"] for line in lines)
     return sorted((line["shard"], line["offset"], line["reason"]) for line in lines)
 
 
@@ -405,3 +405,32 @@ def test_a_report_counts_by_reason_and_names_the_first(tmp_path: Path) -> None:
     assert quarantine.report() == (
         f"12 listed in {tmp_path}/bad: 3 UnboundLocalError, 3 RuntimeError, 2 StopIteration; the first is list, 7"
     )
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_lists_have_paths_that_can_be_opened_and_keep_files_of_one_name_apart(
+    mixed: bool, tmp_path: Path
+) -> None:
+    """Two folders with the same names, of files and of what is broken in them."""
+    good, broken = '{"i": 1, "n": 3}\n', '{"i": 2, "n"\n'
+    for folder in ("en", "fr"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "0.jsonl").write_text(good + broken + good)
+        (tmp_path / folder / "1.jsonl").write_text("")
+    sources = [tmp_path / "en", tmp_path / "fr"]
+    mix = [{"name": folder.name, "source": JSONLSource(folder), "weight": 1} for folder in sources]
+    with pytest.warns(
+        UserWarning, match=rf"2 of 4 files cannot be read .* the first is {tmp_path}/en/1.jsonl"
+    ):
+        data = stream(Mix(mix) if mixed else JSONLSource(sources), quarantine=tmp_path / "bad", num_lanes=1)
+    list(data)
+    lines = [json.loads(line) for line in (tmp_path / "bad" / "lane-00000.jsonl").read_text().splitlines()]
+    empty, second = [(str(folder / "1.jsonl"), None) for folder in sources], len(good)
+    assert {(line["path"], line.get("offset")) for line in lines} == {
+        *empty, *((str(folder / "0.jsonl"), second) for folder in sources)
+    }  # fmt: skip
+    assert all(
+        Path(path).read_bytes()[second:].startswith(broken.encode()) for path in [sources[0] / "0.jsonl"]
+    )
+    assert data.ledger().bad_shards == 2
+    assert f"the first is {tmp_path}/" in Quarantine(str(tmp_path / "bad")).report()

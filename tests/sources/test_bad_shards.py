@@ -252,8 +252,8 @@ def test_the_limit_is_that_of_a_lane_and_holds_over_epochs_and_resumes(tmp_path:
                 next(running)
                 states.append(running.lane_states())
         assert str(error.value).startswith(
-            "4.jsonl.gz: it cannot be decompressed: Not a gzipped file (b'\\x00\\x00'); lane 0 has left out 2 bad "
-            "shards before this one: look at them, and raise max_bad_shards"
+            f"{files.paths[4]}: it cannot be decompressed: Not a gzipped file (b'\\x00\\x00'); lane 0 has left out 2 "
+            "bad shards before this one: look at them, and raise max_bad_shards"
         )
     resumed = stream(files.open(), max_bad_shards=2, **settings)
     resumed.load_state_dict(strict._state_with(as_dicts(states[-1])))

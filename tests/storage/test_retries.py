@@ -194,7 +194,7 @@ def test_a_permanent_failure_names_the_place(
     logged = [record.getMessage() for record in caplog.records]
     assert len(logged) == 5
     for line, wait in zip(logged, slept, strict=True):
-        assert line.startswith("[Errno 5] Input/output error while reading a.jsonl, bytes ")
+        assert line.startswith(f"[Errno 5] Input/output error while reading {path}, bytes ")
         assert line.endswith(f"; trying again in {wait:.1f} s")
     storage.fails = set()  # and when it is back, and the stream is asked again, nothing is missing
     found += [plain(pack) for pack in running]
