@@ -88,7 +88,11 @@ def _described(dataset: Any, row: Any) -> str:
 
     from streampack.training.row_losses import hashes
 
-    place = dataset.lane_config.source.locate(row.fragment.row_id)
+    row_id = row.fragment.row_id
+    try:
+        place = dataset.lane_config.source.locate(row_id)
+    except LookupError:
+        return f"row {row_id[-1]} of file {row_id[-2]}, which there is no more: files were removed since"
     try:
         found = dataset.trace(row.fragment)
     except (ValueError, OSError, LookupError) as error:
@@ -97,4 +101,6 @@ def _described(dataset: Any, row: Any) -> str:
     if len(text) > SNIPPET:
         text = f"{text[: SNIPPET - 3]}..."
     changed = int(hashes(torch.tensor(found["tokens"], dtype=torch.int64)).sum()) != row.checksum
-    return f"{place}{' (changed since it was trained on)' if changed else ''}: {text}"
+    # A row is known by the number of its file, which is another one where files came or went.
+    note = " (not what was trained on: it changed since, or files came or went)" if changed else ""
+    return f"{place}{note}: {text}"

@@ -217,8 +217,9 @@ class FileSource(Source):
         file, offset = row_id
         part = Part(file, offset, offset + 1)
         try:
-            _, raw, _ = next(iter(self.records(part, offset, self.fetcher())))
-            return self.decode(part, offset, raw)
+            for _, raw, _ in self.records(part, offset, self.fetcher()):
+                return self.decode(part, offset, raw)
+            raise ValueError(f"the file has no such {self.unit}; it is another one")
         except ValueError as error:
             raise ValueError(f"{self.locate(row_id)}: {error}") from None
 

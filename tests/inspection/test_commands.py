@@ -57,11 +57,35 @@ def test_trace_says_that_a_row_has_changed(run: Path, capsys: pytest.CaptureFixt
         path.write_text(before.replace("cat", "dog"))  # of the same length, so that rows begin where they did
         assert main(["trace", str(run / "my.yaml"), "--step", "3", "--top", "99"]) == 0
         lines = capsys.readouterr().out.splitlines()[2:]
-        assert any("(changed since it was trained on)" in line for line in lines)
+        assert any("(not what was trained on: it changed since, or files" in line for line in lines)
         for line in lines:
-            assert "dog" in line or "(changed" not in line
+            assert "dog" in line or "(not what" not in line
     finally:
         path.write_text(before)
+
+
+def test_trace_says_that_files_came_or_went(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny_config(tmp_path, log_rows=True, max_steps=3)
+    (tmp_path / "data").mkdir()
+    texts = (tmp_path / "rows.jsonl").read_text().splitlines(keepends=True)
+    for number in range(2):
+        (tmp_path / "data" / f"{number}.jsonl").write_text("".join(texts[200 * number : 200 * (number + 1)]))
+    config.data.source.paths = str(tmp_path / "data")
+    OmegaConf.save(config, tmp_path / "my.yaml")
+    train(config)
+    capsys.readouterr()
+    (tmp_path / "data" / "0.jsonl").unlink()
+    assert main(["trace", str(tmp_path / "my.yaml"), "--step", "2", "--top", "99"]) == 0
+    files = {row.fragment.row_id[0] for row in read_step(tmp_path / "out" / ROWS_FOLDER, 2)}
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert files == {0, 1}
+    assert any("of file 1, which there is no more: files were removed since" in line for line in lines)
+    for line in lines:  # what is found by the number of a file is never shown as if it were the row
+        assert (
+            "there is no more" in line
+            or "(not what was trained on" in line
+            or "cannot be read any more" in line
+        )
 
 
 def test_unpack_shows_the_packs_of_a_step(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
