@@ -153,7 +153,7 @@ class Quarantine:
         files = sorted(Path(self.folder).glob("lane-*.jsonl")) if self.folder is not None else []
         found: dict[tuple[str, int | None], dict[str, Any]] = {}
         for path in files:
-            for entry in map(json.loads, path.read_bytes().splitlines()):
+            for entry in _entries(path.read_bytes()):
                 found.setdefault((entry["shard"], entry.get("offset")), entry)
         if not (entries := list(found.values())):
             return ""
@@ -213,5 +213,9 @@ def _listed(path: Path) -> set[tuple[str, int | None]]:
     whole = lines.rfind(b"\n") + 1
     if whole < len(lines):
         os.truncate(path, whole)
-    entries: map[dict[str, Any]] = map(json.loads, lines[:whole].splitlines())
-    return {(entry["shard"], entry.get("offset")) for entry in entries}
+    return {(entry["shard"], entry.get("offset")) for entry in _entries(lines)}
+
+
+def _entries(lines: bytes) -> list[dict[str, Any]]:
+    """Return the entries of a list, without a last line that is cut off: a kill, or a lane that is writing it."""
+    return [json.loads(line) for line in lines.split(b"\n")[:-1]]

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlunsplit
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ import numpy.typing as npt
 from streampack.sources.examples import EXAMPLES, Example, example
 from streampack.sources.files import FileSource, places
 from streampack.sources.parts import BadShard, Damage, Part, Record
-from streampack.storage.base import File, LocalStorage, Resized, Storage, map_in_threads, redact
+from streampack.storage.base import File, LocalStorage, Resized, Storage, map_in_threads, redact, split_url
 from streampack.storage.compression import BUFFER_BYTES
 from streampack.storage.json_depth import shallow_json
 from streampack.storage.listing import Corpus, Name, Once, alone, inode_of, require_distinct, require_some
@@ -190,7 +190,7 @@ def read_index(
             raise ValueError(f"there is no {path}; name the folder that holds {INDEX} and its shards")
         text = Path(path).read_bytes()
     else:
-        parts = urlsplit(path)
+        parts = split_url(path)
         path = urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/{INDEX}"))
         storage = remote = RemoteStorage(scheme, options=storage_options or {}, patience=timeout)
         path, text = once(partial(_whole, remote, path, tries), of=redact(path))

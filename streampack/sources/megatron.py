@@ -25,14 +25,14 @@ import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlunsplit
 
 import numpy as np
 
 from streampack.sources.indexed import Offsets
 from streampack.sources.parts import Damage, Part
 from streampack.sources.token_documents import Described, Steps, TokenDocuments
-from streampack.storage.base import File
+from streampack.storage.base import File, split_url
 from streampack.storage.listing import MAGIC, Corpus, Name, Once, alone, find_files
 from streampack.storage.look_ups import companion, look_at_each
 from streampack.storage.ranges import Fetcher
@@ -132,7 +132,7 @@ def _data_file(path: str) -> str:
     ('corpus/text_document.bin', 'a.bin', '*.bin', 's3://b/a.bin')
     """
     if "://" in path:
-        parts = urlsplit(path)
+        parts = split_url(path)
         return urlunsplit(parts._replace(path=_data_file(parts.path)))
     if path.endswith(".bin") or any(character in path for character in MAGIC):
         return path

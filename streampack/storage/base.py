@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from streampack.fingerprint import digest
 from streampack.storage.compression import COMPRESSED
@@ -40,7 +40,7 @@ class File:
     @property
     def seekable(self) -> bool:
         """Whether reading can start in the middle."""
-        return not urlsplit(self.path).path.endswith(COMPRESSED)
+        return not path_in(self.path).endswith(COMPRESSED)
 
     @property
     def shown(self) -> str:
@@ -142,6 +142,24 @@ def resized(file: File, size: int | None) -> Resized:
     return error
 
 
+def split_url(url: str) -> SplitResult:
+    """Split a URL. Only a web address has a fragment: an object store lists whole keys, with ``#`` in them.
+
+    >>> split_url("https://host/a#1").path, split_url("s3://bucket/a#1").path
+    ('/a', '/a#1')
+    """
+    return urlsplit(url, allow_fragments=url.startswith(("http:", "https:")))
+
+
+def path_in(path: str) -> str:
+    """Return the path in a URL; all of a path of this machine, where ``?`` and ``#`` are characters of names.
+
+    >>> path_in("https://host/a.gz?token=secret"), path_in("part#1?.gz")
+    ('/a.gz', 'part#1?.gz')
+    """
+    return split_url(path).path if "://" in path else path
+
+
 def redact(path: str) -> str:
     """Return a path or URL without user, password, query and fragment, which may hold secrets.
 
@@ -150,7 +168,7 @@ def redact(path: str) -> str:
     """
     if "://" not in path:
         return path
-    parts = urlsplit(path)
+    parts = split_url(path)
     user, _, host = parts.netloc.rpartition("@")
     if parts.scheme == "hf" and ":" not in user:  # in hf://gpt2@main, what stands before the @ is no user
         host = parts.netloc

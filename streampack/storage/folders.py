@@ -10,11 +10,10 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar
-from urllib.parse import urlsplit
 from uuid import uuid4
 
 from streampack.fingerprint import digest
-from streampack.storage.base import redact
+from streampack.storage.base import redact, split_url
 from streampack.storage.locks import LOCK_FILE, PATIENCE, lock_folder
 from streampack.storage.remote import RemoteStorage, scheme_of
 from streampack.storage.retries import Retries
@@ -144,7 +143,7 @@ class RemoteFolder:
                 f"{redact(url)} cannot be written to; name a folder of this machine or of an object store (s3://, "
                 "gs://, az://), and copy it from there"
             )
-        parts = urlsplit(url)
+        parts = split_url(url)
         self._url = parts._replace(path=parts.path.rstrip("/"), query="", fragment="").geturl()
         self.shown = redact(self._url)
         self.storage = RemoteStorage(scheme, options=options, patience=TIMEOUT)

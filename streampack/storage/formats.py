@@ -5,9 +5,8 @@ from __future__ import annotations
 import glob
 from collections.abc import Iterable
 from pathlib import Path
-from urllib.parse import urlsplit
 
-from streampack.storage.base import File
+from streampack.storage.base import File, path_in
 from streampack.storage.compression import COMPRESSED, not_text
 
 JSON_LINES = tuple(f".{name}{packed}" for name in ("jsonl", "ndjson") for packed in ("", *COMPRESSED))
@@ -57,7 +56,7 @@ def not_json_lines(file: File, *, local: bool) -> str | None:
     >>> not_json_lines(File("a.ds", "a.ds", 9), local=True)
     'it holds tokens, judging by its name; read it with DatatroveSource'
     """
-    name = urlsplit(file.path).path
+    name = path_in(file.path)
     if name.lower().endswith(PARQUET):
         return not_text("a Parquet file")
     if name.lower().endswith(NOT_TEXT):

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from streampack.fingerprint import digest
-from streampack.storage.base import File, LocalStorage, Resized, Storage, map_in_threads, redact
+from streampack.storage.base import File, LocalStorage, Resized, Storage, map_in_threads, redact, split_url
 from streampack.storage.details import Details
 from streampack.storage.file_marks import FileMarks
 from streampack.storage.formats import in_folder
@@ -313,7 +313,7 @@ def _look(path: str, name: str) -> Listed | None:
 
 
 def _remote(storage: RemoteStorage, pattern: str, tries: Retries) -> list[Listed]:
-    if not any(character in urlsplit(pattern).path for character in MAGIC):
+    if not any(character in split_url(pattern).path for character in MAGIC):
         return [Listed(pattern, name=parts_of_url(pattern)[-1])]
     if found := tries.call(partial(storage.find, pattern)):
         # How deep the folder lies is told by the pattern: a file system may write its own paths in another way.
@@ -332,9 +332,8 @@ def parts_of_url(url: str) -> list[str]:
     >>> parts_of_url("https://host/a%20b/0.jsonl?token=secret"), parts_of_url("s3://bucket/a%20b#1.jsonl")
     (['host', 'a b', '0.jsonl'], ['bucket', 'a%20b#1.jsonl'])
     """
-    web = url.startswith(("http:", "https:"))
-    parts = urlsplit(url, allow_fragments=web)
-    path = unquote(parts.path) if web else parts.path
+    parts = split_url(url)
+    path = unquote(parts.path) if parts.scheme in ("http", "https") else parts.path
     return [part for part in [parts.netloc, *path.split("/")] if part]
 
 
@@ -348,8 +347,8 @@ def require_distinct(found: Iterable[Listed]) -> None:
     for listed in found:
         key: Any = listed.inode
         if key is None:
-            parts = urlsplit(listed.path)
-            key = (parts.scheme, parts.netloc, posixpath.normpath(unquote(parts.path)), parts.query)
+            parts = split_url(listed.path)
+            key = (parts.scheme, posixpath.normpath("/".join(parts_of_url(listed.path))), parts.query)
         first = known.setdefault(key, listed)
         if first is not listed:
             twice = (

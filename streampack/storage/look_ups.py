@@ -6,10 +6,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlunsplit
 
 from streampack.fingerprint import digest
-from streampack.storage.base import File, map_in_threads
+from streampack.storage.base import File, map_in_threads, split_url
 from streampack.storage.listing import Corpus, Once
 from streampack.storage.remote import RemoteStorage
 
@@ -42,7 +42,7 @@ def companion(corpus: Corpus, file: File, rename: Callable[[str], str]) -> File 
             path = rename(file.path)
             return File(path, name, Path(path).stat().st_size)
         assert isinstance(corpus.storage, RemoteStorage)
-        parts = urlsplit(file.path)
+        parts = split_url(file.path)
         path = urlunsplit(parts._replace(path=rename(parts.path)))
         found = corpus.retries.call(partial(corpus.storage.look, path))
     except FileNotFoundError:

@@ -25,9 +25,9 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlsplit, urlunsplit
+from urllib.parse import quote, urlunsplit
 
-from streampack.storage.base import redact
+from streampack.storage.base import redact, split_url
 from streampack.storage.details import Details, Schema, details_of, problem_of, schemas_of
 from streampack.storage.json_depth import shallow_json
 from streampack.storage.problems import GONE
@@ -72,7 +72,7 @@ def _beside(folder: str) -> str:
     """Return the path or URL that a manifest in a folder has."""
     if "://" not in folder:
         return str(Path(folder) / "manifest")
-    parts = urlsplit(folder)
+    parts = split_url(folder)
     return urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/manifest"))
 
 
@@ -125,7 +125,7 @@ def placed(index: str, name: str, size: int | None = None, tag: str | None = Non
                 f"the name {name!r} is refused: it is a link that leads out of the manifest's folder"
             )
         return Listed(str(path), problem=None if path.is_file() else GONE)
-    parts = urlsplit(index)
+    parts = split_url(index)
     if parts.scheme in ("http", "https"):
         name = quote(name)
     folder_path = parts.path.rpartition("/")[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -184,8 +185,20 @@ class RemoteStorage:
                 raise PermissionError(f"{shown}: access is denied") from None
             if name in _SETTINGS:
                 raise Refused(f"{shown}: {name}; {_SETTINGS[name]}") from None
-            kind = Refused if isinstance(error, TypeError) else ConnectionError
-            raise kind(f"{shown}: {name}") from None
+            # A library raises errors of its own for lost connections, or these of Python.
+            own = type(error).__module__ != "builtins"
+            if own or isinstance(error, OSError | EOFError) or type(error) in (RuntimeError, Exception):
+                raise ConnectionError(f"{shown}: {name}") from None
+            # Such as an AttributeError: a mistake in a library or in its settings, and no connection that was lost.
+            refused = Refused(f"{shown}: {name}; another try would not change it")
+            frames = [
+                f"{each.filename}:{each.lineno} in {each.name}"
+                for each in traceback.extract_tb(error.__traceback__)
+            ]
+            refused.add_note(
+                "\n".join([f"{name} was raised at (without its text, which may hold secrets):", *frames])
+            )
+            raise refused from None
 
 
 _CREDENTIALS = (

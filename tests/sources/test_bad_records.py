@@ -434,3 +434,15 @@ def test_lists_have_paths_that_can_be_opened_and_keep_files_of_one_name_apart(
     )
     assert data.ledger().bad_shards == 2
     assert f"the first is {tmp_path}/" in Quarantine(str(tmp_path / "bad")).report()
+
+
+def test_a_report_leaves_out_a_line_that_a_kill_cut_off(tmp_path: Path) -> None:
+    data, _, bad = corpus("jsonl", tmp_path / "data")
+    dataset = stream(data, quarantine=tmp_path / "bad", num_lanes=1)
+    list(dataset)
+    quarantine = dataset.lane_config.quarantine
+    assert quarantine is not None
+    assert quarantine.report().startswith(f"{len(bad)} listed")
+    [path] = (tmp_path / "bad").iterdir()
+    path.write_bytes(path.read_bytes()[:-9])
+    assert quarantine.report().startswith(f"{len(bad) - 1} listed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import gzip
 import hashlib
 import json
 import logging
@@ -21,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from streampack import PackedDataLoader
+from streampack import JSONLSource, PackedDataLoader
 from streampack.sources import Reading
 from streampack.storage.read_ahead import NO_READ_AHEAD, ReadAhead
 from streampack.storage.remote import RemoteStorage
@@ -286,6 +287,63 @@ def test_a_file_system_without_ranged_requests_of_its_own() -> None:
             list(data.read(Reading()))
         with pytest.raises(ValueError, match=r"no file matches 'memory://c/\*.txt'"):
             source("jsonl", "memory://c/*.txt")
+    finally:
+        memory.rm("/c", recursive=True)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz"])
+def test_names_may_hold_the_marks_of_urls(tmp_path: Path, kind: str) -> None:
+    """On this machine and in an object store, where no ``#`` begins a fragment."""
+    import fsspec
+
+    names = [f"part#1.{kind}", f"part.{kind}#2", f"part?a=1.{kind}", f"a%20b.{kind}", f"a b.{kind}"]
+    pack = gzip.compress if kind.endswith("gz") else bytes
+    stored = {name: i for i, name in enumerate(names) if "?" not in name and not name.endswith("#2")}
+    memory = fsspec.filesystem("memory")
+    for i, name in enumerate(names):
+        (tmp_path / name).write_bytes(pack(b'{"i": %d}\n' % i))
+        if name in stored:  # a ? begins a query, such as the version of an object
+            memory.pipe(f"/m/{name}", pack(b'{"i": %d}\n' % i))
+    try:
+        data = JSONLSource(tmp_path)
+        assert sorted(row.data["i"] for row in data.read(Reading())) == [0, 2, 3, 4]
+        there = JSONLSource(f"memory://m/*.{kind}")
+        assert {
+            file.name: row.data["i"] for row in there.read(Reading()) for file in [there.files[row.row_id[0]]]
+        } == stored
+        assert any("part#1" in file.shown for file in there.files)
+    finally:
+        memory.rm("/m", recursive=True)
+
+
+# Errors that are no lost connections.
+
+
+@pytest.mark.parametrize("kind", [AttributeError, KeyError, NotImplementedError, AssertionError, ValueError])
+def test_an_error_that_will_not_pass_is_raised_at_once_with_its_place(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    tries = []
+
+    def broken_reader(self: object, path: str, *_: object, **__: object) -> bytes:
+        tries.append(path)
+        raise kind("canary-secret")
+
+    memory = MemoryFileSystem()
+    for path, content in shards("jsonl", 1).items():
+        memory.pipe(path, content)
+    try:
+        data = source("jsonl", "memory://c/*.jsonl")
+        monkeypatch.setattr(MemoryFileSystem, "cat_file", broken_reader)
+        with pytest.raises(Refused, match=kind.__name__) as error:
+            list(data.read(ALONE))
+        assert len(tries) == 1
+        said = "".join(traceback.format_exception(error.value))
+        assert "in broken_reader" in said
+        assert "test_remote.py" in said
+        assert "canary-secret" not in said
     finally:
         memory.rm("/c", recursive=True)
 
