@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy.typing as npt
 
 from streampack.fingerprint import digest, plain
 from streampack.sources.arrow_rows import column_of
-from streampack.sources.base import HELD_OUT, REMOVED, Reader, Reading
+from streampack.sources.base import HELD_OUT, REMOVED, BadRecord, Reader, Reading
 from streampack.sources.corpus_identity import identity_of
 from streampack.sources.examples import Example, MarkedRows, columns_of
 from streampack.sources.mixture import Mix
@@ -87,10 +88,17 @@ class Holdout(WrappedSource):
     def probe(self, count: int) -> tuple[list[Example], float]:
         """See `Source.probe`. The sample loses the same fraction of rows as the source, so the scale stays."""
         rows, scale = self.source.probe(count)
-        return [row for row in rows if row.data is None or self.keeps(row.data)], scale
+        return [row for row in rows if row.data is None or self._keeps_if_sound(row)], scale
 
-    def keeps(self, row: Mapping[str, Any]) -> bool:
-        """Return whether a row belongs to this part."""
+    def _keeps_if_sound(self, row: Example) -> bool:
+        with suppress(Exception):  # raised where the row is read for training
+            return self.keeps(row.data)
+        return False
+
+    def keeps(self, row: Any) -> bool:
+        """Return whether a row belongs to this part: a mapping, or a bare list of ids."""
+        if not isinstance(row, Mapping):
+            row = {"": row}
         parts: list[bytes] = []
         previous, content = None, b""
         for column in sorted(row, key=str):
@@ -123,7 +131,10 @@ def _integers(value: Any) -> npt.NDArray[Any] | None:
             return None
     elif not hasattr(value, "__array__"):
         return None
-    ids = np.asarray(value)
+    try:
+        ids = np.asarray(value)
+    except TypeError:  # numpy has no bfloat16
+        return None
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or not ids.size:
         return None
     if ids.itemsize >= 4 and ids.dtype != np.int32:
@@ -140,31 +151,47 @@ class _Kept(Reader):
 
     A lane numbers those, too. So when a file was removed within a shuffle window, its rows can be counted although
     nobody knows any more which of them were held out.
+
+    A row whose content cannot be hashed is a bad record. It is kept in ``unhashed`` until it is skipped.
     """
 
     def __init__(self, reader: Reader, part: Holdout, *, left_out: bool) -> None:
         self.reader = reader
         self.part = part
         self.left_out = left_out
+        self.unhashed: Row | None = None
 
     @property
     def cursor(self) -> Cursor:
-        return self.reader.cursor
+        return self.unhashed.cursor if self.unhashed else self.reader.cursor
 
     @property
     def reached(self) -> tuple[int, ...]:
-        return self.reader.reached
+        return self.unhashed.cursor if self.unhashed else self.reader.reached
 
     def __next__(self) -> Row:
         while True:
-            row = next(self.reader)
-            if row.data is REMOVED or self.part.keeps(row.data):
+            row = self.unhashed or next(self.reader)
+            try:
+                kept = row.data is REMOVED or self.part.keeps(row.data)
+            except Exception as error:
+                self.unhashed = row
+                if isinstance(error, OSError):  # of a value that is read late; the record is not to blame
+                    raise
+                reason = f"its content, by which rows are held out, cannot be hashed: {type(error).__name__}: {error}"
+                raise BadRecord(
+                    reason, cursor=row.cursor, row_id=row.row_id, locate=self.part.locate, window=row.window
+                ) from error
+            self.unhashed = None
+            if kept:
                 return row
             if self.left_out:
                 return row._replace(data=HELD_OUT)
 
     def skip(self) -> None:
-        self.reader.skip()
+        if self.unhashed is None:
+            self.reader.skip()
+        self.unhashed = None
 
     def prepare(self) -> None:
         self.reader.prepare()

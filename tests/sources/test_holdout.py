@@ -4,8 +4,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streampack import IterablePackedDataset
+from streampack import IterablePackedDataset, TokensEncoder
 from streampack.sources import Holdout, MapSource, Reading
+from streampack.sources.base import BadRecord
 from streampack.sources.holdout import PARTS
 
 
@@ -92,3 +93,74 @@ def test_each_column_decides():
 def test_settings_are_checked(kwargs, message):
     with pytest.raises(ValueError, match=message):
         Holdout(MapSource(rows(3)), **kwargs)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])
+def test_rows_that_are_bare_lists_of_ids_are_held_out(kind):
+    ids = [[i, i + 1, i + 2] for i in range(300)]
+    parts = both(MapSource([kind(row) for row in ids]))
+    found = [[row.data for row in part.read(Reading())] for part in parts]
+    assert [len(rows) > 30 for rows in found] == [True, True]
+    assert sorted(list(map(int, row)) for rows in found for row in rows) == ids
+    plain = both(MapSource(ids))
+    assert [len(rows) for rows in found] == [len(list(part.read(Reading()))) for part in plain]
+    encode = TokensEncoder(labels=None)
+    settings = {
+        "max_seq_len": 30,
+        "num_lanes": 2,
+        "epochs": 1,
+        "encoder": lambda row: encode({"tokens": row}),
+    }
+    trained = IterablePackedDataset(parts[0], **settings)
+    assert list(trained)
+    assert trained.ledger().samples == len(found[0])
+
+
+class Unhashable:
+    """A value that is no plain value and cannot be pickled."""
+
+    def __reduce_ex__(self, _):
+        raise TypeError("cannot be pickled")
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_row_whose_content_cannot_be_hashed_is_a_bad_record_and_consumes_nothing(shuffle):
+    bad = (7, 40, 41, 99)
+    corpus = [{**row, "image": Unhashable() if i in bad else None} for i, row in enumerate(rows(100))]
+    window = 16 if shuffle else 0
+    kept = []
+    for part in both(MapSource(corpus)):
+        reader, seen, refused = part.read(Reading(shuffle_window=window)), [], []
+        while True:
+            try:
+                row = next(reader)
+            except StopIteration:
+                break
+            except BadRecord as error:
+                assert "cannot be pickled" in error.reason
+                with pytest.raises(BadRecord) as again:
+                    next(reader)
+                assert again.value.row_id == error.row_id
+                resumed = part.read(Reading(shuffle_window=window, start=reader.cursor))
+                with pytest.raises(BadRecord) as after:
+                    next(resumed)
+                assert after.value.row_id == error.row_id
+                refused.append(error.row_id[0])
+                reader.skip()
+            else:
+                seen.append(row.row_id[0])
+        assert sorted(refused) == list(bad)
+        kept += seen
+    assert sorted(kept) == sorted(set(range(100)) - set(bad))
+    train, _ = both(MapSource(corpus))
+    dataset = IterablePackedDataset(train, max_seq_len=20, on_bad_record="skip", num_lanes=1, epochs=1)
+    list(dataset)
+    assert dataset.ledger().dropped_samples["bad"] == len(bad)
+    with pytest.raises(ValueError, match=r"sample 7: .*cannot be pickled"):
+        list(IterablePackedDataset(train, max_seq_len=20, num_lanes=1, shuffle=False))
+
+
+def test_a_column_of_bfloat16_is_hashed():
+    corpus = [{**row, "weight": torch.tensor([i], dtype=torch.bfloat16)} for i, row in enumerate(rows(100))]
+    train, held_out = both(MapSource(corpus))
+    assert sorted(read(train) + read(held_out)) == list(range(100))
