@@ -10,6 +10,8 @@ from typing import Any
 from streampack.accounting import Ledger, SourceStats
 from streampack.types import Cursor, Pack
 
+SELDOM = ("anew", "whole")
+"""Fields of a lane state that its dict leaves out where they are False."""
 DAMAGED = "; the state of this lane is damaged, resume from another checkpoint"
 
 
@@ -71,6 +73,8 @@ class LaneState:
     open_window: OpenWindow | None = None
     # Whether the pieces are those of other settings, see `behind`. Then all but the ledger and ``packs`` count those.
     anew: bool = False
+    # Whether the last row that was read has no piece that was not asked for. Where samples are never split, none has.
+    whole: bool = False
 
     @property
     def spared(self) -> int:
@@ -111,8 +115,9 @@ class LaneState:
         found["source_stats"] = [stats.numbers() for stats in self.source_stats]
         found["bad_shards"] = list(self.bad_shards)
         found["open_window"] = [] if self.open_window is None else self.open_window.as_list()
-        if not self.anew:  # as in nearly all states, which shall be small
-            del found["anew"]
+        for name in SELDOM:
+            if not found[name]:  # as in nearly all states, which shall be small
+                del found[name]
         return {**found, "checksum": _checksum(found)}
 
     @classmethod
@@ -123,8 +128,8 @@ class LaneState:
             ValueError: if it is not the state of a lane, or a damaged one.
         """
         names = {f.name for f in fields(cls)}
-        if isinstance(found, Mapping) and "anew" not in found:
-            names.discard("anew")
+        if isinstance(found, Mapping):
+            names -= {name for name in SELDOM if name not in found}
         if not isinstance(found, Mapping) or set(found) != names | {"checksum"}:
             raise ValueError(
                 f"a lane's state is a dict of {', '.join(sorted(names))}, and here it is not" + DAMAGED
@@ -136,7 +141,7 @@ class LaneState:
         _require_counts(values["bad_shards"], "bad_shards")
         _require_counts(values["front"], "front")
         _require_counts(values["ledger"], "ledger", len(Ledger().numbers()))
-        for name in ("done", "anew"):
+        for name in ("done", *SELDOM):
             if type(values.get(name, False)) is not bool:
                 raise ValueError(f"{name} is no bool" + DAMAGED)
         for name, size in (("source_stats", len(fields(SourceStats))), ("epochs", 2), ("windows", None)):

@@ -175,6 +175,7 @@ class PackWindows:
             front=reader.reader.front,
             reached=reader.reached,
             bad_shards=tuple(reader.bad_shards),
+            whole=reader.newest_is_whole,
             open_window=OpenWindow(begun.packs, begun.next_piece, begun.consumed),
         )
 

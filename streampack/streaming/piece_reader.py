@@ -150,6 +150,11 @@ class PieceReader:
         self.next_number += 1
 
     @property
+    def newest_is_whole(self) -> bool:
+        """Whether samples may be split, and all pieces of the row that was read last were asked for; see `LaneState`."""
+        return not (self.config.packing.keeps_one_piece_per_sample or self.pending)
+
+    @property
     def reached(self) -> int:
         """A checksum of where the reader stands; 0 at the end of an epoch, to which a replay does not come.
 

@@ -58,14 +58,15 @@ class Replay:
             numbers = range(logged.number, logged.number + logged.pieces)
             waits = [number for number in numbers if not state.spared >> (number - state.first) & 1]
             unpacked = any(not state.consumed >> (number - state.first) & 1 for number in waits)
-            last = logged.number + logged.pieces == state.next_piece
+            # Of the last row, some pieces may not have been asked for when the state was taken.
+            open_ended = not (state.whole or reader.config.packing.keeps_one_piece_per_sample)
+            last = open_ended and logged.number + logged.pieces == state.next_piece
             pieces: list[Piece] = []
             if row is None or row.data is REMOVED:
                 removed += unpacked
-            elif waits or (last and not reader.config.packing.keeps_one_piece_per_sample):
+            elif waits or last:
                 if unpacked:
                     self._require_readable(row)
-                # Of the last row, some pieces may not have been asked for when the state was taken.
                 pieces = reader.pieces_of(row, again=True)
                 # Of a row that made no piece, the one number is consumed.
                 too_few = len(pieces) < logged.pieces and (unpacked or (waits and pieces))

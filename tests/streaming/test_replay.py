@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
@@ -347,3 +348,65 @@ def test_a_lane_state_behind_another_holds_nothing_of_its_counts() -> None:
         assert (state.packs, state.ledger.packed, state.ledger.samples, state.anew) == (0, 0, 0, True)
         assert LaneState.from_dict(state.as_dict()) == state == state.behind()
         assert STRIDE * state.next_piece  # it still says what was read
+
+
+def test_a_row_that_was_packed_before_does_not_come_again_in_pieces() -> None:
+    """It was the last one read, is several pieces now, and had one number: a resume took the others to be left."""
+    resumes = several = 0
+    for seed in range(40):
+        draw = random.Random(seed)
+        lengths = [draw.randint(1, 14) for _ in range(14)]
+        texts = [{"tokens": [*range(100 * i + 1, 100 * i + n + 1)]} for i, n in enumerate(lengths, 1)]
+        settings: dict[str, Any] = {"num_lanes": 1, "overlong": "split", "untrained": "keep"}
+        source = [text | {"labels": text["tokens"]} for text in texts]
+        data = IterablePackedDataset(source, max_seq_len=16, buffer_size=4, **settings)
+        first = packs_of(data, draw.randint(1, 4))
+        packed = {int(token) // 100 for pack in first for token in pack["tokens"]}
+
+        def new() -> IterablePackedDataset:
+            return IterablePackedDataset(source, max_seq_len=5, buffer_size=64, **settings)  # noqa: B023
+
+        now = behind(new(), data.state_dict())
+        expected, states = [], []
+        for pack in now:
+            expected.append(pack)
+            states.append(now.state_dict())
+        for number, state in enumerate(states, 1):
+            assert content(packs_of(resumed(new(), state))) == content(expected[number:])
+            resumes += 1
+        several += any(lengths[i - 1] > 5 for i in packed if i)
+    assert resumes > 400
+    assert several > 30
+
+
+class Mended(Numbers):
+    """Cannot encode one row until it is mended."""
+
+    broken: int | None = None
+
+    def __call__(self, row: Any, /) -> Sample:
+        if row["i"] == self.broken:
+            raise ValueError("not yet")
+        return super().__call__(row)
+
+
+def test_a_bad_record_that_is_mended_before_a_resume_does_not_come_in_part() -> None:
+    """Its number is consumed, and the pieces behind its first one were taken to be left."""
+    lengths = [{"i": i, "n": n} for i, n in enumerate([4, 6, 9, 4, 9, 4, 6, 9])]
+    encode = Mended()
+
+    def new() -> IterablePackedDataset:
+        return IterablePackedDataset(
+            lengths, encoder=encode, max_seq_len=5, overlong="split", num_lanes=1, on_bad_record="skip"
+        )
+
+    for broken in range(len(lengths)):
+        encode.broken = broken
+        data, states, packs = new(), [], []
+        for pack in data:
+            packs.append(pack)
+            states.append(data.state_dict())
+        encode.broken = None
+        for number, state in enumerate(states, 1):
+            again = samples_in([*packs[:number], *packs_of(resumed(new(), state))])
+            assert broken not in again or again[broken] == all_of(lengths)[broken], "in part"
