@@ -157,7 +157,7 @@ class PackedDataLoader:
             raise
         self._progress = batches.progress
         self._progress.over = False
-        dataset._epochs_begun.begin(begin.epoch + (dataset.epochs or 1))
+        dataset._epochs_begun.begin(begin.epoch, batches.following)
         self._version = dataset._epochs_begun.version
         return batches
 

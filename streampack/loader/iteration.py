@@ -127,6 +127,8 @@ class Iteration:
         # Of the ranks that are given the same batches, one lists the bad records.
         self.read = dataset if rank_sync.lists_bad_records() else dataset._unlisted()
         self.last_epoch = dataset._last_epoch
+        self.following = dataset.epoch + (dataset.epochs or 1)  # the epoch of the next iteration
+        self.version = dataset._epochs_begun.version
         epoch = 0
         if self.last_epoch is not None:
             # The same on all ranks: also on one whose lanes have made no pack of this epoch yet.
@@ -218,6 +220,7 @@ class Iteration:
         progress.over = batch is None
         self.loaded.phase = ENDED if batch is None else BEGUN
         if batch is None:
+            self.dataset._epochs_begun.end(self.following, version=self.version)
             raise StopIteration
         return batch
 

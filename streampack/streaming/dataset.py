@@ -268,8 +268,11 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
                 "for them; iterate a PackedDataLoader, which hands out null packs, or use fewer ranks"
             )
         self._copied = None
-        self._epochs_begun.begin(self.epoch + (self.epochs or 1), phase=begin.phase)
-        self._newest = PackDicts(self._stream, begin, untrained=self._untrained, counter=self._epochs_begun)
+        following = self.epoch + (self.epochs or 1)
+        self._epochs_begun.begin(self.epoch, following, phase=begin.phase)
+        self._newest = PackDicts(
+            self._stream, begin, following=following, untrained=self._untrained, counter=self._epochs_begun
+        )
         return self._newest
 
     def _left_in_the_middle(self) -> bool:

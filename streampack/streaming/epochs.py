@@ -37,14 +37,16 @@ class _Entry:
 
 
 class EpochCounter:
-    """Count the iterations of a dataset; each begins with the epoch after the last one's.
+    """Count the finished iterations of a dataset; each begins with the epoch after the last one's.
 
     torch's DataLoader tells a dataset of a new iteration only in its worker processes, which it makes for each
     iteration (or keeps). So a worker writes the number of the next epoch to memory that it shares with the worker that
     follows it, under the numbers of its parent process and its own. A process that is no worker counts for itself.
+    Worker processes read ahead, so what they begin counts, whether or not somebody takes it to its end.
 
     >>> counter = EpochCounter(3)
-    >>> counter.upcoming(), counter.begin(5), counter.upcoming()
+    >>> counter.begin(3, 5)
+    >>> counter.upcoming(), counter.end(5, version=counter.version), counter.upcoming()
     (3, None, 5)
     """
 
@@ -67,12 +69,17 @@ class EpochCounter:
         before = own or [entry.epoch for entry in self._workers(before=True)]
         return max([owner.epoch if owner.version and worker is not None else self.next, *before])
 
-    def begin(self, following: int, *, phase: int = ENDED) -> None:
-        """Count an iteration; the next one begins with the epoch ``following``."""
-        self._write(following, phase)
+    def begin(self, epoch: int, following: int, *, phase: int = ENDED) -> None:
+        """Begin an iteration with an epoch; ``following`` is that of the next one."""
+        self._write(epoch if get_worker_info() is None else following, phase)
         owner = self._owner()
         owner.phase = BEGUN if get_worker_info() is not None else ENDED
         self._store(owner)
+
+    def end(self, following: int, *, version: int) -> None:
+        """Count an iteration of this process that began with this `version`, unless an epoch was set since."""
+        if get_worker_info() is None and version == self.version:
+            self._write(max(following, self.next), ENDED)
 
     def set(self, epoch: int, *, loaded: bool = False) -> None:
         """Let the next iteration begin with this epoch, also in worker processes that are kept."""

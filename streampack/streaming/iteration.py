@@ -17,10 +17,17 @@ class PackDicts:
     """Iterate over the packs of a stream as dicts in torchtune's format. A failed conversion consumes no pack."""
 
     def __init__(
-        self, stream: PackStream, begin: LoadedState, *, untrained: UntrainedWarning, counter: EpochCounter
+        self,
+        stream: PackStream,
+        begin: LoadedState,
+        *,
+        following: int,
+        untrained: UntrainedWarning,
+        counter: EpochCounter,
     ) -> None:
         self.stream = stream
         self.begin = begin
+        self.following = following  # the epoch of the next iteration
         self.untrained = untrained
         self.counter = counter
         self.version = counter.version  # another one when an epoch is set later
@@ -33,6 +40,8 @@ class PackDicts:
         try:
             return self.stream.next_converted(self._give)
         except StopIteration:
+            if not self.over:
+                self.counter.end(self.following, version=self.version)
             self.over = True
             if self.begin.phase != ENDED:
                 self._reach(ENDED)

@@ -151,7 +151,7 @@ class PieceReader:
 
     @property
     def newest_is_whole(self) -> bool:
-        """Whether samples may be split, and all pieces of the row that was read last were asked for; see `LaneState`."""
+        """Whether all pieces of the row that was read last were asked for, where rows may have several."""
         return not (self.config.packing.keeps_one_piece_per_sample or self.pending)
 
     @property
