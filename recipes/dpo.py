@@ -26,7 +26,7 @@ from streampack.distributed.world import World, join_world
 from streampack.inspection.report_writer import ReportWriter
 from streampack.instantiate import build
 from streampack.losses import pair_of
-from streampack.training.checkpoint import restore_schedule
+from streampack.training.checkpoint import restore_schedule, step_schedule
 from streampack.training.config import RunConfig, read_config
 from streampack.training.data import build_data, build_loader
 from streampack.training.devices import pick_device
@@ -105,10 +105,10 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
     # The data.
     vocab_size = model.tok_embeddings.num_embeddings
     dataset, validation = build_data(cfg, tokenizer=tokenizer, vocab_size=vocab_size, world=world)
+    loader = build_loader(cfg, dataset, device=device, world=world)
     if cfg.verify_isolation:
         size, shared = cfg.data["max_seq_len"], shares_prefixes(dataset.lane_config)
         verify_isolation(model, inputs, max_seq_len=size, world=world, groups=shared)
-    loader = build_loader(cfg, dataset, device=device, world=world)
 
     # A new run, one that continues from its newest checkpoint, or a second phase of another run.
     run: dict[str, Any] = {"begun": 0, "step": 0, "steps": 0, "tokens": 0, "seconds": 0.0, "held_out": []}
@@ -120,10 +120,8 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
         run["begun"] = run["step"] = begin_phase(
             cfg, model=model, optimizer=optimizer, loader=loader, world=world
         )
-    step, steps, held_out = run["step"], run["steps"], run["held_out"]
-    # The run keeps a number of steps that was estimated from epochs: another estimate would make the schedule jump.
-    if not steps or cfg.epochs is None:
-        steps = total_steps(cfg, loader, world=world, done=step)
+    step, held_out = run["step"], run["held_out"]
+    steps, by_epochs = total_steps(cfg, loader, world=world, run=run)
     scheduler = build(cfg.lr_scheduler, inject={"optimizer": optimizer, "num_training_steps": steps})
     if saved_step is not None and scheduler is not None:
         restore_schedule(scheduler, run["scheduler"])
@@ -158,6 +156,7 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
         state = totals() | {"steps": steps, "stream": loader.state_dict(), "scheduler": schedule}
         state |= {
             "begun": run["begun"],
+            "by_epochs": by_epochs,
             "packs_per_step": loader.packs_per_step,
             "settings": fixed_settings(cfg),
         }
@@ -174,7 +173,7 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
         validate()
     batches = iter(loader)
     profiler.start()
-    show = bar(steps, done=step, enabled=world.is_main)
+    show = bar(min(steps, cfg.max_steps or steps), done=step, enabled=world.is_main)
     with report.on_error(), show as progress, stop_on_signals(world) as stop:
         while cfg.max_steps is None or step < cfg.max_steps:
             meter.start()
@@ -199,8 +198,7 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
             norm = None if cfg.clip_grad_norm is None else clip_gradients(model, cfg.clip_grad_norm)
             rate = optimizer.param_groups[0]["lr"]
             optimizer.step()
-            if scheduler is not None:
-                scheduler.step()
+            step_schedule(scheduler, step=step, steps=steps)
             meter.stop()
             step += 1
             by_row.end_step(step)

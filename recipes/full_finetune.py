@@ -26,7 +26,7 @@ from streampack.inspection.report_writer import ReportWriter
 from streampack.instantiate import build
 from streampack.losses import label_weights, loss_terms
 from streampack.map_style.flatten import join_documents
-from streampack.training.checkpoint import restore_schedule
+from streampack.training.checkpoint import restore_schedule, step_schedule
 from streampack.training.config import RunConfig, read_config
 from streampack.training.data import build_data, build_loader
 from streampack.training.devices import pick_device
@@ -119,10 +119,8 @@ def _train(
         run["begun"] = run["step"] = begin_phase(
             cfg, model=model, optimizer=optimizer, loader=loader, world=world
         )
-    step, steps, held_out = run["step"], run["steps"], run["held_out"]
-    # The run keeps a number of steps that was estimated from epochs: another estimate would make the schedule jump.
-    if not steps or cfg.epochs is None:
-        steps = total_steps(cfg, loader, world=world, done=step)
+    step, held_out = run["step"], run["held_out"]
+    steps, by_epochs = total_steps(cfg, loader, world=world, run=run)
     scheduler = build(cfg.lr_scheduler, inject={"optimizer": optimizer, "num_training_steps": steps})
     if saved_step is not None and scheduler is not None:
         restore_schedule(scheduler, run["scheduler"])
@@ -156,6 +154,7 @@ def _train(
         state = totals() | {"steps": steps, "stream": loader.state_dict(), "scheduler": schedule}
         state |= {
             "begun": run["begun"],
+            "by_epochs": by_epochs,
             "packs_per_step": loader.packs_per_step,
             "settings": fixed_settings(cfg),
         }
@@ -174,7 +173,7 @@ def _train(
         validate()
     batches = iter(loader)
     profiler.start()
-    show = bar(steps, done=step, enabled=world.is_main)
+    show = bar(min(steps, cfg.max_steps or steps), done=step, enabled=world.is_main)
     with report.on_error(), show as progress, stop_on_signals(world) as stop:
         while cfg.max_steps is None or step < cfg.max_steps:
             meter.start()
@@ -203,8 +202,7 @@ def _train(
             norm = None if cfg.clip_grad_norm is None else clip_gradients(model, cfg.clip_grad_norm)
             rate = optimizer.param_groups[0]["lr"]
             optimizer.step()
-            if scheduler is not None:
-                scheduler.step()
+            step_schedule(scheduler, step=step, steps=steps)
             meter.stop()
             step += 1
             by_row.end_step(step)

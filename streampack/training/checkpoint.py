@@ -6,6 +6,7 @@ A checkpoint directory is trusted input: DCP's metadata is a pickle. The small f
 from __future__ import annotations
 
 import io
+import logging
 import os
 import pickle
 import re
@@ -35,6 +36,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from streampack.distributed.world import World
 from streampack.training.checkpoint_errors import CheckpointError, plain_errors
+
+log = logging.getLogger(__name__)
 
 RUN_FILE = "run.pt"
 STEP_NAME = re.compile(r"step_(\d+)")
@@ -301,6 +304,23 @@ def _read(path: Path) -> dict[str, Any]:
 def _silence_dcp() -> None:
     """Silence DCP's warning about a single process, for good: a context does not reach its threads."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+
+
+def step_schedule(scheduler: LRScheduler | None, *, step: int, steps: int) -> None:
+    """Go on in a schedule that was made for ``steps``, after the step number ``step`` from 0; then stay at its end.
+
+    The steps of a stream are estimated, and behind its end torchtune's cosine rises again.
+    """
+    if scheduler is None:
+        return
+    if step < steps:
+        scheduler.step()
+    elif step == steps:
+        log.warning(
+            "the data go on behind the %d steps that the schedule of the learning rate was made for: the rate stays at "
+            "%s; to train on with another, set more max_steps or epochs",
+            steps, scheduler.get_last_lr(),
+        )  # fmt: skip
 
 
 def restore_schedule(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Mapping
 from contextlib import suppress
+from typing import Any
 
 from streampack.accounting import Ledger
 from streampack.attention.prepare import Inputs
@@ -15,30 +18,62 @@ from streampack.training.meters import stream_totals
 from streampack.training.methods import Loader, MethodLoader
 from streampack.training.progress import dropped_tokens
 
+log = logging.getLogger(__name__)
+
 PROBED_ROWS = 1024
 """Rows that are encoded for an estimate of an epoch or of what is cut off."""
 FEW_ROWS = 256
 """Rows that are encoded where only the expected padding is asked for."""
 
 
-def total_steps(config: RunConfig, loader: Loader, *, world: World, done: int = 0) -> int:
-    """Collective: return the number of optimizer steps of a run, for schedules and progress bars.
+def total_steps(
+    config: RunConfig, loader: Loader, *, world: World, run: Mapping[str, Any]
+) -> tuple[int, int | None]:
+    """Collective: return the steps that the learning rate's schedule is made for, and those of ``epochs``, if known.
 
-    It is ``max_steps``, or the steps of ``epochs`` if that is less. For a stream, the steps of an epoch are estimated
-    from a sample of the rows, and the run ends with the data. ``done`` steps were made before it, by an earlier phase.
+    The first are ``max_steps``, or the steps of ``epochs`` if those are fewer. For a stream, the steps of an epoch are
+    estimated from a sample of the rows, and the run ends with the data. A run that goes on keeps both numbers, so that
+    its schedule does not jump, unless it now makes more steps: the schedule would end before, and torchtune's cosine
+    would rise again.
+
+    Args:
+        config: the run's.
+        loader: of the training batches, with its state loaded if the run goes on.
+        world: the ranks.
+        run: what the checkpoint of the run holds; ``begun`` steps were made by an earlier phase.
     """
+    before, step = run["steps"], run["step"]
     if config.epochs is None:
         assert config.max_steps is not None
-        return config.max_steps
-    if isinstance(loader, MethodLoader):
-        by_epochs = config.epochs * loader.steps_per_epoch
+        steps, by_epochs = config.max_steps, None
     else:
-        # Only rank 0 reads the sample, so that a thousand ranks do not all read the same rows.
-        by_epochs = world.run_on_main(lambda: _estimated_steps(config, loader, world), of="an estimate")
-    return min(done + by_epochs, config.max_steps or done + by_epochs)
+        by_epochs = run.get("by_epochs") if run.get("settings", {}).get("epochs") == config.epochs else None
+        if by_epochs is None:
+            by_epochs = _steps_of_epochs(config, loader, world)
+            by_epochs = None if by_epochs is None else run["begun"] + by_epochs
+        elif run["packs_per_step"] != loader.packs_per_step:
+            left = max(0, by_epochs - step)
+            by_epochs = step + math.ceil(left * run["packs_per_step"] / loader.packs_per_step)
+        steps = max(before, min(each for each in (by_epochs, config.max_steps) if each is not None))
+    if before and steps != before and config.lr_scheduler is not None and world.is_main:
+        log.warning(
+            "the schedule of the learning rate was made for %d steps, and the run now goes on to step %d: it is made "
+            "anew for these, and the rate changes at once",
+            before, steps,
+        )  # fmt: skip
+    return steps, by_epochs
 
 
-def _estimated_steps(config: RunConfig, loader: PackedDataLoader, world: World) -> int:
+def _steps_of_epochs(config: RunConfig, loader: Loader, world: World) -> int | None:
+    assert config.epochs is not None
+    if isinstance(loader, MethodLoader):
+        return config.epochs * loader.steps_per_epoch
+    # Only rank 0 reads the sample, so that a thousand ranks do not all read the same rows.
+    return world.run_on_main(lambda: _estimated_steps(config, loader, world), of="an estimate")
+
+
+def _estimated_steps(config: RunConfig, loader: PackedDataLoader, world: World) -> int | None:
+    """Return the steps of all epochs; None if the source cannot tell its size, and ``max_steps`` ends the run."""
     assert config.epochs is not None
     try:
         packs = loader.dataset.estimate(rows=PROBED_ROWS, num_lanes=_lanes(config, loader, world)).at_most
@@ -46,7 +81,7 @@ def _estimated_steps(config: RunConfig, loader: PackedDataLoader, world: World) 
     except ValueError:
         if config.max_steps is None:
             raise
-        return config.max_steps
+        return None
 
 
 def _lanes(config: RunConfig, loader: Loader, world: World) -> int:

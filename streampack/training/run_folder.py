@@ -125,12 +125,6 @@ def warn_of_unheeded(config: RunConfig, saved: Mapping[str, Any], *, world: Worl
                 f"optimizer.{key}={now.get(key)} is not heeded: the optimizer goes on as its checkpoint has it, which "
                 f"was made with {key}={before.get(key)}; start a new run for another"
             )
-    known = None not in (config.lr_scheduler, config.epochs, saved["epochs"])
-    if known and config.epochs != saved["epochs"]:
-        warn_user(
-            f"epochs={config.epochs} is not heeded by lr_scheduler: so that the rate does not jump, the schedule keeps "
-            f"the number of steps that it was made with, for epochs={saved['epochs']}"
-        )
 
 
 def weights_folders(config: RunConfig) -> list[str]:

@@ -138,18 +138,6 @@ def test_settings_that_a_resume_cannot_heed_are_named(tmp_path, recwarn):
     assert max(numbers(tmp_path, "lr").values()) <= 0.02
 
 
-@pytest.mark.filterwarnings("always::UserWarning")
-def test_a_schedule_that_keeps_its_steps_says_so(tmp_path, recwarn):
-    settings = {"rows": 60, "max_steps": None, "validation": None}
-    train(tiny_config(tmp_path, epochs=2, **settings))
-    train(tiny_config(tmp_path, epochs=3, resume=True, **settings))
-    [said] = [str(warning.message) for warning in recwarn if "not heeded" in str(warning.message)]
-    assert said.startswith(
-        "epochs=3 is not heeded by lr_scheduler: so that the rate does not jump, the schedule keeps"
-    )
-    assert said.endswith("for epochs=2")
-
-
 def test_a_changed_corpus_is_refused_at_resume(tmp_path):
     train(tiny_config(tmp_path, max_steps=4))
     with (tmp_path / "rows.jsonl").open("a") as file:

@@ -163,7 +163,8 @@ def test_the_opening_reports_lanes_and_truncation(tmp_path: Path) -> None:
         "the tokens, 62.5% of the trained ones",
         "untrained": "75.0% of 40 samples looked at train nothing (data.untrained)",
     }
-    assert total_steps(config, loader, world=World()) == 20
+    new = {"begun": 0, "step": 0, "steps": 0}
+    assert total_steps(config, loader, world=World(), run=new) == (20, 20)
     data = IterablePackedDataset(rows, max_seq_len=20, overlong="truncate", num_lanes=2, balance_window=9)
     loader = PackedDataLoader(data, packs_per_step=2)
     assert "balance_window=9" in opening(config, loader, inputs=INPUTS, world=World())["packing"]

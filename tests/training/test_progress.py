@@ -1,6 +1,8 @@
 import logging
 import sys
 
+import pytest
+
 from streampack.accounting import Ledger
 from streampack.distributed.world import World
 from streampack.training.config import read_config
@@ -66,3 +68,17 @@ def test_log_messages_in_the_loop_get_lines_of_their_own(capsys):
         progress.update()
     lines = [line.rpartition("\r")[2] for line in capsys.readouterr().err.split("\n")]
     assert "a log message" in lines
+
+
+@pytest.mark.parametrize(
+    ("done", "said"),
+    [
+        (59, "going on from step 59 of 60"),
+        (130, "at step 130: max_steps or epochs end the run at step 60, and nothing is left to train"),
+    ],
+)
+def test_a_run_that_is_past_its_end_says_so(done: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It said that it went on from step 130 of 60."""
+    with bar(60, done=done):
+        pass
+    assert capsys.readouterr().out == said + "\n"
