@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from streampack_recipes.full_finetune import train
 
+from tests.support.ranks import run_ranks
 from tests.support.tiny import numbers, tiny_config
 
 # torchtune's cosine, which rises again behind its last step.
@@ -69,3 +70,22 @@ def test_more_epochs_than_before_have_a_schedule_of_their_own(tmp_path: Path, wh
     assert len(found) == pytest.approx(2 * len(whole), abs=2)
     assert_falls(found[len(whole) + 1 :])
     assert found[len(whole) + 1] > PEAK / 3, "the second half of the new one"
+
+
+@pytest.mark.filterwarnings("ignore:.*evenly:UserWarning")
+@pytest.mark.parametrize("packs_per_step", [2, None])
+def test_a_resume_on_more_ranks_than_lanes_keeps_the_steps(
+    packs_per_step: int | None, tmp_path: Path, whole: list[float]
+) -> None:
+    """Each rank took its share of a step, those without lanes too: there were twice as many steps."""
+    settings: dict[str, Any] = {
+        "packs_per_step": packs_per_step,
+        "batch_size": 2 if packs_per_step is None else 1,
+    }
+    train(config(tmp_path, max_steps=8, **settings))
+    later = config(tmp_path, resume=True, **settings)
+    run_ranks(train, 2, later)
+    found = rates(tmp_path)
+    assert len(found) == len(whole)
+    assert found[9:] == pytest.approx(whole[9:])
+    assert_falls(found[9:])

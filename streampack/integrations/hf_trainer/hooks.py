@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -177,17 +178,23 @@ class Hooks:
     def get_train_dataloader(self) -> Steps:
         """Return the packed batches, without accelerate, which would shard them among the ranks again."""
         # _train_batch_size is per_device_train_batch_size, or less with auto_find_batch_size.
-        loader = self._loader(
-            self.packs, self.trainer._train_batch_size, self.trainer.args.gradient_accumulation_steps
-        )
+        accumulation = self.trainer.args.gradient_accumulation_steps
+        state = None if self.checkpoint is None else read_stream(self.checkpoint)
+        loader = self._loader(self.packs, self.trainer._train_batch_size, accumulation, state=state)
         if self.steps is None:
             self.first_epoch = self.packs._epochs_begun.upcoming()
         # A second training reads the same packs as the first, as with Trainer's own loaders.
         self.packs.set_epoch(self.first_epoch)
         steps_before = 0
-        if self.checkpoint is not None:
-            loader.load_state_dict(read_stream(self.checkpoint))
+        if self.checkpoint is not None and state is not None:
+            loader.load_state_dict(state)
             steps_before = read_trainer(self.checkpoint)["global_step"]
+        if loader.batches_per_step != accumulation:
+            raise ValueError(
+                f"num_lanes={self.packs.num_lanes} cannot be shared evenly by {loader.rank_sync.world_size} ranks: a "
+                f"step would have {loader.batches_per_step} batches on each, and Trainer takes {accumulation} "
+                "(gradient_accumulation_steps); use a number of ranks that divides the lanes, or leave num_lanes out"
+            )
         args = self.trainer.args
         # With auto_find_batch_size, Trainer calls this again for another batch size, which needs another plan.
         if self.plan is not None or args.max_steps <= 0:
@@ -310,15 +317,23 @@ class Hooks:
             self.trainer._metrics["train"]["num_tokens"] = [ledger.packed]
 
     def _loader(
-        self, packs: IterablePackedDataset, batch_size: int, accumulation_steps: int = 1
+        self,
+        packs: IterablePackedDataset,
+        batch_size: int,
+        accumulation_steps: int = 1,
+        *,
+        state: Mapping[str, Any] | None = None,
     ) -> PackedDataLoader:
         args = self.trainer.args
+        # A run that goes on may have fewer lanes than ranks. A step has ``accumulation_steps`` batches all the same.
+        lanes = state.get("num_lanes") if isinstance(state, Mapping) else None
+        ranks = min(args.world_size, lanes) if type(lanes) is int and lanes > 0 else args.world_size
         loader = PackedDataLoader(
             packs,
             batch_size=batch_size,
             num_workers=args.dataloader_num_workers,
             prefetch_factor=args.dataloader_prefetch_factor or 8,
-            packs_per_step=batch_size * accumulation_steps * args.world_size,
+            packs_per_step=batch_size * accumulation_steps * ranks,
             pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
             timeout=args.ddp_timeout,
         )
