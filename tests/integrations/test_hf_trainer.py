@@ -213,6 +213,16 @@ def test_a_checkpoint_of_another_stream_is_refused(tmp_path: Path) -> None:
         packed(tmp_path, stream(seed=1)).train(resume_from_checkpoint=True)
 
 
+def test_a_cache_that_trainer_leaves_on_changes_nothing(tmp_path: Path, straight: Losses) -> None:
+    trainer = packed(tmp_path, max_steps=1, use_cache=True)
+    trainer.train()
+    assert losses(trainer)[1] == straight[1]
+    trainer.save_model()
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["use_cache"] is True
+    assert "streampack" not in str(saved)
+
+
 def test_token_totals_in_the_logs(tmp_path: Path) -> None:
     rows = [*samples(100), {"tokens": [5] * 70, "labels": [5] * 70}]
     trainer = packed(tmp_path, stream(rows, epochs=1, overlong="truncate"), max_steps=1000)
@@ -332,6 +342,8 @@ def test_bad_datasets_are_refused(tmp_path: Path, changes: dict[str, Any], messa
         ("model._tp_size", 2, "tp_size is 2: those ranks must see the same packs"),
         ("args.average_tokens_across_devices", False, "average_tokens_across_devices=False weighs"),
         ("args.include_num_input_tokens_seen", "non_padding", "leave it out, the logs have num_tokens"),
+        ("neftune_noise_alpha", 5.0, "each sample would get less noise than alone; leave it out"),
+        ("args.accelerator_config.split_batches", True, "divide per_device_train_batch_size by the number"),
         ("model_accepts_loss_kwargs", False, "LlamaForCausalLM does not take num_items_in_batch"),
     ],
 )
@@ -339,7 +351,7 @@ def test_bad_settings_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, value: Any, message: str
 ) -> None:
     trainer = trainer_of(tmp_path, train_dataset=stream())
-    if "average" in where:
+    if "average" in where or "split" in where:
         monkeypatch.setattr(type(trainer.args), "world_size", 2)
     target = trainer
     *path, name = where.split(".")

@@ -150,6 +150,16 @@ def _require_settings(trainer: Trainer, packs: IterablePackedDataset) -> None:
             "include_num_input_tokens_seen='non_padding' sums the attention mask, which holds boundaries here; leave "
             "it out, the logs have num_tokens"
         )
+    if trainer.neftune_noise_alpha is not None:
+        raise ValueError(
+            f"neftune_noise_alpha={trainer.neftune_noise_alpha} divides its noise by the root of a row's length, "
+            "and a row here is a pack: each sample would get less noise than alone; leave it out"
+        )
+    if args.world_size > 1 and args.accelerator_config.split_batches:
+        raise ValueError(
+            "split_batches=True shares the rows of per_device_train_batch_size among the ranks, and here each rank "
+            "gets so many packs; leave it out, and divide per_device_train_batch_size by the number of ranks"
+        )
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)
     for name in ("tp_size", "cp_size", "sp_size"):
         # Trainer's get_tp_size and the like know of models loaded with a tp_plan and of DeepSpeed's settings.
