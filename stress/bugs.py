@@ -29,7 +29,7 @@ from stress.corpus import (
 )
 from stress.job import Run, job
 from stress.kills import iterate_killing_workers
-from stress.planted import BUGS, plant, read_trace
+from stress.planted import BUGS, forget_runs, plant, read_trace
 from stress.ranks import RankPools, kill_tree
 from stress.topology import Stage, check_steps, common_steps, run_stages
 
@@ -81,8 +81,8 @@ class Outcome:
 
     Attributes:
         failure: the check or test that failed first; None if all passed.
-        broken: why the outcome says nothing about the checks, if so: the bug could not be planted, never ran, or broke
-            by itself, or the checks could not be run.
+        broken: why the outcome says nothing about the checks, if so: the bug could not be planted, did not run in what
+            failed, or broke by itself; or the checks could not be run to a failure.
     """
 
     failure: str | None
@@ -110,15 +110,25 @@ def try_bugs(run: Run, names: Sequence[str], outcome_of: Callable[[str], Outcome
     return seen
 
 
-def judge(failure: str | None, trace: Sequence[str]) -> Outcome:
-    """Return the outcome of a run with a bug planted, by what failed and what the bug's trace says."""
-    wrong = [line for line in trace if line not in {"planted", "ran"}]
+def judge(failure: str | None, trace: Sequence[str], *, broken: str | None = None) -> Outcome:
+    """Return the outcome of a run with a bug planted, by what failed and what the bug's trace says.
+
+    Args:
+        failure: the check or test that failed first; None if all passed.
+        trace: what `read_trace` returned.
+        broken: why the checks did not end, if so.
+    """
+    wrong = [line for line in trace if line not in {"planted", "ran", "ran here"}]
     if wrong:
         return Outcome(failure, wrong[0])
     if "planted" not in trace:
         return Outcome(failure, f"was not planted: {failure}")
+    if broken:
+        return Outcome(failure, broken)
     if "ran" not in trace:
         return Outcome(failure, "never ran")
+    if failure is not None and "ran here" not in trace:
+        return Outcome(failure, f"did not run in what failed: {failure}")
     return Outcome(failure)
 
 
@@ -132,15 +142,17 @@ def check_outcome(bug: str | None) -> Outcome:
         process.start()
         theirs.close()
         failure: str | None = f"hung for {LIMIT} s"
+        broken = None
         if ours.poll(LIMIT):
             try:
                 failure = ours.recv()
             except EOFError:
                 process.join()
-                failure = f"died with exit code {process.exitcode}"
+                # No check lets its own process die: what killed it may have nothing to do with the bug.
+                failure = broken = f"the checks died with exit code {process.exitcode}"
         kill_tree(process.pid or 0)
         process.join()
-        return Outcome(failure) if bug is None else judge(failure, read_trace(trace))
+        return Outcome(failure) if bug is None else judge(failure, read_trace(trace), broken=broken)
 
 
 def _plant_and_check(bug: str | None, trace: Path, pipe: Connection) -> None:
@@ -149,6 +161,7 @@ def _plant_and_check(bug: str | None, trace: Path, pipe: Connection) -> None:
         plant(bug)
     failure = None
     for check in (check_windows, check_epochs, check_resumes, check_equal_steps, check_worker_restart):
+        forget_runs()
         try:
             check()
         except BaseException as error:
@@ -267,21 +280,18 @@ def suite_outcome(bug: str | None, files: Sequence[Path]) -> Outcome:
         process = subprocess.Popen(
             command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
+        failure: str | None = None
+        broken = None
         try:
             output, _ = process.communicate(timeout=SUITE_LIMIT)
         except subprocess.TimeoutExpired:
             kill_tree(process.pid)
             process.communicate()
-            failure: str | None = f"hung for {SUITE_LIMIT} s"
+            failure = f"hung for {SUITE_LIMIT} s"
         else:
-            failure = None
-            if process.returncode != 0:
+            if process.returncode == 1:
                 found = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
-                failure = found[1] if found else f"pytest ended with {process.returncode}: {output[-300:]}"
-            if bug is not None and process.returncode not in {
-                0,
-                1,
-            }:  # 1: tests failed; all else: they did not run
-                wrong = [line for line in read_trace(trace) if line.startswith("cannot be planted")]
-                return Outcome(failure, wrong[0] if wrong else failure)
-        return Outcome(failure) if bug is None else judge(failure, read_trace(trace))
+                failure = found[1] if found else output[-300:]
+            elif process.returncode != 0:  # the tests were not run
+                failure = broken = f"pytest ended with {process.returncode}: {output[-300:]}"
+        return Outcome(failure) if bug is None else judge(failure, read_trace(trace), broken=broken)

@@ -49,15 +49,36 @@ def plant(name: str) -> None:
 
 
 def read_trace(path: str | os.PathLike[str]) -> list[str]:
-    """Return what processes wrote of a bug, each line once: ``planted``, ``ran``, or what is wrong with the bug."""
+    """Return what processes wrote of a bug, each line once.
+
+    That is ``planted``; ``ran``; ``ran here``, if it ran since `forget_runs`; or what is wrong with the bug.
+    """
     lines = Path(path).read_text().splitlines() if Path(path).exists() else []
-    return sorted(set(lines))
+    return sorted({*lines, *(["ran here"] if Path(f"{path}.here").exists() else [])})
+
+
+def forget_runs() -> None:
+    """Let the trace say ``ran here`` only if the bug runs again, in whatever process."""
+    if path := os.environ.get("STRESS_BUG_TRACE"):
+        Path(f"{path}.here").unlink(missing_ok=True)
+
+
+def pytest_runtest_logstart() -> None:
+    """Tell for each test whether the bug ran in it; a hook of pytest."""
+    forget_runs()
 
 
 def _write_trace(line: str) -> None:
     if path := os.environ.get("STRESS_BUG_TRACE"):
         with Path(path).open("a") as file:  # one short line for each process: appended whole
             file.write(f"{line}\n")
+
+
+def _note_run() -> None:
+    path = os.environ.get("STRESS_BUG_TRACE")
+    if path and not (here := Path(f"{path}.here")).exists():
+        here.touch()
+        _write_trace("ran")
 
 
 def _set(owner: Any, name: str, value: Any) -> None:
@@ -81,10 +102,7 @@ def _traced(function: Callable[..., Any] | None) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def traced(*args: Any, **settings: Any) -> Any:
-        global _ran_in
-        if os.getpid() != _ran_in:
-            _ran_in = os.getpid()
-            _write_trace("ran")
+        _note_run()
         try:
             return function(*args, **settings)
         except (AttributeError, NameError, TypeError, ImportError) as error:
@@ -94,9 +112,6 @@ def _traced(function: Callable[..., Any] | None) -> Callable[..., Any]:
             raise
 
     return traced
-
-
-_ran_in = -1  # the process that has said so already; a forked one says it again
 
 
 @bug

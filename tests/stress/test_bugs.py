@@ -27,6 +27,9 @@ class Target:
     def unused(self) -> int:
         return 0
 
+    def early(self) -> int:
+        return 0
+
 
 def absent_attribute() -> None:
     planted._set(Target, "no_such_name", lambda self: 0)
@@ -38,6 +41,12 @@ def absent_module() -> None:
 
 def never_runs() -> None:
     planted._set(Target, "unused", lambda self: 1)
+
+
+def runs_before_what_fails() -> None:
+    """Not the bug makes the check fail: a stray change does."""
+    planted._set(Target, "early", lambda self: 1)
+    Target.answer = lambda self: 43  # type: ignore[method-assign]
 
 
 def misfit() -> None:
@@ -72,6 +81,11 @@ def killed() -> None:
     planted._set(Target, "answer", answer)
 
 
+def before() -> None:
+    """A check that runs `Target.early`, and passes whatever it says."""
+    Target().early()
+
+
 def check() -> None:
     target = Target()
     assert target.answer() == 42
@@ -82,12 +96,13 @@ CASES: dict[Callable[[], None], str] = {
     absent_attribute: "cannot be planted: AttributeError: Target has no no_such_name",
     absent_module: "cannot be planted: ModuleNotFoundError: No module named 'streampack.no_such_module'",
     never_runs: "never ran",
+    runs_before_what_fails: "did not run in what failed: check: AssertionError",
     misfit: "broke by itself: AttributeError: 'Target' object has no attribute 'no_such_field'",
     wrong_arguments: "broke by itself: TypeError: ",
     unnoticed: "not seen",
     noticed: "seen",
     noticed_property: "seen",
-    killed: "seen",
+    killed: "the checks died with exit code -9",
 }
 
 
@@ -95,8 +110,9 @@ CASES: dict[Callable[[], None], str] = {
 def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     """A job's run in whose place of checks stands one of `Target`, and whose bugs are those of this file."""
     monkeypatch.setattr(planted, "BUGS", {plant.__name__: plant for plant in CASES})
-    for name in ("check_windows", "check_epochs", "check_resumes", "check_equal_steps"):
+    for name in ("check_windows", "check_epochs", "check_resumes"):
         monkeypatch.setattr(bugs, name, lambda: None)
+    monkeypatch.setattr(bugs, "check_equal_steps", before)
     monkeypatch.setattr(bugs, "check_worker_restart", check)
     return Run("bugs", quick=False)
 
@@ -120,23 +136,39 @@ def test_the_gate_fails_for_bugs_that_prove_nothing_and_for_bugs_not_seen(run: A
 
 
 def test_what_a_trace_says() -> None:
-    assert judge("a test", ["planted", "ran"]).seen
+    assert judge("a test", ["planted", "ran", "ran here"]).seen
+    assert judge("a test", ["planted", "ran"]).broken == "did not run in what failed: a test"
     assert judge("hung for 90 s", ["planted"]).broken == "never ran"
     assert judge("died with exit code 1", []).broken == "was not planted: died with exit code 1"
     assert judge(None, ["planted", "ran"]) == Outcome(None)
 
 
-def test_a_suite_that_cannot_run_sees_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    passing, failing = tmp_path / "test_passing.py", tmp_path / "test_failing.py"
-    passing.write_text("def test_one():\n    pass\n")
-    failing.write_text("def test_one():\n    assert False\n")
+NULL_PACK = "from streampack.packing import batch\n\ndef test_null():\n    assert batch.null_pack(4).labels"
+TESTS = {
+    "failing": "def test_one():\n    assert False\n",
+    "passing": f"{NULL_PACK}.size == 4\n",
+    "noticing": f"{NULL_PACK}.tolist() == [-100] * 4\n",
+    "unreadable": "import no_such_module\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("bug", "files", "says"),
+    [
+        (None, ["passing", "noticing"], "not seen"),
+        ("null-packs-train", ["passing", "noticing"], "seen"),
+        ("null-packs-train", ["failing"], "never ran"),
+        ("null-packs-train", ["passing", "failing"], "did not run in what failed: "),
+        ("null-packs-train", ["passing", "unreadable"], "pytest ended with 2"),
+        # The plugin itself ends in an error: pytest ends with neither 0 nor 1.
+        ("no-such-bug", ["passing"], "cannot be planted: KeyError"),
+    ],
+)
+def test_a_suite_sees_a_bug_only_in_a_test_that_runs_it(
+    bug: str | None, files: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    assert suite_outcome(None, [passing]) == Outcome(None)
-    assert suite_outcome(None, [failing]).failure is not None
-    # The plugin itself ends in an error, because no bug has this name: pytest ends with neither 0 nor 1.
-    assert "cannot be planted: KeyError" in said(suite_outcome("no-such-bug", [passing]))
-    # A real bug is planted, and a test fails which never runs it.
-    assert said(suite_outcome("null-packs-train", [failing])) == "never ran"
-    assert said(suite_outcome("null-packs-train", [tmp_path / "test_absent.py"])).startswith(
-        "pytest ended with 4"
-    )
+    paths = [tmp_path / f"test_{file}.py" for file in files]
+    for file, path in zip(files, paths, strict=True):
+        path.write_text(TESTS[file])
+    assert said(suite_outcome(bug, paths)).startswith(says)
