@@ -100,7 +100,7 @@ def scan(
         storage_options: see `JSONLSource`, as for the two arguments below.
         retries: how often a failed read is tried again.
         timeout: seconds that one request may take.
-        progress: show a bar.
+        progress: show a bar, if tqdm is installed.
 
     Raises:
         ValueError: if nothing matches, no file can be read, one is named twice, or there are files of both kinds; if
@@ -254,12 +254,12 @@ def _map(look: Any, files: Sequence[File], advance: Any) -> list[_Look]:
 
 @contextmanager
 def _bar(total: int, *, shown: bool) -> Iterator[Any]:
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        shown = False
     if not shown:
         yield lambda: None
         return
-    try:
-        from tqdm import tqdm
-    except ImportError as error:
-        raise ImportError("a progress bar needs tqdm: pip install 'streampack[tune]'") from error
     with tqdm(total=total, desc="Scanning", unit=" files", dynamic_ncols=True) as bar:
         yield bar.update

@@ -15,14 +15,14 @@ PROBED_ROWS = 64
 
 @contextmanager
 def progress_bar(job: Job, found: list[Progress], *, shown: bool) -> Iterator[Report]:
-    """Show a bar of the tokens that a job writes, unless ``shown`` is False; yield the function that moves it."""
+    """Show a bar of the tokens that a job writes, if ``shown`` and tqdm is installed; yield what moves it."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        shown = False
     if not shown:
         yield lambda tokens: None
         return
-    try:
-        from tqdm import tqdm
-    except ImportError as error:
-        raise ImportError("a progress bar needs tqdm: pip install 'streampack[tune]'") from error
     total = None
     with suppress(Exception):  # streams have no length; a broken row is reported where it is read
         rows, scale = job.config.source.probe(PROBED_ROWS)

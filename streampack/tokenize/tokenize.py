@@ -96,7 +96,7 @@ def tokenize(
         lanes: parts of the source, or of the files that were added to it. Default: as many as they fill, up to 64.
         shard_tokens: a shard ends with the document that reaches this number.
         dtype: ``"uint16"``, ``"uint32"``, or ``"auto"``: the smallest that holds the tokenizer's ``vocab_size``.
-        progress: show a bar.
+        progress: show a bar, if tqdm is installed.
         engine: ``"processes"``, or ``"ray"``: the lanes are tasks of a Ray cluster, as many at a time as it has CPUs.
             They are tried again where a process or a node dies. All nodes must reach the folder.
         address: of the Ray cluster, such as ``"auto"``. Default: that of ``RAY_ADDRESS``, otherwise a new one here.

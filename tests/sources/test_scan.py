@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -357,6 +358,16 @@ def test_the_command_prints_a_summary_and_exits_with_1_for_problems(
     assert "6/6" in shown.err, "the progress bar"
     assert cli.main(["scan", str(tmp_path / "none"), "--out", str(tmp_path / "no")]) == 1
     assert "no file matches" in capsys.readouterr().err
+
+
+def test_without_tqdm_there_is_no_bar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus("jsonl", tmp_path / "data")
+    monkeypatch.setitem(sys.modules, "tqdm", None)  # as if it were not installed
+    found = scan(tmp_path / "data", out=tmp_path / "manifest")
+    assert found.problems == []
+    assert capsys.readouterr().err == ""
 
 
 def test_an_interrupted_scan_says_so_and_leaves_no_manifest(

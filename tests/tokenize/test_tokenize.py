@@ -89,6 +89,13 @@ def test_the_number_of_workers_changes_no_byte(tmp_path: Path) -> None:
     assert index["generations"][0]["encoder"]["fingerprint"] == encode.fingerprint()
 
 
+def test_without_tqdm_there_is_no_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = corpus(tmp_path / "corpus")
+    shown = content(run(source, tmp_path / "shown", progress=True))
+    monkeypatch.setitem(sys.modules, "tqdm", None)  # as if it were not installed
+    assert content(run(source, tmp_path / "out", progress=True)) == shown
+
+
 class Killed(BaseException):
     """Caught by no handler, like a SIGKILL."""
 
