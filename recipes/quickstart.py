@@ -27,8 +27,8 @@ DRAWN_PACKS = 4
 NEXT = """
 What to try next:
   see the run                open {report} in a browser
-  pack as torchtune does     make quickstart ARGS="data.strategy=next_fit", and compare the padding
-  never cut a long sample    make quickstart ARGS="data.overlong=split"
+  pack as torchtune does     python -m streampack_recipes.quickstart data.strategy=next_fit, and compare the padding
+  never cut a long sample    python -m streampack_recipes.quickstart data.overlong=split
   your own data              streampack cp quickstart my.yaml, edit it, and
                              tune run streampack_recipes/full_finetune --config my.yaml
 """

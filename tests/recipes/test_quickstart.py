@@ -33,6 +33,19 @@ def test_the_quickstart_resumes_by_itself(tmp_path, monkeypatch, capsys):
         quickstart.main(["--traceback", "maxsteps=1"])
 
 
+def test_what_it_advises_runs_without_a_clone(tmp_path, monkeypatch, capsys):
+    config = tiny_config(tmp_path, validation=None, max_steps=1, output_dir=str(tmp_path / "runs"))
+    monkeypatch.setattr(quickstart.stdlib_corpus, "prepare", lambda: None)
+    monkeypatch.setattr(OmegaConf, "load", lambda _: config.copy())
+    assert quickstart.main([]) == 0
+    said = capsys.readouterr().out.partition("What to try next")[2]
+    assert "make " not in said, "a wheel has no Makefile"
+    advised = re.findall(r"python -m streampack_recipes.quickstart ([^\s,]+)", said)
+    assert len(advised) == 2
+    for overrides in advised:
+        assert quickstart.main([overrides]) == 0
+
+
 def test_packed_tokens_are_those_of_the_run(tmp_path):
     config = tiny_config(tmp_path, max_steps=5, validation=None)
     ledger = train(config)["ledger"]
