@@ -52,7 +52,7 @@ def packs_of_step(dataset: IterablePackedDataset, checkpoints: Path, step: int) 
             f"the run had data.method={state['method']}, whose steps are not kept; remove the step"
         )
     dataset.load_state_dict(state)
-    loader = PackedDataLoader(dataset, batch_size=packs_per_step)
+    loader = PackedDataLoader(dataset, batch_size=packs_per_step, packs_per_step=packs_per_step)
     if (batch := next(islice(loader, step - begun - 1, None), None)) is None:
         raise ValueError(f"the data end before step {step}, which was never trained")
     return unstack_packs(batch)
