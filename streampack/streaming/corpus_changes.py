@@ -19,11 +19,6 @@ from streampack.validation import require
 Histories = dict[str, list[tuple[int, str]]]
 """For each source of files the lists that a run was read by: (first epoch, digest of the list), the oldest first."""
 
-WHAT_HAPPENS = (
-    "Added files are read from the next epoch of their source on; of removed and changed ones nothing more is read, "
-    "and what waited of them is dropped"
-)
-
 
 class Resumed(NamedTuple):
     """The result of `CorpusChanges.resume`: a state for the sources of now, what changed, and `Reading.earlier`."""
@@ -101,13 +96,14 @@ class CorpusChanges:
                 changed[name] = self._described(name, source, history[-1][1], loaded.num_lanes)
                 if self.allowed:
                     self._require_all_lanes(name, loaded)
-                history.append((1 + max(self._epochs(name, loaded.lane_states.values()), default=0), digest))
+                begin = 1 + max(self._epochs(name, loaded.lane_states.values()), default=0)
+                history[:] = [(0, digest)] if loaded.num_lanes is None else [*history, (begin, digest)]
         if changed and not self.allowed:
             if self.folder is None:  # the identities of the runs are compared next, and tell what they can
                 return Resumed(loaded, {}, {})
             raise ValueError(
                 f"the corpus is not the one that the state was made with: {described(changed)}. Resume with what the "
-                f'run began with, or set corpus_changes="allow" to go on with this one. {WHAT_HAPPENS}'
+                f'run began with, or set corpus_changes="allow" to go on with this one. {what_happens(loaded)}'
             )
         earlier = {
             name: self._earlier(name, source, histories[name], loaded)
@@ -161,11 +157,11 @@ class CorpusChanges:
     def _require_all_lanes(self, name: str, loaded: LoadedState) -> None:
         """Refuse a state without the lanes of other consumers, such as other workers of torch's DataLoader.
 
-        The new list begins after the latest epoch of any lane, and each consumer would take another one. A lane that
-        has yielded nothing has no state either. But as long as there is one, no lane has ended the first epoch.
+        The new list begins after the latest epoch of any lane, and each consumer would take another one, except in the
+        first epoch. A lane that has yielded nothing has no state either.
         """
         states = loaded.lane_states.values()
-        if len(states) == loaded.num_lanes:
+        if not loaded.partial or len(states) == loaded.num_lanes:
             return
         for state, epoch in zip(states, self._epochs(name, states), strict=True):
             if epoch > self.source.epochs_read(loaded.epoch, (0,) * len(state.front))[name]:
@@ -194,6 +190,16 @@ class CorpusChanges:
         lists = [CorpusList.load(self.folder, digest, loaded.num_lanes) for _, digest in history[:-1]]
         entries = [*(each.files for each in lists), source.listed()]
         return [Division(history[i + 1][0], each.parts_in(entries[i + 1 :])) for i, each in enumerate(lists)]
+
+
+def what_happens(loaded: LoadedState) -> str:
+    """Say what becomes of files that changed since a state was made."""
+    if loaded.num_lanes is None:
+        return "Nothing was read before, so the run begins with this one"
+    return (
+        "Added files are read from the next epoch of their source on; of removed and changed ones nothing more is "
+        "read, and what waited of them is dropped"
+    )
 
 
 def described(changed: Mapping[str, str]) -> str:

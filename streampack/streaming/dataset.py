@@ -24,7 +24,7 @@ from streampack.sources.mixture import Mix
 from streampack.storage.read_ahead import READ_AHEAD, ReadAhead
 from streampack.storage.use import StorageUse
 from streampack.streaming.consumers import Ranks, ranks_for_plain_iteration
-from streampack.streaming.corpus_changes import WHAT_HAPPENS, CorpusChanges, described
+from streampack.streaming.corpus_changes import CorpusChanges, described, what_happens
 from streampack.streaming.epochs import EpochCounter
 from streampack.streaming.estimate import Estimate, estimate
 from streampack.streaming.iteration import PackDicts, RefusedIteration
@@ -210,6 +210,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         # A loaded state, and whether an iteration has gone on from it.
         self._resume = Resume(self._epochs_begun)
         self._stream: PackStream | None = None  # the packs of the newest iteration
+        self._partial = False  # whether it has some of the lanes only, or the loaded state has
         # In a copy of a dataset: the lane states after the newest pack of the original.
         self._newest: PackDicts | None = None  # iteration in this process
         self._copied: dict[int, LaneState] | None = None
@@ -260,6 +261,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         self.epoch = begin.epoch
         self.settings.choose_window(self.lane_config.packing, world_size)
         self._stream = self.stream(consumer, consumers, lane_states=begin.lane_states)
+        self._partial = consumers > 1
         if consumer == 0:
             self._log_shared()
         if (self.num_lanes or 0) < world_size:
@@ -392,7 +394,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
                 state is theirs.
         """
         self._resume.require_here()
-        return self._state_with(as_dicts(self._lane_states()))
+        state = self._state_with(as_dicts(self._lane_states()))
+        return {**state, "partial": True} if self._partial else state
 
     def _lane_states(self) -> Mapping[int, LaneState]:
         """Return the lanes' states as of the last pack that this process yielded, or the loaded ones."""
@@ -471,7 +474,9 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         loaded, changed, earlier = self._changes.resume(state, checked_state(state))
         self._identity.require(state["identity"], names=names, changed=changed)
         if changed:
-            warn_user(f"the corpus changed since the state was made: {described(changed)}. {WHAT_HAPPENS}")
+            warn_user(
+                f"the corpus changed since the state was made: {described(changed)}. {what_happens(loaded)}"
+            )
         self.lane_config = replace(self.lane_config, earlier=earlier)
         return loaded
 
@@ -479,7 +484,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         """Let the next iteration go on from a state."""
         self.settings.keep(loaded)
         self._resume.load(loaded)
-        self.epoch = loaded.epoch
+        self.epoch, self._partial = loaded.epoch, loaded.partial
         self._stream = self._copied = None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -34,6 +34,7 @@ class LoadedState:
     num_lanes: int | None = None
     balance_window: int | None = None
     packs_per_step: int | None = None  # of the loader that made the state
+    partial: bool = False  # made by one of several consumers, whose lanes are not those of the others
     phase: int = WAITING  # how far the iteration that resumes from it is, in this process; see `epochs`
     in_worker: bool = False  # loaded in a worker process, so that only an iteration there resumes from it
 
@@ -92,6 +93,7 @@ def checked_state(state: Any) -> LoadedState:
         num_lanes,
         balance_window,
         packs_per_step,
+        state.get("partial") is True,
     )
 
 

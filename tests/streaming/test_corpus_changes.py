@@ -6,15 +6,16 @@ import itertools
 import random
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from torch.utils.data import DataLoader, IterableDataset
 
-from streampack import IterablePackedDataset, JSONLSource, Mix, ParquetSource
+from streampack import IterablePackedDataset, JSONLSource, Mix, PackedDataLoader, ParquetSource
 from streampack.sources.holdout import Holdout, hold_out
 from tests.support.conformance import content
 from tests.support.corpus import STRIDE, Numbers, write
@@ -201,6 +202,8 @@ MIXED: dict[str, Any] = {
     "shuffle_window": 6,
     "corpus_changes": "allow",
 }
+
+ALLOWED: dict[str, Any] = {"overlong": "split", "corpus_changes": "allow"}
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -452,19 +455,88 @@ def test_the_state_of_one_of_several_consumers_is_refused_where_the_others_decid
     rng = random.Random(0)
     files = {f"f{number}": new_rows(rng, number) for number in range(4)}
     write_files(tmp_path / "files", files)
-    data = make_data()
-    states = [data.state_dict() for _ in data]
+    states = list(DataLoader(States(make_data()), batch_size=None, num_workers=2))
     write_files(tmp_path / "files", {**files, "new": new_rows(rng, 9)})
     refused = []
     for state in states[::2]:
-        for lane, own in state["lanes"].items():
-            part = {**state, "lanes": {lane: own}}
-            try:
-                resumed(make_data(corpus_changes="allow"), part)
-            except ValueError as error:
-                assert "the state has 1 of 2 lanes, and the others decide, too" in str(error)
-                refused.append(own["epoch"])
-            else:
-                assert own["epoch"] == 0, "the next epoch is the same for all consumers only in the first"
-        resumed(make_data(corpus_changes="allow"), state)
+        [own] = state["lanes"].values()
+        try:
+            resumed(make_data(corpus_changes="allow"), state)
+        except ValueError as error:
+            assert "the state has 1 of 2 lanes, and the others decide, too" in str(error)
+            refused.append(own["epoch"])
+        else:
+            assert own["epoch"] == 0, "the next epoch is the same for all consumers only in the first"
     assert set(refused) == {1, 2}
+    merged = {**states[-1], "lanes": {lane: own for state in states for lane, own in state["lanes"].items()}}
+    resumed(make_data(corpus_changes="allow"), merged)
+
+
+class States(IterableDataset[dict[str, Any]]):
+    """The states of a dataset after each pack, also in worker processes."""
+
+    def __init__(self, data: IterablePackedDataset) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self.data.state_dict() for _ in self.data)
+
+
+def read(data: IterablePackedDataset, through: str, packs: int | None) -> tuple[Counter[int], dict[str, Any]]:
+    """Read so many packs, by a loader or not; return the tokens and the state."""
+    reader = data if through == "dataset" else PackedDataLoader(data)
+    given = [
+        pack["tokens"] if through == "dataset" else pack.tokens for pack in itertools.islice(reader, packs)
+    ]
+    return Counter(
+        token for tokens in given for token in tokens.flatten().tolist() if token
+    ), reader.state_dict()
+
+
+@pytest.mark.parametrize("num_lanes", [None, 3])
+@pytest.mark.parametrize("through", ["dataset", "loader"])
+def test_a_run_that_has_read_nothing_goes_on_with_other_files(
+    through: str, num_lanes: int | None, tmp_path: Path
+) -> None:
+    rng = random.Random(0)
+    files = {f"f{number}": new_rows(rng, number) for number in range(4)}
+    now = changed(rng, files, itertools.count(10))
+    settings = {**ALLOWED, "num_lanes": num_lanes, "epochs": 2, "corpus_lists": tmp_path / "lists"}
+    data = make(write_files(tmp_path / "data", files), **settings)
+    state = (data if through == "dataset" else PackedDataLoader(data)).state_dict()
+    data = make(write_files(tmp_path / "data", now), **settings)
+    said = (
+        "so the run begins with this one" if num_lanes is None else "Added files are read from the next epoch"
+    )
+    with pytest.warns(UserWarning, match=said):
+        data.load_state_dict(state)
+    packs = list(data)
+    assert tokens_of(packs, 0) == everything([untouched(files, now) if num_lanes else now], PER_FILE)
+    assert tokens_of(packs, 1) == everything([now], PER_FILE)
+
+
+@pytest.mark.parametrize("through", ["dataset", "loader"])
+def test_a_mixture_of_which_one_lane_has_given_nothing_goes_on_with_other_files(
+    through: str, tmp_path: Path
+) -> None:
+    """The other lane may be in a later pass over a small source."""
+    big = {f"f{i}": [{"i": PER_FILE * i + k, "n": 5} for k in range(20)] for i in range(4)}
+    files = {"big": big, "small": {"s": [{"i": 50 * PER_FILE, "n": 3}]}}
+    more = {
+        "big": {**big, "new": [{"i": 60 * PER_FILE, "n": 5}]},
+        "small": {**files["small"], "new": [{"i": 70 * PER_FILE, "n": 3}]},
+    }
+
+    def again(files: Mapping[str, Rows]) -> IterablePackedDataset:
+        mix = mixture(tmp_path, files, {"big": 1, "small": 1}, stop="all_exhausted")
+        return make(mix, **ALLOWED, num_lanes=2, corpus_lists=tmp_path / "lists")
+
+    begun, state = read(again(files), through, 1)
+    assert len(state["lanes"]) == 1
+    assert begun[50 * STRIDE * PER_FILE + 1] > 1, "the lane is in a later pass"
+    found, _ = read(resumed(again(more), state), through, None)
+    both = begun + found
+    small = Counter({token: both.pop(token) for token in everything([more["small"]], 3)})
+    assert both == everything([big], 5), "each row once, and the new one in the next pass"
+    assert len(small) == 6, "the next pass over the small source has begun"
+    check_exact(resumed(again(more), state), lambda: again(more))
