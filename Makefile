@@ -13,7 +13,7 @@ PYTEST_ARGS ?=
 DEVICE ?= cuda
 GPU_PYTHON ?= python3
 
-.PHONY: help setup quickstart test test-slow test-eval test-ray test-torchtitan test-kernels stress lint format bench paper models gpu wheels docs clean
+.PHONY: help setup quickstart test test-slow test-eval test-ray test-torchtitan test-kernels mutants stress lint format bench paper models gpu wheels docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -44,6 +44,9 @@ test-torchtitan: $(VENV)-torchtitan/.installed  ## torchtitan's trainer on our p
 test-kernels: .site-kernels/.installed  ## kernels that are told where sequences begin, interpreted on the CPU
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/.site-kernels:$(PYTHONPATH) $(BIN)/python -m pytest -n $(JOBS) \
 		-p tests.support.kernels_on_cpu tests/attention/test_tried_triton.py $(PYTEST_ARGS)
+
+mutants: setup  ## plant some eighty known faults, one at a time, and say which no test sees; resumable; ARGS="sources."
+	$(BIN)/python -m tests.mutants --jobs $(JOBS) $(ARGS)
 
 stress: $(VENV)/.installed-stress  ## the reliability table: kills, elastic resumes, a million packs; writes docs/reliability.md; ARGS="--list"
 	$(BIN)/python -m stress $(ARGS)

@@ -1,0 +1,153 @@
+"""Mutants: how one is written, planted, and shown to have run.
+
+A mutant is a function that patches streampack where it is documented, a public class or function, so that it outlives
+changes of what lies below. What becomes of it is written to the file that ``STREAMPACK_MUTANT_TRACE`` names, by every
+process it runs in (forked ranks and workers inherit the patch): ``planted``, ``ran TEST``, or what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+AREAS = (
+    "attention",
+    "encoders",
+    "integrations",
+    "loader",
+    "losses",
+    "map_style",
+    "packing",
+    "scoring",
+    "sources",
+    "storage",
+    "streaming",
+    "tokenize",
+    "training",
+)
+HERE = Path(__file__).parent
+MUTANTS: dict[str, Callable[[], None]] = {}
+
+_planting = ""  # the mutant whose patches are being made
+_only_noting = False  # whether patches note that they ran, and change nothing
+_noted: set[tuple[str, str]] = set()
+
+
+def mutant(plant: Callable[[], None]) -> Callable[[], None]:
+    """Register a mutant by its function's name; its docstring says what is wrong then."""
+    name = f"{plant.__module__.rpartition('.')[2]}.{plant.__name__}"
+    assert name not in MUTANTS, f"two mutants are named {name}"
+    MUTANTS[name] = plant
+    return plant
+
+
+def load() -> dict[str, Callable[[], None]]:
+    """Import the mutants of all areas."""
+    for area in AREAS:
+        importlib.import_module(f"tests.mutants.{area}")
+    return MUTANTS
+
+
+def plant(name: str) -> None:
+    """Plant a mutant; the trace says that it is planted, or why it cannot be."""
+    global _planting
+    _planting = name
+    try:
+        load()[name]()
+    except BaseException as error:
+        write_trace(f"cannot be planted: {type(error).__name__}: {error}".splitlines()[0])
+        raise
+    write_trace("planted")
+
+
+def note_runs() -> None:
+    """Plant all mutants without their faults: the trace then names which tests run which of them."""
+    global _only_noting
+    _only_noting = True
+    for name in load():
+        plant(name)
+
+
+def patch(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
+    """Replace a method or property of a class by what ``make`` makes of it.
+
+    Args:
+        owner: the class, or a module whose own code looks the name up when it is called.
+        name: an attribute that exists: a patch of a name that nobody uses would never be found.
+        make: takes the function that was there, and returns the faulty one.
+    """
+    good = inspect.getattr_static(owner, name)
+    if isinstance(good, property):
+        setattr(owner, name, property(_watched(good.fget, make), good.fset))
+    elif isinstance(good, staticmethod | classmethod):
+        setattr(owner, name, type(good)(_watched(good.__func__, make)))
+    else:
+        assert callable(good), f"{owner}.{name} is no function"
+        setattr(owner, name, _watched(good, make))
+
+
+def patch_function(good: Callable[..., Any], make: Callable[[Any], Callable[..., Any]]) -> None:
+    """Replace a function in every module of streampack that has it under whatever name."""
+    bad = _watched(good, make)
+    places = [
+        (module, name)
+        for key, module in list(sys.modules.items())
+        if key.partition(".")[0] == "streampack"
+        for name, value in list(vars(module).items())
+        if value is good
+    ]
+    assert places, f"no module of streampack has {good}"
+    for module, name in places:
+        setattr(module, name, bad)
+
+
+def _watched(good: Any, make: Callable[[Any], Callable[..., Any]]) -> Callable[..., Any]:
+    """Make the faulty function, and let the trace tell in which tests it runs and whether it breaks by itself."""
+    mutant = _planting
+    bad = good if _only_noting else make(good)
+
+    @functools.wraps(good)
+    def watched(*args: Any, **settings: Any) -> Any:
+        _note_run(mutant)
+        try:
+            return bad(*args, **settings)
+        except Exception as error:
+            if not isinstance(error, StopIteration) and (broken := _broken_by_itself(error, bad)):
+                write_trace(broken)
+            raise
+
+    return watched
+
+
+def _broken_by_itself(error: Exception, bad: Callable[..., Any]) -> str | None:
+    """Say what is wrong with a patch whose own code raised: it no longer fits streampack, so no check has seen it."""
+    frames = [Path(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)][1:]
+    home = Path(bad.__code__.co_filename).parent
+    ours = [number for number, path in enumerate(frames) if path.parent in {home, HERE}]
+    # What the patch calls of streampack, or of a test's own class, may raise because of the fault.
+    if _only_noting or any(
+        set(path.parts) & {"streampack", "tests"} for path in frames[max(ours, default=-1) + 1 :]
+    ):
+        return None
+    return f"broke by itself: {type(error).__name__}: {error}".splitlines()[0]
+
+
+def _note_run(mutant: str) -> None:
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]  # "path::name (call)"
+    if (mutant, test) not in _noted:
+        _noted.add((mutant, test))
+        write_trace(f"ran {mutant} {test}")
+
+
+def write_trace(line: str) -> None:
+    """Append a line to the trace; one short line, so that processes do not mix theirs."""
+    if path := os.environ.get("STREAMPACK_MUTANT_TRACE"):
+        with Path(path).open("a") as file:
+            file.write(f"{line}\n")
