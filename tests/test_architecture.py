@@ -1,4 +1,4 @@
-"""The architecture: which module may import which, what is public, which test belongs to which module."""
+"""The architecture: which module may import which, and what is public."""
 
 from __future__ import annotations
 
@@ -66,32 +66,6 @@ SUBCLASSES = {
     "streampack/integrations/lm_eval/model.py": "lm_eval's model for Hugging Face",
     "streampack/integrations/torchtitan/__init__.py": "imports data_loader.py",
     "streampack/integrations/torchtitan/data_loader.py": "torchtitan's loader",
-}
-
-# Tests of no single module, by their place under tests/.
-FREE_TESTS = {
-    "test_architecture.py": "the layers, the public names, the places of tests",
-    "test_docs.py": "README and docs",
-    "test_docs_made.py": "tables and pictures of docs/ that are made from the code",
-    "test_mistakes.py": "the likeliest mistakes of a newcomer, through every door",
-    "inspection/test_commands.py": "`streampack unpack` and `streampack trace`, on one run",
-    "test_fuzz.py": "configurations and chains of resumes drawn at random, from sources to loaders",
-    "distributed/test_processes.py": "several processes: loader and collectives together",
-    "loader/test_interrupts.py": "exceptions in the middle of next(): loader, workers, streams and sources together",
-    "loader/test_worker_ends.py": "worker processes that end, or whose trainer does",
-    "attention/test_packed_equals_alone.py": "packed equals alone, through the model and the loss",
-    "integrations/test_hybrid_models.py": "Trainer on models with layers that carry a state",
-    "integrations/test_trl.py": "TRL's SFTTrainer on a stream of packs",
-    "recipes/test_stock_recipe.py": "torchtune's own recipe on our PackedDataset",
-    "recipes/test_examples.py": "the scripts under examples/",
-    "recipes/test_after_training.py": "what the recipes leave, in transformers, PEFT and torchtune",
-    "sources/test_sources.py": "what all sources promise",
-    "sources/test_bad_shards.py": "files that cannot be read: sources, listings, lanes and quarantine together",
-    "streaming/test_few_lanes.py": "lanes, streams and loaders where lanes are few or empty",
-    "stress/test_stress.py": "the long jobs of `make stress`, with small counts",
-    "benchmarks/test_commands.py": "the commands under benchmarks/ that no other test runs",
-    "benchmarks/test_paper_tables.py": "the tables of the paper's comparison",
-    "attention/test_attention.py": "what all backends promise",
 }
 
 
@@ -308,37 +282,6 @@ def test_a_missing_docstring_is_seen() -> None:
     assert not is_documented("bare", bare)
     assert not is_documented("NO_SUCH_CONSTANT", 3)
     assert is_documented("unit_of", unit_of)
-
-
-def test_every_test_file_mirrors_a_module() -> None:
-    places = [path.relative_to(ROOT / "tests") for path in sorted((ROOT / "tests").rglob("test_*.py"))]
-    strays = [str(place) for place in places if str(place) not in FREE_TESTS and not mirrors(place)]
-    assert not strays, f"named after no module, and not in FREE_TESTS: {strays}"
-    assert set(FREE_TESTS) <= {str(place) for place in places}
-
-
-def mirrors(place: Path) -> bool:
-    """Whether tests/FOLDER/test_NAME.py, or test_NAME_more.py, has its streampack/FOLDER/NAME.py or folder NAME."""
-    stem = place.stem.removeprefix("test_")
-    folders = [root / place.parent for root in (PACKAGE, ROOT)]
-    modules = [
-        module.stem
-        for folder in folders
-        if folder != ROOT
-        for module in folder.glob("*")
-        if module != PACKAGE
-    ]
-    return any(stem == module or stem.startswith(f"{module}_") for module in modules)
-
-
-def test_a_stray_test_file_is_seen() -> None:
-    assert mirrors(Path("test_accounting.py"))
-    assert mirrors(Path("packing/test_planner.py"))
-    assert mirrors(Path("packing/test_encoders_chat.py"))
-    assert mirrors(Path("integrations/test_hf_trainer.py"))
-    assert mirrors(Path("recipes/test_pretrain.py"))
-    assert not mirrors(Path("test_planner.py"))
-    assert not mirrors(Path("packing/test_misc.py"))
 
 
 def test_no_file_imports_itself_by_way_of_others() -> None:
