@@ -26,7 +26,7 @@ from tests.mutants.registry import load
 ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDER = ROOT / "build" / "mutants"
 MARKERS = "not slow and not gpu"
-LIMIT = 900  # seconds for the tests of one mutant; one that ran and makes them hang counts as seen
+LIMIT = 120  # seconds for the tests of one mutant, and five times what they take without; one that hangs them is seen
 
 
 @dataclass
@@ -136,7 +136,9 @@ def try_all(
         path = folder / f"{name}.json"
         if path.exists() and not again:
             return Outcome(**json.loads(path.read_text()))
-        outcome = attempt(name, suite.runs.get(name, []), folder, most=most)
+        tests = suite.runs.get(name, [])
+        limit = LIMIT + 5 * sum(suite.seconds[test] for test in tests)
+        outcome = attempt(name, tests, folder, most=most, limit=limit)
         path.write_text(json.dumps(asdict(outcome)))
         sys.stdout.write(f"{line(name, outcome)}\n")
         sys.stdout.flush()
@@ -152,7 +154,7 @@ def line(name: str, outcome: Outcome) -> str:
     return f"{name} ({outcome.ran_in} tests, {outcome.seconds:.0f} s): {found}"
 
 
-def attempt(name: str, tests: Sequence[str], folder: Path, *, most: int) -> Outcome:
+def attempt(name: str, tests: Sequence[str], folder: Path, *, most: int, limit: float = 300) -> Outcome:
     """Plant a mutant, and run these tests until ``most`` have failed."""
     begun = time.monotonic()
     if not tests:
@@ -162,7 +164,7 @@ def attempt(name: str, tests: Sequence[str], folder: Path, *, most: int) -> Outc
     trace.unlink(missing_ok=True)
     chosen = folder / f"{name}.tests"
     chosen.write_text("\n".join(tests))
-    code, output = pytest(name, trace, [f"--maxfail={most}", "-m", MARKERS, f"@{chosen}"])
+    code, output = pytest(name, trace, [f"--maxfail={most}", "-m", MARKERS, f"@{chosen}"], limit=limit)
     lines = trace.read_text().splitlines() if trace.exists() else []
     return judge(name, lines, code, output, ran_in=len(tests), seconds=time.monotonic() - begun)
 
@@ -204,7 +206,9 @@ def judge(
     return outcome
 
 
-def pytest(name: str, trace: Path, arguments: Sequence[str]) -> tuple[int | None, str]:
+def pytest(
+    name: str, trace: Path, arguments: Sequence[str], *, limit: float | None = None
+) -> tuple[int | None, str]:
     """Run pytest with a mutant planted; return its exit status, None if it hung, and what it printed."""
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     env = os.environ | threads | {"STREAMPACK_MUTANT": name, "STREAMPACK_MUTANT_TRACE": str(trace)}
@@ -219,7 +223,7 @@ def pytest(name: str, trace: Path, arguments: Sequence[str]) -> tuple[int | None
         start_new_session=True,  # so that processes of a test that hangs can be ended with it
     )
     try:
-        output, _ = process.communicate(timeout=LIMIT if name != "all" else None)
+        output, _ = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
