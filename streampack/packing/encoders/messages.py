@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from streampack.fingerprint import digest, plain
+from streampack.packing.columns import mask_from_column
 from streampack.packing.encoders.base import PROBE_TEXT, Encoder, qualified_name
 from streampack.packing.encoders.conversation import (
     REASONING,
@@ -88,9 +89,8 @@ class MessagesEncoder(Encoder):
                 message.text_content.encode()  # raises for half a surrogate pair, which the error may not mention
             raise
         tokens = sample_from_columns(encoded, labels=None).tokens
-        if tokens.size != len(encoded["mask"]):
-            raise ValueError(f"the tokenizer gave {tokens.size} tokens and a mask of {len(encoded['mask'])}")
-        return Sample(tokens, np.where(encoded["mask"], IGNORE_INDEX, tokens))
+        mask = mask_from_column(encoded["mask"], "mask", tokens.size)
+        return Sample(tokens, np.where(mask, IGNORE_INDEX, tokens))
 
     def decode(self, tokens: list[int]) -> str:
         """Decode tokens as the tokenizer does."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from streampack.fingerprint import digest, plain
+from streampack.packing.columns import mask_from_column
 from streampack.packing.encoders.answers import read_content
 from streampack.packing.encoders.chat import masked_sample
 from streampack.packing.encoders.conversation import UnreadColumns, parse_conversation, refuse_left_out
@@ -136,7 +137,8 @@ class PairTransform:
             for message in messages:
                 message.text_content.encode()  # raises for half a surrogate pair, which the error may not mention
             raise
-        return require_trained(masked_sample(tokens, [not masked for masked in mask]), f"the {name} answer")
+        masked = mask_from_column(mask, "mask", len(tokens))
+        return require_trained(masked_sample(tokens, ~masked), f"the {name} answer")
 
 
 def _require_prompt(given: Any, stated: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from streampack.fingerprint import digest, plain
+from streampack.packing.boundaries import require_no_padding
 from streampack.packing.encoders.answers import (
     AnswerEncoder,
     Content,
@@ -175,9 +176,11 @@ class PreferenceEncoder(Encoder):
             names = [f"{column}{ending}" for column in self.columns]
             if not all(name in row for name in names):
                 continue
-            ids = [sample_from_pair(row[name], row[name], tokens=name, labels=name).tokens for name in names]
-            labels = [f"{column}_labels" for column in self.columns]
             prompt = f"{self.prompt}{ending}"
+            ids = [sample_from_pair(row[name], row[name], tokens=name, labels=name).tokens for name in names]
+            for column, each in zip(self.columns, ids, strict=True):
+                require_no_padding(row, each.size, f"{column}_attention_mask")
+            labels = [f"{column}_labels" for column in self.columns]
             if all(name in row for name in labels):
                 wholes = [
                     sample_from_pair(row[name], row[label], tokens=name, labels=label)
@@ -185,6 +188,7 @@ class PreferenceEncoder(Encoder):
                 ]
             elif prompt in row:
                 before = sample_from_pair(row[prompt], row[prompt], tokens=prompt, labels=prompt).tokens
+                require_no_padding(row, before.size, f"{self.prompt}_attention_mask")
                 joined = [np.concatenate([before, after]) for after in ids]
                 wholes = [masked_sample(each, np.arange(each.size) >= before.size) for each in joined]
             else:

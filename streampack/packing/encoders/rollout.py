@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from streampack.fingerprint import digest, plain
+from streampack.packing.columns import mask_from_column
 from streampack.packing.encoders.answers import AnswerEncoder, Content, read_content
 from streampack.packing.encoders.base import PROBE_TEXT, Encoder
 from streampack.packing.encoders.chat import masked_sample
@@ -21,7 +22,7 @@ from streampack.packing.encoders.shared_prefix import (
 )
 from streampack.packing.encoders.tokenizer import own_fingerprint
 from streampack.packing.groups import Group
-from streampack.packing.samples import mask_from_column, missing_column, sample_from_pair
+from streampack.packing.samples import missing_column, sample_from_pair
 from streampack.types import INT64, FloatArray, IntArray, Sample
 
 WAY_OUT = "give texts or ids"
