@@ -14,6 +14,7 @@ from streampack.packing.encoders.conversation import (
     REASONING,
     UnreadColumns,
     parse_conversation,
+    refuse_flags,
     refuse_left_out,
 )
 from streampack.packing.encoders.hf_tokenizer import HFTokenizer
@@ -207,6 +208,7 @@ class GuardedTransform:
                 raise ValueError(
                     f"column {column!r}, turn {i} has a value of type {type(turn['value']).__name__}; it must be text"
                 )
+            refuse_flags(turn, f"column {column!r}, turn {i}")
         return [{**turn, "role": turn.get("from")} for turn in turns]
 
     def _require_text_columns(self, row: Mapping[str, Any]) -> None:

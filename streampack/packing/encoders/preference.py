@@ -15,6 +15,7 @@ from streampack.packing.encoders.answers import (
     as_messages,
     common_messages,
     read_content,
+    repeats,
 )
 from streampack.packing.encoders.base import PROBE_TEXT, Encoder
 from streampack.packing.encoders.chat import masked_sample
@@ -142,10 +143,12 @@ class PreferenceEncoder(Encoder):
         for column in self.columns:
             if column not in row:
                 raise missing_column(row, column)
-        refuse_left_out(row, used=(self.prompt, *self.columns, self.tools), ignore=self.ignore)
-        self.unread.name(row)
         answers = [read_content(row[column], column) for column in self.columns]
         prompt = read_content(row[self.prompt], self.prompt) if self.prompt in row else None
+        has_messages = any(isinstance(content, list) for content in (prompt, *answers))
+        used = (self.prompt, *self.columns, *[self.tools] * has_messages)
+        refuse_left_out(row, used=used, ignore=self.ignore)
+        self.unread.name(row)
         if prompt is None:
             self._require_whole(row, answers)
         if prompt is None and all(isinstance(answer, str) for answer in answers):
@@ -245,7 +248,7 @@ def _divided(prompt: Content | None, answers: Sequence[Content]) -> tuple[Conten
         shared = len(prompt)
         if any(messages[:shared] != prompt for messages in conversations):
             return prompt, [*conversations]
-    elif isinstance(prompt, str) and any(messages[0]["role"] == "assistant" for messages in conversations):
+    elif isinstance(prompt, str) and not all(repeats(prompt, messages) for messages in conversations):
         return prompt, [*conversations]
     else:  # whole conversations, which hold a prompt that is text, too
         shared = common_messages(conversations)

@@ -153,6 +153,8 @@ class RolloutEncoder(Encoder):
         for i, completion in enumerate(given):
             name = f"{self.completions}[{i}]"
             answer = read_content(completion, name)
+            if isinstance(prompt, str) and isinstance(answer, str):
+                refuse_left_out(row, used=(self.prompt, self.completions), ignore=self.ignore)
             found.append(self.answers.encode(prompt, answer, name=f"column {name!r}", tools=tools))
         return found
 
@@ -220,6 +222,7 @@ class RolloutEncoder(Encoder):
             return _ids(value, f"column {self.prompt!r}")
         content: Content = read_content(value, self.prompt)
         if isinstance(content, str):
+            refuse_left_out(row, used=(self.prompt, self.completions), ignore=self.ignore)
             found = self.answers.bare(content, add_eos=False)
         else:
             found = self.answers.chat.chat.prompt(content, tools=self._tools_of(row))
