@@ -35,8 +35,8 @@ def sample_from_row(row: Any) -> Sample:
     """Convert a row of ready tokens, in torchtune's or Hugging Face's convention, to a `Sample`.
 
     torchtune's has ``tokens`` and ``labels``. Hugging Face's has ``input_ids``, and labels, or a mask of what is
-    trained (``completion_mask``, ``assistant_masks``; if both, what both train), or none: then all is trained. A bare
-    sequence of ids is treated as ``input_ids`` alone. Columns may be lists, numpy arrays or tensors.
+    trained (``completion_mask``, ``assistant_masks``, ``loss_mask``; if several, what all train), or none: then all is
+    trained. A bare sequence of ids is treated as ``input_ids`` alone. Columns may be lists, numpy arrays or tensors.
 
     >>> sample_from_row({"input_ids": [1, 5, 2]}).labels.tolist()
     [1, 5, 2]

@@ -142,7 +142,7 @@ class PairTransform:
         return require_trained(masked_sample(tokens, ~masked), f"the {name} answer")
 
 
-def _require_prompt(given: Any, stated: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+def _require_prompt(given: Any, stated: Mapping[str, list[dict[str, Any]]]) -> None:
     """Raise unless both conversations repeat the prompt, which this transform of torchtune's does not read."""
     if given is None or (hasattr(given, "__len__") and not len(given)):
         return
