@@ -99,7 +99,9 @@ def numbers_of_tokens(values: Any, column: str, size: int) -> npt.NDArray[Any]:
     except ValueError:  # numpy's error for sequences of different lengths
         raise ValueError(f"{column!r} is nested; give one number for each token") from None
     if found.shape != (size,):
-        raise ValueError(f"{column!r} has shape {list(found.shape)} for {size} tokens")
+        raise ValueError(
+            f"{column!r} has shape {list(found.shape)} for {size} tokens; give one number for each token"
+        )
     if size and found.dtype.kind not in "biuf":  # a None among numbers makes objects, a text makes texts
         odd = next((each for each in values if not isinstance(each, int | float)), values[0])
         raise ValueError(f"{column!r} holds {shown(odd)}; give one number for each token")
