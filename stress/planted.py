@@ -105,7 +105,7 @@ def _traced(function: Callable[..., Any] | None) -> Callable[..., Any]:
         _note_run()
         try:
             return function(*args, **settings)
-        except (AttributeError, NameError, TypeError, ImportError) as error:
+        except Exception as error:
             *_, innermost = traceback.walk_tb(error.__traceback__)
             if innermost[0].f_code.co_filename == function.__code__.co_filename:
                 _write_trace(f"broke by itself: {type(error).__name__}: {error}".splitlines()[0])

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from streampack.packing.samples import narrowed
+from streampack.packing.columns import narrowed
 from streampack.streaming.lane_state import LaneEvent
 from streampack.types import Fragment, Pack, PackGroups
 

@@ -42,7 +42,7 @@ def flat_row(given: Sequence[Any]) -> FlatRow:
         seq_lens = []
         for number, (feature, part) in enumerate(zip(features, parts, strict=True)):
             try:
-                require_no_padding(feature)
+                require_no_padding(feature, part.tokens.size)
                 seq_lens += sequence_lengths(feature, part.tokens.size)
             except ValueError as error:
                 raise ValueError(f"sample {number} of the batch: {error}") from None

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from streampack.packing.columns import numbers_of_tokens
 from streampack.sources.arrow_rows import column_of
 
 SEVERAL_SEQUENCES = "its samples would see one another; give the dataset as it was before it was packed"
@@ -23,7 +24,7 @@ BOUNDARY_COLUMNS = frozenset({*REFUSED_COLUMNS, LENGTHS, *POSITIONS, "attention_
 
 
 def require_one_sequence(row: Mapping[str, Any]) -> None:
-    """Refuse a row whose columns show that it holds several sequences, padding, or images.
+    """Refuse a row whose columns show that it holds several sequences or images; see also `require_no_padding`.
 
     >>> require_one_sequence({"tokens": [5, 6, 7], "position_ids": [0, 1, 2]})
     >>> require_one_sequence({"tokens": [5, 6, 7], "position_ids": [0, 1, 0]})
@@ -50,26 +51,27 @@ give the dataset as it was before it was packed
             raise ValueError(
                 f"column {column!r} begins anew, so the row holds {count} sequences: {SEVERAL_SEQUENCES}"
             )
-    require_no_padding(row)
 
 
-def require_no_padding(row: Mapping[str, Any]) -> None:
-    """Refuse a row whose ``attention_mask`` hides its first or last token, or numbers several sequences.
+def require_no_padding(row: Mapping[str, Any], size: int, column: str = "attention_mask") -> None:
+    """Refuse a row of ``size`` tokens whose attention mask hides one of them, or numbers several sequences.
 
     Raises:
-        ValueError: for such a row.
+        ValueError: for such a row, and for a mask that has no number for each token.
     """
-    mask = column_of(row, "attention_mask")
-    if mask is None or not len(mask):
+    if (mask := column_of(row, column)) is None:
         return
-    ends = int(mask[0]), int(mask[-1])
-    if 0 in ends:
+    if type(mask) is list and len(mask) == size == mask.count(1):  # a tenth of the time of an array
+        return
+    numbers = numbers_of_tokens(mask, column, size)
+    if (numbers == 1).all():
+        return
+    if (numbers == 0).any():
         raise ValueError(
-            "the attention_mask hides the row's padding, which would be packed like its tokens; tokenize without "
+            f"the {column} hides the row's padding, which would be packed like its tokens; tokenize without "
             "padding (padding=False)"
         )
-    if ends != (1, 1):
-        raise ValueError(f"the attention_mask numbers the row's sequences: {SEVERAL_SEQUENCES}")
+    raise ValueError(f"the {column} numbers the row's sequences: {SEVERAL_SEQUENCES}")
 
 
 def sequence_lengths(row: Mapping[str, Any], size: int) -> list[int]:
@@ -103,8 +105,9 @@ def sequence_lengths(row: Mapping[str, Any], size: int) -> list[int]:
 def _starts(positions: Any, column: str) -> list[int]:
     """Return the indices at which positions do not continue by one: starts of sequences."""
     found = np.asarray(positions)
-    if found.ndim != 1:
+    if found.ndim != 1 or (found.size and found.dtype.kind not in "iuf"):
         raise ValueError(
-            f"column {column!r} has shape {list(found.shape)}; it must be flat, one position a token"
+            f"column {column!r} has shape {list(found.shape)} and type {found.dtype}; it must be flat, one position "
+            "a token"
         )
     return [0, *(np.flatnonzero(np.diff(found) != 1) + 1).tolist()]

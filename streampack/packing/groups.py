@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from streampack.types import IGNORE_INDEX, INT64, FloatArray, IntArray, PackGroups, Sample
+from streampack.packing.columns import ids_from_column
+from streampack.types import IGNORE_INDEX, INT32, INT64, FloatArray, IntArray, PackGroups, Sample
 
 ROOT = -1
 """The parent of a segment that continues no other."""
@@ -57,7 +58,11 @@ class Group(Sample):
         token_fields: Mapping[str, Any] | None = None,
     ) -> Group:
         """Check the arguments, which the class describes."""
-        tokens, labels = (_ids(values) for values in (tokens, labels))
+        tokens, labels = (
+            values if type(values) is np.ndarray and values.ndim == 1 and values.dtype in (INT32, INT64)
+            else ids_from_column(values, f"{name} of a group", type_codes="q", frozen=False)
+            for name, values in (("tokens", tokens), ("labels", labels))
+        )  # fmt: skip
         lengths = tuple(map(int, lengths))
         parents = (ROOT,) * len(lengths) if parents is None else tuple(map(int, parents))
         if sum(lengths) != tokens.size or labels.size != tokens.size or min(lengths, default=0) < 1:
@@ -273,16 +278,6 @@ def _capped(lengths: Sequence[int], room: int) -> list[int]:
         kept[number] = min(lengths[number], left // (len(order) - done))
         left -= kept[number]
     return kept
-
-
-def _ids(values: Any) -> IntArray:
-    array = np.asarray(values)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ValueError(
-            f"a group's ids have shape {list(array.shape)} and type {array.dtype}; give whole numbers, one for each "
-            "token"
-        )
-    return array if array.dtype in (np.int32, np.int64) else array.astype(INT64)
 
 
 def _fields(fields: Mapping[str, Any] | None, count: int, each: str) -> dict[str, FloatArray]:

@@ -43,7 +43,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         r"packed like its tokens; tokenize without padding \(padding=False\)",
     ),
     ({"attention_mask": torch.tensor([0, 1, 1, 1, 1])}, "tokenize without padding"),
-    ({"position_ids": [[0, 1, 2, 3, 4]]}, r"column 'position_ids' has shape \[1, 5\]; it must be flat"),
+    (
+        {"position_ids": [[0, 1, 2, 3, 4]]},
+        r"column 'position_ids' has shape \[1, 5\] and type int64; it must be flat",
+    ),
 ]
 
 

@@ -11,6 +11,7 @@ from torchtune.data import (
     ChosenRejectedToMessages,
     InputOutputToMessages,
     OpenAIToMessages,
+    ShareGPTToMessages,
 )
 from torchtune.datasets._stack_exchange_paired import StackExchangePairedToMessages
 
@@ -75,7 +76,13 @@ def test_a_prompt_that_both_answers_repeat_changes_nothing(prompt: Any) -> None:
          {"prompt": "a", "chosen": "b", "rejected": "c", "context": "d"}, "'context'"),
         (lambda tok: PreferenceEncoder(tok, fields=["score"]),
          {"prompt": "a", "chosen": "b", "rejected": "c", "score": [1, 2], "context": "d"}, "'context'"),
+        (lambda tok: PreferenceEncoder(tok, message_transform=StackExchangePairedToMessages(
+            column_map={"prompt": "question"})),
+         {"question": "a", "chosen": "b", "rejected": "c", "prompt": "d"}, "'prompt'"),
         (ChatEncoder, {"messages": [USER, GOOD], "context": "d"}, "'context'"),
+        (ChatEncoder, {"messages": [USER, GOOD], "conversations": [USER], "n": 1}, "'conversations'"),
+        (PromptCompletionEncoder, {"prompt": "a", "completion": "b", "label": False, "image": b"c"},
+         "'image', 'label'"),
         (PromptCompletionEncoder, {"prompt": "a", "completion": "b", "context": "d"}, "'context'"),
         (lambda tok: RolloutEncoder(tok, fields=["reward"]),
          {"prompt": "a", "completions": ["b"], "reward": [1], "context": "d"}, "'context'"),
@@ -114,3 +121,62 @@ def test_prompts_with_completions_use_tools_and_refuse_what_would_be_left_out() 
             encoder({"prompt": "a", "completion": "b", column: "c"})
     with pytest.raises(ValueError, match="leaves out the tool .weather."):
         PromptCompletionEncoder(byte_level(template=DEAF))(with_tools)
+
+
+@pytest.mark.parametrize(
+    ("encoder", "row"),
+    [
+        (PreferenceEncoder, {"prompt": "a", "chosen": "b", "rejected": "c"}),
+        (PreferenceEncoder, {"chosen": "a b", "rejected": "a c"}),
+        (RolloutEncoder, {"prompt": "a", "completions": ["b"]}),
+        (RolloutEncoder, {"prompt": "a", "completions": [[5, 6]]}),
+    ],
+)
+def test_tools_beside_texts_are_refused_because_only_templates_render_them(encoder: Any, row: Any) -> None:
+    tok = byte_level(template=CHATML)
+    with pytest.raises(ValueError, match="column 'tools' would be left out"):
+        encoder(tok)(row | {"tools": [TOOL]})
+    ignoring = encoder(tok, ignore=["tools"])(row | {"tools": [TOOL]})
+    assert ignoring.tokens.tolist() == encoder(tok)(row | {"tools": []}).tokens.tolist()
+
+
+SYSTEM = {"role": "system", "content": "be kind"}
+
+
+@pytest.mark.parametrize(
+    ("encoder", "row"),
+    [
+        (PreferenceEncoder, {"prompt": "another", "chosen": [USER, GOOD], "rejected": [USER, BAD]}),
+        (PreferenceEncoder, {"prompt": [USER], "chosen": [USER, GOOD], "rejected": [BAD]}),
+        (PreferenceEncoder, {"prompt": [SYSTEM, USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]}),
+        (PreferenceEncoder, {"prompt": [USER], "chosen": [SYSTEM, USER, GOOD], "rejected": [USER, BAD]}),
+        (PromptCompletionEncoder, {"prompt": [USER], "completion": [USER, GOOD]}),
+        (RolloutEncoder, {"prompt": [USER], "completions": [[GOOD], [USER, GOOD]]}),
+    ],
+)
+def test_an_answer_that_repeats_another_prompt_than_the_row_has_is_refused(encoder: Any, row: Any) -> None:
+    """The row's prompt was left out, or the user asked twice."""
+    with pytest.raises(ValueError, match="does not repeat the prompt, which ends with one of the user"):
+        encoder(byte_level(template=CHATML))(row)
+
+
+@pytest.mark.parametrize("flag", ["train", "loss", "masked"])
+def test_flags_of_other_programs_that_leave_a_message_out_are_refused(flag: str) -> None:
+    tok = byte_level(template=CHATML)
+    turn = {"from": "gpt", "value": "b", flag: False}
+    rows: list[tuple[Any, dict[str, Any]]] = [
+        (ChatEncoder(tok), {"messages": [USER, GOOD | {flag: False}]}),
+        (MessagesEncoder(tok, message_transform=ShareGPTToMessages()),
+         {"conversations": [{"from": "human", "value": "a"}, turn]}),
+        (MessagesEncoder(tok, message_transform=OpenAIToMessages()), {"messages": [USER, GOOD | {flag: False}]}),
+        (pairs(), {"chosen": [USER, GOOD | {flag: False}], "rejected": [USER, BAD]}),
+        (RolloutEncoder(tok), {"prompt": [USER], "completions": [[GOOD | {flag: False}]]}),
+    ]  # fmt: skip
+    for encoder, row in rows:
+        with pytest.raises(
+            ValueError, match=rf"has {flag}=False, which is not read; say .* by weight, 0 or 1"
+        ):
+            encoder(row)
+    assert ChatEncoder(tok)({"messages": [USER, GOOD | {flag: None}]}).tokens.size, (
+        "as tables fill what is absent"
+    )

@@ -412,10 +412,10 @@ def test_rows_of_tables(chatml: Any, tmp_path: Path) -> None:
     ("fields", "row", "message"),
     [
         (["margin"], {}, "column 'margin' is missing; the row's columns are"),
-        (["margin"], {"margin": None}, "column 'margin' holds None; give numbers, and leave out rows that lack them"),
-        (["margin"], {"margin": [1, None]}, "column 'margin' holds .1, None.; give numbers"),
+        (["margin"], {"margin": None}, "'margin' holds None; give finite numbers, and leave out rows that lack them"),
+        (["margin"], {"margin": [1, None]}, "column 'margin' holds .1, None.; give finite numbers"),
         (["margin"], {"margin": [1.0, float("nan")]}, "column 'margin' holds .1.0, nan."),
-        (["margin"], {"margin": "high"}, "column 'margin' holds 'high'; give numbers"),
+        (["margin"], {"margin": "high"}, "column 'margin' holds 'high'; give finite numbers"),
         (["margin"], {"margin": [1, 2, 3]}, "has shape .3. for 2 sequences; give one number for each, or one for all"),
         ({"score": ["a", "b"]}, {"a": 1, "b": [1, 2]}, "column 'b' has shape .2.; give one number"),
     ],

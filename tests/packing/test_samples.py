@@ -11,7 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from streampack import IGNORE_INDEX
-from streampack.packing.samples import check_sample, narrowed, sample_from_columns
+from streampack.packing.columns import narrowed
+from streampack.packing.samples import check_sample, sample_from_columns
 from tests.support.samples import make_sample
 
 anything = st.one_of(

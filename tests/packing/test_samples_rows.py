@@ -14,13 +14,10 @@ from streampack import (
     FlatteningCollator,
     IterablePackedDataset,
     PackedDataset,
-    RolloutEncoder,
     Sample,
     TokensEncoder,
-    method_loader,
 )
 from streampack.packing.samples import sample_from_row
-from streampack.scoring.requests import read_request
 from streampack.sources import MapSource
 
 IDS = [[1, 2, 3], [4, 5], [6]]
@@ -278,86 +275,6 @@ def test_generators_may_overwrite_the_row_they_returned(name: str, shuffle: bool
     assert [pack["tokens"].tolist() for pack in packs] == [pack["tokens"].tolist() for pack in expected]
     tokens = [token for pack in packs for token in pack["tokens"].tolist() if token]
     assert sorted(tokens) == [1 + number for number in range(60) for _ in range(1 + number % 5)]
-
-
-def arrow(row: dict[str, Any]) -> Any:
-    from datasets import Dataset
-
-    return Dataset.from_list([row])
-
-
-class Bytes:
-    """A tokenizer for rollouts of ids, which need none."""
-
-    bos_id, eos_id = 1, 2
-
-    def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
-        return [1] * add_bos + list(text.encode()) + [2] * add_eos
-
-
-def trained_of_rollout(row: dict[str, Any]) -> list[int]:
-    rollout = {"prompt": [5], "completions": [row["input_ids"]], "mask": [row["completion_mask"]]}
-    return list(RolloutEncoder(Bytes(), mask="mask")(rollout).tokens[1:])
-
-
-ENTRANCES: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "stream": lambda row: packs_of([row]),
-    "stream of a table": lambda row: packs_of(arrow(row)),
-    "stream by an encoder": lambda row: packs_of([row], encoder=lambda row: row),
-    "packed dataset": lambda row: PackedDataset([row], max_seq_len=6)[0],
-    "collator": lambda row: FlatteningCollator()([row]),
-    "multipack": lambda row: list(method_loader([row], method="multipack", max_seq_len=6, batch_size=1)),
-    "rollout": trained_of_rollout,
-    "scored": lambda row: read_request(row),
-}
-NO_MASKS = {
-    "texts": ["0", "0", "1"],
-    "a null": [0, None, 1],
-    "labels": [0, -100, 1],
-    "no number": [0.0, float("nan"), 1.0],
-    "true and false as texts": ["false", "false", "true"],
-    "one text": "false",
-    "counts": [0, 2, 1],
-    "parts": [0.0, 0.5, 1.0],
-    "nested": [[0], [0], [1]],
-    "ragged": [[0, 1], [0], [1]],
-    "short": [0, 1],
-    "long": [0, 1, 1, 1],
-    "one number": 1,
-    "nothing": None,
-}
-
-
-@pytest.mark.parametrize("entrance", ENTRANCES)
-@pytest.mark.parametrize("kind", NO_MASKS)
-def test_what_is_no_mask_trains_nothing(kind: str, entrance: str) -> None:
-    row = {"input_ids": [7, 8, 9], "completion_mask": NO_MASKS[kind]}
-    with pytest.raises(ValueError, match=r"mask"):
-        ENTRANCES[entrance](row)
-
-
-@pytest.mark.parametrize(
-    "form", [list, np.array, torch.tensor, lambda m: np.array(m, bool), lambda m: [bool(x) for x in m],
-             lambda m: np.array(m, np.uint8), lambda m: [float(x) for x in m]],
-)  # fmt: skip
-def test_masks_are_zeros_and_ones_of_any_type(form: Callable[[list[int]], Any]) -> None:
-    row = {"input_ids": [7, 8, 9], "completion_mask": form([0, 1, 1])}
-    assert packs_of([row])[1] == [[-100, 8, 9, -100, -100, -100]]
-    for entrance in ENTRANCES.values():
-        entrance(row)
-
-
-@pytest.mark.parametrize("form", [list, tuple])
-@pytest.mark.parametrize("ids", [[5, True], [True, 5], [False, 1], [2**40, True]])
-def test_true_is_no_token_id(form: Callable[[list[int]], Any], ids: list[int]) -> None:
-    """Also where the ids do not fit into 32 bits, or the first is the odd one."""
-    for row in ({"input_ids": form(ids)}, {"tokens": [7] * len(ids), "labels": form(ids)}):
-        with pytest.raises(
-            ValueError, match=r"column '(input_ids|labels)' holds (True|False) among its numbers"
-        ):
-            packs_of([row])
-        with pytest.raises(ValueError, match=r"holds (True|False) among its numbers"):
-            FlatteningCollator()([row])
 
 
 def test_bare_ids_need_no_column_of_labels() -> None:

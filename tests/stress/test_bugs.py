@@ -53,6 +53,21 @@ def misfit() -> None:
     planted._set(Target, "answer", lambda self: self.no_such_field)
 
 
+def outdated() -> None:
+    """Reads what the state that it changes has no more."""
+    planted._set(Target, "answer", lambda self: {}["lanes"])
+
+
+def hanging() -> None:
+    def answer(self: Target) -> int:
+        import time
+
+        time.sleep(600)
+        return 0
+
+    planted._set(Target, "answer", answer)
+
+
 def wrong_arguments() -> None:
     good = Target.answer
     planted._set(Target, "answer", lambda self: good(self, 1))
@@ -98,11 +113,13 @@ CASES: dict[Callable[[], None], str] = {
     never_runs: "never ran",
     runs_before_what_fails: "did not run in what failed: check: AssertionError",
     misfit: "broke by itself: AttributeError: 'Target' object has no attribute 'no_such_field'",
+    outdated: "broke by itself: KeyError: 'lanes'",
     wrong_arguments: "broke by itself: TypeError: ",
     unnoticed: "not seen",
     noticed: "seen",
     noticed_property: "seen",
     killed: "the checks died with exit code -9",
+    hanging: "did not end in 1 s",
 }
 
 
@@ -122,13 +139,19 @@ def said(outcome: Outcome) -> str:
 
 
 @pytest.mark.parametrize("plant", CASES, ids=lambda plant: plant.__name__)
-def test_a_bug_is_seen_only_if_it_ran_and_a_check_failed(plant: Callable[[], None], run: Any) -> None:
+def test_a_bug_is_seen_only_if_it_ran_and_a_check_failed(
+    plant: Callable[[], None], run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if plant is hanging:
+        monkeypatch.setattr(bugs, "LIMIT", 1)
     assert said(check_outcome(plant.__name__)).startswith(CASES[plant])
 
 
 def test_the_gate_fails_for_bugs_that_prove_nothing_and_for_bugs_not_seen(run: Any) -> None:
     assert check_outcome(None) == Outcome(None)
     assert try_bugs(run, ["noticed", "noticed_property"], check_outcome) == "2 of 2 seen"
+    with pytest.raises(AssertionError, match="no bug to plant"):
+        try_bugs(run, [], check_outcome)
     with pytest.raises(AssertionError, match="1 of 2 seen; not unnoticed"):
         try_bugs(run, ["noticed", "unnoticed"], check_outcome)
     with pytest.raises(AssertionError, match=r"1 of 2 seen; these prove nothing: absent_attribute \(cannot"):
@@ -138,7 +161,7 @@ def test_the_gate_fails_for_bugs_that_prove_nothing_and_for_bugs_not_seen(run: A
 def test_what_a_trace_says() -> None:
     assert judge("a test", ["planted", "ran", "ran here"]).seen
     assert judge("a test", ["planted", "ran"]).broken == "did not run in what failed: a test"
-    assert judge("hung for 90 s", ["planted"]).broken == "never ran"
+    assert judge("a test", ["planted"]).broken == "never ran"
     assert judge("died with exit code 1", []).broken == "was not planted: died with exit code 1"
     assert judge(None, ["planted", "ran"]) == Outcome(None)
 
@@ -149,6 +172,9 @@ TESTS = {
     "passing": f"{NULL_PACK}.size == 4\n",
     "noticing": f"{NULL_PACK}.tolist() == [-100] * 4\n",
     "unreadable": "import no_such_module\n",
+    "empty": "",
+    "killed": f"{NULL_PACK}.size\n    import os\n    os.kill(os.getpid(), 9)\n",
+    "hanging": f"{NULL_PACK}.size\n    import time\n    time.sleep(600)\n",
 }
 
 
@@ -160,6 +186,9 @@ TESTS = {
         ("null-packs-train", ["failing"], "never ran"),
         ("null-packs-train", ["passing", "failing"], "did not run in what failed: "),
         ("null-packs-train", ["passing", "unreadable"], "pytest ended with 2"),
+        ("null-packs-train", ["empty"], "pytest ended with 5"),
+        ("null-packs-train", ["killed"], "pytest ended with -9"),
+        ("null-packs-train", ["hanging"], "did not end in 3 s"),
         # The plugin itself ends in an error: pytest ends with neither 0 nor 1.
         ("no-such-bug", ["passing"], "cannot be planted: KeyError"),
     ],
@@ -168,6 +197,8 @@ def test_a_suite_sees_a_bug_only_in_a_test_that_runs_it(
     bug: str | None, files: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    if "hanging" in files:
+        monkeypatch.setattr(bugs, "SUITE_LIMIT", 3)
     paths = [tmp_path / f"test_{file}.py" for file in files]
     for file, path in zip(files, paths, strict=True):
         path.write_text(TESTS[file])

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from streampack.packing.encoders.chat import PromptCompletionEncoder, is_trained, masked_sample
+from streampack.packing.encoders.chat import Messages, PromptCompletionEncoder, joined, masked_sample
 from streampack.packing.encoders.conversation import parse_conversation
 from streampack.packing.encoders.hf_tokenizer import HFTokenizer
 from streampack.packing.encoders.shared_prefix import require_trained
 from streampack.types import Sample
 
-Messages = list[dict[str, Any]]
 Content = str | Messages
 """A text, or messages in OpenAI's form."""
 
@@ -50,9 +49,8 @@ class AnswerEncoder:
                 f"{name} holds no message of the assistant, so nothing of it is trained; its roles are "
                 f"{', '.join(message['role'] for message in after) or 'none'}"
             )
-        trained = [False] * len(before) + [is_trained(message) for message in after]
-        ids, mask = self.chat.chat([*before, *after], trained, tools=tools)
-        return require_trained(masked_sample(ids, mask), name)
+        messages, trained = joined(before, after, name)
+        return require_trained(masked_sample(*self.chat.chat(messages, trained, tools=tools)), name)
 
     @property
     def chat(self) -> HFTokenizer:
@@ -103,6 +101,14 @@ def read_content(value: Any, column: str) -> Content:
 def as_messages(content: Content, role: str) -> Messages:
     """Return content as messages; a text becomes one message of this role."""
     return [{"role": role, "content": content}] if isinstance(content, str) else content
+
+
+def repeats(prompt: Content, messages: Messages) -> bool:
+    """Return whether a conversation begins with a prompt; one that is text may be any message of the user."""
+    said = [(message["role"], message["content"]) for message in messages]
+    if isinstance(prompt, str):
+        return ("user", prompt) in said
+    return said[: len(prompt)] == [(message["role"], message["content"]) for message in prompt]
 
 
 def common_messages(conversations: Sequence[Messages]) -> int:

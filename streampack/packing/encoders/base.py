@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from streampack.fingerprint import digest
 from streampack.packing.boundaries import BOUNDARY_COLUMNS
 from streampack.packing.samples import TRAINED_MASKS, as_mapping, sample_from_columns, sample_from_row
@@ -116,10 +118,12 @@ class TokensEncoder(Encoder):
             mask = batch.ids.get(column) if column == "attention_mask" else None
             if mask is None or mask.limits(narrow=batch.whole) != (1, 1):
                 return None
+            if (ids := batch.ids.get(tokens)) is None or not np.array_equal(ids.starts, mask.starts):
+                return None
         if labels == "labels" and self.tokens is None and {"tokens", "input_ids"} <= names:
             return None  # an error of every row
         if labels == "labels" and tokens == "input_ids" and labels not in names:
-            if not names.isdisjoint(TRAINED_MASKS):
+            if not names.isdisjoint((*TRAINED_MASKS, "mask")):
                 return None
             labels = None
         return CheckedIds.of(batch, tokens, labels)

@@ -21,6 +21,9 @@ from streampack.packing.samples import missing_column, sample_from_columns
 from streampack.types import IGNORE_INDEX, Sample
 from streampack.validation import require
 
+Messages = list[dict[str, Any]]
+"""A conversation in OpenAI's form."""
+
 ANSWERS = ("all", "last")
 COLUMNS = ("messages", "conversations")
 """Columns of the messages, as OpenAI and ShareGPT name them."""
@@ -61,15 +64,14 @@ class ChatEncoder(Encoder):
         self.tools = tools
         self.answers = answers
         self.ignore = tuple(ignore)
-        used = (*((column,) if column else COLUMNS), tools)
-        self.unread = UnreadColumns("ChatEncoder", used=used, ignore=ignore)
+        self.unread = UnreadColumns("ChatEncoder", used=(tools,), ignore=ignore)
 
     def __call__(self, row: Mapping[str, Any], /) -> Sample:
         """See `Encoder`."""
         column = self.column or next((name for name in COLUMNS if name in row), COLUMNS[0])
         messages = parse_conversation(row, column, option="column")
         refuse_left_out(row, used=(column, self.tools), ignore=self.ignore)
-        self.unread.name(row)
+        self.unread.name(row, column)
         tools = None
         if self.tools not in self.ignore:
             tools = parse_json(row.get(self.tools) or None, f"column {self.tools!r}")
@@ -150,12 +152,15 @@ class PromptCompletionEncoder(Encoder):
                 f"column {self.prompt!r} holds a {type(prompt).__name__} and {self.completion!r} a "
                 f"{type(completion).__name__}; both must be text, or both lists of messages"
             )
-        before, after = parse_conversation(row, self.prompt), parse_conversation(row, self.completion)
-        trained = [False] * len(before) + [is_trained(m) for m in after]
+        messages, trained = joined(
+            parse_conversation(row, self.prompt),
+            parse_conversation(row, self.completion),
+            f"column {self.completion!r}",
+        )
         tools = None
         if self.tools not in self.ignore:
             tools = parse_json(row.get(self.tools) or None, f"column {self.tools!r}") or None
-        return masked_sample(*_chat_tokenizer(self.tokenizer).chat([*before, *after], trained, tools=tools))
+        return masked_sample(*_chat_tokenizer(self.tokenizer).chat(messages, trained, tools=tools))
 
     def encode_text(self, prompt: str, completion: str) -> Sample:
         """Encode a text behind its prompt, of which the completion is trained.
@@ -198,6 +203,20 @@ def _chat_tokenizer(tokenizer: Any) -> HFTokenizer:
 def is_trained(message: Mapping[str, Any]) -> bool:
     """Return whether a message is an answer, and its weight is not 0."""
     return bool(message["role"] == "assistant" and message.get("weight", 1) == 1)
+
+
+def joined(before: Messages, after: Messages, name: str) -> tuple[Messages, list[bool]]:
+    """Return a prompt and an answer as one conversation, and which messages are trained; ``name`` names the answer.
+
+    Raises:
+        ValueError: for an answer that begins as a prompt does.
+    """
+    if before and before[-1]["role"] == "user" and after[0]["role"] in ("user", "system"):
+        raise ValueError(
+            f"{name} begins with a message of the {after[0]['role']} and does not repeat the prompt, which ends with "
+            "one of the user; give the prompt once, or repeat all of it"
+        )
+    return [*before, *after], [False] * len(before) + [is_trained(message) for message in after]
 
 
 def masked_sample(ids: Any, trained: Any) -> Sample:

@@ -23,6 +23,9 @@ SHAREGPT_ROLES = {
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys under which a message carries its chain of thought."""
 
+FLAGS = ("train", "training", "loss", "masked", "mask")
+"""Keys by which other programs say whether a message is trained: axolotl, ms-swift and torchtune."""
+
 COMPANIONS = ("system", "tools", "functions", "history")
 """Columns beside a conversation that change what the model sees, so that they may not be left out unnoticed."""
 
@@ -86,8 +89,21 @@ def refuse_left_out(row: Mapping[str, Any], *, used: Sequence[str], ignore: Sequ
             )
 
 
+def refuse_flags(message: Mapping[str, Any], place: str) -> None:
+    """Raise if a message says by another key than ``weight`` whether it is trained.
+
+    Raises:
+        ValueError: naming the key.
+    """
+    for key in FLAGS:
+        if message.get(key) is not None:
+            raise ValueError(
+                f"{place} has {key}={message[key]!r}, which is not read; say whether it is trained by weight, 0 or 1"
+            )
+
+
 class UnreadColumns:
-    """Names each column of text that an encoder does not read, once in a run.
+    """Names each column that an encoder does not read and that is no number, once in a run.
 
     Worker processes know what was named before they were forked, when the rows that identify a run were encoded.
 
@@ -101,13 +117,13 @@ class UnreadColumns:
         self.what = what
         self.known = {*used, *ignore, *COMPANIONS}  # `refuse_left_out` sees to the companions
 
-    def name(self, row: Mapping[str, Any]) -> None:
-        """Log the columns of this row that hold text or messages and were neither read nor named."""
-        if not isinstance(row, Mapping) or not (new := row.keys() - self.known):
+    def name(self, row: Mapping[str, Any], *read: str) -> None:
+        """Log the columns of this row that hold anything but a number and were neither read nor named."""
+        if not isinstance(row, Mapping) or not (new := row.keys() - self.known - {*read}):
             return
-        texts = sorted(name for name in new if isinstance(row[name], str | list | Mapping) and row[name])
-        self.known |= new.difference(name for name in new if _empty(row[name]))
-        if texts:
+        held = {name for name in new if not _empty(row[name])}
+        self.known |= held
+        if texts := sorted(name for name in held if type(row[name]) not in (int, float)):
             log.warning(
                 "%s does not read %s: nothing of it is trained or seen; ignore: [%s] says that this is meant",
                 self.what,
@@ -132,6 +148,7 @@ def _parse_message(given: Any, place: str) -> dict[str, Any]:
     if not isinstance(role, str) or not role:
         raise ValueError(f"{place} has no role; its keys are {', '.join(map(repr, given)) or 'none'}")
     place = f"{place} ({role})"
+    refuse_flags(message, place)
     if not _empty(message.pop("function_call", None)):
         raise ValueError(f"{place} has a function_call, OpenAI's older form; write it as tool_calls")
     if not _empty(message.pop("refusal", None)):

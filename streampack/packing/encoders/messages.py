@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 
 from streampack.fingerprint import digest, plain
+from streampack.packing.columns import mask_from_column
 from streampack.packing.encoders.base import PROBE_TEXT, Encoder, qualified_name
 from streampack.packing.encoders.conversation import (
     REASONING,
     UnreadColumns,
     parse_conversation,
+    refuse_flags,
     refuse_left_out,
 )
 from streampack.packing.encoders.hf_tokenizer import HFTokenizer
@@ -88,9 +90,8 @@ class MessagesEncoder(Encoder):
                 message.text_content.encode()  # raises for half a surrogate pair, which the error may not mention
             raise
         tokens = sample_from_columns(encoded, labels=None).tokens
-        if tokens.size != len(encoded["mask"]):
-            raise ValueError(f"the tokenizer gave {tokens.size} tokens and a mask of {len(encoded['mask'])}")
-        return Sample(tokens, np.where(encoded["mask"], IGNORE_INDEX, tokens))
+        mask = mask_from_column(encoded["mask"], "mask", tokens.size)
+        return Sample(tokens, np.where(mask, IGNORE_INDEX, tokens))
 
     def decode(self, tokens: list[int]) -> str:
         """Decode tokens as the tokenizer does."""
@@ -207,6 +208,7 @@ class GuardedTransform:
                 raise ValueError(
                     f"column {column!r}, turn {i} has a value of type {type(turn['value']).__name__}; it must be text"
                 )
+            refuse_flags(turn, f"column {column!r}, turn {i}")
         return [{**turn, "role": turn.get("from")} for turn in turns]
 
     def _require_text_columns(self, row: Mapping[str, Any]) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from streampack.fingerprint import digest, plain
-from streampack.packing.encoders.answers import read_content
+from streampack.packing.columns import mask_from_column
+from streampack.packing.encoders.answers import read_content, repeats
 from streampack.packing.encoders.chat import masked_sample
 from streampack.packing.encoders.conversation import UnreadColumns, parse_conversation, refuse_left_out
 from streampack.packing.encoders.hf_tokenizer import HFTokenizer
@@ -76,7 +77,8 @@ class PairTransform:
                 f"column_map of {kind} has {unknown[0]!r}, which it does not read; its keys are {', '.join(known)}"
             )
         self.columns = {name: given.get(name, name) for name in known}
-        self.unread = UnreadColumns(kind, used=(*self.columns.values(), PROMPT, *fields), ignore=ignore)
+        checked = [PROMPT] if kind == "ChosenRejectedToMessages" else []
+        self.unread = UnreadColumns(kind, used=(*self.columns.values(), *checked, *fields), ignore=ignore)
 
     def __call__(self, row: Mapping[str, Any]) -> list[Sample]:
         """Return the two sequences of a row.
@@ -136,21 +138,17 @@ class PairTransform:
             for message in messages:
                 message.text_content.encode()  # raises for half a surrogate pair, which the error may not mention
             raise
-        return require_trained(masked_sample(tokens, [not masked for masked in mask]), f"the {name} answer")
+        masked = mask_from_column(mask, "mask", len(tokens))
+        return require_trained(masked_sample(tokens, ~masked), f"the {name} answer")
 
 
-def _require_prompt(given: Any, stated: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+def _require_prompt(given: Any, stated: Mapping[str, list[dict[str, Any]]]) -> None:
     """Raise unless both conversations repeat the prompt, which this transform of torchtune's does not read."""
     if given is None or (hasattr(given, "__len__") and not len(given)):
         return
     content = read_content(given, PROMPT)
     for name, messages in stated.items():
-        said = [(message["role"], message["content"]) for message in messages]
-        if isinstance(content, str):
-            repeated = ("user", content) in said
-        else:
-            repeated = said[: len(content)] == [(each["role"], each["content"]) for each in content]
-        if not repeated:
+        if not repeats(content, messages):
             raise ValueError(
                 f"column {PROMPT!r} is not repeated by column {name!r}, and ChosenRejectedToMessages does not read it, "
                 "so the answers would be trained without their prompt; leave message_transform out, which puts the "

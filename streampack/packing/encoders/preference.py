@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 
 from streampack.fingerprint import digest, plain
+from streampack.packing.boundaries import require_no_padding
 from streampack.packing.encoders.answers import (
     AnswerEncoder,
     Content,
     as_messages,
     common_messages,
     read_content,
+    repeats,
 )
 from streampack.packing.encoders.base import PROBE_TEXT, Encoder
 from streampack.packing.encoders.chat import masked_sample
@@ -141,10 +143,12 @@ class PreferenceEncoder(Encoder):
         for column in self.columns:
             if column not in row:
                 raise missing_column(row, column)
-        refuse_left_out(row, used=(self.prompt, *self.columns, self.tools), ignore=self.ignore)
-        self.unread.name(row)
         answers = [read_content(row[column], column) for column in self.columns]
         prompt = read_content(row[self.prompt], self.prompt) if self.prompt in row else None
+        has_messages = any(isinstance(content, list) for content in (prompt, *answers))
+        used = (self.prompt, *self.columns, *[self.tools] * has_messages)
+        refuse_left_out(row, used=used, ignore=self.ignore)
+        self.unread.name(row)
         if prompt is None:
             self._require_whole(row, answers)
         if prompt is None and all(isinstance(answer, str) for answer in answers):
@@ -175,9 +179,11 @@ class PreferenceEncoder(Encoder):
             names = [f"{column}{ending}" for column in self.columns]
             if not all(name in row for name in names):
                 continue
-            ids = [sample_from_pair(row[name], row[name], tokens=name, labels=name).tokens for name in names]
-            labels = [f"{column}_labels" for column in self.columns]
             prompt = f"{self.prompt}{ending}"
+            ids = [sample_from_pair(row[name], row[name], tokens=name, labels=name).tokens for name in names]
+            for column, each in zip(self.columns, ids, strict=True):
+                require_no_padding(row, each.size, f"{column}_attention_mask")
+            labels = [f"{column}_labels" for column in self.columns]
             if all(name in row for name in labels):
                 wholes = [
                     sample_from_pair(row[name], row[label], tokens=name, labels=label)
@@ -185,6 +191,7 @@ class PreferenceEncoder(Encoder):
                 ]
             elif prompt in row:
                 before = sample_from_pair(row[prompt], row[prompt], tokens=prompt, labels=prompt).tokens
+                require_no_padding(row, before.size, f"{self.prompt}_attention_mask")
                 joined = [np.concatenate([before, after]) for after in ids]
                 wholes = [masked_sample(each, np.arange(each.size) >= before.size) for each in joined]
             else:
@@ -241,7 +248,7 @@ def _divided(prompt: Content | None, answers: Sequence[Content]) -> tuple[Conten
         shared = len(prompt)
         if any(messages[:shared] != prompt for messages in conversations):
             return prompt, [*conversations]
-    elif isinstance(prompt, str) and any(messages[0]["role"] == "assistant" for messages in conversations):
+    elif isinstance(prompt, str) and not all(repeats(prompt, messages) for messages in conversations):
         return prompt, [*conversations]
     else:  # whole conversations, which hold a prompt that is text, too
         shared = common_messages(conversations)

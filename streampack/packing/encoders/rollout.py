@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from streampack.fingerprint import digest, plain
+from streampack.packing.columns import mask_from_column
 from streampack.packing.encoders.answers import AnswerEncoder, Content, read_content
 from streampack.packing.encoders.base import PROBE_TEXT, Encoder
 from streampack.packing.encoders.chat import masked_sample
@@ -21,7 +22,7 @@ from streampack.packing.encoders.shared_prefix import (
 )
 from streampack.packing.encoders.tokenizer import own_fingerprint
 from streampack.packing.groups import Group
-from streampack.packing.samples import mask_from_column, missing_column, sample_from_pair
+from streampack.packing.samples import missing_column, sample_from_pair
 from streampack.types import INT64, FloatArray, IntArray, Sample
 
 WAY_OUT = "give texts or ids"
@@ -152,6 +153,8 @@ class RolloutEncoder(Encoder):
         for i, completion in enumerate(given):
             name = f"{self.completions}[{i}]"
             answer = read_content(completion, name)
+            if isinstance(prompt, str) and isinstance(answer, str):
+                refuse_left_out(row, used=(self.prompt, self.completions), ignore=self.ignore)
             found.append(self.answers.encode(prompt, answer, name=f"column {name!r}", tools=tools))
         return found
 
@@ -219,6 +222,7 @@ class RolloutEncoder(Encoder):
             return _ids(value, f"column {self.prompt!r}")
         content: Content = read_content(value, self.prompt)
         if isinstance(content, str):
+            refuse_left_out(row, used=(self.prompt, self.completions), ignore=self.ignore)
             found = self.answers.bare(content, add_eos=False)
         else:
             found = self.answers.chat.chat.prompt(content, tools=self._tools_of(row))

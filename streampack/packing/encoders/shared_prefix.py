@@ -165,14 +165,16 @@ def as_numbers(value: Any, place: str, shape: tuple[int, ...] | None) -> Any:
     """Return a value as an array of numbers; ``place`` names it in errors.
 
     Raises:
-        ValueError: for anything but numbers, for NaN, and for another shape than the given one.
+        ValueError: for anything but numbers that float32 holds, for NaN, and for another shape than the given one.
     """
     try:
         found = np.asarray(value)
     except ValueError:  # numpy's error for lists of different lengths
         raise ValueError(f"{place} holds lists of different lengths; give one number for each") from None
-    if found.dtype.kind not in "fiub" or np.isnan(found).any():
-        raise ValueError(f"{place} holds {_shown(value)}; give numbers, and leave out rows that lack them")
+    if found.dtype.kind not in "fiub" or not (np.abs(found) <= np.finfo(np.float32).max).all():
+        raise ValueError(
+            f"{place} holds {_shown(value)}; give finite numbers, and leave out rows that lack them"
+        )
     if shape is not None and found.shape != shape:
         wanted = f"{shape[0]} numbers, one for each token" if shape else "one number"
         raise ValueError(f"{place} has shape {list(found.shape)}; give {wanted}")
