@@ -54,12 +54,13 @@ class Totals:
     def add(self, result: Mapping[str, Any], prefix: str) -> None:
         """Count a line of the result."""
         self.rows += 1
-        numbers, tokens = (
-            result.get(f"{prefix}logps", [result.get(f"{prefix}logp")]),
-            result[f"{prefix}num_tokens"],
-        )
-        self.tokens += sum(tokens) if isinstance(tokens, list) else tokens
-        self.logp += sum(numbers)
+        tokens = result[f"{prefix}num_tokens"]
+        if isinstance(tokens, list):
+            self.tokens += sum(tokens)
+            self.logp += sum(result[f"{prefix}logps"])
+        else:  # a column `logps` is the row's own
+            self.tokens += tokens
+            self.logp += result[f"{prefix}logp"]
 
     def text(self, out: Path, kept: int) -> str:
         """Return the last line that the command prints."""

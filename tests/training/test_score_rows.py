@@ -64,6 +64,19 @@ def test_rows_with_their_scores(tmp_path: Path) -> None:
     assert f"120 rows; {tokens:,} scored tokens, {total / tokens:.4f} nats a token" in text
 
 
+def test_totals_leave_columns_of_the_rows_alone(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, rows=4)
+    path, own = tmp_path / "rows.jsonl", [[-100.0], "text", None, -7]
+    rows = [{**row, "logps": value} for row, value in zip(lines(path), own, strict=True)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "scores.jsonl"
+    text = score_rows(config, out=out)
+    found = lines(out)
+    assert [row["logps"] for row in found] == own
+    tokens = sum(row["num_tokens"] for row in found)
+    assert f"{sum(row['logp'] for row in found) / tokens:.4f} nats a token" in text
+
+
 def test_columns_that_are_asked_for(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, rows=20)
     out = tmp_path / "scores.parquet"
