@@ -116,10 +116,8 @@ def score_rows(
     values = to_plain(config)
     run = None if model is not None else read_config(values)
     device = pick_device(str(values.get("device", "auto")))
-    with (
-        join_world(device, timeout=float(values.get("collective_timeout", 600))) as world,
-        ExitStack() as held,
-    ):
+    timeout = float(values.get("collective_timeout", RunConfig.collective_timeout))
+    with join_world(device, timeout=timeout) as world, ExitStack() as held:
         with world.main_first():
             rows = _Rows(values, overlong=overlong, with_rows=with_rows, prefix=prefix)
         # First, because a model may take minutes to load.
@@ -141,7 +139,7 @@ def score_rows(
             inputs=inputs,
             overlong=overlong,
             per_token=per_token,
-            timeout=float(values.get("collective_timeout", 1800)),
+            timeout=timeout,
         )
         written = time.perf_counter()
         for result in rows.results(results):

@@ -17,6 +17,7 @@ from torchtune.models.llama3 import llama3
 
 from streampack import cli
 from streampack.scoring.journal import Journal
+from streampack.training import score_rows as score_rows_module
 from streampack.training.score_rows import score_rows
 from tests.support.preferences import PairEncoder, dpo_config
 from tests.support.ranks import run_ranks, start_process
@@ -144,6 +145,23 @@ def test_two_ranks_share_a_sharded_model(tmp_path: Path) -> None:
     one, two = lines(tmp_path / "one.jsonl"), lines(tmp_path / "ranks.jsonl")
     assert [row["text"] for row in one] == [row["text"] for row in two]
     assert [row["logp"] for row in two] == pytest.approx([row["logp"] for row in one], rel=1e-5)
+
+
+def test_ranks_wait_for_each_other_as_long_while_scoring_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = []
+    for name, wrapped in (("join_world", score_rows_module.join_world), ("score", score_rows_module.score)):
+
+        def noted(*args: Any, timeout: float, wrapped: Any = wrapped, **settings: Any) -> Any:
+            limits.append(timeout)
+            return wrapped(*args, timeout=timeout, **settings)
+
+        monkeypatch.setattr(score_rows_module, name, noted)
+    config = tiny_config(tmp_path, rows=2)
+    config.pop("collective_timeout", None)
+    score_rows(config, out=tmp_path / "scores.jsonl")
+    assert limits == [600, 600]
 
 
 def slowly(folder: Path) -> None:
