@@ -114,7 +114,7 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
     run: dict[str, Any] = {"begun": 0, "step": 0, "steps": 0, "tokens": 0, "seconds": 0.0, "held_out": []}
     if saved_step is not None:
         run = checkpoints.load(saved_step, model=model, optimizer=optimizer)
-        warn_of_unheeded(cfg, run["settings"], world=world)
+        warn_of_unheeded(cfg, run["settings"], optimizer=optimizer, world=world)
         loader.load_state_dict(run["stream"])
     elif cfg.resume_from is not None:
         run["begun"] = run["step"] = begin_phase(

@@ -10,8 +10,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from streampack.accounting import Ledger
 from streampack.distributed.world import World
+from streampack.instantiate import COMPONENT
 from streampack.storage.locks import lock_folder
 from streampack.training.checkpoint import Checkpoints
 from streampack.training.config import RunConfig
@@ -108,19 +111,29 @@ def fixed_settings(config: RunConfig) -> dict[str, Any]:
     return {"optimizer": config.optimizer, "epochs": config.epochs}
 
 
-def warn_of_unheeded(config: RunConfig, saved: Mapping[str, Any], *, world: World) -> None:
+def warn_of_unheeded(
+    config: RunConfig, saved: Mapping[str, Any], *, optimizer: torch.optim.Optimizer, world: World
+) -> None:
     """Warn, on rank 0, of settings that a checkpoint decides and that the config has otherwise.
 
     Args:
         config: of the run that goes on.
         saved: `fixed_settings` of the run that wrote the checkpoint.
+        optimizer: as the checkpoint has it, whose groups say which settings it decides.
         world: the ranks.
     """
     if not world.is_main:
         return
     before, now = saved["optimizer"], config.optimizer
     for key in sorted({*before, *now}):
-        if before.get(key) != now.get(key):
+        if before.get(key) == now.get(key):
+            continue
+        if key == COMPONENT:
+            warn_user(
+                f"optimizer: a {now[key]} goes on with the numbers of a {before[key]}, as the checkpoint has them; "
+                "start a new run if they mean other things to it"
+            )
+        elif key in optimizer.param_groups[0]:
             warn_user(
                 f"optimizer.{key}={now.get(key)} is not heeded: the optimizer goes on as its checkpoint has it, which "
                 f"was made with {key}={before.get(key)}; start a new run for another"

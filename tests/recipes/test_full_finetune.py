@@ -127,6 +127,7 @@ def test_settings_that_a_resume_cannot_heed_are_named(tmp_path, recwarn):
     train(tiny_config(tmp_path, max_steps=4, validation=None))
     assert not [warning for warning in recwarn if "not heeded" in str(warning.message)]
     changes = {"data.num_lanes": 4, "optimizer.lr": 0.5, "optimizer.eps": 1e-3, "max_steps": 8}
+    changes["optimizer._component_"] = "torch.optim.Adam"
     train(tiny_config(tmp_path, validation=None, resume=True, **changes))
     said = " ".join(str(warning.message) for warning in recwarn)
     assert "num_lanes=4 is not heeded: the state was made with num_lanes=2, which a run keeps" in said
@@ -135,6 +136,8 @@ def test_settings_that_a_resume_cannot_heed_are_named(tmp_path, recwarn):
         in said
     )
     assert "optimizer.eps=0.001 is not heeded: " in said
+    assert "optimizer._component_=torch.optim.Adam is not heeded" not in said
+    assert "a torch.optim.Adam goes on with the numbers of a torch.optim.AdamW" in said
     assert max(numbers(tmp_path, "lr").values()) <= 0.02
 
 
