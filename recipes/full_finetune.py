@@ -27,7 +27,7 @@ from streampack.instantiate import build
 from streampack.losses import label_weights, loss_terms
 from streampack.map_style.flatten import join_documents
 from streampack.training.checkpoint import restore_schedule, step_schedule
-from streampack.training.config import RunConfig, read_config
+from streampack.training.config import RunConfig, read_config, shown
 from streampack.training.data import build_data, build_loader
 from streampack.training.devices import pick_device
 from streampack.training.estimate import opening, total_steps
@@ -131,8 +131,10 @@ def _train(
     if world.is_main:
         print(aligned(in_effect), flush=True)
     logger = MetricLogger(cfg, world=world, resumed=saved_step)
-    logger.log_config(raw)
-    report = ReportWriter(cfg, lanes=dataset.lane_config, in_effect=in_effect, world=world)
+    logger.log_config(shown(raw))
+    report = ReportWriter(
+        cfg, written=shown(raw), lanes=dataset.lane_config, in_effect=in_effect, world=world
+    )
     profiler = build(cfg.profiler)[0] if cfg.profiler else training.DummyProfiler()
     every = (cfg.validation or {}).get("every")
     meter = StepMeter(world, device, untrained=dataset.lane_config.untrained)

@@ -14,10 +14,11 @@ import torch
 
 from streampack.accounting import Ledger
 from streampack.distributed.world import World
+from streampack.fingerprint import digest, plain
 from streampack.instantiate import COMPONENT
 from streampack.storage.locks import lock_folder
 from streampack.training.checkpoint import Checkpoints
-from streampack.training.config import RunConfig
+from streampack.training.config import RunConfig, without_secrets
 from streampack.validation import warn_user
 
 OVER = "finished.json"
@@ -180,7 +181,7 @@ def record_end(config: RunConfig, result: dict[str, Any], *, saved: Iterable[Pat
         **result,
         "ledger": result["ledger"].numbers(),
         "epochs": None if by_steps else config.epochs,  # read to their end
-        "data": config.data,
+        "data": _data_digest(config),
         "saved": [os.path.relpath(path, config.output_dir) for path in saved],
     }
     path = Path(config.output_dir, OVER)
@@ -195,7 +196,7 @@ def _finished(config: RunConfig) -> dict[str, Any] | None:
         return None
     result: dict[str, Any] = json.loads(path.read_text())
     newest = max(Checkpoints(checkpoints_folder(config)).steps(), default=None)
-    if result.pop("data") != config.data:
+    if result.pop("data") != _data_digest(config):
         return None  # the checkpoint refuses what does not fit it
     result["saved"] = [os.path.normpath(Path(config.output_dir, path)) for path in result["saved"]]
     if newest not in (None, result["step"]) or not all(Path(path).is_dir() for path in result["saved"]):
@@ -206,6 +207,11 @@ def _finished(config: RunConfig) -> dict[str, Any] | None:
         return None
     held_out = [(step, loss) for step, loss in result["held_out"]]
     return result | {"ledger": Ledger.from_numbers(result["ledger"]), "held_out": held_out}
+
+
+def _data_digest(config: RunConfig) -> str:
+    """Return a digest of what is read and how, whoever's keys open it."""
+    return digest(plain(without_secrets(config.data)))
 
 
 def _interrupted(config: RunConfig, *, number: int) -> Interrupted:
