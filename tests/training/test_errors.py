@@ -12,10 +12,16 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationKeyError
 from streampack_recipes import full_finetune
 
+from streampack import IterablePackedDataset, IterableSource, PackedDataLoader
 from streampack.distributed.rank_sync import OtherRankFailed
 from streampack.training import errors
 from streampack.training.errors import shown_errors
 from tests.support.tiny import tiny_config
+
+OURS = {"__name__": "streampack.training.somewhere"}
+exec("def fail(error):\n    raise error from None", OURS)
+fail = OURS["fail"]
+"""Raises an error in a module of the package."""
 
 
 @pytest.fixture(autouse=True)
@@ -79,13 +85,46 @@ def test_mistakes_on_the_command_line_are_one_line(tmp_path, monkeypatch, capsys
 )
 def test_expected_errors_are_one_line(error, capsys):
     with ends(1), shown_errors():
-        raise error
+        fail(error)
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_other_errors_keep_their_traceback():
-    with pytest.raises(TypeError, match="ours"), shown_errors():
-        raise TypeError("ours")
+def read(*, num_workers, wrong):
+    """Read a row, and then one that is ``wrong``, or an error of the user's own code."""
+
+    def rows():
+        yield {"tokens": [1, 2], "labels": [1, 2]}
+        if wrong is None:
+            raise ValueError("a mistake in the code")
+        yield wrong
+
+    data = IterablePackedDataset(IterableSource(rows), max_seq_len=4)
+    list(PackedDataLoader(data, num_workers=num_workers))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_bad_row_is_one_line(num_workers, capsys):
+    with ends(1), shown_errors():
+        read(num_workers=num_workers, wrong={"tokens": [-1], "labels": [1]})
+    [line] = capsys.readouterr().err.splitlines()
+    assert "-1" in line
+
+
+@pytest.mark.parametrize(
+    ("kind", "work"),
+    [
+        (TypeError, lambda: fail(TypeError("a mistake in the code"))),
+        (ValueError, lambda: torch.optim.SGD([torch.zeros(1)], lr=-1)),
+        (ValueError, lambda: exec('int("x")', OURS)),
+        (OSError, lambda: torch.load("/nowhere/weights.pt")),
+        (ValueError, lambda: read(num_workers=0, wrong=None)),
+        (ValueError, lambda: read(num_workers=1, wrong=None)),
+    ],
+)
+def test_other_errors_keep_their_traceback(kind, work):
+    """Also of a library, or of a source of the user's, ten hours into a run."""
+    with pytest.raises(kind), shown_errors():
+        work()
 
 
 def test_a_row_is_named_by_its_note(capsys):
@@ -93,7 +132,7 @@ def test_a_row_is_named_by_its_note(capsys):
     error.add_note("in row 3")
     error.add_note("Traceback:\n  many lines")
     with ends(1), shown_errors():
-        raise error
+        fail(error)
     assert capsys.readouterr().err == "error: column 'text' is missing in row 3 (--traceback shows where)\n"
 
 
@@ -101,7 +140,7 @@ def test_an_environment_variable_asks_for_tracebacks_too(monkeypatch):
     for value, kind in ("1", ValueError), ("0", SystemExit):
         monkeypatch.setenv(errors.TRACEBACK, value)
         with pytest.raises(kind), shown_errors():
-            raise ValueError("x")
+            fail(ValueError("x"))
 
 
 def test_ctrl_c_is_one_line(capsys):
@@ -118,16 +157,16 @@ def test_ctrl_c_is_one_line(capsys):
 def as_rank(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(errors, "PATIENCE", 0.0)
 
-    def fail(rank, error, *, status=1):
+    def fail_on(rank, error, *, status=1):
         folder = tmp_path / "attempt_0" / str(rank)
         folder.mkdir(parents=True, exist_ok=True)
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
         with ends(status), shown_errors():
-            raise error
+            fail(error)
         return capsys.readouterr().err
 
-    return fail
+    return fail_on
 
 
 def test_ranks_that_fail_alike_print_one_line(as_rank, tmp_path):
