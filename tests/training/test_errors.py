@@ -57,13 +57,18 @@ def test_a_users_mistake_in_a_recipe_is_one_line(tmp_path, monkeypatch, capsys):
         (["--config", "/nowhere/my.yaml"], "No such file or directory: /nowhere/my.yaml"),
         (["--config", "{bad}"], "while parsing a flow mapping in"),
         (["--config", "{good}", "lr"], "'lr' is no override; write KEY=VALUE"),
+        (
+            ["--config", "{whole}", "checkpointer.checkpoint_dir=/nowhere"],
+            "error: torchtune.training.FullModelTorchTuneCheckpointer: /nowhere is not a valid directory",
+        ),
         (["--config", "{good}", "output_dir=${nothing}"], "Interpolation key 'nothing' not found"),
     ],
 )
 def test_mistakes_on_the_command_line_are_one_line(tmp_path, monkeypatch, capsys, words, message):
     (tmp_path / "bad.yaml").write_text("model: {\n  a: 1\n  b\n: 2")
     (tmp_path / "good.yaml").write_text("seed: 1\n")
-    places = {"{bad}": str(tmp_path / "bad.yaml"), "{good}": str(tmp_path / "good.yaml")}
+    OmegaConf.save(tiny_config(tmp_path), tmp_path / "whole.yaml")
+    places = {f"{{{name}}}": str(tmp_path / f"{name}.yaml") for name in ("bad", "good", "whole")}
     monkeypatch.setattr("sys.argv", ["full_finetune", *(places.get(word, word) for word in words)])
     with ends(1):
         full_finetune.recipe_main()
