@@ -293,10 +293,18 @@ def _data_problems(data: Mapping[str, Any]) -> list[str]:
 
 
 def to_plain(config: Any) -> dict[str, Any]:
-    """Return a config as plain dicts and lists, with its interpolations resolved."""
-    from omegaconf import OmegaConf
+    """Return a config as plain dicts and lists, with its interpolations resolved.
 
-    plain = OmegaConf.to_container(OmegaConf.create(config), resolve=True)
+    Raises:
+        ValueError: for an interpolation that leads nowhere.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        plain = OmegaConf.to_container(OmegaConf.create(config), resolve=True)
+    except OmegaConfBaseException as error:
+        raise ValueError(str(error).partition("\n")[0]) from None
     if not isinstance(plain, dict):
         raise ValueError(f"a config is a mapping of keys to values, this is a {type(plain).__name__}")
     return {str(key): value for key, value in plain.items()}

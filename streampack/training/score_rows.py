@@ -292,7 +292,10 @@ def _load(
         assert model is not None
         dtype = training.get_dtype(values["dtype"], device=device) if "dtype" in values else "auto"
         with world.main_first():
-            loaded: nn.Module = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+            try:
+                loaded: nn.Module = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+            except (ValueError, OSError) as error:
+                raise ValueError(f"model={model!r} cannot be loaded: {error}") from error
         loaded.to(device).eval()
         return loaded, prepare_model_for_packing(loaded, attention=attention)
     run.compile = run.activation_checkpointing = (

@@ -16,12 +16,8 @@ from streampack import IterablePackedDataset, IterableSource, PackedDataLoader
 from streampack.distributed.rank_sync import OtherRankFailed
 from streampack.training import errors
 from streampack.training.errors import shown_errors
+from tests.support.raising import fail
 from tests.support.tiny import tiny_config
-
-OURS = {"__name__": "streampack.training.somewhere"}
-exec("def fail(error):\n    raise error from None", OURS)
-fail = OURS["fail"]
-"""Raises an error in a module of the package."""
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +116,7 @@ def test_a_bad_row_is_one_line(num_workers, capsys):
     [
         (TypeError, lambda: fail(TypeError("a mistake in the code"))),
         (ValueError, lambda: torch.optim.SGD([torch.zeros(1)], lr=-1)),
-        (ValueError, lambda: exec('int("x")', OURS)),
+        (ValueError, lambda: exec('int("x")', {"__name__": "streampack.somewhere"})),
         (OSError, lambda: torch.load("/nowhere/weights.pt")),
         (ValueError, lambda: read(num_workers=0, wrong=None)),
         (ValueError, lambda: read(num_workers=1, wrong=None)),
