@@ -138,7 +138,7 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
     )
     profiler = build(cfg.profiler)[0] if cfg.profiler else training.DummyProfiler()
     every = (cfg.validation or {}).get("every")
-    meter = StepMeter(world, device, untrained=dataset.lane_config.untrained)
+    meter = StepMeter(world, device)
     by_source = SourceMeter(loader, world, device)
     by_row = RowLosses(cfg, world=world)
     by_pair = PairMeter(world, device)
@@ -207,6 +207,7 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
             profiler.step()
             progress.update()
             if step % cfg.log_every == 0:
+                loader.require_trained()
                 metrics = meter.metrics() | {"lr": rate} | ({} if norm is None else {"grad_norm": norm})
                 metrics |= by_pair.metrics() | by_source.metrics()
                 metrics |= stream_metrics(loader, world) | memory_metrics(world, device)
@@ -224,7 +225,7 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
                 raise Interrupted(number=stopped)
     profiler.stop()
     by_row.write()
-    meter.check()
+    loader.require_trained()
 
     validate()
     if cfg.checkpoint_every and saved_step != step:

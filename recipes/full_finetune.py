@@ -137,7 +137,7 @@ def _train(
     )
     profiler = build(cfg.profiler)[0] if cfg.profiler else training.DummyProfiler()
     every = (cfg.validation or {}).get("every")
-    meter = StepMeter(world, device, untrained=dataset.lane_config.untrained)
+    meter = StepMeter(world, device)
     by_source = SourceMeter(loader, world, device)
     by_row = RowLosses(cfg, world=world)
     started = time.perf_counter()
@@ -211,6 +211,7 @@ def _train(
             profiler.step()
             progress.update()
             if step % cfg.log_every == 0:
+                loader.require_trained()
                 metrics = meter.metrics() | {"lr": rate} | ({} if norm is None else {"grad_norm": norm})
                 metrics |= stream_metrics(loader, world) | memory_metrics(world, device) | by_source.metrics()
                 by_row.write()
@@ -227,7 +228,7 @@ def _train(
                 raise Interrupted(number=stopped)
     profiler.stop()
     by_row.write()
-    meter.check()
+    loader.require_trained()
 
     validate()
     if cfg.checkpoint_every and saved_step != step:

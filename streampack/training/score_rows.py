@@ -64,7 +64,12 @@ class Totals:
 
     def text(self, out: Path, kept: int) -> str:
         """Return the last line that the command prints."""
-        per_token = self.logp / max(1, self.tokens)
+        if not self.tokens:
+            return (
+                f"{out}: {self.rows:,} rows, and nothing of them was scored: no label is trained; look at the labels, "
+                "and at the roles of messages (only the assistant's are)"
+            )
+        per_token = self.logp / self.tokens
         perplexity = math.exp(min(-per_token, 700.0)) if not math.isnan(per_token) else math.nan
         again = f", {kept:,} of them by an earlier job" if kept else ""
         return (

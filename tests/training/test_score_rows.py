@@ -78,6 +78,14 @@ def test_totals_leave_columns_of_the_rows_alone(tmp_path: Path) -> None:
     assert f"{sum(row['logp'] for row in found) / tokens:.4f} nats a token" in text
 
 
+def test_rows_that_train_nothing_are_said(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, rows=4)
+    row = {"tokens": [3, 4], "labels": [-100, -100]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    config.data.encoder = None
+    assert "1 rows, and nothing of them was scored" in score_rows(config, out=tmp_path / "scores.jsonl")
+
+
 def test_columns_that_are_asked_for(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, rows=20)
     out = tmp_path / "scores.parquet"
