@@ -27,7 +27,7 @@ from streampack.inspection.report_writer import ReportWriter
 from streampack.instantiate import build
 from streampack.losses import pair_of
 from streampack.training.checkpoint import restore_schedule, step_schedule
-from streampack.training.config import RunConfig, read_config
+from streampack.training.config import RunConfig, read_config, shown
 from streampack.training.data import build_data, build_loader
 from streampack.training.devices import pick_device
 from streampack.training.estimate import opening, total_steps
@@ -114,7 +114,7 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
     run: dict[str, Any] = {"begun": 0, "step": 0, "steps": 0, "tokens": 0, "seconds": 0.0, "held_out": []}
     if saved_step is not None:
         run = checkpoints.load(saved_step, model=model, optimizer=optimizer)
-        warn_of_unheeded(cfg, run["settings"], world=world)
+        warn_of_unheeded(cfg, run["settings"], optimizer=optimizer, world=world)
         loader.load_state_dict(run["stream"])
     elif cfg.resume_from is not None:
         run["begun"] = run["step"] = begin_phase(
@@ -132,11 +132,13 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
     if world.is_main:
         print(aligned(in_effect), flush=True)
     logger = MetricLogger(cfg, world=world, resumed=saved_step)
-    logger.log_config(raw)
-    report = ReportWriter(cfg, lanes=dataset.lane_config, in_effect=in_effect, world=world)
+    logger.log_config(shown(raw))
+    report = ReportWriter(
+        cfg, written=shown(raw), lanes=dataset.lane_config, in_effect=in_effect, world=world
+    )
     profiler = build(cfg.profiler)[0] if cfg.profiler else training.DummyProfiler()
     every = (cfg.validation or {}).get("every")
-    meter = StepMeter(world, device, untrained=dataset.lane_config.untrained)
+    meter = StepMeter(world, device)
     by_source = SourceMeter(loader, world, device)
     by_row = RowLosses(cfg, world=world)
     by_pair = PairMeter(world, device)
@@ -205,6 +207,7 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
             profiler.step()
             progress.update()
             if step % cfg.log_every == 0:
+                loader.require_trained()
                 metrics = meter.metrics() | {"lr": rate} | ({} if norm is None else {"grad_norm": norm})
                 metrics |= by_pair.metrics() | by_source.metrics()
                 metrics |= stream_metrics(loader, world) | memory_metrics(world, device)
@@ -222,7 +225,7 @@ def _train(raw: Any, cfg: RunConfig, device: torch.device, world: World) -> dict
                 raise Interrupted(number=stopped)
     profiler.stop()
     by_row.write()
-    meter.check()
+    loader.require_trained()
 
     validate()
     if cfg.checkpoint_every and saved_step != step:

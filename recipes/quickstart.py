@@ -71,16 +71,18 @@ def _train(overrides: Sequence[str]) -> tuple[Any, dict[str, Any]]:
         if chosen or error.step is None:
             raise
         message = f"interrupted; the same command goes on from step {error.step}"
-        raise Interrupted(f"{config.output_dir}: {message}", step=error.step) from None
+        text = f"{config.output_dir}: {message}"
+        raise Interrupted(text, step=error.step, number=error.number) from None
 
 
 def _run_folder(base: Path) -> tuple[str, bool]:
     """Return the folder of the newest run and True if it was interrupted, otherwise a new folder and False."""
-    runs = sorted(base.glob("run-*"))
-    if runs and (runs[-1] / "checkpoints").is_dir() and not (runs[-1] / "finished.json").is_file():
-        print(f"going on with {runs[-1]}, which was interrupted")
-        return str(runs[-1]), True
-    return str(base / f"run-{len(runs) + 1:03d}"), False
+    runs = {int(path.name[4:]): path for path in base.glob("run-*") if path.name[4:].isdecimal()}
+    newest = max(runs, default=0)
+    if runs and (runs[newest] / "checkpoints").is_dir() and not (runs[newest] / "finished.json").is_file():
+        print(f"going on with {runs[newest]}, which was interrupted")
+        return str(runs[newest]), True
+    return str(base / f"run-{newest + 1:03d}"), False
 
 
 def packed_and_padded(config: Any, *, steps: int) -> str:

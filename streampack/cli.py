@@ -21,6 +21,7 @@ from streampack.inspection import trace_command, unpack_command
 from streampack.instantiate import trust
 from streampack.training import score_command, tokenize_command
 from streampack.tune_cli import hand_over, require_torchtune, theirs
+from streampack.validation import raised_here
 
 COMMANDS = {
     "ls": "list recipes and configs",
@@ -83,6 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"streampack: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("streampack: interrupted", file=sys.stderr)
+        return 130  # as of a program that SIGINT ended
 
 
 def _dispatch(words: list[str]) -> int:
@@ -108,7 +112,15 @@ def _dispatch(words: list[str]) -> int:
         commands[words[0]].error(f"unrecognized arguments: {' '.join(rest)}")
     if hasattr(options, "overrides"):
         _settle_config(options, rest, commands[words[0]])
-    return int(options.act(options))
+    try:
+        return int(options.act(options))
+    except UsageError:
+        raise
+    except Exception as error:
+        if not raised_here(error):
+            raise
+        print(f"{getattr(options, 'path', 'streampack: error')}: {error}", file=sys.stderr)
+        return 1
 
 
 def _unknown_command(word: str) -> UsageError:
@@ -277,11 +289,7 @@ def _verify(options: argparse.Namespace) -> int:
     path, config = _read("verify", options)
     from streampack.training.isolation import probe_config
 
-    try:
-        report = probe_config(config)
-    except (ValueError, ImportError) as error:
-        print(f"{path}: {error}", file=sys.stderr)
-        return 1
+    report = probe_config(config)
     print(f"{path}: {report}", file=sys.stdout if report.ok else sys.stderr)
     return 0 if report.ok else 1
 
@@ -316,45 +324,32 @@ def _score(options: argparse.Namespace) -> int:
 def _scan(options: argparse.Namespace) -> int:
     from streampack.sources.scan import scan
 
-    try:
-        found = scan(
-            options.paths or None,
-            out=options.out,
-            manifest=options.manifest,
-            columns=options.columns.split(",") if options.columns else None,
-        )
-    except KeyboardInterrupt:
-        print("streampack: interrupted; no manifest was written", file=sys.stderr)
-        return 130  # as of a program that SIGINT ended
-    except (ValueError, ImportError, OSError) as error:
-        print(f"streampack: error: {error}", file=sys.stderr)
-        return 1
+    found = scan(
+        options.paths or None,
+        out=options.out,
+        manifest=options.manifest,
+        columns=options.columns.split(",") if options.columns else None,
+    )
     print(found)
     return 1 if found.problems else 0
 
 
 def _tokenize(options: argparse.Namespace) -> int:
-    return tokenize_command.run(options, *_read("tokenize", options))
+    return tokenize_command.run(options, _read("tokenize", options)[1])
 
 
 def _export(options: argparse.Namespace) -> int:
-    path, config = _read("export", options)
-    from streampack.training.checkpoint_errors import CheckpointError
+    _, config = _read("export", options)
     from streampack.training.export import export
 
-    try:
-        saved = export(options.checkpoint, config=config, out=options.out)
-    except (ValueError, ImportError, OSError, CheckpointError) as error:
-        print(f"{path}: {error}", file=sys.stderr)
-        return 1
-    for name, folder in saved.items():
+    for name, folder in export(options.checkpoint, config=config, out=options.out).items():
         print(f"{name:12} {folder}")
     return 0
 
 
 def _read(command: str, options: argparse.Namespace) -> tuple[Path, Any]:
     """Return the path of the config, and its content with the overrides."""
-    path = config_file(options.config)
+    options.path = path = config_file(options.config)
     require_torchtune(command)
     import yaml
     from omegaconf import DictConfig, OmegaConf

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from streampack.validation import did_you_mean
+from streampack.validation import did_you_mean, raised_here
 
 COMPONENT = "_component_"
 TRUST = "STREAMPACK_TRUST"
@@ -77,7 +77,12 @@ def build(node: Any, *args: Any, inject: Mapping[str, Any] | None = None) -> Any
             inspect.signature(component).bind(*args, **arguments)
         except TypeError as error:
             raise ValueError(f"{node[COMPONENT]}: {error}; it was given {sorted(arguments)}") from None
-        return component(*args, **arguments)
+        try:
+            return component(*args, **arguments)
+        except (ValueError, OSError) as error:  # of a library: a folder without weights, say
+            if raised_here(error):
+                raise
+            raise ValueError(f"{node[COMPONENT]}: {error}") from error
     if isinstance(node, list | tuple):
         return [build(value, inject=inject) for value in node]
     return node

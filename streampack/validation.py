@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import dis
 import operator
 import os
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import SupportsIndex
 
 PACKAGE = str(Path(__file__).parent) + os.sep
+OURS = ("streampack", "streampack_recipes", "__main__")
+"""Packages whose errors speak to users; a recipe is run as ``__main__``."""
 
 
 def require(value: object, name: str, allowed: Iterable[str], *, hint: str = "") -> None:
@@ -98,3 +101,32 @@ def warn_user(message: str) -> None:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
+
+
+def raised_here(error: BaseException) -> bool:
+    """Return whether this package raised an error, which then says to users what is wrong, or could not open a file.
+
+    An error of a library, of an encoder, or of Python itself (``int("x")``) needs its traceback.
+
+    >>> try:
+    ...     require_positive(0, "batch_size")
+    ... except ValueError as error:
+    ...     raised_here(error)
+    True
+    """
+    if not isinstance(error, ValueError | RuntimeError | OSError | ImportError):
+        return False
+    if (known := getattr(error, "raised_here", None)) is not None:  # in a worker process
+        return bool(known)
+    entries = []
+    entry = error.__traceback__
+    while entry is not None:
+        entries.append((entry.tb_frame.f_globals.get("__name__", "").partition(".")[0], entry))
+        entry = entry.tb_next
+    of_system = isinstance(error, OSError | ImportError)
+    while of_system and entries and entries[-1][0] in sys.stdlib_module_names:  # pathlib, say
+        entries.pop()
+    if not entries or entries[-1][0] not in OURS:
+        return False
+    last = entries[-1][1]
+    return of_system or last.tb_frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from streampack import __version__, catalog, cli, tune_cli
+from tests.support.raising import fail
 
 RECIPE = """\
 import json, pathlib, sys
@@ -285,6 +286,48 @@ def test_wrong_words_are_refused(
     assert cli.main(words) == 2
     assert capsys.readouterr().err.startswith(f"streampack: error: {error}")
     assert not Path("ran.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "place"),
+    [
+        (["validate", "short"], "streampack.training.validate.validate"),
+        (["verify", "short"], "streampack.training.isolation.probe_config"),
+        (["inspect", "a.jsonl"], "streampack.inspection.command._report"),
+        (["inspect", "--config", "short"], "streampack.inspection.command._report"),
+        (["unpack", "short"], "streampack.inspection.unpack_command._print"),
+        (["trace", "short"], "streampack.inspection.trace_command._steps"),
+        (["scan", "a.jsonl", "--out", "list"], "streampack.sources.scan.scan"),
+        (["tokenize", "short", "--out", "tokens"], "streampack.training.tokenize_command.run"),
+        (["score", "short", "--out", "a.jsonl"], "streampack.training.score_rows.score_rows"),
+        (["export", "step_1", "--config", "short", "--out", "a"], "streampack.training.export.export"),
+        (["run", "walk", "--config", "short"], "streampack.distributed.launcher.run_torchrun"),
+        (["ls", "--all"], "streampack.cli.hand_over"),
+    ],
+)
+def test_every_command_ends_alike(
+    tune: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    place: str,
+) -> None:
+    """Ctrl-C gives 130, what is wrong with the user's files one line, and a mistake in the code a traceback."""
+
+    def run(error: BaseException) -> int:
+        monkeypatch.setattr(place, lambda *_, **__: fail(error))
+        return cli.main(words)
+
+    assert run(KeyboardInterrupt()) == 130
+    assert capsys.readouterr().err == "streampack: interrupted\n"
+    monkeypatch.setattr(place, lambda *_, **__: int("x"))
+    with pytest.raises(ValueError, match="invalid literal"):
+        cli.main(words)
+    if words[0] not in ("run", "ls"):  # which torchtune carries out
+        assert run(ValueError("no such row")) == 1
+        [line] = capsys.readouterr().err.splitlines()
+        config = tune / "streampack_configs" / "short.yaml"
+        assert line == f"{config if 'short' in words else 'streampack: error'}: no such row"
 
 
 def test_without_torchtune(

@@ -89,12 +89,11 @@ def run_torchrun(run: Callable[[], None], *, tracebacks: bool) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    if tracebacks:
-        run()
-        return 0
     try:
         run()
     except ChildFailedError as error:
+        if tracebacks:
+            raise
         rank, failure = error.get_first_failure()
         if not Path(
             failure.error_file

@@ -64,36 +64,27 @@ def run(options: argparse.Namespace, config: Any | None) -> int:
         config: the content of the config, with its overrides; None to inspect files.
 
     Returns:
-        The exit status: 0; 1 if the corpus cannot be read; 130 if it was interrupted.
+        The exit status.
     """
     ranks = _ranks(options.ranks)
     for name in ("rows", "packs"):
         if getattr(options, name) < 1:
             raise UsageError(f"--{name} {getattr(options, name)} is below 1; give at least 1")
     render = _renderer(options)
-    try:
-        report = _report(options, config, ranks)
-        if options.json:
-            text = json.dumps(report.as_dict(), ensure_ascii=False, indent=1)
-            if options.json == "-":
-                sys.stdout.write(f"{text}\n")
-            else:
-                Path(options.json).write_text(f"{text}\n", encoding="utf-8")
-        if options.html:
-            from streampack.inspection.page_report import report_page
+    report = _report(options, config, ranks)
+    if options.json:
+        text = json.dumps(report.as_dict(), ensure_ascii=False, indent=1)
+        if options.json == "-":
+            sys.stdout.write(f"{text}\n")
+        else:
+            Path(options.json).write_text(f"{text}\n", encoding="utf-8")
+    if options.html:
+        from streampack.inspection.page_report import report_page
 
-            options.html.write_text(report_page(report), encoding="utf-8")
-        render(report)
-        if options.html and options.json != "-":
-            sys.stdout.write(f"\nthe page: {options.html}\n")
-    except KeyboardInterrupt:
-        sys.stderr.write("streampack: interrupted; nothing was written\n")
-        return 130  # as of a program that SIGINT ended
-    except UsageError:
-        raise
-    except (ValueError, ImportError, OSError) as error:
-        sys.stderr.write(f"{options.config or 'streampack inspect'}: {error}\n")
-        return 1
+        options.html.write_text(report_page(report), encoding="utf-8")
+    render(report)
+    if options.html and options.json != "-":
+        sys.stdout.write(f"\nthe page: {options.html}\n")
     return 0
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from streampack.accounting import Ledger
 from streampack.distributed.world import World
@@ -14,7 +15,7 @@ from streampack.inspection.run_page import run_page
 from streampack.inspection.run_report import RunReport, last_ledger
 from streampack.packing.batch import Batch, unstack_packs
 from streampack.streaming.lane_config import LaneConfig
-from streampack.training.config import RunConfig
+from streampack.training.config import RunConfig, to_plain
 from streampack.training.record import METRICS_FILE, read_metrics
 from streampack.types import Pack
 from streampack.validation import warn_user
@@ -32,15 +33,23 @@ class ReportWriter:
 
     Args:
         config: the run's.
+        written: the same as it was written, which `shown` has made fit to be seen.
         lanes: of the dataset, whose source and encoder say what a pack holds.
         in_effect: what `streampack.training.estimate.opening` returns.
         world: the ranks.
     """
 
     def __init__(
-        self, config: RunConfig, *, lanes: LaneConfig, in_effect: Mapping[str, str], world: World
+        self,
+        config: RunConfig,
+        *,
+        written: Any,
+        lanes: LaneConfig,
+        in_effect: Mapping[str, str],
+        world: World,
     ) -> None:
         self.config = config
+        self.written = written
         self.lanes = lanes
         self.in_effect = in_effect
         self.path = Path(config.output_dir, REPORT_FILE)
@@ -85,7 +94,7 @@ class ReportWriter:
             title=str(self.path.parent),
             ended=ended,
             in_effect=self.in_effect,
-            config=OmegaConf.to_yaml(OmegaConf.create(asdict(self.config))),
+            config=OmegaConf.to_yaml(asdict(self.config) | to_plain(self.written)),
             metrics=metrics,
             ledger=last_ledger(metrics) if ledger is None else ledger.as_dict(),
             sources=[] if mix is None else list(mix.names),

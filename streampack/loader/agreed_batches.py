@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from streampack.distributed.rank_sync import Agreement, RankSync
 from streampack.loader.merge import RankBatch
@@ -33,7 +33,8 @@ class AgreedBatches:
 
     Args:
         rank_sync: the ranks.
-        cost: counts the attention cost of each part; the ranks tell one another in the same agreement.
+        cost: counts the attention cost of each part. The ranks tell one another in the same agreement, and how many
+            tokens a part trains.
     """
 
     def __init__(self, rank_sync: RankSync, *, cost: AttentionCost) -> None:
@@ -79,8 +80,11 @@ class AgreedBatches:
                 self._make_one(make_part)
             parts, agreement = self.agreeing.popleft()
             count, self.failing = agreement.wait()
-            for part, *costs in zip(parts[:count], *agreement.notes(), strict=False):
-                part.costs = costs
+            for part, *noted in zip(
+                parts[:count], *(_triples(each) for each in agreement.notes()), strict=False
+            ):
+                part.costs, trained, tokens = zip(*noted, strict=True)
+                part.trained, part.tokens = sum(trained), sum(tokens)
                 self.agreed.append(part)
             if count < len(parts):
                 self.left_over = parts[count:]
@@ -115,11 +119,17 @@ class AgreedBatches:
             exist = [part.exists for part in self.open_round]
             count = exist.index(False) if False in exist else len(exist)
             failed = count < len(exist) and self.open_round[count].failed
-            costs = [sum(map(self._cost_of, part.packs)) for part in self.open_round]
-            self.agreeing.append((self.open_round, self.rank_sync.agree(count, failed=failed, notes=costs)))
+            notes: list[int] = []
+            for part in self.open_round:
+                notes += [sum(map(self._cost_of, part.packs)), *part.count()]
+            self.agreeing.append((self.open_round, self.rank_sync.agree(count, failed=failed, notes=notes)))
             self.open_round = []
             self.rounds += 1
 
     def _cost_of(self, pack: Pack) -> int:
         starts = None if pack.groups is None else path_starts(pack.seq_lens, pack.groups.parents)
         return self.cost.of_pack(pack.seq_lens, starts)
+
+
+def _triples(notes: list[int]) -> Iterator[tuple[int, int, int]]:
+    return zip(notes[::3], notes[1::3], notes[2::3], strict=True)

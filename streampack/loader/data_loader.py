@@ -17,6 +17,7 @@ from streampack.distributed.rank_sync import RankSync
 from streampack.fingerprint import digest, plain
 from streampack.loader.batching import Batching
 from streampack.loader.iteration import HandedOut, Iteration, Options, Progress
+from streampack.loader.trained_steps import TrainedSteps
 from streampack.packing.batch import Batch
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.lane_state import LaneState, as_dicts
@@ -118,6 +119,7 @@ class PackedDataLoader:
         self._kept_packs_per_step: int | None = None  # of the state that the run goes on from
         self._progress = Progress(HandedOut({}))  # of the newest iteration
         self._shares = Shares()
+        self._trained = TrainedSteps(dataset.lane_config.untrained, warns=self.rank_sync.rank == 0)
         self._started_from: LoadedState | None = None  # where the newest iteration began
         self._version = 0  # of the dataset's epochs when the newest iteration began
         self._identified = False  # whether the ranks have read the corpus's fingerprint
@@ -151,7 +153,15 @@ class PackedDataLoader:
             self._batching, self.num_workers, self.prefetch_factor, self.max_worker_restarts, self.pin_memory
         )
         try:
-            batches = Iteration(dataset, self.rank_sync, options, loaded=begin, start=start, before=before)
+            batches = Iteration(
+                dataset,
+                self.rank_sync,
+                options,
+                loaded=begin,
+                start=start,
+                before=before,
+                trained=self._trained,
+            )
         except Exception:
             self._progress.midway = False
             raise
@@ -251,6 +261,17 @@ class PackedDataLoader:
     def source_stats(self) -> dict[str, SourceStats]:
         """Count what each source of a mixture gave in this rank's lanes, as of the last batch handed out."""
         return self.dataset._source_stats_of(self._lane_states)
+
+    def require_trained(self) -> None:
+        """Raise, on all ranks alike, if a step that was handed out trains nothing, which else is a warning.
+
+        A step that is more than half padding may, if an earlier one trained something; and all may with
+        ``untrained="keep"``.
+
+        Raises:
+            ValueError: with the number of such steps.
+        """
+        self._trained.require()
 
     def metrics(self) -> dict[str, float]:
         """Return what an operator watches of this rank, by name, for a metric logger.

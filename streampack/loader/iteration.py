@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from streampack.loader.agreed_batches import AgreedBatches
 from streampack.loader.batching import Batching
 from streampack.loader.merge import RankBatch, RankBatches
 from streampack.loader.step_meter import StepMeter
+from streampack.loader.trained_steps import TrainedSteps
 from streampack.packing.batch import Batch, null_pack, stack_packs
 from streampack.streaming.consumers import require_loader_made_after_group
 from streampack.streaming.dataset import IterablePackedDataset
@@ -97,6 +97,7 @@ class Iteration:
             date.
         start: how far the loader is, in the lanes of all ranks.
         before: the progress of the loader's iterations before this one, whose counts go on.
+        trained: is told what each step trains.
     """
 
     def __init__(
@@ -108,8 +109,10 @@ class Iteration:
         loaded: LoadedState,
         start: HandedOut,
         before: Progress | None = None,
+        trained: TrainedSteps,
     ) -> None:
         self.dataset, self.rank_sync, self.options = dataset, rank_sync, options
+        self.trained = trained
         self.batching, self.loaded = options.batching, loaded
         if not rank_sync.has_data_groups:
             require_loader_made_after_group(made_for_one_rank=rank_sync.alone)
@@ -180,7 +183,7 @@ class Iteration:
         self.agreed_batches = AgreedBatches(self.rank_sync, cost=self.dataset.lane_config.balance_cost)
         self.agreed_batches.start_epoch(made=self.batches)
         self.new_states: dict[int, LaneState] = {}  # lane states that the batch in the making brings
-        self.costs: Sequence[int] = ()  # of the ranks' parts of it
+        self.part = RankBatch()  # the part of this rank
         self.over = False
 
     def __iter__(self) -> Iteration:
@@ -206,7 +209,9 @@ class Iteration:
         batch = self._next()
         if batch is not None:
             ends_step = self.batches % self.batching.batches_per_step == 0
-            progress.meter.add(self.costs, waited=time.perf_counter() - begun, ends_step=ends_step)
+            progress.meter.add(self.part.costs, waited=time.perf_counter() - begun, ends_step=ends_step)
+            size = batch.tokens.numel() * self.rank_sync.world_size
+            self.trained.add(self.part.trained, self.part.tokens, size, ends_step=ends_step)
             progress.batches += 1
         progress.reports = self.rank_batches.reports()
         slot = self.first_slot + self.batches // self.batching.batches_per_step * self.batching.packs_per_step
@@ -230,9 +235,9 @@ class Iteration:
             rank_batch = self._take_alone() if self.rank_sync.alone else self._take_agreed()
             # Null batches complete a step that has begun.
             if rank_batch is not None or self.batches % self.batching.batches_per_step:
-                batch = self._collate(rank_batch.packs if rank_batch else [])
-                self.costs = rank_batch.costs if rank_batch else ()
-                self._book([rank_batch] if rank_batch else [])
+                self.part = rank_batch or RankBatch()
+                batch = self._collate(self.part.packs)
+                self._book([self.part])
                 self.batches += 1
                 return batch
             if not self.batches:
@@ -255,6 +260,7 @@ class Iteration:
         """Return a single rank's next batch; None at the epoch's end."""
         rank_batch = self._make(self.batches)
         if rank_batch.exists:
+            rank_batch.trained, rank_batch.tokens = rank_batch.count()
             return rank_batch
         self._book([rank_batch])
         return None

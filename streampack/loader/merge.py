@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from streampack.loader.workers import Worker
+from streampack.packing.batch import trained_in
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.lane_state import LaneEvent, LaneState
 from streampack.streaming.read_report import REPORT_EVERY, ReadReport
@@ -36,11 +37,22 @@ class RankBatch:
     """This rank failed when it made the batch."""
     costs: Sequence[int] = ()
     """Attention costs of the batch on each rank; empty for a single rank."""
+    trained: int = 0
+    """Trained tokens of the batch on all ranks, once they have agreed on it."""
+    tokens: int = 0
+    """All of its tokens but padding."""
 
     @property
     def packs(self) -> list[Pack]:
         """The packs of the batch."""
         return [event.pack for event in self.events if event.pack is not None]
+
+    def count(self) -> tuple[int, int]:
+        """Count the trained tokens and all tokens of this part."""
+        packs = self.packs
+        return sum(map(trained_in, packs)), sum(
+            each.stop - each.start for pack in packs for each in pack.fragments
+        )
 
     @property
     def exists(self) -> bool:

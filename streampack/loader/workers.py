@@ -26,6 +26,7 @@ from streampack.loader.wire import Folded, fold, unfold
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.lane_state import LaneEvent, LaneState
 from streampack.streaming.read_report import REPORT_EVERY, ReadReport
+from streampack.validation import raised_here
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +145,7 @@ class Worker:
                 raise StopIteration
             elif kind == ERROR:
                 self.erred = True
-                error, error.__notes__ = value
+                error, error.__notes__, error.raised_here = value
                 try:
                     raise error
                 finally:
@@ -279,7 +280,8 @@ def _serve(
         except Exception as error:
             where = f"in worker {consumer} of {consumers}:\n{traceback.format_exc()}"
             # The notes are sent beside the error, because not every class of errors pickles them.
-            message = (ERROR, (_portable(error), [*getattr(error, "__notes__", ()), where]))
+            notes = [*getattr(error, "__notes__", ()), where]
+            message = (ERROR, (_portable(error), notes, raised_here(error)))
         try:
             if events:
                 pipe.send_bytes(pickle.dumps((EVENTS, (events, report)), 5))

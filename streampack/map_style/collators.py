@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +14,10 @@ import numpy as np
 import torch
 
 from streampack.map_style.features import Feature, FlatRow, flat_row, mappings_of, samples_of
-from streampack.types import IGNORE_INDEX
+from streampack.types import IGNORE_INDEX, IntArray
 from streampack.validation import require, require_multiple, require_positive, warn_user
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -117,6 +121,7 @@ class FlatteningCollator:
         row.labels[np.cumsum([0, *row.seq_lens[:-1]])] = (
             self.separator_id if separator_id is None else separator_id
         )
+        _warn_of_untrained(row.labels)
         row = self._padded(self._with_padded_sequences(row))
         seq_lens = np.array(row.seq_lens)
         starts = np.cumsum(seq_lens) - seq_lens
@@ -226,8 +231,23 @@ class PaddedCollator:
             tokens[i, : sample.tokens.size] = sample.tokens
             labels[i, 1 : sample.tokens.size] = sample.labels[1:]
             mask[i, : sample.tokens.size] = 1
+        _warn_of_untrained(labels)
         arrays = {"input_ids": tokens, "labels": labels, "attention_mask": mask}
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def _warn_of_untrained(labels: IntArray) -> None:
+    """Warn, once in a process, of a batch of which no label is trained."""
+    if (labels == IGNORE_INDEX).all():
+        _say_untrained()
+
+
+@functools.cache
+def _say_untrained() -> None:
+    log.warning(
+        "a batch trains nothing, and transformers' loss of it is NaN: look at the labels, and at the roles of messages "
+        "(only the assistant's are trained); leave such samples out"
+    )
 
 
 _checked_caches = False

@@ -129,6 +129,13 @@ class Batch:
         return trained if self.groups is None else trained + (self.groups.first_labels != IGNORE_INDEX).sum()
 
 
+def trained_in(pack: Pack) -> int:
+    """Return the number of tokens of a pack that the loss counts, as `Batch.num_trained`."""
+    trained = np.count_nonzero(pack.labels[1:] != IGNORE_INDEX)
+    first_labels = () if pack.groups is None else pack.groups.first_labels
+    return int(trained) + sum(label != IGNORE_INDEX for label in first_labels)
+
+
 def collate_packed(packs: Sequence[Mapping[str, Any]], *, segments: int | None = None) -> Batch:
     """Stack dicts from an `IterablePackedDataset` or a `PackedDataset`; a ``collate_fn`` for any DataLoader.
 

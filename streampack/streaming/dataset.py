@@ -85,8 +85,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         empty: what to do with a sample without a token: ``"error"`` or ``"drop"``.
         untrained: what to do with a sample of which no token is trained, because its labels are masked or
             ``"truncate"`` cut the answer off: ``"keep"``, ``"drop"`` or ``"error"``. Default: such samples are kept and
-            counted in the ledger, with a warning at the first; a training step of such samples alone is an error in the
-            recipes and under `prepare_trainer_for_packing`, unless ``"keep"`` is given.
+            counted in the ledger, with a warning at the first; a step of such samples alone is an error in the recipes
+            and under `prepare_trainer_for_packing`, and a warning elsewhere, unless ``"keep"`` is given.
         on_bad_record: what to do with a record that cannot be read or encoded: ``"error"``, or ``"skip"`` to leave it
             out and count it as ``bad_records``.
         max_bad_records: how many bad records a lane may skip before the run fails.

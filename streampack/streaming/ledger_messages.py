@@ -78,7 +78,8 @@ def warn_of_untrained(ledger: Ledger, *, max_seq_len: int) -> None:
         return
     truncated = ledger.dropped_samples["truncated"]
     log.warning(
-        "%d of the first %d samples train nothing: no label is trained but perhaps the first, which never counts%s. "
+        "%d of the first %d samples train nothing: no label is trained but perhaps the first, which never counts, and "
+        "of messages only the assistant's are%s. "
         "The ledger goes on counting them as untrained. Set untrained='drop' to leave them out, 'error' to see where "
         "one is, or 'keep' if they are meant to be there",
         ledger.untrained,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
@@ -292,10 +293,48 @@ def _data_problems(data: Mapping[str, Any]) -> list[str]:
 
 
 def to_plain(config: Any) -> dict[str, Any]:
-    """Return a config as plain dicts and lists, with its interpolations resolved."""
-    from omegaconf import OmegaConf
+    """Return a config as plain dicts and lists, with its interpolations resolved.
 
-    plain = OmegaConf.to_container(OmegaConf.create(config), resolve=True)
+    Raises:
+        ValueError: for an interpolation that leads nowhere.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        plain = OmegaConf.to_container(OmegaConf.create(config), resolve=True)
+    except OmegaConfBaseException as error:
+        raise ValueError(str(error).partition("\n")[0]) from None
     if not isinstance(plain, dict):
         raise ValueError(f"a config is a mapping of keys to values, this is a {type(plain).__name__}")
     return {str(key): value for key, value in plain.items()}
+
+
+def shown(config: Any) -> Any:
+    """Return a config, OmegaConf's, for pages and loggers: without what may be secret.
+
+    Values of the environment stay references, and values of ``storage_options`` are left out.
+
+    >>> config = {"data": {"storage_options": {"key": "abc"}, "paths": "${oc.env:HOME}/a"}, "output_dir": "out"}
+    >>> to_plain(shown(config))["data"]
+    {'storage_options': {'key': '(not shown)'}, 'paths': '${oc.env:HOME}/a'}
+    """
+    from omegaconf import OmegaConf
+
+    config = OmegaConf.create(config)
+    found = OmegaConf.create(without_secrets(OmegaConf.to_container(config, resolve=False)))
+    found.output_dir = config.output_dir  # where loggers write
+    return found
+
+
+def without_secrets(node: Any, *, hide: bool = False) -> Any:
+    """Return plain values with those of ``storage_options`` replaced, and of the environment escaped for OmegaConf."""
+    if isinstance(node, Mapping):
+        return {
+            key: without_secrets(value, hide=hide or key == "storage_options") for key, value in node.items()
+        }
+    if isinstance(node, list):
+        return [without_secrets(value, hide=hide) for value in node]
+    if isinstance(node, str) and "${" in node and ":" in node:  # of a resolver, such as oc.env
+        node = re.sub(r"\\*\$\{", r"\\${", node)
+    return "(not shown)" if hide else node

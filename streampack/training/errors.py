@@ -20,14 +20,13 @@ from omegaconf.errors import OmegaConfBaseException
 from streampack.distributed.rank_sync import OtherRankFailed
 from streampack.training.checkpoint_errors import CheckpointError
 from streampack.training.run_folder import Interrupted
+from streampack.validation import raised_here
 
 TRACEBACK = "STREAMPACK_TRACEBACK"
 """Environment variable; any value but 0 has the effect of ``--traceback``."""
-EXPECTED = (
-    *(ValueError, ImportError, OSError, torch.OutOfMemoryError),
-    *(OmegaConfBaseException, yaml.YAMLError, CheckpointError),
-)
-"""Errors shown by their message only. Others are shown with a traceback: the mistake may be in the code."""
+EXPECTED = (torch.OutOfMemoryError, OmegaConfBaseException, yaml.YAMLError, CheckpointError)
+"""Errors shown by their message only, as those are that `raised_here` finds. Others are shown with a traceback: the
+mistake may be in the code."""
 FOLLOWING = re.compile(r"gloo|NCCL|[Cc]onnection (closed|reset)|recvValue|Broken pipe")
 """Pattern of RuntimeErrors that a rank gets because another one has failed or is gone."""
 PATIENCE = 3.0
@@ -56,13 +55,13 @@ def shown_errors(*, tracebacks: bool = False) -> Iterator[None]:
     except KeyboardInterrupt as error:
         _print_once(str(error) or "interrupted", topic="interrupt")
         sys.exit(error.status if isinstance(error, Interrupted) else 130)
-    except EXPECTED as error:
-        _print_once(f"{_prefix()}{message_of(error)} (--traceback shows where)", topic=message_of(error))
-        sys.exit(1)
     except Exception as error:
-        if _follows(error):
+        if not isinstance(error, EXPECTED) and _follows(error):
             if not _another_printed():
                 _print_once(f"{_prefix()}{message_of(error)} (--traceback shows where)", topic="following")
+            sys.exit(1)
+        if isinstance(error, EXPECTED) or raised_here(error):
+            _print_once(f"{_prefix()}{message_of(error)} (--traceback shows where)", topic=message_of(error))
             sys.exit(1)
         if _shared_folder() is None:
             raise

@@ -21,23 +21,15 @@ class StepMeter:
 
     The sums stay on the device until `metrics` reads them, so that the loop does not wait for a GPU.
 
-    A step that trains nothing is an error, which `metrics` and `check` raise on all ranks, unless ``untrained`` is
-    ``"keep"``. A step that is more than half padding, such as the last one of an epoch, is exempt if an earlier step
-    trained something.
-
     A step is measured by `start`, `add` for each batch, `reduce` and `stop`, in this order.
     """
 
-    def __init__(self, world: World, device: torch.device, *, untrained: str | None = None) -> None:
+    def __init__(self, world: World, device: torch.device) -> None:
         self.world = world
         self.device = device
-        self.untrained = untrained
-        # Number of steps that trained nothing and are not exempt.
-        self.empty_steps = torch.zeros((), dtype=torch.int64, device=device)
         self.window = self._zeros()  # sums over all ranks since the last call of `metrics`
         self.total = self._zeros()  # sums over all ranks since the beginning
         self.steps, self.seconds = 0, 0.0  # steps, and their time, since the last call of `metrics`
-        self.total_steps = 0  # steps since the beginning
         self.start()
 
     def start(self) -> None:
@@ -85,9 +77,7 @@ class StepMeter:
         sums[0] += self.loss
         sums[1] += self.z_loss
         self.world.all_reduce(sums)
-        weight, tokens, capacity = (sums[COUNTS.index(name)] for name in ("weight", "tokens", "capacity"))
-        trained_before = self.total[COUNTS.index("weight")] > 0
-        self.empty_steps += (weight == 0) & (tokens > 0) & ((2 * tokens >= capacity) | ~trained_before)
+        weight = sums[COUNTS.index("weight")]
         self.step = sums
         self.window += sums
         self.total += sums
@@ -96,21 +86,7 @@ class StepMeter:
     def stop(self) -> None:
         """End the step."""
         self.steps += 1
-        self.total_steps += 1
         self.seconds += time.perf_counter() - self.started_at
-
-    def check(self) -> None:
-        """Raise if a step trained nothing. This waits for the device.
-
-        Raises:
-            ValueError: if one did, with the number of such steps.
-        """
-        if self.untrained != "keep" and (count := int(self.empty_steps)):
-            raise ValueError(
-                f"{count} of {self.total_steps} step(s) trained nothing: no label of their tokens is trained. Look at "
-                "the labels, and whether data.overlong=truncate cuts answers off; ledger_untrained counts such samples "
-                "in the metrics. data.untrained=drop leaves them out, data.untrained=keep lets such steps be"
-            )
 
     @property
     def tokens(self) -> int:
@@ -122,15 +98,11 @@ class StepMeter:
 
         ``loss`` is a mean over trained tokens (over samples, with sample weights). It does not include ``z_loss``,
         which is in the result only where it is used. ``padding`` is a fraction between 0 and 1.
-
-        Raises:
-            ValueError: if a step trained nothing, see `check`.
         """
         before = time.perf_counter()
         loss, z_loss, weight = self.step[:3].tolist()  # waits for the GPU
         sums = dict(zip(COUNTS, self.window.tolist(), strict=True))
         seconds = self.seconds + time.perf_counter() - before
-        self.check()
         metrics = {
             "loss": loss / weight if weight else 0.0,
             "tokens_per_second": sums["tokens"] / max(seconds, 1e-9),

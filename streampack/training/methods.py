@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from streampack.accounting import Ledger, SourceStats
 from streampack.distributed.world import World
 from streampack.loader.data_loader import PackedDataLoader
+from streampack.loader.trained_steps import TrainedSteps
 from streampack.map_style.method_loader import method_loader
 from streampack.map_style.methods import METHODS
 from streampack.map_style.samplers import digest_lengths
@@ -20,7 +22,7 @@ from streampack.sources.bad_records import Quarantine
 from streampack.sources.source import Source
 from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.piece_reader import Piece, PieceReader
-from streampack.types import Fragment, Sample
+from streampack.types import IGNORE_INDEX, Fragment, Sample
 from streampack.validation import require
 
 OF_SAMPLES = (
@@ -125,6 +127,7 @@ class MethodLoader:
         self.batches_per_step = self.packs_per_step // rows_at_once
         self._handed = 0  # batches that each rank has handed out in this epoch
         self._totals = Ledger()  # what all ranks have handed out since the beginning
+        self._trained = TrainedSteps(dataset.lane_config.untrained, warns=world.is_main)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: method {self.method}, of {self.dataset}>"
@@ -200,6 +203,10 @@ class MethodLoader:
         """
         return self._totals if self.world.is_main else Ledger()
 
+    def require_trained(self) -> None:
+        """Raise if a step that was handed out trains nothing, see `PackedDataLoader.require_trained`."""
+        self._trained.require()
+
     def metrics(self) -> dict[str, float]:
         """Return the rows read and the bad records; see `PackedDataLoader.metrics`. The rest is not counted here."""
         ledger = self.ledger()
@@ -214,12 +221,20 @@ class MethodLoader:
         if self._handed == 0:
             self._totals = Ledger.total([self._totals, self._read])
         first, rows = self._handed * self.world.size, self.loader.dataset
+        trained = tokens = capacity = 0
         for batch in self.sampler.batches[first : first + self.world.size]:
             held = [sum(stop - start for _, start, stop in row) for row in batch if row]
             self._totals.packs += len(held)
-            self._totals.capacity += len(held) * rows.width(batch)  # type: ignore[attr-defined]
-            self._totals.packed += sum(held)
+            capacity += len(held) * rows.width(batch)  # type: ignore[attr-defined]
+            tokens += sum(held)
+            for number, start, stop in chain.from_iterable(batch):
+                labels = self._pieces[number].sample.labels[start + 1 : stop]
+                trained += int(np.count_nonzero(labels != IGNORE_INDEX))
+        self._totals.capacity += capacity
+        self._totals.packed += tokens
         self._handed += 1
+        ends_step = self._handed % self.batches_per_step == 0
+        self._trained.add(trained, tokens, capacity, ends_step=ends_step)
 
 
 Loader: TypeAlias = PackedDataLoader | MethodLoader

@@ -74,10 +74,8 @@ def type_problems(
         if key in hints and not fits(value, hints[key]):
             wanted = getattr(hints[key], "__name__", "") if isinstance(hints[key], type) else ""
             wanted = wanted or str(hints[key]).replace("typing.", "")
-            yield (
-                key,
-                f"{value!r} is a {type(value).__name__}; {name or component.__qualname__} takes {wanted}",
-            )
+            given = "the value" if key == "storage_options" else repr(value)  # which may be a secret
+            yield key, f"{given} is a {type(value).__name__}; {name or component.__qualname__} takes {wanted}"
 
 
 def fits(value: Any, hint: Any) -> bool:

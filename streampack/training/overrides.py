@@ -6,6 +6,7 @@ import argparse
 import functools
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -40,8 +41,9 @@ def parse(recipe_main: Callable[[DictConfig], Any]) -> Callable[[], Any]:
         options, rest = parser.parse_known_args()
         with shown_errors(tracebacks=options.traceback):
             trust(options.trust)
-            config = with_overrides(OmegaConf.load(options.config), [*options.overrides, *rest])
-            sys.exit(recipe_main(config))
+            with Path(options.config).open(encoding="utf-8") as file:
+                written = OmegaConf.load(file)
+            sys.exit(recipe_main(with_overrides(written, [*options.overrides, *rest])))
 
     return entry
 

@@ -53,13 +53,12 @@ class RowLosses:
         """Take one batch of this rank: its `token_losses`, ``[batch, max_seq_len]``, and its labels' weights."""
         if self.path is None:
             return
-        here = _bounds(batch)
-        there = here.to(losses.device, non_blocking=True)
+        bounds = _bounds(batch)
         dtype = torch.float32 if losses.device.type == "mps" else torch.float64
         sums = (
-            _sums(losses.detach().to(dtype), there),
-            _sums(weights.double(), here),
-            _sums(hashes(batch.tokens), there),
+            _sums(losses.detach().to(dtype), bounds),
+            _sums(weights.double(), bounds),
+            _sums(hashes(batch.tokens), bounds),  # on the CPU where only the losses were computed on a device
         )
         self._batches.append((batch.fragments, sums))
 
@@ -103,7 +102,8 @@ def _bounds(batch: Batch) -> torch.Tensor:
 
 
 def _sums(values: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the values of each sequence, ``[batch, most sequences]``."""
+    """Return the sum of the values of each sequence, ``[batch, most sequences]``, on the device of the values."""
+    bounds = bounds.to(values.device, non_blocking=True)
     before = F.pad(values.cumsum(1), (1, 0))
     return before.gather(1, bounds[1]) - before.gather(1, bounds[0])
 

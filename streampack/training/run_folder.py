@@ -10,11 +10,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from streampack.accounting import Ledger
 from streampack.distributed.world import World
+from streampack.fingerprint import digest, plain
+from streampack.instantiate import COMPONENT
 from streampack.storage.locks import lock_folder
 from streampack.training.checkpoint import Checkpoints
-from streampack.training.config import RunConfig
+from streampack.training.config import RunConfig, without_secrets
 from streampack.validation import warn_user
 
 OVER = "finished.json"
@@ -108,19 +112,29 @@ def fixed_settings(config: RunConfig) -> dict[str, Any]:
     return {"optimizer": config.optimizer, "epochs": config.epochs}
 
 
-def warn_of_unheeded(config: RunConfig, saved: Mapping[str, Any], *, world: World) -> None:
+def warn_of_unheeded(
+    config: RunConfig, saved: Mapping[str, Any], *, optimizer: torch.optim.Optimizer, world: World
+) -> None:
     """Warn, on rank 0, of settings that a checkpoint decides and that the config has otherwise.
 
     Args:
         config: of the run that goes on.
         saved: `fixed_settings` of the run that wrote the checkpoint.
+        optimizer: as the checkpoint has it, whose groups say which settings it decides.
         world: the ranks.
     """
     if not world.is_main:
         return
     before, now = saved["optimizer"], config.optimizer
     for key in sorted({*before, *now}):
-        if before.get(key) != now.get(key):
+        if before.get(key) == now.get(key):
+            continue
+        if key == COMPONENT:
+            warn_user(
+                f"optimizer: a {now[key]} goes on with the numbers of a {before[key]}, as the checkpoint has them; "
+                "start a new run if they mean other things to it"
+            )
+        elif key in optimizer.param_groups[0]:
             warn_user(
                 f"optimizer.{key}={now.get(key)} is not heeded: the optimizer goes on as its checkpoint has it, which "
                 f"was made with {key}={before.get(key)}; start a new run for another"
@@ -167,7 +181,7 @@ def record_end(config: RunConfig, result: dict[str, Any], *, saved: Iterable[Pat
         **result,
         "ledger": result["ledger"].numbers(),
         "epochs": None if by_steps else config.epochs,  # read to their end
-        "data": config.data,
+        "data": _data_digest(config),
         "saved": [os.path.relpath(path, config.output_dir) for path in saved],
     }
     path = Path(config.output_dir, OVER)
@@ -182,7 +196,7 @@ def _finished(config: RunConfig) -> dict[str, Any] | None:
         return None
     result: dict[str, Any] = json.loads(path.read_text())
     newest = max(Checkpoints(checkpoints_folder(config)).steps(), default=None)
-    if result.pop("data") != config.data:
+    if result.pop("data") != _data_digest(config):
         return None  # the checkpoint refuses what does not fit it
     result["saved"] = [os.path.normpath(Path(config.output_dir, path)) for path in result["saved"]]
     if newest not in (None, result["step"]) or not all(Path(path).is_dir() for path in result["saved"]):
@@ -193,6 +207,11 @@ def _finished(config: RunConfig) -> dict[str, Any] | None:
         return None
     held_out = [(step, loss) for step, loss in result["held_out"]]
     return result | {"ledger": Ledger.from_numbers(result["ledger"]), "held_out": held_out}
+
+
+def _data_digest(config: RunConfig) -> str:
+    """Return a digest of what is read and how, whoever's keys open it."""
+    return digest(plain(without_secrets(config.data)))
 
 
 def _interrupted(config: RunConfig, *, number: int) -> Interrupted:

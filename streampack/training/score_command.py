@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -46,25 +45,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, config: Any) -> int:
-    """Score the rows, and return the exit status: 0, 1 for an error, 130 if it was interrupted."""
+    """Score the rows, and return the exit status."""
     from streampack.training.score_rows import score_rows
 
-    try:
-        line = score_rows(
-            config,
-            out=options.out,
-            model=options.model,
-            overlong=options.overlong,
-            per_token=options.per_token,
-            with_rows=not options.without_rows,
-            prefix=options.prefix,
-        )
-    except KeyboardInterrupt:
-        sys.stderr.write("streampack: interrupted; the same command goes on where it stopped\n")
-        return 128 + signal.SIGINT
-    except (ValueError, ImportError, OSError) as error:
-        sys.stderr.write(f"{options.config}: {error}\n")
-        return 1
+    line = score_rows(
+        config,
+        out=options.out,
+        model=options.model,
+        overlong=options.overlong,
+        per_token=options.per_token,
+        with_rows=not options.without_rows,
+        prefix=options.prefix,
+    )
     if line:
         sys.stdout.write(f"{line}\n")
     return 0

@@ -54,16 +54,22 @@ class Totals:
     def add(self, result: Mapping[str, Any], prefix: str) -> None:
         """Count a line of the result."""
         self.rows += 1
-        numbers, tokens = (
-            result.get(f"{prefix}logps", [result.get(f"{prefix}logp")]),
-            result[f"{prefix}num_tokens"],
-        )
-        self.tokens += sum(tokens) if isinstance(tokens, list) else tokens
-        self.logp += sum(numbers)
+        tokens = result[f"{prefix}num_tokens"]
+        if isinstance(tokens, list):
+            self.tokens += sum(tokens)
+            self.logp += sum(result[f"{prefix}logps"])
+        else:  # a column `logps` is the row's own
+            self.tokens += tokens
+            self.logp += result[f"{prefix}logp"]
 
     def text(self, out: Path, kept: int) -> str:
         """Return the last line that the command prints."""
-        per_token = self.logp / max(1, self.tokens)
+        if not self.tokens:
+            return (
+                f"{out}: {self.rows:,} rows, and nothing of them was scored: no label is trained; look at the labels, "
+                "and at the roles of messages (only the assistant's are)"
+            )
+        per_token = self.logp / self.tokens
         perplexity = math.exp(min(-per_token, 700.0)) if not math.isnan(per_token) else math.nan
         again = f", {kept:,} of them by an earlier job" if kept else ""
         return (
@@ -115,10 +121,8 @@ def score_rows(
     values = to_plain(config)
     run = None if model is not None else read_config(values)
     device = pick_device(str(values.get("device", "auto")))
-    with (
-        join_world(device, timeout=float(values.get("collective_timeout", 600))) as world,
-        ExitStack() as held,
-    ):
+    timeout = float(values.get("collective_timeout", RunConfig.collective_timeout))
+    with join_world(device, timeout=timeout) as world, ExitStack() as held:
         with world.main_first():
             rows = _Rows(values, overlong=overlong, with_rows=with_rows, prefix=prefix)
         # First, because a model may take minutes to load.
@@ -140,7 +144,7 @@ def score_rows(
             inputs=inputs,
             overlong=overlong,
             per_token=per_token,
-            timeout=float(values.get("collective_timeout", 1800)),
+            timeout=timeout,
         )
         written = time.perf_counter()
         for result in rows.results(results):
@@ -293,7 +297,10 @@ def _load(
         assert model is not None
         dtype = training.get_dtype(values["dtype"], device=device) if "dtype" in values else "auto"
         with world.main_first():
-            loaded: nn.Module = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+            try:
+                loaded: nn.Module = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+            except (ValueError, OSError) as error:
+                raise ValueError(f"model={model!r} cannot be loaded: {error}") from error
         loaded.to(device).eval()
         return loaded, prepare_model_for_packing(loaded, attention=attention)
     run.compile = run.activation_checkpointing = (

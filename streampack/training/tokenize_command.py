@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 DESCRIPTION = """\
@@ -56,28 +54,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--finish", action="store_true", help="write the index, once all parts are there")
 
 
-def run(options: argparse.Namespace, path: Path, config: Any) -> int:
-    """Write the shards, and return the exit status: 0, or 1 for an error."""
-    from omegaconf import OmegaConf
-
+def run(options: argparse.Namespace, config: Any) -> int:
+    """Write the shards, and return the exit status."""
     from streampack.tokenize.tokenize import from_config, tokenize
+    from streampack.training.config import to_plain
 
-    try:
-        tokenize(
-            **from_config(OmegaConf.to_container(config, resolve=True)),  # type: ignore[arg-type]
-            out=options.out,
-            workers=options.workers,
-            lanes=options.lanes,
-            dtype=options.dtype,
-            engine=options.engine,
-            address=options.address,
-            shard=options.shard,
-            finish=options.finish,
-            storage_options=options.storage_options,
-        )
-    except (ValueError, ImportError, RuntimeError, OSError) as error:
-        sys.stderr.write(f"{path}: {error}\n")
-        return 1
+    tokenize(
+        **from_config(to_plain(config)),
+        out=options.out,
+        workers=options.workers,
+        lanes=options.lanes,
+        dtype=options.dtype,
+        engine=options.engine,
+        address=options.address,
+        shard=options.shard,
+        finish=options.finish,
+        storage_options=options.storage_options,
+    )
     return 0
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf.errors import OmegaConfBaseException
 
 from streampack.distributed.world import World
 from streampack.instantiate import build
@@ -36,8 +35,8 @@ def validate(config: Any, *, files: bool = True) -> list[str]:
     """
     try:
         values = to_plain(config)
-    except (OmegaConfBaseException, ValueError) as error:
-        return [str(error).splitlines()[0]]
+    except ValueError as error:
+        return [str(error)]
     if problems := config_problems(values):
         return problems
     cfg = RunConfig(**values)

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from omegaconf import OmegaConf
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from streampack.distributed.launcher import end_with_launcher, run_torchrun
@@ -114,6 +115,14 @@ def test_torchrun_does_not_repeat_errors_of_ranks(tmp_path, capsys):
     assert capsys.readouterr().err == ""
     with pytest.raises(ChildFailedError):
         run_torchrun(fail, tracebacks=True)
+
+
+@pytest.mark.parametrize("tracebacks", [False, True])
+def test_a_signal_to_torchrun_decides_its_exit_status(tracebacks):
+    def interrupted():
+        raise SignalException("got SIGINT", signal.SIGINT)
+
+    assert run_torchrun(interrupted, tracebacks=tracebacks) == 130
 
 
 def test_a_rank_that_was_killed_is_named(capsys):

@@ -110,7 +110,7 @@ def test_an_interrupt_writes_nothing(
     monkeypatch.setattr("streampack.inspection.survey.read_epoch", interrupted)
     words = ["a.jsonl", "--tokenizer", "tokenizer", "--max-seq-len", "512", "--json", "out.json"]
     assert cli.main(["inspect", *words]) == 130
-    assert capsys.readouterr().err == "streampack: interrupted; nothing was written\n"
+    assert capsys.readouterr().err == "streampack: interrupted\n"
     assert not Path("out.json").exists()
 
 

@@ -124,7 +124,9 @@ def test_a_page_that_cannot_be_written_ends_no_run(tmp_path: Path, monkeypatch: 
 def test_other_ranks_keep_nothing(tmp_path: Path) -> None:
     data = IterablePackedDataset([{"tokens": [1, 2], "labels": [1, 2]}], max_seq_len=4)
     config = read_config(tiny_config(tmp_path))
-    writer = ReportWriter(config, lanes=data.lane_config, in_effect={}, world=World(rank=1, size=2))
+    writer = ReportWriter(
+        config, written={}, lanes=data.lane_config, in_effect={}, world=World(rank=1, size=2)
+    )
     writer.add(collate_packed(list(data)), step=1)
     with pytest.raises(KeyError), writer.on_error():
         raise KeyError

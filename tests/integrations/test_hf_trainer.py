@@ -408,7 +408,7 @@ def test_a_step_that_trains_nothing_is_an_error(tmp_path: Path) -> None:
 
     for logging_steps in (1, 100):
         with pytest.raises(
-            ValueError, match="step 1 of this training trained nothing: no label of its 128 tokens"
+            ValueError, match=r"of \d step\(s\) trained nothing: no label of their tokens is trained"
         ):
             train(logging_steps)
     assert train(1, untrained="keep").training_loss == 0.0

@@ -3,11 +3,15 @@
 import gzip
 import shutil
 import time
+from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from streampack_recipes.full_finetune import train
+from torchtune.training.metric_logging import StdoutLogger
 
+from streampack import cli
 from streampack.training.overrides import with_overrides
 from tests.support.ranks import start_process
 from tests.support.tiny import losses, numbers, tiny_config, write_rows
@@ -31,6 +35,58 @@ def test_a_run_learns_and_accounts_for_every_token(tmp_path, capsys):
     assert any(not torch.equal(weights[key], start[key]) for key in start)
     assert len(losses(tmp_path)) == 30
     assert "nan" not in (tmp_path / "out" / "logs" / "log.txt").read_text()
+
+
+class UploadingLogger(StdoutLogger):
+    """Keeps what torchtune's loggers of W&B, Comet and MLflow would upload."""
+
+    def __init__(self, log_dir: str, api_key: str) -> None:
+        self.path = Path(log_dir, "uploaded.txt")
+
+    def log_config(self, config):
+        super().log_config(config)
+        self.path.write_text(str(OmegaConf.to_container(config, resolve=True)))
+
+
+def test_secrets_reach_no_file_and_no_screen(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("KEY", "key-of-the-environment")
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    config = tiny_config(tmp_path, rows=60, max_steps=2, validation=None, log_rows=True)
+    monkeypatch.setenv("SEED", "31415926")
+    config.output_dir, config.seed = "${oc.env:OUT}", "${oc.decode:${oc.env:SEED}}"
+    config.data.source.storage_options = {"key": "${oc.env:KEY}", "client": {"token": "typed-token"}}
+    logger = {
+        "_component_": f"{__name__}.UploadingLogger",
+        "log_dir": str(tmp_path),
+        "api_key": "${oc.env:KEY}",
+    }
+    config.metric_logger = logger
+    written = tmp_path / "mine.yaml"
+    OmegaConf.save(config, written)
+    train(config)
+    train(OmegaConf.merge(config, {"resume": True}))
+    page, figures, scores = (str(tmp_path / name) for name in ("page.html", "figures.json", "scores.jsonl"))
+    for words in (
+        ["validate"], ["inspect", "--html", page, "--json", figures], ["unpack"], ["trace"],
+        ["score", "--out", scores],
+    ):  # fmt: skip
+        assert cli.main([*words, "--config", str(written)]) == 0
+    found = {
+        path: path.read_bytes().decode(errors="replace") for path in tmp_path.rglob("*") if path.is_file()
+    }
+    assert "typed-token" in found.pop(written)
+    assert len(found) > 10
+    for text in (*found.values(), *capfd.readouterr()):
+        assert "key-of-the-environment" not in text
+        assert "typed-token" not in text
+    report = found[tmp_path / "out" / "report.html"]
+    assert "api_key: ${oc.env:KEY}" in report
+    assert "31415926" not in report
+    assert "log_every: 1" in report, "what the config leaves out"
+    assert "'api_key': '${oc.env:KEY}'" in found[tmp_path / "uploaded.txt"]
+    with pytest.raises(ValueError, match=r"^data\.source\.storage_options: .* takes ") as raised:
+        train(OmegaConf.merge(config, {"data": {"source": {"storage_options": "${oc.env:KEY}"}}}))
+    assert "key-of-the-environment" not in str(raised.value)
 
 
 def test_a_run_by_epochs_ends_with_the_data(tmp_path):
@@ -127,6 +183,7 @@ def test_settings_that_a_resume_cannot_heed_are_named(tmp_path, recwarn):
     train(tiny_config(tmp_path, max_steps=4, validation=None))
     assert not [warning for warning in recwarn if "not heeded" in str(warning.message)]
     changes = {"data.num_lanes": 4, "optimizer.lr": 0.5, "optimizer.eps": 1e-3, "max_steps": 8}
+    changes["optimizer._component_"] = "torch.optim.Adam"
     train(tiny_config(tmp_path, validation=None, resume=True, **changes))
     said = " ".join(str(warning.message) for warning in recwarn)
     assert "num_lanes=4 is not heeded: the state was made with num_lanes=2, which a run keeps" in said
@@ -135,6 +192,8 @@ def test_settings_that_a_resume_cannot_heed_are_named(tmp_path, recwarn):
         in said
     )
     assert "optimizer.eps=0.001 is not heeded: " in said
+    assert "optimizer._component_=torch.optim.Adam is not heeded" not in said
+    assert "a torch.optim.Adam goes on with the numbers of a torch.optim.AdamW" in said
     assert max(numbers(tmp_path, "lr").values()) <= 0.02
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import shutil
+import signal
 
 import pytest
 from omegaconf import OmegaConf
 from streampack_recipes import quickstart
 from streampack_recipes.full_finetune import train
 
+from streampack.training.run_folder import Interrupted
 from tests.support.tiny import interrupt_step, tiny_config
 
 
@@ -31,6 +34,21 @@ def test_the_quickstart_resumes_by_itself(tmp_path, monkeypatch, capsys):
     assert sorted(path.name for path in (tmp_path / "runs").glob("run-*")) == ["run-001", "run-002"]
     with pytest.raises(ValueError, match="missing|is no|unknown"):
         quickstart.main(["--traceback", "maxsteps=1"])
+    shutil.rmtree(tmp_path / "runs" / "run-001")
+    (tmp_path / "runs" / "run-of-mine" / "checkpoints").mkdir(parents=True)
+    assert quickstart.main(["max_steps=1"]) == 0
+    assert (tmp_path / "runs" / "run-003" / "epoch_0").is_dir()
+
+
+def test_a_signal_decides_the_exit_status(tmp_path, monkeypatch, capsys):
+    def interrupted(config):
+        raise Interrupted("interrupted", step=4, number=signal.SIGTERM)
+
+    monkeypatch.setattr(quickstart.stdlib_corpus, "prepare", lambda: None)
+    monkeypatch.setattr("streampack_recipes.full_finetune.train", interrupted)
+    with pytest.raises(SystemExit) as raised:
+        quickstart.main([])
+    assert raised.value.code == 143
 
 
 def test_what_it_advises_runs_without_a_clone(tmp_path, monkeypatch, capsys):

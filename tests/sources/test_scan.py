@@ -382,7 +382,7 @@ def test_an_interrupted_scan_says_so_and_leaves_no_manifest(
 
     monkeypatch.setattr(LocalStorage, "fetch", fetch)
     assert cli.main(["scan", str(tmp_path / "data"), "--out", str(tmp_path / "out")]) == 130
-    assert "interrupted; no manifest was written" in capsys.readouterr().err
+    assert "streampack: interrupted\n" in capsys.readouterr().err
     assert looked
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
 

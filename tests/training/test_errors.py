@@ -12,9 +12,11 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationKeyError
 from streampack_recipes import full_finetune
 
+from streampack import IterablePackedDataset, IterableSource, PackedDataLoader
 from streampack.distributed.rank_sync import OtherRankFailed
 from streampack.training import errors
 from streampack.training.errors import shown_errors
+from tests.support.raising import fail
 from tests.support.tiny import tiny_config
 
 
@@ -51,13 +53,18 @@ def test_a_users_mistake_in_a_recipe_is_one_line(tmp_path, monkeypatch, capsys):
         (["--config", "/nowhere/my.yaml"], "No such file or directory: /nowhere/my.yaml"),
         (["--config", "{bad}"], "while parsing a flow mapping in"),
         (["--config", "{good}", "lr"], "'lr' is no override; write KEY=VALUE"),
+        (
+            ["--config", "{whole}", "checkpointer.checkpoint_dir=/nowhere"],
+            "error: torchtune.training.FullModelTorchTuneCheckpointer: /nowhere is not a valid directory",
+        ),
         (["--config", "{good}", "output_dir=${nothing}"], "Interpolation key 'nothing' not found"),
     ],
 )
 def test_mistakes_on_the_command_line_are_one_line(tmp_path, monkeypatch, capsys, words, message):
     (tmp_path / "bad.yaml").write_text("model: {\n  a: 1\n  b\n: 2")
     (tmp_path / "good.yaml").write_text("seed: 1\n")
-    places = {"{bad}": str(tmp_path / "bad.yaml"), "{good}": str(tmp_path / "good.yaml")}
+    OmegaConf.save(tiny_config(tmp_path), tmp_path / "whole.yaml")
+    places = {f"{{{name}}}": str(tmp_path / f"{name}.yaml") for name in ("bad", "good", "whole")}
     monkeypatch.setattr("sys.argv", ["full_finetune", *(places.get(word, word) for word in words)])
     with ends(1):
         full_finetune.recipe_main()
@@ -79,13 +86,46 @@ def test_mistakes_on_the_command_line_are_one_line(tmp_path, monkeypatch, capsys
 )
 def test_expected_errors_are_one_line(error, capsys):
     with ends(1), shown_errors():
-        raise error
+        fail(error)
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_other_errors_keep_their_traceback():
-    with pytest.raises(TypeError, match="ours"), shown_errors():
-        raise TypeError("ours")
+def read(*, num_workers, wrong):
+    """Read a row, and then one that is ``wrong``, or an error of the user's own code."""
+
+    def rows():
+        yield {"tokens": [1, 2], "labels": [1, 2]}
+        if wrong is None:
+            raise ValueError("a mistake in the code")
+        yield wrong
+
+    data = IterablePackedDataset(IterableSource(rows), max_seq_len=4)
+    list(PackedDataLoader(data, num_workers=num_workers))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_bad_row_is_one_line(num_workers, capsys):
+    with ends(1), shown_errors():
+        read(num_workers=num_workers, wrong={"tokens": [-1], "labels": [1]})
+    [line] = capsys.readouterr().err.splitlines()
+    assert "-1" in line
+
+
+@pytest.mark.parametrize(
+    ("kind", "work"),
+    [
+        (TypeError, lambda: fail(TypeError("a mistake in the code"))),
+        (ValueError, lambda: torch.optim.SGD([torch.zeros(1)], lr=-1)),
+        (ValueError, lambda: exec('int("x")', {"__name__": "streampack.somewhere"})),
+        (OSError, lambda: torch.load("/nowhere/weights.pt")),
+        (ValueError, lambda: read(num_workers=0, wrong=None)),
+        (ValueError, lambda: read(num_workers=1, wrong=None)),
+    ],
+)
+def test_other_errors_keep_their_traceback(kind, work):
+    """Also of a library, or of a source of the user's, ten hours into a run."""
+    with pytest.raises(kind), shown_errors():
+        work()
 
 
 def test_a_row_is_named_by_its_note(capsys):
@@ -93,7 +133,7 @@ def test_a_row_is_named_by_its_note(capsys):
     error.add_note("in row 3")
     error.add_note("Traceback:\n  many lines")
     with ends(1), shown_errors():
-        raise error
+        fail(error)
     assert capsys.readouterr().err == "error: column 'text' is missing in row 3 (--traceback shows where)\n"
 
 
@@ -101,7 +141,7 @@ def test_an_environment_variable_asks_for_tracebacks_too(monkeypatch):
     for value, kind in ("1", ValueError), ("0", SystemExit):
         monkeypatch.setenv(errors.TRACEBACK, value)
         with pytest.raises(kind), shown_errors():
-            raise ValueError("x")
+            fail(ValueError("x"))
 
 
 def test_ctrl_c_is_one_line(capsys):
@@ -118,16 +158,16 @@ def test_ctrl_c_is_one_line(capsys):
 def as_rank(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(errors, "PATIENCE", 0.0)
 
-    def fail(rank, error, *, status=1):
+    def fail_on(rank, error, *, status=1):
         folder = tmp_path / "attempt_0" / str(rank)
         folder.mkdir(parents=True, exist_ok=True)
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
         with ends(status), shown_errors():
-            raise error
+            fail(error)
         return capsys.readouterr().err
 
-    return fail
+    return fail_on
 
 
 def test_ranks_that_fail_alike_print_one_line(as_rank, tmp_path):

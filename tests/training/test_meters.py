@@ -108,41 +108,6 @@ def test_operators_metrics_of_all_ranks_are_added_up_or_the_longest(monkeypatch)
     assert found["consumed"] == 0.75
 
 
-def meter_after(*steps, untrained=None):
-    """Return a meter after steps of (tokens, whether they are trained), each of one pack of 8."""
-    meter = StepMeter(World(), CPU, untrained=untrained)
-    for tokens, trained in steps:
-        rows = [{"tokens": [1] * tokens, "labels": [1 if trained else -100] * tokens}]
-        meter.start()
-        for batch in PackedDataLoader(IterablePackedDataset(rows, max_seq_len=8)):
-            meter.add(batch, torch.tensor(0.0), label_weights(batch, loss_norm="token"))
-        meter.reduce()
-        meter.stop()
-    return meter
-
-
-@pytest.mark.parametrize(
-    "steps",
-    [
-        [(8, False)],
-        [(2, False), (8, True)],  # little, but nothing was trained before
-        [(8, True), (4, False), (8, True)],
-    ],
-)
-def test_a_step_that_trains_nothing_is_an_error(steps):
-    with pytest.raises(
-        ValueError, match=rf"^1 of {len(steps)} step\(s\) trained nothing: .*data.untrained=drop"
-    ):
-        meter_after(*steps).metrics()
-    with pytest.raises(ValueError, match="trained nothing"):
-        meter_after(*steps).check()
-    meter_after(*steps, untrained="keep").metrics()
-
-
-def test_the_rest_of_an_epoch_may_train_nothing():
-    meter_after((8, True), (3, False)).metrics()
-
-
 def test_memory_metrics_are_empty_on_a_cpu():
     assert memory_metrics(World(), CPU) == {}
 

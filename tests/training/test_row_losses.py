@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from streampack_recipes.full_finetune import train
+from torch._subclasses import FakeTensorMode
 
 from streampack import IterablePackedDataset, PackedDataLoader
 from streampack.distributed.world import World
@@ -72,6 +74,18 @@ def test_sums_are_those_of_each_sequence(tmp_path: Path, norm: str, change: Any,
         assert sum(each.excess for each in found) == pytest.approx(0, abs=1e-9)
         mean = sum(row[1] for row in rows) / sum(row[2] for row in rows)
         assert step_losses(tmp_path / ROWS_FOLDER)[number] == pytest.approx(mean, rel=1e-4)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_losses_may_lie_on_another_device_than_the_batch(tmp_path: Path, device: str) -> None:
+    """As in dpo, which moves no batch itself. Fake tensors refuse to mix devices, as CUDA does."""
+    log = log_of(tmp_path)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for batch in batches():
+            weights = label_weights(batch, loss_norm="token")
+            batch = replace(batch, tokens=batch.tokens.to(device))
+            log.add(batch, torch.zeros(weights.shape, device="meta"), weights)
+    assert [each.device.type for each in log._batches[0][1]] == ["meta", "cpu", device]
 
 
 def test_nothing_is_kept_unless_it_is_asked_for(tmp_path: Path) -> None:

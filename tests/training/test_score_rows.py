@@ -17,6 +17,7 @@ from torchtune.models.llama3 import llama3
 
 from streampack import cli
 from streampack.scoring.journal import Journal
+from streampack.training import score_rows as score_rows_module
 from streampack.training.score_rows import score_rows
 from tests.support.preferences import PairEncoder, dpo_config
 from tests.support.ranks import run_ranks, start_process
@@ -62,6 +63,27 @@ def test_rows_with_their_scores(tmp_path: Path) -> None:
         assert (row["num_tokens"], row["greedy"]) == (count, greedy)
         total, tokens = total + logp, tokens + count
     assert f"120 rows; {tokens:,} scored tokens, {total / tokens:.4f} nats a token" in text
+
+
+def test_totals_leave_columns_of_the_rows_alone(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, rows=4)
+    path, own = tmp_path / "rows.jsonl", [[-100.0], "text", None, -7]
+    rows = [{**row, "logps": value} for row, value in zip(lines(path), own, strict=True)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "scores.jsonl"
+    text = score_rows(config, out=out)
+    found = lines(out)
+    assert [row["logps"] for row in found] == own
+    tokens = sum(row["num_tokens"] for row in found)
+    assert f"{sum(row['logp'] for row in found) / tokens:.4f} nats a token" in text
+
+
+def test_rows_that_train_nothing_are_said(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, rows=4)
+    row = {"tokens": [3, 4], "labels": [-100, -100]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    config.data.encoder = None
+    assert "1 rows, and nothing of them was scored" in score_rows(config, out=tmp_path / "scores.jsonl")
 
 
 def test_columns_that_are_asked_for(tmp_path: Path) -> None:
@@ -131,6 +153,23 @@ def test_two_ranks_share_a_sharded_model(tmp_path: Path) -> None:
     one, two = lines(tmp_path / "one.jsonl"), lines(tmp_path / "ranks.jsonl")
     assert [row["text"] for row in one] == [row["text"] for row in two]
     assert [row["logp"] for row in two] == pytest.approx([row["logp"] for row in one], rel=1e-5)
+
+
+def test_ranks_wait_for_each_other_as_long_while_scoring_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = []
+    for name, wrapped in (("join_world", score_rows_module.join_world), ("score", score_rows_module.score)):
+
+        def noted(*args: Any, timeout: float, wrapped: Any = wrapped, **settings: Any) -> Any:
+            limits.append(timeout)
+            return wrapped(*args, timeout=timeout, **settings)
+
+        monkeypatch.setattr(score_rows_module, name, noted)
+    config = tiny_config(tmp_path, rows=2)
+    config.pop("collective_timeout", None)
+    score_rows(config, out=tmp_path / "scores.jsonl")
+    assert limits == [600, 600]
 
 
 def slowly(folder: Path) -> None:

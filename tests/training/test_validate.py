@@ -118,7 +118,7 @@ BROKEN = [
         "model: torchtune.models.llama3.llama3: got an unexpected keyword argument 'num_layer'; did you mean 'num_l",
     ),
     ({"optimizer.lr": "abc"}, "optimizer.lr: 'abc' is a str; AdamW takes "),
-    ({"optimizer.lr": -1.0}, "optimizer: Invalid learning rate: -1.0"),
+    ({"optimizer.lr": -1.0}, "optimizer: torch.optim.AdamW: Invalid learning rate: -1.0"),
     ({"lr_scheduler": {"_component_": "torch.optim.lr_scheduler.StepLR"}}, "lr_scheduler: "),
     (
         {

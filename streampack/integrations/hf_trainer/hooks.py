@@ -154,7 +154,7 @@ class Hooks:
         try:
             result = self.originals["train"](resume_from_checkpoint, trial, ignore_keys_for_eval)
             if self.steps is not None:
-                self.steps.check_trained()
+                self.steps.loader.require_trained()
                 self.ledger = self.steps.totals(metered=False)[0]
             self._warn_of_untrained_data()
             return result
@@ -302,7 +302,7 @@ class Hooks:
     def update_totals(self, *, logged: bool) -> None:
         """Collective: update the numbers of all ranks that are logged next; ``logged``: before an evaluation too."""
         assert self.steps is not None
-        self.steps.check_trained()
+        self.steps.loader.require_trained()
         ledger, metered = self.steps.totals(metered=logged)
         self.totals = metered | {
             "num_tokens": ledger.packed,

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from streampack.accounting import Ledger
-from streampack.integrations.hf_trainer.trained_steps import TrainedSteps
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.packing.batch import Batch
 from streampack.streaming.lane_state import LaneState
@@ -63,7 +62,6 @@ class Steps:
         # Lane states and slot before the first batch of the newest step was fetched.
         self._before: tuple[dict[int, LaneState], int] = ({}, 0)
         self._batches: Any = None  # the running iteration of the loader; None before the first batch
-        self.trained = TrainedSteps(loader.dataset.lane_config)
         # If `_fetched`, `_next` is the first batch of the next step, or None at the end of the data.
         self._fetched = False
         self._next: Batch | None = None
@@ -84,7 +82,6 @@ class Steps:
             self._end()
             raise StopIteration
         self.given += 1
-        self.trained.add(batch, ends=self.given % self.loader.batches_per_step == 0)
         self.epoch = self._epoch()
         return self.as_inputs(batch)
 
@@ -144,14 +141,6 @@ class Steps:
             *self.loader.rank_sync.gather((total_ledger(self._after_last_step()[0]), mine)), strict=True
         )
         return Ledger.total(ledgers), {name: max(rank[name] for rank in ranks) for name in mine}
-
-    def check_trained(self) -> None:
-        """Collective: check that each step since the last check trained something.
-
-        Raises:
-            ValueError: if a step trained nothing; on all ranks.
-        """
-        self.trained.check(self.loader.rank_sync.gather(self.trained.take_counts()))
 
     def close(self) -> None:
         """End the worker processes."""
