@@ -4,9 +4,9 @@
     python examples/chat_sft.py --model my_model --data "chats/*.jsonl"
 
 A line is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}; the answers are
-trained. Kill it and run it again, on another number of ranks if you like: it continues with the packs not trained yet.
-All of TrainingArguments are options. Model, tokenizer and report.html,
-a page of the run, are written to output_dir.
+trained. Kill it and run it again: it continues with the packs not trained yet, on another number of ranks too, if
+ranks x gradient_accumulation_steps stays the same. All of TrainingArguments are options. Model, tokenizer and
+report.html, a page of the run, are written to output_dir.
 """
 
 import sys
