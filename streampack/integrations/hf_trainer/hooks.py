@@ -193,8 +193,8 @@ class Hooks:
             raise ValueError(
                 f"num_lanes={self.packs.num_lanes} cannot be shared evenly by {loader.rank_sync.world_size} ranks: a "
                 f"step would have {loader.batches_per_step} batches on each, and Trainer takes {accumulation} "
-                "(gradient_accumulation_steps); use a number of ranks that divides the lanes, or leave num_lanes out in a "
-                "new run"
+                "(gradient_accumulation_steps); use a number of ranks that divides the lanes, or in a new run leave "
+                "num_lanes out"
             )
         args = self.trainer.args
         # With auto_find_batch_size, Trainer calls this again for another batch size, which needs another plan.
