@@ -22,7 +22,7 @@ from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.lane_state import LaneState, as_dicts
 from streampack.streaming.loaded_state import LoadedState
 from streampack.streaming.round_robin import total_ledger
-from streampack.validation import require_positive
+from streampack.validation import naming_nearest, require_positive
 
 
 class PackedDataLoader:
@@ -70,6 +70,7 @@ class PackedDataLoader:
         process_group: the ranks that iterate this loader. Default: all.
     """
 
+    @naming_nearest
     def __init__(
         self,
         dataset: IterablePackedDataset,

@@ -38,7 +38,14 @@ from streampack.streaming.run_identity import OF_READING, RunIdentity
 from streampack.streaming.run_settings import RunSettings
 from streampack.streaming.trace import trace
 from streampack.types import Fragment, Sample
-from streampack.validation import require, require_minutes, require_positive, require_token_id, warn_user
+from streampack.validation import (
+    naming_nearest,
+    require,
+    require_minutes,
+    require_positive,
+    require_token_id,
+    warn_user,
+)
 
 log = logging.getLogger(__name__)
 
@@ -122,6 +129,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             The row is not consumed by the error.
     """
 
+    @naming_nearest
     def __init__(
         self,
         source: Any,

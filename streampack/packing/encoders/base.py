@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from streampack.fingerprint import digest
 from streampack.packing.boundaries import BOUNDARY_COLUMNS
 from streampack.packing.samples import TRAINED_MASKS, as_mapping, sample_from_columns, sample_from_row
@@ -25,6 +27,10 @@ SUGGESTED_ENCODERS = {
     "content": "TextEncoder(tokenizer, column='content')",
 }
 """Columns of rows without tokens, and the encoder that an error message suggests for them."""
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list | np.ndarray) and len(value) > 0 and isinstance(value[0], int | np.integer)
 
 
 class Encoder(ABC):
@@ -80,6 +86,10 @@ class TokensEncoder(Encoder):
         except ValueError as error:
             there = row if isinstance(row, Mapping) else ()
             hint = next((encoder for column, encoder in SUGGESTED_ENCODERS.items() if column in there), None)
+            if hint is None:  # rows whose ids have another name
+                ids = [name for name, value in dict(there).items() if _is_ids(value) and name != labels]
+                labels = labels if labels in there else None
+                hint = f"TokensEncoder(tokens={ids[0]!r}, labels={labels!r})" if len(ids) == 1 else None
             if hint is None or not {"tokens", "input_ids", tokens}.isdisjoint(there):
                 raise
             raise ValueError(
