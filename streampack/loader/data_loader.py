@@ -282,8 +282,8 @@ class PackedDataLoader:
 
         Of a mixture each name begins with ``source_<name>_``:
 
-        - ``consumed``: about which fraction of the rank's lanes was read in this pass over the source; windows and
-          packs made ahead count as read. It is missing where a source cannot tell.
+        - ``consumed``: about which fraction of the rank's lanes was read in this pass over the source; what waits in
+          the buffers and packs made ahead count as read. It is missing where a source cannot tell.
         - ``fraction``: of the trained tokens, in a mixture; ``recent_fraction``: over the last 100 steps, or since
           the call before if that is longer ago; missing at the first call.
         """
