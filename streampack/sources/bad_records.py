@@ -110,7 +110,7 @@ class Quarantine:
                 f"{path or shard}: {reason}; lane {lane} has left out {self.shard_limit} bad shards before this one: "
                 "look at them, and raise max_bad_shards if they may be left out"
             )
-        self.append(lane, shard=shard, offset=None, reason=reason, path=path, **lost)
+        self.append(lane, shard=shard, offset=None, reason=reason, path=path, place=None, **lost)
         return [*known, checksum]
 
     def append(

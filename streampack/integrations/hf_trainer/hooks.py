@@ -201,7 +201,7 @@ class Hooks:
         if self.plan is not None or args.max_steps <= 0:
             before = None if state is None else state.get("packs_per_step")
             if before not in (None, loader.packs_per_step):
-                # Trainer counts steps from the beginning of the run, and would end before the epochs do, or never.
+                # Trainer counts steps from the run's beginning: with other packs they would not end where the data do.
                 raise ValueError(
                     f"the checkpoint's run has steps of {before} packs, and per_device_train_batch_size x "
                     f"gradient_accumulation_steps x ranks is now {loader.packs_per_step}; set "
