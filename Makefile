@@ -122,8 +122,8 @@ docs: $(VENV)/.installed-docs  ## the documentation as pages that open from disk
 	$(BIN)/python -m sphinx -q -b html -c docs -d build/doctrees -W --keep-going -n . build/docs
 	@echo "open build/docs/index.html"
 
-clean:  ## remove .venv, builds and caches
-	rm -rf $(VENV) $(VENV)-torchtitan .site-gpu build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean:  ## remove .venv, builds, caches, and the quickstart's runs; what you trained in outputs/ stays
+	rm -rf $(VENV) $(VENV)-torchtitan .site-gpu .site-kernels wheels build dist *.egg-info outputs/quickstart .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Stamps: pip runs again only when what it reads has changed.

@@ -4,9 +4,9 @@
     python examples/chat_sft.py --model my_model --data "chats/*.jsonl"
 
 A line is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}; the answers are
-trained. Kill it and run it again, on another number of ranks if you like: it continues with the packs not trained yet.
-All of TrainingArguments are options. Model, tokenizer and report.html,
-a page of the run, are written to output_dir.
+trained. Kill it and run it again: it continues with the packs not trained yet, on another number of ranks too, if
+ranks x gradient_accumulation_steps stays the same. All of TrainingArguments are options. Model, tokenizer and
+report.html, a page of the run, are written to output_dir.
 """
 
 import sys
@@ -32,6 +32,10 @@ class ChatArguments:
     overlong: str = field(
         default="truncate", metadata={"help": "chats longer than a pack: truncate, drop, error"}
     )
+    strategy: str = field(
+        default="exact_fit",
+        metadata={"help": "how packs are filled, such as `streampack inspect` recommends"},
+    )
     chat_template: str | None = field(
         default=None, metadata={"help": "a file of Jinja, where the tokenizer has no template"}
     )
@@ -43,6 +47,7 @@ def main(argv: list[str]) -> Trainer:
     parser.set_defaults(
         output_dir="outputs/chat", num_train_epochs=1, per_device_train_batch_size=1, learning_rate=2e-5,
         logging_steps=10, save_steps=100, report_to="none", use_cpu=not torch.cuda.is_available(),
+        use_cache=True,  # saved in the model's config; in training, packs switch the cache off
     )  # fmt: skip
     chat, args = parser.parse_args_into_dataclasses(argv)
     tokenizer = HFTokenizer(chat.model, chat_template=chat.chat_template)
@@ -53,6 +58,7 @@ def main(argv: list[str]) -> Trainer:
         encoder=ChatEncoder(tokenizer),
         max_seq_len=chat.max_seq_len,
         overlong=chat.overlong,
+        strategy=chat.strategy,
         padding_idx=tokenizer.pad_id,
         shuffle=True,
         epochs=None if args.max_steps > 0 else 1,

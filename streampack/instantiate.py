@@ -8,17 +8,18 @@ outside of the config: by ``--trust NAME``, or by the environment variable `TRUS
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from streampack.validation import did_you_mean, raised_here
+from streampack.validation import did_you_mean, raised_here, unknown_arguments
 
 COMPONENT = "_component_"
 TRUST = "STREAMPACK_TRUST"
@@ -86,22 +87,6 @@ def build(node: Any, *args: Any, inject: Mapping[str, Any] | None = None) -> Any
     if isinstance(node, list | tuple):
         return [build(value, inject=inject) for value in node]
     return node
-
-
-def unknown_arguments(component: Any, arguments: Iterable[str]) -> Iterator[str]:
-    """Yield a message for each argument that a class or function does not take, with a likely spelling.
-
-    >>> list(unknown_arguments(sorted, ["key", "revers"]))
-    ["got an unexpected keyword argument 'revers'; did you mean 'reverse'?"]
-    """
-    parameters = inspect.signature(component).parameters.values()
-    if any(each.kind is each.VAR_KEYWORD for each in parameters):
-        return
-    known = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-    for name in arguments:
-        if name not in known:
-            hint = did_you_mean(name, known) or f"; it takes {', '.join(known) or 'none'}"
-            yield f"got an unexpected keyword argument {name!r}{hint}"
 
 
 def resolve(path: str) -> Any:
@@ -214,15 +199,30 @@ def locate(path: str) -> Any:
 def _way_out(path: str) -> str:
     """Return what to write instead of a path, or how to allow it."""
     module, _, name = path.rpartition(".")
-    for modules, names in COMPONENTS.items():
-        known = modules.replace("\\", "")
-        exported = getattr(sys.modules.get(known), "__all__", ())
-        if known.split(".")[0] == path.split(".")[0] and re.fullmatch(names, name) and name in exported:
+    package = path.split(".")[0]
+    here: tuple[str, ...] = ()  # what a config may name in this module
+    listed = [(modules.replace("\\", ""), names) for modules, names in COMPONENTS.items()]
+    listed = [(known, names) for known, names in listed if known.split(".")[0] == package]
+    for known, names in listed:
+        exported = _exported(known, names)
+        if name in exported:
             return f"write {known}.{name}"
+        here += exported if known == module else ()
+    if hint := did_you_mean(name, here):
+        return hint.removeprefix("; ")
     # In a package with components of its own, suggest the module only: torch as a whole can run anything.
-    listed = any(known.replace("\\", "").split(".")[0] == path.split(".")[0] for known in COMPONENTS)
-    trusted = module if listed else path.split(".")[0]
+    trusted = module if listed else package
     return (
-        f"if you trust {trusted}, say so outside of the config: --trust {trusted}, "
-        f"or the variable {TRUST}={trusted}"
+        f"{'check the spelling, or ' if listed else ''}if you trust {trusted}, say so outside of the config: "
+        f"--trust {trusted}, or the variable {TRUST}={trusted}"
     )
+
+
+@functools.cache
+def _exported(module: str, names: str) -> tuple[str, ...]:
+    """Return the names of a module that match a pattern; none if an extra is not installed, or for many modules."""
+    try:
+        found = importlib.import_module(module)
+    except ImportError:
+        return ()
+    return tuple(each for each in getattr(found, "__all__", None) or dir(found) if re.fullmatch(names, each))

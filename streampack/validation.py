@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import difflib
 import dis
+import functools
+import inspect
 import operator
 import os
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import SupportsIndex
+from typing import Any, ParamSpec, SupportsIndex, TypeVar
 
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 PACKAGE = str(Path(__file__).parent) + os.sep
 OURS = ("streampack", "streampack_recipes", "__main__")
 """Packages whose errors speak to users; a recipe is run as ``__main__``."""
@@ -20,7 +24,10 @@ OURS = ("streampack", "streampack_recipes", "__main__")
 def require(value: object, name: str, allowed: Iterable[str], *, hint: str = "") -> None:
     """Raise ValueError if ``value`` is not one of the ``allowed`` words; the message ends with ``hint``."""
     if value not in (words := list(allowed)):
-        raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(map(repr, words))}{hint}")
+        choices = ", ".join(map(repr, words))
+        raise ValueError(
+            f"{name}={value!r} is unknown; choose one of {choices}{hint}{did_you_mean(value, words)}"
+        )
 
 
 def did_you_mean(value: object, known: Iterable[str]) -> str:
@@ -28,9 +35,41 @@ def did_you_mean(value: object, known: Iterable[str]) -> str:
 
     >>> did_you_mean("shufle", ["shuffle", "seed"])
     "; did you mean 'shuffle'?"
+    >>> did_you_mean("flash_attention_2", ["flex", "flash"])
+    "; did you mean 'flash'?"
     """
-    close = difflib.get_close_matches(str(value), list(known), n=1)
+    words = list(known)
+    close = difflib.get_close_matches(str(value), words, n=1)
+    close += [word for word in words if str(value).startswith(f"{word}_")]
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def unknown_arguments(component: Any, arguments: Iterable[str]) -> Iterator[str]:
+    """Yield a message for each argument that a class or function does not take, with a likely spelling.
+
+    >>> list(unknown_arguments(sorted, ["key", "revers"]))
+    ["got an unexpected keyword argument 'revers'; did you mean 'reverse'?"]
+    """
+    parameters = inspect.signature(component).parameters.values()
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return
+    known = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    for name in arguments:
+        if name not in known:
+            hint = did_you_mean(name, known) or f"; it takes {', '.join(known) or 'none'}"
+            yield f"got an unexpected keyword argument {name!r}{hint}"
+
+
+def naming_nearest(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """Decorate a function of many arguments, so that a misspelt one is answered with the name that was meant."""
+
+    @functools.wraps(function)
+    def call(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        for problem in unknown_arguments(function, kwargs):
+            raise TypeError(f"{function.__qualname__}() {problem}")
+        return function(*args, **kwargs)
+
+    return call
 
 
 def require_positive(value: object, name: str, *, least: int = 1) -> int:

@@ -166,6 +166,28 @@ def test_errors_name_the_short_path_or_the_option() -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("streampack.TextEncodr", "did you mean 'TextEncoder'?"),
+        ("torchtune.training.FullModelHFCheckpointr", "did you mean 'FullModelHFCheckpointer'?"),
+        (
+            "torchtune.training.metric_loging.StdoutLogger",
+            "write torchtune.training.metric_logging.StdoutLogger",
+        ),
+        (
+            "torchtune.model.llama3.llama3",
+            "check the spelling, or if you trust torchtune.model.llama3, say so",
+        ),
+    ],
+)
+def test_a_typo_in_a_package_that_configs_may_name_is_no_matter_of_trust(path: str, meant: str) -> None:
+    with pytest.raises(ValueError) as error:
+        resolve(path)
+    assert f"; {meant}" in str(error.value)
+    assert ("trust" in str(error.value)) == ("trust" in meant)
+
+
+@pytest.mark.parametrize(
     "path", ["", "system", "my_rows..build", "my_rows.__import__", "_private.thing", "a b.c", 3]
 )
 def test_paths_that_are_no_names_are_refused(path) -> None:

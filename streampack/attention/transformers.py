@@ -209,13 +209,18 @@ def prepare(model: nn.Module, *, attention: str) -> TransformersInputs:
                 backend, f"nothing is known of {config.model_type}, and it failed a try: {why}"
             )
         set_attention(inner, before)
+    ahead = {module.is_causal for module in inner.modules() if hasattr(module, "is_causal")} == {False}
     others = [
         repr(backend)
         for backend in ("dense", "flex", "varlen")
-        if backend not in reasons and _why_not_backend(inner, backend) is None
+        if backend not in reasons and _why_not_backend(inner, backend) is None and not ahead
     ]
+    both_ways = (
+        f"{config.model_type} attends to tokens ahead (is_causal=False), and a pack's masks hide them; "
+    )
     raise ValueError(
-        "; ".join(f"attention={backend!r} will not do: {why}" for backend, why in reasons.items())
+        both_ways * ahead
+        + "; ".join(f"attention={backend!r} will not do: {why}" for backend, why in reasons.items())
         + f"; use {' or '.join(others) or 'padded batches, one sample a row'}"
     )
 

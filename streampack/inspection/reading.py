@@ -5,12 +5,13 @@ from __future__ import annotations
 import heapq
 import math
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from streampack.accounting import trained_tokens
-from streampack.sources.bad_records import Quarantine
+from streampack.sources.bad_records import Quarantine, kind_of
 from streampack.sources.base import HELD_OUT, REMOVED, BadRecord, Reading
 from streampack.sources.source import Source
 from streampack.streaming.lane_config import LaneConfig
@@ -138,6 +139,9 @@ class Tally:
         default_factory=dict
     )  # reason -> [rows, tokens, sum of squared tokens]
     examples: dict[str, list[str]] = field(default_factory=dict)
+    bad_kinds: Counter[str] = field(
+        default_factory=Counter
+    )  # rows by what is bad in them; an example of each
     longest: list[tuple[int, int, RowId]] = field(default_factory=list)  # a heap of (length, trained, row_id)
     rows: int = 0
     by_source: list[Counts] = field(default_factory=list)
@@ -175,6 +179,10 @@ class Tally:
 
     def _exemplify(self, reason: str, row_id: RowId, detail: str) -> None:
         examples = self.examples.setdefault(reason, [])
+        if reason == "bad":
+            self.bad_kinds[kind := kind_of(detail)] += 1
+            if self.bad_kinds[kind] > 1:
+                return
         if len(examples) < EXAMPLES_OF_A_LOSS:
             examples.append(f"{self.source.locate_cheaply(row_id)}: {detail}")
 

@@ -94,8 +94,9 @@ def _facts(report: RunReport) -> Markup:
         found.append(Fact("last step logged", f"{max(report.metrics):,}"))
     for name, metric in (("loss", "loss"), ("validation loss", "validation_loss")):
         if points := _finite(report.series(metric)):
+            (first, before), (last, value) = points[0], points[-1]
             found.append(
-                Fact(name, f"{points[-1][1]:.3f}", f"{points[0][1]:.3f} at step {points[0][0]:,.0f}")
+                Fact(name, f"{value:.3f}", f"at step {last:,.0f}; {before:.3f} at step {first:,.0f}")
             )
     if speed := _finite(report.series("tokens_per_second")):
         found.append(Fact("tokens/s", short(sorted(value for _, value in speed)[len(speed) // 2]), "median"))

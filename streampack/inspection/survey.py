@@ -172,7 +172,11 @@ def _losses(tally: Tally, config: LaneConfig, epoch: Epoch) -> list[Loss]:
             mean = tokens / tally.rows
             error = math.sqrt(max(0.0, squares / tally.rows - mean**2) * tally.rows) / all_tokens
         stop = reason in stopping
-        found.append(Loss(reason, rows, tokens, fraction, error, stop, tally.examples.get(reason, [])))
+        examples = tally.examples.get(reason, [])
+        if reason == "bad" and len(tally.bad_kinds) > 1:
+            counts = tally.bad_kinds.values()
+            examples = [f"{text} ({number:,} such)" for text, number in zip(examples, counts, strict=False)]
+        found.append(Loss(reason, rows, tokens, fraction, error, stop, examples))
     if tally.untrained and "untrained" not in tally.losses:
         found.append(Loss("untrained", tally.untrained, 0, 0.0, 0.0, False, tally.examples["untrained"]))
     return found

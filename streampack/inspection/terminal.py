@@ -160,7 +160,7 @@ def _losses(report: Report) -> RenderableType:
     for loss in report.losses:
         name = f"{loss.reason}: the run stops" if loss.stops else loss.reason
         share = percent(loss.fraction, loss.error)
-        table.add_row(name, f"{loss.rows:,}", f"{loss.tokens:,}", share, _plain("\n".join(loss.examples[:2])))
+        table.add_row(name, f"{loss.rows:,}", f"{loss.tokens:,}", share, _plain("\n".join(loss.examples)))
     return table
 
 

@@ -59,8 +59,14 @@ def _report(trainer: Trainer, hooks: Hooks) -> RunReport:
     consumers = args.world_size * max(1, args.dataloader_num_workers)
     num_lanes = hooks.packs.lanes_for(consumers)
     metrics: dict[int, dict[str, float]] = {}
+    packed = capacity = 0.0  # as of the log before
     for entry in trainer.state.log_history:
         found = {METRICS[name]: float(value) for name, value in entry.items() if name in METRICS}
+        if "padding" in found:  # of the run so far; the page's is that of the steps since the log before
+            before, packed = packed, float(entry["num_tokens"])
+            begun, capacity = capacity, packed / (1 - found.pop("padding"))
+            if capacity > begun:
+                found["padding"] = 1 - (packed - before) / (capacity - begun)
         metrics.setdefault(entry["step"], {}).update(found)
     packs = first_packs(replace(tolerant(config), balance_window=window), num_lanes, PACKS)
     return RunReport(

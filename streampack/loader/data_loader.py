@@ -23,7 +23,7 @@ from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.lane_state import LaneState, as_dicts
 from streampack.streaming.loaded_state import LoadedState
 from streampack.streaming.round_robin import total_ledger
-from streampack.validation import require_positive
+from streampack.validation import naming_nearest, require_positive
 
 
 class PackedDataLoader:
@@ -71,6 +71,7 @@ class PackedDataLoader:
         process_group: the ranks that iterate this loader. Default: all.
     """
 
+    @naming_nearest
     def __init__(
         self,
         dataset: IterablePackedDataset,
@@ -302,8 +303,8 @@ class PackedDataLoader:
 
         Of a mixture each name begins with ``source_<name>_``:
 
-        - ``consumed``: about which fraction of the rank's lanes was read in this pass over the source; windows and
-          packs made ahead count as read. It is missing where a source cannot tell.
+        - ``consumed``: about which fraction of the rank's lanes was read in this pass over the source; what waits in
+          the buffers and packs made ahead count as read. It is missing where a source cannot tell.
         - ``fraction``: of the trained tokens, in a mixture; ``recent_fraction``: over the last 100 steps, or since
           the call before if that is longer ago; missing at the first call.
         """

@@ -32,7 +32,7 @@ from streampack.sources.column_tables import by_rows
 from streampack.streaming.lane_config import UNTRAINED
 from streampack.streaming.ledger_messages import nothing_to_pack, warn_of_untrained
 from streampack.types import Fragment, Pack, Sample
-from streampack.validation import require, require_positive, require_token_id
+from streampack.validation import naming_nearest, require, require_positive, require_token_id
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +85,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
             whose length has changed since.
     """
 
+    @naming_nearest
     def __init__(
         self,
         ds: Any,

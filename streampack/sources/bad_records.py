@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,8 +31,9 @@ class Quarantine:
     """A list of the broken records and the bad shards of a run, with limits for each lane.
 
     Each lane appends to its own file, such as ``lane-00003.jsonl``, which has a line for each record: ``path`` (of its
-    file, or the URL, where it is in one), ``shard`` (the name of the file in the corpus), ``offset`` (the byte at which
-    its line begins, or its row number) and ``reason``. A lane lists a record once, also if later epochs or a resume
+    file, or the URL, where it is in one), ``place`` (the same with the line, where lines are cheap to count), ``shard``
+    (the name of the file in the corpus), ``offset`` (the byte at which its line begins, or its row number) and
+    ``reason``. A lane lists a record once, also if later epochs or a resume
     read it again. In a mixture, later passes over a source are read by other lanes, which list it, too; reports count
     it once. A bad shard has a line in each lane that has rows of it: ``path``, ``shard``, ``reason``, and in place of
     ``offset`` what is known of the rows that the lane loses, ``rows`` or ``bytes``.
@@ -50,7 +52,7 @@ class Quarantine:
     shard_limit: int = 10
     # For each lane, the (shard, offset) of the records that its file lists; a bad shard has no offset.
     _known: dict[int, set[tuple[str, int | None]]] = field(default_factory=dict, compare=False)
-    _logged: list[tuple[str, int | None]] = field(default_factory=list, compare=False)
+    _logged: list[str] = field(default_factory=list, compare=False)
     _warned_of: set[str] = field(default_factory=set, compare=False)  # the paths of bad shards
 
     def __post_init__(self) -> None:
@@ -68,8 +70,10 @@ class Quarantine:
                 f"{source.locate(row_id)}: {reason}; lane {lane} has passed by {self.limit} broken records before this "
                 "one: look at them, and raise max_bad_records if they may be left out"
             )
-        path = source.path_of(row_id)
-        self.append(lane, shard=source.shard(row_id), offset=row_id[-1], reason=reason, path=path)
+        path, place = source.path_of(row_id), source.locate_cheaply(row_id)
+        self.append(
+            lane, shard=source.shard(row_id), offset=row_id[-1], reason=reason, path=path, place=place
+        )
 
     def leave_out(
         self,
@@ -106,11 +110,19 @@ class Quarantine:
                 f"{path or shard}: {reason}; lane {lane} has left out {self.shard_limit} bad shards before this one: "
                 "look at them, and raise max_bad_shards if they may be left out"
             )
-        self.append(lane, shard=shard, offset=None, reason=reason, path=path, **lost)
+        self.append(lane, shard=shard, offset=None, reason=reason, path=path, place=None, **lost)
         return [*known, checksum]
 
     def append(
-        self, lane: int, *, shard: str, offset: int | None, reason: str, path: str | None = None, **lost: int
+        self,
+        lane: int,
+        *,
+        shard: str,
+        offset: int | None,
+        reason: str,
+        path: str | None = None,
+        place: str | None = None,
+        **lost: int,
     ) -> None:
         """List one record, or a bad shard, which has no offset.
 
@@ -118,16 +130,16 @@ class Quarantine:
         """
         if self.folder is None:
             if not self.quiet:
-                self._log(path or shard, offset, reason)
+                self._log(place or path or shard, reason)
             return
         file = Path(self.folder, f"lane-{lane:05d}.jsonl")
         if lane not in self._known:
             file.parent.mkdir(parents=True, exist_ok=True)
             self._known[lane] = _listed(file)
         if (shard, offset) not in self._known[lane]:
-            place = {} if offset is None else {"offset": offset}
-            entry = {"shard": shard, **place, "reason": reason[:LONGEST_REASON], **lost}
-            line = json.dumps(entry if path is None else {"path": path, **entry})
+            entry = {"path": path, "place": place, "shard": shard, "offset": offset}
+            entry |= {"reason": reason[:LONGEST_REASON], **lost}
+            line = json.dumps({name: value for name, value in entry.items() if value is not None})
             # The lane's records are forgotten during the write: if that is interrupted, nobody knows whether the line
             # is there, and the next call reads the file again.
             known = self._known.pop(lane)
@@ -136,17 +148,16 @@ class Quarantine:
             known.add((shard, offset))
             self._known[lane] = known
 
-    def _log(self, shard: str, offset: int | None, reason: str) -> None:
-        if len(self._logged) > MAX_LOGGED or (shard, offset) in self._logged:
+    def _log(self, place: str, reason: str) -> None:
+        if len(self._logged) > MAX_LOGGED or place in self._logged:
             return
-        self._logged.append((shard, offset))
+        self._logged.append(place)
         if len(self._logged) > MAX_LOGGED:
             log.warning(
                 "more records are skipped, and only counted; set quarantine to a folder to list them all"
             )
         else:
-            what = shard if offset is None else f"a record of {shard}, offset {offset}"
-            log.warning("skipped %s: %s", what, reason[:LONGEST_REASON])
+            log.warning("skipped %s: %s", place, reason[:LONGEST_REASON])
 
     def report(self) -> str:
         """Count the listed records by the kind of reason, and name the first; empty if none is listed."""
@@ -157,12 +168,20 @@ class Quarantine:
                 found.setdefault((entry["shard"], entry.get("offset")), entry)
         if not (entries := list(found.values())):
             return ""
-        kinds = Counter(entry["reason"].partition(":")[0] for entry in entries).most_common(REPORTED_KINDS)
+        kinds = Counter(kind_of(entry["reason"]) for entry in entries).most_common(REPORTED_KINDS)
         first = entries[0]
         counts = ", ".join(f"{count:,} {kind[:LONGEST_KIND]}" for kind, count in kinds)
-        place = f", {first['offset']}" if "offset" in first else ""
-        where = first.get("path", first["shard"])
-        return f"{len(entries):,} listed in {self.folder}: {counts}; the first is {where}{place}"
+        where = first.get("place", first.get("path", first["shard"]))
+        return f"{len(entries):,} listed in {self.folder}: {counts}; the first is {where}"
+
+
+def kind_of(reason: str) -> str:
+    """Return what the reasons of records that fail alike have in common: the first clause, without numbers.
+
+    >>> kind_of("ValueError: 'tokens' has 2 entries and 'labels' has 1; labels are unshifted")
+    "'tokens' has N entries and 'labels' has N"
+    """
+    return re.sub(r"\d+", "N", re.split(r"[;(]|: ", reason.removeprefix("ValueError: "))[0]).strip()
 
 
 def quarantine_for(

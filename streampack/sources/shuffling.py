@@ -39,6 +39,7 @@ class WindowReader(Reader):
         self.window: list[FoundRecord | None] = []
         self.window_bytes = 0
         self.window_start = ordered.position
+        self.before = 0.0  # what was consumed where the window begins
         self.index = 0  # how many rows of the window have been returned or skipped
         self.current = Window(())
         self.known = self.reading.known[0] if self.reading.known else deque()
@@ -73,8 +74,11 @@ class WindowReader(Reader):
             self.ordered.prepare(self.reading.shuffle_window)
 
     def consumed(self) -> tuple[float | None, ...]:
-        """See `Reader.consumed`; the window counts as read."""
-        return self.ordered.consumed()
+        """See `Reader.consumed`; of the window, the rows that were returned count."""
+        (read,) = self.ordered.consumed()
+        if read is None or not self.window:
+            return (read,)
+        return (self.before + (read - self.before) * self.index / len(self.window),)
 
     def skip(self) -> None:
         """See `Reader.skip`."""
@@ -99,7 +103,7 @@ class WindowReader(Reader):
         """
         if self.filling is None:
             self.filling, self.window = [], []
-            self.window_start = self.ordered.position
+            self.window_start, self.before = self.ordered.position, self.ordered.consumed()[0] or 0.0
             if self.known and self.known[0].numbers[0] == self.reading.epoch:
                 # Of a part that was removed since, this is the only way to know the offset and the number of records.
                 _, part_index, offset, *self.expected = self.known.popleft().numbers

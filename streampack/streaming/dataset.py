@@ -38,7 +38,14 @@ from streampack.streaming.run_identity import OF_READING, RunIdentity
 from streampack.streaming.run_settings import RunSettings
 from streampack.streaming.trace import trace
 from streampack.types import Fragment, Sample
-from streampack.validation import require, require_minutes, require_positive, require_token_id, warn_user
+from streampack.validation import (
+    naming_nearest,
+    require,
+    require_minutes,
+    require_positive,
+    require_token_id,
+    warn_user,
+)
 
 log = logging.getLogger(__name__)
 
@@ -107,9 +114,10 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         seed: of the shuffled order.
         epochs: how often the data is read; None reads on for ever and never flushes a part-empty pack.
         num_lanes: the streams the data is divided into, fixed for the life of a run; steps hold the same packs on any
-            number of ranks that divides it. Default: the smallest multiple of the consumers (ranks x workers) that is
-            at least 8, or less on data so small that each lane's last, part-empty pack would matter (below some 4,000
-            rows or 2 MiB). With fewer lanes than ranks only a `PackedDataLoader` can go on: it hands out null packs.
+            number of ranks, without null packs where it divides the lanes. Default: the smallest multiple of the
+            consumers (ranks x workers) that is at least 8, or 4, 2 or 1 on data so small that the part-empty last packs
+            of 8 lanes would be more than about 2 % padding (below some 4,000 rows or 2 MiB). With fewer lanes than
+            ranks only a `PackedDataLoader` can go on: it hands out null packs.
         balance_window: packs that each lane plans ahead and hands out by attention cost, in an order that all lanes
             share, so that the ranks of a step have about the same work; 0 is off. A lane then holds the samples of as
             many packs, and a sample waits for at most ``buffer_size + 2 * balance_window`` packs. Default: 64 for
@@ -121,6 +129,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             The row is not consumed by the error.
     """
 
+    @naming_nearest
     def __init__(
         self,
         source: Any,
@@ -333,8 +342,10 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         )
 
     def _log_shared(self) -> None:
-        """Log, once, of which parts of the data several lanes read the same rows."""
+        """Log, once, a default of few lanes, and of which parts of the data several lanes read the same rows."""
         if not self._shared_logged and self.num_lanes is not None:
+            if few := self.settings.few_lanes(self.num_lanes):
+                log.info("num_lanes=%d, %s", self.num_lanes, few)
             with suppress(OSError):  # reading raises it again, and can be tried again
                 for what in self.lane_config.source.shared(self.num_lanes):
                     log.warning("%s", what)

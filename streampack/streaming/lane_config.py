@@ -171,6 +171,8 @@ def must_check(source: Source, encode: Encode, vocab_size: int | None) -> bool:
 def count_lanes(source: Source, consumers: int, *, wanted: int | None, fixed: bool) -> int:
     """Return ``wanted``, or by default a multiple of ``consumers`` (ranks x workers), at least 8 unless data is small.
 
+    On small data it is 1, 2 or 4 where it can be, because 5 lanes would not divide evenly among 2 ranks.
+
     Args:
         source: what is read; it knows how many lanes it fills.
         consumers: that read the lanes.
@@ -182,7 +184,8 @@ def count_lanes(source: Source, consumers: int, *, wanted: int | None, fixed: bo
     """
     if wanted is None:
         filled = source.natural_lanes()
-        wanted = -(-min(DEFAULT_LANES, filled) // consumers) * consumers
+        most = 1 << min(DEFAULT_LANES, filled).bit_length() - 1
+        wanted = -(-most // consumers) * consumers
         if wanted > filled:  # of four compressed files three consumers read one lane each
             wanted = max(1, filled // consumers) * consumers
     if wanted < consumers and fixed:

@@ -7,7 +7,7 @@ import logging
 from streampack.packing.settings import Packing
 from streampack.sources.source import Source
 from streampack.streaming.balance import default_window, require_window
-from streampack.streaming.lane_config import count_lanes
+from streampack.streaming.lane_config import DEFAULT_LANES, count_lanes
 from streampack.streaming.loaded_state import LoadedState
 from streampack.validation import require_positive, warn_user
 
@@ -39,6 +39,14 @@ class RunSettings:
             ValueError: if fewer were asked for.
         """
         return count_lanes(source, consumers, wanted=self.num_lanes, fixed="num_lanes" in self.asked_for)
+
+    def few_lanes(self, num_lanes: int) -> str:
+        """Return what follows from a default of few lanes; an empty text for 8 or more, and where it was asked for."""
+        if num_lanes >= DEFAULT_LANES or "num_lanes" in self.asked_for:
+            return ""
+        return (
+            "few, as the data are small; to go on with more ranks or workers, begin with as large a num_lanes"
+        )
 
     def window_for(self, packing: Packing, ranks: int) -> int:
         """Return ``balance_window``: the default for this many ranks, unless it is chosen already."""

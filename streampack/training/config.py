@@ -236,8 +236,9 @@ def config_problems(values: Mapping[str, Any]) -> list[str]:
     known = {f.name for f in fields(RunConfig)}
     required = {f.name for f in fields(RunConfig) if f.default is MISSING and f.default_factory is MISSING}
     others = TRAINER_KEYS | TORCHTUNE_KEYS
+    words = [*known, *(f"data.{key}" for key in inspect.signature(IterablePackedDataset).parameters)]
     problems = [
-        f"unknown key {key!r}{hint_for(key, known, elsewhere=others)}" for key in values if key not in known
+        f"unknown key {key!r}{hint_for(key, words, elsewhere=others)}" for key in values if key not in known
     ]
     problems += [f"missing key {key!r}" for key in sorted(required - set(values))]
     problems += [f"{key}: {problem}" for key, problem in type_problems(RunConfig, values, name="a run")]
@@ -269,13 +270,14 @@ def config_problems(values: Mapping[str, Any]) -> list[str]:
 def _data_problems(data: Mapping[str, Any]) -> list[str]:
     settings = {key: value for key, value in data.items() if key not in ("source", "encoder", "method")}
     known = inspect.signature(IterablePackedDataset).parameters
+    above = {each.name: f"write {each.name} at the top of the config" for each in fields(RunConfig)}
     problems = [f"data.{key} is missing" for key in ("source", "max_seq_len") if data.get(key) is None]
     if isinstance(data.get("encoder"), str):
         problems.append(
             f"data.encoder={data['encoder']!r} is text; write it as a component: {{_component_: {data['encoder']}}}"
         )
     problems += [
-        f"data: unknown key {key!r}{hint_for(key, [*known, 'method'], elsewhere=DATA_KEYS)}"
+        f"data: unknown key {key!r}{hint_for(key, [*known, 'method'], elsewhere=above | DATA_KEYS)}"
         for key in settings
         if key not in known
     ]

@@ -147,6 +147,8 @@ def _data(config: RunConfig, loader: Loader, world: World, estimate: Estimate | 
         return f"every rank reads all of it; an epoch is {loader.steps_per_epoch:,} steps"
     consumers = world.size * max(1, config.num_workers)
     text = f"{num_lanes} lane{'s' * (num_lanes > 1)} for {consumers} consumer{'s' * (consumers > 1)}"
+    if few := loader.dataset.settings.few_lanes(num_lanes):
+        text += f" ({few})"
     if estimate is None:
         return text
     if estimate.error:

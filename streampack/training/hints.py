@@ -102,9 +102,6 @@ DATA_KEYS = {
     "max_length": "write max_seq_len",
     "pad_to_multiple_of": "write pad_pack_to",
     "pad_seq_length_to_mult": "write pad_seqs_to",
-    "batch_size": "write batch_size at the top of the config",
-    "num_workers": "write num_workers at the top of the config",
-    "packs_per_step": "write packs_per_step at the top of the config",
 }
 """Keys of a torchtune ``dataset`` node, and of ours, that are not keys of ``data``."""
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from streampack.instantiate import COMPONENT, refuse_code, resolve, unknown_arguments
+from streampack.instantiate import COMPONENT, refuse_code, resolve
+from streampack.validation import unknown_arguments
 
 # What a value of a YAML file may be for each plain type.
 PLAIN_TYPES = {bool: (bool,), int: (int,), float: (int, float), str: (str, Path)}

@@ -113,7 +113,7 @@ def bar(total: int, *, done: int, enabled: bool = True) -> Iterator[Any]:
     from tqdm.contrib.logging import logging_redirect_tqdm
 
     if enabled and done:
-        over = f"at step {done:,}: max_steps or epochs end the run at step {total:,}, and nothing is left to train"
+        over = f"at step {done:,}: max_steps or epochs end the run at step {total:,}"
         print(f"going on from step {done:,} of {total:,}" if done < total else over, flush=True)  # noqa: T201
     with (
         logging_redirect_tqdm() if enabled else nullcontext(),

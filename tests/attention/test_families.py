@@ -101,16 +101,20 @@ def test_an_unknown_family_that_makes_masks_without_positions_is_given_masks() -
 BERT = {"is_decoder": False}
 
 
-def test_an_unknown_family_that_leaks_is_refused() -> None:
+@pytest.mark.parametrize("attention", ["dense", "auto"])
+def test_an_unknown_family_that_leaks_is_refused(attention: str) -> None:
     model = build("bert", **BERT)
     before = model.config._attn_implementation
     with pytest.raises(ValueError) as error:
-        prepare_model_for_packing(model, attention="dense")
+        prepare_model_for_packing(model, attention=attention)
     message = str(error.value)
+    assert message.startswith(
+        "bert attends to tokens ahead (is_causal=False), and a pack's masks hide them; "
+    )
     assert "attention='dense' will not do: nothing is known of bert, and it failed a try: " in message
     assert "changing sample 1 moved sample 0 by" in message
     assert "a token sees what comes after it" in message
-    assert message.endswith("; use 'flex' or 'varlen'")
+    assert message.endswith("; use padded batches, one sample a row")
     assert model.config._attn_implementation == before, "left as it was found"
 
 

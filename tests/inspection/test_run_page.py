@@ -53,7 +53,7 @@ def test_the_page_says_what_was_logged_and_where_the_tokens_went() -> None:
     found = cells(run_page(report()))
     for expected in ("Run my_run", "finished after 2 steps", "varlen, as it is", "seed: 0\n"):
         assert expected in found
-    assert after(found, "loss", 2) == ["3.000", "4.000 at step 1"]
+    assert after(found, "loss", 2) == ["3.000", "at step 2; 4.000 at step 1"]
     assert after(found, "dropped: truncated", 2) == ["60", "6.00%"]
     assert after(found, "training loss, nats", 7) == ["4", "3", "3", "2", "4", "1", "3.5"]
     assert after(found, "padding, % of a pack", 7) == ["10", "20", "10", "1", "20", "2", "15"]

@@ -154,13 +154,18 @@ def test_padding_is_what_random_batches_pad() -> None:
 def test_rows_that_stop_a_run_are_counted_and_named() -> None:
     rows: list[Any] = token_rows([5, 90, 7, 3, 80])
     rows[3] = {"tokens": [], "labels": []}
-    rows.append({"tokens": "no ids"})
+    rows += [{"tokens": "no ids"}, {"tokens": "none"}, {"tokens": [1, 2], "labels": [1]}]
     report = inspect_dataset(IterablePackedDataset(rows, max_seq_len=16, num_lanes=1))
     assert {loss.reason: (loss.rows, loss.tokens, loss.stops) for loss in report.losses} == {
-        "overlong": (2, 170, True), "empty": (1, 0, True), "bad": (1, 0, True)
+        "overlong": (2, 170, True), "empty": (1, 0, True), "bad": (3, 0, True)
     }  # fmt: skip
     [overlong] = [loss for loss in report.losses if loss.reason == "overlong"]
     assert overlong.examples == ["sample 1: 90 tokens", "sample 4: 80 tokens"]
+    [bad] = [loss for loss in report.losses if loss.reason == "bad"]
+    assert [(each.split(":")[0], each[-9:]) for each in bad.examples] == [
+        ("sample 5", " (2 such)"),
+        ("sample 7", " (1 such)"),
+    ]
     assert report.chosen.packs == 1
 
 

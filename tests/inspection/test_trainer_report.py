@@ -49,12 +49,19 @@ def test_the_page_has_the_log_the_ledger_and_the_first_packs(tmp_path: Path, cha
     found = cells(unescape(html))
     losses = hf_trainers.losses(trainer)
     assert list(losses) == [1, 2, 3, 4, 5]
-    assert after(found, "loss", 2) == [f"{losses[5]:.3f}", f"{losses[1]:.3f} at step 1"]
-    assert after(found, "validation loss", 2) == [f"{evaluated:.3f}", f"{evaluated:.3f} at step 5"]
+    assert after(found, "loss", 2) == [f"{losses[5]:.3f}", f"at step 5; {losses[1]:.3f} at step 1"]
+    assert after(found, "validation loss", 2) == [f"{evaluated:.3f}", f"at step 5; {evaluated:.3f} at step 5"]
     # A second stream of the same packs is the oracle: ten packs were trained, two a step.
     stream = packs(**changes).stream()
     first = list(islice(stream, 10))
     assert after(found, "packed", 1) == [f"{sum(sum(pack.seq_lens) for pack in first):,}"]
+    # Trainer logs the padding of the run so far; a row of the table is about steps.
+    padding = [
+        100 - 100 * sum(sum(pack.seq_lens) for pack in first[i : i + 2]) / 128 for i in range(0, 10, 2)
+    ]
+    row = [padding[0], padding[-1], min(padding), max(padding), sum(padding) / 5]
+    shown = [float(each) for each in after(found, "padding, % of a pack", 7)]
+    assert [shown[i] for i in (0, 1, 2, 4, 6)] == pytest.approx(row, abs=0.01)
     of_lane_0 = "balance_window" in changes  # of which alone a window is planned
     expected = [
         (1 + slot // 2, list(pack.seq_lens))

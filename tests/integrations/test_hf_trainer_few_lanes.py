@@ -1,4 +1,4 @@
-"""Lanes that the ranks do not divide, under Trainer."""
+"""Other ranks than before, and lanes that the ranks do not divide, under Trainer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.support.hf_trainers import losses, packed, samples, stream
 from tests.support.ranks import RankError, run_ranks
 
 
-def train(folder: Path, resume: Path | None = None) -> Any:
-    packs = stream(samples(60), epochs=1, num_lanes=None if resume else 1)
+def train(folder: Path, resume: Path | None = None, lanes: int = 1, accumulation: int = 2) -> Any:
+    packs = stream(samples(60), epochs=1, num_lanes=None if resume else lanes)
     trainer = packed(
         folder,
         packs,
@@ -21,6 +21,7 @@ def train(folder: Path, resume: Path | None = None) -> Any:
         save_strategy="steps",
         save_steps=3,
         save_only_model=False,
+        gradient_accumulation_steps=accumulation,
     )
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     return losses(trainer), trainer.state.max_steps, trainer.state.global_step
@@ -31,6 +32,17 @@ def test_a_run_of_one_lane_keeps_its_steps_on_two_ranks(tmp_path: Path) -> None:
     expected, *steps = train(tmp_path / "one")
     assert len(expected) > 5
     for found, *counted in run_ranks(train, 2, tmp_path / "two", tmp_path / "one" / "checkpoint-3"):
+        assert counted == steps
+        assert not found or found == pytest.approx(expected, abs=2e-4)
+
+
+def test_twice_the_ranks_keep_the_steps_of_epochs_or_are_refused(tmp_path: Path) -> None:
+    """A step had twice the packs: the run ended at half of its steps, and the second half of the data was not read."""
+    expected, *steps = train(tmp_path / "one", lanes=4)
+    resume = tmp_path / "one" / "checkpoint-3"
+    with pytest.raises(RankError, match=r"steps of 4 packs, and .* 8; .* gradient_accumulation_steps"):
+        run_ranks(train, 2, tmp_path / "two", resume, 4)
+    for found, *counted in run_ranks(train, 2, tmp_path / "two", resume, 4, 1):
         assert counted == steps
         assert not found or found == pytest.approx(expected, abs=2e-4)
 

@@ -167,6 +167,23 @@ def test_a_checkpoint_of_two_ranks_resumes_on_one_and_on_four(tmp_path: Path) ->
     assert sorted(chain.from_iterable(rest)) == sorted(chain.from_iterable(whole[later:]))
 
 
+def test_ranks_that_do_not_divide_the_lanes_are_refused(tmp_path: Path) -> None:
+    """torchtitan counts batches: a step would train fewer packs than on one rank."""
+    made = config(settings={"num_lanes": 1})
+    _run(1, tmp_path, made, 3, save="one")
+    later = replace(made, settings={**made.settings, "num_lanes": None})
+    for outcome in run_ranks(2, refused, tmp_path, later, folder=tmp_path):
+        assert "2 data-parallel ranks do not divide the num_lanes=1 of the run" in outcome
+
+
+def refused(folder: Path, made: StreampackDataLoader.Config) -> str:
+    try:
+        read(folder, made, 1, "", "one")
+    except ValueError as error:
+        return str(error)
+    return "read"
+
+
 def _run(size: int, folder: Path, made: Any, steps: int | None, *, save: str = "", load: str = "") -> Any:
     return run_ranks(size, read, folder, made, steps, save, load, folder=folder)
 

@@ -78,7 +78,11 @@ def test_the_three_commands_of_the_readme(tmp_path: Path, monkeypatch: pytest.Mo
 
     assert train[:2] == ["python", "examples/chat_sft.py"]
     main = runpy.run_path(str(EXAMPLES / "chat_sft.py"))["main"]
-    trainer = main([*train[2:], "--use_cpu", "True", "--disable_tqdm", "True"])
+    trainer = main([*train[2:], "--use_cpu", "True", "--disable_tqdm", "True", "--strategy", "best_fit"])
+    assert "best_fit" in (Path(trainer.args.output_dir) / "report.html").read_text(), (
+        "as inspect may recommend"
+    )
+    assert json.loads((Path(trainer.args.output_dir) / "config.json").read_text())["use_cache"]
     assert trainer.state.global_step > 1
     assert (Path(trainer.args.output_dir) / "model.safetensors").is_file()
     assert "chats/rows.jsonl" in (Path(trainer.args.output_dir) / "report.html").read_text()

@@ -104,7 +104,8 @@ def stream(data: Any, **settings: Any) -> IterablePackedDataset:
 
 def listed(folder: Path) -> list[tuple[str, int, str]]:
     lines = [json.loads(line) for path in sorted(folder.glob("*")) for line in path.read_text().splitlines()]
-    assert all([key for key in line if key != "path"] == ["shard", "offset", "reason"] for line in lines)
+    for line in lines:
+        assert [key for key in line if key not in ("path", "place")] == ["shard", "offset", "reason"]
     return sorted((line["shard"], line["offset"], line["reason"]) for line in lines)
 
 
@@ -389,7 +390,7 @@ def test_without_a_folder_the_log_names_the_first(caplog: pytest.LogCaptureFixtu
     dataset = stream(MapSource(ROWS), encoder=Failing(), shuffle=False, num_lanes=1)
     list(dataset)
     messages = [record.getMessage() for record in caplog.records if "bad_records" in record.name]
-    assert messages[0] == "skipped a record of list, offset 7: UnboundLocalError: content"
+    assert messages[0] == "skipped sample 7: UnboundLocalError: content"
     assert len(messages) == 11
     assert "only counted; set quarantine to a folder" in messages[-1]
 
@@ -403,7 +404,7 @@ def test_a_report_counts_by_reason_and_names_the_first(tmp_path: Path) -> None:
     assert quarantine.report() == ""
     list(dataset)
     assert quarantine.report() == (
-        f"12 listed in {tmp_path}/bad: 3 UnboundLocalError, 3 RuntimeError, 2 StopIteration; the first is list, 7"
+        f"12 listed in {tmp_path}/bad: 3 UnboundLocalError, 3 RuntimeError, 2 StopIteration; the first is sample 7"
     )
 
 
@@ -433,7 +434,32 @@ def test_lists_have_paths_that_can_be_opened_and_keep_files_of_one_name_apart(
         Path(path).read_bytes()[second:].startswith(broken.encode()) for path in [sources[0] / "0.jsonl"]
     )
     assert data.ledger().bad_shards == 2
-    assert f"the first is {tmp_path}/" in Quarantine(str(tmp_path / "bad")).report()
+    assert f"{tmp_path}/fr/" in Quarantine(str(tmp_path / "bad")).report()
+
+
+def test_skipped_rows_are_listed_by_line_and_counted_by_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Errors of rows were all one reason, ValueError, and lines had to be found by their bytes."""
+    path = tmp_path / "a.jsonl"
+    unequal = ['{"tokens": [1, 2], "labels": [1]}', '{"tokens": [1, 2, 3], "labels": [1]}']
+    path.write_text(
+        "\n".join(['{"tokens": [1], "labels": [1]}', "{broken", *unequal, '{"text": "a"}']) + "\n"
+    )
+    for folder in (None, tmp_path / "bad"):
+        data = stream(path, encoder=None, quarantine=folder, shuffle=False, num_lanes=1)
+        list(data)
+    places = [f"{path}:{line}" for line in (2, 3, 4, 5)]
+    skipped = [message for message in caplog.messages if message.startswith("skipped ")]
+    assert [message.split(" ")[1].rstrip(":") for message in skipped] == places
+    [lane] = (tmp_path / "bad").iterdir()
+    assert [json.loads(line)["place"] for line in lane.read_text().splitlines()] == places
+    quarantine = data.lane_config.quarantine
+    assert quarantine is not None
+    assert quarantine.report() == (
+        f"4 listed in {tmp_path}/bad: 2 'tokens' has N entries and 'labels' has N, 1 not a line of JSON, "
+        f"1 column 'tokens' is missing; the first is {path}:2"
+    )
 
 
 def test_a_report_leaves_out_a_line_that_a_kill_cut_off(tmp_path: Path) -> None:

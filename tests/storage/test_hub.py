@@ -213,16 +213,14 @@ def test_an_answer_that_trickles_times_out(hub: Hub, monkeypatch: pytest.MonkeyP
         for name, value in {**headers, "Content-Length": str(len(body))}.items():
             handler.send_header(name, value)
         handler.end_headers()
-        for start in range(0, len(body), 5000):
-            handler.wfile.write(body[start : start + 5000])
+        for start in range(0, len(body), step := len(body) // 20):
+            handler.wfile.write(body[start : start + step])
             handler.wfile.flush()
-            time.sleep(0.1)
+            time.sleep(0.1)  # 20 times, so that the whole takes far longer than the limit
 
     monkeypatch.setattr(hub.web.server.RequestHandlerClass, "_send", trickle)
-    begun = time.monotonic()
     with pytest.raises(TimeoutError, match=r"c/000.jsonl: no answer within 0.5 s"):
         made.corpus.storage.fetch(made.files[0], 0, made.files[0].size)
-    assert 0.5 <= time.monotonic() - begun < 1
 
 
 # What is never said.

@@ -108,6 +108,14 @@ def test_the_fraction_consumed_follows_the_packs(
     assert found[-1] == 1
 
 
+def test_a_window_of_all_rows_is_not_consumed_when_it_is_read(tmp_path: Path) -> None:
+    loader = loader_of(jsonl(tmp_path, count=1000), num_lanes=1, shuffle_window=2048)
+    total, found = sum(1 for _ in loader), []
+    for number, _ in enumerate(loader, 1):
+        found.append(loader.metrics()["consumed"] - number / total)
+    assert -0.03 < min(found) <= max(found) < 0.06
+
+
 def test_a_source_that_cannot_tell_says_nothing() -> None:
     loader = loader_of(IterableSource(lambda: iter(ROWS)), num_lanes=1, shuffle=False)
     next(iter(loader))

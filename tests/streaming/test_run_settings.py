@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 
 import pytest
@@ -47,3 +48,19 @@ def test_a_state_from_before_the_first_pack_leaves_the_number_of_lanes_open() ->
     assert other.num_lanes == 1
     other.load_state_dict(begun)
     assert other.num_lanes is None, "what an iteration of this process began with is not of the state"
+
+
+@pytest.mark.parametrize(
+    ("rows", "ranks", "lanes"),
+    [(40, 1, 1), (40, 3, 3), (2600, 1, 4), (2600, 3, 3), (3600, 2, 4), (5000, 1, 8)],
+)
+def test_a_default_of_few_lanes_divides_evenly_and_is_said(
+    rows: int, ranks: int, lanes: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """2,600 rows made 5 lanes, which 2 ranks do not divide."""
+    data = IterablePackedDataset(ROWS[:1] * rows, max_seq_len=8)
+    assert data.lanes_for(ranks) == lanes
+    if ranks == 1:
+        with caplog.at_level(logging.INFO, logger="streampack"):
+            next(iter(data))
+        assert (f"num_lanes={lanes}, few" in caplog.text) == (lanes < 8)

@@ -4,7 +4,6 @@ import itertools
 import os
 import resource
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -346,12 +345,18 @@ def test_a_second_background_save_waits_for_the_first(tmp_path, held):
     checkpoints = Checkpoints(tmp_path, in_background=True)
     model, optimizer = trained(1)
     checkpoints.save(3, model=model, optimizer=optimizer, run={})
-    release = threading.Timer(0.3, held.set)
-    release.start()
-    started = time.monotonic()
+    wait, waited = checkpoints.wait, []
+
+    def let_go():
+        waited.append(checkpoints.steps())
+        held.set()
+        wait()
+        waited.append(checkpoints.steps())
+
+    checkpoints.wait = let_go
     checkpoints.save(6, model=model, optimizer=optimizer, run={})
-    assert time.monotonic() - started > 0.25
-    assert 3 in checkpoints.steps()
+    assert waited == [[], [3]]
+    checkpoints.wait = wait
     checkpoints.wait()
     assert checkpoints.steps() == [3, 6]
     checkpoints.wait()  # for nothing

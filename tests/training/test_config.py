@@ -27,6 +27,10 @@ def test_interpolations_are_resolved():
     [
         ({"zzz": 4}, "unknown key 'zzz'; the keys are"),
         ({"dataset": 4}, "unknown key 'dataset'; write data.source"),
+        ({"num_lanes": 4}, "unknown key 'num_lanes'; did you mean 'data.num_lanes'"),
+        ({"strategy": 4}, "unknown key 'strategy'; did you mean 'data.strategy'"),
+        ({"epoch": 4}, "unknown key 'epoch'; did you mean 'epochs'"),
+        ({"data": {"dtype": "bf16"}}, "data: unknown key 'dtype'; write dtype at the top of the config"),
         ({"optimizer": ...}, "missing key 'optimizer'"),
         ({"batch_size": 0}, "batch_size=0 is below 1"),
         ({"epochs": 1.5}, "epochs: 1.5 is a float; a run takes int"),

@@ -208,13 +208,16 @@ def test_the_opening_says_why_attention_was_chosen_and_what_was_dropped_before_a
     tmp_path: Path,
 ) -> None:
     rows = [{"tokens": [1] * 30, "labels": [1] * 30}] * 40
-    data = IterablePackedDataset(rows, max_seq_len=20, overlong="truncate", num_lanes=1)
+    data = IterablePackedDataset(rows, max_seq_len=20, overlong="truncate")
     loader = PackedDataLoader(data)
     config = read_config(tiny_config(tmp_path, validation=None))
     refused = replace(INPUTS, attention="dense", refused={"varlen": "its kernel is not for this dtype"})
     lines = opening(config, loader, inputs=refused, world=World())
     assert lines["attention"] == "dense; varlen will not do: its kernel is not for this dtype"
     assert "so far" not in lines
+    assert lines["data"].startswith(
+        "1 lane for 1 consumer (few, as the data are small; to go on with more ranks"
+    )
     next(iter(loader))
     resumed = PackedDataLoader(data)
     resumed.load_state_dict(loader.state_dict())

@@ -74,7 +74,10 @@ def test_log_messages_in_the_loop_get_lines_of_their_own(capsys):
     ("done", "said"),
     [
         (59, "going on from step 59 of 60"),
-        (130, "at step 130: max_steps or epochs end the run at step 60, and nothing is left to train"),
+        (
+            130,
+            "at step 130: max_steps or epochs end the run at step 60",
+        ),
     ],
 )
 def test_a_run_that_is_past_its_end_says_so(done: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:

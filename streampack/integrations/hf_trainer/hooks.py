@@ -193,11 +193,20 @@ class Hooks:
             raise ValueError(
                 f"num_lanes={self.packs.num_lanes} cannot be shared evenly by {loader.rank_sync.world_size} ranks: a "
                 f"step would have {loader.batches_per_step} batches on each, and Trainer takes {accumulation} "
-                "(gradient_accumulation_steps); use a number of ranks that divides the lanes, or leave num_lanes out"
+                "(gradient_accumulation_steps); use a number of ranks that divides the lanes, or in a new run leave "
+                "num_lanes out"
             )
         args = self.trainer.args
         # With auto_find_batch_size, Trainer calls this again for another batch size, which needs another plan.
         if self.plan is not None or args.max_steps <= 0:
+            before = None if state is None else state.get("packs_per_step")
+            if before not in (None, loader.packs_per_step):
+                # Trainer counts steps from the run's beginning: with other packs they would not end where the data do.
+                raise ValueError(
+                    f"the checkpoint's run has steps of {before} packs, and per_device_train_batch_size x "
+                    f"gradient_accumulation_steps x ranks is now {loader.packs_per_step}; set "
+                    f"gradient_accumulation_steps so that it is {before}, or set max_steps in place of epochs"
+                )
             self.packs.epochs = math.ceil(args.num_train_epochs)
             self.plan = plan_epochs(loader, args.num_train_epochs)
             args.max_steps = self.plan.total

@@ -199,8 +199,7 @@ class StreampackDataLoader(BaseDataLoader):  # type: ignore[misc]
         self.loader = PackedDataLoader(
             packs,
             batch_size=local_batch_size,
-            # a batch: torchtitan counts those of a step by itself
-            packs_per_step=local_batch_size * dp_world_size,
+            packs_per_step=local_batch_size * dp_world_size,  # one batch: torchtitan counts those of a step
             num_workers=config.num_workers,
             prefetch_factor=config.prefetch_factor,
             pin_memory=config.pin_memory,
@@ -210,7 +209,17 @@ class StreampackDataLoader(BaseDataLoader):  # type: ignore[misc]
         )
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        """Collective: iterate over the batches that follow the loaded state."""
+        """Collective: iterate over the batches that follow the loaded state.
+
+        Raises:
+            ValueError: for a number of lanes that the ranks do not divide, beside what the dataset raises.
+        """
+        if self.loader.batches_per_step > 1:
+            raise ValueError(
+                f"{self.loader.rank_sync.data_world_size} data-parallel ranks do not divide the "
+                f"num_lanes={self.loader.dataset.num_lanes} of the run: batches would have fewer packs, and so would "
+                "torchtitan's steps; use a number of ranks that divides the lanes, or in a new run another num_lanes"
+            )
         for batch in self.loader:
             yield trainer_batch(batch)
 

@@ -29,6 +29,10 @@ SUGGESTED_ENCODERS = {
 """Columns of rows without tokens, and the encoder that an error message suggests for them."""
 
 
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list | np.ndarray) and len(value) > 0 and isinstance(value[0], int | np.integer)
+
+
 class Encoder(ABC):
     """Base class of encoders, which are called with a row and return a `Sample`. Plain functions are encoders, too."""
 
@@ -82,6 +86,10 @@ class TokensEncoder(Encoder):
         except ValueError as error:
             there = row if isinstance(row, Mapping) else ()
             hint = next((encoder for column, encoder in SUGGESTED_ENCODERS.items() if column in there), None)
+            if hint is None:  # rows whose ids have another name
+                ids = [name for name, value in dict(there).items() if _is_ids(value) and name != labels]
+                labels = labels if labels in there else None
+                hint = f"TokensEncoder(tokens={ids[0]!r}, labels={labels!r})" if len(ids) == 1 else None
             if hint is None or not {"tokens", "input_ids", tokens}.isdisjoint(there):
                 raise
             raise ValueError(
