@@ -112,7 +112,7 @@ class Iteration:
         self.dataset, self.rank_sync, self.options = dataset, rank_sync, options
         self.batching, self.loaded = options.batching, loaded
         if not rank_sync.has_data_groups:
-            require_loader_made_after_group(made_for_one_rank=rank_sync.alone)
+            require_loader_made_after_group(made_for_one_rank=rank_sync.group is None)
         require_same_run(dataset, rank_sync, doing="iterate", settings=lambda: self._settings(start))
         rank, size = rank_sync.data_rank, rank_sync.data_world_size
         num_lanes = dataset.fix_lanes(size * max(1, options.num_workers))
