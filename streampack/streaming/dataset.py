@@ -433,7 +433,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         Raises:
             ValueError: if the state is from another corpus, encoder or config, or is no state.
         """
-        loaded = self._checked(state)
+        loaded, _ = self._checked(state)
         if self.mix is not None and (changes := self.mix.changed(state.get("weights"))):
             warn_user(changes)
         self._resume_from(loaded)
@@ -444,7 +444,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         The encoder, the packing and a mixture's weights may be others. The corpus, ``shuffle``, ``shuffle_window`` and
         ``seed`` must be those of the run, whose ``num_lanes`` is kept. Rows of which some tokens were packed or dropped
         are not read again; those of which all tokens waited are encoded, cut and packed anew. Packs, the ledger and the
-        statistics are counted from zero, and ``epochs`` from the run's beginning.
+        statistics are counted from zero, and ``epochs`` from the run's beginning. What waited of a row that was packed
+        in part is left out, and counted as ``removed`` (with another encoder its tokens cannot be counted).
 
         >>> rows = [{"tokens": [i] * 4, "labels": [i] * 4} for i in range(6)]
         >>> short = IterablePackedDataset(rows, max_seq_len=4, num_lanes=1)
@@ -460,17 +461,24 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             ValueError: if the state is from another corpus or order, if all ``epochs`` are read, or if it is no state;
                 when packs are read, if more pieces wait than ``buffer_size`` allows.
         """
-        loaded = self._checked(state, names=OF_READING)
+        loaded, changed = self._checked(state, names=OF_READING)
         if self.epochs is not None and loaded.epochs_read >= self.epochs:
             raise ValueError(
                 f"nothing is left to go on with: the earlier run has read the data {loaded.epochs_read} times, and "
                 f"epochs={self.epochs} counts those; set epochs to {loaded.epochs_read + 1} or more, or begin the data "
                 "anew"
             )
-        self._resume_from(loaded.behind())
+        other = self._identity.difference(state["identity"], names=("encoder",), changed=changed)
+        self._resume_from(loaded.behind(same_tokens=other is None))
 
-    def _checked(self, state: Mapping[str, Any], *, names: Collection[str] | None = None) -> LoadedState:
-        """Check a state, by these parts of its identity, and prepare to read its corpus where that has changed."""
+    def _checked(
+        self, state: Mapping[str, Any], *, names: Collection[str] | None = None
+    ) -> tuple[LoadedState, Collection[str]]:
+        """Check a state, by these parts of its identity, and prepare to read its corpus where that has changed.
+
+        Returns:
+            What was loaded, and the names of the sources that changed.
+        """
         loaded, changed, earlier = self._changes.resume(state, checked_state(state))
         self._identity.require(state["identity"], names=names, changed=changed)
         if changed:
@@ -478,7 +486,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
                 f"the corpus changed since the state was made: {described(changed)}. {what_happens(loaded)}"
             )
         self.lane_config = replace(self.lane_config, earlier=earlier)
-        return loaded
+        return loaded, changed
 
     def _resume_from(self, loaded: LoadedState) -> None:
         """Let the next iteration go on from a state."""

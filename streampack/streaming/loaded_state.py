@@ -38,9 +38,9 @@ class LoadedState:
     phase: int = WAITING  # how far the iteration that resumes from it is, in this process; see `epochs`
     in_worker: bool = False  # loaded in a worker process, so that only an iteration there resumes from it
 
-    def behind(self) -> LoadedState:
-        """Return the state of a run that reads on behind this one with other settings."""
-        states = {lane: state.behind() for lane, state in self.lane_states.items()}
+    def behind(self, *, same_tokens: bool) -> LoadedState:
+        """Return the state of a run that reads on behind this one with other settings; see `LaneState.behind`."""
+        states = {lane: state.behind(same_tokens=same_tokens) for lane, state in self.lane_states.items()}
         return replace(self, lane_states=states, slot=0, balance_window=None, packs_per_step=None)
 
     @property

@@ -129,9 +129,6 @@ class PieceReader:
         piece = self.pending.pop(0)
         self.log_row(self.newest, another=piece.number > piece.row_first)
         self.epochs_without_pieces = 0
-        self.ledger.tokens_in += piece.length
-        if self.source_stats:
-            self.stats(piece.row_id).tokens_in += piece.length
         return piece
 
     def position(self) -> tuple[int, Cursor, int]:
@@ -148,6 +145,14 @@ class PieceReader:
             source = self.config.source.source_index(row.row_id) if self.source_stats else 0
             self.log.add(source, row.window, epoch=self.epoch, another=another)
         self.next_number += 1
+
+    @property
+    def pending_tokens(self) -> int:
+        """Tokens of the newest row whose pieces were not asked for yet."""
+        if not self.pending:
+            return 0
+        first, last = self.pending[0], self.pending[-1]
+        return last.start + last.length - first.start
 
     @property
     def newest_is_whole(self) -> bool:
@@ -230,30 +235,25 @@ class PieceReader:
             self.reader.charge([part for _, part in parts])
         if not again:
             self.ledger.samples += 1
+            self.ledger.tokens_in += sample.tokens.size
             self.ledger.untrained += untrained
-            lost = 0
             if not pieces or pieces[0].sample is not sample:  # else the sample is one piece, as most are
-                lost = self._book_loss(sample, pieces, untrained=untrained)
+                self._book_loss(sample, pieces, untrained=untrained)
             if self.source_stats:
                 stats = self.begin_stats(row)
                 stats.samples += 1
-                stats.tokens_in += lost
+                stats.tokens_in += sample.tokens.size
         return pieces
 
-    def _book_loss(self, sample: Sample, pieces: list[Piece], *, untrained: bool) -> int:
-        """Count the tokens of a sample that are in none of its pieces, and return their number.
-
-        The tokens of pieces are counted when `next` returns them.
-        """
+    def _book_loss(self, sample: Sample, pieces: list[Piece], *, untrained: bool) -> None:
+        """Count the tokens of a sample that are in none of its pieces."""
         lost = sample.tokens.size - sum(piece.length for piece in pieces)
         if lost or not pieces:
-            self.ledger.tokens_in += lost
             if pieces:
                 reason = "truncated"
             else:
                 reason = "untrained" if untrained else "overlong" if lost else "empty"
             self.ledger.drop(reason, lost)
-        return lost
 
     def _warn_if_all_dropped(self) -> None:
         """Warn early if every row is dropped, because reading the whole corpus may take days."""

@@ -79,7 +79,7 @@ def waiting_of(data: IterablePackedDataset, files: Iterable[str]) -> int:
     assert data._stream is not None
     shard, total = data.lane_config.source.shard, 0
     for lane in data._stream.lanes:
-        for i, piece in enumerate(lane.planner.waiting):
+        for i, piece in enumerate(lane.planner.waiting + lane.piece_reader.pending):
             if shard(piece.row_id).rpartition("/")[2].partition(".")[0] in files:
                 total += piece.length - (lane.planner.offset if i == 0 else 0)
     return total
@@ -203,6 +203,7 @@ MIXED: dict[str, Any] = {
     "corpus_changes": "allow",
 }
 
+SIZES = (("a", 500), ("b", 20))
 ALLOWED: dict[str, Any] = {"overlong": "split", "corpus_changes": "allow"}
 
 
@@ -540,3 +541,27 @@ def test_a_mixture_of_which_one_lane_has_given_nothing_goes_on_with_other_files(
     assert both == everything([big], 5), "each row once, and the new one in the next pass"
     assert len(small) == 6, "the next pass over the small source has begun"
     check_exact(resumed(again(more), state), lambda: again(more))
+
+
+@pytest.mark.parametrize("gone", ["file", "source"])
+def test_the_rest_of_a_giant_row_is_counted_where_its_file_or_source_is_gone(
+    gone: str, tmp_path: Path
+) -> None:
+    files = {
+        name: {name: [{"i": PER_FILE * i + k, "n": n} for k in range(3)]} for i, (name, n) in enumerate(SIZES)
+    }
+    settings = {**ALLOWED, "num_lanes": 1, "corpus_lists": tmp_path / "lists"}
+
+    def again(files: Mapping[str, Rows]) -> IterablePackedDataset:
+        if gone == "source":
+            return make(mixture(tmp_path, files, dict.fromkeys(files, 1), stop="all_exhausted"), **settings)
+        together = {name: rows for part in files.values() for name, rows in part.items()}
+        return make(write_files(tmp_path / "data", together), **settings)
+
+    for packs in (1, 7, 13, 19):
+        data = again(files)
+        given, _ = read(data, "dataset", packs)
+        rest = 500 - sum((given & everything([files["a"]], 500)).values())
+        now = resumed(again({"b": files["b"]}), data.state_dict())
+        next(iter(now))
+        assert now.ledger().dropped["removed"] == rest > 0, packs

@@ -199,7 +199,8 @@ class StreampackDataLoader(BaseDataLoader):  # type: ignore[misc]
         self.loader = PackedDataLoader(
             packs,
             batch_size=local_batch_size,
-            packs_per_step=local_batch_size * dp_world_size,  # a batch: torchtitan counts those of a step by itself
+            packs_per_step=local_batch_size
+            * dp_world_size,  # a batch: torchtitan counts those of a step by itself
             num_workers=config.num_workers,
             prefetch_factor=config.prefetch_factor,
             pin_memory=config.pin_memory,
