@@ -80,6 +80,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
 
         overlong: what to do with a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``, ``"truncate"`` or
             ``"split"``. Default ``"error"``, with ``split_across_pack`` ``"split"``.
+        max_document_tokens: leave out samples of more tokens, and count them as ``overlong``. Split, a giant one is all
+            that its lane gives for many packs; a warning says so at the first of more than 64 packs. Default: no limit.
         truncate_side: the side that ``"truncate"`` cuts off.
         truncate_eos: a token id that replaces the last token of a sample that ``"truncate"`` cut on the right.
         empty: what to do with a sample without a token: ``"error"`` or ``"drop"``.
@@ -131,6 +133,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         split_across_pack: bool = False,
         buffer_size: int = 128,
         overlong: str | None = None,
+        max_document_tokens: int | None = None,
         truncate_side: str = "right",
         max_seqs_per_pack: int | None = None,
         pad_seqs_to: int = 1,
@@ -182,6 +185,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             pad_seqs_to=pad_seqs_to,
             pad_pack_to=pad_pack_to,
         )
+        if max_document_tokens is not None:
+            require_positive(max_document_tokens, "max_document_tokens", least=packing.max_seq_len)
         source, encode = as_source(source), TokensEncoder() if encoder is None else require_encoder(encoder)
         guard_datasets(source)
         self.lane_config = LaneConfig(
@@ -194,6 +199,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             empty=empty,
             untrained=untrained,
             truncate_eos=truncate_eos,
+            max_document_tokens=max_document_tokens,
             padding_idx=padding_idx,
             vocab_size=vocab_size,
             checks=must_check(source, encode, vocab_size),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from streampack.sources.base import HELD_OUT, REMOVED, BadRecord, KnownWindow, R
 from streampack.sources.passes import passes_by_all
 from streampack.storage.read_ahead import ReadAhead
 from streampack.streaming.lane_config import LaneConfig
-from streampack.streaming.ledger_messages import FIRST_ROWS, warn_of_first_rows
+from streampack.streaming.ledger_messages import FIRST_ROWS, GIANT, warn_of_first_rows, warn_of_giant
 from streampack.streaming.row_log import RowLog
 from streampack.types import Cursor, Row, RowId, Sample
 
@@ -79,6 +80,7 @@ class PieceReader:
         # `most_without_pieces`: it would be read for ever without making a pack. In a mixture with
         # ``stop="first_exhausted"``, a lane may be without rows in one epoch and have some in the next.
         self.epochs_without_pieces = 0
+        self.longest = GIANT * config.packing.max_seq_len  # tokens of a sample that needs no warning
         self.most_without_pieces = passes_by_all(num_lanes) if config.source.names else 1
 
     def open(self, epoch: int, start: Cursor | None = None) -> None:
@@ -239,6 +241,8 @@ class PieceReader:
             self.ledger.untrained += untrained
             if not pieces or pieces[0].sample is not sample:  # else the sample is one piece, as most are
                 self._book_loss(sample, pieces, untrained=untrained)
+            if pieces and sample.tokens.size > self.longest:
+                self._warn_of_giant(row, sample.tokens.size)
             if self.source_stats:
                 stats = self.begin_stats(row)
                 stats.samples += 1
@@ -254,6 +258,16 @@ class PieceReader:
             else:
                 reason = "untrained" if untrained else "overlong" if lost else "empty"
             self.ledger.drop(reason, lost)
+
+    def _warn_of_giant(self, row: Row, tokens: int) -> None:
+        config, self.longest = self.config, sys.maxsize
+        warn_of_giant(
+            self.lane,
+            config.source.locate_cheaply(row.row_id),
+            tokens=tokens,
+            packs=tokens // config.packing.max_seq_len,
+            mixed=bool(self.source_stats),
+        )
 
     def _warn_if_all_dropped(self) -> None:
         """Warn early if every row is dropped, because reading the whole corpus may take days."""
