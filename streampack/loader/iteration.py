@@ -208,6 +208,8 @@ class Iteration:
             ends_step = self.batches % self.batching.batches_per_step == 0
             progress.meter.add(self.costs, waited=time.perf_counter() - begun, ends_step=ends_step)
             progress.batches += 1
+        elif self.rank_sync.rank == 0:
+            self.loaded.warn_if_empty()
         progress.reports = self.rank_batches.reports()
         slot = self.first_slot + self.batches // self.batching.batches_per_step * self.batching.packs_per_step
         lane_states = progress.handed.lane_states.copy()

@@ -263,6 +263,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             )
         if worker is None and self._left_in_the_middle():
             self.load_state_dict(self.state_dict())
+            self._resume.mark_left()
         begin = self._resume.begin()
         self.epoch = begin.epoch
         self.settings.choose_window(self.lane_config.packing, world_size)
