@@ -47,6 +47,11 @@ class LoadedState:
         states = {lane: state.behind(same_tokens=same_tokens) for lane, state in self.lane_states.items()}
         return replace(self, lane_states=states, slot=0, balance_window=None, packs_per_step=None)
 
+    @property
+    def nothing_read(self) -> bool:
+        """Whether the run has not given a pack yet, as far as the consumer that made this knows of all lanes."""
+        return not self.lane_states and not self.partial
+
     def warn_if_empty(self) -> None:
         """Warn at the end of an iteration that gave nothing, if a loop over as many batches as an epoch has is why."""
         if self.left and self.phase == WAITING:
