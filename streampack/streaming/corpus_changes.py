@@ -142,6 +142,7 @@ class CorpusChanges:
                 f"{described({name: what})}. Nothing more of them would be read in this epoch. A file's name is "
                 "relative to the folder that is given, or to the part of the pattern before its first wildcard: give "
                 "what the run began with, or begin a new run from the weights"
+                + (", or name this source of the mixture anew, as which it begins" if name else "")
             )
         return changes(before, now) or "the files are in another order"
 

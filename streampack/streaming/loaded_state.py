@@ -56,8 +56,8 @@ class LoadedState:
         """Warn at the end of an iteration that gave nothing, if a loop over as many batches as an epoch has is why."""
         if self.left and self.phase == WAITING:
             log.warning(
-                "this iteration gave nothing: the one before was left right behind the last batch of its epoch, so this "
-                "was the rest of that epoch, and the next iteration is another epoch. Read epochs to their end, or call "
+                "this iteration gave nothing: the one before was left behind the last batch of its epoch, so this "
+                "was the rest of that epoch, and the next iteration is another epoch. Read epochs to their end or call "
                 "set_epoch(epoch) of the dataset before each"
             )
 

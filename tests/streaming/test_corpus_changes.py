@@ -562,3 +562,20 @@ def test_the_rest_of_a_giant_row_is_counted_where_its_file_or_source_is_gone(
         now = resumed(again({"b": files["b"]}), data.state_dict())
         next(iter(now))
         assert now.ledger().dropped["removed"] == rest > 0, packs
+
+
+def test_a_source_whose_files_all_have_other_names_goes_on_under_a_name_of_its_own(tmp_path: Path) -> None:
+    """They may be the same files, renamed, of which a row would come twice."""
+    files = {"a": {"x": [{"i": i, "n": 5} for i in range(30)]}, "b": {"old": [{"i": PER_FILE, "n": 5}]}}
+    other = {"new": [{"i": 2 * PER_FILE, "n": 5}]}
+    settings = {**ALLOWED, "num_lanes": 1, "corpus_lists": tmp_path / "lists"}
+
+    def again(files: Mapping[str, Rows]) -> IterablePackedDataset:
+        return make(mixture(tmp_path, files, dict.fromkeys(files, 1), stop="all_exhausted"), **settings)
+
+    begun, state = read(again(files), "dataset", 2)
+    with pytest.raises(ValueError, match="b: none of the 1 files .* or name this source of the mixture anew"):
+        again({**files, "b": other}).load_state_dict(state)
+    found, _ = read(resumed(again({"a": files["a"], "c": other}), state), "dataset", None)
+    assert begun + found >= everything([files["a"], other], 5)
+    assert max((begun + found)[token] for token in everything([files["a"]], 5)) == 1

@@ -134,7 +134,7 @@ def test_parts_of_an_epoch_follow_one_another_and_set_epoch_begins_it_again(
     assert set.union(*first, *second) == set(range(1, 49))
     assert not caplog.records
     assert list(loader) == [], "the end of the epoch, as after a resume"
-    assert "this iteration gave nothing: the one before was left right behind the last batch" in caplog.text
+    assert "this iteration gave nothing: the one before was left behind the last batch" in caplog.text
     assert len(list(loader)) == 12
     data = dataset()
     assert [len(list(islice(data, 24))) for _ in range(3)] == [24, 0, 24]
