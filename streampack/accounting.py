@@ -15,7 +15,8 @@ from streampack.types import IGNORE_INDEX, Sample
 DROP_REASONS = ("overlong", "truncated", "empty", "bad", "untrained", "removed")
 """Reasons for dropping tokens. ``overlong`` and ``untrained`` samples are dropped whole, of ``truncated`` ones the part
 that is cut off, and ``empty`` ones have no token. The tokens of ``bad`` records, which are broken, are unknown: 0.
-``removed`` are those that waited when a run resumed without their file or source."""
+``removed`` are those that waited when a run resumed without their file or source, or went on with other settings in the
+middle of a row."""
 
 RECENT_STEPS = 100
 

@@ -84,7 +84,9 @@ class RankSync:
                 f"data_world_size={self.data_world_size} needs as many ranks, and there are {self.world_size}; make "
                 "the loader after torch.distributed.init_process_group"
             )
-        self.group = None if self.alone else group or dist.new_group(backend="gloo", timeout=timeout)
+        if group is None and not self.alone:
+            group = dist.new_group(backend="gloo", timeout=timeout)
+        self.group = group  # None: there was no other rank when this was made
         # True while `gather` runs, and afterwards if an interrupt such as KeyboardInterrupt ended it.
         self.in_gather = False
 

@@ -41,7 +41,7 @@ class AgreedBatches:
         self.rank_sync = rank_sync
         self.cost = cost
         self.made = 0  # parts made in this epoch
-        self.rounds = 0  # agreements begun, in all epochs
+        self.rounds = 0  # agreements begun in this epoch
         self.open_round: list[RankBatch] = []
         self.agreeing: deque[tuple[list[RankBatch], Agreement]] = deque()
         self.agreed: deque[RankBatch] = deque()
@@ -52,6 +52,7 @@ class AgreedBatches:
     def start_epoch(self, made: int = 0) -> None:
         """Begin to count an epoch's batches, of which ``made`` were handed out before."""
         self.made = made
+        self.rounds = 0
         self.left_over = None
 
     def take(self, make_part: MakePart, handed_out: int) -> RankBatch | None:

@@ -143,6 +143,7 @@ class PackedDataLoader:
             and dataset._epochs_begun.version == self._version
         ):
             self.load_state_dict(self.state_dict())
+            dataset._resume.mark_left()
         self._started_from = begin = dataset._resume.begin(by_loader=True)
         self._kept_packs_per_step = begin.packs_per_step or self._kept_packs_per_step
         dataset.epoch = begin.epoch

@@ -115,7 +115,7 @@ class Iteration:
         self.trained = trained
         self.batching, self.loaded = options.batching, loaded
         if not rank_sync.has_data_groups:
-            require_loader_made_after_group(made_for_one_rank=rank_sync.alone)
+            require_loader_made_after_group(made_for_one_rank=rank_sync.group is None)
         require_same_run(dataset, rank_sync, doing="iterate", settings=lambda: self._settings(start))
         rank, size = rank_sync.data_rank, rank_sync.data_world_size
         num_lanes = dataset.fix_lanes(size * max(1, options.num_workers))
@@ -213,6 +213,8 @@ class Iteration:
             size = batch.tokens.numel() * self.rank_sync.world_size
             self.trained.add(self.part.trained, self.part.tokens, size, ends_step=ends_step)
             progress.batches += 1
+        elif self.rank_sync.rank == 0:
+            self.loaded.warn_if_empty()
         progress.reports = self.rank_batches.reports()
         slot = self.first_slot + self.batches // self.batching.batches_per_step * self.batching.packs_per_step
         lane_states = progress.handed.lane_states.copy()

@@ -200,20 +200,33 @@ class _Kept(Reader):
         return self.reader.consumed()
 
 
-def hold_out(source: Source, *, fraction: float) -> tuple[Source, Source]:
+def hold_out(source: Source, *, fraction: float | Mapping[str, float]) -> tuple[Source, Source]:
     """Split a source with `Holdout`, and return (training part, held-out part).
 
-    Of a mixture, the same fraction of each source is held out. The held-out mixture has the same weights, and ends when
-    the first of its sources does, so that no row is evaluated twice.
+    Of a mixture, a fraction of each source is held out: the same one, or those given by the sources' names. Of a source
+    that is not named, or with 0, nothing is. The held-out mixture has the same weights, and ends when the first of its
+    sources does, so that no row is evaluated twice.
+
+    Raises:
+        ValueError: for a fraction that cannot be, or of a source that is not there; if nothing is held out.
     """
+    names = source.names or [""]
+    fractions = fraction if isinstance(fraction, Mapping) else dict.fromkeys(names, fraction)
+    if unknown := sorted(set(fractions) - set(names)):
+        raise ValueError(
+            f"a fraction is held out of {unknown[0]!r}, and the sources are {', '.join(names) or 'no mixture'}; name "
+            "those that are there, or give one number for all"
+        )
+    if not any(fractions.values()):
+        raise ValueError("nothing is held out of any source; give one at least a fraction above 0")
     if not isinstance(source, Mix):
-        train, held_out = (Holdout(source, fraction=fraction, part=part) for part in PARTS)
+        train, held_out = (Holdout(source, fraction=fractions[""], part=part) for part in PARTS)
         return train, held_out
-    training, validation = (
-        [
-            replace(entry, source=Holdout(entry.source, fraction=fraction, part=part))
-            for entry in source.entries
-        ]
-        for part in PARTS
-    )
+    training, validation = list(source.entries), []
+    for i, entry in enumerate(source.entries):
+        if own := fractions.get(entry.name):
+            training[i], held = (
+                replace(entry, source=Holdout(entry.source, fraction=own, part=part)) for part in PARTS
+            )
+            validation.append(held)
     return Mix(training, stop=source.stop), Mix(validation, stop="first_exhausted")

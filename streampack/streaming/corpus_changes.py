@@ -93,11 +93,11 @@ class CorpusChanges:
             # The same object: pickled, the state is then equal byte for byte to that of a run without a resume.
             history[:] = [(epoch, digest if before == digest else before) for epoch, before in history]
             if history[-1][1] != digest:
-                changed[name] = self._described(name, source, history[-1][1], loaded.num_lanes)
+                changed[name] = self._described(name, source, history[-1][1], loaded)
                 if self.allowed:
                     self._require_all_lanes(name, loaded)
                 begin = 1 + max(self._epochs(name, loaded.lane_states.values()), default=0)
-                history[:] = [(0, digest)] if loaded.num_lanes is None else [*history, (begin, digest)]
+                history[:] = [(0, digest)] if loaded.nothing_read else [*history, (begin, digest)]
         if changed and not self.allowed:
             if self.folder is None:  # the identities of the runs are compared next, and tell what they can
                 return Resumed(loaded, {}, {})
@@ -128,20 +128,21 @@ class CorpusChanges:
         found |= {str(name): "was removed" for name in names if name not in now}
         return found or {", ".join(now): "are in another order"}
 
-    def _described(self, name: str, source: Listable, digest: str, num_lanes: int | None) -> str:
+    def _described(self, name: str, source: Listable, digest: str, loaded: LoadedState) -> str:
         """Describe what changed in a source's files, by the list that was kept, if there is one.
 
         Raises:
             ValueError: if they look renamed: nothing more would be read of them, and all of them would be added.
         """
-        if self.folder is None or num_lanes is None:
+        if self.folder is None or loaded.num_lanes is None or loaded.nothing_read:
             return "its files are others"
-        before, now = CorpusList.load(self.folder, digest, num_lanes).files, source.listed()
+        before, now = CorpusList.load(self.folder, digest, loaded.num_lanes).files, source.listed()
         if (what := renamed(before, now)) is not None:
             raise ValueError(
                 f"{described({name: what})}. Nothing more of them would be read in this epoch. A file's name is "
                 "relative to the folder that is given, or to the part of the pattern before its first wildcard: give "
                 "what the run began with, or begin a new run from the weights"
+                + (", or name this source of the mixture anew, as which it begins" if name else "")
             )
         return changes(before, now) or "the files are in another order"
 
@@ -194,7 +195,7 @@ class CorpusChanges:
 
 def what_happens(loaded: LoadedState) -> str:
     """Say what becomes of files that changed since a state was made."""
-    if loaded.num_lanes is None:
+    if loaded.nothing_read:
         return "Nothing was read before, so the run begins with this one"
     return (
         "Added files are read from the next epoch of their source on; of removed and changed ones nothing more is "

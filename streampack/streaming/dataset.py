@@ -87,6 +87,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
 
         overlong: what to do with a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``, ``"truncate"`` or
             ``"split"``. Default ``"error"``, with ``split_across_pack`` ``"split"``.
+        max_document_tokens: leave out samples of more tokens, and count them as ``overlong``. Split, a giant one is all
+            that its lane gives for many packs; a warning says so at the first of more than 64 packs. Default: no limit.
         truncate_side: the side that ``"truncate"`` cuts off.
         truncate_eos: a token id that replaces the last token of a sample that ``"truncate"`` cut on the right.
         empty: what to do with a sample without a token: ``"error"`` or ``"drop"``.
@@ -140,6 +142,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         split_across_pack: bool = False,
         buffer_size: int = 128,
         overlong: str | None = None,
+        max_document_tokens: int | None = None,
         truncate_side: str = "right",
         max_seqs_per_pack: int | None = None,
         pad_seqs_to: int = 1,
@@ -191,6 +194,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             pad_seqs_to=pad_seqs_to,
             pad_pack_to=pad_pack_to,
         )
+        if max_document_tokens is not None:
+            require_positive(max_document_tokens, "max_document_tokens", least=packing.max_seq_len)
         source, encode = as_source(source), TokensEncoder() if encoder is None else require_encoder(encoder)
         guard_datasets(source)
         self.lane_config = LaneConfig(
@@ -203,6 +208,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             empty=empty,
             untrained=untrained,
             truncate_eos=truncate_eos,
+            max_document_tokens=max_document_tokens,
             padding_idx=padding_idx,
             vocab_size=vocab_size,
             checks=must_check(source, encode, vocab_size),
@@ -266,6 +272,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             )
         if worker is None and self._left_in_the_middle():
             self.load_state_dict(self.state_dict())
+            self._resume.mark_left()
         begin = self._resume.begin()
         self.epoch = begin.epoch
         self.settings.choose_window(self.lane_config.packing, world_size)
@@ -444,7 +451,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         Raises:
             ValueError: if the state is from another corpus, encoder or config, or is no state.
         """
-        loaded = self._checked(state)
+        loaded, _ = self._checked(state)
         if self.mix is not None and (changes := self.mix.changed(state.get("weights"))):
             warn_user(changes)
         self._resume_from(loaded)
@@ -455,7 +462,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         The encoder, the packing and a mixture's weights may be others. The corpus, ``shuffle``, ``shuffle_window`` and
         ``seed`` must be those of the run, whose ``num_lanes`` is kept. Rows of which some tokens were packed or dropped
         are not read again; those of which all tokens waited are encoded, cut and packed anew. Packs, the ledger and the
-        statistics are counted from zero, and ``epochs`` from the run's beginning.
+        statistics are counted from zero, and ``epochs`` from the run's beginning. What waited of a row that was packed
+        in part is left out, and counted as ``removed`` (with another encoder its tokens cannot be counted).
 
         >>> rows = [{"tokens": [i] * 4, "labels": [i] * 4} for i in range(6)]
         >>> short = IterablePackedDataset(rows, max_seq_len=4, num_lanes=1)
@@ -471,17 +479,24 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             ValueError: if the state is from another corpus or order, if all ``epochs`` are read, or if it is no state;
                 when packs are read, if more pieces wait than ``buffer_size`` allows.
         """
-        loaded = self._checked(state, names=OF_READING)
+        loaded, changed = self._checked(state, names=OF_READING)
         if self.epochs is not None and loaded.epochs_read >= self.epochs:
             raise ValueError(
                 f"nothing is left to go on with: the earlier run has read the data {loaded.epochs_read} times, and "
                 f"epochs={self.epochs} counts those; set epochs to {loaded.epochs_read + 1} or more, or begin the data "
                 "anew"
             )
-        self._resume_from(loaded.behind())
+        other = self._identity.difference(state["identity"], names=("encoder",), changed=changed)
+        self._resume_from(loaded.behind(same_tokens=other is None))
 
-    def _checked(self, state: Mapping[str, Any], *, names: Collection[str] | None = None) -> LoadedState:
-        """Check a state, by these parts of its identity, and prepare to read its corpus where that has changed."""
+    def _checked(
+        self, state: Mapping[str, Any], *, names: Collection[str] | None = None
+    ) -> tuple[LoadedState, Collection[str]]:
+        """Check a state, by these parts of its identity, and prepare to read its corpus where that has changed.
+
+        Returns:
+            What was loaded, and the names of the sources that changed.
+        """
         loaded, changed, earlier = self._changes.resume(state, checked_state(state))
         self._identity.require(state["identity"], names=names, changed=changed)
         if changed:
@@ -489,7 +504,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
                 f"the corpus changed since the state was made: {described(changed)}. {what_happens(loaded)}"
             )
         self.lane_config = replace(self.lane_config, earlier=earlier)
-        return loaded
+        return loaded, changed
 
     def _resume_from(self, loaded: LoadedState) -> None:
         """Let the next iteration go on from a state."""

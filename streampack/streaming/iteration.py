@@ -43,6 +43,7 @@ class PackDicts:
             if not self.over:
                 self.counter.end(self.following, version=self.version)
             self.over = True
+            self.begin.warn_if_empty()
             if self.begin.phase != ENDED:
                 self._reach(ENDED)
             raise

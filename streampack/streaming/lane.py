@@ -187,11 +187,10 @@ class Lane:
         """Return a snapshot to resume from. Call it between packs only."""
         planner, reader = self.planner, self.piece_reader
         assert not planner.placed, "a state is taken between packs"
-        buffered = planner.buffered + self.windows.tokens
-        if self.ledger.buffered != buffered:
+        if self.ledger.buffered != self._held:
             raise RuntimeError(
                 f"lane {self.lane} lost tokens: the ledger counts {self.ledger.buffered} buffered tokens "
-                f"and the planner holds {buffered}; this is a bug in streampack, do not trust this run"
+                f"and the lane holds {self._held}; this is a bug in streampack, do not trust this run"
             )
         if self.windows.open is not None:
             return self.windows.open.state(
@@ -223,6 +222,11 @@ class Lane:
             bad_shards=tuple(reader.bad_shards),
             whole=reader.newest_is_whole,
         )
+
+    @property
+    def _held(self) -> int:
+        """Tokens that were read and are in no pack that was handed out."""
+        return self.planner.buffered + self.windows.tokens + self.piece_reader.pending_tokens
 
     @property
     def _most_waiting(self) -> int:
@@ -267,13 +271,13 @@ class Lane:
         self.planner.restore(waiting, offset=state.offset if pieces and pieces[0].number == oldest else 0)
         if window is not None:
             self.windows.plan_again(state, window, deque(later))
-        lost = self.ledger.buffered - self.planner.buffered - self.windows.tokens
+        lost = self.ledger.buffered - self._held
         # A window that was closed where the corpus changed may have handed out parts of pieces.
         if lost > 0 and (removed or (self.config.balance_window and self.config.packing.split_across_pack)):
             self.ledger.drop("removed", lost, samples=removed)
         elif lost:
             raise ValueError(
-                f"lane {self.lane}: {self.planner.buffered} tokens wait after reading again, the state says "
+                f"lane {self.lane}: {self._held} tokens wait after reading again, the state says "
                 f"{self.ledger.buffered}; the data or the encoder changed since it was written"
             )
 

@@ -38,6 +38,7 @@ class LaneConfig:
     empty: str = "error"  # or "drop"
     untrained: str | None = None  # one of UNTRAINED; None keeps such samples, and warns
     truncate_eos: int | None = None
+    max_document_tokens: int | None = None  # of samples, not of groups; longer ones are dropped
     padding_idx: int = 0
     vocab_size: int | None = None
     checks: bool = True  # every sample; an encoder may be known to make none but good ones
@@ -123,6 +124,8 @@ class LaneConfig:
             raise ValueError(
                 "has 0 tokens; mend the row, or set empty='drop', which counts and leaves out such samples"
             )
+        if self.max_document_tokens is not None and length > self.max_document_tokens:
+            return []
         bounds = self.packing.pieces_of(length)
         if bounds == [(0, length)]:
             return [(0, sample)]

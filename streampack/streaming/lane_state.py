@@ -92,13 +92,15 @@ class LaneState:
         offset = 0 if self.consumed >> oldest & 1 else self.offset
         return replace(self, offset=offset, open_window=None)
 
-    def behind(self) -> LaneState:
+    def behind(self, *, same_tokens: bool = True) -> LaneState:
         """Return the state of a lane that reads on behind this one with other settings, and counts from zero.
 
-        A resume makes new pieces of the rows of which nothing was packed.
+        A resume makes new pieces of the rows of which nothing was packed. If the encoder makes the ``same_tokens``, the
+        ledger begins with those that wait, by which the resume knows how many are left out.
         """
+        ledger = Ledger(tokens_in=self.ledger.buffered if same_tokens else 0)
         stats = tuple(SourceStats() for _ in self.source_stats)
-        return replace(self.closed(), packs=0, ledger=Ledger(), source_stats=stats, anew=True)
+        return replace(self.closed(), packs=0, ledger=ledger, source_stats=stats, anew=True)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, which ``torch.load(weights_only=True)`` takes; long integers in hexadecimal digits.

@@ -11,6 +11,8 @@ log = logging.getLogger(__name__)
 
 FIRST_ROWS = 1000
 """If all of the first so many rows of a lane are dropped, a warning says so before the rest is read."""
+GIANT = 64
+"""Packs. Of the first sample of a lane that fills more, a warning says that it takes the lane over."""
 WORDS = {
     "overlong": "longer than a pack",
     "empty": "without a token",
@@ -42,6 +44,16 @@ def warn_of_first_rows(lane: int, ledger: Ledger) -> None:
         "the first %s rows of lane %d are all dropped (%s), and the next are read; check what the source reads, and "
         "the encoder, max_seq_len and the settings that drop rows",
         f"{_rows(ledger):,}", lane, _reasons(ledger),
+    )  # fmt: skip
+
+
+def warn_of_giant(lane: int, place: str, *, tokens: int, packs: int, mixed: bool) -> None:
+    """Log that a sample fills this many packs of a lane."""
+    log.warning(
+        "%s has %s tokens: lane %d gives nothing else for about %d packs%s; set max_document_tokens to leave such "
+        "samples out, or shorten them before",
+        place, f"{tokens:,}", lane, packs,
+        ", and until it has caught up the mixture's fractions are not those that were asked for" if mixed else "",
     )  # fmt: skip
 
 

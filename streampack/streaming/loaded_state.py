@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from multiprocessing.context import get_spawning_popen
@@ -12,6 +13,8 @@ from torch.utils.data import get_worker_info
 from streampack.streaming.balance import MOST_WINDOW
 from streampack.streaming.epochs import BEGUN, ENDED, WAITING, EpochCounter
 from streampack.streaming.lane_state import LaneState
+
+log = logging.getLogger(__name__)
 
 STATE_VERSION = 1
 MAX_LANES = 1 << 16
@@ -37,11 +40,26 @@ class LoadedState:
     partial: bool = False  # made by one of several consumers, whose lanes are not those of the others
     phase: int = WAITING  # how far the iteration that resumes from it is, in this process; see `epochs`
     in_worker: bool = False  # loaded in a worker process, so that only an iteration there resumes from it
+    left: bool = False  # of an iteration in this process that was left before its end
 
-    def behind(self) -> LoadedState:
-        """Return the state of a run that reads on behind this one with other settings."""
-        states = {lane: state.behind() for lane, state in self.lane_states.items()}
+    def behind(self, *, same_tokens: bool) -> LoadedState:
+        """Return the state of a run that reads on behind this one with other settings; see `LaneState.behind`."""
+        states = {lane: state.behind(same_tokens=same_tokens) for lane, state in self.lane_states.items()}
         return replace(self, lane_states=states, slot=0, balance_window=None, packs_per_step=None)
+
+    @property
+    def nothing_read(self) -> bool:
+        """Whether the run has not given a pack yet, as far as the consumer that made this knows of all lanes."""
+        return not self.lane_states and not self.partial
+
+    def warn_if_empty(self) -> None:
+        """Warn at the end of an iteration that gave nothing, if a loop over as many batches as an epoch has is why."""
+        if self.left and self.phase == WAITING:
+            log.warning(
+                "this iteration gave nothing: the one before was left behind the last batch of its epoch, so this "
+                "was the rest of that epoch, and the next iteration is another epoch. Read epochs to their end or call "
+                "set_epoch(epoch) of the dataset before each"
+            )
 
     @property
     def epochs_read(self) -> int:
@@ -114,6 +132,11 @@ class Resume:
         self.counter.set(loaded.epoch, loaded=True)
         loaded.in_worker = get_worker_info() is not None
         self.loaded, self.by_loader = loaded, False
+
+    def mark_left(self) -> None:
+        """Note that the loaded state is that of an iteration which is gone on with."""
+        assert self.loaded is not None
+        self.loaded.left = True
 
     def set_epoch(self, epoch: int, *, keep: bool) -> None:
         """Let the next iteration begin with this epoch.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from streampack.sources.base import HELD_OUT, REMOVED, BadRecord, KnownWindow, R
 from streampack.sources.passes import passes_by_all
 from streampack.storage.read_ahead import ReadAhead
 from streampack.streaming.lane_config import LaneConfig
-from streampack.streaming.ledger_messages import FIRST_ROWS, warn_of_first_rows
+from streampack.streaming.ledger_messages import FIRST_ROWS, GIANT, warn_of_first_rows, warn_of_giant
 from streampack.streaming.row_log import RowLog
 from streampack.types import Cursor, Row, RowId, Sample
 
@@ -79,6 +80,7 @@ class PieceReader:
         # `most_without_pieces`: it would be read for ever without making a pack. In a mixture with
         # ``stop="first_exhausted"``, a lane may be without rows in one epoch and have some in the next.
         self.epochs_without_pieces = 0
+        self.longest = GIANT * config.packing.max_seq_len  # tokens of a sample that needs no warning
         self.most_without_pieces = passes_by_all(num_lanes) if config.source.names else 1
 
     def open(self, epoch: int, start: Cursor | None = None) -> None:
@@ -129,9 +131,6 @@ class PieceReader:
         piece = self.pending.pop(0)
         self.log_row(self.newest, another=piece.number > piece.row_first)
         self.epochs_without_pieces = 0
-        self.ledger.tokens_in += piece.length
-        if self.source_stats:
-            self.stats(piece.row_id).tokens_in += piece.length
         return piece
 
     def position(self) -> tuple[int, Cursor, int]:
@@ -148,6 +147,14 @@ class PieceReader:
             source = self.config.source.source_index(row.row_id) if self.source_stats else 0
             self.log.add(source, row.window, epoch=self.epoch, another=another)
         self.next_number += 1
+
+    @property
+    def pending_tokens(self) -> int:
+        """Tokens of the newest row whose pieces were not asked for yet."""
+        if not self.pending:
+            return 0
+        first, last = self.pending[0], self.pending[-1]
+        return last.start + last.length - first.start
 
     @property
     def newest_is_whole(self) -> bool:
@@ -230,30 +237,37 @@ class PieceReader:
             self.reader.charge([part for _, part in parts])
         if not again:
             self.ledger.samples += 1
+            self.ledger.tokens_in += sample.tokens.size
             self.ledger.untrained += untrained
-            lost = 0
             if not pieces or pieces[0].sample is not sample:  # else the sample is one piece, as most are
-                lost = self._book_loss(sample, pieces, untrained=untrained)
+                self._book_loss(sample, pieces, untrained=untrained)
+            if pieces and sample.tokens.size > self.longest:
+                self._warn_of_giant(row, sample.tokens.size)
             if self.source_stats:
                 stats = self.begin_stats(row)
                 stats.samples += 1
-                stats.tokens_in += lost
+                stats.tokens_in += sample.tokens.size
         return pieces
 
-    def _book_loss(self, sample: Sample, pieces: list[Piece], *, untrained: bool) -> int:
-        """Count the tokens of a sample that are in none of its pieces, and return their number.
-
-        The tokens of pieces are counted when `next` returns them.
-        """
+    def _book_loss(self, sample: Sample, pieces: list[Piece], *, untrained: bool) -> None:
+        """Count the tokens of a sample that are in none of its pieces."""
         lost = sample.tokens.size - sum(piece.length for piece in pieces)
         if lost or not pieces:
-            self.ledger.tokens_in += lost
             if pieces:
                 reason = "truncated"
             else:
                 reason = "untrained" if untrained else "overlong" if lost else "empty"
             self.ledger.drop(reason, lost)
-        return lost
+
+    def _warn_of_giant(self, row: Row, tokens: int) -> None:
+        config, self.longest = self.config, sys.maxsize
+        warn_of_giant(
+            self.lane,
+            config.source.locate_cheaply(row.row_id),
+            tokens=tokens,
+            packs=tokens // config.packing.max_seq_len,
+            mixed=bool(self.source_stats),
+        )
 
     def _warn_if_all_dropped(self) -> None:
         """Warn early if every row is dropped, because reading the whole corpus may take days."""

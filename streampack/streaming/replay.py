@@ -63,7 +63,7 @@ class Replay:
             last = open_ended and logged.number + logged.pieces == state.next_piece
             pieces: list[Piece] = []
             if row is None or row.data is REMOVED:
-                removed += unpacked
+                removed += unpacked or last
             elif waits or last:
                 if unpacked:
                     self._require_readable(row)
@@ -109,6 +109,11 @@ class Replay:
                 reader.log_row(row)
             while reader.pending and (piece := reader.next()):
                 waiting.append(piece)
+        ledger, waited = reader.ledger, state.ledger.tokens_in
+        ledger.tokens_in -= waited
+        if (lost := waited - ledger.tokens_in) > 0:
+            ledger.tokens_in = waited
+            ledger.drop("removed", lost)
         return waiting
 
     def _rows(self) -> Iterator[tuple[LoggedRow, Row | None]]:

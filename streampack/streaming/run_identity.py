@@ -43,26 +43,29 @@ class RunIdentity:
         found: dict[str, Any] = state_of(self.parts, listed=listed)
         return found
 
-    def require(
+    def difference(
         self, theirs: Any, *, names: Collection[str] | None = None, changed: Collection[str] = ()
-    ) -> None:
-        """Compare with the identity in a state, or with the parts of it that are named.
+    ) -> str | None:
+        """Say what differs first from the identity in a state, or from the parts of it that are named; None if equal.
 
         Args:
             theirs: the identity in the state.
             names: of the parts to compare; by default all.
             changed: the sources whose files changed, by their names in a mixture, otherwise an empty name. Of those
                 neither files nor rows are compared, so of the encoder only what its ``fingerprint`` returns.
-
-        Raises:
-            ValueError: saying which file, row or setting differs first.
         """
         ours: Mapping[str, Any] = self.parts
         if changed and isinstance(theirs, Mapping):
             theirs, ours = without_files(theirs, changed), without_files(ours, changed)
         if names is not None:
             ours = {name: part for name, part in ours.items() if name in names}
-        words = difference(theirs, ours)
+        return difference(theirs, ours)
+
+    def require(
+        self, theirs: Any, *, names: Collection[str] | None = None, changed: Collection[str] = ()
+    ) -> None:
+        """Raise a ValueError that says what `difference` finds."""
+        words = self.difference(theirs, names=names, changed=changed)
         if words is not None:
             raise ValueError(
                 f"the state was made {words}; resume with what the run began with, or start a new run"
@@ -92,6 +95,7 @@ def _parts_of(config: LaneConfig) -> dict[str, Any]:
         "max_seqs_per_pack": packing.max_seqs_per_pack,
         "pad_seqs_to": packing.pad_seqs_to,
         "truncate_eos": config.truncate_eos,
+        "max_document_tokens": config.max_document_tokens,
         "empty": config.empty,
         "untrained": "drop" if config.untrained == "drop" else "keep",  # "error" drops nothing
         "shuffle_window": config.shuffle_window,

@@ -28,7 +28,8 @@ NODES = {
 REFERENCES = ("model", "data")
 DTYPES = ("bf16", "fp32", "fp64")
 VALIDATION_KEYS = {
-    "fraction": "of the rows to hold out, above 0 and below 1, by their content: the same rows in every run",
+    "fraction": "of the rows to hold out, above 0 and below 1, by their content: the same rows in every run; of a "
+    "mixture also a mapping of its sources to fractions, where those left out hold out nothing",
     "source": "instead of `fraction`, a source of its own, as `data.source`",
     "max_packs": "the most packs of each source that an evaluation reads; default: 32",
     "every": "steps between two evaluations; there is one before the first step and one after the last in any case",
@@ -206,11 +207,12 @@ class RunConfig:
         for key in ("max_packs", "every"):
             if section.get(key) is not None:
                 require_positive(section[key], f"validation.{key}")
-        fraction = section.get("fraction")
-        if fraction is not None and (not isinstance(fraction, int | float) or not 0 < fraction < 1):
-            raise ValueError(
-                f"validation.fraction={fraction!r} is no fraction of the rows; give a number between 0 and 1"
-            )
+        given = section.get("fraction", 0.5)
+        for fraction in given.values() if isinstance(given, Mapping) else [given]:
+            if not isinstance(fraction, int | float) or not (0 < fraction < 1 or given != fraction == 0):
+                raise ValueError(
+                    f"validation.fraction={fraction!r} is no fraction of the rows; give a number between 0 and 1"
+                )
 
     @property
     def samples_in_row(self) -> int:

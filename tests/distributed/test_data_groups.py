@@ -276,6 +276,20 @@ def test_hybrid_sharding_and_a_group_of_some_ranks(tmp_path: Path) -> None:
     assert [groups for _, groups in outcomes if groups] == [[(0, 3)], [(1, 3)], [(2, 3)]]
 
 
+def a_rank_of_its_own() -> list[PackKey]:
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    loader = PackedDataLoader(make(rows(40))(), batch_size=2, process_group=alone)
+    packs = [key for batch in islice(loader, 2) for key in packs_of(batch)]
+    again = PackedDataLoader(make(rows(40))(), batch_size=2, process_group=alone)
+    again.load_state_dict(loader.state_dict())
+    return packs + [key for batch in again for key in packs_of(batch)]
+
+
+def test_a_group_of_one_rank_reads_all_the_data(tmp_path: Path) -> None:
+    for packs in run_ranks(2, a_rank_of_its_own, folder=tmp_path):
+        check_whole(packs, rows(40), 2)
+
+
 def without_names() -> str:
     init_device_mesh("cpu", (2, 2))
     with pytest.warns(UserWarning, match="mesh with a dimension 'dim_[01]' of 2 ranks") as caught:

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from streampack import IterablePackedDataset, IterableSource, MapSource, PackedDataLoader
 from streampack.distributed.rank_sync import RankSync, shared_sync
 from streampack.loader.agreed_batches import ROUND
+from streampack.loader.batching import Batching
 from streampack.streaming.lane_state import LaneState
 from tests.support.corpus import Numbers, rows
 from tests.support.strategies import WAYS, settings_of
@@ -45,6 +46,7 @@ from tests.support.thread_ranks import (
     run_threads,
     skewed,
     split_epochs,
+    steps_of,
     steps_of_run,
 )
 
@@ -251,6 +253,30 @@ def test_a_lane_in_the_middle_of_an_older_epoch_is_an_error() -> None:
         list(loader)
 
 
+def test_the_first_batch_of_a_later_epoch_comes_at_once() -> None:
+    """As that of the first: rounds of batches made ahead begin short again."""
+    data = [{"i": i, "n": 8} for i in range(80)]  # each a pack, 40 for each rank
+
+    def act(rank_sync: ThreadSync) -> list[int]:
+        asked = Counter[int]()
+
+        def encode(row: Mapping[str, int]) -> Any:
+            asked["rows"] += 1
+            return Numbers()(row)
+
+        dataset = IterablePackedDataset(
+            data, encoder=encode, max_seq_len=8, num_lanes=2, epochs=2, strategy="next_fit"
+        )
+        loader = PackedDataLoader(dataset)
+        loader.rank_sync = rank_sync
+        return [asked["rows"] for _ in loader]
+
+    for read in on_ranks(2, act):
+        assert len(read) == 80
+        assert read[40] - read[39] <= 3
+        assert read[60] - read[40] >= 20 + ROUND, "then a round is ahead"
+
+
 # Errors.
 
 
@@ -370,16 +396,18 @@ def check_case(case: tuple[Any, ...]) -> None:
     state: dict[str, Any] | None = None
     steps: list[list[PackKey]] = []
     for number, (topology, count) in enumerate(chain):
-        limit: int | None = count * (topology.batches_per_step if whole_steps else 1)
-        if number == len(chain) - 1:
-            limit = None
-        if not whole_steps:  # cut in the middle of steps, which then are single batches
+        if not whole_steps:  # cut in the middle of steps
             topology = Topology(topology.ranks, topology.workers, topology.batch_size)
+        batching = Batching(
+            topology.batch_size, topology.packs_per_step, topology.ranks, settings["num_lanes"]
+        )
+        batches_per_step = batching.batches_per_step if whole_steps else 1
+        limit = None if number == len(chain) - 1 else count * batches_per_step
         result = run(built, topology, state=state, limit=limit)
         assert result.states == [result.states[0]] * topology.ranks
         state = result.states[0]
         check_size(state)
-        steps += steps_of_run(result, topology)
+        steps += steps_of([list(map(packs_of, batches)) for batches in result.batches], batches_per_step)
     check_whole([key for step in steps for key in step], data, settings["epochs"])
     even = all(settings["num_lanes"] % topology.consumers == 0 for topology, _ in chain)
     if whole_steps and even:

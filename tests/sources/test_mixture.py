@@ -238,6 +238,23 @@ def test_a_fraction_is_held_out_of_every_source() -> None:
     assert all(isinstance(part, Holdout) for part in alone)
 
 
+def test_a_fraction_is_held_out_of_the_sources_that_are_named() -> None:
+    small = three("all_exhausted", (1, 1, 1), short=1)
+    train, held_out = hold_out(small, fraction={"middling": 0.3, "long": 0.6, "short": 0})
+    assert held_out.names == ["middling", "long"]
+    found = [samples_in(make(part, num_lanes=1)) for part in (train, held_out)]
+    assert not set(found[0]) & set(found[1])
+    assert 0 in found[0], "the one row of the small source"
+    assert {i // APART for i in found[1]} == {1, 2}
+    assert [entry.source.fraction for entry in held_out.entries] == [0.3, 0.6]  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="out of 'other', and the sources are short, middling, long"):
+        hold_out(small, fraction={"other": 0.1})
+    with pytest.raises(ValueError, match="out of 'short', and the sources are no mixture"):
+        hold_out(MapSource(rows(30)), fraction={"short": 0.1})
+    with pytest.raises(ValueError, match="nothing is held out of any source"):
+        hold_out(small, fraction={"long": 0})
+
+
 @pytest.mark.parametrize("stop", ["all_exhausted", "first_exhausted"])
 def test_an_epochs_packs_are_estimated(stop: str) -> None:
     mix = three(stop, (3, 2, 5), short=900, middling=300, long=300)

@@ -79,7 +79,7 @@ def waiting_of(data: IterablePackedDataset, files: Iterable[str]) -> int:
     assert data._stream is not None
     shard, total = data.lane_config.source.shard, 0
     for lane in data._stream.lanes:
-        for i, piece in enumerate(lane.planner.waiting):
+        for i, piece in enumerate(lane.planner.waiting + lane.piece_reader.pending):
             if shard(piece.row_id).rpartition("/")[2].partition(".")[0] in files:
                 total += piece.length - (lane.planner.offset if i == 0 else 0)
     return total
@@ -203,6 +203,7 @@ MIXED: dict[str, Any] = {
     "corpus_changes": "allow",
 }
 
+SIZES = (("a", 500), ("b", 20))
 ALLOWED: dict[str, Any] = {"overlong": "split", "corpus_changes": "allow"}
 
 
@@ -505,13 +506,10 @@ def test_a_run_that_has_read_nothing_goes_on_with_other_files(
     data = make(write_files(tmp_path / "data", files), **settings)
     state = (data if through == "dataset" else PackedDataLoader(data)).state_dict()
     data = make(write_files(tmp_path / "data", now), **settings)
-    said = (
-        "so the run begins with this one" if num_lanes is None else "Added files are read from the next epoch"
-    )
-    with pytest.warns(UserWarning, match=said):
+    with pytest.warns(UserWarning, match="so the run begins with this one"):
         data.load_state_dict(state)
     packs = list(data)
-    assert tokens_of(packs, 0) == everything([untouched(files, now) if num_lanes else now], PER_FILE)
+    assert tokens_of(packs, 0) == everything([now], PER_FILE)
     assert tokens_of(packs, 1) == everything([now], PER_FILE)
 
 
@@ -540,3 +538,44 @@ def test_a_mixture_of_which_one_lane_has_given_nothing_goes_on_with_other_files(
     assert both == everything([big], 5), "each row once, and the new one in the next pass"
     assert len(small) == 6, "the next pass over the small source has begun"
     check_exact(resumed(again(more), state), lambda: again(more))
+
+
+@pytest.mark.parametrize("gone", ["file", "source"])
+def test_the_rest_of_a_giant_row_is_counted_where_its_file_or_source_is_gone(
+    gone: str, tmp_path: Path
+) -> None:
+    files = {
+        name: {name: [{"i": PER_FILE * i + k, "n": n} for k in range(3)]} for i, (name, n) in enumerate(SIZES)
+    }
+    settings = {**ALLOWED, "num_lanes": 1, "corpus_lists": tmp_path / "lists"}
+
+    def again(files: Mapping[str, Rows]) -> IterablePackedDataset:
+        if gone == "source":
+            return make(mixture(tmp_path, files, dict.fromkeys(files, 1), stop="all_exhausted"), **settings)
+        together = {name: rows for part in files.values() for name, rows in part.items()}
+        return make(write_files(tmp_path / "data", together), **settings)
+
+    for packs in (1, 7, 13, 19):
+        data = again(files)
+        given, _ = read(data, "dataset", packs)
+        rest = 500 - sum((given & everything([files["a"]], 500)).values())
+        now = resumed(again({"b": files["b"]}), data.state_dict())
+        next(iter(now))
+        assert now.ledger().dropped["removed"] == rest > 0, packs
+
+
+def test_a_source_whose_files_all_have_other_names_goes_on_under_a_name_of_its_own(tmp_path: Path) -> None:
+    """They may be the same files, renamed, of which a row would come twice."""
+    files = {"a": {"x": [{"i": i, "n": 5} for i in range(30)]}, "b": {"old": [{"i": PER_FILE, "n": 5}]}}
+    other = {"new": [{"i": 2 * PER_FILE, "n": 5}]}
+    settings = {**ALLOWED, "num_lanes": 1, "corpus_lists": tmp_path / "lists"}
+
+    def again(files: Mapping[str, Rows]) -> IterablePackedDataset:
+        return make(mixture(tmp_path, files, dict.fromkeys(files, 1), stop="all_exhausted"), **settings)
+
+    begun, state = read(again(files), "dataset", 2)
+    with pytest.raises(ValueError, match="b: none of the 1 files .* or name this source of the mixture anew"):
+        again({**files, "b": other}).load_state_dict(state)
+    found, _ = read(resumed(again({"a": files["a"], "c": other}), state), "dataset", None)
+    assert begun + found >= everything([files["a"], other], 5)
+    assert max((begun + found)[token] for token in everything([files["a"]], 5)) == 1

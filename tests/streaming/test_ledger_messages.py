@@ -13,6 +13,7 @@ from streampack import (
     IterablePackedDataset,
     IterableSource,
     JSONLSource,
+    Mix,
     PackedDataLoader,
     PackedDataset,
     ParquetSource,
@@ -50,6 +51,35 @@ def test_a_run_without_packs_is_an_error(case: str, epochs: int | None) -> None:
 
     refused(make(case, epochs=epochs))
     refused(PackedDataLoader(make(case, epochs=epochs)))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_giant_sample_is_named_once_a_lane_or_left_out(
+    whole: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lengths = [{"i": i, "n": 700 if i in (9, 12, 15) else 5} for i in range(30)]
+    sources = [
+        {"name": name, "source": JSONLSource(write(tmp_path / f"{name}.jsonl", some)), "weight": 1}
+        for name, some in (("a", lengths), ("b", [{"i": i, "n": 5} for i in range(100, 130)]))
+    ]
+    settings: dict[str, Any] = {"overlong": "split", "split_across_pack": whole, "num_lanes": 1}
+
+    def warnings_of(**more: Any) -> list[str]:
+        caplog.clear()
+        data = IterablePackedDataset(Mix(sources), encoder=Numbers(), max_seq_len=10, **settings, **more)
+        list(data)
+        counted = data.ledger()
+        assert counted.dropped["overlong"] == 700 * counted.dropped_samples["overlong"]
+        assert counted.dropped_samples["overlong"] == (0 if more.get("max_document_tokens", 700) > 699 else 3)
+        return [record.getMessage() for record in caplog.records if "tokens: lane" in record.getMessage()]
+
+    (message,) = warnings_of()
+    assert "a.jsonl" in message
+    assert "has 700 tokens: lane 0 gives nothing else for about 70 packs, and until" in message
+    assert len(warnings_of(max_document_tokens=700)) == 1
+    assert warnings_of(max_document_tokens=699) == []
+    with pytest.raises(ValueError, match="max_document_tokens=9 is below 10"):
+        warnings_of(max_document_tokens=9)
 
 
 def test_a_run_without_packs_in_worker_processes_is_an_error() -> None:

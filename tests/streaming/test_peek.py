@@ -126,12 +126,19 @@ def test_after_an_error_iterating_anew_begins_behind_what_was_handed_out(whole: 
     assert seen == Counter(range(1, 49))
 
 
-def test_parts_of_an_epoch_follow_one_another_and_set_epoch_begins_it_again() -> None:
+def test_parts_of_an_epoch_follow_one_another_and_set_epoch_begins_it_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     loader = loader_of(0)
     first, second = ([rows_of(batch.tokens) for batch in islice(loader, 6)] for _ in range(2))
     assert set.union(*first, *second) == set(range(1, 49))
+    assert not caplog.records
     assert list(loader) == [], "the end of the epoch, as after a resume"
+    assert "this iteration gave nothing: the one before was left behind the last batch" in caplog.text
     assert len(list(loader)) == 12
+    data = dataset()
+    assert [len(list(islice(data, 24))) for _ in range(3)] == [24, 0, 24]
+    assert len(caplog.records) == 2
     loader.dataset.set_epoch(0)
     assert [rows_of(batch.tokens) for batch in loader] == first + second
 

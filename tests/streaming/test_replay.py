@@ -78,9 +78,30 @@ def test_every_row_comes_in_one_of_two_phases(before: str, after: str, tmp_path:
         assert now.num_lanes == LANES
         ledger = now.ledger()
         tokens = sum(map(len, samples_in(second).values()))
-        assert (ledger.packs, ledger.packed, ledger.tokens_in) == (len(second), tokens, tokens)
+        left_out = sum(row["n"] for row in lengths) - tokens - sum(map(len, samples_in(first).values()))
+        assert (ledger.packs, ledger.packed, ledger.tokens_in) == (len(second), tokens, tokens + left_out)
+        assert ledger.dropped["removed"] == left_out
         partly = samples_in(first).keys()
         assert ledger.samples <= len(lengths) - len(partly)
+
+
+@pytest.mark.parametrize("window", [0, 4])
+@pytest.mark.parametrize("way", ["exact_fit", "wrap"])
+def test_the_rest_of_a_giant_row_is_counted(way: str, window: int) -> None:
+    lengths = [{"i": i, "n": n} for i, n in enumerate([5, 300, 3, 7, 200, 6])]
+    settings = {"encoder": Numbers(), "balance_window": window, "num_lanes": 1, **settings_of(way)}
+    for at in range(1, 33):
+        first = PackedDataLoader(IterablePackedDataset(lengths, **{**settings, **SHORT, "num_lanes": 1}))
+        packed = sum(int(batch.num_tokens) for batch in islice(first, at))
+        state = first.state_dict()
+        read = first.ledger()
+        assert read.tokens_in == sum(row["n"] for row in lengths[: read.samples]), "a read row counts whole"
+        then = PackedDataLoader(IterablePackedDataset(lengths, **{**settings, **LONG}))
+        then.continue_from(state)
+        assert then.ledger().buffered == read.buffered
+        packed += sum(int(batch.num_tokens) for batch in then)
+        ledger = then.ledger()
+        assert (packed + ledger.dropped["removed"], ledger.buffered) == (521, 0), at
 
 
 @pytest.mark.parametrize("way", WAYS)

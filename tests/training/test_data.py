@@ -117,6 +117,9 @@ def test_a_fraction_that_holds_out_no_row_names_the_source(tmp_path: Path) -> No
         expected = rf"^validation.fraction=1e-09 holds out none of the rows{of}, of which there are too few: .* give a"
         with pytest.raises(ValueError, match=expected):
             held_out_of(config, World())
+    config = mixed_config(tmp_path / "two")
+    config.validation = {"fraction": {"words": 0.2}}
+    assert list(held_out_of(config, World())) == ["words"]
 
 
 def test_validation_that_trains_nothing_is_refused(tmp_path: Path) -> None:

@@ -90,6 +90,10 @@ BROKEN = [
         "validation.fraction=3 is no fraction of the rows; give a number between 0 and 1",
     ),
     (
+        {"validation.fraction": {"web": 0.1, "code": 1}},
+        "validation.fraction=1 is no fraction of the rows; give a number between 0 and 1",
+    ),
+    (
         {"validation.shares": 0.1},
         "validation has no 'shares'; its keys are fraction, source, max_packs, every",
     ),
