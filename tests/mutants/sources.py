@@ -24,8 +24,10 @@ from streampack import (
     TokenShardSource,
 )
 from streampack.accounting import trained_tokens
+from streampack.sources.bad_records import Quarantine
 from streampack.sources.base import own_row
 from streampack.sources.files import FileSource
+from streampack.sources.mixture import pass_number
 from streampack.types import Sample
 from tests.mutants.registry import mutant, patch, patch_function
 
@@ -282,3 +284,21 @@ def last_sample_of_compressed_shards_lost() -> None:
         return records
 
     patch(MDSSource, "records", make)
+
+
+@mutant
+def third_pass_like_the_second() -> None:
+    """A source of a mixture that comes more than twice in an epoch comes in the second pass's order each time."""
+    patch_function(pass_number, lambda good: lambda epoch, restarts: good(epoch, min(restarts, 1)))
+
+
+@mutant
+def limit_of_bad_records_anew() -> None:
+    """A lane that has passed by as many bad records as it may begins to count them anew."""
+
+    def make(good: Any) -> Any:
+        return lambda self, lane, *, before, **what: good(
+            self, lane, before=before % (self.limit or 1), **what
+        )
+
+    patch(Quarantine, "skip", make)
