@@ -264,10 +264,11 @@ def test_the_rule_is_part_of_the_fingerprint_and_a_resume_names_it(tmp_path: Pat
             FlatTokensSource(path, dtype="uint16", **rule), max_seq_len=64, num_lanes=1
         )
 
-    dataset = opened(eos_token_id=EOS)
-    next(iter(dataset))
-    with pytest.raises(ValueError, match="eos_token_id=0 and this dataset has .*eos_token_id=1"):
-        opened(eos_token_id=BOS).load_state_dict(dataset.state_dict())
+    for name, before, now in (("eos_token_id", EOS, BOS), ("document_length", 5, 7)):
+        dataset = opened(**{name: before})
+        next(iter(dataset))
+        with pytest.raises(ValueError, match=f"{name}={before} and this dataset has .*{name}={now}"):
+            opened(**{name: now}).load_state_dict(dataset.state_dict())
 
 
 def test_wide_ids_are_views_of_the_file(tmp_path: Path) -> None:

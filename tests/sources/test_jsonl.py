@@ -19,6 +19,7 @@ from streampack import JSONLSource, Mix
 from streampack.sources import Reading
 from streampack.sources.files import divide
 from streampack.sources.holdout import hold_out
+from streampack.sources.jsonl import LEAST_PART
 from tests.support.corpus import PACK, next_error, numbered, read_all, write
 
 WINDOWS = (0, 1, 3, 1000)
@@ -71,6 +72,14 @@ def test_every_row_of_a_file_exactly_once(
         line = content[: row.row_id[1]].count(b"\n") + 1
         assert source.locate(row.row_id) == f"{path}:{line}"
         assert source.fetch(row.row_id) == row.data
+
+
+def test_lines_that_begin_where_a_file_was_cut(tmp_path: Path) -> None:
+    path, rows = tmp_path / "a.jsonl", numbered(256)
+    path.write_bytes(b"".join(json.dumps(row).encode().ljust(31) + b"\n" for row in rows))
+    parts = divide([32 * 256], 2, least=LEAST_PART)
+    assert {part.start % 32 for lane in parts for part in lane} == {0}
+    assert sorted(row["i"] for row in read_all(JSONLSource(path), num_lanes=2)) == list(range(256))
 
 
 def test_a_blank_line_after_the_byte_order_mark(tmp_path: Path) -> None:

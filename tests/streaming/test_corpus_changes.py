@@ -329,7 +329,8 @@ def test_the_error_names_what_was_added_removed_and_changed(tmp_path: Path) -> N
     data = make(write_files(tmp_path / "data", files), **settings)
     list(itertools.islice(data, 5))
     state = data.state_dict()
-    now = {**files, "f1": new_rows(rng, 1), "g0": new_rows(rng, 8), "g1": new_rows(rng, 9)}
+    same_size = [{**row, "i": row["i"] + PER_FILE} for row in files["f1"]]
+    now = {**files, "f1": same_size, "g0": new_rows(rng, 8), "g1": new_rows(rng, 9)}
     del now["f3"]
     source = write_files(tmp_path / "data", now)
     with pytest.raises(ValueError) as error:
