@@ -25,6 +25,7 @@ from streampack.attention.families import (
     IGNORE_POSITIONS,
     PROVEN,
     longest_pack,
+    longest_sample,
     why_not_family,
     why_not_packable,
 )
@@ -39,6 +40,7 @@ from streampack.attention.shared import SharedPrefixes, fold_keys
 from streampack.attention.shared_masks import shared_masks
 from streampack.attention.tried import why_mixed
 from streampack.attention.varlen import cu_seqlens_of
+from streampack.packing.batch import Batch
 
 if TYPE_CHECKING:
     from streampack.attention.mappings import Packed
@@ -93,6 +95,13 @@ class TransformersInputs:
             require_text(batch.tokens, self.media)
         shared = SharedPrefixes.of(batch)
         positions = batch.input_pos if shared else positions_of(batch.seq_lens, max_seq_len=max_seq_len)
+        if (limit := longest_sample(config, self.attention)) is not None:
+            if (longest := _longest_sample(batch, positions)) > limit[0]:
+                raise ValueError(
+                    f"a sample has {longest} tokens, but a packed {config.model_type} model with this config takes "
+                    f"samples of up to {limit[0]}: {limit[1]}; leave longer ones out, or set max_seq_len={limit[0]}"
+                )
+            positions = positions % limit[0]  # of padding, which may be longer than any sample
         inputs: dict[str, Any] = {"input_ids": batch.tokens, "use_cache": False}
         if self.takes_positions:
             rows = () if self.axes is None else (1 + self.axes,)
@@ -133,7 +142,7 @@ class TransformersInputs:
                 f"max_seq_len is {max_seq_len}, and this {config.model_type} model has {self.num_positions} "
                 f"positions; set max_seq_len={self.num_positions} or less"
             )
-        limit = longest_pack(config, self.attention)
+        limit = longest_pack(config)
         if limit is not None and max_seq_len > limit[0]:
             raise ValueError(
                 f"max_seq_len is {max_seq_len}, but a packed {config.model_type} model with this config keeps "
@@ -166,6 +175,18 @@ class TransformersInputs:
         # transformers reads only shape, dtype and device of the embeddings.
         embeddings = torch.empty(*positions.shape, 0, dtype=self.model.dtype, device=positions.device)
         return create_masks_for_generate(config, embeddings, None, None, positions)
+
+
+def _longest_sample(batch: Packed, positions: torch.Tensor) -> int:
+    """Return the tokens of the longest sample, those that it continues included; padding counts only in dicts.
+
+    One number is copied from the device, as dynamic RoPE does.
+    """
+    if isinstance(batch, Batch):
+        real = [[sum(fragment.length for fragment in pack)] for pack in batch.fragments]
+        size, device = batch.tokens.shape[1], positions.device
+        positions = positions * (torch.arange(size, device=device) < torch.tensor(real, device=device))
+    return int(positions.max()) + 1
 
 
 def prepare(model: nn.Module, *, attention: str) -> TransformersInputs:
