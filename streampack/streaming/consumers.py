@@ -70,6 +70,24 @@ def ranks_for_plain_iteration(pickled: Ranks | None, *, epochs: int | None) -> R
     return ranks
 
 
+def refuse_dispatching(dataset: object) -> None:
+    """Raise if accelerate's dispatching loader is about to read a dataset, on a single process, too.
+
+    It knows no `Batch`, and cuts each tensor of a batch to as many rows as the first one has, ``cu_seq_lens`` too.
+
+    Raises:
+        ValueError: if it is.
+    """
+    state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
+    loader = state().active_dataloader if state is not None else None
+    if type(loader).__name__ == "DataLoaderDispatcher" and getattr(loader, "dataset", None) is dataset:
+        raise ValueError(
+            "a loader that accelerate prepares for an iterable dataset cuts its batches into rows, and boundaries of "
+            "packs are no rows; iterate a PackedDataLoader, which accelerate leaves alone, or under Hugging Face's "
+            "Trainer call prepare_trainer_for_packing(trainer)"
+        )
+
+
 def require_data_parallel(what: str) -> None:
     """Raise if ranks of one tensor-, context- or pipeline-parallel group would get different data.
 

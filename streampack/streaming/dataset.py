@@ -23,7 +23,7 @@ from streampack.sources.bad_records import quarantine_for
 from streampack.sources.mixture import Mix
 from streampack.storage.read_ahead import READ_AHEAD, ReadAhead
 from streampack.storage.use import StorageUse
-from streampack.streaming.consumers import Ranks, ranks_for_plain_iteration
+from streampack.streaming.consumers import Ranks, ranks_for_plain_iteration, refuse_dispatching
 from streampack.streaming.corpus_changes import CorpusChanges, described, what_happens
 from streampack.streaming.epochs import EpochCounter
 from streampack.streaming.estimate import Estimate, estimate
@@ -246,6 +246,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
 
     def _iterate(self) -> Iterator[dict[str, Any]]:
         rank, world_size, _ = ranks_for_plain_iteration(self._ranks, epochs=self.epochs)
+        refuse_dispatching(self)
         worker = get_worker_info()
         worker_id, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
         consumer, consumers = rank + world_size * worker_id, world_size * num_workers
