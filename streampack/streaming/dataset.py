@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from streampack.accounting import Ledger, SourceStats
 from streampack.packing.attention_cost import AttentionCost
 from streampack.packing.collator_check import refuse_foreign_collator
-from streampack.packing.encoders import TokensEncoder, guard_datasets, require_encoder
+from streampack.packing.encoders import TokensEncoder, guard_datasets
 from streampack.packing.settings import Packing
 from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import quarantine_for
@@ -182,7 +182,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             pad_seqs_to=pad_seqs_to,
             pad_pack_to=pad_pack_to,
         )
-        source, encode = as_source(source), TokensEncoder() if encoder is None else require_encoder(encoder)
+        source, encode = as_source(source), TokensEncoder() if encoder is None else encoder
         guard_datasets(source)
         self.lane_config = LaneConfig(
             source=source,

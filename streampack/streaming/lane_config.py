@@ -8,7 +8,7 @@ from typing import Any
 
 from streampack.packing.attention_cost import AttentionCost
 from streampack.packing.cut_samples import with_eos
-from streampack.packing.encoders import Encoder, TokensEncoder
+from streampack.packing.encoders import Encoder, TokensEncoder, require_encoder
 from streampack.packing.groups import Group
 from streampack.packing.samples import check_sample, sample_from_encoded
 from streampack.packing.settings import Packing
@@ -46,6 +46,10 @@ class LaneConfig:
     balance_cost: AttentionCost = field(default_factory=AttentionCost)  # of a pack
     use: StorageUse = field(default_factory=StorageUse)  # of this process
     earlier: Mapping[str, Sequence[Division]] = field(default_factory=dict)  # see Reading
+
+    def __post_init__(self) -> None:
+        for encoder in (self.encode, *(entry.encoder for entry in (self.mix.entries if self.mix else ()))):
+            require_encoder(self.encode if encoder is None else encoder)
 
     @property
     def longest_read(self) -> float:

@@ -133,9 +133,9 @@ MISTAKES = (
     Mistake(
         door=FILES,
         title="Packed twice",
-        make=lambda folder: first(packs([{"input_ids": [5] * 9}])),
-        message="row 0: there is a column 'seq_lens': it is a pack already; give the dataset that was packed, or "
-        "leave packing to one of the two",
+        make=lambda folder: packs(packs([{"input_ids": [5] * 9}])),
+        message="IterablePackedDataset gives packs, not rows; give the dataset that was packed, or leave packing to "
+        "one of the two",
         cure="Give samples, not packs. In TRL, leave `packing` and `padding_free` off.",
     ),
     Mistake(
