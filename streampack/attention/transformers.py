@@ -41,6 +41,7 @@ from streampack.attention.shared_masks import shared_masks
 from streampack.attention.tried import why_mixed
 from streampack.attention.varlen import cu_seqlens_of
 from streampack.packing.batch import Batch
+from streampack.validation import require_token_ids
 
 if TYPE_CHECKING:
     from streampack.attention.mappings import Packed
@@ -81,8 +82,9 @@ class TransformersInputs:
         are ``[1 + axes, batch, max_seq_len]``, the first row for masks; all rows are equal, as text has them.
 
         Raises:
-            ValueError: if packs are too long for the model, the batch has anything but text, or a dict does not say
-                where its samples begin (see `as_packed`).
+            ValueError: if packs are too long for the model, the batch has anything but text or, on the CPU, ids that
+                the model does not have, a dict does not say where its samples begin (see `as_packed`), or the model's
+                attention was changed.
         """
         if isinstance(batch, Mapping):
             require_text_columns(batch)
@@ -90,7 +92,9 @@ class TransformersInputs:
             labels = labels_of(batch, packed)
             return self(packed) if labels is None else self(packed) | {"labels": labels}
         config, max_seq_len = self.model.config.get_text_config(), batch.tokens.shape[1]
+        self._require_prepared()
         self.require_length(max_seq_len)
+        require_token_ids(batch.tokens, config.vocab_size)
         if self.media:
             require_text(batch.tokens, self.media)
         shared = SharedPrefixes.of(batch)
@@ -147,6 +151,21 @@ class TransformersInputs:
             raise ValueError(
                 f"max_seq_len is {max_seq_len}, but a packed {config.model_type} model with this config keeps "
                 f"samples apart up to {limit[0]}: {limit[1]}; set max_seq_len={limit[0]} or less"
+            )
+
+    def _require_prepared(self) -> None:
+        """Check that nobody has switched the model's attention since it was prepared.
+
+        Raises:
+            ValueError: if somebody has.
+        """
+        prepared = REGISTERED_NAMES.get(self.attention, "flex_attention")
+        if self.attention == "dense":
+            prepared = stock_attention(self.model)
+        if (now := self.model.config._attn_implementation) != prepared:
+            raise ValueError(
+                f"the model was prepared with attention={self.attention!r}, and its attention was changed to {now!r} "
+                "since; call prepare_model_for_packing again, and use the inputs that it returns"
             )
 
     def why_not_shared(self, max_seq_len: int) -> str | None:

@@ -461,7 +461,7 @@ MISTAKES = (
         title="A token that the model does not have",
         make=lambda folder: trained(folder, [{"input_ids": [5, 99_999]}] * 9),
         message="token id 99999 is outside the model's vocabulary of 1024 ids (0 to 1023); use the model's own "
-        "tokenizer, or call model.resize_token_embeddings(len(tokenizer)) before the trainer is made",
+        "tokenizer, or give the model more embeddings (model.resize_token_embeddings(len(tokenizer)))",
         cure="Use the model's own tokenizer.",
     ),
     Mistake(
