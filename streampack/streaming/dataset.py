@@ -81,7 +81,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         overlong: what to do with a sample longer than ``max_seq_len``: ``"error"``, ``"drop"``, ``"truncate"`` or
             ``"split"``. Default ``"error"``, with ``split_across_pack`` ``"split"``.
         truncate_side: the side that ``"truncate"`` cuts off.
-        truncate_eos: a token id that replaces the last token of a sample that ``"truncate"`` cut on the right.
+        truncate_eos: a token id that replaces the last token of a sample that ``"truncate"`` cut on the right. Default:
+            the EOS of the encoder's tokenizer, if the sample ended with it.
         empty: what to do with a sample without a token: ``"error"`` or ``"drop"``.
         untrained: what to do with a sample of which no token is trained, because its labels are masked or
             ``"truncate"`` cut the answer off: ``"keep"``, ``"drop"`` or ``"error"``. Default: such samples are kept and

@@ -95,6 +95,12 @@ def own_fingerprint(tokenizer: Any) -> str | None:
     return tokenizer.fingerprint() if isinstance(tokenizer, HFTokenizer) else None
 
 
+def eos_of(tokenizer: Any) -> int | None:
+    """Return a tokenizer's end-of-text id, or None if it has none."""
+    found = getattr(tokenizer, "eos_id", None)
+    return found if type(found) is int and found >= 0 else None
+
+
 def padding_id(tokenizer: Any) -> int:
     """Return the id to pad with: the tokenizer's, or its EOS, or 0. Padding is never attended and never trained.
 
