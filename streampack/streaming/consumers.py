@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import get_worker_info
 
+from streampack.packing.batch import collate_packed
 from streampack.validation import warn_user
 
 MODEL_PARALLEL_DIMS = {
@@ -73,14 +74,18 @@ def ranks_for_plain_iteration(pickled: Ranks | None, *, epochs: int | None) -> R
 def refuse_dispatching(dataset: object) -> None:
     """Raise if accelerate's dispatching loader is about to read a dataset, on a single process, too.
 
-    It knows no `Batch`, and cuts each tensor of a batch to as many rows as the first one has, ``cu_seq_lens`` too.
+    It knows no `Batch`, and cuts each tensor of a dict to as many rows as the first one has, ``cu_seq_lens`` too.
+    Without these it does no harm.
 
     Raises:
-        ValueError: if it is.
+        ValueError: if it is, and gets one of the two.
     """
     state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
     loader = state().active_dataloader if state is not None else None
-    if type(loader).__name__ == "DataLoaderDispatcher" and getattr(loader, "dataset", None) is dataset:
+    if type(loader).__name__ != "DataLoaderDispatcher" or loader.dataset is not dataset:
+        return
+    collate = getattr(loader.collate_fn, "func", loader.collate_fn)  # of a partial
+    if collate is collate_packed or getattr(collate, "return_flash_attn_kwargs", False):
         raise ValueError(
             "a loader that accelerate prepares for an iterable dataset cuts its batches into rows, and boundaries of "
             "packs are no rows; iterate a PackedDataLoader, which accelerate leaves alone, or under Hugging Face's "
