@@ -81,7 +81,7 @@ def refuse_dispatching(dataset: object) -> None:
         ValueError: if it is, and gets one of the two.
     """
     state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
-    loader = state().active_dataloader if state is not None else None
+    loader: Any = state().active_dataloader if state is not None else None
     if type(loader).__name__ != "DataLoaderDispatcher" or loader.dataset is not dataset:
         return
     collate = getattr(loader.collate_fn, "func", loader.collate_fn)  # of a partial

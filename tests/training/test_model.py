@@ -19,8 +19,8 @@ def test_weights_of_another_model_are_refused_before_they_are_read(tmp_path, mon
         train(tiny_config(tmp_path, **{"model.vocab_size": 24, "model.num_layers": 2}))
     assert re.fullmatch(
         r"the checkpointer's weights do not fit the model: size mismatch for tok_embeddings.weight, \(16, 16\) in the "
-        r"checkpoint and \(24, 16\) in the model; .*1 layer\(s\) in the checkpoint and 2 in the model; name the model that "
-        r"the checkpoint is of",
+        r"checkpoint and \(24, 16\) in the model; .*1 layer\(s\) in the checkpoint and 2 in the model; name the model "
+        r"that the checkpoint is of",
         str(caught.value),
     )
 

@@ -227,8 +227,8 @@ def test_a_checkpoint_of_another_model_in_hugging_faces_format(sound, tmp_path):
     [problem] = validate(config)
     assert problem == (
         "model: the checkpointer's weights do not fit the model: size mismatch for tok_embeddings.weight, (24, 16) in "
-        "the checkpoint and (16, 16) in the model; 2 layer(s) in the checkpoint and 1 in the model; name the model that "
-        "the checkpoint is of"
+        "the checkpoint and (16, 16) in the model; 2 layer(s) in the checkpoint and 1 in the model; name the model "
+        "that the checkpoint is of"
     )
     config["model"] |= {"vocab_size": 24, "num_layers": 2}
     assert validate(config) == []
