@@ -34,7 +34,14 @@ from streampack.training.estimate import opening, total_steps
 from streampack.training.export import write_weights
 from streampack.training.isolation import verify_isolation
 from streampack.training.meters import SourceMeter, StepMeter, memory_metrics, stream_metrics, stream_totals
-from streampack.training.model import build_model, clip_gradients, full_weights, has_adapters, seed_step
+from streampack.training.model import (
+    build_model,
+    clip_gradients,
+    full_weights,
+    has_adapters,
+    require_model,
+    seed_step,
+)
 from streampack.training.overrides import parse
 from streampack.training.phase import advance, begin_phase
 from streampack.training.preferences import (
@@ -77,6 +84,7 @@ def train(raw: Any) -> dict[str, Any]:
     """
     cfg = read_config(raw)
     require_preferences(cfg)
+    require_model(cfg)
     device = pick_device(cfg.device)
     with join_world(device, timeout=cfg.collective_timeout) as world, hold_output(cfg, world=world):
         if (result := finished(cfg, world=world)) is not None:

@@ -35,7 +35,7 @@ from streampack.training.evaluation import evaluate
 from streampack.training.export import write_weights
 from streampack.training.isolation import verify_isolation
 from streampack.training.meters import SourceMeter, StepMeter, memory_metrics, stream_metrics, stream_totals
-from streampack.training.model import build_model, clip_gradients, full_weights, seed_step
+from streampack.training.model import build_model, clip_gradients, full_weights, require_model, seed_step
 from streampack.training.overrides import parse
 from streampack.training.phase import advance, begin_phase
 from streampack.training.preferences import refuse_preferences
@@ -75,6 +75,7 @@ def train(raw: Any, *, adapters_only: bool = False) -> dict[str, Any]:
         raise ValueError(
             "save_adapter_weights_only: this recipe trains all weights; remove the key, or run lora_finetune"
         )
+    require_model(cfg, adapters=adapters_only)
     device = pick_device(cfg.device)
     with join_world(device, timeout=cfg.collective_timeout) as world, hold_output(cfg, world=world):
         if (result := finished(cfg, world=world)) is not None:

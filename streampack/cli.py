@@ -27,7 +27,7 @@ COMMANDS = {
     "ls": "list recipes and configs",
     "cat": "print a config or a recipe",
     "cp": "copy a config or a recipe, to make it yours",
-    "validate": "check a config: keys, components, files, and the first rows; the model is not built",
+    "validate": "check a config: keys, components, files, and the first rows; no weights are read",
     "verify": "check that no sample of a pack sees another in this model; needs no weights and no data",
     "inspect": "show what packing does to a corpus: padding, steps, drops, the first packs, what to change",
     "unpack": "show packs as text: the first ones of a config, or those of a step of its run",
@@ -183,6 +183,12 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     cp.add_argument("--make-parents", action="store_true", help="make the folder of DESTINATION")
     validate = commands["validate"]
     validate.add_argument(
+        "--recipe",
+        metavar="RECIPE",
+        choices=RECIPES,
+        help="that the config is for; default: the one it is listed with",
+    )
+    validate.add_argument(
         "--no-files", action="store_true", help="open no file: keys, values and components only"
     )
     scan = commands["scan"]
@@ -275,7 +281,8 @@ def _validate(options: argparse.Namespace) -> int:
     path, config = _read("validate", options)
     from streampack.training.validate import notes, validate
 
-    problems = validate(config, files=not options.no_files)
+    listed = (recipe for recipe, configs in RECIPES.items() if options.config in configs)
+    problems = validate(config, files=not options.no_files, recipe=options.recipe or next(listed, None))
     for problem in problems:
         print(problem, file=sys.stderr)
     looked = " (keys, values and components; no file was opened)" if options.no_files else ""

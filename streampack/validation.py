@@ -12,7 +12,10 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, ParamSpec, SupportsIndex, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, SupportsIndex, TypeVar
+
+if TYPE_CHECKING:
+    import torch
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -132,6 +135,21 @@ def vocabulary_text(vocab_size: int | None) -> str:
     '10 ids (0 to 9)'
     """
     return "ids from 0" if vocab_size is None else f"{vocab_size} ids (0 to {vocab_size - 1})"
+
+
+def require_token_ids(tokens: torch.Tensor, vocab_size: int) -> None:
+    """Check that a model has an embedding for every token. A GPU would only report a failed assertion.
+
+    Tokens that are on a device already are not looked at, because copying a number back would hold up the host.
+
+    Raises:
+        ValueError: naming the highest id, if it has not.
+    """
+    if tokens.device.type == "cpu" and (highest := int(tokens.max())) >= vocab_size:
+        raise ValueError(
+            f"token id {highest} is outside the model's vocabulary of {vocabulary_text(vocab_size)}; use the model's "
+            "own tokenizer, or give the model more embeddings (model.resize_token_embeddings(len(tokenizer)))"
+        )
 
 
 def warn_user(message: str) -> None:

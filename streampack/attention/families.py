@@ -72,23 +72,31 @@ def why_not_family(config: Any, attention: str) -> str | None:
     return None
 
 
-def longest_pack(config: Any, attention: str) -> tuple[int, str] | None:
+def longest_pack(config: Any) -> tuple[int, str] | None:
     """Return the length of the longest pack that keeps samples apart, and what limits it; None if nothing does.
 
-    In a longer pack, the logits of a sample would depend on the lengths of other samples or on its place in the pack.
+    In a longer pack, the logits of a sample would depend on its place in the pack.
+    """
+    if config.model_type == "llama4_text" and config.attn_temperature_tuning and 0 in config.no_rope_layers:
+        why = "layers without RoPE scale queries by their place in the pack (attn_temperature_tuning)"
+        return config.floor_scale - 1, why
+    return None
+
+
+def longest_sample(config: Any, attention: str) -> tuple[int, str] | None:
+    """Return the length of the longest sample that packs may hold, and what limits it; None if nothing does.
+
+    With a longer one, the logits of others would depend on its length, or its own would be others than alone.
     """
     limits = []
     for rope in _rope_settings(getattr(config, "rope_parameters", None) or {}):
         kind = rope.get("rope_type", "default")
         if kind == "longrope" or "dynamic" in kind:
             length = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-            limits.append((length, f"{kind} RoPE turns all samples by the longest one of the pack"))
-    if config.model_type == "llama4_text":
-        if config.attn_temperature_tuning and 0 in config.no_rope_layers:
-            why = "layers without RoPE scale queries by their place in the pack (attn_temperature_tuning)"
-            limits.append((config.floor_scale - 1, why))
-        if attention in ("varlen", "flash") and "chunked_attention" in config.layer_types:
-            limits.append((config.attention_chunk_size, f"{attention} does not cut samples into chunks"))
+            limits.append((length, f"{kind} RoPE turns all samples of a pack by the longest one"))
+    chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
+    if chunked and attention in ("varlen", "flash"):
+        limits.append((config.attention_chunk_size, f"{attention} does not cut samples into chunks"))
     return min(limits, default=None)
 
 

@@ -132,7 +132,8 @@ class _Passes:
             self.boundaries.lengths = lengths
             torch.autograd.Variable._execution_engine.queue_callback(self.boundaries.clear)
 
-        for value in output.values() if isinstance(output, Mapping) else output or ():
+        values = output.values() if isinstance(output, Mapping) else output
+        for value in values if isinstance(values, Iterable) and not torch.is_tensor(values) else (values,):
             if torch.is_tensor(value) and value.requires_grad:
                 value.register_hook(put_back)  # type: ignore[no-untyped-call]
 

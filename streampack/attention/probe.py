@@ -183,7 +183,8 @@ def find_leaks(
     # The forward passes of several ranks may be collectives, and a rank alone must not make more of them.
     if mixing is not None and mixing.source is not None and module is not None and not _is_one_of_several():
         source, place = places[mixing.source], places[mixing.sample]
-        with undisturbed(module, device, eager=batch is None):
+        # Uncompiled, because a graph made before ignores hooks.
+        with undisturbed(module, device, eager=True):
             first_module = leaking_module(
                 module,
                 lambda: run_model(pack),

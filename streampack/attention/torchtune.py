@@ -19,6 +19,7 @@ from streampack.attention.flex import flex_attention_of, flex_mask
 from streampack.attention.mappings import as_packed
 from streampack.attention.shared import SharedKeys, SharedPrefixes
 from streampack.attention.varlen import cu_seqlens_of, varlen_attention
+from streampack.validation import require_token_ids
 
 if TYPE_CHECKING:
     from torchtune.modules import TransformerDecoder
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
     from streampack.attention.mappings import Packed
 
 Attention: TypeAlias = Any  # torchtune's MultiHeadAttention or Gemma2Attention, which are untyped
+
+_WITH_CACHE = (
+    "{} has a key-value cache, which is for generating and would mix packs; take it away with "
+    "torchtune.modules.common_utils.delete_kv_caches(model)"
+)
 
 
 class Sequences:
@@ -58,6 +64,13 @@ class Sequences:
             else:
                 self.cu_seqlens = cu_seqlens_of(batch.seq_lens, max_seq_len=size)
             self.kernel = varlen_attention if attention == "varlen" else flash_attention
+
+    def __getitem__(self, _: Any) -> Any:
+        """Raise: torchtune's own attention takes this for a mask."""
+        raise ValueError(
+            "an attention module of this model was not prepared, or was replaced since; call "
+            "prepare_model_for_packing(model), and use the inputs that it returns"
+        )
 
     def attend(
         self,
@@ -104,10 +117,14 @@ class TorchtuneInputs:
         """Return ``tokens``, ``mask`` and ``input_pos``.
 
         Raises:
-            ValueError: if the rows are longer than the model's ``max_seq_len``.
+            ValueError: if the rows are longer than the model's ``max_seq_len``, have ids that it does not have (on the
+                CPU), or it has key-value caches, which would mix batches.
         """
         batch = as_packed(batch)
         self.require_length(batch.tokens.shape[1])
+        require_token_ids(batch.tokens, self.model.tok_embeddings.num_embeddings)
+        if self.model.caches_are_enabled():
+            raise ValueError(_WITH_CACHE.format("the model"))
         mask: torch.Tensor | Sequences
         if self.attention == "dense":
             size, shared = batch.tokens.shape[1], SharedPrefixes.of(batch)
@@ -219,10 +236,7 @@ def _attentions(decoder: TransformerDecoder) -> list[Attention]:
             )
         attention = attentions[0]
         if attention.kv_cache is not None:
-            raise ValueError(
-                f"layer {number} has a key-value cache, which is for generating and would mix packs; take it away with "
-                "torchtune.modules.common_utils.delete_kv_caches(model)"
-            )
+            raise ValueError(_WITH_CACHE.format(f"layer {number}"))
         if not attention.is_causal:
             raise ValueError(
                 f"layer {number} sees tokens ahead (is_causal=False), which a pack's masks hide; train this model "

@@ -25,6 +25,7 @@ from streampack.attention.families import (
     IGNORE_POSITIONS,
     PROVEN,
     longest_pack,
+    longest_sample,
     why_not_family,
     why_not_packable,
 )
@@ -39,6 +40,8 @@ from streampack.attention.shared import SharedPrefixes, fold_keys
 from streampack.attention.shared_masks import shared_masks
 from streampack.attention.tried import why_mixed
 from streampack.attention.varlen import cu_seqlens_of
+from streampack.packing.batch import Batch
+from streampack.validation import require_token_ids
 
 if TYPE_CHECKING:
     from streampack.attention.mappings import Packed
@@ -79,8 +82,9 @@ class TransformersInputs:
         are ``[1 + axes, batch, max_seq_len]``, the first row for masks; all rows are equal, as text has them.
 
         Raises:
-            ValueError: if packs are too long for the model, the batch has anything but text, or a dict does not say
-                where its samples begin (see `as_packed`).
+            ValueError: if packs are too long for the model, the batch has anything but text or, on the CPU, ids that
+                the model does not have, a dict does not say where its samples begin (see `as_packed`), or the model's
+                attention was changed.
         """
         if isinstance(batch, Mapping):
             require_text_columns(batch)
@@ -88,11 +92,20 @@ class TransformersInputs:
             labels = labels_of(batch, packed)
             return self(packed) if labels is None else self(packed) | {"labels": labels}
         config, max_seq_len = self.model.config.get_text_config(), batch.tokens.shape[1]
+        self._require_prepared()
         self.require_length(max_seq_len)
+        require_token_ids(batch.tokens, config.vocab_size)
         if self.media:
             require_text(batch.tokens, self.media)
         shared = SharedPrefixes.of(batch)
         positions = batch.input_pos if shared else positions_of(batch.seq_lens, max_seq_len=max_seq_len)
+        if (limit := longest_sample(config, self.attention)) is not None:
+            if (longest := _longest_sample(batch, positions)) > limit[0]:
+                raise ValueError(
+                    f"a sample has {longest} tokens, but a packed {config.model_type} model with this config takes "
+                    f"samples of up to {limit[0]}: {limit[1]}; leave longer ones out, or set max_seq_len={limit[0]}"
+                )
+            positions = positions % limit[0]  # of padding, which may be longer than any sample
         inputs: dict[str, Any] = {"input_ids": batch.tokens, "use_cache": False}
         if self.takes_positions:
             rows = () if self.axes is None else (1 + self.axes,)
@@ -133,11 +146,26 @@ class TransformersInputs:
                 f"max_seq_len is {max_seq_len}, and this {config.model_type} model has {self.num_positions} "
                 f"positions; set max_seq_len={self.num_positions} or less"
             )
-        limit = longest_pack(config, self.attention)
+        limit = longest_pack(config)
         if limit is not None and max_seq_len > limit[0]:
             raise ValueError(
                 f"max_seq_len is {max_seq_len}, but a packed {config.model_type} model with this config keeps "
                 f"samples apart up to {limit[0]}: {limit[1]}; set max_seq_len={limit[0]} or less"
+            )
+
+    def _require_prepared(self) -> None:
+        """Check that nobody has switched the model's attention since it was prepared.
+
+        Raises:
+            ValueError: if somebody has.
+        """
+        prepared = REGISTERED_NAMES.get(self.attention, "flex_attention")
+        if self.attention == "dense":
+            prepared = stock_attention(self.model)
+        if (now := self.model.config._attn_implementation) != prepared:
+            raise ValueError(
+                f"the model was prepared with attention={self.attention!r}, and its attention was changed to {now!r} "
+                "since; call prepare_model_for_packing again, and use the inputs that it returns"
             )
 
     def why_not_shared(self, max_seq_len: int) -> str | None:
@@ -166,6 +194,18 @@ class TransformersInputs:
         # transformers reads only shape, dtype and device of the embeddings.
         embeddings = torch.empty(*positions.shape, 0, dtype=self.model.dtype, device=positions.device)
         return create_masks_for_generate(config, embeddings, None, None, positions)
+
+
+def _longest_sample(batch: Packed, positions: torch.Tensor) -> int:
+    """Return the tokens of the longest sample, those that it continues included; padding counts only in dicts.
+
+    One number is copied from the device, as dynamic RoPE does.
+    """
+    if isinstance(batch, Batch):
+        real = [[sum(fragment.length for fragment in pack)] for pack in batch.fragments]
+        size, device = batch.tokens.shape[1], positions.device
+        positions = positions * (torch.arange(size, device=device) < torch.tensor(real, device=device))
+    return int(positions.max()) + 1
 
 
 def prepare(model: nn.Module, *, attention: str) -> TransformersInputs:

@@ -20,6 +20,9 @@ _NO_KERNEL = (
     "can't keep packed sequences apart"  # how transformers refuses boundaries where a kernel is not installed
 )
 
+DEVICE_ERRORS = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+"""Errors that say nothing of what a model or a kernel can do. After an illegal access, a GPU computes nothing more."""
+
 _GRADIENTS = 0.05
 """The largest norm of a sample's gradients at other samples, in units of the norm at its own, that rounding in bf16
 may cause; a leak causes more."""
@@ -58,6 +61,8 @@ def why_mixed(
 def _tried(run: Callable[[], str | None]) -> str | None:
     try:
         return run()
+    except DEVICE_ERRORS:
+        raise
     except Exception as error:  # third-party code may raise anything
         return f"{type(error).__name__}: {error}"
 
@@ -91,10 +96,12 @@ def _stray_gradients(model: Any, inputs: Callable[[Batch], dict[str, Any]]) -> s
         # work with reentrant checkpointing.
         for parameter in trained:
             parameter.requires_grad_(False)
-        with undisturbed(model, device, eager=False), torch.enable_grad():
+        # Uncompiled, because a graph made before ignores hooks.
+        with undisturbed(model, device, eager=True), torch.enable_grad():
             train_without_dropout(model)
             for number, place in enumerate(sample_slices(pack)):
-                model(**inputs(pack)).logits[0, place].float().square().sum().backward()
+                output = model(**inputs(pack))
+                getattr(output, "logits", output)[0, place].float().square().sum().backward()
                 assert embedded[-1].grad is not None
                 sizes = embedded[-1].grad[0].float().norm(dim=-1)
                 own = sizes[place].norm()

@@ -106,7 +106,8 @@ def record(model: PreTrainedModel, cache: PackCache) -> Iterator[None]:
     """Hand a cache to the layers of a model within the block.
 
     The model itself is not given it: with a cache, transformers would look for no boundaries in positions, and masks
-    that are made for it elsewhere may differ from its own (moshi's have no window, though its config has one).
+    that are made for it elsewhere may differ from its own (moshi's have no window, though its config has one). A
+    compiled model runs uncompiled within the block, because a graph made before ignores hooks.
     """
     handles = []
     for module in model.modules():
@@ -116,7 +117,8 @@ def record(model: PreTrainedModel, cache: PackCache) -> Iterator[None]:
             give = partial(_give, cache, found[0], names.index(found[0]))
             handles.append(module.register_forward_pre_hook(give, with_kwargs=True))
     try:
-        yield
+        with torch.compiler.set_stance("force_eager"):
+            yield
     finally:
         for handle in handles:
             handle.remove()

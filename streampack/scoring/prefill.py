@@ -15,6 +15,7 @@ from streampack.attention.calls import PREPARED
 from streampack.attention.mixer_tables import ALIBI, find_mixers
 from streampack.attention.pretrained import find_pretrained
 from streampack.attention.transformers import TransformersInputs
+from streampack.attention.tried import DEVICE_ERRORS
 from streampack.packing.planner import plan_packs
 from streampack.packing.samples import check_sample, sample_from_pair
 from streampack.scoring.forward import without_training
@@ -184,6 +185,8 @@ def _why_not(model: nn.Module, inputs: TransformersInputs) -> str | None:
         with without_training(model):
             _, cached = _run(model, inputs, pack)
             plain = model(**inputs(_batch(pack, inner.device)))
+    except DEVICE_ERRORS:
+        raise
     except Exception as error:  # third-party code may raise anything
         return str(error).removesuffix(".")
     difference = float((cached.logits - plain.logits).abs().max() / plain.logits.abs().max())

@@ -36,6 +36,13 @@ def as_source(data: Any, *, once: Once = alone) -> Source:
     """
     if isinstance(data, Source):
         return data
+    if isinstance(data, type) and issubclass(data, Source):
+        raise ValueError(f"the source is the class {data.__name__}; make one of it: {data.__name__}(path)")
+    if any(base.__module__.startswith("streampack.") for base in type(data).__mro__):
+        raise ValueError(
+            f"{type(data).__name__} gives packs, not rows; give the dataset that was packed, or leave packing to one "
+            "of the two"
+        )
     if isinstance(data, str | os.PathLike):
         return _of_path(os.fspath(data), once)
     if _are_paths(data):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import get_worker_info
 
+from streampack.packing.batch import collate_packed
 from streampack.validation import warn_user
 
 MODEL_PARALLEL_DIMS = {
@@ -68,6 +69,28 @@ def ranks_for_plain_iteration(pickled: Ranks | None, *, epochs: int | None) -> R
         )
     require_data_parallel("every rank reads packs of its own")
     return ranks
+
+
+def refuse_dispatching(dataset: object) -> None:
+    """Raise if accelerate's dispatching loader is about to read a dataset, on a single process, too.
+
+    It knows no `Batch`, and cuts each tensor of a dict to as many rows as the first one has, ``cu_seq_lens`` too.
+    Without these it does no harm.
+
+    Raises:
+        ValueError: if it is, and gets one of the two.
+    """
+    state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
+    loader: Any = state().active_dataloader if state is not None else None
+    if type(loader).__name__ != "DataLoaderDispatcher" or loader.dataset is not dataset:
+        return
+    collate = getattr(loader.collate_fn, "func", loader.collate_fn)  # of a partial
+    if collate is collate_packed or getattr(collate, "return_flash_attn_kwargs", False):
+        raise ValueError(
+            "a loader that accelerate prepares for an iterable dataset cuts its batches into rows, and boundaries of "
+            "packs are no rows; iterate a PackedDataLoader, which accelerate leaves alone, or under Hugging Face's "
+            "Trainer call prepare_trainer_for_packing(trainer)"
+        )
 
 
 def require_data_parallel(what: str) -> None:

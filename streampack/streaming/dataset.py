@@ -16,14 +16,14 @@ from torch.utils.data import IterableDataset, get_worker_info
 from streampack.accounting import Ledger, SourceStats
 from streampack.packing.attention_cost import AttentionCost
 from streampack.packing.collator_check import refuse_foreign_collator
-from streampack.packing.encoders import TokensEncoder, guard_datasets, require_encoder
+from streampack.packing.encoders import TokensEncoder, guard_datasets
 from streampack.packing.settings import Packing
 from streampack.sources.as_source import as_source
 from streampack.sources.bad_records import quarantine_for
 from streampack.sources.mixture import Mix
 from streampack.storage.read_ahead import READ_AHEAD, ReadAhead
 from streampack.storage.use import StorageUse
-from streampack.streaming.consumers import Ranks, ranks_for_plain_iteration
+from streampack.streaming.consumers import Ranks, ranks_for_plain_iteration, refuse_dispatching
 from streampack.streaming.corpus_changes import CorpusChanges, described, what_happens
 from streampack.streaming.epochs import EpochCounter
 from streampack.streaming.estimate import Estimate, estimate
@@ -90,7 +90,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         max_document_tokens: leave out samples of more tokens, and count them as ``overlong``. Split, a giant one is all
             that its lane gives for many packs; a warning says so at the first of more than 64 packs. Default: no limit.
         truncate_side: the side that ``"truncate"`` cuts off.
-        truncate_eos: a token id that replaces the last token of a sample that ``"truncate"`` cut on the right.
+        truncate_eos: a token id that replaces the last token of a sample that ``"truncate"`` cut on the right. Default:
+            the EOS of the encoder's tokenizer, if the sample ended with it.
         empty: what to do with a sample without a token: ``"error"`` or ``"drop"``.
         untrained: what to do with a sample of which no token is trained, because its labels are masked or
             ``"truncate"`` cut the answer off: ``"keep"``, ``"drop"`` or ``"error"``. Default: such samples are kept and
@@ -196,7 +197,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         )
         if max_document_tokens is not None:
             require_positive(max_document_tokens, "max_document_tokens", least=packing.max_seq_len)
-        source, encode = as_source(source), TokensEncoder() if encoder is None else require_encoder(encoder)
+        source, encode = as_source(source), TokensEncoder() if encoder is None else encoder
         guard_datasets(source)
         self.lane_config = LaneConfig(
             source=source,
@@ -261,6 +262,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
 
     def _iterate(self) -> Iterator[dict[str, Any]]:
         rank, world_size, _ = ranks_for_plain_iteration(self._ranks, epochs=self.epochs)
+        refuse_dispatching(self)
         worker = get_worker_info()
         worker_id, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
         consumer, consumers = rank + world_size * worker_id, world_size * num_workers

@@ -8,7 +8,7 @@ from typing import Any
 
 from streampack.packing.attention_cost import AttentionCost
 from streampack.packing.cut_samples import with_eos
-from streampack.packing.encoders import Encoder, TokensEncoder
+from streampack.packing.encoders import Encoder, TokensEncoder, eos_of, require_encoder
 from streampack.packing.groups import Group
 from streampack.packing.samples import check_sample, sample_from_encoded
 from streampack.packing.settings import Packing
@@ -47,6 +47,15 @@ class LaneConfig:
     balance_cost: AttentionCost = field(default_factory=AttentionCost)  # of a pack
     use: StorageUse = field(default_factory=StorageUse)  # of this process
     earlier: Mapping[str, Sequence[Division]] = field(default_factory=dict)  # see Reading
+    eos_ids: frozenset[int | None] = field(init=False)  # of the encoders' tokenizers
+
+    def __post_init__(self) -> None:
+        own = [entry.encoder for entry in (self.mix.entries if self.mix else ())]
+        encoders = [self.encode, *(encoder for encoder in own if encoder is not None)]
+        for encoder in encoders:
+            require_encoder(encoder)
+        ids = frozenset(eos_of(getattr(encoder, "tokenizer", None)) for encoder in encoders)
+        object.__setattr__(self, "eos_ids", ids)
 
     @property
     def longest_read(self) -> float:
@@ -130,8 +139,11 @@ class LaneConfig:
         if bounds == [(0, length)]:
             return [(0, sample)]
         pieces = [(start, sample.cut(start, stop)) for start, stop in bounds]
-        if self.truncate_eos is not None and bounds and bounds[-1][1] < length:
-            pieces = [(start, with_eos(piece, self.truncate_eos)) for start, piece in pieces]
+        eos, last = self.truncate_eos, int(sample.tokens[-1])
+        if eos is None and last in self.eos_ids:
+            eos = last
+        if eos is not None and bounds and bounds[-1][1] < length:
+            pieces = [(start, with_eos(piece, eos)) for start, piece in pieces]
         return pieces
 
     def _cut_group(self, group: Group) -> list[tuple[int, Sample]]:

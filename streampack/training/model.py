@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -54,11 +57,6 @@ def build_model(
     _allow_long_rows(model, config)
     if adapters_only:
         weights = {**weights, **start_adapters(model, seed=config.seed)}
-    elif peft.get_adapter_params(model):
-        raise ValueError(
-            f"model: {config.model[COMPONENT]} has adapters, and this recipe trains all weights; run lora_finetune, or "
-            "name a builder without adapters"
-        )
     if config.compile:
         training.compile_model(model, verbose=False)
     if config.activation_checkpointing:
@@ -102,6 +100,73 @@ def has_adapters(config: RunConfig) -> bool:
         return bool(peft.get_adapter_params(build(config.model)))
 
 
+def require_model(config: RunConfig, *, adapters: bool | None = None) -> None:
+    """Check that a recipe trains such a model, and that the checkpoint is of it, before any weights are read.
+
+    Of files in another format than the model's, only the vocabulary, the width and the number of layers are compared.
+    A builder that cannot build without weights is not checked.
+
+    Args:
+        config: of a run.
+        adapters: whether the recipe trains adapters, or all weights; None: either.
+
+    Raises:
+        ValueError: if the recipe trains no such model, or the shapes of the checkpoint's weights are others.
+    """
+    try:
+        with torch.device("meta"):
+            model = build(config.model)
+    except RuntimeError:
+        return
+    name = config.model[COMPONENT]
+    if adapters is not None and adapters != bool(peft.get_adapter_params(model)):
+        raise ValueError(
+            f"model: {name} has no adapters to train; name one of torchtune's lora_ or qlora_ models, or run "
+            "full_finetune"
+            if adapters
+            else f"model: {name} has adapters, and this recipe trains all weights; run lora_finetune, or name a "
+            "builder without adapters"
+        )
+    wanted, given = _shapes(model.named_parameters()), _shapes_in_files(config.checkpointer)
+    embedding = given.get("model.embed_tokens.weight")  # as Hugging Face calls it
+    if embedding is not None and wanted.get("tok_embeddings.weight") is not None:
+        given["tok_embeddings.weight"] = embedding
+    found = _mismatches(wanted, given)
+    layers, theirs = _count_layers(wanted), _count_layers(given)
+    if layers and theirs and layers != theirs:
+        found.append(f"{theirs} layer(s) in the checkpoint and {layers} in the model")
+    if found:
+        raise _unfit_weights(found)
+
+
+def _shapes(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in weights}
+
+
+def _shapes_in_files(node: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the weights in a checkpointer's files, without reading these; none if they cannot be."""
+    folder, names = node.get("checkpoint_dir"), node.get("checkpoint_files")
+    shapes: dict[str, tuple[int, ...]] = {}
+    if not isinstance(folder, str) or not isinstance(names, list):
+        return shapes
+    try:
+        for path in (Path(folder, name) for name in names):
+            if path.suffix == ".safetensors":
+                with safe_open(path, "pt") as file:
+                    shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            else:
+                weights = torch.load(path, map_location="meta", mmap=True, weights_only=True)
+                shapes |= _shapes((name, value) for name, value in weights.items() if torch.is_tensor(value))
+    except Exception:  # they are read when the run begins, and the error is raised there
+        return {}
+    return shapes
+
+
+def _count_layers(shapes: Iterable[str]) -> int:
+    found = (re.match(r"(?:model\.)?layers\.(\d+)\.", name) for name in shapes)
+    return len({match[1] for match in found if match})
+
+
 @contextmanager
 def _short_loading_errors(model: nn.Module, weights: Weights) -> Iterator[None]:
     """Replace an error of loading ``weights`` in the block by a short one that names what does not fit.
@@ -109,27 +174,35 @@ def _short_loading_errors(model: nn.Module, weights: Weights) -> Iterator[None]:
     torch lists every weight that does not fit, or raises an AttributeError that names none.
     """
     wanted = {
-        name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", ""): tuple(value.shape)
-        for name, value in model.named_parameters()
+        name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", ""): shape
+        for name, shape in _shapes(model.named_parameters()).items()
     }
-    given = {name: tuple(value.shape) for name, value in weights.items()}
+    given = _shapes(weights.items())
     try:
         yield
     except (RuntimeError, AttributeError) as error:
-        found = [
-            f"size mismatch for {name}, {given[name]} in the checkpoint and {shape} in the model"
-            for name, shape in wanted.items()
-            if given.get(name, shape) != shape
-        ]
+        found = _mismatches(wanted, given)
         found += [f"{name} is missing in the checkpoint" for name in wanted if name not in given]
         found += [f"{name} is not in the model" for name in given if name not in wanted]
         if not found:
             raise
-        more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
-        raise ValueError(
-            f"the checkpointer's weights do not fit the model: {'; '.join(found[:3])}{more}; name the model that "
-            "the checkpoint is of"
-        ) from error
+        raise _unfit_weights(found) from error
+
+
+def _mismatches(wanted: Mapping[str, tuple[int, ...]], given: Mapping[str, tuple[int, ...]]) -> list[str]:
+    return [
+        f"size mismatch for {name}, {given[name]} in the checkpoint and {shape} in the model"
+        for name, shape in wanted.items()
+        if given.get(name, shape) != shape
+    ]
+
+
+def _unfit_weights(found: list[str]) -> ValueError:
+    more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
+    return ValueError(
+        f"the checkpointer's weights do not fit the model: {'; '.join(found[:3])}{more}; name the model that the "
+        "checkpoint is of"
+    )
 
 
 def _allow_long_rows(model: nn.Module, config: RunConfig) -> None:

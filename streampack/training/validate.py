@@ -1,6 +1,6 @@
 """Check a config before it trains: its sections, its files, its first rows.
 
-Builds tokenizer, sources, optimizer and schedule; neither the model nor anything that writes files.
+Builds tokenizer, sources, optimizer, schedule, and the model without its weights; nothing that writes files.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ from streampack.streaming.dataset import IterablePackedDataset
 from streampack.training.config import RunConfig, config_problems, to_plain
 from streampack.training.data import build_datasets, entries_of, first_rows, held_out_packs, trains
 from streampack.training.devices import missing_device, named_device
+from streampack.training.model import require_model
+from streampack.training.preferences import refuse_preferences, require_preferences
 from streampack.validation import did_you_mean
 
 SCHEDULE_STEPS = 100  # number of training steps given to the schedule that is built
 
 
-def validate(config: Any, *, files: bool = True) -> list[str]:
+def validate(config: Any, *, files: bool = True, recipe: str | None = None) -> list[str]:
     """Return the problems of a config, each a line that begins with the key; an empty list if there are none.
 
     Args:
         config: a mapping, OmegaConf's or plain.
         files: also open files, build the tokenizer, and read and encode the first rows of every source. False checks
             keys, values and components only.
+        recipe: the name of the recipe that the config is for; None: any.
     """
     try:
         values = to_plain(config)
@@ -40,7 +43,8 @@ def validate(config: Any, *, files: bool = True) -> list[str]:
     if problems := config_problems(values):
         return problems
     cfg = RunConfig(**values)
-    return _training_problems(cfg) + (_file_problems(cfg) if files else [])
+    problems = _training_problems(cfg) + _recipe_problems(cfg, recipe)
+    return problems + (_file_problems(cfg) if files else [])
 
 
 def notes(config: Any) -> list[str]:
@@ -75,6 +79,17 @@ def _training_problems(cfg: RunConfig) -> list[str]:
     if optimizer is not None:
         with _collect_errors(problems, "lr_scheduler"):
             build(cfg.lr_scheduler, inject={"optimizer": optimizer, "num_training_steps": SCHEDULE_STEPS})
+    return problems
+
+
+def _recipe_problems(cfg: RunConfig, recipe: str | None) -> list[str]:
+    """Return what a recipe refuses before it reads weights."""
+    problems: list[str] = []
+    if recipe is not None:
+        with _collect_errors(problems, f"recipe {recipe}"):
+            require_preferences(cfg) if recipe == "dpo" else refuse_preferences(cfg)
+    with _collect_errors(problems, "model" if recipe is None else f"recipe {recipe}"):
+        require_model(cfg, adapters=None if recipe in (None, "dpo") else recipe == "lora_finetune")
     return problems
 
 

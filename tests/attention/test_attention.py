@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +12,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import BlockMask
 
-from streampack import Batch, IterablePackedDataset, collate_packed
+from streampack import Batch, IterablePackedDataset, collate_packed, prepare_model_for_packing
 from streampack.attention import dense_mask, document_ids
 from streampack.attention.prepare import make_mask
+from tests.support import hf_models, tiny_torchtune
 
 
 def naive_ids(seq_lens: list[list[int]], max_seq_len: int) -> list[list[int]]:
@@ -111,3 +114,56 @@ def test_an_unknown_attention_is_refused() -> None:
         ValueError, match="attention='sparse' is unknown; choose one of 'auto', 'dense', 'sdpa', 'flex'"
     ):
         make_mask(real_batch(), attention="sparse")
+
+
+def another_attention(model: Any) -> None:
+    model.set_attn_implementation("eager")
+
+
+def another_layer(model: Any) -> None:
+    model.layers[1] = tiny_torchtune.build("llama3").layers[1]  # type: ignore[index]
+
+
+def caches(model: Any) -> None:
+    model.setup_caches(batch_size=3, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("build", "change", "message"),
+    [
+        (
+            hf_models.build,
+            another_attention,
+            "prepared with attention='varlen', and .* changed to 'eager' since; call",
+        ),
+        (
+            tiny_torchtune.build,
+            another_layer,
+            "was not prepared, or was replaced since; call prepare_model_for_packi",
+        ),
+        (
+            tiny_torchtune.build,
+            caches,
+            "the model has a key-value cache, .* take it away with torchtune.modules",
+        ),
+    ],
+)
+def test_a_model_that_was_changed_since_is_refused(build: Any, change: Any, message: str) -> None:
+    model = build("llama3" if build is tiny_torchtune.build else "llama")
+    inputs = prepare_model_for_packing(model, attention="varlen")
+    model(**inputs(real_batch()))
+    change(model)
+    with pytest.raises(ValueError, match=message):
+        model(**inputs(real_batch()))
+
+
+@pytest.mark.parametrize("build", [hf_models.build, tiny_torchtune.build])
+def test_a_token_that_the_model_does_not_have_is_named(build: Any) -> None:
+    """The model itself would only say that an index is out of range."""
+    model = build("llama3" if build is tiny_torchtune.build else "llama")
+    inputs, batch = prepare_model_for_packing(model), real_batch()
+    inputs(replace(batch, tokens=batch.tokens.clone().fill_(60)))
+    with pytest.raises(
+        ValueError, match=r"token id 61 is outside the model's vocabulary of 61 ids \(0 to 60\); use"
+    ):
+        inputs(replace(batch, tokens=batch.tokens.clone().index_fill_(1, torch.tensor([3]), 61)))

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from streampack import Batch, IterablePackedDataset, collate_packed, find_leaks, prepare_model_for_packing
+from streampack import (
+    Batch,
+    Group,
+    IterablePackedDataset,
+    collate_packed,
+    find_leaks,
+    prepare_model_for_packing,
+)
 from streampack.attention.families import PROVEN
+from tests.support.groups import batch_of
 from tests.support.hf_models import (
     EXPERTS,
     FAMILIES,
@@ -171,32 +181,62 @@ LONGROPE = {
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 
 
+def test_packs_too_long_for_the_model_are_refused() -> None:
+    inputs = prepare_model_for_packing(build("llama4_text", floor_scale=8), attention="dense")
+    inputs(long_batch(7))
+    message = (
+        "max_seq_len is 8, but a packed llama4_text model with this config keeps samples apart up to 7: layers without "
+        "RoPE scale queries by their place in the pack (attn_temperature_tuning); set max_seq_len=7 or less"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        inputs(long_batch(8))
+
+
 @pytest.mark.parametrize(
     ("family", "attention", "changes", "longest", "why"),
     [
         ("phi3", "dense", LONGROPE, 16, "longrope RoPE turns all samples"),
         ("llama", "varlen", {"rope_parameters": DYNAMIC}, MAX_SEQ_LEN, "dynamic RoPE turns all samples"),
-        ("llama4_text", "dense", {"floor_scale": 8}, 7, "scale queries by their place in the pack"),
-        ("llama4_text", "varlen", {"attention_chunk_size": 8}, 8, "varlen does not cut samples into chunks"),
+        ("llama4_text", "varlen", {}, MAX_SEQ_LEN, "varlen does not cut samples into chunks"),
     ],
 )
-def test_packs_too_long_for_the_model_are_refused(
+def test_samples_may_be_shorter_than_their_packs(
     family: str, attention: str, changes: dict[str, Any], longest: int, why: str
 ) -> None:
-    inputs = prepare_model_for_packing(build(family, **changes), attention=attention)
-    inputs(long_batch(longest))
-    with pytest.raises(ValueError) as error:
-        inputs(long_batch(longest + 1))
-    assert str(error.value).startswith(f"max_seq_len is {longest + 1}, but a packed {family} model")
-    assert f"up to {longest}: " in str(error.value)
-    assert why in str(error.value)
-    assert str(error.value).endswith(f"set max_seq_len={longest} or less")
+    """What depends on the longest sample limits samples, not packs, whose padding may be longer, too."""
+    model, inputs, alone = prepared(family, attention, **changes)
+    rows = [{"tokens": [*range(5, 5 + n)], "labels": [*range(5, 5 + n)]} for n in (longest, 5, longest, 3)]
+    data = IterablePackedDataset(rows, max_seq_len=4 * longest, num_lanes=1, shuffle=False)
+    batch = collate_packed(list(data))
+    flat = {"input_ids": batch.tokens[:, : 2 * longest + 8], "seq_lens": batch.seq_lens[:, :4]}
+    with torch.no_grad():
+        for logits in (model(**inputs(batch)).logits[0], model(**inputs(flat)).logits[0]):
+            start = 0
+            for length in batch.seq_lens[0, :4].tolist():
+                wanted = alone(batch.tokens[:, start : start + length], use_cache=False).logits[0]
+                torch.testing.assert_close(logits[start : start + length], wanted, rtol=1e-4, atol=1e-5)
+                start += length
+    with pytest.raises(
+        ValueError, match=f"of up to {longest}: {why}.*; leave longer ones out, or set max_seq_len="
+    ):
+        inputs(long_batch(longest + 3))
+
+
+def test_a_shared_prompt_counts_for_each_answer() -> None:
+    inputs = prepare_model_for_packing(build("phi3", **LONGROPE), attention="dense")
+    for answer, refused in ((6, False), (7, True)):
+        group = Group([5] * (13 + answer), [5] * (13 + answer), lengths=[10, 3, answer], parents=[-1, 0, 0])
+        with pytest.raises(ValueError, match="a sample has 17 tokens") if refused else nullcontext():
+            inputs(batch_of([group], max_seq_len=48))
 
 
 def test_longer_packs_would_be_wrong() -> None:
     """Nothing leaks, but RoPE, or the place in the pack, makes samples differ from themselves alone."""
     for family, changes in (("phi3", LONGROPE), ("llama4_text", {"floor_scale": 8})):
-        with patch("streampack.attention.transformers.longest_pack", lambda *_: None):
+        with (
+            patch("streampack.attention.transformers.longest_pack", lambda *_: None),
+            patch("streampack.attention.transformers.longest_sample", lambda *_: None),
+        ):
             model, inputs, _ = prepared(family, "dense", **changes)
             report = find_leaks(model, inputs=inputs, max_seq_len=64)
         assert {leak.kind for leak in report.leaks} == {"alone"}

@@ -6,6 +6,7 @@ That each sample has the logits and gradients that it has alone is tested in tes
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -151,6 +152,26 @@ def test_a_boundary_that_is_dropped_is_found_and_the_layer_named(family: str, mo
     assert {(leak.source, leak.sample) for leak in report.leaks if leak.kind == "sample"} == {(1, 2)}
     assert report.module == module
     assert f"first in: {module}" in str(report)
+
+
+@pytest.mark.parametrize("wrap", [lambda logits: logits, lambda logits: (logits,)])
+def test_a_model_that_returns_no_output_object(wrap: Callable[[torch.Tensor], Any]) -> None:
+    """In its backward pass too, where checkpointed layers are computed again."""
+    _, batch = stream_and_batch("exact_fit")
+    gradients = []
+    for bare in (False, True):
+        model: Any = build("mamba", **HYBRIDS["mamba"])
+        inputs = prepare_model_for_packing(model)
+        if bare:
+            forward = type(model).forward
+            model.forward = lambda **given: wrap(forward(model, **given).logits)  # noqa: B023
+        model.train()
+        model.activation_checkpointing_enable({"use_reentrant": True})
+        output = model(**inputs(batch))
+        logits = output if torch.is_tensor(output) else output[0]
+        logits.square().sum().backward()
+        gradients.append(model.get_input_embeddings().weight.grad)
+    torch.testing.assert_close(*gradients)
 
 
 class Averages(nn.Module):

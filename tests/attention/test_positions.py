@@ -101,18 +101,14 @@ def trainer(folder: Path, data: IterablePackedDataset, model: Any = None) -> Tra
 
 def test_a_trainer_refuses_packs_that_are_too_long(tmp_path: Path) -> None:
     """Its evaluation data too, which would otherwise fail hours later."""
-    config = LlamaConfig(
-        vocab_size=VOCAB, num_hidden_layers=1, num_attention_heads=2, hidden_size=16, intermediate_size=16,
-        max_position_embeddings=64, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
-    )  # fmt: skip
-    short, long = packs([20] * 40, max_seq_len=64), packs([20] * 40)
-    message = "max_seq_len is 400, but a packed llama model with this config keeps samples apart up to 64"
+    short, long = packs([20] * 40, max_seq_len=POSITIONS), packs([20] * 40)
+    message = f"max_seq_len is 400, and this gpt2 model has {POSITIONS} positions"
     with pytest.raises(ValueError, match=message):
-        prepare_trainer_for_packing(trainer(tmp_path, long, LlamaForCausalLM(config)))
-    one = trainer(tmp_path, short, LlamaForCausalLM(config))
+        prepare_trainer_for_packing(trainer(tmp_path, long))
+    one = trainer(tmp_path, short)
     with pytest.raises(ValueError, match=message):
         prepare_trainer_for_packing(one, eval_dataset={"held out": packs([20] * 40, epochs=1)})
-    prepare_trainer_for_packing(one, eval_dataset=packs([20] * 40, max_seq_len=64, epochs=1))
+    prepare_trainer_for_packing(one, eval_dataset=packs([20] * 40, max_seq_len=POSITIONS, epochs=1))
 
 
 # torchtune's models.

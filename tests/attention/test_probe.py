@@ -373,3 +373,18 @@ def test_a_compiled_model_is_not_compiled_for_the_probe() -> None:
     _, batch = stream_and_batch("exact_fit")
     find_leaks(model, batch)
     assert graphs
+
+
+def test_the_leaking_module_of_a_compiled_model_is_found() -> None:
+    """A graph ignores hooks that came after it."""
+
+    class Mean(nn.Module):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return hidden + hidden.mean(1, keepdim=True)
+
+    layers = nn.Sequential(nn.Embedding(VOCAB, 16), Mean(), nn.Linear(16, VOCAB))
+    _, batch = stream_and_batch("exact_fit")
+    report = find_leaks(
+        torch.compile(layers, backend="eager"), batch, inputs=lambda single: {"input": single.tokens}
+    )
+    assert report.module == "_orig_mod.1 (Mean)"

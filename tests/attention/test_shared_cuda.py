@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from streampack import prepare_model_for_packing
+from tests.support import hf_models, tiny_torchtune
 from tests.support.groups import batch_of, run_alone, run_packed, trees
 from tests.support.isolation import differences
-from tests.support.tiny_torchtune import FAMILIES, build
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["dense", "flex", "varlen", "flash"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_shared_equals_alone_in_bf16_on_cuda(family: str, attention: str) -> None:
+@pytest.mark.parametrize(
+    ("build", "family"),
+    [
+        *((tiny_torchtune.build, family) for family in tiny_torchtune.FAMILIES),
+        *((hf_models.build, family) for family in ("llama", "mistral", "gemma3_text")),
+    ],
+)
+def test_shared_equals_alone_in_bf16_on_cuda(build: Any, family: str, attention: str) -> None:
     """Within twice the rounding error of the same model in bf16 against fp32."""
     batch = batch_of(trees()).to("cuda")
     exact = run_alone(build(family).cuda(), batch)

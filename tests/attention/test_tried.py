@@ -133,6 +133,43 @@ def test_a_kernel_that_mixes_gradients_is_found(kernels: Kernels) -> None:
     assert worst(model, inputs) < 1e-5
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError, MemoryError])
+def test_errors_of_the_device_are_no_verdict_on_a_kernel(kernels: Kernels, error: type[Exception]) -> None:
+    def fails(*_args: Any, **_kwargs: Any) -> Any:
+        raise error("of the device")
+
+    model: Any = build("qwen3_next", **SIZES)
+    kernels.install(fails)
+    with pytest.raises(error, match="of the device"):
+        prepare_model_for_packing(model)
+
+
+def test_a_kernel_that_does_not_support_a_model_is_left_out(kernels: Kernels) -> None:
+    def refuses(*args: Any, cu_seqlens: Any = None, **kwargs: Any) -> Any:
+        if cu_seqlens is not None:
+            raise NotImplementedError("no boundaries on this device")
+        return kernels.rule(*args, **kwargs)
+
+    model = build("qwen3_next", **SIZES)
+    kernels.install(refuses)
+    with pytest.warns(UserWarning, match=rf"{SLOWER}.*NotImplementedError: no boundaries on this device"):
+        inputs = prepare_model_for_packing(model)
+    assert worst(model, inputs) < 1e-5
+
+
+def test_a_compiled_model_that_ran_before_is_tried_too(kernels: Kernels) -> None:
+    torch._dynamo.reset()
+    model: Any = build("qwen3_next", **SIZES)
+    kernels.install()
+    model.compile(backend="eager")
+    model(torch.tensor([[1, 2, 3]]))
+    model(torch.tensor([[1, 2, 3, 4]]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        prepare_model_for_packing(model)
+    assert by_kernels(model)
+
+
 def test_without_kernels_nothing_is_said() -> None:
     model = build("qwen3_next", **SIZES)
     with warnings.catch_warnings():

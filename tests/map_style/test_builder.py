@@ -46,6 +46,27 @@ def test_the_builder_packs_what_the_node_builds(node: Any) -> None:
     assert packed[0]["tokens"].tolist() == [1000, 1001, 1002, 1003, 1004, 2000, 2001, 2002]
 
 
+@pytest.mark.parametrize(
+    ("settings", "third"),
+    [
+        ({}, [*range(3000, 3007), 9]),
+        ({"overlong": "truncate", "truncate_eos": 5}, [*range(3000, 3007), 5]),
+        ({"overlong": "truncate", "truncate_side": "left"}, [*range(3004, 3012)]),
+    ],
+)
+def test_long_samples_are_cut_by_default(node: Any, settings: dict[str, Any], third: list[int]) -> None:
+    tokenizer = Tokenizer(8)
+    tokenizer.eos_id = 9  # type: ignore[attr-defined]
+    packed = packed_dataset(tokenizer, dataset=node, packed=True, **settings)
+    assert [pack["tokens"].tolist() for pack in packed][1] == third
+    assert packed.ledger().dropped["truncated"] == 4
+
+
+def test_without_a_limit_of_the_tokenizer_a_long_sample_is_an_error(node: Any) -> None:
+    with pytest.raises(ValueError, match="sample 2 has 12 tokens, max_seq_len is 8; set overlong"):
+        packed_dataset(Tokenizer(None), dataset=node, packed=True, max_seq_len=8)
+
+
 def test_settings_of_the_node_override_the_tokenizers(node: Any) -> None:
     packed = packed_dataset(
         Tokenizer(8),

@@ -96,9 +96,7 @@ def test_initial_adapters_depend_on_the_seed_only():
 def test_a_model_without_adapters_is_refused(tmp_path):
     config = lora_config(tmp_path)
     config.model = {"_component_": "torchtune.models.llama3.llama3", **BASE}
-    with pytest.raises(
-        ValueError, match="TransformerDecoder has no adapters to train; name one of torchtune's lora_"
-    ):
+    with pytest.raises(ValueError, match="llama3 has no adapters to train; name one of torchtune's lora_"):
         train(config)
 
 

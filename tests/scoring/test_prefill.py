@@ -262,6 +262,22 @@ def test_a_wrapped_model() -> None:
     assert check_caches(filled, alone, prompts())
 
 
+def test_a_compiled_model_that_ran_before() -> None:
+    """Its graph ignores the hooks that hand a cache to its layers."""
+    torch._dynamo.reset()
+    model, alone = models("llama")
+    model.compile(backend="eager")
+    inputs = prepare_model_for_packing(model, attention="dense")
+    for length in (13, 20):  # of two lengths, so that the second graph is for any
+        rows = {
+            "input_ids": torch.ones(1, length, dtype=torch.long),
+            "seq_lens": torch.tensor([[length - 3, 3]]),
+        }
+        with torch.no_grad():
+            model(**inputs(rows))
+    assert check_caches(prefill(model, prompts(), max_seq_len=MAX_SEQ_LEN), alone, prompts())
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -104,15 +104,22 @@ def test_torchtune_models(family: str, chunks: int) -> None:
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_compiled_torchtune_models(whole: bool) -> None:
-    """A graph keeps or leaves out the hook of a layer as it was when the graph was made."""
+    """A graph leaves out a hook that came after it, and one with a hook is made again for each other hook."""
     torch._dynamo.reset()
+    graphs = 0
+
+    def count(graph: Any, _inputs: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return graph
+
     plain, model = (tiny_torchtune.build("llama3", vocab_size=VOCAB).eval() for _ in range(2))
     inputs = prepare_model_for_packing(model, attention="dense")
     compiled: Any = model
     if whole:
-        compiled = torch.compile(model, backend="eager")
+        compiled = torch.compile(model, backend=count)
     else:
-        model.compile(backend="eager")
+        model.compile(backend=count)
     draw = random.Random(5)
     pairs = [(ids(draw, 20, 20), ids(draw, 4, 4)) for _ in range(3)]
     expected = [alone(plain, pair) for pair in pairs]
@@ -127,6 +134,12 @@ def test_compiled_torchtune_models(whole: bool) -> None:
         longer = pairs[0][0][:10], pairs[0][0][10:]  # of other tokens, in a pack as long
         check(scored(compiled, [longer], inputs=inputs), [alone(plain, longer)])
         assert torch.equal(compiled(**inputs(batch)), before)
+        before_scores = graphs
+        for start in (5, 9):  # one pack, of which other tokens are scored
+            labels = [-100] * start + [*tokens, 0][start : start + 3] + [-100] * (21 - start)
+            sample = {"tokens": [*tokens, 0], "labels": labels}
+            list(score(compiled, [sample], inputs=inputs, max_seq_len=32, progress=False))
+        assert graphs == before_scores
 
 
 @pytest.mark.parametrize("max_seq_len", [31, 32])

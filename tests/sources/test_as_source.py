@@ -9,8 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streampack import IterablePackedDataset, IterableSource, JSONLSource, MapSource
+from streampack import (
+    IterablePackedDataset,
+    IterableSource,
+    JSONLSource,
+    MapSource,
+    Mix,
+    PackedDataLoader,
+    PackedDataset,
+    TextEncoder,
+)
 from streampack.sources.as_source import as_source
+from streampack.tokenize.tokenize import tokenize
 from tests.support.corpus import numbered, write
 
 
@@ -67,3 +77,40 @@ def test_what_a_hugging_face_tokenizer_returns_is_a_corpus(as_array: bool) -> No
     }
     with pytest.raises(ValueError, match="tokenize without padding"):
         list(IterablePackedDataset(transformers.BatchEncoding(padded), max_seq_len=5))
+
+
+ROWS = [{"input_ids": [5, 6]}]
+
+
+def stream(source: Any = ROWS, **settings: Any) -> IterablePackedDataset:
+    return IterablePackedDataset(source, max_seq_len=8, **settings)
+
+
+TWICE = "gives packs, not rows; give the dataset that was packed, or leave packing to one of the two"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda _: stream(stream()), f"IterablePackedDataset {TWICE}"),
+        (lambda _: stream(PackedDataLoader(stream())), f"PackedDataLoader {TWICE}"),
+        (lambda _: stream(PackedDataset(ROWS, max_seq_len=8)), f"PackedDataset {TWICE}"),
+        (lambda _: Mix([{"name": "a", "source": stream(), "weight": 1}]), f"IterablePackedDataset {TWICE}"),
+        (
+            lambda _: stream(JSONLSource),
+            "the source is the class JSONLSource; make one of it: JSONLSource(path)",
+        ),
+        (
+            lambda _: stream(encoder=TextEncoder),
+            "is the class TextEncoder; call it .* encoder=TextEncoder(tokenizer)",
+        ),
+        (
+            lambda _: stream(Mix([{"name": "a", "source": ROWS, "weight": 1, "encoder": TextEncoder}])),
+            "is the class TextEncoder; call it",
+        ),
+        (lambda out: tokenize(ROWS, out=out, encoder=TextEncoder), "is the class TextEncoder; call it"),
+    ],
+)
+def test_packs_and_classes_are_refused_at_construction(tmp_path: Path, make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("(", r"\(").replace(")", r"\)")):
+        make(tmp_path / "out")

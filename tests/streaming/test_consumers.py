@@ -17,6 +17,7 @@ from streampack import (
     IterablePackedDataset,
     MultipackBatchSampler,
     PackedDataLoader,
+    collate_packed,
     prepare_model_for_packing,
 )
 from streampack.streaming import consumers
@@ -155,6 +156,21 @@ def test_accelerate_never_shares_a_samplers_batches_out_a_second_time() -> None:
     with pytest.raises(ValueError, match=r"num_replicas=2 has shared out already, .* set num_replicas=1"):
         next(iter(loader(2, prepared=True)))
     assert len(list(loader(2, prepared=False))) == len(list(loader(1, prepared=True))) == 16
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("collate", [collate_packed, FlatteningCollator(return_flash_attn_kwargs=True)])
+def test_accelerate_cuts_no_batches_in_a_single_process(collate: Any, workers: int) -> None:
+    """It raised a TypeError for a `Batch`, and left one number of ``cu_seq_lens``."""
+    prepare = pytest.importorskip("accelerate.data_loader").prepare_data_loader
+    loader = DataLoader(stream(epochs=1), batch_size=2, num_workers=workers, collate_fn=collate)
+    here = {"device": torch.device("cpu"), "num_processes": 1, "process_index": 0, "put_on_device": True}
+    with pytest.raises(
+        ValueError, match=r"cuts its batches into rows, .* iterate a PackedDataLoader, which acceler"
+    ):
+        next(iter(prepare(loader, dispatch_batches=True, **here)))
+    assert len(list(prepare(loader, dispatch_batches=False, **here))) == 16
 
 
 def test_a_single_process_may_read_epochs_and_is_warned_of_a_missing_group(

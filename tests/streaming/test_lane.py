@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streampack import IGNORE_INDEX, Pack, Sample, TokensEncoder
+from streampack import IGNORE_INDEX, Mix, Pack, Sample, TokensEncoder
 from streampack.packing.settings import Packing
 from streampack.sources import IterableSource, JSONLSource, MapSource
 from streampack.streaming.lane import Lane
@@ -138,6 +139,26 @@ def test_a_truncated_sample_may_end_in_eos(labels: list[int]) -> None:
     assert cut.labels.tolist() == [-100, 6, 7, 2 if labels[-1] == 8 else -100]
     assert whole.tokens.tolist() == [1, 2, 3, 4], "what was not cut keeps its end"
     assert lane.ledger.dropped["truncated"] == 1
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_truncated_sample_keeps_the_eos_of_its_tokenizer(mixed: bool) -> None:
+    """Unless it had none."""
+
+    class WithTokenizer:
+        tokenizer = SimpleNamespace(eos_id=2)
+
+        def __call__(self, row: Any) -> Any:
+            return row
+
+    ready = [{"tokens": [5, 6, 7, 8, 9, end], "labels": [5, 6, 7, 8, 9, end]} for end in (2, 3)]
+    cut: dict[str, Any] = {"max_seq_len": 4, "overlong": "truncate"}
+    if mixed:
+        mix = Mix([{"name": "a", "source": MapSource(ready), "weight": 1, "encoder": WithTokenizer()}])
+        lane = make(mix, encode=TokensEncoder(), **cut)
+    else:
+        lane = make(MapSource(ready), encode=WithTokenizer(), **cut)
+    assert [pack.tokens.tolist() for pack in drain(lane)] == [[5, 6, 7, 2], [5, 6, 7, 8]]
 
 
 def test_splitting_adds_no_eos() -> None:

@@ -133,9 +133,9 @@ MISTAKES = (
     Mistake(
         door=FILES,
         title="Packed twice",
-        make=lambda folder: first(packs([{"input_ids": [5] * 9}])),
-        message="row 0: there is a column 'seq_lens': it is a pack already; give the dataset that was packed, or "
-        "leave packing to one of the two",
+        make=lambda folder: packs(packs([{"input_ids": [5] * 9}])),
+        message="IterablePackedDataset gives packs, not rows; give the dataset that was packed, or leave packing to "
+        "one of the two",
         cure="Give samples, not packs. In TRL, leave `packing` and `padding_free` off.",
     ),
     Mistake(
@@ -461,7 +461,7 @@ MISTAKES = (
         title="A token that the model does not have",
         make=lambda folder: trained(folder, [{"input_ids": [5, 99_999]}] * 9),
         message="token id 99999 is outside the model's vocabulary of 1024 ids (0 to 1023); use the model's own "
-        "tokenizer, or call model.resize_token_embeddings(len(tokenizer)) before the trainer is made",
+        "tokenizer, or give the model more embeddings (model.resize_token_embeddings(len(tokenizer)))",
         cure="Use the model's own tokenizer.",
     ),
     Mistake(

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from streampack.cli import main
 from streampack.training import model as models
 from streampack.training.validate import notes, validate
-from tests.support.tiny import tiny_config
+from tests.support.tiny import ADAPTERS, BASE, tiny_config
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +174,79 @@ def test_a_broken_config_has_one_problem(sound, changes, message):
     assert len(problems) == 1, problems
     assert problems[0].startswith(message.replace("{folder}", sound["folder"])), problems[0]
     assert "\n" not in problems[0]
+
+
+LORA = {"_component_": "torchtune.models.llama3.lora_llama3", **BASE, **ADAPTERS}
+LOSS = {"_component_": "torchtune.rlhf.loss.DPOLoss", "beta": 0.1}
+
+# Changes to a sound config, the recipe it is for, and the beginning of the only problem they make.
+OF_RECIPES = [
+    (
+        {"model": LORA},
+        "full_finetune",
+        "recipe full_finetune: model: torchtune.models.llama3.lora_llama3 has adapters",
+    ),
+    (
+        {"model": LORA},
+        "pretrain",
+        "recipe pretrain: model: torchtune.models.llama3.lora_llama3 has adapters, and this",
+    ),
+    (
+        {},
+        "lora_finetune",
+        "recipe lora_finetune: model: torchtune.models.llama3.llama3 has no adapters to train; name",
+    ),
+    ({}, "dpo", "recipe dpo: loss is missing; name one that compares pairs, such as loss: "),
+    ({"loss": LOSS}, "full_finetune", "recipe full_finetune: loss: this recipe's is cross-entropy"),
+    (
+        {"model.embed_dim": 32},
+        None,
+        "model: the checkpointer's weights do not fit the model: size mismatch for tok_embeddings.weight, (16, 16) in "
+        "the checkpoint and (16, 32) in the model; ",
+    ),
+    (
+        {"model.num_layers": 3},
+        "full_finetune",
+        "recipe full_finetune: the checkpointer's weights do not fit the model: 1 layer(s) in the checkpoint and 3 in ",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "recipe", "message"), OF_RECIPES, ids=lambda each: str(each)[:60])
+def test_what_does_not_fit_the_recipe_is_one_problem(sound, changes, recipe, message):
+    for files in (True, False):
+        [problem] = validate(changed(sound, changes), recipe=recipe, files=files)
+        assert problem.startswith(message), problem
+        assert "\n" not in problem
+
+
+def test_a_checkpoint_of_another_model_in_hugging_faces_format(sound, tmp_path):
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    weights = {"model.embed_tokens.weight": torch.zeros(24, 16)}
+    weights |= {f"model.layers.{layer}.self_attn.q_proj.weight": torch.zeros(16, 16) for layer in range(2)}
+    save_file(weights, tmp_path / "model.safetensors")
+    checkpointer = {"checkpoint_dir": str(tmp_path), "checkpoint_files": ["model.safetensors"]}
+    config = changed(sound, {})
+    config["checkpointer"] |= checkpointer
+    [problem] = validate(config)
+    assert problem == (
+        "model: the checkpointer's weights do not fit the model: size mismatch for tok_embeddings.weight, (24, 16) in "
+        "the checkpoint and (16, 16) in the model; 2 layer(s) in the checkpoint and 1 in the model; name the model "
+        "that the checkpoint is of"
+    )
+    config["model"] |= {"vocab_size": 24, "num_layers": 2}
+    assert validate(config) == []
+
+
+def test_a_config_of_ours_is_checked_for_its_recipe(sound, tmp_path, capsys):
+    (tmp_path / "my.yaml").write_text(json.dumps(changed(sound, {})))
+    words = ["validate", "--no-files", str(tmp_path / "my.yaml"), "--recipe"]
+    assert main([*words, "full_finetune"]) == 0
+    assert main([*words, "dpo"]) == 1
+    assert "recipe dpo: loss is missing" in capsys.readouterr().err
+    dpo = ["validate", "--no-files", "dpo_quickstart"]
+    assert main(dpo) == 0
+    assert main([*dpo, "loss=null"]) == 1
 
 
 def test_a_device_of_another_machine_is_a_note(sound, monkeypatch, tmp_path, capsys):

@@ -21,11 +21,12 @@ from streampack.integrations.hf_trainer.checkpoints import (
 )
 from streampack.integrations.hf_trainer.epochs import Plan, plan_epochs
 from streampack.integrations.hf_trainer.evaluation import Evaluation, TokenMean, require_end
-from streampack.integrations.hf_trainer.steps import Steps, require_token_ids
+from streampack.integrations.hf_trainer.steps import Steps
 from streampack.loader.data_loader import PackedDataLoader
 from streampack.losses import require_unshared
 from streampack.packing.batch import Batch
 from streampack.streaming.dataset import IterablePackedDataset
+from streampack.validation import require_token_ids
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -128,7 +129,8 @@ class Hooks:
                 that share a prompt.
         """
         require_unshared(batch)
-        require_token_ids(batch, find_pretrained(self.trainer.model))
+        model = find_pretrained(self.trainer.model)
+        require_token_ids(batch.tokens, model.config.get_text_config().vocab_size)
         batch = batch.to(self.trainer.args.device)
         return {**self.inputs(batch), "labels": batch.labels}
 

@@ -11,7 +11,6 @@ from streampack.loader.data_loader import PackedDataLoader
 from streampack.packing.batch import Batch
 from streampack.streaming.lane_state import LaneState
 from streampack.streaming.round_robin import total_ledger
-from streampack.validation import vocabulary_text
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -180,17 +179,3 @@ class Steps:
                 "rate's schedule ends, was estimated",
                 self.planned_epochs, steps, max_steps,
             )  # fmt: skip
-
-
-def require_token_ids(batch: Batch, model: Any) -> None:
-    """Check that a model has an embedding for every token of a batch. A GPU would only report a failed assertion.
-
-    Raises:
-        ValueError: if it has not.
-    """
-    ids = model.config.get_text_config().vocab_size
-    if (highest := int(batch.tokens.max())) >= ids:
-        raise ValueError(
-            f"token id {highest} is outside the model's vocabulary of {vocabulary_text(ids)}; use the model's own "
-            "tokenizer, or call model.resize_token_embeddings(len(tokenizer)) before the trainer is made"
-        )

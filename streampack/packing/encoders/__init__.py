@@ -12,7 +12,7 @@ from streampack.packing.encoders.messages import MessagesEncoder, guard_datasets
 from streampack.packing.encoders.preference import PreferenceEncoder
 from streampack.packing.encoders.rollout import RolloutEncoder
 from streampack.packing.encoders.text import TextEncoder
-from streampack.packing.encoders.tokenizer import check_tokenizer, padding_id, require_encoder
+from streampack.packing.encoders.tokenizer import check_tokenizer, eos_of, padding_id, require_encoder
 
 __all__ = [
     "PROBE_TEXT",
@@ -26,6 +26,7 @@ __all__ = [
     "TextEncoder",
     "TokensEncoder",
     "check_tokenizer",
+    "eos_of",
     "guard_datasets",
     "padding_id",
     "qualified_name",

@@ -32,8 +32,8 @@ def check_tokenizer(tokenizer: Any) -> Any:
     return without_truncation(tokenizer)
 
 
-def require_encoder(encoder: Any) -> Any:
-    """Return an encoder, or raise if it is a tokenizer or cannot be called.
+def require_encoder(encoder: Any) -> None:
+    """Check that this is an encoder: raise if it is a tokenizer or a class, or cannot be called.
 
     Raises:
         ValueError: naming what to wrap it with.
@@ -43,11 +43,15 @@ def require_encoder(encoder: Any) -> Any:
             f"encoder is a tokenizer, a {type(encoder).__name__}; wrap it: TextEncoder(tokenizer) for rows of text, "
             "ChatEncoder(tokenizer) for messages, PromptCompletionEncoder(tokenizer) for prompts with answers"
         )
+    if isinstance(encoder, type):
+        raise ValueError(
+            f"encoder is the class {encoder.__name__}; call it with what it needs, such as "
+            f"encoder={encoder.__name__}(tokenizer)"
+        )
     if not callable(encoder):
         raise ValueError(
             f"encoder is a {type(encoder).__name__}; it must be a function that makes a streampack.Sample of a row"
         )
-    return encoder
 
 
 def check_ends(tokenizer: Any, *, add_bos: bool | None, add_eos: bool) -> None:
@@ -89,6 +93,12 @@ def own_bos(tokenizer: Any) -> bool | None:
 def own_fingerprint(tokenizer: Any) -> str | None:
     """Return the fingerprint of an `HFTokenizer`. Others have none: None; only their tokens of a text are compared."""
     return tokenizer.fingerprint() if isinstance(tokenizer, HFTokenizer) else None
+
+
+def eos_of(tokenizer: Any) -> int | None:
+    """Return a tokenizer's end-of-text id, or None if it has none."""
+    found = getattr(tokenizer, "eos_id", None)
+    return found if type(found) is int and found >= 0 else None
 
 
 def padding_id(tokenizer: Any) -> int:
