@@ -32,7 +32,7 @@ from tests.support.bad_shards import (
 from tests.support.conformance import check_resume_everywhere, content
 from tests.support.corpus import Numbers
 from tests.support.shards import shards, source
-from tests.support.web import Web
+from tests.support.web import Reply, Web
 
 
 @contextmanager
@@ -177,6 +177,37 @@ def test_a_shard_behind_a_url(tmp_path: Path, kind: str) -> None:
             ValueError, match=r"1 of 4 files cannot be read: .*HTTP 404, there is no such file"
         ):
             stream(source(kind, paths), on_bad_record="error")
+
+
+@pytest.mark.parametrize("place", ["http 416", "http 200", "s3"])
+def test_an_empty_shard_behind_a_url_is_not_asked_for_again(tmp_path: Path, place: str) -> None:
+    """Servers answer a range of it with 416 or with the whole of it, and may send no ETag."""
+    with Web(shards("jsonl", 3)) as web, unwarned():
+        good, settings = list(web.files), {}
+        if place == "s3":
+            pytest.importorskip("s3fs")
+            settings = {"storage_options": {"key": "a", "secret": "b", "endpoint_url": web.url}}
+            web.files = {f"/bucket{path}": content for path, content in web.files.items()}
+        root = "s3://bucket" if place == "s3" else web.url
+        expected = survivors(
+            stream(source("jsonl", [root + path for path in good], **settings), shuffle=False)
+        )
+        empty = next(iter(web.files)).replace("000", "001a")
+        web.files[empty] = b""
+        if place != "s3":
+            reply = Reply(200) if place == "http 200" else Reply(416, headers={"Content-Range": "bytes */0"})
+            web.route = lambda path, query, headers: reply if path == empty else path
+        paths = [root + path for path in [*good, good[0].replace("000", "001a")]]
+        with pytest.raises(ValueError, match=r"1 of 4 files cannot be read: .*001a.jsonl: it is empty"):
+            stream(source("jsonl", paths, **settings), on_bad_record="error")
+        data = source("jsonl", paths, **settings)
+        web.requests.clear()
+        dataset = stream(data, shuffle=False, quarantine=tmp_path)
+        assert survivors(dataset) == expected
+        resumed = stream(data, shuffle=False)
+        resumed.load_state_dict(dataset.state_dict())
+        assert not [path for path, _ in web.requests if empty in path]
+        assert {entry["reason"] for entry in listed(tmp_path)} == {"it is empty"}
 
 
 def test_one_warning_names_how_many_and_the_first(tmp_path: Path) -> None:
