@@ -23,6 +23,8 @@ BAD_RECORDS_FOLDER = "bad_records"  # the default folder, within a run's output 
 REPORTED_KINDS = 3  # kinds of reasons that a report counts
 LONGEST_KIND = 60  # characters of a kind of reason in a report
 MAX_LOGGED = 10  # records that each process logs if no folder lists them
+BAD_FRACTION = 0.01  # the default limit
+MOST_UNJUDGED = 100  # bad records of a lane that no fraction forbids: of the first rows it would tell nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +41,14 @@ class Quarantine:
     Args:
         folder: where the files of one stream are written. If it is None, nothing is listed, and each process logs the
             first ten records and shards that it skips.
-        limit: the most broken records that one lane may skip, over all epochs and resumes.
+        limit: the most broken records that one lane may skip in one pass over its rows; or, below 1, which fraction of
+            the rows that it read, where they are more than `MOST_UNJUDGED`. So a record counts once in all epochs.
         quiet: if there is no folder, do not log records either.
         shard_limit: the most bad shards that one lane may leave out, over all epochs and resumes.
     """
 
     folder: str | None = None
-    limit: int = 100
+    limit: float = BAD_FRACTION
     quiet: bool = False
     shard_limit: int = 10
     # For each lane, the (shard, offset) of the records that its file lists; a bad shard has no offset.
@@ -54,19 +57,34 @@ class Quarantine:
     _warned_of: set[str] = field(default_factory=set, compare=False)  # the paths of bad shards
 
     def __post_init__(self) -> None:
-        require_positive(self.limit, "max_bad_records", least=0)
+        if not isinstance(self.limit, float):
+            require_positive(self.limit, "max_bad_records", least=0)
+        elif not 0 < self.limit < 1:
+            raise ValueError(
+                f"max_bad_records={self.limit} is neither a whole number nor a fraction between 0 and 1"
+            )
         require_positive(self.shard_limit, "max_bad_shards", least=0)
 
-    def skip(self, lane: int, *, source: Source, row_id: RowId, reason: str, before: int) -> None:
-        """List a record that a lane skips. The lane has skipped ``before`` records so far.
+    def skip(self, lane: int, *, source: Source, row_id: RowId, reason: str, before: int, rows: int) -> None:
+        """List a record that a lane skips.
+
+        Args:
+            lane: which lane skips it.
+            source: of the run.
+            row_id: of the record.
+            reason: why it is skipped.
+            before: how many other records the lane has skipped in this pass over its rows.
+            rows: how many rows it has read in all passes.
 
         Raises:
-            ValueError: if those are as many as the limit allows.
+            ValueError: if there are as many others as the limit allows.
         """
-        if before >= self.limit:
+        of_rows = isinstance(self.limit, float)
+        if before >= (max(MOST_UNJUDGED, self.limit * rows) if of_rows else self.limit):
             raise ValueError(
-                f"{source.locate(row_id)}: {reason}; lane {lane} has passed by {self.limit} broken records before this "
-                "one: look at them, and raise max_bad_records if they may be left out"
+                f"{source.locate(row_id)}: {reason}; lane {lane} has skipped {before:,} others"
+                f"{f' of the {rows:,} rows that it read' if of_rows else ''}, and max_bad_records={self.limit} lets no "
+                "more pass: look at them, and raise it if they may be left out"
             )
         path = source.path_of(row_id)
         self.append(lane, shard=source.shard(row_id), offset=row_id[-1], reason=reason, path=path)
@@ -166,7 +184,7 @@ class Quarantine:
 
 
 def quarantine_for(
-    on_bad_record: str, *, folder: str | os.PathLike[str] | None, limit: int, shard_limit: int
+    on_bad_record: str, *, folder: str | os.PathLike[str] | None, limit: float, shard_limit: int
 ) -> Quarantine | None:
     """Make the quarantine of a run; return None if a broken record is an error.
 

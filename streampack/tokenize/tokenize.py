@@ -16,7 +16,7 @@ from streampack.instantiate import build
 from streampack.packing.encoders import TokensEncoder, check_tokenizer, guard_datasets
 from streampack.packing.settings import Packing
 from streampack.sources.as_source import as_source
-from streampack.sources.bad_records import BAD_RECORDS_FOLDER, quarantine_for
+from streampack.sources.bad_records import BAD_FRACTION, BAD_RECORDS_FOLDER, quarantine_for
 from streampack.sources.indexed import INDEX
 from streampack.sources.source import Source
 from streampack.sources.token_files import DTYPES, FORMAT, VERSION
@@ -68,7 +68,7 @@ def tokenize(
     shard: tuple[int, int] | None = None,
     finish: bool = False,
     on_bad_record: str = "error",
-    max_bad_records: int = 100,
+    max_bad_records: float = BAD_FRACTION,
     max_bad_shards: int = 10,
     quarantine: str | os.PathLike[str] | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -105,7 +105,7 @@ def tokenize(
         finish: write the index when all shards are there, and tokenize nothing.
         on_bad_record: ``"error"``, or ``"skip"``, which leaves out records that cannot be read or encoded, as an
             `IterablePackedDataset` does. The index counts them.
-        max_bad_records: of one lane; one more is an error.
+        max_bad_records: of one lane, or a fraction of its rows; see `IterablePackedDataset`. One more is an error.
         max_bad_shards: files of one lane that cannot be read; one more is an error.
         quarantine: a folder for lists of skipped records and shards; see `Quarantine`. Default: ``out/bad_records``;
             with ``out`` behind a URL, each process logs the first ten.

@@ -246,7 +246,8 @@ def read_pieces(dataset: IterablePackedDataset, *, world: World) -> tuple[list[P
     if quarantine is not None:
         folder = quarantine.folder if world.is_main else None
         lanes = dataset.lanes_for(1)
-        quarantine = Quarantine(folder, quarantine.limit * lanes, shard_limit=quarantine.shard_limit * lanes)
+        limit = quarantine.limit if isinstance(quarantine.limit, float) else quarantine.limit * lanes
+        quarantine = Quarantine(folder, limit, shard_limit=quarantine.shard_limit * lanes)
     planned = replace(config, packing=whole, shuffle_window=0, endless=False, quarantine=quarantine)
     reader = PieceReader(planned, lane=0, num_lanes=1)
     reader.open(0)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from streampack import IterablePackedDataset, JSONLSource, MapSource, Mix, TextEncoder, TokenShardSource, cli
-from streampack.sources import Holdout, Reading
+from streampack.sources import Holdout, Reading, bad_records
 from streampack.sources.examples import EXAMPLES
 from streampack.storage.folders import LocalFolder
 from streampack.tokenize.tokenize import from_config, tokenize
@@ -298,18 +298,21 @@ def test_skipped_records_are_counted_across_a_resume(tmp_path: Path, after: int)
     assert len(listed(bad)) == 2 * len(BROKEN)
 
 
-def test_too_many_broken_records_are_an_error(tmp_path: Path) -> None:
-    """They are counted by lane, over several calls."""
+def test_too_many_broken_records_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are counted by lane, over several calls; a fraction is one of the rows of all of them."""
     source, many = broken_corpus(tmp_path / "corpus"), 2 * len(BROKEN)
     settings = {"lanes": 1, "shard_tokens": 300, **SKIP}
     run(source, tmp_path / "enough", **settings, max_bad_records=many)
     whole = content(tmp_path / "enough")
-    limit = rf"1.jsonl:150: .*; lane 0 has passed by {many - 1} broken records before this one: look at them"
+    limit = rf"1.jsonl:150: .*; lane 0 has skipped {many - 1} others, and"
     for _ in range(2):  # the second call begins after the shards of the first
         with pytest.raises(ValueError, match=limit):
             run(source, tmp_path / "out", **settings, max_bad_records=many - 1)
     assert len(content(tmp_path / "out")) > 10
-    run(source, tmp_path / "out", **settings)
+    monkeypatch.setattr(bad_records, "MOST_UNJUDGED", 0)
+    with pytest.raises(ValueError, match=f"1.jsonl:150: .*{many - 1} others of the 299 rows that it read"):
+        run(source, tmp_path / "out", **settings, max_bad_records=0.03)
+    run(source, tmp_path / "out", **settings, max_bad_records=0.04)
     assert content(tmp_path / "out") == whole
 
 
