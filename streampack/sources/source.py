@@ -92,6 +92,10 @@ class Source(ABC):
         """Return the path or URL, without secrets, of the file that a row is in; None if it is in no file."""
         return None
 
+    def problem_of(self, row_id: RowId) -> str | None:
+        """Return how the file of a row that cannot be encoded differs from others, which may be why; else None."""
+        return None
+
     @property
     def retry_budget(self) -> float:
         """Longest time in seconds that one read may spend on retries; must be below the loader's ``timeout``."""

@@ -205,14 +205,14 @@ class PieceReader:
                 self.begin_stats(row)
             self.reader.charge([])
             return []
-        unreadable = row.data is UNREADABLE and self.unreadable
-        sample_or_reason = unreadable.reason if unreadable else config.sample(row)
-        if isinstance(sample_or_reason, str):
-            self._skip_record(
-                row, sample_or_reason, lost=unreadable.lost if unreadable else None, again=again
-            )
+        if row.data is UNREADABLE and (unreadable := self.unreadable) is not None:
+            self._skip_record(row, unreadable.reason, lost=unreadable.lost, again=again)
             return []
-        sample = sample_or_reason
+        sample = config.sample(row)
+        if isinstance(sample, str):
+            reason, lost = config.judged(row, sample)
+            self._skip_record(row, reason, lost=lost, again=again)
+            return []
         try:
             parts = config.cut(sample)
             trained = None

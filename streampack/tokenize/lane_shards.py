@@ -174,7 +174,8 @@ class _Samples:
                 return
             sample_or_reason = self.config.sample(row)
             if isinstance(sample_or_reason, str):
-                self._skip(row.row_id, sample_or_reason)
+                reason, lost = self.config.judged(row, sample_or_reason)
+                self._skip(row.row_id, reason, lost=lost)
             else:
                 self.documents += 1
                 yield row, sample_or_reason

@@ -310,9 +310,7 @@ def test_a_fraction_of_the_rows_may_be_bad(tmp_path: Path) -> None:
 
     assert run() == run(max_bad_records=0.007) == run(max_bad_records=120) == 120
     for limit, share in ((0.005, " of the 15,000 rows"), (100, "")):
-        with pytest.raises(
-            ValueError, match=f"a.jsonl:15001: .*100 others{share}.*max_bad_records={limit} "
-        ):
+        with pytest.raises(ValueError, match=f"a.jsonl:15001: .*100 others{share}.*max_bad_records={limit} "):
             run(max_bad_records=limit)
 
 

@@ -10,9 +10,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from streampack import Holdout, Mix, PackedDataLoader
+from streampack import Holdout, Mix, PackedDataLoader, ParquetSource
 from streampack.accounting import Ledger
 from streampack.sources import Reading
 from streampack.storage.problems import GONE
@@ -308,6 +310,43 @@ def test_a_file_in_many_parts_has_one_line_in_each_lane(tmp_path: Path) -> None:
     entries = listed(tmp_path / "bad")
     assert sum(entry["bytes"] for entry in entries) == size
     assert dataset.ledger().bad_shards == len(entries) == len(list((tmp_path / "bad").iterdir()))
+
+
+@pytest.mark.parametrize("columns", [None, ["i", "n"]])
+@pytest.mark.parametrize("odd", [0, 4])
+def test_a_parquet_file_with_a_column_of_another_type_is_one_bad_shard(
+    tmp_path: Path, columns: list[str] | None, odd: int
+) -> None:
+    """Each of its rows fails where it is encoded; a file that differs elsewhere has bad records."""
+    files = corpus("parquet", tmp_path / "data")
+    for number, path in enumerate(files.paths):
+        found = pq.read_table(path).to_pydict() | {"url": range(30) if number == 2 else ["a"] * 30}
+        if number == odd:
+            found["n"] = list(map(str, found["n"]))
+        if number == 2:
+            found["n"][0] = None
+        pq.write_table(pa.table(found), path, row_group_size=10)
+
+    def make(**settings: Any) -> Any:
+        return stream(ParquetSource(files.paths, columns=columns), max_bad_records=1, epochs=2, **settings)
+
+    dataset = make(quarantine=tmp_path / "bad")
+    expected = sorted(2 * [i for i in files.rest(odd) if i != 60])
+    assert survivors(dataset) == expected
+    ledger = dataset.ledger().as_dict()
+    entries = listed(tmp_path / "bad")
+    assert (ledger["bad_shards"], ledger["bad_records"]) == (len(entries) - 1, 2)
+    reasons = {entry["reason"].partition(": ")[0] for entry in entries if entry["shard"] == f"{odd}.parquet"}
+    assert reasons == {"its column 'n' is string, and integer in most files"}
+    check_resume_everywhere(make, packs=12, whole_every=6)
+    source, settings = ParquetSource(files.paths, columns=columns), {"encoder": Numbers(), "progress": False}
+    out = tokenize(source, out=tmp_path / "out", on_bad_record="skip", lanes=2, **settings)
+    index = json.loads((out / "index.json").read_text())
+    assert (index["bad_records"], index["bad_shards"]) == (1, 1)
+    mix = Mix([{"name": "a", "weight": 1, "source": Holdout(source, fraction=0.01, part="train")}])
+    dataset = stream(mix, max_bad_records=1)
+    list(dataset)
+    assert dataset.ledger().bad_shards > 0
 
 
 @pytest.mark.parametrize("workers", [0, 2])
