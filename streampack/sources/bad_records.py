@@ -54,7 +54,6 @@ class Quarantine:
     # For each lane, the (shard, offset) of the records that its file lists; a bad shard has no offset.
     _known: dict[int, set[tuple[str, int | None]]] = field(default_factory=dict, compare=False)
     _logged: list[tuple[str, int | None]] = field(default_factory=list, compare=False)
-    _warned_of: set[str] = field(default_factory=set, compare=False)  # the paths of bad shards
 
     def __post_init__(self) -> None:
         if not isinstance(self.limit, float):
@@ -214,9 +213,11 @@ def require_sound(source: Source, quarantine: Quarantine | None) -> None:
             f"{summarize(bad, files=files)}; restore them, remove them from the corpus, or leave them out with "
             'on_bad_record="skip"'
         )
-    new = [problem for problem in bad if problem[0] not in quarantine._warned_of]
-    quarantine._warned_of.update(shown for shown, _ in new)
+    told = [each.warned_of for each in source.file_sources().values()]
+    new = [problem for problem in bad if not any(problem[0] in each for each in told)]
     if new and not quarantine.quiet:
+        for each in told:
+            each.update(shown for shown, _ in new)
         shown, reason = new[0]
         warn_user(
             f"{len(new):,} of {files:,} files cannot be read and are left out; the first is {shown}: {reason}"

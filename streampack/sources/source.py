@@ -195,6 +195,9 @@ class Source(ABC):
 class Listable(Protocol):
     """A source of files, whose list can be kept."""
 
+    warned_of: set[str]
+    """Files that cannot be read of which the user was warned, as they are shown."""
+
     def marks(self) -> FileMarks:
         """Return the files with the tags by which a resume compares them."""
 

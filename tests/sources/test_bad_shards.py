@@ -14,9 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from streampack import Holdout, Mix, PackedDataLoader, ParquetSource
+from streampack import Holdout, Mix, PackedDataLoader, ParquetSource, TokensEncoder
 from streampack.accounting import Ledger
 from streampack.sources import Reading
+from streampack.sources.holdout import hold_out
 from streampack.storage.problems import GONE
 from streampack.streaming.lane_state import as_dicts
 from streampack.tokenize.tokenize import tokenize
@@ -220,6 +221,27 @@ def test_one_warning_names_how_many_and_the_first(tmp_path: Path) -> None:
         list(stream(files.open()))
     assert [str(each.message) for each in warned] == [
         f"3 of 6 files cannot be read and are left out; the first is {files.paths[1]}: it is empty"
+    ]
+
+
+def test_a_file_is_warned_of_once_though_several_datasets_read_it(tmp_path: Path) -> None:
+    """As in a recipe that holds a fraction out: a dataset for training, and one of each source for validation."""
+    one, two = (corpus(kind, tmp_path / kind) for kind in ("jsonl", "tokens"))
+    HARM["empty"](one.paths[1])
+    HARM["gone"](two.paths[1])
+    files = [
+        {"name": "a", "source": one.open()},
+        {"name": "b", "source": two.open(), "encoder": TokensEncoder()},
+    ]
+    train, held_out = hold_out(Mix([{**each, "weight": 1} for each in files]), fraction=0.1)
+    assert isinstance(held_out, Mix)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        parts = [(entry.source, entry.encoder or Numbers()) for entry in held_out.entries]
+        for data, encode in [(train, Numbers()), *parts, (train, Numbers())]:
+            list(islice(stream(data, encoder=encode), 4))
+    assert [str(each.message) for each in warned] == [
+        f"2 of {6 + len(two.paths)} files cannot be read and are left out; the first is {one.paths[1]}: it is empty"
     ]
 
 
