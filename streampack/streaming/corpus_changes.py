@@ -143,7 +143,8 @@ class CorpusChanges:
                 "relative to the folder that is given, or to the part of the pattern before its first wildcard: give "
                 "what the run began with, or begin a new run from the weights"
             )
-        return changes(before, now) or "the files are in another order"
+        paths = [file.shown for file in source.marks().files]
+        return changes(before, now, paths=paths) or "the files are in another order"
 
     def _epochs(self, name: str, lane_states: Iterable[LaneState], *, least: bool = False) -> list[int]:
         """Return the epoch of a source that each lane reads; with ``least``, one that is not above it."""
