@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +23,7 @@ from streampack.sources.indexed import INDEX
 from streampack.sources.source import Source
 from streampack.sources.token_files import DTYPES, FORMAT, VERSION
 from streampack.storage.base import map_in_threads
-from streampack.storage.folders import folder_at, write_file
+from streampack.storage.folders import Folder, LocalFolder, folder_at, write_file
 from streampack.storage.remote import scheme_of
 from streampack.streaming.lane_config import Encode, LaneConfig
 from streampack.streaming.run_identity import Encoded
@@ -162,9 +164,10 @@ def tokenize(
 
     alone = shard is None
     with (
+        _full_disks_named(folder),
         folder.lock("", way_out="wait until it ends, stop it, or give another folder")
         if alone
-        else nullcontext()
+        else nullcontext(),
     ):
         jobs = jobs_of(source, folder, job_of, add=not finish, alone=alone)
         _require_work(shard, sum(job.plan["lanes"] for job in jobs))
@@ -194,6 +197,20 @@ def tokenize(
             _write_index(jobs, [progress for found in done for progress in found])
             folder.remove_locks()
     return out
+
+
+@contextmanager
+def _full_disks_named(folder: Folder) -> Iterator[None]:
+    """Add to an error of a full disk which one it is, and the way out."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            place = folder.shown if isinstance(folder, LocalFolder) else tempfile.gettempdir()
+            error.add_note(
+                f"while writing to {place}; free some space there, and the same call goes on behind its complete shards"
+            )
+        raise
 
 
 def from_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -61,6 +61,7 @@ def run(options: argparse.Namespace, path: Path, config: Any) -> int:
     from omegaconf import OmegaConf
 
     from streampack.tokenize.tokenize import from_config, tokenize
+    from streampack.training.errors import message_of
 
     try:
         tokenize(
@@ -76,7 +77,7 @@ def run(options: argparse.Namespace, path: Path, config: Any) -> int:
             storage_options=options.storage_options,
         )
     except (ValueError, ImportError, RuntimeError, OSError) as error:
-        sys.stderr.write(f"{path}: {error}\n")
+        sys.stderr.write(f"{path}: {message_of(error)}\n")
         return 1
     return 0
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import multiprocessing as mp
 import os
@@ -448,6 +450,35 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert cli.main([*words, "data.on_bad_record=skip"]) == 0
     assert TokenShardSource(tmp_path / "skipped").tokens == 3
     assert len(listed(tmp_path / "bad")) == 1
+
+
+@pytest.mark.parametrize("name", ["tokens-", "generation-", "index.json"])
+def test_a_full_disk_is_said_in_a_sentence_and_leaves_no_part_of_a_file(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Full(io.FileIO):
+        def write(self, data: Any, /) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def opened(path: Path, mode: str = "r", *args: Any, **settings: Any) -> Any:
+        full = name in path.name and mode == "wb"
+        return io.BufferedWriter(Full(path, "w")) if full else plain(path, mode, *args, **settings)
+
+    plain, out, config = Path.open, tmp_path / "out", tmp_path / "data.yaml"
+    (tmp_path / "rows.jsonl").write_text('{"tokens": [1, 2]}\n{"tokens": [3]}\n')
+    config.write_text(CONFIG.format(path=tmp_path / "rows.jsonl"))
+    words = ["tokenize", "--config", str(config), "--out", str(out)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", opened)
+        assert cli.main(words) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"{config}: [Errno 28] No space left on device while writing to {out}; free some space there, and the same "
+        "call goes on behind its complete shards"
+    )
+    files = [path.relative_to(out) for path in out.rglob("*") if path.is_file()]
+    assert not [path for path in files if path.name.startswith(".") and path.name != ".lock"]
+    assert cli.main(words) == 0
+    assert TokenShardSource(out).tokens == 3
 
 
 @pytest.mark.parametrize(
