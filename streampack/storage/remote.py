@@ -14,6 +14,7 @@ from streampack.storage.base import File, changed, ends, redact, resized
 from streampack.storage.requests import Listed, listed, request_of, store
 from streampack.storage.responses import Answer, Judged, refusal
 from streampack.storage.retries import PERMANENT, Refused
+from streampack.validation import require_duration
 
 SERVED = ("http", "https", "s3", "hf")
 """Schemes whose answers say themselves which version they are of. Of the others, files are looked up again."""
@@ -48,7 +49,7 @@ class RemoteStorage:
 
     def __init__(self, scheme: str, *, options: Mapping[str, Any], patience: float) -> None:
         self.scheme = scheme
-        self.patience = patience
+        self.patience = require_duration(patience, "timeout", "seconds")
         self._options = dict(options)
         self._filesystem: tuple[int, Any] | None = None  # (process id, file system)
         # For files that were listed without an ETag: the one that came with their first answer, by path.

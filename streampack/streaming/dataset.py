@@ -38,7 +38,7 @@ from streampack.streaming.run_identity import OF_READING, RunIdentity
 from streampack.streaming.run_settings import RunSettings
 from streampack.streaming.trace import trace
 from streampack.types import Fragment, Sample
-from streampack.validation import require, require_minutes, require_positive, require_token_id, warn_user
+from streampack.validation import require, require_duration, require_positive, require_token_id, warn_user
 
 log = logging.getLogger(__name__)
 
@@ -200,7 +200,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             checks=must_check(source, encode, vocab_size),
             quarantine=kept,
             balance_cost=AttentionCost.from_setting(balance_cost),
-            use=StorageUse(60 * require_minutes(max_outage, "max_outage")),
+            use=StorageUse(60 * require_duration(max_outage, "max_outage", "minutes")),
         )
         self.lane_config.check_shards()
         self.read_ahead = require_positive(read_ahead, "read_ahead", least=0)
