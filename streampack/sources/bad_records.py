@@ -7,12 +7,15 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any
 from zlib import crc32
 
 from streampack.sources.source import Source
+from streampack.storage.base import redact
 from streampack.storage.problems import summarize
 from streampack.types import RowId
 from streampack.validation import require, require_positive, warn_user
@@ -140,6 +143,10 @@ class Quarantine:
         file = Path(self.folder, f"lane-{lane:05d}.jsonl")
         if lane not in self._known:
             file.parent.mkdir(parents=True, exist_ok=True)
+            if file.is_symlink():  # whoever may write to the folder could have any file cut and written to
+                raise ValueError(
+                    f"{file} is a link, and is not followed; remove it, or name another quarantine"
+                )
             self._known[lane] = _listed(file)
         if (shard, offset) not in self._known[lane]:
             place = {} if offset is None else {"offset": offset}
@@ -170,7 +177,7 @@ class Quarantine:
         files = sorted(Path(self.folder).glob("lane-*.jsonl")) if self.folder is not None else []
         found: dict[tuple[str, int | None], dict[str, Any]] = {}
         for path in files:
-            for entry in _entries(path.read_bytes()):
+            for entry in _entries(b"" if path.is_symlink() else path.read_bytes()):
                 found.setdefault((entry["shard"], entry.get("offset")), entry)
         if not (entries := list(found.values())):
             return ""
@@ -191,9 +198,17 @@ def quarantine_for(
         ValueError: for settings that make no sense together.
     """
     require(on_bad_record, "on_bad_record", ("error", "skip"))
-    if on_bad_record == "error" and folder is not None:
-        raise ValueError('a quarantine lists what is skipped; set on_bad_record="skip"')
-    kept = Quarantine(None if folder is None else os.fspath(folder), limit, shard_limit=shard_limit)
+    if folder is not None:
+        if on_bad_record == "error":
+            raise ValueError('a quarantine lists what is skipped; set on_bad_record="skip"')
+        folder = os.fspath(folder)
+        if "://" in folder:
+            raise ValueError(f"quarantine={redact(folder)!r} is a URL; name a folder of this machine")
+        paths = (Path(folder), *Path(folder).absolute().parents)
+        there = next(path for path in paths if os.access(path, os.F_OK) or path.is_symlink())
+        if not there.is_dir():
+            raise ValueError(f"quarantine={folder!r} cannot be made: {there} is no folder; name another one")
+    kept = Quarantine(folder, limit, shard_limit=shard_limit)
     return kept if on_bad_record == "skip" else None
 
 
@@ -236,5 +251,14 @@ def _listed(path: Path) -> set[tuple[str, int | None]]:
 
 
 def _entries(lines: bytes) -> list[dict[str, Any]]:
-    """Return the entries of a list, without a last line that is cut off: a kill, or a lane that is writing it."""
-    return [json.loads(line) for line in lines.split(b"\n")[:-1]]
+    """Return the entries of a list, without lines that are damaged: a kill, a full disk, a lane that is writing it."""
+    found = []
+    for line in lines.split(b"\n")[:-1]:
+        with suppress(ValueError):
+            entry = json.loads(line)
+            known = isinstance(entry, dict) and [
+                type(entry.get(key)) for key in ("shard", "reason", "offset")
+            ]
+            if known in ([str, str, int], [str, str, NoneType]):
+                found.append(entry)
+    return found

@@ -487,6 +487,66 @@ def test_lists_have_paths_that_can_be_opened_and_keep_files_of_one_name_apart(
     assert f"the first is {tmp_path}/" in Quarantine(str(tmp_path / "bad")).report()
 
 
+@pytest.mark.parametrize("within", ["", "bad", "a/b"])
+def test_a_folder_that_cannot_be_made_is_refused_at_the_start(tmp_path: Path, within: str) -> None:
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file" / within
+    with pytest.raises(
+        ValueError, match=f"quarantine='{folder}' cannot be made: {tmp_path}/file is no folder"
+    ):
+        stream(ROWS, quarantine=folder)
+    with pytest.raises(
+        ValueError, match="quarantine='s3://bucket/bad' is a URL; name a folder of this machine"
+    ):
+        stream(ROWS, quarantine="s3://bucket/bad")
+
+
+def test_a_list_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    data, _, _ = corpus("jsonl", tmp_path / "data")
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "other").write_text("half a line")
+    link = tmp_path / "bad" / "lane-00000.jsonl"
+    link.symlink_to(tmp_path / "other")
+    with pytest.raises(ValueError, match=f"{link} is a link, and is not followed; remove it"):
+        list(stream(data, quarantine=tmp_path / "bad", num_lanes=1))
+    assert (tmp_path / "other").read_text() == "half a line"
+    kept = stream(data, quarantine=tmp_path / "bad").lane_config.quarantine
+    assert kept is not None
+    (tmp_path / "other").write_text('{"shard": "a", "reason": "b"}\n')
+    assert kept.report() == ""
+    link.unlink()
+    link.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="is a link, and is not followed"):
+        list(stream(data, quarantine=tmp_path / "bad", num_lanes=1))
+    assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"{",
+        b"\xff",
+        b"[1]",
+        b"7",
+        b'{"shard": 1}',
+        b"",
+        b'{"reason": null, "shard": []}',
+        b'{"shard": "a", "reason": "b", "offset": []}',
+    ],
+)
+def test_a_damaged_line_of_a_list_ends_no_run(tmp_path: Path, line: bytes) -> None:
+    """Such as the line of a disk that was full, or lost power, behind which another process has written."""
+    data, _, bad = corpus("jsonl", tmp_path / "data")
+    quarantine = stream(data, quarantine=tmp_path / "bad", num_lanes=1).lane_config.quarantine
+    assert quarantine is not None
+    path = tmp_path / "bad" / "lane-00000.jsonl"
+    path.parent.mkdir()
+    path.write_bytes(line + b"\n")
+    assert quarantine.report() == ""
+    list(stream(data, quarantine=tmp_path / "bad", num_lanes=1))
+    assert quarantine.report().startswith(f"{len(bad)} listed")
+
+
 def test_a_report_leaves_out_a_line_that_a_kill_cut_off(tmp_path: Path) -> None:
     data, _, bad = corpus("jsonl", tmp_path / "data")
     dataset = stream(data, quarantine=tmp_path / "bad", num_lanes=1)
