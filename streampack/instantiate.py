@@ -98,7 +98,9 @@ def resolve(path: str) -> Any:
     """
     parts = str(path).split(".")
     module, package = ".".join(parts[:-1]), parts[0]
-    if not all(part.isidentifier() and not part.startswith("_") for part in parts):
+    if not isinstance(path, str) or not all(
+        part.isidentifier() and not part.startswith("_") for part in parts
+    ):
         raise ValueError(
             f"_component_ {path!r} is no public dotted name; write one such as torch.optim.AdamW or my_package.Rows"
         )

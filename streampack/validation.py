@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
+LONGEST = 10**9
+"""The longest duration, in seconds or minutes: threads and ranks can wait for centuries at most."""
 PACKAGE = str(Path(__file__).parent) + os.sep
 OURS = ("streampack", "streampack_recipes", "__main__")
 """Packages whose errors speak to users; a recipe is run as ``__main__``."""
@@ -76,23 +78,25 @@ def naming_nearest(function: Callable[Given, Result]) -> Callable[Given, Result]
 
 
 def require_positive(value: object, name: str, *, least: int = 1) -> int:
-    """Return ``value`` as an int; raise if it is not a whole number of at least ``least``."""
+    """Return ``value`` as an int; raise if it is not a whole number from ``least`` to 2^63 - 1."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise ValueError(f"{name}={value!r} is not a whole number; give one of at least {least}")
     number = operator.index(value)
     if number < least:
         raise ValueError(f"{name}={number} is below {least}; give at least {least}")
+    if number >= 2**63:
+        raise ValueError(f"{name}={number} is above 2^63 - 1; give a smaller one")
     return number
 
 
-def require_minutes(value: object, name: str) -> float:
-    """Return ``value`` as a float; raise if it is not a number of minutes, 0 or more.
+def require_duration(value: object, name: str, unit: str) -> float:
+    """Return ``value`` as a float; raise if it is not a number from 0 to `LONGEST`.
 
-    >>> require_minutes(30, "max_outage")
+    >>> require_duration(30, "max_outage", "minutes")
     30.0
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise ValueError(f"{name}={value!r} is no number of minutes; give one of at least 0")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LONGEST:
+        raise ValueError(f"{name}={value!r} is no number of {unit}; give one from 0 to {LONGEST:,}")
     return float(value)
 
 

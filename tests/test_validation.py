@@ -9,6 +9,10 @@ from torch import nn
 
 from streampack import (
     IterablePackedDataset,
+    JSONLSource,
+    MapSource,
+    Mix,
+    MultipackBatchSampler,
     PackedDataLoader,
     PackedDataset,
     method_loader,
@@ -91,3 +95,36 @@ def test_hints_leave_signatures_as_they_are() -> None:
         assert "args" not in inspect.signature(each).parameters
         with pytest.raises(TypeError, match="missing"):
             each()
+
+
+LOADED = IterablePackedDataset(ROWS, max_seq_len=8)
+
+
+@pytest.mark.parametrize("number", [2**63, 10**400])
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("num_lanes", lambda n: IterablePackedDataset(ROWS, max_seq_len=8, num_lanes=n)),
+        ("padding_idx", lambda n: IterablePackedDataset(ROWS, max_seq_len=8, padding_idx=n)),
+        ("max_seq_len", lambda n: IterablePackedDataset(ROWS, max_seq_len=n)),
+        ("max_outage", lambda n: IterablePackedDataset(ROWS, max_seq_len=8, max_outage=n)),
+        ("batch_size", lambda n: PackedDataLoader(LOADED, batch_size=n)),
+        ("num_workers", lambda n: PackedDataLoader(LOADED, num_workers=n)),
+        ("timeout", lambda n: PackedDataLoader(LOADED, timeout=n)),
+        ("max_tokens", lambda n: MultipackBatchSampler([1, 2], max_tokens=n)),
+        ("max_seq_len", lambda n: PackedDataset(ROWS, max_seq_len=n)),
+        ("retries", lambda n: JSONLSource("https://nowhere.invalid/a.jsonl", retries=n)),
+        ("timeout", lambda n: JSONLSource("https://nowhere.invalid/a.jsonl", timeout=n)),
+        ("max_line_bytes", lambda n: JSONLSource(__file__, max_line_bytes=n)),
+    ],
+)
+def test_numbers_that_no_machine_can_hold_are_refused_by_name(name: str, make: Any, number: int) -> None:
+    with pytest.raises(ValueError, match=f"^{name}={number} is "):
+        make(number)
+
+
+def test_a_weight_that_is_no_float_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="source 'a' has weight=10+; give its fraction of the trained tokens"
+    ):
+        Mix([{"name": "a", "source": MapSource(ROWS), "weight": 10**400}])

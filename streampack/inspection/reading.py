@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import sys
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -44,7 +45,7 @@ def tolerant(config: LaneConfig) -> LaneConfig:
         empty="drop",
         untrained="drop" if config.untrained == "error" else config.untrained,
         packing=replace(packing, overlong="drop") if packing.overlong == "error" else packing,
-        quarantine=Quarantine(limit=2**63, shard_limit=2**63, quiet=True),
+        quarantine=Quarantine(limit=sys.maxsize, shard_limit=sys.maxsize, quiet=True),
     )
 
 

@@ -23,7 +23,7 @@ from streampack.streaming.dataset import IterablePackedDataset
 from streampack.streaming.lane_state import LaneState, as_dicts
 from streampack.streaming.loaded_state import LoadedState
 from streampack.streaming.round_robin import total_ledger
-from streampack.validation import naming_nearest, require_positive
+from streampack.validation import naming_nearest, require_duration, require_positive
 
 
 class PackedDataLoader:
@@ -100,15 +100,14 @@ class PackedDataLoader:
         if packs_per_step is not None:
             require_positive(packs_per_step, "packs_per_step")
         for value, name in ((num_workers, "num_workers"), (max_worker_restarts, "max_worker_restarts")):
-            if value < 0:
-                raise ValueError(f"{name}={value} is below 0; give at least 0")
+            require_positive(value, name, least=0)
         self.dataset = dataset
         self.batch_size = batch_size
         self.num_workers = num_workers
         self.prefetch_factor = prefetch_factor
         self.max_worker_restarts = max_worker_restarts
         self.pin_memory = pin_memory
-        limit = timedelta(seconds=timeout)
+        limit = timedelta(seconds=require_duration(timeout, "timeout", "seconds"))
         self.rank_sync = RankSync(
             timeout=limit,
             group=gloo_group(process_group, timeout=limit),

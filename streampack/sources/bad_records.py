@@ -8,12 +8,15 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any
 from zlib import crc32
 
 from streampack.sources.source import Source
+from streampack.storage.base import redact
 from streampack.storage.problems import summarize
 from streampack.types import RowId
 from streampack.validation import require, require_positive, warn_user
@@ -24,6 +27,8 @@ BAD_RECORDS_FOLDER = "bad_records"  # the default folder, within a run's output 
 REPORTED_KINDS = 3  # kinds of reasons that a report counts
 LONGEST_KIND = 60  # characters of a kind of reason in a report
 MAX_LOGGED = 10  # records that each process logs if no folder lists them
+BAD_FRACTION = 0.01  # the default limit
+MOST_UNJUDGED = 100  # bad records of a lane that no fraction forbids: of the first rows it would tell nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,34 +46,49 @@ class Quarantine:
     Args:
         folder: where the files of one stream are written. If it is None, nothing is listed, and each process logs the
             first ten records and shards that it skips.
-        limit: the most broken records that one lane may skip, over all epochs and resumes.
+        limit: the most broken records that one lane may skip in one pass over its rows; or, below 1, which fraction of
+            the rows that it read, where they are more than `MOST_UNJUDGED`. So a record counts once in all epochs.
         quiet: if there is no folder, do not log records either.
         shard_limit: the most bad shards that one lane may leave out, over all epochs and resumes.
     """
 
     folder: str | None = None
-    limit: int = 100
+    limit: int | float = BAD_FRACTION
     quiet: bool = False
     shard_limit: int = 10
     # For each lane, the (shard, offset) of the records that its file lists; a bad shard has no offset.
     _known: dict[int, set[tuple[str, int | None]]] = field(default_factory=dict, compare=False)
-    _logged: list[str] = field(default_factory=list, compare=False)
-    _warned_of: set[str] = field(default_factory=set, compare=False)  # the paths of bad shards
+    _logged: list[str] = field(default_factory=list, compare=False)  # places
 
     def __post_init__(self) -> None:
-        require_positive(self.limit, "max_bad_records", least=0)
+        if not isinstance(self.limit, float):
+            require_positive(self.limit, "max_bad_records", least=0)
+        elif not 0 < self.limit < 1:
+            raise ValueError(
+                f"max_bad_records={self.limit} is neither a whole number nor a fraction between 0 and 1"
+            )
         require_positive(self.shard_limit, "max_bad_shards", least=0)
 
-    def skip(self, lane: int, *, source: Source, row_id: RowId, reason: str, before: int) -> None:
-        """List a record that a lane skips. The lane has skipped ``before`` records so far.
+    def skip(self, lane: int, *, source: Source, row_id: RowId, reason: str, before: int, rows: int) -> None:
+        """List a record that a lane skips.
+
+        Args:
+            lane: which lane skips it.
+            source: of the run.
+            row_id: of the record.
+            reason: why it is skipped.
+            before: how many other records the lane has skipped in this pass over its rows.
+            rows: how many rows it has read in all passes.
 
         Raises:
-            ValueError: if those are as many as the limit allows.
+            ValueError: if there are as many others as the limit allows.
         """
-        if before >= self.limit:
+        of_rows = isinstance(self.limit, float)
+        if before >= (max(MOST_UNJUDGED, self.limit * rows) if of_rows else self.limit):
             raise ValueError(
-                f"{source.locate(row_id)}: {reason}; lane {lane} has passed by {self.limit} broken records before this "
-                "one: look at them, and raise max_bad_records if they may be left out"
+                f"{source.locate(row_id)}: {reason}; lane {lane} has skipped {before:,} others"
+                f"{f' of the {rows:,} rows that it read' if of_rows else ''}, and max_bad_records={self.limit} lets no "
+                "more pass: look at them, and raise it if they may be left out"
             )
         path, place = source.path_of(row_id), source.locate_cheaply(row_id)
         self.append(
@@ -135,6 +155,10 @@ class Quarantine:
         file = Path(self.folder, f"lane-{lane:05d}.jsonl")
         if lane not in self._known:
             file.parent.mkdir(parents=True, exist_ok=True)
+            if file.is_symlink():  # whoever may write to the folder could have any file cut and written to
+                raise ValueError(
+                    f"{file} is a link, and is not followed; remove it, or name another quarantine"
+                )
             self._known[lane] = _listed(file)
         if (shard, offset) not in self._known[lane]:
             entry = {"path": path, "place": place, "shard": shard, "offset": offset}
@@ -164,7 +188,7 @@ class Quarantine:
         files = sorted(Path(self.folder).glob("lane-*.jsonl")) if self.folder is not None else []
         found: dict[tuple[str, int | None], dict[str, Any]] = {}
         for path in files:
-            for entry in _entries(path.read_bytes()):
+            for entry in _entries(b"" if path.is_symlink() else path.read_bytes()):
                 found.setdefault((entry["shard"], entry.get("offset")), entry)
         if not (entries := list(found.values())):
             return ""
@@ -185,7 +209,7 @@ def kind_of(reason: str) -> str:
 
 
 def quarantine_for(
-    on_bad_record: str, *, folder: str | os.PathLike[str] | None, limit: int, shard_limit: int
+    on_bad_record: str, *, folder: str | os.PathLike[str] | None, limit: float, shard_limit: int
 ) -> Quarantine | None:
     """Make the quarantine of a run; return None if a broken record is an error.
 
@@ -193,9 +217,17 @@ def quarantine_for(
         ValueError: for settings that make no sense together.
     """
     require(on_bad_record, "on_bad_record", ("error", "skip"))
-    if on_bad_record == "error" and folder is not None:
-        raise ValueError('a quarantine lists what is skipped; set on_bad_record="skip"')
-    kept = Quarantine(None if folder is None else os.fspath(folder), limit, shard_limit=shard_limit)
+    if folder is not None:
+        if on_bad_record == "error":
+            raise ValueError('a quarantine lists what is skipped; set on_bad_record="skip"')
+        folder = os.fspath(folder)
+        if "://" in folder:
+            raise ValueError(f"quarantine={redact(folder)!r} is a URL; name a folder of this machine")
+        paths = (Path(folder), *Path(folder).absolute().parents)
+        there = next(path for path in paths if os.access(path, os.F_OK) or path.is_symlink())
+        if not there.is_dir():
+            raise ValueError(f"quarantine={folder!r} cannot be made: {there} is no folder; name another one")
+    kept = Quarantine(folder, limit, shard_limit=shard_limit)
     return kept if on_bad_record == "skip" else None
 
 
@@ -215,9 +247,11 @@ def require_sound(source: Source, quarantine: Quarantine | None) -> None:
             f"{summarize(bad, files=files)}; restore them, remove them from the corpus, or leave them out with "
             'on_bad_record="skip"'
         )
-    new = [problem for problem in bad if problem[0] not in quarantine._warned_of]
-    quarantine._warned_of.update(shown for shown, _ in new)
+    told = [each.warned_of for each in source.file_sources().values()]
+    new = [problem for problem in bad if not any(problem[0] in each for each in told)]
     if new and not quarantine.quiet:
+        for each in told:
+            each.update(shown for shown, _ in new)
         shown, reason = new[0]
         warn_user(
             f"{len(new):,} of {files:,} files cannot be read and are left out; the first is {shown}: {reason}"
@@ -236,5 +270,14 @@ def _listed(path: Path) -> set[tuple[str, int | None]]:
 
 
 def _entries(lines: bytes) -> list[dict[str, Any]]:
-    """Return the entries of a list, without a last line that is cut off: a kill, or a lane that is writing it."""
-    return [json.loads(line) for line in lines.split(b"\n")[:-1]]
+    """Return the entries of a list, without lines that are damaged: a kill, a full disk, a lane that is writing it."""
+    found = []
+    for line in lines.split(b"\n")[:-1]:
+        with suppress(ValueError):
+            entry = json.loads(line)
+            known = isinstance(entry, dict) and [
+                type(entry.get(key)) for key in ("shard", "reason", "offset")
+            ]
+            if known in ([str, str, int], [str, str, NoneType]):
+                found.append(entry)
+    return found

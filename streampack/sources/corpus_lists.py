@@ -85,20 +85,26 @@ class CorpusList:
         return [[part._replace(file=now[part.file]) for part in lane] for lane in self.lanes]
 
 
-def changes(before: Sequence[Entry], now: Sequence[Entry]) -> str:
-    """Describe which files were added, removed and changed.
+def changes(before: Sequence[Entry], now: Sequence[Entry], *, paths: Sequence[str] = ()) -> str:
+    """Describe which files were added, removed and changed; those of ``now`` by their ``paths``, if these are given.
 
     >>> changes([Entry("a", 1, "x"), Entry("b", 1, "y")], [Entry("b", 2, "z"), Entry("c", 1, "y")])
     '1 added (c), 1 removed (a), 1 changed (b)'
     """
-    old, new = Counter(before), Counter(now)
-    gone, came = (Counter(entry.name for entry in each.elements()) for each in (old - new, new - old))
-    found = {"added": came - gone, "removed": gone - came, "changed": came & gone}
-    return ", ".join(
-        f"{names.total():,} {what} ({_some(list(names.elements()))})"
-        for what, names in found.items()
-        if names
-    )
+    left = Counter(before)
+    came: list[tuple[str, str]] = []
+    for entry, path in zip(now, paths or [entry.name for entry in now], strict=True):
+        if left[entry]:
+            left[entry] -= 1
+        else:
+            came.append((entry.name, path))
+    gone = Counter(entry.name for entry in left.elements())
+    found: dict[str, list[str]] = {"added": [], "removed": [], "changed": []}
+    for name, path in came:
+        found["changed" if gone[name] else "added"].append(path)
+        gone[name] -= bool(gone[name])
+    found["removed"] += gone.elements()
+    return ", ".join(f"{len(files):,} {what} ({_some(files)})" for what, files in found.items() if files)
 
 
 def renamed(before: Sequence[Entry], now: Sequence[Entry]) -> str | None:

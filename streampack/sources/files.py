@@ -62,6 +62,7 @@ class FileSource(Source):
             for number, file in enumerate(self.files)
             if file.path in corpus.problems
         }
+        self.warned_of: set[str] = set()  # files that cannot be read, as they are shown to the user
         # Names of files that are left out because of what a manifest tells, and of which rows would be read, or looked
         # for, without it. A state that was made by such a manifest is refused without it, and the other way round.
         self.odd: list[str] = []

@@ -14,7 +14,7 @@ from streampack.sources.examples import EXAMPLES, Example, example
 from streampack.sources.files import FileSource, divide, places
 from streampack.sources.lines import HEAD_BYTES, ByteCount, Lines, parsed, stretch
 from streampack.sources.parts import BadShard, Damage, Part, Record
-from streampack.storage.base import ParallelMap, map_in_threads
+from streampack.storage.base import ParallelMap, map_in_threads, path_in
 from streampack.storage.compression import content, kind_of, not_text
 from streampack.storage.formats import JSON_LINES, not_json_lines, other_json, whole_json
 from streampack.storage.listing import Corpus, Name, Once, alone, find_files, require_some
@@ -157,7 +157,7 @@ class JSONLSource(FileSource):
             line, left = 1, offset
             with (
                 suppress(FileNotFoundError),
-                content(RangeStream(self.fetcher(), file, 0, file.size), name=file.shown) as stream,
+                content(RangeStream(self.fetcher(), file, 0, file.size), name=path_in(file.path)) as stream,
             ):
                 while left and (chunk := stream.read(min(left, 1 << 20))):
                     line += chunk.count(b"\n")

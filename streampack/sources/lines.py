@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from streampack.sources.parts import BadShard, Damage, Part, Record
-from streampack.storage.base import File
+from streampack.storage.base import File, path_in
 from streampack.storage.compression import BUFFER_BYTES, DAMAGED, content, kind_of, not_text
 from streampack.storage.json_depth import require_shallow
 from streampack.storage.problems import EMPTY
@@ -102,7 +102,7 @@ class Lines:
         begin, stop = stretch(file, part, offset)
         end = begin + 1 if few else stop
         self.raw = RangeStream(fetcher, file, begin, end, later, tail=tail_of(begin, end))
-        self.stream = content(self.raw, name=file.shown)
+        self.stream = content(self.raw, name=path_in(file.path))
         if begin == 0 and seekable and (kind := kind_of(self.stream.peek(HEAD_BYTES)[:HEAD_BYTES])):
             raise BadShard(not_text(kind), offset=offset)
         if offset and seekable:

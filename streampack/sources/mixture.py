@@ -280,6 +280,10 @@ class Mix(Source):
         """See `Source.path_of`."""
         return self.entries[row_id[0]].source.path_of(row_id[1:])
 
+    def problem_of(self, row_id: RowId) -> str | None:
+        """See `Source.problem_of`."""
+        return self.entries[row_id[0]].source.problem_of(row_id[1:])
+
     def fetch(self, row_id: RowId) -> Mapping[str, Any]:
         """See `Source.fetch`."""
         return self.entries[row_id[0]].source.fetch(row_id[1:])

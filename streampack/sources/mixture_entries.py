@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -48,7 +47,7 @@ def entry_of(given: Mapping[str, Any] | Entry, once: Once) -> Entry:
         if given.get(key) is None:
             raise ValueError(f"source {name!r} has no {key}; its keys are {', '.join(keys)}")
     weight = given["weight"]
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < 2**63:
         raise ValueError(
             f"source {name!r} has weight={weight!r}; give its fraction of the trained tokens, 0 to leave it out"
         )

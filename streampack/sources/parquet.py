@@ -21,11 +21,11 @@ from streampack.sources.row_groups import (
     row_groups,
     starts_of,
 )
-from streampack.sources.schemas import differing
+from streampack.sources.schemas import differing, schema_of
 from streampack.sources.source import Divisible
 from streampack.sources.turns import deal, share
 from streampack.storage.base import ParallelMap
-from streampack.storage.details import Details
+from streampack.storage.details import Details, Schema
 from streampack.storage.formats import PARQUET
 from streampack.storage.listing import Corpus, Name, Once, alone, find_files
 from streampack.storage.ranges import Block, Fetcher
@@ -155,6 +155,15 @@ class ParquetSource(FileSource):
         return super().locate(row_id) + (
             f" (row group {group_of(footer, row)})" if footer is not None else ""
         )
+
+    def problem_of(self, row_id: RowId) -> str | None:
+        """See `Source.problem_of`: a column that it lacks or has of another type than most of up to 16 other files."""
+        sound = [number for number in range(len(self.files)) if number not in {*self.bad, row_id[0]}]
+        schemas: list[Schema | None] = []
+        for number in [*(sound[i] for i in spread(len(sound), PROBED_FILES)), row_id[0]]:
+            with suppress(BadShard, FileNotFoundError):
+                schemas.append(schema_of(self.footers.get(number, self.fetcher().take)))
+        return differing(schemas, self.columns).get(len(schemas) - 1)
 
     def natural_lanes(self) -> int:
         """Return one lane per 256 KiB, but no more than there are parts to divide.

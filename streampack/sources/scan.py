@@ -19,7 +19,7 @@ from streampack.sources.lines import HEAD_BYTES
 from streampack.sources.parts import BadShard, Damage
 from streampack.sources.row_groups import Footers, row_groups
 from streampack.sources.schemas import differing, schema_of
-from streampack.storage.base import HASHED_BYTES, THREADS, File
+from streampack.storage.base import HASHED_BYTES, THREADS, File, path_in
 from streampack.storage.compression import DAMAGED, content, kind_of, not_text
 from streampack.storage.details import LONGEST_PROBLEM, Schema
 from streampack.storage.formats import JSON_LINES, PARQUET, not_json_lines
@@ -197,9 +197,9 @@ def _look_at_lines(corpus: Corpus, file: File, tag: str) -> _Look:
         return _Look(tag, problem=problem)
     fetcher = Fetcher(corpus.storage, corpus.retries)
     try:
-        head = content(RangeStream(fetcher, file, 0, min(HASHED_BYTES, file.size)), name=file.shown).read(
-            HEAD_BYTES
-        )
+        head = content(
+            RangeStream(fetcher, file, 0, min(HASHED_BYTES, file.size)), name=path_in(file.path)
+        ).read(HEAD_BYTES)
     except DAMAGED as error:
         raise BadShard(f"it cannot be decompressed: {error}", offset=0) from error
     if not head:

@@ -92,6 +92,10 @@ class Source(ABC):
         """Return the path or URL, without secrets, of the file that a row is in; None if it is in no file."""
         return None
 
+    def problem_of(self, row_id: RowId) -> str | None:
+        """Return how the file of a row that cannot be encoded differs from others, which may be why; else None."""
+        return None
+
     @property
     def retry_budget(self) -> float:
         """Longest time in seconds that one read may spend on retries; must be below the loader's ``timeout``."""
@@ -190,6 +194,9 @@ class Source(ABC):
 
 class Listable(Protocol):
     """A source of files, whose list can be kept."""
+
+    warned_of: set[str]
+    """Files that cannot be read of which the user was warned, as they are shown."""
 
     def marks(self) -> FileMarks:
         """Return the files with the tags by which a resume compares them."""

@@ -22,6 +22,7 @@ import json
 import zlib
 from array import array
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -199,7 +200,8 @@ class ShardWriter:
 
     def abandon(self) -> None:
         """Remove the unfinished file."""
-        self.file.close()
+        with suppress(OSError):  # on a full disk, what is buffered cannot be written
+            self.file.close()
         self.unfinished.unlink(missing_ok=True)
 
     def _write(self, data: bytes) -> None:

@@ -57,6 +57,10 @@ class WrappedSource(Source):
         """See `Source.path_of`."""
         return self.source.path_of(row_id)
 
+    def problem_of(self, row_id: RowId) -> str | None:
+        """See `Source.problem_of`."""
+        return self.source.problem_of(row_id)
+
     @property
     def retry_budget(self) -> float:
         """See `Source.retry_budget`."""

@@ -143,12 +143,17 @@ def resized(file: File, size: int | None) -> Resized:
 
 
 def split_url(url: str) -> SplitResult:
-    """Split a URL. Only a web address has a fragment: an object store lists whole keys, with ``#`` in them.
+    """Split a URL. Only a web address has a fragment and any query: in an object store's keys are ``#`` and ``?``.
 
-    >>> split_url("https://host/a#1").path, split_url("s3://bucket/a#1").path
-    ('/a', '/a#1')
+    >>> split_url("https://host/a#1").path, split_url("s3://bucket/a#1?b?versionId=2")[2:4]
+    ('/a', ('/a#1?b', 'versionId=2'))
     """
-    return urlsplit(url, allow_fragments=url.startswith(("http:", "https:")))
+    if url.startswith(("http:", "https:")):
+        return urlsplit(url)
+    key, _, version = url.partition("?versionId=")
+    parts = urlsplit(key, allow_fragments=False)
+    rest = key[key.index("?") :] if "?" in key else ""
+    return parts._replace(path=parts.path + rest, query=version and f"versionId={version}")
 
 
 def path_in(path: str) -> str:
@@ -172,7 +177,8 @@ def redact(path: str) -> str:
     user, _, host = parts.netloc.rpartition("@")
     if parts.scheme == "hf" and ":" not in user:  # in hf://gpt2@main, what stands before the @ is no user
         host = parts.netloc
-    return f"{parts.scheme}://{host}{parts.path}"
+    # A signature that was written to a key by mistake is a secret, too.
+    return f"{parts.scheme}://{host}{parts.path if '=' not in parts.path else parts.path.partition('?')[0]}"
 
 
 class ParallelMap(Protocol):

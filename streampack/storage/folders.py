@@ -144,7 +144,9 @@ class RemoteFolder:
                 "gs://, az://), and copy it from there"
             )
         parts = split_url(url)
-        self._url = parts._replace(path=parts.path.rstrip("/"), query="", fragment="").geturl()
+        self._url = parts._replace(
+            path=parts.path.partition("?")[0].rstrip("/"), query="", fragment=""
+        ).geturl()
         self.shown = redact(self._url)
         self.storage = RemoteStorage(scheme, options=options, patience=TIMEOUT)
         self.retries = retries or Retries()

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from streampack.fingerprint import digest
-from streampack.storage.base import File, LocalStorage, Resized, Storage, map_in_threads, redact, split_url
+from streampack.storage.base import File, LocalStorage, Storage, map_in_threads, redact, split_url
 from streampack.storage.details import Details
 from streampack.storage.file_marks import FileMarks
 from streampack.storage.formats import in_folder
@@ -32,7 +32,7 @@ Name = str | os.PathLike[str]
 MAGIC = "*?["
 ESCAPED = re.compile(r"\[([*?[])\]")  # a character that `glob.escape` has escaped
 BLANK_BYTES = 4096  # A local file up to this size is read when it is listed, in case it has blank lines only.
-UNREADABLE = "unreadable"  # the tag of a file that is gone
+UNREADABLE = "unreadable"  # the tag of a file that is gone or cannot be read
 
 
 Result = TypeVar("Result")
@@ -131,10 +131,12 @@ class Corpus:
         return self.marks().difference(theirs)
 
     def tag(self, file: File) -> str:
-        """Return a file's ETag, or a hash of its first and last 64 KiB; a fixed word if it is gone and left out.
+        """Return a file's ETag, or a hash of its first and last 64 KiB; a fixed word if it is known to be unreadable.
 
         Of a file with others beside it, return a digest of all their tags.
         """
+        if file.path in self.problems:
+            return file.tag if file.tag and file.size else UNREADABLE
         try:
             own, *others = [
                 self.retries.call(partial(self.storage.tag, each))
@@ -143,10 +145,6 @@ class Corpus:
             return digest(own, *others) if others else own
         except FileNotFoundError:
             if not self.tolerant:
-                raise
-            return UNREADABLE
-        except Resized:
-            if file.path not in self.problems:
                 raise
             return UNREADABLE
 

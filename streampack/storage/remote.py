@@ -14,6 +14,7 @@ from streampack.storage.base import File, changed, ends, redact, resized
 from streampack.storage.requests import Listed, listed, request_of, store
 from streampack.storage.responses import Answer, Judged, refusal
 from streampack.storage.retries import PERMANENT, Refused
+from streampack.validation import require_duration
 
 SERVED = ("http", "https", "s3", "hf")
 """Schemes whose answers say themselves which version they are of. Of the others, files are looked up again."""
@@ -48,7 +49,7 @@ class RemoteStorage:
 
     def __init__(self, scheme: str, *, options: Mapping[str, Any], patience: float) -> None:
         self.scheme = scheme
-        self.patience = patience
+        self.patience = require_duration(patience, "timeout", "seconds")
         self._options = dict(options)
         self._filesystem: tuple[int, Any] | None = None  # (process id, file system)
         # For files that were listed without an ETag: the one that came with their first answer, by path.
@@ -67,6 +68,8 @@ class RemoteStorage:
 
     def fetch(self, file: File, start: int, stop: int) -> bytes:
         """See `Storage.fetch`. An answer with a part of the range, another range or another version is an error."""
+        if start == stop:
+            return b""  # no request can name such a range
         answer = self._ask(file.path, start, stop)
         if answer.size != file.size:
             raise resized(file, answer.size)

@@ -71,7 +71,14 @@ async def _s3(fs: Any, path: str, start: int, stop: int) -> Answer:
     bucket, key, version = fs.split_path(path)
     extra = {"VersionId": version} if version else {}
     ranged = f"bytes={start}-{stop - 1}"
-    response = await fs._call_s3("get_object", Bucket=bucket, Key=key, Range=ranged, **extra)
+    try:
+        response = await fs._call_s3("get_object", Bucket=bucket, Key=key, Range=ranged, **extra)
+    except OSError as error:
+        answer = getattr(error.__cause__, "response", {}).get("ResponseMetadata", {})
+        if answer.get("HTTPStatusCode") != 416:
+            raise
+        info = listed(path, await fs._info(path, refresh=True))  # the range lies behind the object's end
+        return Answer(b"", None, info.size or 0, info.tag)
     headers = {"Content-Range": response.get("ContentRange", ""), "ETag": response.get("ETag", "")}
     async with response["Body"] as body:
         head = head_of(path, response["ResponseMetadata"]["HTTPStatusCode"], headers)

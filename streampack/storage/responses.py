@@ -16,7 +16,7 @@ class Answer(NamedTuple):
     """A server's answer to a range request, as its headers describe it."""
 
     data: bytes
-    start: int | None  # the first byte of the range; None if that would be behind the file's end
+    start: int | None  # the first byte of the range; None if the range is behind the file's end
     size: int  # bytes of the whole file
     tag: str | None  # the ETag, if the server sends one
 
@@ -38,7 +38,8 @@ def head_of(path: str, status: int, headers: Mapping[str, str]) -> Answer:
     This comes before the body is read, because a server without range requests sends the whole file.
 
     Raises:
-        Judged: holds the error, if the status is neither 206 nor the 416 of a range behind the file's end.
+        Judged: holds the error, if the status is neither 206 nor the 416 of a range behind the file's end. Some servers
+            answer 200 instead if the file is empty.
     """
     ranged = re.fullmatch(r"bytes (?:(\d+)-\d+|\*)/(\d+|\*)", headers.get("Content-Range", ""))
     start, size = ranged.groups() if ranged else (None, None)
@@ -52,6 +53,8 @@ def head_of(path: str, status: int, headers: Mapping[str, str]) -> Answer:
         )
     if status == 416 and size and size != "*":
         return Answer(b"", None, int(size), tag)
+    if status == 200 and headers.get("Content-Length") == "0":
+        return Answer(b"", None, 0, tag)
     if status == 206 and start and size:
         return Answer(b"", int(start), int(size), tag)
     raise Judged(refusal(redact(path), status, headers))

@@ -144,7 +144,8 @@ class CorpusChanges:
                 "what the run began with, or begin a new run from the weights"
                 + (", or name this source of the mixture anew, as which it begins" if name else "")
             )
-        return changes(before, now) or "the files are in another order"
+        paths = [file.shown for file in source.marks().files]
+        return changes(before, now, paths=paths) or "the files are in another order"
 
     def _epochs(self, name: str, lane_states: Iterable[LaneState], *, least: bool = False) -> list[int]:
         """Return the epoch of a source that each lane reads; with ``least``, one that is not above it."""

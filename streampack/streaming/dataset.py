@@ -19,7 +19,7 @@ from streampack.packing.collator_check import refuse_foreign_collator
 from streampack.packing.encoders import TokensEncoder, guard_datasets
 from streampack.packing.settings import Packing
 from streampack.sources.as_source import as_source
-from streampack.sources.bad_records import quarantine_for
+from streampack.sources.bad_records import BAD_FRACTION, quarantine_for
 from streampack.sources.mixture import Mix
 from streampack.storage.read_ahead import READ_AHEAD, ReadAhead
 from streampack.storage.use import StorageUse
@@ -41,7 +41,7 @@ from streampack.types import Fragment, Sample
 from streampack.validation import (
     naming_nearest,
     require,
-    require_minutes,
+    require_duration,
     require_positive,
     require_token_id,
     warn_user,
@@ -99,7 +99,8 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             and under `prepare_trainer_for_packing`, and a warning elsewhere, unless ``"keep"`` is given.
         on_bad_record: what to do with a record that cannot be read or encoded: ``"error"``, or ``"skip"`` to leave it
             out and count it as ``bad_records``.
-        max_bad_records: how many bad records a lane may skip before the run fails.
+        max_bad_records: how many bad records a lane may skip in one pass over its rows before the run fails, 0 or more;
+            or, below 1, which fraction of the rows that it read, where it has skipped more than 100.
         max_bad_shards: how many bad shards (files that are empty, gone, or of another kind or schema) a lane may leave
             out before the run fails, with ``on_bad_record="skip"``. The ledger counts them as ``bad_shards``.
         quarantine: a folder for lists of the skipped records and shards; see `Quarantine`.
@@ -159,7 +160,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
         padding_idx: int = 0,
         vocab_size: int | None = None,
         on_bad_record: str = "error",
-        max_bad_records: int = 100,
+        max_bad_records: float = BAD_FRACTION,
         max_bad_shards: int = 10,
         quarantine: str | os.PathLike[str] | None = None,
         read_ahead: int = READ_AHEAD,
@@ -215,7 +216,7 @@ class IterablePackedDataset(IterableDataset[dict[str, Any]]):
             checks=must_check(source, encode, vocab_size),
             quarantine=kept,
             balance_cost=AttentionCost.from_setting(balance_cost),
-            use=StorageUse(60 * require_minutes(max_outage, "max_outage")),
+            use=StorageUse(60 * require_duration(max_outage, "max_outage", "minutes")),
         )
         self.lane_config.check_shards()
         self.read_ahead = require_positive(read_ahead, "read_ahead", least=0)

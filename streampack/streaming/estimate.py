@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count, islice
@@ -122,7 +123,11 @@ def _count(config: LaneConfig, num_lanes: int) -> Ledger:
 
 def _one_epoch(config: LaneConfig) -> LaneConfig:
     """Return the configuration of a pass before the run, which lists no bad records."""
-    quiet = None if config.quarantine is None else Quarantine(limit=2**63, shard_limit=2**63, quiet=True)
+    quiet = (
+        None
+        if config.quarantine is None
+        else Quarantine(limit=sys.maxsize, shard_limit=sys.maxsize, quiet=True)
+    )
     return replace(config, endless=False, quarantine=quiet)
 
 

@@ -220,6 +220,7 @@ class Lane:
             source_stats=tuple(stats.copy() for stats in self.source_stats),
             reached=reader.reached,
             bad_shards=tuple(reader.bad_shards),
+            bad_in_pass=reader.bad_of_state,
             whole=reader.newest_is_whole,
         )
 

@@ -10,8 +10,8 @@ from typing import Any
 from streampack.accounting import Ledger, SourceStats
 from streampack.types import Cursor, Pack
 
-SELDOM = ("anew", "whole")
-"""Fields of a lane state that its dict leaves out where they are False."""
+SELDOM = ("anew", "whole", "bad_in_pass")
+"""Fields of a lane state that its dict leaves out where they are False or empty."""
 DAMAGED = "; the state of this lane is damaged, resume from another checkpoint"
 
 
@@ -68,6 +68,8 @@ class LaneState:
     source_stats: tuple[SourceStats, ...] = ()  # one entry for each source of a mixture
     reached: int = 0  # a checksum of `Reader.reached` when the state was made; 0 at the end of an epoch
     bad_shards: tuple[int, ...] = ()  # checksums of the names of the bad shards that the lane left out
+    # Bad records of the newest pass over each source; empty if there are none.
+    bad_in_pass: tuple[int, ...] = ()
     # With ``balance_window``, while a window is open. Then ``cursor``, ``epoch``, ``first`` and ``offset`` are those of
     # its beginning, and all else is as it is now.
     open_window: OpenWindow | None = None
@@ -100,7 +102,7 @@ class LaneState:
         """
         ledger = Ledger(tokens_in=self.ledger.buffered if same_tokens else 0)
         stats = tuple(SourceStats() for _ in self.source_stats)
-        return replace(self.closed(), packs=0, ledger=ledger, source_stats=stats, anew=True)
+        return replace(self.closed(), packs=0, ledger=ledger, source_stats=stats, bad_in_pass=(), anew=True)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, which ``torch.load(weights_only=True)`` takes; long integers in hexadecimal digits.
@@ -116,6 +118,7 @@ class LaneState:
         found["ledger"] = self.ledger.numbers()
         found["source_stats"] = [stats.numbers() for stats in self.source_stats]
         found["bad_shards"] = list(self.bad_shards)
+        found["bad_in_pass"] = list(self.bad_in_pass)
         found["open_window"] = [] if self.open_window is None else self.open_window.as_list()
         for name in SELDOM:
             if not found[name]:  # as in nearly all states, which shall be small
@@ -141,9 +144,10 @@ class LaneState:
             _require_counts([found[name]], name, 1)
         _require_counts(values["cursor"], "cursor")
         _require_counts(values["bad_shards"], "bad_shards")
+        _require_counts(values.get("bad_in_pass", []), "bad_in_pass")
         _require_counts(values["front"], "front")
         _require_counts(values["ledger"], "ledger", len(Ledger().numbers()))
-        for name in ("done", *SELDOM):
+        for name in ("done", "anew", "whole"):
             if type(values.get(name, False)) is not bool:
                 raise ValueError(f"{name} is no bool" + DAMAGED)
         for name, size in (("source_stats", len(fields(SourceStats))), ("epochs", 2), ("windows", None)):
@@ -168,6 +172,7 @@ class LaneState:
         values["front"] = tuple(values["front"])
         values["ledger"] = Ledger.from_numbers(values["ledger"])
         values["bad_shards"] = tuple(values["bad_shards"])
+        values["bad_in_pass"] = tuple(values.get("bad_in_pass", ()))
         values["source_stats"] = tuple(SourceStats(*stats) for stats in values["source_stats"])
         return cls(**values)
 

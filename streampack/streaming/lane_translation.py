@@ -52,6 +52,7 @@ def translated(state: LaneState, before: Sequence[str], now: Sequence[str]) -> L
         cursor=tuple(places),
         front=tuple(front),
         source_stats=tuple(stats),
+        bad_in_pass=(),
         rows=_rows(state, size, to, len(now)),
         windows=tuple(
             (to[source], number, numbers) for source, number, numbers in state.windows if source in to

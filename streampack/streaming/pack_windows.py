@@ -175,6 +175,7 @@ class PackWindows:
             front=reader.reader.front,
             reached=reader.reached,
             bad_shards=tuple(reader.bad_shards),
+            bad_in_pass=reader.bad_of_state,
             whole=reader.newest_is_whole,
             open_window=OpenWindow(begun.packs, begun.next_piece, begun.consumed),
         )

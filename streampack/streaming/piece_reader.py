@@ -69,6 +69,8 @@ class PieceReader:
         self.reader: Reader
         self.row: Row | None = None
         self.unreadable: BadRecord | None = None  # why ``row`` could not be read, if its data is UNREADABLE
+        # Bad records of the newest pass over each source: a record counts once, however often it is read.
+        self.bad_in_pass = [0] * max(1, len(config.source.names))
         self.bad_shards: list[int] = []  # checksums of the names of those that this lane has left out
         self.pending: list[Piece] = []
         # The row whose pieces were asked for last, and the log of all rows since the oldest piece that waits.
@@ -110,6 +112,7 @@ class PieceReader:
         """Begin to read an epoch that no rows were read of before. If this fails, nothing has changed."""
         self.known = ()
         self.open(epoch)
+        self.bad_in_pass = [0] * len(self.bad_in_pass)
         self.log.close_windows()
 
     def next(self) -> Piece | None:
@@ -170,6 +173,11 @@ class PieceReader:
         """
         return 0 if self.ended else crc32(repr(self.reader.reached).encode())
 
+    @property
+    def bad_of_state(self) -> tuple[int, ...]:
+        """See `LaneState.bad_in_pass`."""
+        return tuple(self.bad_in_pass) if any(self.bad_in_pass) else ()
+
     def stats(self, row_id: RowId) -> SourceStats:
         """Return the statistics of the source, in a mixture, that a row comes from."""
         return self.source_stats[self.config.source.source_index(row_id)]
@@ -204,14 +212,14 @@ class PieceReader:
                 self.begin_stats(row)
             self.reader.charge([])
             return []
-        unreadable = row.data is UNREADABLE and self.unreadable
-        sample_or_reason = unreadable.reason if unreadable else config.sample(row)
-        if isinstance(sample_or_reason, str):
-            self._skip_record(
-                row, sample_or_reason, lost=unreadable.lost if unreadable else None, again=again
-            )
+        if row.data is UNREADABLE and (unreadable := self.unreadable) is not None:
+            self._skip_record(row, unreadable.reason, lost=unreadable.lost, again=again)
             return []
-        sample = sample_or_reason
+        sample = config.sample(row)
+        if isinstance(sample, str):
+            reason, lost = config.judged(row, sample)
+            self._skip_record(row, reason, lost=lost, again=again)
+            return []
         try:
             parts = config.cut(sample)
             trained = None
@@ -280,9 +288,17 @@ class PieceReader:
         quarantine, source = self.config.quarantine, self.config.source
         assert quarantine is not None
         if not again:
+            index = source.source_index(row.row_id)
             if lost is None:
-                before = self.ledger.dropped_samples["bad"]
-                quarantine.skip(self.lane, source=source, row_id=row.row_id, reason=reason, before=before)
+                ended = self.bad_in_pass[index] if self.reader.passes_begun else 0
+                quarantine.skip(
+                    self.lane,
+                    source=source,
+                    row_id=row.row_id,
+                    reason=reason,
+                    before=sum(self.bad_in_pass) - ended,
+                    rows=self.ledger.samples + self.ledger.dropped_samples["bad"],
+                )
                 self.ledger.drop("bad", 0)
             else:
                 known = quarantine.leave_out(
@@ -297,6 +313,7 @@ class PieceReader:
                 self.bad_shards = known
             if self.source_stats:
                 self.begin_stats(row)
+            self.bad_in_pass[index] += lost is None
         if row.data is not UNREADABLE:  # of an unreadable row, `Reader.skip` has told the mixture already
             self.reader.charge([])
 
@@ -304,4 +321,6 @@ class PieceReader:
         """Return the statistics of the newest row's source; count the epochs of it that began with the row."""
         stats = self.stats(row.row_id)
         stats.epochs += self.reader.passes_begun
+        if self.reader.passes_begun:
+            self.bad_in_pass[self.config.source.source_index(row.row_id)] = 0
         return stats

@@ -122,6 +122,8 @@ class Replay:
         reader.ledger = state.ledger.copy()
         reader.source_stats = [stats.copy() for stats in state.source_stats]
         reader.bad_shards = list(state.bad_shards)
+        if len(state.bad_in_pass) == len(reader.bad_in_pass):
+            reader.bad_in_pass = list(state.bad_in_pass)
         # Rows and pieces of this epoch may lie before the cursor.
         reader.epoch_has_rows, reader.epochs_without_pieces = True, 0
         for logged in self.before.rows():

@@ -155,6 +155,7 @@ class _Samples:
         self.lane = progress.lane
         self.bad = progress.bad
         self.bad_shards = list(progress.bad_shards)
+        self.documents = sum(shard.documents for shard in progress.shards)
         lane, num_lanes = self.lane - job.first, job.plan["lanes"]
         self.reader = job.config.source.read(Reading(lane, num_lanes=num_lanes, start=progress.start))
         self.config.check_shards()
@@ -173,8 +174,10 @@ class _Samples:
                 return
             sample_or_reason = self.config.sample(row)
             if isinstance(sample_or_reason, str):
-                self._skip(row.row_id, sample_or_reason)
+                reason, lost = self.config.judged(row, sample_or_reason)
+                self._skip(row.row_id, reason, lost=lost)
             else:
+                self.documents += 1
                 yield row, sample_or_reason
 
     @property
@@ -190,7 +193,14 @@ class _Samples:
                 self.lane, source=source, row_id=row_id, reason=reason, lost=lost, known=self.bad_shards
             )
             return
-        quarantine.skip(self.lane, source=source, row_id=row_id, reason=reason, before=self.bad)
+        quarantine.skip(
+            self.lane,
+            source=source,
+            row_id=row_id,
+            reason=reason,
+            before=self.bad,
+            rows=self.documents + self.bad,
+        )
         self.bad += 1
 
 

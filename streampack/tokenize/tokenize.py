@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -16,12 +18,12 @@ from streampack.instantiate import build
 from streampack.packing.encoders import TokensEncoder, check_tokenizer, guard_datasets
 from streampack.packing.settings import Packing
 from streampack.sources.as_source import as_source
-from streampack.sources.bad_records import BAD_RECORDS_FOLDER, quarantine_for
+from streampack.sources.bad_records import BAD_FRACTION, BAD_RECORDS_FOLDER, quarantine_for
 from streampack.sources.indexed import INDEX
 from streampack.sources.source import Source
 from streampack.sources.token_files import DTYPES, FORMAT, VERSION
 from streampack.storage.base import map_in_threads
-from streampack.storage.folders import folder_at, write_file
+from streampack.storage.folders import Folder, LocalFolder, folder_at, write_file
 from streampack.storage.remote import scheme_of
 from streampack.streaming.lane_config import Encode, LaneConfig
 from streampack.streaming.run_identity import Encoded
@@ -68,7 +70,7 @@ def tokenize(
     shard: tuple[int, int] | None = None,
     finish: bool = False,
     on_bad_record: str = "error",
-    max_bad_records: int = 100,
+    max_bad_records: float = BAD_FRACTION,
     max_bad_shards: int = 10,
     quarantine: str | os.PathLike[str] | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -105,7 +107,7 @@ def tokenize(
         finish: write the index when all shards are there, and tokenize nothing.
         on_bad_record: ``"error"``, or ``"skip"``, which leaves out records that cannot be read or encoded, as an
             `IterablePackedDataset` does. The index counts them.
-        max_bad_records: of one lane; one more is an error.
+        max_bad_records: of one lane, or a fraction of its rows; see `IterablePackedDataset`. One more is an error.
         max_bad_shards: files of one lane that cannot be read; one more is an error.
         quarantine: a folder for lists of skipped records and shards; see `Quarantine`. Default: ``out/bad_records``;
             with ``out`` behind a URL, each process logs the first ten.
@@ -162,9 +164,10 @@ def tokenize(
 
     alone = shard is None
     with (
+        _full_disks_named(folder),
         folder.lock("", way_out="wait until it ends, stop it, or give another folder")
         if alone
-        else nullcontext()
+        else nullcontext(),
     ):
         jobs = jobs_of(source, folder, job_of, add=not finish, alone=alone)
         _require_work(shard, sum(job.plan["lanes"] for job in jobs))
@@ -194,6 +197,20 @@ def tokenize(
             _write_index(jobs, [progress for found in done for progress in found])
             folder.remove_locks()
     return out
+
+
+@contextmanager
+def _full_disks_named(folder: Folder) -> Iterator[None]:
+    """Add to an error of a full disk which one it is, and the way out."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            place = folder.shown if isinstance(folder, LocalFolder) else tempfile.gettempdir()
+            error.add_note(
+                f"while writing to {place}; free some space there, and the same call goes on behind its complete shards"
+            )
+        raise
 
 
 def from_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from torch.distributed.checkpoint.api import CheckpointException
 
 WAYS_OUT = {
-    errno.ENOSPC: "free some space there, or lower keep_checkpoints",
-    errno.EDQUOT: "free some space there, ask for more, or lower keep_checkpoints",
+    errno.ENOSPC: "free some space there, or keep fewer checkpoints",
+    errno.EDQUOT: "free some space there, ask for more, or keep fewer checkpoints",
     errno.EACCES: "make the folder writable for this user",
     errno.EPERM: "make the folder writable for this user",
     errno.EROFS: "mount the file system for writing",
@@ -37,7 +37,7 @@ def _reason(error: BaseException) -> str:
     """Return an error's message, and the way out of it.
 
     >>> _reason(OSError(errno.ENOSPC, "No space left on device", "a/b"))
-    'No space left on device: a/b; free some space there, or lower keep_checkpoints'
+    'No space left on device: a/b; free some space there, or keep fewer checkpoints'
     """
     if not isinstance(error, OSError) or error.errno is None:
         return str(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -261,7 +262,9 @@ def read_pieces(dataset: IterablePackedDataset, *, world: World) -> tuple[list[P
     if quarantine is not None:
         folder = quarantine.folder if world.is_main else None
         lanes = dataset.lanes_for(1)
-        quarantine = Quarantine(folder, quarantine.limit * lanes, shard_limit=quarantine.shard_limit * lanes)
+        limit, shard_limit = quarantine.limit, min(quarantine.shard_limit * lanes, sys.maxsize)
+        limit = limit if isinstance(limit, float) else min(limit * lanes, sys.maxsize)
+        quarantine = Quarantine(folder, limit, shard_limit=shard_limit)
     planned = replace(config, packing=whole, shuffle_window=0, endless=False, quarantine=quarantine)
     reader = PieceReader(planned, lane=0, num_lanes=1)
     reader.open(0)

@@ -202,7 +202,8 @@ def test_a_changed_corpus_is_refused_at_resume(tmp_path):
     with (tmp_path / "rows.jsonl").open("a") as file:
         file.write('{"text": "cat"}\n')
     with pytest.raises(
-        ValueError, match=r"the corpus is not the one that the state was made with: 1 changed \(rows\.jsonl\)"
+        ValueError,
+        match=r"the corpus is not the one that the state was made with: 1 changed \(.*rows\.jsonl\)",
     ):
         train(tiny_config(tmp_path, resume=True))
 
@@ -248,9 +249,9 @@ def test_files_may_come_and_go_where_the_config_says_so_and_validation_keeps_no_
     (corpus / "1.jsonl").unlink()
     shutil.copy(corpus / "2.jsonl", corpus / "9.jsonl")
     (held_out / "1.jsonl").unlink()
-    with pytest.raises(ValueError, match=r"1 added \(9.jsonl\), 1 removed \(1.jsonl\).*corpus_changes="):
+    with pytest.raises(ValueError, match=r"1 added \(.*/9.jsonl\), 1 removed \(1.jsonl\).*corpus_changes="):
         train(changing(tmp_path, max_steps=8, resume=True, validation=validation))
-    with pytest.warns(UserWarning, match=r"1 added \(9.jsonl\), 1 removed \(1.jsonl\)"):
+    with pytest.warns(UserWarning, match=r"1 added \(.*/9.jsonl\), 1 removed \(1.jsonl\)"):
         result = train(changing(tmp_path, max_steps=8, resume=True, **changes))
     assert result["step"] == 8
     assert result["ledger"].dropped_samples["removed"] > 0

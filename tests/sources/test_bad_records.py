@@ -254,8 +254,8 @@ def test_too_many_bad_records_fail_the_run(tmp_path: Path) -> None:
         path = f"{tmp_path}/data/a.jsonl"
         assert str(error.value) == (
             f"{path}:42: a row must be a JSON object, this is a list; if the file is one JSON array, let datasets read "
-            f"it: HFSource('json', data_files={path!r}, split='train'); lane 0 has passed by 2 broken "
-            "records before this one: look at them, and raise max_bad_records if they may be left out"
+            f"it: HFSource('json', data_files={path!r}, split='train'); lane 0 has skipped 2 others, and "
+            "max_bad_records=2 lets no more pass: look at them, and raise it if they may be left out"
         )
     assert len(listed(tmp_path / "bad")) == 2
     resumed = stream(data, max_bad_records=len(bad), num_lanes=1, shuffle=False)
@@ -265,8 +265,54 @@ def test_too_many_bad_records_fail_the_run(tmp_path: Path) -> None:
     )
     stopped = stream(data, max_bad_records=2, num_lanes=1, shuffle=False)
     stopped.load_state_dict(dataset._state_with(as_dicts(states[-1])))
-    with pytest.raises(ValueError, match="has passed by 2 broken records"):
+    with pytest.raises(ValueError, match="has skipped 2 others"):
         list(stopped)
+
+
+@pytest.mark.parametrize("limit", [{}, {"max_bad_records": 1}])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_line_that_is_read_again_in_every_pass_does_not_end_a_run(
+    tmp_path: Path, mixed: bool, limit: dict[str, Any]
+) -> None:
+    """Also where the run is resumed in the middle of a pass, in which the line may have been read."""
+    lines = [json.dumps({"i": i, "n": 9}) for i in range(8)]
+    (tmp_path / "a.jsonl").write_text("\n".join([*lines[:3], "{", *lines[3:]]))
+
+    def make(**settings: Any) -> IterablePackedDataset:
+        data: Any = JSONLSource(tmp_path / "a.jsonl")
+        if mixed:
+            more = {"name": "b", "source": MapSource(ROWS), "weight": 1}
+            data = Mix([{"name": "a", "source": data, "weight": 1}, more])
+        return stream(data, epochs=None, num_lanes=1, **settings)
+
+    seen = 0
+    dataset = make(**limit)
+    for _ in range(4):
+        iterator = iter(dataset)
+        while dataset.ledger().dropped_samples["bad"] < seen + 40:
+            next(iterator)
+        seen += 40
+        state = dataset.state_dict()
+        dataset = make(**limit)
+        dataset.load_state_dict(state)
+    with pytest.raises(ValueError, match="0 others, and max_bad_records=0 lets no more pass"):
+        list(islice(make(max_bad_records=0), 100))
+
+
+def test_a_fraction_of_the_rows_may_be_bad(tmp_path: Path) -> None:
+    lines = [json.dumps({"i": i, "n": 2}) if i % 150 else "{" for i in range(18_000)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+
+    def run(**settings: Any) -> int:
+        settings = {"num_lanes": 1, "shuffle": False, "max_seq_len": 1000, **settings}
+        dataset = stream(JSONLSource(tmp_path / "a.jsonl"), **settings)
+        list(dataset)
+        return dataset.ledger().dropped_samples["bad"]
+
+    assert run() == run(max_bad_records=0.007) == run(max_bad_records=120) == 120
+    for limit, share in ((0.005, " of the 15,000 rows"), (100, "")):
+        with pytest.raises(ValueError, match=f"a.jsonl:15001: .*100 others{share}.*max_bad_records={limit} "):
+            run(max_bad_records=limit)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "map"])
@@ -322,6 +368,11 @@ def test_settings_are_checked() -> None:
         stream(ROWS, on_bad_record="ignore")
     with pytest.raises(ValueError, match="max_bad_records=-1 is below 0"):
         stream(ROWS, max_bad_records=-1)
+    for wrong in (1.5, 100.0, 0.0, float("nan")):
+        with pytest.raises(
+            ValueError, match=f"max_bad_records={wrong!r} is neither a whole number nor a fraction"
+        ):
+            stream(ROWS, max_bad_records=wrong)
     with pytest.raises(ValueError, match='a quarantine lists what is skipped; set on_bad_record="skip"'):
         stream(ROWS, on_bad_record="error", quarantine="bad")
 
@@ -460,6 +511,66 @@ def test_skipped_rows_are_listed_by_line_and_counted_by_reason(
         f"4 listed in {tmp_path}/bad: 2 'tokens' has N entries and 'labels' has N, 1 not a line of JSON, "
         f"1 column 'tokens' is missing; the first is {path}:2"
     )
+
+
+@pytest.mark.parametrize("within", ["", "bad", "a/b"])
+def test_a_folder_that_cannot_be_made_is_refused_at_the_start(tmp_path: Path, within: str) -> None:
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file" / within
+    with pytest.raises(
+        ValueError, match=f"quarantine='{folder}' cannot be made: {tmp_path}/file is no folder"
+    ):
+        stream(ROWS, quarantine=folder)
+    with pytest.raises(
+        ValueError, match="quarantine='s3://bucket/bad' is a URL; name a folder of this machine"
+    ):
+        stream(ROWS, quarantine="s3://bucket/bad")
+
+
+def test_a_list_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    data, _, _ = corpus("jsonl", tmp_path / "data")
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "other").write_text("half a line")
+    link = tmp_path / "bad" / "lane-00000.jsonl"
+    link.symlink_to(tmp_path / "other")
+    with pytest.raises(ValueError, match=f"{link} is a link, and is not followed; remove it"):
+        list(stream(data, quarantine=tmp_path / "bad", num_lanes=1))
+    assert (tmp_path / "other").read_text() == "half a line"
+    kept = stream(data, quarantine=tmp_path / "bad").lane_config.quarantine
+    assert kept is not None
+    (tmp_path / "other").write_text('{"shard": "a", "reason": "b"}\n')
+    assert kept.report() == ""
+    link.unlink()
+    link.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="is a link, and is not followed"):
+        list(stream(data, quarantine=tmp_path / "bad", num_lanes=1))
+    assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"{",
+        b"\xff",
+        b"[1]",
+        b"7",
+        b'{"shard": 1}',
+        b"",
+        b'{"reason": null, "shard": []}',
+        b'{"shard": "a", "reason": "b", "offset": []}',
+    ],
+)
+def test_a_damaged_line_of_a_list_ends_no_run(tmp_path: Path, line: bytes) -> None:
+    """Such as the line of a disk that was full, or lost power, behind which another process has written."""
+    data, _, bad = corpus("jsonl", tmp_path / "data")
+    quarantine = stream(data, quarantine=tmp_path / "bad", num_lanes=1).lane_config.quarantine
+    assert quarantine is not None
+    path = tmp_path / "bad" / "lane-00000.jsonl"
+    path.parent.mkdir()
+    path.write_bytes(line + b"\n")
+    assert quarantine.report() == ""
+    list(stream(data, quarantine=tmp_path / "bad", num_lanes=1))
+    assert quarantine.report().startswith(f"{len(bad)} listed")
 
 
 def test_a_report_leaves_out_a_line_that_a_kill_cut_off(tmp_path: Path) -> None:

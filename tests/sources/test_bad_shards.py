@@ -10,11 +10,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from streampack import Holdout, Mix, PackedDataLoader
+from streampack import Holdout, Mix, PackedDataLoader, ParquetSource, TokensEncoder
 from streampack.accounting import Ledger
 from streampack.sources import Reading
+from streampack.sources.holdout import hold_out
 from streampack.storage.problems import GONE
 from streampack.streaming.lane_state import as_dicts
 from streampack.tokenize.tokenize import tokenize
@@ -32,7 +35,7 @@ from tests.support.bad_shards import (
 from tests.support.conformance import check_resume_everywhere, content
 from tests.support.corpus import Numbers
 from tests.support.shards import shards, source
-from tests.support.web import Web
+from tests.support.web import Reply, Web
 
 
 @contextmanager
@@ -179,6 +182,37 @@ def test_a_shard_behind_a_url(tmp_path: Path, kind: str) -> None:
             stream(source(kind, paths), on_bad_record="error")
 
 
+@pytest.mark.parametrize("place", ["http 416", "http 200", "s3"])
+def test_an_empty_shard_behind_a_url_is_not_asked_for_again(tmp_path: Path, place: str) -> None:
+    """Servers answer a range of it with 416 or with the whole of it, and may send no ETag."""
+    with Web(shards("jsonl", 3)) as web, unwarned():
+        good, settings = list(web.files), {}
+        if place == "s3":
+            pytest.importorskip("s3fs")
+            settings = {"storage_options": {"key": "a", "secret": "b", "endpoint_url": web.url}}
+            web.files = {f"/bucket{path}": content for path, content in web.files.items()}
+        root = "s3://bucket" if place == "s3" else web.url
+        expected = survivors(
+            stream(source("jsonl", [root + path for path in good], **settings), shuffle=False)
+        )
+        empty = next(iter(web.files)).replace("000", "001a")
+        web.files[empty] = b""
+        if place != "s3":
+            reply = Reply(200) if place == "http 200" else Reply(416, headers={"Content-Range": "bytes */0"})
+            web.route = lambda path, query, headers: reply if path == empty else path
+        paths = [root + path for path in [*good, good[0].replace("000", "001a")]]
+        with pytest.raises(ValueError, match=r"1 of 4 files cannot be read: .*001a.jsonl: it is empty"):
+            stream(source("jsonl", paths, **settings), on_bad_record="error")
+        data = source("jsonl", paths, **settings)
+        web.requests.clear()
+        dataset = stream(data, shuffle=False, quarantine=tmp_path)
+        assert survivors(dataset) == expected
+        resumed = stream(data, shuffle=False)
+        resumed.load_state_dict(dataset.state_dict())
+        assert not [path for path, _ in web.requests if empty in path]
+        assert {entry["reason"] for entry in listed(tmp_path)} == {"it is empty"}
+
+
 def test_one_warning_names_how_many_and_the_first(tmp_path: Path) -> None:
     files = corpus("jsonl", tmp_path)
     for i in (1, 2, 4):
@@ -187,6 +221,27 @@ def test_one_warning_names_how_many_and_the_first(tmp_path: Path) -> None:
         list(stream(files.open()))
     assert [str(each.message) for each in warned] == [
         f"3 of 6 files cannot be read and are left out; the first is {files.paths[1]}: it is empty"
+    ]
+
+
+def test_a_file_is_warned_of_once_though_several_datasets_read_it(tmp_path: Path) -> None:
+    """As in a recipe that holds a fraction out: a dataset for training, and one of each source for validation."""
+    one, two = (corpus(kind, tmp_path / kind) for kind in ("jsonl", "tokens"))
+    HARM["empty"](one.paths[1])
+    HARM["gone"](two.paths[1])
+    files = [
+        {"name": "a", "source": one.open()},
+        {"name": "b", "source": two.open(), "encoder": TokensEncoder()},
+    ]
+    train, held_out = hold_out(Mix([{**each, "weight": 1} for each in files]), fraction=0.1)
+    assert isinstance(held_out, Mix)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        parts = [(entry.source, entry.encoder or Numbers()) for entry in held_out.entries]
+        for data, encode in [(train, Numbers()), *parts, (train, Numbers())]:
+            list(islice(stream(data, encoder=encode), 4))
+    assert [str(each.message) for each in warned] == [
+        f"2 of {6 + len(two.paths)} files cannot be read and are left out; the first is {one.paths[1]}: it is empty"
     ]
 
 
@@ -272,6 +327,43 @@ def test_a_file_in_many_parts_has_one_line_in_each_lane(tmp_path: Path) -> None:
     entries = listed(tmp_path / "bad")
     assert sum(entry["bytes"] for entry in entries) == size
     assert dataset.ledger().bad_shards == len(entries) == len(list((tmp_path / "bad").iterdir()))
+
+
+@pytest.mark.parametrize("columns", [None, ["i", "n"]])
+@pytest.mark.parametrize("odd", [0, 4])
+def test_a_parquet_file_with_a_column_of_another_type_is_one_bad_shard(
+    tmp_path: Path, columns: list[str] | None, odd: int
+) -> None:
+    """Each of its rows fails where it is encoded; a file that differs elsewhere has bad records."""
+    files = corpus("parquet", tmp_path / "data")
+    for number, path in enumerate(files.paths):
+        found = pq.read_table(path).to_pydict() | {"url": range(30) if number == 2 else ["a"] * 30}
+        if number == odd:
+            found["n"] = list(map(str, found["n"]))
+        if number == 2:
+            found["n"][0] = None
+        pq.write_table(pa.table(found), path, row_group_size=10)
+
+    def make(**settings: Any) -> Any:
+        return stream(ParquetSource(files.paths, columns=columns), max_bad_records=1, epochs=2, **settings)
+
+    dataset = make(quarantine=tmp_path / "bad")
+    expected = sorted(2 * [i for i in files.rest(odd) if i != 60])
+    assert survivors(dataset) == expected
+    ledger = dataset.ledger().as_dict()
+    entries = listed(tmp_path / "bad")
+    assert (ledger["bad_shards"], ledger["bad_records"]) == (len(entries) - 1, 2)
+    reasons = {entry["reason"].partition(": ")[0] for entry in entries if entry["shard"] == f"{odd}.parquet"}
+    assert reasons == {"its column 'n' is string, and integer in most files"}
+    check_resume_everywhere(make, packs=12, whole_every=6)
+    source, settings = ParquetSource(files.paths, columns=columns), {"encoder": Numbers(), "progress": False}
+    out = tokenize(source, out=tmp_path / "out", on_bad_record="skip", lanes=2, **settings)
+    index = json.loads((out / "index.json").read_text())
+    assert (index["bad_records"], index["bad_shards"]) == (1, 1)
+    mix = Mix([{"name": "a", "weight": 1, "source": Holdout(source, fraction=0.01, part="train")}])
+    dataset = stream(mix, max_bad_records=1)
+    list(dataset)
+    assert dataset.ledger().bad_shards > 0
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import multiprocessing as mp
 import os
@@ -17,7 +19,7 @@ import numpy as np
 import pytest
 
 from streampack import IterablePackedDataset, JSONLSource, MapSource, Mix, TextEncoder, TokenShardSource, cli
-from streampack.sources import Holdout, Reading
+from streampack.sources import Holdout, Reading, bad_records
 from streampack.sources.examples import EXAMPLES
 from streampack.storage.folders import LocalFolder
 from streampack.tokenize.tokenize import from_config, tokenize
@@ -298,18 +300,21 @@ def test_skipped_records_are_counted_across_a_resume(tmp_path: Path, after: int)
     assert len(listed(bad)) == 2 * len(BROKEN)
 
 
-def test_too_many_broken_records_are_an_error(tmp_path: Path) -> None:
-    """They are counted by lane, over several calls."""
+def test_too_many_broken_records_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are counted by lane, over several calls; a fraction is one of the rows of all of them."""
     source, many = broken_corpus(tmp_path / "corpus"), 2 * len(BROKEN)
     settings = {"lanes": 1, "shard_tokens": 300, **SKIP}
     run(source, tmp_path / "enough", **settings, max_bad_records=many)
     whole = content(tmp_path / "enough")
-    limit = rf"1.jsonl:150: .*; lane 0 has passed by {many - 1} broken records before this one: look at them"
+    limit = rf"1.jsonl:150: .*; lane 0 has skipped {many - 1} others, and"
     for _ in range(2):  # the second call begins after the shards of the first
         with pytest.raises(ValueError, match=limit):
             run(source, tmp_path / "out", **settings, max_bad_records=many - 1)
     assert len(content(tmp_path / "out")) > 10
-    run(source, tmp_path / "out", **settings)
+    monkeypatch.setattr(bad_records, "MOST_UNJUDGED", 0)
+    with pytest.raises(ValueError, match=f"1.jsonl:150: .*{many - 1} others of the 299 rows that it read"):
+        run(source, tmp_path / "out", **settings, max_bad_records=0.03)
+    run(source, tmp_path / "out", **settings, max_bad_records=0.04)
     assert content(tmp_path / "out") == whole
 
 
@@ -445,6 +450,35 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert cli.main([*words, "data.on_bad_record=skip"]) == 0
     assert TokenShardSource(tmp_path / "skipped").tokens == 3
     assert len(listed(tmp_path / "bad")) == 1
+
+
+@pytest.mark.parametrize("name", ["tokens-", "generation-", "index.json"])
+def test_a_full_disk_is_said_in_a_sentence_and_leaves_no_part_of_a_file(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Full(io.FileIO):
+        def write(self, data: Any, /) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def opened(path: Path, mode: str = "r", *args: Any, **settings: Any) -> Any:
+        full = name in path.name and mode == "wb"
+        return io.BufferedWriter(Full(path, "w")) if full else plain(path, mode, *args, **settings)
+
+    plain, out, config = Path.open, tmp_path / "out", tmp_path / "data.yaml"
+    (tmp_path / "rows.jsonl").write_text('{"tokens": [1, 2]}\n{"tokens": [3]}\n')
+    config.write_text(CONFIG.format(path=tmp_path / "rows.jsonl"))
+    words = ["tokenize", "--config", str(config), "--out", str(out)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", opened)
+        assert cli.main(words) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"{config}: [Errno 28] No space left on device while writing to {out}; free some space there, and the same "
+        "call goes on behind its complete shards"
+    )
+    files = [path.relative_to(out) for path in out.rglob("*") if path.is_file()]
+    assert not [path for path in files if path.name.startswith(".") and path.name != ".lock"]
+    assert cli.main(words) == 0
+    assert TokenShardSource(out).tokens == 3
 
 
 @pytest.mark.parametrize(

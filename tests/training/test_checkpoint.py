@@ -460,8 +460,8 @@ def test_a_full_disk_of_one_rank_is_raised_on_all(tmp_path, in_background):
     left = "; the newest complete checkpoint is that of step 3"
     for messages, steps in run_ranks(fail_on_rank_1, 2, tmp_path, in_background):
         assert messages == [
-            f"{what}No space left on device; free some space there, or lower keep_checkpoints{left}",
-            f"{what}Disk quota exceeded; free some space there, ask for more, or lower keep_checkpoints{left}",
+            f"{what}No space left on device; free some space there, or keep fewer checkpoints{left}",
+            f"{what}Disk quota exceeded; free some space there, ask for more, or keep fewer checkpoints{left}",
             f"{what}Permission denied; make the folder writable for this user{left}",
         ]
         assert steps == [3, 6]
