@@ -9,11 +9,11 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
 from streampack.attention import flex, flex_mask
 from streampack.attention.flex import flex_attention_of
-from tests.attention.test_attention import packed, padded
+from tests.attention.test_attention import naive_mask, packed, padded
 from tests.attention.test_varlen import LIMIT, Largest, difference, naive, random_packs
 
 TABLES = (
@@ -46,6 +46,10 @@ def test_block_masks_equal_torchs(case: tuple[list[list[int]], int], window: int
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
         assert getattr(ours, name).dtype == getattr(theirs, name).dtype
     assert (ours.seq_lengths, ours.BLOCK_SIZE) == (theirs.seq_lengths, theirs.BLOCK_SIZE)
+    # torch's mask was made of our function of two tokens, which has to be right, too.
+    near = torch.ones(size, size, dtype=torch.bool).triu(1 - (window or size))
+    seen = create_mask(ours.mask_mod, len(seq_lens), None, size, size, device="cpu")[:, 0]
+    assert torch.equal(seen, torch.tensor(naive_mask(seq_lens, size)) & near)
 
 
 def test_full_blocks_are_marked() -> None:

@@ -266,7 +266,7 @@ def preference_groups(count: int = 9) -> list[Group]:
 
 def packed(groups: list[Group]) -> Batch:
     rows = [{"group": group} for group in groups]
-    data = IterablePackedDataset(rows, max_seq_len=24, num_lanes=1, encoder=lambda row: row["group"])
+    data = IterablePackedDataset(rows, max_seq_len=28, num_lanes=1, encoder=lambda row: row["group"])
     return collate_packed(list(data))
 
 
@@ -275,6 +275,7 @@ def test_the_first_answer_of_a_group_is_the_chosen_one() -> None:
     shared, unshared = packed(groups), packed([group.unshared() for group in groups])
     assert shared.groups is not None
     assert len(shared.tokens) > 1
+    assert unshared.seq_lens.shape[1] > max(map(len, unshared.fragments)), "padding counts as a segment"
     expected = []
     for group in groups:
         spans = [group.bounds[leaf] for leaf in group.leaves]

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 AREAS = (
     "attention",
     "encoders",
@@ -115,6 +117,8 @@ def _watched(good: Any, make: Callable[[Any], Callable[..., Any]]) -> Callable[.
 
     @functools.wraps(good)
     def watched(*args: Any, **settings: Any) -> Any:
+        if torch.compiler.is_compiling():  # what is written below would break the graph, and tests count graphs
+            return bad(*args, **settings)
         _note_run(mutant)
         try:
             return bad(*args, **settings)

@@ -163,6 +163,16 @@ def test_a_killed_run_resumes_with_the_same_losses(tmp_path, uninterrupted):
     assert validation == {step: loss for step, loss in uninterrupted[1].items() if step in validation}
 
 
+def test_dropout_is_that_of_the_step_after_a_resume_and_after_a_validation(tmp_path):
+    changes = {"model.attn_dropout": 0.5, "lr_scheduler": None, "validation": None}
+    train(tiny_config(tmp_path / "whole", max_steps=8, **changes))
+    train(tiny_config(tmp_path / "parts", max_steps=4, **changes))
+    source = {"_component_": "streampack.JSONLSource", "paths": str(tmp_path / "whole" / "rows.jsonl")}
+    changes["validation"] = {"source": source, "max_packs": 2, "every": 2}
+    train(tiny_config(tmp_path / "parts", max_steps=8, resume=True, **changes))
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
