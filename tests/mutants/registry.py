@@ -117,7 +117,8 @@ def _watched(good: Any, make: Callable[[Any], Callable[..., Any]]) -> Callable[.
 
     @functools.wraps(good)
     def watched(*args: Any, **settings: Any) -> Any:
-        if torch.compiler.is_compiling():  # what is written below would break the graph, and tests count graphs
+        # What is written below would break the graph, and tests count graphs.
+        if torch.compiler.is_compiling():
             return bad(*args, **settings)
         _note_run(mutant)
         try:
