@@ -143,7 +143,8 @@ def test_a_changed_corpus_is_refused_at_resume(tmp_path):
     with (tmp_path / "rows.jsonl").open("a") as file:
         file.write('{"text": "cat"}\n')
     with pytest.raises(
-        ValueError, match=r"the corpus is not the one that the state was made with: 1 changed \(.*rows\.jsonl\)"
+        ValueError,
+        match=r"the corpus is not the one that the state was made with: 1 changed \(.*rows\.jsonl\)",
     ):
         train(tiny_config(tmp_path, resume=True))
 
