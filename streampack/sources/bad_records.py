@@ -61,9 +61,10 @@ class Quarantine:
     _logged: list[str] = field(default_factory=list, compare=False)  # places
 
     def __post_init__(self) -> None:
-        if not isinstance(self.limit, float):
-            require_positive(self.limit, "max_bad_records", least=0)
-        elif not 0 < self.limit < 1:
+        limit: object = self.limit
+        if not isinstance(limit, float):
+            require_positive(limit, "max_bad_records", least=0)
+        elif not 0 < limit < 1:
             raise ValueError(
                 f"max_bad_records={self.limit} is neither a whole number nor a fraction between 0 and 1"
             )

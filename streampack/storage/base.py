@@ -13,6 +13,9 @@ from urllib.parse import SplitResult, urlsplit
 from streampack.fingerprint import digest
 from streampack.storage.compression import COMPRESSED
 
+STORES = ("gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "memory")
+"""Schemes of object stores of whose answers nothing tells which version they are of."""
+
 HASHED_BYTES = 1 << 16  # A digest is made of as many bytes at a file's beginning, and at its end.
 THREADS = 32  # the threads of `map_in_threads`
 Item = TypeVar("Item")
@@ -143,13 +146,15 @@ def resized(file: File, size: int | None) -> Resized:
 
 
 def split_url(url: str) -> SplitResult:
-    """Split a URL. Only a web address has a fragment and any query: in an object store's keys are ``#`` and ``?``.
+    """Split a URL. Only a web address has a fragment: in an object store's keys may be ``#``, and ``?``.
+
+    What a query means to a file system that a user has registered is not known, so it is kept apart.
 
     >>> split_url("https://host/a#1").path, split_url("s3://bucket/a#1?b?versionId=2")[2:4]
     ('/a', ('/a#1?b', 'versionId=2'))
     """
-    if url.startswith(("http:", "https:")):
-        return urlsplit(url)
+    if url.partition(":")[0] not in ("s3", "hf", *STORES):
+        return urlsplit(url, allow_fragments=url.startswith(("http:", "https:")))
     key, _, version = url.partition("?versionId=")
     parts = urlsplit(key, allow_fragments=False)
     rest = key[key.index("?") :] if "?" in key else ""

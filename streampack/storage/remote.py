@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from streampack.storage import hub
-from streampack.storage.base import File, changed, ends, redact, resized
+from streampack.storage.base import STORES, File, changed, ends, redact, resized
 from streampack.storage.requests import Listed, listed, request_of, store
 from streampack.storage.responses import Answer, Judged, refusal
 from streampack.storage.retries import PERMANENT, Refused
@@ -18,7 +18,6 @@ from streampack.validation import require_duration
 
 SERVED = ("http", "https", "s3", "hf")
 """Schemes whose answers say themselves which version they are of. Of the others, files are looked up again."""
-STORES = ("gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "memory")
 SCHEMES = (*SERVED, *STORES)
 """The schemes that are read, besides those that a user has registered with fsspec. fsspec knows others, but some of
 them run programs, open archives or read files of this machine."""

@@ -217,8 +217,8 @@ class PieceReader:
             return []
         sample = config.sample(row)
         if isinstance(sample, str):
-            reason, lost = config.judged(row, sample)
-            self._skip_record(row, reason, lost=lost, again=again)
+            reason, of_shard = config.judged(row, sample)
+            self._skip_record(row, reason, lost=of_shard, again=again)
             return []
         try:
             parts = config.cut(sample)

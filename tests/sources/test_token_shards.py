@@ -26,6 +26,7 @@ from streampack.tokenize.tokenize import tokenize
 from streampack.types import IGNORE_INDEX
 from tests.support.bad_shards import header_of
 from tests.support.corpus import in_memory
+from tests.support.stores import running
 
 Rows = list[dict[str, list[int]]]
 
@@ -214,14 +215,14 @@ def test_a_bad_index_is_refused(tmp_path: Path, change: Any, message: str) -> No
     "index",
     ["[]", "{", '{"shards": []}', '{"shards": [{"name": "../x", "size": 9}]}'],
 )
-def test_errors_of_an_index_hold_no_secret(index: str) -> None:
+def test_errors_of_an_index_hold_no_secret(index: str, tmp_path: Path) -> None:
     """Neither those of broken indexes nor those of missing shards."""
-    secret = "memory://host/folder?key=canary"
-    fsspec.filesystem("memory").pipe("/host/folder/index.json?key=canary", index.encode())
-    for make_source in (TokenShardSource, MDSSource):
-        with pytest.raises(ValueError) as caught:
-            make_source(secret, retries=0)
-        assert "canary" not in str(caught.value)
+    with running("versioned", tmp_path):
+        fsspec.filesystem("versioned").pipe("/host/folder/index.json?key=canary", index.encode())
+        for make_source in (TokenShardSource, MDSSource):
+            with pytest.raises(ValueError) as caught:
+                make_source("versioned://host/folder?key=canary", retries=0)
+            assert "canary" not in str(caught.value)
 
 
 def test_a_shard_behind_a_url_that_is_gone(tmp_path: Path) -> None:
